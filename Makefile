@@ -1,0 +1,88 @@
+# Everything a contributor runs. `make` lists it. All of it lives in .venv, which `make install` makes.
+# pip's own settings are honoured, so PIP_INDEX_URL or PIP_EXTRA_INDEX_URL can point at a mirror or at CPU builds of torch.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-print-directory
+
+PYTHON ?= python3
+BENCH_ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+EXTRAS := cluster,transformers,test,dev
+say = @printf '==> %s\n'
+
+.PHONY: help install demo test check bench fmt proto clean
+
+help: ## list what can be made
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## make .venv with everything pinned in constraints.txt (PYTHON=python3.12 to choose)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
+	  || { echo "kvcluster needs Python 3.10 to 3.13, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo missing)." \
+	       "Try: make install PYTHON=python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv \
+	  || { rm -rf .venv; echo "No virtual environment could be made. On Debian: apt-get install python3-venv" >&2; exit 1; }
+	$(say) "install 1/2: torch, about 200 MB for CPU; usually one minute, silently"
+	@$(PIP) torch==2.13.0
+	$(say) "install 2/2: ray, transformers and the rest, about 300 MB; usually two minutes, silently"
+	@$(PIP) -e '.[$(EXTRAS)]'
+	@touch $@
+	$(say) "installed into .venv"
+
+demo: install ## run the main job: two engine replicas share a prefix (DEMO_MODEL=path takes a real model)
+	@$(BIN)/kvcluster demo
+
+test: install ## run the whole test suite
+	@HYPOTHESIS_PROFILE=ci $(BIN)/pytest
+
+check: install ## what every change must pass: format, lint, types, import rule, tidiness, fast tests
+	$(say) "format (make fmt mends it)"
+	@$(BIN)/ruff format --check .
+	$(say) "lint"
+	@$(BIN)/ruff check .
+	$(say) "types; about a minute when the cache is cold"
+	@$(BIN)/mypy
+	$(say) "import rule"
+	@$(BIN)/lint-imports --no-logo
+	$(say) "tidiness"
+	@$(BIN)/python tools/tidy.py
+	$(say) "fast tests, with coverage of the core"
+	@HYPOTHESIS_PROFILE=fast $(BIN)/pytest -q -m 'not cluster and not slow' \
+	  --cov=kvcluster/core --cov-report=term --cov-report=json:build/coverage.json
+	@$(BIN)/python tools/tidy.py --coverage build/coverage.json
+
+bench: install ## measure lookups and transfers (BENCH_ARGS=--json for machines)
+	@$(BIN)/kvcluster bench lookup $(BENCH_ARGS)
+	@$(BIN)/kvcluster bench transfer $(BENCH_ARGS)
+
+fmt: install ## format, and mend what ruff can mend
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+# The compiler of protobuf 4.25 (docs/adr/0002) pins what the rest cannot live with, so it has its own environment.
+# Messages only: the services are tables of methods in kvcluster/transport, so no *_pb2_grpc.py is made.
+proto: .venv-proto/.installed ## generate kvcluster/wire/v1 from proto/kvcluster/v1 (needs Python 3.10 to 3.12)
+	@rm -rf build/proto && mkdir -p build/proto
+	@.venv-proto/bin/python -m grpc_tools.protoc -I proto --python_out=build/proto --pyi_out=build/proto \
+	  proto/kvcluster/v1/*.proto
+	@sed -i 's/^from kvcluster\.v1 import/from kvcluster.wire.v1 import/' build/proto/kvcluster/v1/*_pb2.py*
+	@rm -f kvcluster/wire/v1/*_pb2.py kvcluster/wire/v1/*_pb2.pyi
+	@cp build/proto/kvcluster/v1/*_pb2.py build/proto/kvcluster/v1/*_pb2.pyi kvcluster/wire/v1/
+	$(say) "generated: $$(cd kvcluster/wire/v1 && ls *_pb2.py | tr '\n' ' ')"
+
+.venv-proto/.installed:
+	$(say) "installing the protobuf compiler into .venv-proto; a few seconds"
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+	  || { echo "grpcio-tools 1.62.3 exists for Python 3.10 to 3.12. Try: make proto PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -m venv .venv-proto
+	@.venv-proto/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.62.3 'setuptools<80'
+	@touch $@
+
+clean: ## remove what was built, but neither .venv nor .venv-proto
+	@rm -rf build dist *.egg-info .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@find kvcluster tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,113 @@
+"""A cluster on a running Ray: one named coordinator actor and its shards, started, found and stopped.
+
+The actors restart by themselves when their process dies: a coordinator relearns everything from the shards, a
+shard begins empty under a new epoch.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from kvcluster.actors.coordinator import CoordinatorActor
+from kvcluster.actors.shard import ShardActor
+from kvcluster.config import Config
+from kvcluster.errors import ConfigError, KVClusterError
+from kvcluster.runtime.auth import authenticator
+
+NAMESPACE = "kvcluster"
+COORDINATOR_NAME = "coordinator"
+_RESTARTS = -1
+_START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Handles of a cluster's actors. `address` is what clients connect to."""
+
+    address: str
+    coordinator: Any
+    shards: tuple[Any, ...]
+
+    def stop(self) -> None:
+        """Ends serving and kills the actors, for good."""
+        for actor in (*self.shards, self.coordinator):
+            ray.kill(actor, no_restart=True)
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError where credentials or the port cannot be used: in the caller, not in an actor's log."""
+    authenticator(config.server, "")
+    _port(config)
+
+
+def start(config: Config, *, detached: bool) -> Cluster:
+    """Starts the actors on the Ray that this process is connected to, and waits until every shard is up.
+
+    Raises ConfigError where the configuration or the port cannot be used.
+    """
+    authenticator(config.server, "")
+    secret = secrets.token_urlsafe(32)
+    config = replace(config, server=replace(config.server, port=_port(config)))
+    options: dict[str, Any] = {"namespace": NAMESPACE, "num_cpus": 0, "max_restarts": _RESTARTS}
+    if detached:
+        options["lifetime"] = "detached"
+    coordinator = _actor(CoordinatorActor, {**options, "name": COORDINATOR_NAME}, config, secret)
+    started: list[Any] = [coordinator]
+    try:
+        address = _get(coordinator.address)
+        for number in range(config.shards):
+            name = f"shard-{number}"
+            started.append(_actor(ShardActor, {**options, "name": name}, name, address, config, secret))
+        for shard in started[1:]:
+            _get(shard.address)
+        _wait_until_up(coordinator, config.shards)
+    except BaseException:
+        for actor in started:
+            ray.kill(actor, no_restart=True)
+        raise
+    return Cluster(address, coordinator, tuple(started[1:]))
+
+
+def _actor(kind: type, options: dict[str, Any], *arguments: Any) -> Any:
+    return ray.remote(kind).options(**options).remote(*arguments)
+
+
+def _get(method: Any) -> Any:
+    """The method's result, or what kept its actor from starting as an error of ours."""
+    try:
+        return ray.get(method.remote(), timeout=_START_S)
+    except ray.exceptions.RayActorError as error:
+        raise KVClusterError(f"an actor of the cluster did not start: {error}") from None
+    except ray.exceptions.GetTimeoutError:
+        raise KVClusterError(f"an actor of the cluster did not start within {_START_S:.0f} s") from None
+
+
+def _wait_until_up(coordinator: Any, shards: int) -> None:
+    give_up = time.monotonic() + _START_S
+    while _get(coordinator.shards_up) < shards:
+        if time.monotonic() > give_up:
+            raise KVClusterError(f"not all {shards} shards reported to the coordinator within {_START_S:.0f} s")
+        time.sleep(0.02)
+
+
+def _port(config: Config) -> int:
+    """The port to listen on. It is tried here, so that a port in use is an error of the caller and not of an actor
+    that starts again and again; a free one is chosen here, so that a restarted coordinator keeps it."""
+    family = socket.AF_INET6 if ":" in config.server.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.server.host, config.server.port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {config.server.host}:{config.server.port}: {error.strerror}. "
+                "Choose another port (--port; 0 takes a free one), or stop what listens there"
+            ) from None
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,89 @@
+"""`kvcluster.local()`: a cluster for as long as a `with` block, on a Ray of this process's own, on loopback."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from kvcluster.actors import cluster
+from kvcluster.client import Client, connect
+from kvcluster.config import load
+from kvcluster.core.spec import KVSpec, Part
+
+_OBJECT_STORE_BYTES = 80 * 2**20
+"""Pages never enter Ray's object store; this is about the least that Ray accepts."""
+
+
+class LocalCluster:
+    """A running embedded cluster. Other processes of this machine connect to `address`."""
+
+    def __init__(self, running: cluster.Cluster) -> None:
+        self._running = running
+        self._clients: list[Client] = []
+
+    @property
+    def address(self) -> str:
+        return self._running.address
+
+    def client(self, spec: KVSpec, *, part: Part | Mapping[int, Part] | None = None) -> Client:
+        """A client of this cluster, closed with it."""
+        client = connect(self.address, spec, part=part)
+        self._clients.append(client)
+        return client
+
+    def pids(self) -> list[int]:
+        """Process ids of the coordinator and the shards."""
+        actors = (self._running.coordinator, *self._running.shards)
+        pids: list[int] = ray.get([actor.pid.remote() for actor in actors])
+        return pids
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.close()
+        self._running.stop()
+
+
+@contextmanager
+def local(
+    *, shards: int = 1, device_bytes: str | int = "1GiB", port: int = 0, config: Mapping[str, Any] | None = None
+) -> Iterator[LocalCluster]:
+    """An embedded cluster: Ray on loopback, one coordinator, `shards` shards of `device_bytes` each.
+
+    Uses the Ray that this process is connected to, if it is; else starts one and ends it with the block. `config`
+    are overrides as in config.load. Raises ConfigError where a setting cannot be used.
+    """
+    below = dict(config or {})
+    below["shards"] = shards
+    below["shard"] = {**below.get("shard", {}), "device_bytes": device_bytes}
+    below["server"] = {"port": port, **below.get("server", {})}
+    settings = load(overrides=below)
+    own = not ray.is_initialized()
+    if own:
+        start_ray()
+    try:
+        running = LocalCluster(cluster.start(settings, detached=False))
+        try:
+            yield running
+        finally:
+            running.close()
+    finally:
+        if own:
+            ray.shutdown()
+
+
+def start_ray() -> None:
+    """A Ray of this process's own: loopback, no dashboard, no usage reports."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        namespace=cluster.NAMESPACE,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=_OBJECT_STORE_BYTES,
+        _node_ip_address="127.0.0.1",
+    )

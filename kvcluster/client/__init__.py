@@ -1,0 +1,10 @@
+"""What an engine holds: `connect`, the Client and what its calls return. Nothing here imports torch until blocks of
+tensors are given to it."""
+
+from kvcluster.client.client import Client
+from kvcluster.client.connect import connect
+from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Stored
+from kvcluster.client.ticket import Ticket
+from kvcluster.client.transfer import Transfer
+
+__all__ = ["BlockExplanation", "Client", "Loaded", "Lookup", "Stored", "Ticket", "Transfer", "connect"]

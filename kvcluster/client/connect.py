@@ -1,0 +1,55 @@
+"""Connecting to a cluster that runs elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvcluster.client.client import Client
+from kvcluster.client.control import GrpcPort
+from kvcluster.config import ClientConfig
+from kvcluster.core.messages import ShardAddress
+from kvcluster.core.reasons import MissReason
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.errors import Unreachable
+from kvcluster.transport.grpc_pages import GrpcPages
+from kvcluster.transport.rpc import Connection
+from kvcluster.transport.seam import Deadline, Transport, Trouble
+
+
+def connect(
+    address: str,
+    spec: KVSpec,
+    *,
+    token: str | None = None,
+    part: Part | Mapping[int, Part] | None = None,
+    config: ClientConfig | None = None,
+) -> Client:
+    """A client of the cluster whose coordinator listens at `address` ("host:port"), for one spec.
+
+    `part` is what this worker holds of every group (see Client). Raises ConfigError for an address that is none,
+    Unreachable where nothing answers in time, CredentialError for a token that is missing or unknown,
+    ProtocolError where something else or another version answers.
+    """
+    config = config or ClientConfig()
+    connection = Connection(address, token)
+    deadline = Deadline.after_ms(config.connect_ms)
+
+    def open_transport(shard: ShardAddress) -> Transport:
+        return GrpcPages(shard.address, token)
+
+    try:
+        connection.wait_ready(deadline)
+        client = Client(GrpcPort(connection), open_transport, spec, part=part, config=config)
+    except BaseException:
+        connection.close()
+        raise
+    try:
+        client.attach(deadline)
+    except Trouble as trouble:
+        client.close()
+        late = "in time" if trouble.miss.reason is MissReason.DEADLINE else f"({trouble.miss.detail})"
+        raise Unreachable(f"the coordinator at {address} did not answer {late}; see `kvcluster status`") from None
+    except BaseException:
+        client.close()
+        raise
+    return client

@@ -1,0 +1,295 @@
+"""Memory: where a worker's blocks lie, and how the bytes of pages get into and out of it.
+
+A page is `[layers, planes, block_tokens, heads, dim]` of one part, contiguous (DESIGN.md, "Bytes: pages");
+an engine's memory is whatever its attention kernels want. The caller names its layout with `Dense`, `Paged`
+or `Buffers`; `bind` checks all of it against the spec before a byte moves; the `Bound` that comes out moves
+rectangles of layers and heads, and cannot fail on the caller's account any more.
+
+This module knows layouts by name and pages as bytes. What it takes to see tensors so is in tensors.py, which is
+imported when the first tensor is bound: torch is neither needed nor loaded for `Buffers`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol, Union
+
+from kvcluster.core.spec import DTYPE_BYTES, KVSpec, Part, Plane
+from kvcluster.errors import CallerError, ProtocolError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from kvcluster.client.tensors import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dense:
+    """One tensor `[blocks, layers, planes, block_tokens, heads, dim]`, of any strides: 2 planes for K and V.
+
+    For a group of one opaque plane it is uint8 `[blocks, layers, nbytes]`. A bare tensor means this.
+    """
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Paged:
+    """A paged cache: block i of a call lies at index `block_ids[i]` of every layer's tensor.
+
+    `layers` holds for each layer of the part, in order, a tensor viewed as `[num_blocks, planes, block_tokens,
+    heads, dim]`, of any strides; or a tuple of tensors, one a plane, each `[num_blocks, block_tokens, heads,
+    dim]`, which is the only way where planes differ in dim or dtype. An opaque plane is uint8
+    `[num_blocks, nbytes]`. Views are enough: the cache is never copied as a whole.
+    """
+
+    layers: Sequence[Tensor | tuple[Tensor, ...]]
+    block_ids: Sequence[int] | Tensor
+
+    @classmethod
+    def nhd(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
+        """From vLLM's NHD caches, a layer each: `[2, num_blocks, block_tokens, heads, dim]`."""
+        return cls([_with_dims(5, cache).permute(1, 0, 2, 3, 4) for cache in caches], block_ids)
+
+    @classmethod
+    def hnd(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
+        """From vLLM's HND caches, a layer each: `[2, num_blocks, heads, block_tokens, dim]`."""
+        return cls([_with_dims(5, cache).permute(1, 0, 3, 2, 4) for cache in caches], block_ids)
+
+    @classmethod
+    def vllm_cpu(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
+        """From caches of vLLM on CPU, a layer each: `[num_blocks, heads, block_tokens, 2 * dim]`, K beside V."""
+        layers = []
+        for cache in caches:
+            *shape, both = _with_dims(4, cache).shape
+            if both % 2:
+                raise CallerError(f"a layer's cache ends in a dimension of {both}; expected K and V side by side")
+            layers.append(cache.view(*shape, 2, both // 2).permute(0, 3, 2, 1, 4))
+        return cls(layers, block_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffers:
+    """For each block one contiguous buffer of bytes that holds the page of the whole part, in page layout."""
+
+    pages: Sequence[Buffer]
+
+
+Memory = Union["Tensor", Dense, Paged, Buffers]
+
+
+def bind(
+    memory: Memory | Sequence[Memory | None],
+    spec: KVSpec,
+    parts: tuple[Part | None, ...],
+    blocks: int,
+    *,
+    writable: bool,
+) -> Bound:
+    """Checks that `memory` holds `blocks` blocks of `parts`, one part a group, and opens it for moving bytes.
+
+    A spec with several groups takes a list with one entry a group, None exactly where its part is None. A
+    destination (`writable`) may have room for more blocks than `blocks`; a source has exactly as many.
+    Raises CallerError, which says what was given, what was expected and what to do; nothing has moved then.
+    """
+    given = list(memory) if isinstance(memory, (list, tuple)) else [memory]
+    assert len(parts) == len(spec.groups) and blocks >= 0
+    if len(given) != len(parts):
+        raise CallerError(
+            f"memory is a list of {len(given)} where the spec has {len(parts)} group(s): "
+            "give one entry a group; the layers of a group go into Paged(layers, block_ids)"
+        )
+    regions: list[Region | None] = []
+    for index, (one, part) in enumerate(zip(given, parts, strict=True)):
+        if (one is None) != (part is None):
+            raise CallerError(
+                f"memory for group {index} is {kind(one)}, but the part to be moved is {part}: "
+                "give memory for exactly the groups that are moved, and None for the others"
+            )
+        if part is None:
+            regions.append(None)
+            continue
+        spec.check_part(index, part)
+        regions.append(_bind_group(Ask(spec, index, part, blocks, writable), one))
+    return Bound(tuple(regions), given)
+
+
+class Bound:
+    """Checked memory of one call. It keeps the caller's objects alive; use it from one thread at a time."""
+
+    def __init__(self, regions: tuple[Region | None, ...], owners: object) -> None:
+        self._regions = regions
+        self._owners = owners  # the regions hold addresses only
+
+    def put(self, block: int, group: int, rect: Part, data: memoryview) -> None:
+        """Writes what `data` and the bound part of `group` have in common; ignores layers and heads outside.
+
+        `data` is flat bytes in page layout `[rect.layers, planes, block_tokens, rect.heads, dim]`, `rect` in
+        the group's own coordinates. Raises ProtocolError, and writes nothing, where it has another length.
+        """
+        region = self._regions[group]
+        assert region is not None
+        expected = rect.layers * rect.heads * region.head_bytes
+        if len(data) != expected:
+            raise ProtocolError(f"{rect} of a page take {expected} bytes, but {len(data)} came: does its spec differ?")
+        both = region.part.intersect(rect)
+        if both is not None:
+            region.write(block, rect, both, data)
+
+    def get(self, block: int, group: int, layer_start: int, layer_stop: int) -> memoryview:
+        """Those layers of the bound part, read-only, in page layout; layers are counted in the group.
+
+        Without a copy where the memory lies so (Dense, Buffers), otherwise gathered into one buffer: what
+        is returned is valid until the next `get`.
+        """
+        region = self._regions[group]
+        assert region is not None
+        assert region.part.layer_start <= layer_start < layer_stop <= region.part.layer_stop
+        return region.read(block, layer_start, layer_stop)
+
+
+class Region(Protocol):
+    """The memory of one group's part. `head_bytes` are those of one head in one layer of one block."""
+
+    part: Part
+    head_bytes: int
+
+    def write(self, block: int, rect: Part, both: Part, data: memoryview) -> None:
+        """Puts the rectangle `both` out of `data`, which is `rect` in page layout."""
+
+    def read(self, block: int, layer_start: int, layer_stop: int) -> memoryview:
+        """Those layers in page layout."""
+        ...
+
+
+class Pages:
+    """A region where each block lies as a page does: moved as bytes."""
+
+    def __init__(self, ask: Ask, pages: Sequence[memoryview]) -> None:
+        self.part = ask.part
+        self.head_bytes = ask.head_bytes
+        self._pages = pages
+        self._rows = [(ask.tokens(plane), plane.dim * DTYPE_BYTES[plane.dtype]) for plane in ask.planes]
+
+    def write(self, block: int, rect: Part, both: Part, data: memoryview) -> None:
+        page, part = self._pages[block], self.part
+        if rect.head_start != part.head_start or rect.head_stop != part.head_stop:
+            self.write_heads(page, rect, both, data)
+            return
+        layer_bytes = part.heads * self.head_bytes
+        nbytes = both.layers * layer_bytes
+        into = (both.layer_start - part.layer_start) * layer_bytes
+        start = (both.layer_start - rect.layer_start) * layer_bytes
+        page[into : into + nbytes] = data[start : start + nbytes]
+
+    def write_heads(self, page: memoryview, rect: Part, both: Part, data: memoryview) -> None:
+        """As `write`, where the heads of `rect` are not those of the part: row by row."""
+        part = self.part
+        for layer in range(both.layer_start, both.layer_stop):
+            into = (layer - part.layer_start) * part.heads * self.head_bytes
+            start = (layer - rect.layer_start) * rect.heads * self.head_bytes
+            for tokens, row in self._rows:
+                nbytes = both.heads * row
+                skip, theirs = (both.head_start - part.head_start) * row, (both.head_start - rect.head_start) * row
+                for _ in range(tokens):
+                    page[into + skip : into + skip + nbytes] = data[start + theirs : start + theirs + nbytes]
+                    into += part.heads * row
+                    start += rect.heads * row
+
+    def read(self, block: int, layer_start: int, layer_stop: int) -> memoryview:
+        layer_bytes = self.part.heads * self.head_bytes
+        start, stop = layer_start - self.part.layer_start, layer_stop - self.part.layer_start
+        return self._pages[block][start * layer_bytes : stop * layer_bytes].toreadonly()
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What the memory of one group is asked to be."""
+
+    spec: KVSpec
+    index: int
+    part: Part
+    blocks: int
+    writable: bool
+
+    @property
+    def name(self) -> str:
+        """How an error calls the memory."""
+        side = "the destination" if self.writable else "the source"
+        return f"{side} of group {self.index}" if len(self.spec.groups) > 1 else side
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return self.spec.groups[self.index].planes
+
+    @property
+    def head_bytes(self) -> int:
+        return self.spec.groups[self.index].layer_bytes(block_tokens=self.spec.block_tokens, heads=1)
+
+    def tokens(self, plane: Plane) -> int:
+        """Rows of a head in one block: opaque bytes are one, whatever the number of tokens."""
+        return 1 if plane.dtype == "opaque" else self.spec.block_tokens
+
+    def check_count(self, given: int) -> None:
+        """Raises CallerError where that is not a number of blocks that will do."""
+        if given < self.blocks or (given > self.blocks and not self.writable):
+            least = "at least " if self.writable else ""
+            raise CallerError(f"{self.name} has {given} blocks; expected {least}{self.blocks}, one for each block hash")
+
+    def shared(self) -> CallerError:
+        """The error of a destination that would be written twice."""
+        return CallerError(
+            f"{self.name} uses some memory twice; expected a place of its own for every element: "
+            "pass no expanded or overlapping tensor or buffer, and no tensor a second time"
+        )
+
+
+def kind(value: object) -> str:
+    """How an error calls what was given."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _bind_group(ask: Ask, memory: object) -> Region:
+    if isinstance(memory, Buffers):
+        return _bind_buffers(ask, memory)
+    try:
+        from kvcluster.client import tensors
+    except ModuleNotFoundError:
+        raise CallerError(f"{ask.name} is {kind(memory)}; without torch installed only Buffers can be served") from None
+    return tensors.bind_tensors(ask, memory)
+
+
+def _bind_buffers(ask: Ask, buffers: Buffers) -> Pages:
+    expected = ask.spec.page_bytes(ask.index, ask.part)
+    given: object = buffers.pages
+    if not isinstance(given, (list, tuple)):
+        raise CallerError(f"{ask.name} has pages that are {kind(given)}; expected a list with one buffer a block")
+    ask.check_count(len(given))
+    pages: list[memoryview] = []
+    for number, buffer in enumerate(given[: ask.blocks]):
+        name = f"page {number} of {ask.name}"
+        try:
+            page = memoryview(buffer).cast("B")
+        except (TypeError, ValueError) as error:
+            raise CallerError(f"{name} is {kind(buffer)}; expected a contiguous buffer of bytes ({error})") from None
+        if len(page) != expected:
+            raise CallerError(f"{name} has {len(page)} bytes; expected the {expected} of a page of {ask.part}")
+        if ask.writable and page.readonly:
+            raise CallerError(f"{name} is read-only; expected a writable buffer, such as a bytearray")
+        pages.append(page)
+    if ask.writable:
+        starts = sorted(ctypes.addressof(ctypes.c_char.from_buffer(page)) for page in pages)
+        if any(second - first < expected for first, second in pairwise(starts)):
+            raise ask.shared()
+    return Pages(ask, pages)
+
+
+def _with_dims(dims: int, cache: Tensor) -> Tensor:
+    shape = getattr(cache, "shape", None)
+    if shape is None or len(shape) != dims:
+        given = kind(cache) if shape is None else f"of shape {list(shape)}"
+        raise CallerError(f"a layer's cache is {given}; expected a tensor of {dims} dimensions in the layout named")
+    return cache

@@ -1,0 +1,121 @@
+"""The client's ways to shards: one transport an incarnation, attached before use, kept while it serves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from typing import Protocol, TypeVar
+
+from kvcluster.core.ids import NamespaceId
+from kvcluster.core.messages import ReadRequest, RefusedKind, ShardAddress, WriteRequest, Written
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.spec import KVSpec
+from kvcluster.errors import CallerError, LimitError
+from kvcluster.transport.seam import Deadline, PageSink, PageSource, RefusedByShard, Transport, Trouble
+
+R = TypeVar("R")
+
+
+class OpenTransport(Protocol):
+    """Opens the best transport to a shard that both ends have."""
+
+    def __call__(self, shard: ShardAddress) -> Transport: ...
+
+
+class Shards:
+    """Transports by shard. A newer epoch replaces the older one's."""
+
+    def __init__(self, open_transport: OpenTransport) -> None:
+        self._open = open_transport
+        self._transports: dict[str, tuple[ShardAddress, Transport]] = {}
+        self._attached: set[tuple[ShardAddress, NamespaceId]] = set()
+        self._lock = threading.Lock()
+
+    def read(
+        self,
+        shard: ShardAddress,
+        spec: KVSpec,
+        request: ReadRequest,
+        sink: PageSink,
+        deadline: Deadline,
+    ) -> Generator[None, None, list[Miss | None]]:
+        """As Transport.read; attaches first. Raises Trouble, or CallerError where the request was wrong."""
+        transport = self._ready(shard, spec, request.namespace, deadline)
+        try:
+            return (yield from transport.read(request, sink, deadline))
+        except RefusedByShard as refused:
+            self._recover(refused, shard, spec, request.namespace, deadline)
+            return (yield from transport.read(request, sink, deadline))
+
+    def write(
+        self, shard: ShardAddress, spec: KVSpec, request: WriteRequest, source: PageSource, deadline: Deadline
+    ) -> list[Written]:
+        """As Transport.write; attaches first. Raises Trouble, or CallerError where the request was wrong."""
+        transport = self._ready(shard, spec, request.namespace, deadline)
+        try:
+            return transport.write(request, source, deadline)
+        except RefusedByShard as refused:
+            self._recover(refused, shard, spec, request.namespace, deadline)
+            return transport.write(request, source, deadline)
+
+    def flush(self, shard: ShardAddress, deadline: Deadline) -> bool:
+        with self._lock:
+            known = self._transports.get(shard.shard)
+        return known is not None and known[0] == shard and known[1].flush(deadline)
+
+    def names(self) -> dict[str, str]:
+        """Shard -> the transport in use."""
+        with self._lock:
+            return {shard: transport.name for shard, (_, transport) in self._transports.items()}
+
+    def close(self) -> None:
+        with self._lock:
+            transports = [transport for _, transport in self._transports.values()]
+            self._transports.clear()
+            self._attached.clear()
+        for transport in transports:
+            transport.close()
+
+    def _ready(self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, deadline: Deadline) -> Transport:
+        with self._lock:
+            known = self._transports.get(shard.shard)
+            if known is None or known[0] != shard:
+                if known is not None:
+                    known[1].close()
+                    self._attached = {pair for pair in self._attached if pair[0] != known[0]}
+                known = self._transports[shard.shard] = (shard, self._open(shard))
+            attached = (shard, namespace) in self._attached
+        if not attached:
+            self._attach(known[1], shard, spec, namespace, deadline)
+        return known[1]
+
+    def _attach(
+        self, transport: Transport, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, deadline: Deadline
+    ) -> None:
+        try:
+            answer = transport.attach(spec, deadline)
+        except RefusedByShard as refused:
+            raise LimitError(refused.refused.detail) from None
+        if answer.epoch != shard.epoch:
+            raise Trouble(Miss(MissReason.SHARD_LOST, f"{shard.shard} has restarted"))
+        if answer.namespace != namespace:
+            raise CallerError(
+                f"{shard.shard} knows this credential as another tenant than the coordinator does; "
+                "give all servers of the cluster the same token file"
+            )
+        with self._lock:
+            self._attached.add((shard, namespace))
+
+    def _recover(
+        self, refused: RefusedByShard, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, deadline: Deadline
+    ) -> None:
+        """Makes a second try possible, or says why there is none."""
+        kind, detail = refused.refused.kind, refused.refused.detail
+        if kind is RefusedKind.UNKNOWN_NAMESPACE:
+            with self._lock:
+                self._attached.discard((shard, namespace))
+            self._ready(shard, spec, namespace, deadline)
+            return
+        if kind is RefusedKind.STALE:
+            raise Trouble(Miss(MissReason.SHARD_LOST, f"{shard.shard} has restarted"))
+        raise (LimitError if kind is RefusedKind.LIMIT else CallerError)(detail)

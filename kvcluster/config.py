@@ -1,0 +1,174 @@
+"""The one configuration tree: frozen, checked whole, handed down as the smallest part that each object needs.
+
+`load` is the only way in, from a TOML file, a mapping, or both (the mapping wins). Unknown keys are refused by
+name, since a setting that is silently ignored is worse than an error. Nothing else reads settings; no
+environment variable changes behaviour. Durations are integer milliseconds, sizes integer bytes or text such
+as "4GiB".
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from kvcluster.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorConfig:
+    """`hold_ms`: how long promised blocks are spared. `low_free`, `high_free`: below this share of free bytes a
+    shard is told to evict, until that share is free. `pinned_share`: of a shard's bytes, at most, for pins."""
+
+    ticket_ttl_ms: int = 30_000
+    hold_ms: int = 10_000
+    run_blocks: int = 64
+    refresh_ms: int = 10_000
+    rebuild_grace_ms: int = 5_000
+    low_free: float = 0.05
+    high_free: float = 0.10
+    pinned_share: float = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class ShardConfig:
+    """`device_bytes`: the pool. `extent_bytes`: the allocator's unit, 0 to choose one by the pool's size."""
+
+    device_bytes: int = 2**30
+    extent_bytes: int = 0
+    lease_ttl_ms: int = 10_000
+    report_interval_ms: int = 500
+    report_retry_ms: int = 250
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where to listen, and who may ask. Without a `token_file` the only tenant is `default`, and `host` must be a
+    loopback address unless `insecure` says that this is meant."""
+
+    host: str = "127.0.0.1"
+    port: int = 7070
+    token_file: str = ""
+    insecure: bool = False
+    threads: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """`deadline_ms`: of one call, however many parts it has. `store_wait_ms`: how long a store may wait for room."""
+
+    deadline_ms: int = 10_000
+    connect_ms: int = 5_000
+    store_wait_ms: int = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings. `membership_ttl_ms`: a shard unheard of for so long is lost; `stall_ms`: a process that stood
+    still for longer blames nobody for what it did not hear."""
+
+    shards: int = 1
+    membership_ttl_ms: int = 5_000
+    stall_ms: int = 500
+    coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    client: ClientConfig = field(default_factory=ClientConfig)
+
+
+def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """The configuration from a TOML file and/or a nested mapping. Raises ConfigError naming the bad key."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    config: Config = _build(Config, _merged(values, overrides or {}), "")
+    _check(config)
+    return config
+
+
+def size(text: str | int, name: str = "size") -> int:
+    """Bytes of "1GiB", "512 MiB", "4096" or a number. Raises ConfigError."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{name}: {text!r} is no size; write bytes, or a number with KiB, MiB, GiB or TiB")
+    return int(float(match[1]) * unit)
+
+
+def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(values)
+    for key, value in overrides.items():
+        below = out.get(key)
+        out[key] = _merged(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+    return out
+
+
+def _build(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
+    known = {f.name: f for f in fields(kind)}
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"unknown setting {prefix}{key}; known here: {', '.join(known)}")
+    built: dict[str, Any] = {}
+    for name, value in values.items():
+        where = known[name]
+        if where.default_factory is not MISSING:
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{prefix}{name} must be a table of settings, not {value!r}")
+            built[name] = _build(where.default_factory, value, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            built[name] = _value(value, where.default, prefix + name)
+    return kind(**built)
+
+
+def _value(value: Any, default: Any, name: str) -> Any:
+    if name.endswith("_bytes"):
+        return size(value, name)
+    wanted = type(default)
+    if wanted is float and type(value) is int:
+        return float(value)
+    if type(value) is not wanted:
+        raise ConfigError(f"{name} must be a {wanted.__name__}, such as {default!r}, not {value!r}")
+    return value
+
+
+def _check(config: Config) -> None:
+    c, s = config.coordinator, config.shard
+    rules = [
+        (config.shards >= 1, "shards must be at least 1"),
+        (0 <= config.server.port <= 65_535, "server.port must be between 0 and 65535; 0 chooses a free one"),
+        (config.server.threads >= 2, "server.threads must be at least 2"),
+        (0 <= c.low_free <= c.high_free <= 0.9, "coordinator needs 0 <= low_free <= high_free <= 0.9"),
+        (0 <= c.pinned_share <= 0.9, "coordinator.pinned_share must be between 0 and 0.9"),
+        (1 <= c.run_blocks <= 8_192, "coordinator.run_blocks must be between 1 and 8192"),
+        (s.device_bytes >= 4_096, "shard.device_bytes must hold at least a page; give 64MiB or more"),
+        (
+            2 * s.report_interval_ms < config.membership_ttl_ms,
+            "membership_ttl_ms must exceed two report intervals, or one lost report loses a shard",
+        ),
+        (s.lease_ttl_ms >= 100, "shard.lease_ttl_ms under 100 ends leases of workers that are merely busy"),
+    ]
+    durations = {f"coordinator.{f.name}": getattr(c, f.name) for f in fields(c) if f.name.endswith("_ms")}
+    durations |= {f"shard.{f.name}": getattr(s, f.name) for f in fields(s) if f.name.endswith("_ms")}
+    rules += [
+        (value > 0, f"{name} must be positive") for name, value in durations.items() if name != "coordinator.hold_ms"
+    ]
+    for holds, sentence in rules:
+        if not holds:
+            raise ConfigError(sentence)

@@ -1,0 +1,195 @@
+"""Which shards hold which parts of a block: immutable, interned sets of copies, and the plans they allow.
+
+Millions of blocks lie in a few hundred ways ("all of it on shard 2", "two halves on shards 1 and 4"), so a
+block's record holds one reference to a shared `Copies`, and what follows from a set (can it serve this need,
+from where) is worked out once for each set and need, and not once for each block. This is what makes a
+lookup a dictionary access and a comparison.
+
+A shard incarnation is known here by its *slot*, a small integer that is never used again. Losing a shard
+kills its slot: every plan is forgotten at once, and no answer names it again, whatever the records still say.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvcluster.core.messages import Need, Plan, ShardAddress, Source, Tier
+from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.spec import Part
+
+INTERNED = 65_536
+"""Distinct sets remembered. Beyond it interning starts afresh: equal sets may then be two objects, which
+costs memory and nothing else."""
+
+
+class Copy(NamedTuple):
+    """One READY page: on which slot, of which group and part, in which tier and with what loss."""
+
+    slot: int
+    group: int
+    part: Part
+    tier: Tier
+    loss: Loss
+
+
+class Served(NamedTuple):
+    """What a set of copies can do for a need: sources by group, and why a group that has none has none."""
+
+    plan: Plan
+    complete: bool
+    miss: Miss | None
+
+
+class Copies:
+    """An immutable set of copies. Made only by a CopyBook; compare with `is`."""
+
+    __slots__ = ("_less", "_more", "_served", "_version", "entries")
+
+    def __init__(self, entries: tuple[Copy, ...]) -> None:
+        self.entries = entries
+        self._more: dict[Copy, Copies] = {}
+        self._less: dict[tuple[int, int, Part], Copies] = {}
+        self._served: dict[Need, Served] = {}
+        self._version = 0
+
+    def on(self, slot: int) -> bool:
+        """Does that shard hold any of it?"""
+        return any(copy.slot == slot for copy in self.entries)
+
+
+class CopyBook:
+    """Interns Copies and knows which slots are alive."""
+
+    def __init__(self) -> None:
+        self._interned: dict[tuple[Copy, ...], Copies] = {}
+        self._alive: dict[int, ShardAddress] = {}
+        self._next_slot = 1
+        self._version = 1
+        self.none = self._intern(())
+
+    def open_slot(self, address: ShardAddress) -> int:
+        """A new slot for a shard incarnation."""
+        slot = self._next_slot
+        self._next_slot += 1
+        self._alive[slot] = address
+        return slot
+
+    def kill_slot(self, slot: int) -> None:
+        """No plan names this slot again."""
+        if self._alive.pop(slot, None) is not None:
+            self._version += 1
+
+    def alive(self, slot: int) -> bool:
+        return slot in self._alive
+
+    def add(self, copies: Copies, copy: Copy) -> Copies:
+        """The set with `copy`, in place of any copy of the same part on that slot."""
+        more = copies._more.get(copy)
+        if more is None:
+            kept = [c for c in copies.entries if (c.slot, c.group, c.part) != (copy.slot, copy.group, copy.part)]
+            more = self._intern(tuple(sorted([*kept, copy])))
+            copies._more[copy] = more
+        return more
+
+    def remove(self, copies: Copies, slot: int, group: int, part: Part) -> Copies:
+        """The set without that part on that slot."""
+        key = (slot, group, part)
+        less = copies._less.get(key)
+        if less is None:
+            less = self._intern(tuple(c for c in copies.entries if (c.slot, c.group, c.part) != key))
+            copies._less[key] = less
+        return less
+
+    def remaining(self, copies: Copies) -> Copies:
+        """The set without copies on dead slots."""
+        if all(copy.slot in self._alive for copy in copies.entries):
+            return copies
+        return self._intern(tuple(c for c in copies.entries if c.slot in self._alive))
+
+    def serve(self, copies: Copies, need: Need) -> Served:
+        """What these copies can do for `need`; worked out once for each pair."""
+        if copies._version != self._version:
+            copies._served.clear()
+            copies._version = self._version
+        served = copies._served.get(need)
+        if served is None:
+            if len(copies._served) >= 64:  # needs are few: one a rank and loss; anything more is abuse
+                copies._served.clear()
+            served = self._serve(copies, need)
+            copies._served[need] = served
+        return served
+
+    def _serve(self, copies: Copies, need: Need) -> Served:
+        plan: list[tuple[Source, ...] | None] = []
+        miss: Miss | None = None
+        for group, part in enumerate(need.parts):
+            if part is None:
+                plan.append(None)
+                continue
+            sources, reason = self._cover(copies, group, part, need.accept)
+            plan.append(sources)
+            miss = miss or reason
+        return Served(tuple(plan), miss is None, miss)
+
+    def _cover(
+        self, copies: Copies, group: int, part: Part, accept: Loss
+    ) -> tuple[tuple[Source, ...] | None, Miss | None]:
+        if not copies.entries:
+            return None, Miss(MissReason.NEVER_SEEN)
+        alive = [c for c in copies.entries if c.slot in self._alive]
+        if not alive:
+            return None, Miss(MissReason.SHARD_LOST)
+        touching = [c for c in alive if c.group == group and c.part.intersect(part)]
+        # The cheapest first: fast tier, little loss; then the one that covers most, then the oldest shard.
+        touching.sort(key=lambda c: (c.tier, c.loss, -_area(c.part.intersect(part)), c.slot))
+        chosen = _tile(part, [c for c in touching if c.loss <= accept])
+        if chosen is None:
+            lossy = _tile(part, touching)
+            if lossy is not None:
+                worst = max(copy.loss for copy in lossy)
+                return None, Miss(MissReason.LOSSY, f"only with {worst.name.lower()}")
+            held = ", ".join(str(c.part) for c in touching) or "nothing"
+            return None, Miss(MissReason.PART, f"group {group}: asked for {part}; held: {held}")
+        return tuple(Source(group, c.part, self._alive[c.slot], c.tier, c.loss) for c in chosen), None
+
+    def _intern(self, entries: tuple[Copy, ...]) -> Copies:
+        copies = self._interned.get(entries)
+        if copies is None:
+            if len(self._interned) >= INTERNED:
+                self._interned.clear()
+            copies = Copies(entries)
+            self._interned[entries] = copies
+        return copies
+
+
+def _area(part: Part | None) -> int:
+    return part.layers * part.heads if part else 0
+
+
+def _tile(part: Part, candidates: list[Copy]) -> list[Copy] | None:
+    """The first candidates that together cover `part`, each adding something; None where they do not."""
+    for copy in candidates:  # almost always one page holds all of it
+        if copy.part.intersect(part) == part:
+            return [copy]
+    layers = _cuts(part.layer_start, part.layer_stop, [(c.part.layer_start, c.part.layer_stop) for c in candidates])
+    heads = _cuts(part.head_start, part.head_stop, [(c.part.head_start, c.part.head_stop) for c in candidates])
+    missing = {(a, b): None for a in layers for b in heads}
+    chosen: list[Copy] = []
+    for copy in candidates:
+        held = copy.part
+        cells = [
+            cell
+            for cell in missing
+            if held.layer_start <= cell[0] < held.layer_stop and held.head_start <= cell[1] < held.head_stop
+        ]
+        if cells:
+            chosen.append(copy)
+            for cell in cells:
+                del missing[cell]
+    return chosen if not missing else None
+
+
+def _cuts(start: int, stop: int, ranges: list[tuple[int, int]]) -> list[int]:
+    """Where the cells of a grid begin that no range cuts through."""
+    edges = sorted({start, *(edge for pair in ranges for edge in pair if start < edge < stop)})
+    return edges

@@ -1,0 +1,100 @@
+"""The namespaces that a coordinator knows: whose each is, what KV looks like in it, and its prefix index.
+
+A namespace is found only together with its tenant: to anybody else it does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcluster.core import limits
+from kvcluster.core.copies import CopyBook
+from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
+from kvcluster.core.index import PrefixIndex
+from kvcluster.core.messages import Need
+from kvcluster.core.spec import KVSpec, Part, differing_fields
+
+
+class Space:
+    """One namespace. `pinned` maps blocks that a user pinned to when that ends."""
+
+    __slots__ = ("_page_bytes", "id", "index", "pinned", "spec", "tenant")
+
+    def __init__(self, space: NamespaceId, tenant: Tenant, spec: KVSpec, book: CopyBook) -> None:
+        self.id = space
+        self.tenant = tenant
+        self.spec = spec
+        self.index = PrefixIndex(space, [group.reuse for group in spec.groups], spec.block_tokens, book)
+        self.pinned: dict[BlockHash, int] = {}
+        self._page_bytes: dict[tuple[int, Part], int] = {}
+
+    def page_bytes(self, group: int, part: Part) -> int:
+        """Bytes of a page; worked out once a part, since evictions add up many."""
+        nbytes = self._page_bytes.get((group, part))
+        if nbytes is None:
+            if len(self._page_bytes) >= limits.PARTS_PER_BLOCK:
+                self._page_bytes.clear()
+            nbytes = self._page_bytes[group, part] = self.spec.page_bytes(group, part)
+        return nbytes
+
+    def fits(self, need: Need) -> bool:
+        """Does this need name parts that the spec has?"""
+        return len(need.parts) == len(self.spec.groups) and all(
+            part is None or self.has(group, part) for group, part in enumerate(need.parts)
+        )
+
+    def has(self, group: int, part: Part) -> bool:
+        return 0 <= group < len(self.spec.groups) and self.spec.whole(group).intersect(part) == part
+
+
+class Directory:
+    """Namespaces by id."""
+
+    def __init__(self, book: CopyBook) -> None:
+        self._book = book
+        self._spaces: dict[NamespaceId, Space] = {}
+        self._owned: dict[Tenant, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._spaces)
+
+    def __iter__(self) -> Iterator[Space]:
+        return iter(self._spaces.values())
+
+    @property
+    def blocks(self) -> int:
+        return sum(len(space.index) for space in self._spaces.values())
+
+    def attach(self, tenant: Tenant, spec: KVSpec) -> Space | None:
+        """The namespace of this spec; None where the tenant has too many."""
+        space_id = spec.namespace(tenant)
+        space = self._spaces.get(space_id)
+        if space is None:
+            if self._owned.get(tenant, 0) >= limits.NAMESPACES_PER_TENANT and not self._forget_bare(tenant):
+                return None
+            space = self._spaces[space_id] = Space(space_id, tenant, spec, self._book)
+            self._owned[tenant] = self._owned.get(tenant, 0) + 1
+        return space
+
+    def find(self, space_id: NamespaceId, tenant: Tenant) -> Space | None:
+        space = self._spaces.get(space_id)
+        return space if space is not None and space.tenant == tenant else None
+
+    def known(self, space_id: NamespaceId) -> Space | None:
+        """For shards, which speak for every tenant."""
+        return self._spaces.get(space_id)
+
+    def siblings(self, space: Space) -> tuple[KVSpec, ...]:
+        """Specs of the tenant's other namespaces that hold anything, the most alike first."""
+        others = [s for s in self._spaces.values() if s.tenant == space.tenant and s is not space and len(s.index)]
+        others.sort(key=lambda other: (len(differing_fields(space.spec, other.spec)), other.id))
+        return tuple(other.spec for other in others[: limits.EXPLAINED_NAMESPACES])
+
+    def _forget_bare(self, tenant: Tenant) -> bool:
+        """Makes room by forgetting a namespace that holds nothing. Its workers attach again."""
+        for space in self._spaces.values():
+            if space.tenant == tenant and not len(space.index):
+                del self._spaces[space.id]
+                self._owned[tenant] -= 1
+                return True
+        return False

@@ -1,0 +1,111 @@
+"""Who goes when room is wanted: turns watermarks and pressure into eviction orders, and spares what is promised.
+
+A shard is told to evict when its free bytes fall under `low_free`, until `high_free` is free, or when
+reservations wait for room. One order a shard is under way at a time; the next is worked out when the shard has
+carried it out, from what it then reports. Held blocks (a load was promised them a moment ago) and pinned ones
+(a user asked) are spared. Which of the rest goes first is the policy's score (eviction.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcluster.config import CoordinatorConfig
+from kvcluster.core import limits
+from kvcluster.core.copies import CopyBook
+from kvcluster.core.directory import Directory, Space
+from kvcluster.core.eviction import Verdict
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.index import BlockRecord
+from kvcluster.core.members import Member
+from kvcluster.core.messages import EvictOrder
+
+BATCH = 64
+"""Victims looked for at a time, until their bytes suffice."""
+
+
+class Evictor:
+    """Works out eviction orders and keeps the pins of users."""
+
+    def __init__(self, config: CoordinatorConfig, directory: Directory, book: CopyBook) -> None:
+        self._low = config.low_free
+        self._high = config.high_free
+        self._pinned_share = config.pinned_share
+        self._directory = directory
+        self._book = book
+
+    def order(self, member: Member, pressure_bytes: int, now: int) -> EvictOrder | None:
+        """The next order for this shard, or None where nothing is to go, or nothing can."""
+        capacity, free = member.info.capacity_bytes, member.info.free_bytes
+        wanted = pressure_bytes
+        if free < self._low * capacity:
+            wanted = max(wanted, int(self._high * capacity) - free)
+        if wanted <= 0:
+            return None
+        victims: list[BlockRecord] = []
+        found = 0
+        while found < wanted and len(victims) < limits.EVICTIONS_PER_ORDER:
+            batch = member.cold.coldest(BATCH, lambda record: self._verdict(record, member.slot, now))
+            if not batch:
+                break
+            for at, record in enumerate(batch):
+                if found >= wanted:  # the batch held more than was wanted: those stay
+                    for spare in batch[at:]:
+                        member.cold.push(spare)
+                    break
+                victims.append(record)
+                found += self._bytes_on(record, member.slot)
+        if not victims:
+            return None
+        member.orders += 1
+        return EvictOrder(member.orders, tuple((record.space, record.hash) for record in victims))
+
+    def pin(self, space: Space, blocks: Sequence[BlockHash], until: int, members: Sequence[Member], now: int) -> int:
+        """Spares the leading blocks that are cached and fit the share that pins may take; how many."""
+        room = int(self._pinned_share * sum(member.info.capacity_bytes for member in members)) - self._pinned_bytes(now)
+        count = 0
+        for block in blocks:
+            record = space.index.get(block)
+            if record is None:
+                break
+            if block not in space.pinned:
+                room -= self._bytes_on(record, None)
+                if room < 0:
+                    break
+            space.pinned[block] = until
+            count += 1
+        return count
+
+    def unpin(self, space: Space, blocks: Sequence[BlockHash]) -> int:
+        """How many of these were pinned."""
+        return sum(space.pinned.pop(block, None) is not None for block in blocks)
+
+    def _verdict(self, record: BlockRecord, slot: int, now: int) -> Verdict:
+        space = self._directory.known(record.space)
+        if space is None or space.index.get(record.hash) is not record or not record.copies.on(slot):
+            return Verdict.GONE
+        if record.held_until > now or space.pinned.get(record.hash, 0) > now:
+            return Verdict.SPARE
+        return Verdict.TAKE
+
+    def _bytes_on(self, record: BlockRecord, slot: int | None) -> int:
+        """Bytes of a block on one shard, or on all."""
+        space = self._directory.known(record.space)
+        assert space is not None, "a record of a namespace that is not known"
+        return sum(
+            space.page_bytes(copy.group, copy.part)
+            for copy in record.copies.entries
+            if slot is None or copy.slot == slot
+        )
+
+    def _pinned_bytes(self, now: int) -> int:
+        """Bytes pinned at present; forgets pins that have run out."""
+        total = 0
+        for space in self._directory:
+            for block, until in list(space.pinned.items()):
+                record = space.index.get(block)
+                if until <= now or record is None:
+                    del space.pinned[block]
+                else:
+                    total += self._bytes_on(record, None)
+        return total

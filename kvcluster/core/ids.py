@@ -1,0 +1,45 @@
+"""Names for the identifiers that travel through the core, so that a type checker tells them apart.
+
+Hashes, namespaces and holders are raw bytes: they are compared and looked up, never computed with.
+Time is integer nanoseconds on the clock of the process that reads it; it never crosses machines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)
+"""32 bytes: the chained digest of a block (see hashing.py)."""
+
+NamespaceId = NewType("NamespaceId", bytes)
+"""32 bytes: the digest of a KVSpec and the tenant that owns it (see spec.py)."""
+
+Tenant = NewType("Tenant", str)
+"""Taken by the server from the caller's credential, never from the caller's word."""
+
+ShardId = NewType("ShardId", str)
+"""A shard's name; it survives restarts, which its epoch counts."""
+
+Epoch = NewType("Epoch", int)
+"""An actor's incarnation: later incarnations are larger."""
+
+Holder = NewType("Holder", bytes)
+"""16 random bytes: one incarnation of a client."""
+
+CallId = NewType("CallId", int)
+"""Names a question inside one process, so that an effect can answer it."""
+
+HASH_BYTES = 32
+HOLDER_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Attempt:
+    """One try of one client. A completion names its attempt; a late one is counted and dropped."""
+
+    holder: Holder
+    counter: int
+
+    def __str__(self) -> str:
+        return f"{self.holder.hex()[:8]}#{self.counter}"

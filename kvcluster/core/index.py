@@ -1,0 +1,211 @@
+"""The prefix index: block hash -> which shards hold which parts; and the lookup rule over it.
+
+One index a namespace. A record is a slotted object in a dict; what it says about places is one shared
+reference (copies.py). A lookup writes two integers into each record that it promises, `stamp` (recency) and
+`held_until`, and moves nothing: the eviction queue catches up with stamps lazily (eviction.py).
+
+The lookup rule: boundary b (the first b blocks) is restorable when every group of the need has what its
+reuse rule asks of the blocks before b: all of them, those in the window, or the last. The answer is the
+longest such b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvcluster.core.copies import Copies, Copy, CopyBook
+from kvcluster.core.ids import BlockHash, NamespaceId
+from kvcluster.core.messages import Need, PageEvent, Plan, Run
+from kvcluster.core.reasons import Miss
+from kvcluster.core.spec import Part, Reuse
+
+
+class BlockRecord:
+    """What the coordinator knows of a block. `stamp` and `held_until` are nanoseconds of its own clock."""
+
+    __slots__ = ("copies", "depth", "hash", "held_until", "parent", "space", "stamp")
+
+    def __init__(
+        self, space: NamespaceId, block: BlockHash, parent: BlockHash, depth: int, stamp: int, copies: Copies
+    ) -> None:
+        self.space = space
+        self.hash = block
+        self.parent = parent
+        self.depth = depth
+        self.stamp = stamp
+        self.held_until = 0
+        self.copies = copies
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The longest restorable boundary, plans for the blocks before it, and what stopped the walk.
+
+    `miss` is what the record at the boundary says; None where there is no record (the index does not know
+    why) or no further block.
+    """
+
+    blocks: int
+    runs: tuple[Run, ...]
+    miss: Miss | None
+
+
+class PrefixIndex:
+    """The blocks of one namespace."""
+
+    def __init__(self, space: NamespaceId, reuses: Sequence[Reuse], block_tokens: int, book: CopyBook) -> None:
+        self._space = space
+        self._reuses = tuple(reuses)
+        self._block_tokens = block_tokens
+        self._book = book
+        self._records: dict[BlockHash, BlockRecord] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[BlockRecord]:
+        return iter(self._records.values())
+
+    def get(self, block: BlockHash) -> BlockRecord | None:
+        return self._records.get(block)
+
+    def find(self, hashes: Sequence[BlockHash], need: Need) -> Found:
+        """The longest boundary of this chain that `need` can be restored to. Changes nothing."""
+        needed = [group for group, part in enumerate(need.parts) if part is not None]
+        if all(self._reuses[group].kind == "prefix" for group in needed):
+            return self._find_prefix(hashes, need)
+        return self._find_mixed(hashes, need, needed)
+
+    def touch(self, hashes: Sequence[BlockHash], now: int, held_until: int) -> None:
+        """These blocks are in use: they are the hottest now, and spared until `held_until`."""
+        get = self._records.get
+        for block in hashes:
+            record = get(block)
+            if record is not None:
+                record.stamp = now
+                record.held_until = held_until
+
+    def release(self, hashes: Sequence[BlockHash], held_until: int) -> None:
+        """Ends the hold that was given until exactly then; a later promise of somebody else stays."""
+        get = self._records.get
+        for block in hashes:
+            record = get(block)
+            if record is not None and record.held_until == held_until:
+                record.held_until = 0
+
+    def touch_ancestors(self, block: BlockHash, now: int, older_than: int) -> None:
+        """A sequence grows behind `block`: its whole chain is in use, else roots would go before leaves.
+
+        A chain is walked again only when its end was stamped before `older_than`, so that a decoding
+        sequence pays for its length once in a while and not with each block.
+        """
+        record = self._records.get(block)
+        if record is None or record.stamp >= older_than:
+            return
+        while record is not None and record.stamp < now:
+            record.stamp = now
+            record = self._records.get(record.parent)
+
+    def add(self, event: PageEvent, slot: int, now: int) -> BlockRecord | None:
+        """Records a READY page. Returns the record if the slot holds the block for the first time."""
+        key = event.key
+        copy = Copy(slot, key.group, key.part, event.tier, event.loss)
+        record = self._records.get(key.hash)
+        if record is None:
+            parent = self._records.get(event.parent)
+            # The parent's own bytes object is shared, so that a chain costs one hash a block and not two.
+            parent_hash = parent.hash if parent is not None else event.parent
+            copies = self._book.add(self._book.none, copy)
+            record = BlockRecord(self._space, key.hash, parent_hash, event.depth, now, copies)
+            self._records[key.hash] = record
+            return record
+        known = record.copies.on(slot)
+        record.copies = self._book.add(record.copies, copy)
+        return None if known else record
+
+    def remove(self, block: BlockHash, slot: int, group: int, part: Part) -> bool:
+        """Forgets a page. True where the block is gone with it."""
+        record = self._records.get(block)
+        if record is None:
+            return False
+        record.copies = self._book.remove(record.copies, slot, group, part)
+        return self._drop_if_bare(record)
+
+    def sweep(self, record: BlockRecord) -> bool:
+        """Forgets what a record says of dead shards. True where the block is gone with it."""
+        record.copies = self._book.remaining(record.copies)
+        return self._drop_if_bare(record)
+
+    def clear(self) -> None:
+        self._records.clear()
+
+    def _drop_if_bare(self, record: BlockRecord) -> bool:
+        if record.copies.entries:
+            return False
+        del self._records[record.hash]
+        return True
+
+    def _find_prefix(self, hashes: Sequence[BlockHash], need: Need) -> Found:
+        get = self._records.get
+        serve = self._book.serve
+        runs: list[Run] = []
+        last: Copies | None = None
+        plan: Plan = ()
+        start = 0
+        stopped: Miss | None = None
+        at = -1
+        for at, block in enumerate(hashes):  # noqa: B007 - the loop's end is what is asked for
+            record = get(block)
+            if record is None:
+                break
+            if record.copies is not last:
+                served = serve(record.copies, need)
+                if not served.complete:
+                    stopped = served.miss
+                    break
+                if served.plan != plan:
+                    if at > start:
+                        runs.append(Run(at - start, plan))
+                    start, plan = at, served.plan
+                last = record.copies
+        else:
+            at += 1
+        if at > start:
+            runs.append(Run(at - start, plan))
+        return Found(at, tuple(runs), stopped)
+
+    def _find_mixed(self, hashes: Sequence[BlockHash], need: Need, needed: list[int]) -> Found:
+        """As above, for groups that need only some of the blocks: a boundary may lie beyond a gap."""
+        tail = dict.fromkeys(needed, 0)  # how many consecutive blocks each group has, up to here
+        plans: list[Plan] = []
+        nothing: Plan = tuple(None for _ in need.parts)
+        best = 0
+        miss: Miss | None = None
+        for at, block in enumerate(hashes):
+            record = self._records.get(block)
+            served = self._book.serve(record.copies, need) if record is not None else None
+            plan = served.plan if served is not None else nothing
+            plans.append(plan)
+            restorable = True
+            for group in needed:
+                tail[group] = tail[group] + 1 if plan[group] is not None else 0
+                if tail[group] < self._reuses[group].blocks_needed(at + 1, self._block_tokens):
+                    restorable = False
+                    if self._reuses[group].kind == "prefix":  # nothing beyond a gap in a prefix
+                        return Found(best, _runs(plans[:best]), served.miss if served is not None else None)
+            if restorable:
+                best, miss = at + 1, None
+            elif served is not None and best == at:
+                miss = served.miss
+        return Found(best, _runs(plans[:best]), miss)
+
+
+def _runs(plans: Sequence[Plan]) -> tuple[Run, ...]:
+    runs: list[Run] = []
+    start = 0
+    for at in range(1, len(plans) + 1):
+        if at == len(plans) or plans[at] != plans[start]:
+            runs.append(Run(at - start, plans[start]))
+            start = at
+    return tuple(runs)

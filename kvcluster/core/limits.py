@@ -1,0 +1,72 @@
+"""Every bound of the system, with its reason. A queue, map or message without a line here is a bug."""
+
+from __future__ import annotations
+
+BLOCKS_PER_CALL = 8_192
+"""131,072 tokens of 16-token blocks: the longest context in wide use, in one prepare."""
+
+PARTS_PER_BLOCK = 1_024
+"""Pipeline ranks times tensor ranks of the largest deployment known, times groups."""
+
+PAGES_PER_CALL = BLOCKS_PER_CALL * 8
+"""Groups and parts multiply the pages of a call; eight is a hybrid model with four groups under TP 2."""
+
+TICKETS_PER_HOLDER = 256
+"""A worker prepares for the requests that it schedules next; engines run a few hundred at once."""
+
+LEASES_PER_HOLDER = 1_024
+"""One a transfer and shard; a transfer of TICKETS_PER_HOLDER may touch a few shards."""
+
+HOLDERS = 4_096
+"""Workers of a cluster. Beyond it the one longest unheard of is forgotten, which costs it a retry."""
+
+NAMESPACES_PER_TENANT = 1_024
+"""Models times adapters times weights in use by one tenant; `explain` compares with each."""
+
+SEQUENCES_PER_HOLDER = 4_096
+"""Open sequences of one worker, forks included."""
+
+TOKENS_PER_SEQUENCE = 16 * 1024 * 1024
+"""Above the longest context any published model claims; bounds a block table."""
+
+INVENTORY_CHUNK = 4_096
+"""Pages a message of an inventory: about 1 MiB on the wire, under gRPC's default of 4 MiB."""
+
+STREAM_BACKLOG = 65_536
+"""Unacknowledged reports of a shard. Beyond it the shard forgets them and offers an inventory."""
+
+REPORTS_PER_MESSAGE = 4_096
+"""As INVENTORY_CHUNK."""
+
+EVICTED_FINGERPRINTS = 262_144
+"""Evicted blocks whose age `explain` can still tell: 8-byte fingerprints, about 30 MiB."""
+
+EVICTIONS_PER_ORDER = 1_024
+"""Pages that one order may condemn, so that a step of the shard stays short."""
+
+WAITING_WRITES = 1_024
+"""Reservations that wait for room at a shard; one more is answered `full`."""
+
+SPEC_BYTES = 256 * 1024
+"""Canonical bytes of a KVSpec: a thousand groups of a thousand layers fit."""
+
+EXPLAINED_NAMESPACES = 16
+"""Sibling namespaces that one `explain` rehashes the tokens for: each costs a SHA-256 a block."""
+
+LAYER_BYTES = 32 * 1024 * 1024
+"""One layer of a page travels in one frame; with its header it must fit MESSAGE_BYTES."""
+
+MESSAGE_BYTES = 64 * 1024 * 1024
+"""What a gRPC endpoint accepts in one message."""
+
+FRAME_BYTES = 1024 * 1024
+"""What a sender aims at for one frame of pages: gRPC is fastest between one and two MiB."""
+
+TOKEN_FILE_BYTES = 1024 * 1024
+"""Ten thousand credentials."""
+
+# The limits must agree with one another.
+assert LAYER_BYTES * 2 <= MESSAGE_BYTES
+assert FRAME_BYTES <= LAYER_BYTES
+assert BLOCKS_PER_CALL <= PAGES_PER_CALL
+assert REPORTS_PER_MESSAGE <= STREAM_BACKLOG

@@ -1,0 +1,88 @@
+"""The shards that a coordinator knows, each in its present incarnation.
+
+A member is *joining* until its inventory is complete: what it told so far may be loaded, but nothing new is
+placed on it. It is *up* until nothing was heard of it for the membership term; then it is *lost*, and its slot
+dies (copies.py). A report of an older incarnation is answered `leave`.
+"""
+
+from __future__ import annotations
+
+from kvcluster.core.copies import CopyBook
+from kvcluster.core.eviction import ColdQueue
+from kvcluster.core.ids import ShardId
+from kvcluster.core.index import BlockRecord
+from kvcluster.core.messages import EvictOrder, ShardAddress, ShardInfo
+from kvcluster.core.stream import ReportCursor
+
+
+class Member:
+    """One shard incarnation."""
+
+    __slots__ = ("address", "cold", "cursor", "full", "info", "order", "orders", "seen_at", "slot")
+
+    def __init__(self, info: ShardInfo, slot: int, address: ShardAddress, cold: ColdQueue[BlockRecord]) -> None:
+        self.info = info
+        self.slot = slot
+        self.address = address
+        self.cursor = ReportCursor()
+        self.cold = cold
+        self.seen_at = 0
+        self.order: EvictOrder | None = None  # repeated until the shard says that it is done
+        self.orders = 0
+        self.full = False  # asked for room, and nothing could be evicted
+
+    @property
+    def state(self) -> str:
+        return "up" if self.cursor.current else "joining"
+
+
+class Membership:
+    """Members by shard name."""
+
+    def __init__(self, ttl_ns: int, book: CopyBook) -> None:
+        self._ttl = ttl_ns
+        self._book = book
+        self._members: dict[ShardId, Member] = {}
+        self.lost: dict[ShardId, ShardInfo] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def all(self) -> list[Member]:
+        return list(self._members.values())
+
+    def get(self, shard: ShardId) -> Member | None:
+        return self._members.get(shard)
+
+    @property
+    def next_expiry(self) -> int | None:
+        return min((member.seen_at + self._ttl for member in self._members.values()), default=None)
+
+    def admit(self, info: ShardInfo, cold: ColdQueue[BlockRecord], now: int) -> Member:
+        """A new incarnation, or the present one that begins its inventory anew: in any case a new slot."""
+        self.drop(info.shard)
+        address = ShardAddress(info.shard, info.epoch, info.address, info.host)
+        member = Member(info, self._book.open_slot(address), address, cold)
+        member.seen_at = now
+        self._members[info.shard] = member
+        self.lost.pop(info.shard, None)
+        return member
+
+    def drop(self, shard: ShardId) -> Member | None:
+        member = self._members.pop(shard, None)
+        if member is not None:
+            self._book.kill_slot(member.slot)
+        return member
+
+    def drop_silent(self, now: int) -> list[Member]:
+        """Those unheard of for the whole term: lost."""
+        silent = [member for member in self._members.values() if member.seen_at + self._ttl <= now]
+        for member in silent:
+            self.drop(member.info.shard)
+            self.lost[member.info.shard] = member.info
+        return silent
+
+    def extend(self, late_ns: int) -> None:
+        """This process stood still: reports could not be heard."""
+        for member in self._members.values():
+            member.seen_at += late_ns

@@ -1,0 +1,93 @@
+"""What several conversations share: names of pages, needs, places, and the two answers that any question may get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import NamedTuple
+
+from kvcluster.core.ids import BlockHash, Epoch, ShardId
+from kvcluster.core.reasons import Loss
+from kvcluster.core.spec import Part
+
+PROTOCOL_VERSION = 1
+"""Both ends of a connection must have the same; `attach` compares them first of all."""
+
+
+class Tier(IntEnum):
+    """Where a page lies. Smaller is faster."""
+
+    DEVICE = 0
+
+
+class PageKey(NamedTuple):
+    """What names a page within a namespace: one block's bytes of one group and part."""
+
+    hash: BlockHash
+    group: int
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What a load needs of each group: a part, or None for a group it can do without; and its loss."""
+
+    parts: tuple[Part | None, ...]
+    accept: Loss = Loss.EXACT
+
+
+@dataclass(frozen=True, slots=True)
+class ShardAddress:
+    """Where a shard's incarnation is reached."""
+
+    shard: ShardId
+    epoch: Epoch
+    address: str
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One page that serves (a piece of) a need: which part of which group, on which shard."""
+
+    group: int
+    part: Part
+    shard: ShardAddress
+    tier: Tier
+    loss: Loss
+
+
+Plan = tuple[tuple[Source, ...] | None, ...]
+"""For each group the sources that together cover the needed part, or None where it is not to be had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` consecutive blocks with one plan."""
+
+    count: int
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Yes or no, where nothing else is to be said."""
+
+    ok: bool = True
+
+
+class RefusedKind(Enum):
+    """`UNKNOWN_NAMESPACE`: attach again. `STALE`: that epoch is over. `LIMIT`: ask for less. `BAD`: caller's error."""
+
+    UNKNOWN_NAMESPACE = "unknown_namespace"
+    STALE = "stale"
+    LIMIT = "limit"
+    BAD = "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The question cannot be answered as asked; `kind` tells a client what to do (see RefusedKind)."""
+
+    kind: RefusedKind
+    detail: str

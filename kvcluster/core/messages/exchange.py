@@ -1,0 +1,53 @@
+"""What a transport carries between a worker and a shard: one load or one store, and tickets between workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId
+from kvcluster.core.messages.common import Need, PageKey, Run
+from kvcluster.core.messages.shard import NewPage
+
+
+@dataclass(frozen=True, slots=True)
+class PageWant:
+    """Layers `layer_start` to `layer_stop` of a page, counted from the page's own first layer."""
+
+    key: PageKey
+    layer_start: int
+    layer_stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """Pin these pages, send these layers of them, unpin: one exchange of a transport."""
+
+    namespace: NamespaceId
+    attempt: Attempt
+    epoch: Epoch
+    wants: tuple[PageWant, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteRequest:
+    """Reserve these pages, take their bytes, verify and commit them: one exchange of a transport."""
+
+    namespace: NamespaceId
+    attempt: Attempt
+    epoch: Epoch
+    pages: tuple[NewPage, ...]
+    wait_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TicketBody:
+    """All that another process of the same credential needs in order to redeem a ticket.
+
+    `hashes` are those of the granted blocks; `runs` cover them; `need` is what was prepared for.
+    """
+
+    namespace: NamespaceId
+    attempt: Attempt
+    hashes: tuple[BlockHash, ...]
+    need: Need
+    runs: tuple[Run, ...]

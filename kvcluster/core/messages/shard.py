@@ -1,0 +1,157 @@
+"""Worker to shard, and what it answers: leases over pages, from their grant to their end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, Tenant
+from kvcluster.core.messages.common import PageKey
+from kvcluster.core.reasons import Loss, Miss
+from kvcluster.core.spec import KVSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AttachShard:
+    """A worker names its spec to a shard. Answered by AttachedShard."""
+
+    call: CallId
+    tenant: Tenant
+    spec: KVSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedShard:
+    """The namespace of the caller's spec at this shard incarnation, and how long its leases run."""
+
+    namespace: NamespaceId
+    epoch: Epoch
+    lease_ttl_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageSlot:
+    """A page under a lease: where its bytes lie in the arena, and what they are."""
+
+    key: PageKey
+    offset: int
+    nbytes: int
+    generation: int
+    loss: Loss
+    sums: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Grant a lease over these READY pages. Answered by PinGrant, a page or a Miss for each key."""
+
+    call: CallId
+    tenant: Tenant
+    namespace: NamespaceId
+    attempt: Attempt
+    epoch: Epoch
+    keys: tuple[PageKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PinGrant:
+    """For each key a page, or the reason why there is none. The lease ends with Unpin."""
+
+    pages: tuple[PageSlot | Miss, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """The reader of `attempt` is done. Answered by Done."""
+
+    call: CallId
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class NewPage:
+    """A page that a worker wants to write, and the block's place in its chain."""
+
+    key: PageKey
+    parent: BlockHash
+    depth: int
+    loss: Loss = Loss.EXACT
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Grant a lease over new pages. Answered by WriteGrant: a page, or why not, for each.
+
+    Where there is no room, the answer waits until `wait_ns` from now for the coordinator to make some.
+    """
+
+    call: CallId
+    tenant: Tenant
+    namespace: NamespaceId
+    attempt: Attempt
+    epoch: Epoch
+    pages: tuple[NewPage, ...]
+    wait_ns: int = 0
+
+
+class Written(Enum):
+    """What became of one page of a store."""
+
+    COMMITTED = "committed"  # by this attempt
+    DUPLICATE = "duplicate"  # somebody else's page was READY already
+    PENDING = "pending"  # somebody else is writing it
+    CORRUPT = "corrupt"  # what arrived did not match its checksum
+    FULL = "full"
+    LOST = "lost"  # the lease had ended, or the shard may not commit
+
+
+@dataclass(frozen=True, slots=True)
+class WriteGrant:
+    """For each page a slot to fill, or why it is not to be written. The lease ends with Commit or Abort."""
+
+    pages: tuple[PageSlot | Written, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The pages of `attempt` with these indices are whole and verified. Answered by CommitGrant.
+
+    `sums[i]` are the packed per-layer checksums of page `indices[i]`. Pages of the attempt that are not
+    named are aborted: a commit ends the attempt.
+    """
+
+    call: CallId
+    attempt: Attempt
+    indices: tuple[int, ...]
+    sums: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitGrant:
+    """What became of each index of a Commit."""
+
+    pages: tuple[Written, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The writer of `attempt` has stopped, and writes no more. Answered by Done."""
+
+    call: CallId
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """The holder of `attempt` is alive. Answered by Done(False) where its lease has ended."""
+
+    call: CallId
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Answered by Done once the coordinator has acknowledged all events so far; Done(False) after `wait_ns`."""
+
+    call: CallId
+    wait_ns: int

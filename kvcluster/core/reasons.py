@@ -1,0 +1,43 @@
+"""Why a block missed, and how much its KV has lost: the two enums that every answer is told in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+
+class Loss(IntEnum):
+    """The worst coding in a block's own history, its prefix included. Larger is worse."""
+
+    EXACT = 0
+    Q8 = 1
+    Q4 = 2
+
+
+class MissReason(Enum):
+    """Why a block cannot be loaded. The values are the words that `explain` prints."""
+
+    NEVER_SEEN = "never_seen"
+    EVICTED = "evicted"
+    PENDING = "pending"  # another worker is storing it at this moment
+    BELOW_BLOCK = "below_block"  # the tokens fill no whole block
+    NAMESPACE = "namespace"  # the same tokens are cached, but under another spec; detail names the fields
+    PART = "part"  # the block is there, but not all the layers and heads that were asked for
+    LOSSY = "lossy"  # only a copy with more loss than the caller accepts
+    CORRUPT = "corrupt"  # the bytes did not match their checksum
+    SHARD_LOST = "shard_lost"
+    REBUILDING = "rebuilding"
+    FULL = "full"
+    DEADLINE = "deadline"
+    SLOWER_THAN_RECOMPUTE = "slower_than_recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A miss as a value: its reason, and what a person should know beside it."""
+
+    reason: MissReason
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason.value} ({self.detail})" if self.detail else self.reason.value

@@ -1,0 +1,306 @@
+"""What KV is: the spec that names a namespace, and the geometry that everything else derives from it.
+
+Two blocks may stand for one another only if everything here is equal: model, weights, adapter, block
+size, rotary settings, groups of layers and their planes, and the tenant. The digest of all that roots
+every block hash (hashing.py), so KV of another model or tenant is not refused but simply never found.
+
+A *group* is a set of layers with one block table; a *plane* is one tensor kind of a group (K, V, a
+latent); a *part* is the rectangle of layers and heads of a group that one rank holds. Layers of a part
+are counted within the group, from zero. This module knows sizes and identity, never an address.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from kvcluster.core import limits
+from kvcluster.core.ids import NamespaceId, Tenant
+from kvcluster.errors import SpecError
+
+DTYPE_BYTES: dict[str, int] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "uint8": 1,
+    "opaque": 1,
+}
+
+_MUTABLE_WEIGHTS = frozenset({"main", "master", "latest", "head", "default", "dev", "prod", "stable", "current"})
+_CANONICAL_VERSION = b"kvcluster-spec-v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One tensor kind of a group. `heads` and `dim` are those of the whole model, not of a rank.
+
+    A plane that is not interpreted (recurrent state) is `Plane.opaque(name, nbytes)`: one run of bytes a
+    layer and block, whatever the number of tokens.
+    """
+
+    name: str
+    heads: int
+    dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise SpecError("a plane needs a name, such as 'k'")
+        if self.dtype not in DTYPE_BYTES:
+            raise SpecError(f"plane {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        if self.heads < 1 or self.dim < 1:
+            raise SpecError(f"plane {self.name!r}: heads and dim must be at least 1, not {self.heads} and {self.dim}")
+        if self.dtype == "opaque" and self.heads != 1:
+            raise SpecError(f"plane {self.name!r}: opaque bytes have no heads to divide; use heads=1")
+
+    @classmethod
+    def opaque(cls, name: str, nbytes: int) -> Plane:
+        """A plane of `nbytes` uninterpreted bytes a layer and block."""
+        return cls(name, 1, nbytes, "opaque")
+
+    def nbytes(self, *, block_tokens: int, heads: int) -> int:
+        """Bytes of one layer of one block for that many heads."""
+        if self.dtype == "opaque":
+            return self.dim
+        return block_tokens * heads * self.dim * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Which blocks before a boundary a group needs in order to go on from it.
+
+    `prefix`: every one. `window`: those that hold the last `tokens` - 1 tokens. `last`: only the last.
+    """
+
+    kind: str
+    tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("prefix", "window", "last"):
+            raise SpecError(f"reuse {self.kind!r} is not one of prefix, window, last")
+        if (self.tokens > 0) != (self.kind == "window"):
+            raise SpecError("reuse 'window' needs its number of tokens; the others take none")
+
+    def blocks_needed(self, boundary: int, block_tokens: int) -> int:
+        """How many blocks right before block number `boundary` must be there."""
+        if self.kind == "prefix":
+            return boundary
+        if self.kind == "last":
+            return min(boundary, 1)
+        return min(boundary, -(-(self.tokens - 1) // block_tokens))
+
+
+PREFIX = Reuse("prefix")
+LAST = Reuse("last")
+
+
+def window(tokens: int) -> Reuse:
+    """The reuse rule of a sliding window over the last `tokens` tokens."""
+    return Reuse("window", tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that share one block table. `layers` are the model's own layer numbers."""
+
+    layers: tuple[int, ...]
+    planes: tuple[Plane, ...]
+    reuse: Reuse = PREFIX
+
+    def __post_init__(self) -> None:
+        if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
+            raise SpecError("a group's layers must be distinct, ascending layer numbers, at least one")
+        if not self.planes or len({plane.name for plane in self.planes}) != len(self.planes):
+            raise SpecError("a group needs at least one plane, and their names must differ")
+        if len({plane.heads for plane in self.planes}) != 1:
+            raise SpecError("the planes of a group must have the same number of heads; use two groups")
+
+    @property
+    def heads(self) -> int:
+        """KV heads of the whole model in this group."""
+        return self.planes[0].heads
+
+    def layer_bytes(self, *, block_tokens: int, heads: int) -> int:
+        """Bytes of one layer of one block for that many heads, all planes."""
+        return sum(plane.nbytes(block_tokens=block_tokens, heads=heads) for plane in self.planes)
+
+
+class Part(NamedTuple):
+    """A rectangle of layers x heads of one group, both ranges half open, layers counted in the group."""
+
+    layer_start: int
+    layer_stop: int
+    head_start: int
+    head_stop: int
+
+    @property
+    def layers(self) -> int:
+        return self.layer_stop - self.layer_start
+
+    @property
+    def heads(self) -> int:
+        return self.head_stop - self.head_start
+
+    def intersect(self, other: Part) -> Part | None:
+        """The rectangle that both hold, or None."""
+        both = Part(
+            max(self.layer_start, other.layer_start),
+            min(self.layer_stop, other.layer_stop),
+            max(self.head_start, other.head_start),
+            min(self.head_stop, other.head_stop),
+        )
+        return both if both.layers > 0 and both.heads > 0 else None
+
+    def __str__(self) -> str:
+        return f"layers {self.layer_start}:{self.layer_stop}, heads {self.head_start}:{self.head_stop}"
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """Everything that must match for KV to be reusable. Immutable; compare by value.
+
+    `weights` is a fingerprint of the exact weights (a digest or a commit), required because stale KV
+    after a weight update is the worst failure that users of other caches report; mutable names such as
+    "main" are refused. `adapter` is the content hash of a LoRA, or "". `rope` is any text that pins the
+    rotary settings. `extra` is sorted pairs of anything else that must match.
+    """
+
+    model: str
+    weights: str
+    block_tokens: int
+    groups: tuple[Group, ...]
+    adapter: str = ""
+    rope: str = ""
+    extra: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise SpecError("model must be named")
+        if not self.weights or self.weights.strip().lower() in _MUTABLE_WEIGHTS:
+            raise SpecError(
+                f"weights={self.weights!r} does not pin the weights: give a digest or commit, such as 'sha256:...'; "
+                "a name that can move would let stale KV be taken for fresh"
+            )
+        if not 1 <= self.block_tokens <= 4096:
+            raise SpecError(f"block_tokens must be between 1 and 4096, not {self.block_tokens}")
+        if not self.groups:
+            raise SpecError("a spec needs at least one group of layers")
+        everything = [layer for group in self.groups for layer in group.layers]
+        if len(everything) != len(set(everything)):
+            raise SpecError("a layer belongs to one group only")
+        if list(self.extra) != sorted(set(self.extra)):
+            raise SpecError("extra must be sorted pairs without repeats")
+        for group in self.groups:
+            if group.layer_bytes(block_tokens=self.block_tokens, heads=group.heads) > limits.LAYER_BYTES:
+                raise SpecError(
+                    f"one layer of a block would take more than {limits.LAYER_BYTES >> 20} MiB; lower block_tokens"
+                )
+        if len(self.canonical()) > limits.SPEC_BYTES:
+            raise SpecError(f"the spec takes more than {limits.SPEC_BYTES >> 10} KiB; shorten `extra` or `rope`")
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        model: str,
+        weights: str,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: str,
+        block_tokens: int = 16,
+        adapter: str = "",
+        rope: str = "",
+        extra: Mapping[str, str] | None = None,
+    ) -> KVSpec:
+        """The plain case: every layer holds K and V of one shape, and every block of a prefix is needed."""
+        if num_layers < 1:
+            raise SpecError(f"num_layers must be at least 1, not {num_layers}")
+        planes = (Plane("k", num_kv_heads, head_dim, dtype), Plane("v", num_kv_heads, head_dim, dtype))
+        return cls(
+            model=model,
+            weights=weights,
+            block_tokens=block_tokens,
+            groups=(Group(tuple(range(num_layers)), planes),),
+            adapter=adapter,
+            rope=rope,
+            extra=tuple(sorted((extra or {}).items())),
+        )
+
+    def whole(self, group: int) -> Part:
+        """The part that covers all of a group."""
+        return Part(0, len(self.groups[group].layers), 0, self.groups[group].heads)
+
+    def check_part(self, group: int, part: Part) -> None:
+        """Raises SpecError where `part` is no rectangle within `group`."""
+        if not 0 <= group < len(self.groups):
+            raise SpecError(f"group {group} does not exist; the spec has {len(self.groups)}")
+        whole = self.whole(group)
+        if whole.intersect(part) != part:
+            raise SpecError(f"part ({part}) does not lie within group {group} ({whole})")
+
+    def layer_bytes(self, group: int, part: Part) -> int:
+        """Bytes of one layer of a page of that part."""
+        return self.groups[group].layer_bytes(block_tokens=self.block_tokens, heads=part.heads)
+
+    def page_bytes(self, group: int, part: Part) -> int:
+        """Bytes of a raw page: [layers, planes, block_tokens, heads, dim] of that part."""
+        return part.layers * self.layer_bytes(group, part)
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of KV a token, over all groups: what breaks even or not."""
+        return sum(self.page_bytes(i, self.whole(i)) for i in range(len(self.groups))) / self.block_tokens
+
+    def canonical(self) -> bytes:
+        """Bytes that are equal exactly when the specs are: length-framed fields in declared order."""
+        out = [_CANONICAL_VERSION]
+        out += [_text(self.model), _text(self.weights), _text(self.adapter), _text(self.rope)]
+        out += [_number(self.block_tokens), _number(len(self.groups))]
+        for group in self.groups:
+            out += [_text(group.reuse.kind), _number(group.reuse.tokens), _number(len(group.layers))]
+            out += [_number(layer) for layer in group.layers]
+            out += [_number(len(group.planes))]
+            for plane in group.planes:
+                out += [_text(plane.name), _number(plane.heads), _number(plane.dim), _text(plane.dtype)]
+        out += [_number(len(self.extra))]
+        for key, value in self.extra:
+            out += [_text(key), _text(value)]
+        return b"".join(out)
+
+    def namespace(self, tenant: Tenant) -> NamespaceId:
+        """The digest of this spec for one tenant: SHA-256 over the canonical bytes and the tenant."""
+        return NamespaceId(hashlib.sha256(self.canonical() + _text(tenant)).digest())
+
+
+def differing_fields(one: KVSpec, other: KVSpec) -> tuple[str, ...]:
+    """Names of what differs between two specs, as a person would say it: `weights`, `dtype`, `layout`...
+
+    `dtype` is the planes' number format; `layout` is any other difference of groups.
+    """
+    names = [
+        field.name
+        for field in fields(KVSpec)
+        if field.name != "groups" and getattr(one, field.name) != getattr(other, field.name)
+    ]
+    if one.groups != other.groups:
+        alike = _without_dtypes(one.groups) == _without_dtypes(other.groups)
+        names.append("dtype" if alike else "layout")
+    return tuple(names)
+
+
+def _without_dtypes(groups: Sequence[Group]) -> list[object]:
+    return [(g.layers, g.reuse, [(p.name, p.heads, p.dim) for p in g.planes]) for g in groups]
+
+
+def _number(value: int) -> bytes:
+    return value.to_bytes(8, "little")
+
+
+def _text(value: str) -> bytes:
+    encoded = value.encode()
+    return _number(len(encoded)) + encoded

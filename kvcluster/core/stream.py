@@ -1,0 +1,149 @@
+"""The report stream: what a shard tells the coordinator, numbered, acknowledged and bounded.
+
+Numbers belong to one pair of (shard epoch, coordinator epoch) and begin at 1. The sender keeps what is not
+yet acknowledged and sends it again; the receiver skips what it has and asks for an inventory where a number
+is missing. Where the sender had to forget (too much unacknowledged, a new coordinator), it offers an
+inventory by itself: everything it holds, in chunks, marked with the number up to which it is true. Events
+that happen meanwhile have higher numbers and follow. One message is under way at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from kvcluster.core import limits
+from kvcluster.core.messages import PageEvent, StreamEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What goes into the next message: events from number `first`, or one chunk of an inventory."""
+
+    first: int = 0
+    events: tuple[StreamEvent, ...] = ()
+    inventory: bool = False
+    upto: int = 0
+    chunk: int = 0
+    last: bool = False
+    pages: tuple[PageEvent, ...] = ()
+
+
+class ReportStream:
+    """The sending half. `everything` lists all READY pages at the moment of the call."""
+
+    def __init__(self, everything: Callable[[], Sequence[PageEvent]]) -> None:
+        self._everything = everything
+        self._backlog: deque[StreamEvent] = deque()
+        self._acked = 0
+        self._inventory: Sequence[PageEvent] | None = None
+        self._upto = 0
+        self._chunk = 0
+        self._owed = True  # a coordinator that knows nothing of us is owed an inventory
+
+    @property
+    def last(self) -> int:
+        """The number of the newest event."""
+        return self._acked + len(self._backlog)
+
+    @property
+    def acked(self) -> int:
+        """Everything up to this number is known to the coordinator; -1 while it is owed an inventory."""
+        return -1 if self._owed else self._acked
+
+    @property
+    def has_news(self) -> bool:
+        return self._owed or bool(self._backlog)
+
+    def append(self, event: StreamEvent) -> None:
+        if len(self._backlog) >= limits.STREAM_BACKLOG:
+            self.owe_inventory()
+        self._backlog.append(event)
+
+    def reset(self) -> None:
+        """Another coordinator listens: numbers begin again, with an inventory."""
+        self._backlog.clear()
+        self._acked = 0
+        self._inventory = None
+        self._owed = True
+
+    def owe_inventory(self) -> None:
+        """Events were lost on either side: all that we hold is to be told again."""
+        self._acked += len(self._backlog)
+        self._backlog.clear()
+        self._inventory = None
+        self._owed = True
+
+    def next_piece(self) -> Piece:
+        """The next message's content; the same again until `answered`."""
+        if not self._owed:
+            events = tuple(islice(self._backlog, limits.REPORTS_PER_MESSAGE))
+            return Piece(first=self._acked + 1, events=events)
+        if self._inventory is None:
+            # What is in the backlog is in the snapshot too.
+            self._acked += len(self._backlog)
+            self._backlog.clear()
+            self._inventory = self._everything()
+            self._upto = self._acked
+            self._chunk = 0
+        start = self._chunk * limits.INVENTORY_CHUNK
+        pages = tuple(self._inventory[start : start + limits.INVENTORY_CHUNK])
+        last = start + limits.INVENTORY_CHUNK >= len(self._inventory)
+        return Piece(inventory=True, upto=self._upto, chunk=self._chunk, last=last, pages=pages)
+
+    def answered(self, piece: Piece, acked: int) -> None:
+        """The coordinator has `piece`, and everything up to `acked`."""
+        if piece.inventory:
+            if not self._owed or self._inventory is None or piece.chunk != self._chunk:
+                return  # an older inventory than the one we now owe
+            self._chunk += 1
+            if piece.last:
+                self._owed = False
+                self._inventory = None
+            return
+        if self._owed:
+            return
+        while self._acked < acked and self._backlog:
+            self._backlog.popleft()
+            self._acked += 1
+
+
+class ReportCursor:
+    """The receiving half: what the coordinator has heard of one shard incarnation."""
+
+    def __init__(self) -> None:
+        self._next = 0  # 0: an inventory has to come first
+        self._next_chunk = 0
+
+    @property
+    def acked(self) -> int:
+        return max(0, self._next - 1)
+
+    @property
+    def current(self) -> bool:
+        """Is all known that was sent so far?"""
+        return self._next > 0
+
+    def news(self, first: int, events: Sequence[StreamEvent]) -> Sequence[StreamEvent] | None:
+        """The events not heard before, or None where some are missing and an inventory is needed."""
+        if self._next == 0 or first > self._next:
+            self._next = 0
+            return None
+        fresh = events[self._next - first :]
+        self._next += len(fresh)
+        return fresh
+
+    def chunk(self, chunk: int, *, upto: int, last: bool) -> bool:
+        """Takes note of an inventory chunk; False where it is not the one that comes next."""
+        if chunk == 0:
+            self._next = 0
+            self._next_chunk = 0
+        if chunk != self._next_chunk:
+            return False
+        self._next_chunk += 1
+        if last:
+            self._next = upto + 1
+            self._next_chunk = 0
+        return True

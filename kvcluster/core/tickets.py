@@ -1,0 +1,121 @@
+"""Tickets: what the coordinator has promised, to which attempt, until when.
+
+A load ticket is a hold: its blocks are spared. A store ticket says which pages this attempt alone may write, so
+that two workers do not move the same bytes. Both end by EndTicket or by time, whichever comes first, and both
+are only hints: a shard grants the pins and settles who writes. The answer of an attempt is kept with its ticket,
+so that a repeated prepare (its reply was lost) gets the same answer and is not told that its own store is pending.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcluster.core import limits
+from kvcluster.core.ids import Attempt, BlockHash, Holder, NamespaceId
+from kvcluster.core.messages import LoadGrant, StoreGrant
+from kvcluster.core.spec import Part
+
+Writing = tuple[NamespaceId, BlockHash, int, Part]
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A promise. `hashes` are held (load) or `writes` are this attempt's to write (store)."""
+
+    attempt: Attempt
+    space: NamespaceId
+    answer: LoadGrant | StoreGrant
+    expires_at: int
+    hashes: tuple[BlockHash, ...] = ()
+    writes: tuple[Writing, ...] = ()
+
+
+class TicketBook:
+    """Running tickets, in order of expiry, and who writes what."""
+
+    def __init__(self, ttl_ns: int) -> None:
+        self.ttl_ns = ttl_ns
+        self._tickets: dict[Attempt, Ticket] = {}
+        self._held: dict[Holder, int] = {}
+        self._writing: dict[Writing, Attempt] = {}
+        self._blocks_written: dict[tuple[NamespaceId, BlockHash], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    @property
+    def next_expiry(self) -> int | None:
+        return next(iter(self._tickets.values())).expires_at if self._tickets else None
+
+    def get(self, attempt: Attempt) -> Ticket | None:
+        return self._tickets.get(attempt)
+
+    def full(self, holder: Holder) -> bool:
+        """Does this holder have as many as one may, or are there too many holders?"""
+        held = self._held.get(holder)
+        return held >= limits.TICKETS_PER_HOLDER if held is not None else len(self._held) >= limits.HOLDERS
+
+    def add(self, ticket: Ticket) -> None:
+        assert ticket.attempt not in self._tickets, "one ticket an attempt"
+        self._tickets[ticket.attempt] = ticket
+        holder = ticket.attempt.holder
+        self._held[holder] = self._held.get(holder, 0) + 1
+        for write in ticket.writes:
+            self.written(write)  # another part's writer may have been recorded for it
+            self._writing[write] = ticket.attempt
+            self._blocks_written[write[:2]] = self._blocks_written.get(write[:2], 0) + 1
+
+    def renew(self, attempt: Attempt, now: int) -> Ticket | None:
+        """The ticket, with its time begun again; None where it has ended."""
+        ticket = self._tickets.pop(attempt, None)
+        if ticket is not None:
+            ticket.expires_at = now + self.ttl_ns
+            self._tickets[attempt] = ticket
+        return ticket
+
+    def end(self, attempt: Attempt) -> Ticket | None:
+        ticket = self._tickets.pop(attempt, None)
+        if ticket is None:
+            return None
+        left = self._held[attempt.holder] - 1
+        if left:
+            self._held[attempt.holder] = left
+        else:
+            del self._held[attempt.holder]
+        for write in ticket.writes:
+            if self._writing.get(write) == attempt:
+                self.written(write)
+        return ticket
+
+    def end_expired(self, now: int) -> list[Ticket]:
+        out: list[Ticket] = []
+        while self._tickets:
+            ticket = next(iter(self._tickets.values()))
+            if ticket.expires_at > now:
+                break
+            self.end(ticket.attempt)
+            out.append(ticket)
+        return out
+
+    def extend(self, late_ns: int) -> None:
+        """This process stood still: renewals could not be heard."""
+        for ticket in self._tickets.values():
+            ticket.expires_at += late_ns
+
+    def writer(self, write: Writing) -> Attempt | None:
+        """The attempt that may write this page now."""
+        return self._writing.get(write)
+
+    def writing(self, space: NamespaceId, block: BlockHash) -> bool:
+        """Is any page of this block being written?"""
+        return (space, block) in self._blocks_written
+
+    def written(self, write: Writing) -> None:
+        """The page is READY, or its writer has given up: nobody writes it any more."""
+        if self._writing.pop(write, None) is None:
+            return
+        left = self._blocks_written[write[:2]] - 1
+        if left:
+            self._blocks_written[write[:2]] = left
+        else:
+            del self._blocks_written[write[:2]]

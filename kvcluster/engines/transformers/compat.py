@@ -1,0 +1,154 @@
+"""What this engine must know of transformers' inside: which models and which ways to generate it can serve.
+
+Both are lists of what is understood, never of what is known to be bad: a layer type, a rope, a generation mode or
+a model input that comes with a later release is refused by name until somebody has looked at it. `Any` lives here:
+configs hold whatever their model wants.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from kvcluster.errors import CallerError
+
+# These give a token other frequencies when the text around it grows longer, so its KV is no function of its prefix.
+_MOVING_ROPES = ("dynamic", "longrope")
+
+# Each makes `generate` fill the cache in another way than prompt first, then token by token, or not use it at all.
+_OTHER_GENERATION = (
+    "assistant_early_exit",
+    "assistant_model",
+    "cache_implementation",
+    "constraints",
+    "custom_generate",
+    "dola_layers",
+    "force_words_ids",
+    "low_memory",
+    "penalty_alpha",
+    "prompt_lookup_num_tokens",
+    "token_healing",
+    "use_mtp",
+)
+
+_PLAIN_KWARGS = frozenset({"logits_to_keep", "tokenizer"})
+
+
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """The part of a model's config that describes its decoder."""
+    return model.config.get_text_config(decoder=True)
+
+
+def check_model(model: PreTrainedModel, adapter: str) -> None:
+    """Raises CallerError, naming the trait, where the model's KV is not plain KV that follows from the prefix alone."""
+    for trait in _traits(model, text_config(model), adapter):
+        raise CallerError(f"{type(model).__name__} cannot use the prefix cache: {trait}")
+
+
+def _traits(model: PreTrainedModel, config: Any, adapter: str) -> Iterator[str]:
+    if model.config.is_encoder_decoder:
+        yield "it is an encoder-decoder model; only decoder-only models are served"
+    if not model.can_generate() or not getattr(config, "is_causal", True):
+        yield "it is no causal language model; load it with AutoModelForCausalLM"
+    if model.training:
+        yield "it is in training mode, where dropout changes KV; call model.eval()"
+    if torch.is_autocast_enabled(model.device.type):
+        yield "autocast is on, so its KV is not of model.dtype; load the model in the dtype that you want"
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1 or (getattr(model, "tp_size", None) or 1) > 1:
+        yield "it is spread over several devices; only a model on one device is served"
+    if getattr(model, "peft_config", None) and not adapter:
+        yield "it carries an adapter, which changes KV; give its content hash as adapter= to spec_of"
+    if getattr(config, "kv_lora_rank", None):
+        yield "it keeps latent KV (MLA), which is not served yet"
+    if not getattr(config, "num_attention_heads", None):
+        yield "it has no attention heads, so no KV"
+    names = getattr(config, "layer_types", None)
+    for i, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) is not DynamicLayer:
+            kind = names[i] if names else type(layer).__name__
+            yield f"layer {i} is {kind}; only full attention in every layer is served"
+    for rope in _rope_types(getattr(config, "rope_parameters", None)):
+        if rope in _MOVING_ROPES:
+            yield f"rope type {rope!r} gives a token other KV as the text grows; use a fixed one such as yarn"
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    if isinstance(parameters, Mapping):
+        if isinstance(parameters.get("rope_type"), str):
+            yield parameters["rope_type"]
+        for nested in parameters.values():
+            yield from _rope_types(nested)
+
+
+def check_inputs(model: PreTrainedModel, input_ids: torch.Tensor) -> None:
+    """Raises CallerError where token ids stand for an image, video or sound, whose content no hash here covers."""
+    for key, token in vars(model.config).items():
+        medium = next((m for m in ("image", "video", "audio") if m in key), None)
+        named = key.endswith(("_token_id", "_token_index"))
+        if medium and named and isinstance(token, int) and bool((input_ids == token).any()):
+            raise CallerError(
+                f"input_ids holds token {token} ({key}): what it stands for is not in the token ids, so two different "
+                f"{medium}s would share KV; call model.generate without the prefix cache"
+            )
+
+
+class Generation:
+    """How `generate` will read its arguments: keywords first, then its generation_config, then the model's own.
+
+    Raises CallerError naming an argument that this engine does not understand.
+    """
+
+    def __init__(self, model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
+        self._sources = [c for c in (kwargs.get("generation_config"), model.generation_config) if c is not None]
+        self._kwargs = kwargs
+        known = {*inspect.signature(GenerationMixin.generate).parameters, *vars(GenerationConfig()), *_PLAIN_KWARGS}
+        known -= {"inputs", "kwargs"}
+        for name in kwargs:
+            if kwargs[name] is not None and name not in known:
+                raise CallerError(
+                    f"generate() cannot take {name} with the prefix cache: KV that depends on more than token ids "
+                    "has no name in the cluster; call model.generate without it"
+                )
+        for name in _OTHER_GENERATION:
+            if self.option(name):
+                raise CallerError(
+                    f"generate() cannot take {name}={self.option(name)!r:.40} with the prefix cache: only greedy search, "
+                    "sampling, beam search and beam sampling over its own cache are served"
+                )
+        if (self.option("num_beam_groups") or 1) > 1:
+            raise CallerError("generate() cannot take num_beam_groups with the prefix cache; use plain beams")
+        if self.option("use_cache") is False:
+            raise CallerError("generate() cannot take use_cache=False with the prefix cache")
+
+    def option(self, name: str) -> Any:
+        if name in self._kwargs:
+            return self._kwargs[name]
+        return next((v for c in self._sources if (v := getattr(c, name, None)) is not None), None)
+
+    @property
+    def repeats(self) -> int:
+        """Rows that `generate` makes of each row of its input."""
+        return max(self.option("num_beams") or 1, self.option("num_return_sequences") or 1)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """What ends a row; behind it `generate` pads."""
+        return _ids(self.option("eos_token_id"))
+
+    def attention_mask(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The mask that `generate` infers where none is given: padding is the pad token, unless that also ends text."""
+        pad = self.option("pad_token_id")
+        if pad is None or pad in self.eos_token_ids or not bool((input_ids == pad).any()):
+            return torch.ones_like(input_ids)
+        return input_ids.ne(pad).to(input_ids.dtype)
+
+
+def _ids(token_ids: Any) -> tuple[int, ...]:
+    if isinstance(token_ids, torch.Tensor):
+        token_ids = token_ids.tolist()
+    return () if token_ids is None else (token_ids,) if isinstance(token_ids, int) else tuple(token_ids)

@@ -1,0 +1,137 @@
+"""The KVSpec of a transformers model: what must match for its KV to be reusable.
+
+`layers, heads, dim, dtype` come from the config and are held against one token's real KV, because configs do not
+always say it (some models share one KV head in an attribute of their own). `weights` is a digest of the weights
+themselves, so that a model trained further under its old name is another model; `rope` is the rotary settings as
+text; `extra` carries a digest of every other setting that may change KV, such as a norm's epsilon. How attention is
+computed is left out: implementations differ by float rounding, as batch sizes do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvcluster.core.spec import Group, KVSpec, Plane
+from kvcluster.engines.transformers.compat import check_model, text_config
+from kvcluster.errors import CallerError
+
+_ROPE = ("rope_parameters", "max_position_embeddings")
+
+# Settings that change no KV. One that is missing here costs a miss between replicas that differ in it, no more.
+_IRRELEVANT = frozenset(
+    """architectures attention_dropout bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eos_token_id
+    finetuning_task id2label initializer_range is_decoder is_encoder_decoder label2id output_attentions
+    output_hidden_states pad_token_id prefix pretraining_tp problem_type return_dict sep_token_id task_specific_params
+    tie_word_embeddings tokenizer_class torch_dtype transformers_version use_cache""".split()
+)
+
+
+def spec_of(
+    model: PreTrainedModel,
+    *,
+    weights: str | None = None,
+    adapter: str = "",
+    block_tokens: int = 16,
+    name: str | None = None,
+) -> KVSpec:
+    """The spec under which this model's KV is cached. Runs the model on one token.
+
+    `weights` is a digest or commit that pins the weights; without it they are all read (`fingerprint`, about a second
+    a gigabyte). `adapter` is the content hash of the LoRA in use. `name` replaces the class name as `spec.model`; all
+    replicas must give the same. Raises CallerError naming what cannot be cached: layers other than full attention,
+    encoder-decoder models, latent KV, rotary settings that move with the length.
+    """
+    check_model(model, adapter)
+    config = text_config(model)
+    settings = {k: v for k, v in config.to_dict().items() if k not in _IRRELEVANT and not k.startswith("_")}
+    rope = {key: settings.pop(key) for key in _ROPE if settings.get(key) is not None}
+    spec = KVSpec(
+        model=name or type(model).__name__,
+        weights=fingerprint(model) if weights is None else weights,
+        block_tokens=block_tokens,
+        groups=groups(model),
+        adapter=adapter,
+        rope=_canonical(rope),
+        extra=(("config", "sha256:" + hashlib.sha256(_canonical(settings).encode()).hexdigest()),),
+    )
+    _check_real_kv(model, spec)
+    return spec
+
+
+def groups(model: PreTrainedModel) -> tuple[Group, ...]:
+    """The layers and planes that a model's config tells of: every layer alike, K and V."""
+    config = text_config(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dtype = str(model.dtype).removeprefix("torch.")
+    return (
+        Group(tuple(range(config.num_hidden_layers)), (Plane("k", heads, dim, dtype), Plane("v", heads, dim, dtype))),
+    )
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of all parameters and persistent buffers, in order of their names.
+
+    What is tied is read once, under its first name. It is computed anew each time, because weights change in place.
+    Raises CallerError where the weights are not in memory.
+    """
+    digest = hashlib.sha256(b"kvcluster-weights-v1")
+    first_names: dict[object, str] = {}
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+            raise CallerError(f"{name} is not in memory, so it cannot be fingerprinted; give weights='sha256:...'")
+        place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        first = first_names.setdefault(place, name) if tensor.numel() else name
+        header = _canonical([name, first, str(tensor.dtype), list(tensor.shape)]).encode()
+        digest.update(len(header).to_bytes(8, "little") + header)
+        if first == name:
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return "sha256:" + digest.hexdigest()
+
+
+def check_spec(spec: KVSpec, model: PreTrainedModel) -> None:
+    """Raises CallerError where KV of this spec does not fit into the model. Moves nothing, reads no weights."""
+    check_model(model, spec.adapter)
+    if spec.groups != groups(model):
+        raise CallerError(
+            f"the client's spec is of {_shape(spec.groups)}, but {type(model).__name__} has {_shape(groups(model))}; "
+            "connect with spec_of(model)"
+        )
+
+
+def _check_real_kv(model: PreTrainedModel, spec: KVSpec) -> None:
+    cache = DynamicCache(config=text_config(model))
+    with torch.no_grad():
+        model(
+            input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True
+        )
+    check_kv(cache, spec)
+
+
+def check_kv(cache: DynamicCache, spec: KVSpec) -> None:
+    """Raises CallerError where a cache that the model has filled does not hold the KV that the spec tells of."""
+    (group,) = spec.groups
+    for i, layer in enumerate(cache.layers):
+        for plane, tensor in zip(group.planes, (layer.keys, layer.values), strict=True):
+            _, heads, _, dim = tensor.shape
+            found = Plane(plane.name, heads, dim, str(tensor.dtype).removeprefix("torch."))
+            if found != plane:
+                raise CallerError(f"layer {i} of the model makes {_plane(found)}, where the spec has {_plane(plane)}")
+    if len(cache.layers) != len(group.layers):
+        raise CallerError(f"the model fills {len(cache.layers)} layers, where the spec has {len(group.layers)}")
+
+
+def _shape(kv: tuple[Group, ...]) -> str:
+    return "; ".join(f"{len(g.layers)} layers of {' and '.join(map(_plane, g.planes))}" for g in kv)
+
+
+def _plane(plane: Plane) -> str:
+    return f"{plane.name} [{plane.heads} heads x {plane.dim}, {plane.dtype}]"
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)

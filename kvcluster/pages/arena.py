@@ -1,0 +1,80 @@
+"""Arena: the memory that a shard's pages lie in. It owns the bytes and knows nothing of pages.
+
+One anonymous private mapping, made once and populated at once where the platform can: copying into cold
+memory is several times slower, and a pool that does not fit should fail at the start, not under load. Who
+may use which range is the page allocator's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+from types import TracebackType
+
+from kvcluster.errors import ConfigError
+
+ALIGNMENT_BYTES = 64
+"""Pages that start at multiples of this share no cache line, and any dtype is aligned in them."""
+
+_CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class Arena:
+    """`nbytes` of zeroed memory. Raises ConfigError where the machine or container cannot give that much.
+
+    `close`, or leaving the `with` block, makes further views a ValueError. Views given out before stay
+    valid, and the memory goes back to the system with the last of them.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        if nbytes < 1:
+            raise ConfigError(f"an arena of {nbytes} bytes cannot hold a page; give device_bytes a size, such as 1GiB")
+        # Asked before mapping, because populating past a container's limit kills the process without a word.
+        limit = _memory_bytes()
+        if nbytes > limit:
+            raise ConfigError(_refusal(nbytes, f"this machine or container has {limit >> 20} MiB in all"))
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+        try:
+            self._map = mmap.mmap(-1, nbytes, flags=flags)
+        except OSError as error:
+            raise ConfigError(_refusal(nbytes, error.strerror or str(error))) from error
+        self._whole = memoryview(self._map)
+        self.nbytes = nbytes
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """A writable view of that range, which must lie within the arena."""
+        assert 0 <= offset <= offset + nbytes <= self.nbytes
+        return self._whole[offset : offset + nbytes]
+
+    def read_only_view(self, offset: int, nbytes: int) -> memoryview:
+        """As `view`, but nothing can be written through it."""
+        return self.view(offset, nbytes).toreadonly()
+
+    def close(self) -> None:
+        """Gives the memory back, or leaves that to the last view still in use. May be called again."""
+        self._whole.release()
+        with contextlib.suppress(BufferError):  # views are out: the mapping goes when they do
+            self._map.close()
+
+    def __enter__(self) -> Arena:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _memory_bytes() -> int:
+    """What this process may ever use: the machine's memory, or its container's share of it."""
+    limit = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+    for path in _CONTAINER_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # not this kind of container, or "max"
+            limit = min(limit, int(Path(path).read_text()))
+    return limit
+
+
+def _refusal(nbytes: int, why: str) -> str:
+    return f"an arena of {nbytes >> 20} MiB cannot be had ({why}); lower device_bytes, or give this shard more memory"

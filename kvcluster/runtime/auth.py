@@ -1,0 +1,114 @@
+"""Who asks: bearer tokens and the tenants that they stand for.
+
+A token file has a line for each credential, `sha256:<hex digest of the token>  <tenant>`; blank lines and lines that
+begin with # are skipped. Only digests are kept, on disk and in memory. The actors of a cluster speak to one another
+with a secret of their own, which stands for no tenant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcluster.config import ServerConfig
+from kvcluster.core import limits
+from kvcluster.core.ids import Tenant
+from kvcluster.errors import ConfigError, CredentialError
+
+DEFAULT_TENANT = Tenant("default")
+_LINE = re.compile(r"sha256:([0-9a-f]{64})\s+([A-Za-z0-9][A-Za-z0-9._-]{0,63})")
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whoever stands behind a credential. `internal`: a shard of this cluster, which speaks for all tenants."""
+
+    tenant: Tenant
+    internal: bool = False
+
+
+class Authenticator:
+    """Token -> caller. With no token file, whoever has no token is the tenant `default`."""
+
+    def __init__(self, tenants: dict[str, Tenant] | None, internal_secret: str) -> None:
+        self._tenants = tenants
+        self._internal = digest(internal_secret)
+
+    def caller(self, token: str | None) -> Caller:
+        """Raises CredentialError where the token is missing or unknown."""
+        hashed = digest(token) if token else ""
+        if token and hmac.compare_digest(hashed, self._internal):
+            return Caller(Tenant(""), internal=True)
+        if self._tenants is None:
+            return Caller(DEFAULT_TENANT)
+        if not token:
+            raise CredentialError("this cluster wants a token: pass token=... (or --token-file to the command line)")
+        tenant = self._tenants.get(hashed)
+        if tenant is None:
+            raise CredentialError("this token is not one that the cluster knows; ask its operator for another")
+        return Caller(tenant)
+
+
+def digest(token: str) -> str:
+    """What a token file holds of a token."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def new_token() -> str:
+    """A random token of 256 bits."""
+    return secrets.token_urlsafe(32)
+
+
+def parse_tokens(text: str) -> dict[str, Tenant]:
+    """Digest -> tenant. Raises ConfigError naming the line."""
+    tenants: dict[str, Tenant] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise ConfigError(
+                f"token file, line {number}: expected 'sha256:<64 hex digits>  <tenant>'; "
+                "`kvcluster token --tenant NAME` makes one"
+            )
+        if match[1] in tenants:
+            raise ConfigError(f"token file, line {number}: this token has a line already")
+        tenants[match[1]] = Tenant(match[2])
+    if not tenants:
+        raise ConfigError("the token file names no token, so nobody could connect; `kvcluster token` makes one")
+    return tenants
+
+
+def authenticator(config: ServerConfig, internal_secret: str) -> Authenticator:
+    """From the configuration. Raises ConfigError where it would let strangers in."""
+    if config.token_file:
+        path = Path(config.token_file)
+        try:
+            if path.stat().st_size > limits.TOKEN_FILE_BYTES:
+                raise ConfigError(f"token file {path} is larger than {limits.TOKEN_FILE_BYTES} bytes")
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the token file {path}: {error}") from None
+        return Authenticator(parse_tokens(text), internal_secret)
+    if not is_loopback(config.host) and not config.insecure:
+        raise ConfigError(
+            f"refusing to listen on {config.host} without a token file: anybody could read the cache. "
+            "Give server.token_file (--token-file), or say --insecure if the network itself keeps strangers out"
+        )
+    return Authenticator(None, internal_secret)
+
+
+def is_loopback(host: str) -> bool:
+    """Is this an address that only processes of this machine can reach?"""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,195 @@
+"""The driver: mailbox -> step -> effects, for a core that knows no threads and no clock.
+
+Any thread may ask. A message goes into the mailbox, and whoever gets the lock steps everything that is in it, so
+that a question which the core answers at once costs no switch of threads. One timer thread steps a Tick when the
+core's next deadline has come. Before a deadline is judged, what has arrived is stepped; and where the timer
+itself woke late by more than `stall_ns`, the process stood still, and the core is told so first.
+
+A core that raises has broken its own rules: its state means nothing any more. The driver answers nothing after
+that and reports the failure, so that the process ends and starts anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from kvcluster.core.ids import CallId
+from kvcluster.core.messages import Answer, Effect, Reply, Stalled, Tick
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.transport.seam import Trouble
+
+log = logging.getLogger(__name__)
+
+MessageT = TypeVar("MessageT", contravariant=True)
+M = TypeVar("M")
+_IDLE_S = 3600.0
+
+
+class Core(Protocol[MessageT]):
+    """A pure state machine."""
+
+    def step(self, message: MessageT, now: int) -> list[Effect]: ...
+
+    def next_deadline(self) -> int | None: ...
+
+
+class _Waiter:
+    """An asker whose answer comes in a later step."""
+
+    __slots__ = ("event", "reply")
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.reply: Reply | None = None
+
+
+class Driver(Generic[M]):
+    """Runs one core. `perform` gets every effect but answers, in order, under the lock: it must not block or ask."""
+
+    def __init__(
+        self,
+        core: Core[M | Tick | Stalled],
+        perform: Callable[[Effect], None],
+        *,
+        stall_ns: int,
+        on_failure: Callable[[BaseException], None],
+        clock: Callable[[], int] = time.monotonic_ns,
+        name: str = "core",
+    ) -> None:
+        self._core = core
+        self._perform = perform
+        self._stall_ns = stall_ns
+        self._on_failure = on_failure
+        self._clock = clock
+        self._name = name
+        self._mailbox: deque[M] = deque()
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
+        self._calls = itertools.count(1)
+        self._replies: dict[CallId, Reply] = {}
+        self._waiters: dict[CallId, _Waiter] = {}
+        self._abandoned: dict[CallId, None] = {}
+        self._sleeping_until: int | None = None
+        self._failure: BaseException | None = None
+        self._closed = False
+        self._timer = threading.Thread(target=self._run_timer, name=f"kvcluster-{name}-timer", daemon=True)
+
+    def start(self) -> None:
+        """Starts the timer; the core may act from here on."""
+        self._timer.start()
+
+    def close(self) -> None:
+        """Ends the timer. Later questions are answered with Trouble."""
+        with self._lock:
+            self._closed = True
+            for waiter in self._waiters.values():
+                waiter.event.set()
+            self._wake.notify()
+        if self._timer.is_alive() and self._timer is not threading.current_thread():
+            self._timer.join()
+
+    def ask(self, build: Callable[[CallId], M], wait_s: float) -> Reply:
+        """Steps the message that `build` makes for a call id and returns the core's answer to it.
+
+        Raises Trouble(DEADLINE) if the answer takes longer, Trouble(SHARD_LOST) if this process is ending.
+        """
+        call = CallId(next(self._calls))
+        self._mailbox.append(build(call))
+        with self._lock:
+            self._drain()
+            reply = self._replies.pop(call, None)
+            if reply is not None:
+                return reply
+            self._check_alive()
+            waiter = self._waiters[call] = _Waiter()
+        waiter.event.wait(wait_s)
+        with self._lock:
+            if waiter.reply is not None:
+                return waiter.reply
+            if self._waiters.pop(call, None) is not None:
+                self._abandoned[call] = None
+            self._check_alive()
+        raise Trouble(Miss(MissReason.DEADLINE))
+
+    def tell(self, message: M) -> None:
+        """Steps a message that has no answer."""
+        self._mailbox.append(message)
+        with self._lock:
+            self._drain()
+
+    def inspect(self, look: Callable[[], object]) -> object:
+        """Calls `look` while no step runs: for status and for tests that check invariants."""
+        with self._lock:
+            self._drain()
+            return look()
+
+    # ------------------------------------------------------------------------------- under the lock
+
+    def _drain(self) -> None:
+        if self._failure is not None or self._closed:
+            self._mailbox.clear()
+            return
+        while self._mailbox:
+            self._step(self._mailbox.popleft())
+        deadline = self._core.next_deadline()
+        if deadline is not None and (self._sleeping_until is None or deadline < self._sleeping_until):
+            self._wake.notify()
+
+    def _step(self, message: M | Tick | Stalled) -> None:
+        if self._failure is not None:
+            return
+        try:
+            for effect in self._core.step(message, self._clock()):
+                if isinstance(effect, Answer):
+                    self._answer(effect.call, effect.reply)
+                else:
+                    self._perform(effect)
+        except Exception as error:
+            log.critical("%s broke on %s", self._name, type(message).__name__, exc_info=True)
+            self._failure = error
+            for waiter in self._waiters.values():
+                waiter.event.set()
+            self._on_failure(error)
+
+    def _answer(self, call: CallId, reply: Reply) -> None:
+        waiter = self._waiters.pop(call, None)
+        if waiter is not None:
+            waiter.reply = reply
+            waiter.event.set()
+        elif call in self._abandoned:
+            del self._abandoned[call]
+        else:
+            self._replies[call] = reply
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise Trouble(Miss(MissReason.SHARD_LOST, f"{self._name} failed: {self._failure}"))
+        if self._closed:
+            raise Trouble(Miss(MissReason.SHARD_LOST, f"{self._name} is ending"))
+
+    def _run_timer(self) -> None:
+        with self._lock:
+            while not self._closed and self._failure is None:
+                self._drain()
+                deadline = self._core.next_deadline()
+                now = self._clock()
+                if deadline is not None and deadline <= now:
+                    self._step(Tick())
+                    # Others wait for the lock; a core with much to do in its ticks must not keep them out.
+                    self._lock.release()
+                    self._lock.acquire()
+                    continue
+                self._sleeping_until = deadline
+                self._wake.wait(_IDLE_S if deadline is None else (deadline - now) / 1e9)
+                woke = self._clock()
+                if self._sleeping_until is not None and woke - self._sleeping_until > self._stall_ns:
+                    late_ns = woke - self._sleeping_until
+                    log.warning("%s stood still for %.1f s", self._name, late_ns / 1e9)
+                    self._step(Stalled(late_ns))
+                self._sleeping_until = None

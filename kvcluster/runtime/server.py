@@ -1,0 +1,141 @@
+"""A gRPC server over a table of methods: authenticates every call, decodes, asks a driver, encodes.
+
+Threaded, since page streams block and the cores answer at once. Whatever is wrong with a call is answered with a
+status that says whose fault it is: UNAUTHENTICATED, FAILED_PRECONDITION (not our protocol), INVALID_ARGUMENT.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from kvcluster.core.messages import Done, Reply
+from kvcluster.core.reasons import MissReason
+from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError
+from kvcluster.runtime.auth import Authenticator, Caller
+from kvcluster.transport.rpc import SERVER_OPTIONS, identity
+from kvcluster.transport.seam import Trouble
+from kvcluster.wire.methods import Method
+
+log = logging.getLogger(__name__)
+
+Ask = Callable[[Callable[[Any], Any], float], Reply]
+_LONGEST_S = 60.0
+"""A caller without a deadline of its own gets this one: no thread waits for ever."""
+
+
+class _Table(grpc.GenericRpcHandler):
+    """Looks methods up by path."""
+
+    def __init__(self, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
+        self._handlers = handlers
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        return self._handlers.get(details.method)
+
+
+class Server:
+    """Listens on `host:port` until `close`. Port 0 takes a free one; `port` says which."""
+
+    def __init__(self, handlers: Mapping[str, grpc.RpcMethodHandler], host: str, port: int, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvcluster-rpc")
+        self._server = grpc.server(self._pool, handlers=[_Table(handlers)], options=SERVER_OPTIONS)
+        self.host = host
+        try:
+            self.port = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        except RuntimeError:
+            self.port = 0
+        if self.port == 0:
+            self._pool.shutdown()
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: something else does, or the address is not this machine's. "
+                "Choose another with --port (0 takes a free one)"
+            )
+
+    @property
+    def address(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def start(self) -> None:
+        self._server.start()
+
+    def close(self, grace_s: float = 0.5) -> None:
+        """Refuses new calls and ends running ones after the grace."""
+        self._server.stop(grace_s).wait()
+        self._pool.shutdown()
+
+
+class Gate:
+    """Turns the metadata of a call into its caller."""
+
+    def __init__(self, authenticator: Authenticator) -> None:
+        self._authenticator = authenticator
+
+    def caller(self, context: grpc.ServicerContext) -> Caller:
+        """Aborts the call where the credential is not known."""
+        token = None
+        for key, value in context.invocation_metadata():
+            if key == "authorization" and str(value).startswith("Bearer "):
+                token = str(value)[len("Bearer ") :]
+        try:
+            return self._authenticator.caller(token)
+        except CredentialError as error:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+            raise  # abort has raised already; a type checker does not know that
+
+
+def unary_handlers(
+    methods: Mapping[str, Method], gate: Gate, ask: Ask, internal: frozenset[str] = frozenset()
+) -> dict[str, grpc.RpcMethodHandler]:
+    """A handler for each method. Those named in `internal` are for shards of the cluster alone."""
+    return {
+        method.path: grpc.unary_unary_rpc_method_handler(
+            _unary(method, gate, ask, method.name in internal), identity, identity
+        )
+        for method in methods.values()
+    }
+
+
+def _unary(method: Method, gate: Gate, ask: Ask, internal: bool) -> Callable[[bytes, grpc.ServicerContext], bytes]:
+    def handle(data: bytes, context: grpc.ServicerContext) -> bytes:
+        caller = gate.caller(context)
+        if caller.internal != internal:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{method.name} is not for this credential")
+        if method.name == "Ping":
+            return method.encode_reply(Done())
+        wait_s = min(context.time_remaining() or _LONGEST_S, _LONGEST_S)
+        try:
+            # Decoded once, before the core: what is malformed never gets near it.
+            reply = ask(lambda call: method.decode_request(data, call, caller.tenant), wait_s)
+            return method.encode_reply(reply)
+        except Trouble as trouble:
+            late = trouble.miss.reason is MissReason.DEADLINE
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE
+            context.abort(code, str(trouble))
+        except CallerError as error:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except KVClusterError as error:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        raise AssertionError("abort raises")
+
+    return handle
+
+
+class Ending:
+    """Lets a process wait until it is told to end."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.reason = ""
+
+    def now(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        self._event.set()
+
+    def wait(self) -> None:
+        self._event.wait()

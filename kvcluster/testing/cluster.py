@@ -1,0 +1,175 @@
+"""A whole cluster within one process: the real cores, drivers, arenas and sessions; no Ray, no sockets.
+
+    with MemoryCluster(shards=2, device_bytes="64MiB") as cluster:
+        client = cluster.client(spec)
+
+Messages are handed over as objects, pages by the memory transport. Shards and the coordinator can be stopped and
+started, to see what an engine makes of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+from kvcluster.client.client import Client
+from kvcluster.config import Config, load
+from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.ids import Epoch, ShardId, Tenant
+from kvcluster.core.invariants import check_coordinator, check_shard
+from kvcluster.core.messages import CoordinatorMessage, Inventory, Reply, Report, ShardAddress
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.shard import Shard
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.runtime.coordinator_host import CoordinatorHost
+from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.seam import Deadline, Transport, Trouble
+
+_LOST = Trouble(Miss(MissReason.SHARD_LOST, "not running"))
+
+
+class _Port:
+    """The coordinator of this process, as a client sees it."""
+
+    def __init__(self, cluster: MemoryCluster, tenant: Tenant) -> None:
+        self._cluster = cluster
+        self._tenant = tenant
+
+    def ask(self, message: CoordinatorMessage, deadline: Deadline) -> Reply:
+        fields = {"tenant": self._tenant} if hasattr(message, "tenant") else {}
+        host = self._cluster.running_coordinator()
+        return host.ask(lambda call: replace(message, call=call, **fields), deadline.remaining_s())  # type: ignore[arg-type, call-arg]
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class MemoryCluster:
+    """A coordinator and shards. `config` are overrides as in config.load; sizes may be text."""
+
+    def __init__(
+        self, *, shards: int = 1, device_bytes: str | int = "64MiB", config: Mapping[str, Any] | None = None
+    ) -> None:
+        below = dict(config or {})
+        below["shards"] = shards
+        below["shard"] = {"report_interval_ms": 50, "report_retry_ms": 20, **below.get("shard", {})}
+        below["shard"]["device_bytes"] = device_bytes
+        self.config: Config = load(overrides=below)
+        self._coordinator: CoordinatorHost | None = None
+        self._shards: dict[ShardId, ShardHost] = {}
+        self._clients: list[Client] = []
+        self._epochs = 0
+
+    def __enter__(self) -> MemoryCluster:
+        self.start_coordinator()
+        for number in range(self.config.shards):
+            self.start_shard(number)
+        self.wait_until_up()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for client in self._clients:
+            client.close()
+        for shard in list(self._shards):
+            self.stop_shard(shard)
+        self.stop_coordinator()
+
+    def client(self, spec: KVSpec, *, tenant: str = "default", part: Part | Mapping[int, Part] | None = None) -> Client:
+        """A client of that tenant, closed with the cluster."""
+
+        def open_transport(shard: ShardAddress) -> Transport:
+            host = self._shards.get(shard.shard)
+            if host is None or host.core.epoch != shard.epoch:
+                raise _LOST
+            return MemoryTransport(host, Tenant(tenant))
+
+        client = Client(_Port(self, Tenant(tenant)), open_transport, spec, part=part, config=self.config.client)
+        self._clients.append(client)
+        return client
+
+    # ---------------------------------------------------------------------------------------- its parts
+
+    def running_coordinator(self) -> CoordinatorHost:
+        """Raises Trouble while it is stopped."""
+        if self._coordinator is None:
+            raise _LOST
+        return self._coordinator
+
+    def start_coordinator(self) -> None:
+        assert self._coordinator is None, "it runs"
+        self._coordinator = CoordinatorHost(self._next_epoch(), self.config, on_end=lambda reason: None)
+        self._coordinator.start()
+
+    def stop_coordinator(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.close()
+            self._coordinator = None
+
+    def start_shard(self, number: int) -> ShardId:
+        """A new incarnation of that shard."""
+        shard = ShardId(f"shard-{number}")
+        assert shard not in self._shards, "it runs"
+        host = ShardHost(
+            shard,
+            self._next_epoch(),
+            self.config,
+            address=shard,
+            host="memory",
+            tell=self._tell,
+            on_end=lambda reason: None,
+        )
+        self._shards[shard] = host
+        host.start()
+        return shard
+
+    def stop_shard(self, shard: ShardId) -> None:
+        """Ends it as a crash would: what it held is lost, and nobody is told."""
+        self._shards.pop(shard).close()
+
+    def wait_until_up(self, timeout_s: float = 10.0) -> None:
+        """Until the coordinator knows all running shards. Raises TimeoutError."""
+        deadline = Deadline.after_ms(timeout_s * 1e3)
+        while not self._all_up():
+            if not deadline.remaining_s():
+                raise TimeoutError("the shards did not come up")
+            time.sleep(0.001)
+
+    def coordinator_core(self) -> Coordinator:
+        return self.running_coordinator().core
+
+    def shard_core(self, shard: ShardId) -> Shard:
+        return self._shards[shard].core
+
+    @property
+    def shards(self) -> dict[ShardId, ShardHost]:
+        """Those that run."""
+        return dict(self._shards)
+
+    def check(self) -> None:
+        """Raises AssertionError where an invariant of any core is broken."""
+        self.running_coordinator().inspect(lambda: check_coordinator(self.coordinator_core()))
+        for shard, host in self._shards.items():
+            host.inspect(lambda shard=shard: check_shard(self.shard_core(shard)))  # type: ignore[misc]
+
+    def idle(self) -> bool:
+        """Are no leases and tickets left?"""
+        return not len(self.coordinator_core().tickets) and not any(len(h.core.leases) for h in self._shards.values())
+
+    def _all_up(self) -> bool:
+        core = self.coordinator_core()
+        up = [member for member in core.members.all() if member.cursor.current]
+        return not core.rebuilding and len(up) == len(self._shards)
+
+    def _tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:
+        return self.running_coordinator().ask(lambda call: replace(message, call=call), deadline.remaining_s())
+
+    def _next_epoch(self) -> Epoch:
+        # Wall-clock time as in a real cluster, but never twice the same.
+        self._epochs = max(self._epochs + 1, time.time_ns())
+        return Epoch(self._epochs)

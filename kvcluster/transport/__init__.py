@@ -1,0 +1,1 @@
+"""Moving page bytes between processes: one seam, several transports (seam.py)."""

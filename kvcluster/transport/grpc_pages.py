@@ -1,0 +1,181 @@
+"""Pages over gRPC: the path that works everywhere, through meshes and proxies.
+
+One RPC is one load or one store: the shard pins, sends and unpins, or reserves, takes, verifies and commits, while
+the stream lives. A worker that dies breaks its stream, and the shard gives the pages back at once. Messages are
+frames of about 1 MiB (wire/frames.py); gRPC wants them as `bytes`, so each side copies once.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import grpc
+
+from kvcluster.core.ids import CallId, Tenant
+from kvcluster.core.messages import (
+    AttachedShard,
+    AttachShard,
+    Done,
+    Flush,
+    ReadRequest,
+    Refused,
+    WriteRequest,
+    Written,
+)
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.spec import KVSpec
+from kvcluster.errors import KVClusterError, LimitError, ProtocolError
+from kvcluster.transport.rpc import Connection, identity, raise_for
+from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Trouble
+from kvcluster.transport.sessions import ReadSession, WriteSession, outgoing
+from kvcluster.wire import frames
+from kvcluster.wire.methods import SHARD
+
+READ = "/kvcluster.v1.Shard/Read"
+WRITE = "/kvcluster.v1.Shard/Write"
+_NOBODY = Tenant("")
+_NO_CALL = CallId(0)
+
+
+class GrpcPages:
+    """A worker's way to a shard over gRPC."""
+
+    name = "grpc"
+
+    def __init__(self, address: str, token: str | None) -> None:
+        self._connection = Connection(address, token)
+
+    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
+        answer = self._connection.ask(SHARD["Attach"], AttachShard(_NO_CALL, _NOBODY, spec), deadline)
+        if isinstance(answer, Refused):
+            raise RefusedByShard(answer)
+        assert isinstance(answer, AttachedShard)
+        return answer
+
+    def read(
+        self, request: ReadRequest, sink: PageSink, deadline: Deadline
+    ) -> Generator[None, None, list[Miss | None]]:
+        connection = self._connection
+        stream = connection.read_stream(READ)(
+            frames.encode_read_request(request), timeout=deadline.remaining_s(), metadata=connection.metadata
+        )
+        try:
+            outcome = _head(frames.decode_read_head(next(stream)))
+            if len(outcome) != len(request.wants):
+                raise ProtocolError(f"{connection.address} answered for {len(outcome)} pages of {len(request.wants)}")
+            for message in stream:
+                for record in frames.parse(message):
+                    if record.item >= len(request.wants):
+                        raise ProtocolError(f"{connection.address} sent a page that was not asked for")
+                    sink.receive(record.item, record.layer, record.codec, record.sums, record.data)
+                yield
+            return outcome
+        except grpc.RpcError as error:
+            raise_for(error, connection.address)
+        except StopIteration:
+            raise ProtocolError(f"{connection.address} ended a load before it began") from None
+        finally:
+            stream.cancel()
+
+    def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
+        connection = self._connection
+        granted: queue.SimpleQueue[list[Written | None] | None] = queue.SimpleQueue()
+        failed: list[BaseException] = []
+
+        def messages() -> Iterator[bytes]:
+            # gRPC drains this on a thread of its own and swallows what is raised here, so it is kept.
+            try:
+                yield frames.encode_write_request(request)
+                outcome = granted.get()
+                if outcome is None:
+                    return
+                for batch in outgoing(request, outcome, source):
+                    yield frames.pack(batch)
+                source.drained()
+            except Exception as error:
+                failed.append(error)
+                stream.cancel()
+
+        stream = connection.write_stream(WRITE)(
+            messages(), timeout=deadline.remaining_s(), metadata=connection.metadata
+        )
+        try:
+            head = _head(frames.decode_write_head(next(stream)))
+            if len(head) != len(request.pages):
+                raise ProtocolError(f"{connection.address} answered for {len(head)} pages of {len(request.pages)}")
+            granted.put(head)
+            return _head(frames.decode_write_tail(next(stream)))
+        except grpc.RpcError as error:
+            if failed:
+                raise failed[0] from None
+            raise_for(error, connection.address)
+        except StopIteration:
+            raise ProtocolError(f"{connection.address} ended a store without its outcome") from None
+        finally:
+            granted.put(None)
+            stream.cancel()
+
+    def flush(self, deadline: Deadline) -> bool:
+        wait_ns = int(deadline.remaining_s() * 0.9e9)
+        return self._connection.ask(SHARD["Flush"], Flush(_NO_CALL, wait_ns), deadline) == Done(True)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _head(answer: Any) -> Any:
+    if isinstance(answer, Refused):
+        raise RefusedByShard(answer)
+    return answer
+
+
+# ------------------------------------------------------------------------------------------- server
+
+
+def page_handlers(
+    host: PageHost, tenant_of: Callable[[grpc.ServicerContext], Tenant]
+) -> dict[str, grpc.RpcMethodHandler]:
+    """The shard's side of `Read` and `Write`, for a threaded server. `tenant_of` authenticates or aborts."""
+
+    def read(data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        tenant = tenant_of(context)
+        try:
+            request = frames.decode_read_request(data)
+            with ReadSession(host, tenant, request, stop=context.cancel) as session:
+                yield frames.encode_read_head(session.outcome)
+                for batch in session.frames():
+                    yield frames.pack(batch)
+        except RefusedByShard as refused:
+            yield frames.encode_refused(refused.refused)
+        except (Trouble, KVClusterError) as error:
+            _abort(context, error)
+
+    def write(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        tenant = tenant_of(context)
+        try:
+            request = frames.decode_write_request(next(messages, b""))
+            with WriteSession(host, tenant, request, stop=context.cancel) as session:
+                yield frames.encode_write_head(session.outcome)
+                for message in messages:
+                    session.accept(frames.parse(message))
+                yield frames.encode_write_tail(session.finish())
+        except RefusedByShard as refused:
+            yield frames.encode_refused(refused.refused)
+        except (Trouble, KVClusterError) as error:
+            _abort(context, error)
+
+    return {
+        READ: grpc.unary_stream_rpc_method_handler(read, identity, identity),
+        WRITE: grpc.stream_stream_rpc_method_handler(write, identity, identity),
+    }
+
+
+def _abort(context: grpc.ServicerContext, error: Exception) -> None:
+    if isinstance(error, Trouble):
+        late = error.miss.reason is MissReason.DEADLINE
+        context.abort(grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE, str(error))
+    if isinstance(error, LimitError):
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))

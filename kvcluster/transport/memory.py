@@ -1,0 +1,67 @@
+"""Pages within one process: the transport of tests, and of whoever embeds a cluster without Ray.
+
+It uses the very sessions that servers use, so what holds here of leases, checksums and outcomes holds there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+from kvcluster.core.ids import Tenant
+from kvcluster.core.messages import (
+    AttachedShard,
+    AttachShard,
+    Done,
+    Flush,
+    ReadRequest,
+    Refused,
+    WriteRequest,
+    Written,
+)
+from kvcluster.core.reasons import Miss
+from kvcluster.core.spec import KVSpec
+from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, RefusedByShard
+from kvcluster.transport.sessions import ReadSession, WriteSession, outgoing
+
+
+class MemoryTransport:
+    """A worker's way to a shard of the same process."""
+
+    name = "memory"
+
+    def __init__(self, host: PageHost, tenant: Tenant) -> None:
+        self._host = host
+        self._tenant = tenant
+
+    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
+        answer = self._host.ask(lambda call: AttachShard(call, self._tenant, spec), deadline.remaining_s())
+        if isinstance(answer, Refused):
+            raise RefusedByShard(answer)
+        assert isinstance(answer, AttachedShard)
+        return answer
+
+    def read(
+        self, request: ReadRequest, sink: PageSink, deadline: Deadline
+    ) -> Generator[None, None, list[Miss | None]]:
+        with ReadSession(self._host, self._tenant, request) as session:
+            for batch in session.frames():
+                deadline.check()
+                for record in batch:
+                    sink.receive(record.item, record.layer, record.codec, record.sums, record.data)
+                yield
+            return session.outcome
+
+    def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
+        with WriteSession(self._host, self._tenant, request) as session:
+            for batch in outgoing(request, session.outcome, source):
+                deadline.check()
+                session.accept(batch)
+            source.drained()
+            return session.finish()
+
+    def flush(self, deadline: Deadline) -> bool:
+        wait_ns = int(deadline.remaining_s() * 1e9)
+        return self._host.ask(lambda call: Flush(call, wait_ns), deadline.remaining_s() + 1.0) == Done(True)
+
+    def close(self) -> None:
+        """Nothing to give back."""

@@ -1,0 +1,112 @@
+"""gRPC as this project uses it: raw bytes, our own codecs, errors of our own tree.
+
+Messages are encoded by wire/ before gRPC sees them (identity serialisers), so one place knows protobuf. The
+channel ignores proxies of the environment: a cache is on the same network or it is of no use.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import grpc
+
+from kvcluster.core import limits
+from kvcluster.core.messages import Reply
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.errors import CallerError, ConfigError, CredentialError, ProtocolError, Unreachable
+from kvcluster.transport.seam import Deadline, Trouble
+from kvcluster.wire.methods import Method
+
+_OPTIONS = [
+    ("grpc.max_send_message_length", limits.MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", limits.MESSAGE_BYTES),
+    ("grpc.enable_http_proxy", 0),
+]
+CHANNEL_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+SERVER_OPTIONS = [*_OPTIONS, ("grpc.so_reuseport", 0)]
+"""Without so_reuseport=0 a second server binds the same port in silence and takes half the calls."""
+
+
+def identity(data: bytes) -> bytes:
+    """The serialiser of messages that are bytes already."""
+    return data
+
+
+class Connection:
+    """A channel to one server, with the credential that every call carries."""
+
+    def __init__(self, address: str, token: str | None) -> None:
+        check_address(address)
+        self.address = address
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._calls: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def ask(self, method: Method, message: Any, deadline: Deadline) -> Reply:
+        """One question and its answer. Raises Trouble, CredentialError or ProtocolError."""
+        call = self.stub(method.path, self._channel.unary_unary)
+        try:
+            data = call(method.encode_request(message), timeout=deadline.remaining_s(), metadata=self.metadata)
+        except grpc.RpcError as error:
+            raise_for(error, self.address)
+        return method.decode_reply(data)
+
+    def read_stream(self, path: str) -> Any:
+        """A multicallable that takes one message and gives many."""
+        return self.stub(path, self._channel.unary_stream)
+
+    def write_stream(self, path: str) -> Any:
+        """A multicallable that takes many messages and gives many."""
+        return self.stub(path, self._channel.stream_stream)
+
+    def stub(self, path: str, kind: Callable[..., Any]) -> Any:
+        with self._lock:
+            call = self._calls.get(path)
+            if call is None:
+                call = self._calls[path] = kind(path, request_serializer=identity, response_deserializer=identity)
+            return call
+
+    def wait_ready(self, deadline: Deadline) -> None:
+        """Raises Unreachable unless a server answers in time."""
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout=deadline.remaining_s())
+        except grpc.FutureTimeoutError:
+            raise Unreachable(
+                f"nothing answers at {self.address}: is a cluster up there? (`kvcluster up`, `kvcluster status`)"
+            ) from None
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+def check_address(address: str) -> None:
+    """Raises ConfigError unless this is host:port."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65_536:
+        raise ConfigError(f"{address!r} is not host:port, such as 127.0.0.1:7070")
+
+
+def raise_for(error: grpc.RpcError, address: str) -> NoReturn:
+    """A gRPC error as one of ours."""
+    code = error.code() if hasattr(error, "code") else None
+    detail = error.details() if hasattr(error, "details") else str(error)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        raise Trouble(Miss(MissReason.DEADLINE, address)) from None
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        raise CredentialError(detail) from None
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        raise CallerError(detail) from None
+    if code is grpc.StatusCode.FAILED_PRECONDITION:
+        raise ProtocolError(detail) from None
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        raise ProtocolError(f"whatever listens at {address} does not speak kvcluster: {detail}") from None
+    raise Trouble(Miss(MissReason.SHARD_LOST, f"{address}: {detail}")) from None

@@ -1,0 +1,122 @@
+"""The seam: what a worker asks of a transport, and what a page server needs from its shard.
+
+A transport moves layers of pages between a worker's memory and a shard's arena, and nothing else: it chooses no
+shard, hashes nothing, decides nothing. Whoever receives verifies: the worker's sink on loads, the shard's session
+on stores (sessions.py). Trouble is raised as `Trouble` with the miss that it amounts to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcluster.core.ids import Attempt, CallId
+from kvcluster.core.messages import (
+    AttachedShard,
+    PageSlot,
+    ReadRequest,
+    Refused,
+    Reply,
+    ShardMessage,
+    WriteRequest,
+    Written,
+)
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.spec import KVSpec
+
+
+class Trouble(Exception):
+    """An exchange with a shard failed. `miss` is what that means for its pages."""
+
+    def __init__(self, miss: Miss) -> None:
+        super().__init__(str(miss))
+        self.miss = miss
+
+
+class RefusedByShard(Exception):
+    """The shard answered that it cannot do this; the client knows what to do about each kind."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.detail)
+        self.refused = refused
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment of this process's monotonic clock, in nanoseconds. One a call, whatever its parts."""
+
+    at_ns: int
+
+    @classmethod
+    def after_ms(cls, ms: float) -> Deadline:
+        return cls(time.monotonic_ns() + int(ms * 1_000_000))
+
+    def remaining_s(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, (self.at_ns - time.monotonic_ns()) / 1e9)
+
+    def check(self) -> None:
+        """Raises Trouble(DEADLINE) once it has passed."""
+        if time.monotonic_ns() >= self.at_ns:
+            raise Trouble(Miss(MissReason.DEADLINE))
+
+
+class PageSink(Protocol):
+    """Where a load's layers go."""
+
+    def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: memoryview) -> None:
+        """`len(sums)` layers of `wants[item]`, from its page's layer `layer` on. `data` is not written by
+        anybody during the call, and not valid after it. The sink verifies it."""
+
+
+class PageSource(Protocol):
+    """Where a store's layers come from."""
+
+    def layer_bytes(self, item: int) -> int:
+        """Bytes of one layer of page `item`."""
+
+    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
+        """Checksums and bytes of `layers` layers of page `item`, from its layer `layer` on. The bytes stay valid
+        until the next call."""
+
+    def drained(self) -> None:
+        """Nothing more will be asked for: the memory behind the source may be overwritten."""
+
+
+class Transport(Protocol):
+    """A worker's way to one shard incarnation. Not thread-safe but for `close`."""
+
+    name: str
+
+    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
+        """Names the spec to the shard. Raises Trouble or RefusedByShard."""
+
+    def read(
+        self, request: ReadRequest, sink: PageSink, deadline: Deadline
+    ) -> Generator[None, None, list[Miss | None]]:
+        """Loads; yields after each piece, so that one thread can drive several shards. Returns for each want the
+        reason why it was not sent, or None. Closing it early unpins. Raises Trouble or RefusedByShard."""
+
+    def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
+        """Stores. Returns what became of each page. Raises Trouble or RefusedByShard."""
+
+    def flush(self, deadline: Deadline) -> bool:
+        """Has the coordinator heard of everything committed so far?"""
+
+    def close(self) -> None: ...
+
+
+class PageHost(Protocol):
+    """What the server half of a transport needs from its shard."""
+
+    def ask(self, build: Callable[[CallId], ShardMessage], wait_s: float) -> Reply:
+        """Steps the core and returns its answer; raises Trouble(DEADLINE) when it takes longer than `wait_s`."""
+
+    def view(self, slot: PageSlot) -> memoryview:
+        """The bytes of a leased page in the arena, writable."""
+
+    def on_revoke(self, attempt: Attempt, stop: Callable[[], None]) -> AbstractContextManager[None]:
+        """Within the context, `stop()` is called (from any thread) when the lease of `attempt` is revoked."""

@@ -1,0 +1,264 @@
+"""The server half that all transports share: one load or one store, from its lease to its end.
+
+A session takes the lease, hands out or takes in frames, and always gives the lease back: its `with` block is
+where pins live. Each frame shows that the worker is alive and renews the lease. When the shard revokes it, the
+session stops at the next frame and the transport is told to break off, so that a page is freed only after the
+last byte has been moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+from kvcluster.core import limits
+from kvcluster.core.ids import Tenant
+from kvcluster.core.messages import (
+    Abort,
+    Commit,
+    CommitGrant,
+    Done,
+    PageSlot,
+    Pin,
+    PinGrant,
+    ReadRequest,
+    Refused,
+    Renew,
+    Reserve,
+    Unpin,
+    WriteGrant,
+    WriteRequest,
+    Written,
+)
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.errors import ProtocolError
+from kvcluster.pages import checksum, codec
+from kvcluster.transport.seam import PageHost, PageSource, RefusedByShard, Trouble
+from kvcluster.wire.frames import Record
+
+_PROMPT_S = 5.0
+"""Questions that the core answers at once; the wait only bounds a process that hangs."""
+
+
+def outgoing(request: WriteRequest, outcome: Sequence[Written | None], source: PageSource) -> Iterator[list[Record]]:
+    """The worker's side of a store: the layers of every page that is to be sent, in batches of about FRAME_BYTES.
+
+    A source's bytes are valid until it is asked again, so what shares a frame with others is copied; those are
+    small pages, for which one frame each would cost far more.
+    """
+    batch: list[Record] = []
+    room = limits.FRAME_BYTES
+    for item, (page, refused) in enumerate(zip(request.pages, outcome, strict=True)):
+        if refused is not None:
+            continue
+        layers, layer_bytes = page.key.part.layers, source.layer_bytes(item)
+        layer = 0
+        while layer < layers:
+            count = min(layers - layer, max(1, room // layer_bytes))
+            sums, data = source.send(item, layer, count)
+            layer += count
+            room -= data.nbytes
+            full = room < layer_bytes
+            batch.append(Record(item, layer - count, codec.RAW, tuple(sums), data if full else memoryview(bytes(data))))
+            if full:
+                yield batch
+                batch, room = [], limits.FRAME_BYTES
+    if batch:
+        yield batch
+
+
+class _Session:
+    """A lease with a beginning and an end."""
+
+    def __init__(self, host: PageHost, request: ReadRequest | WriteRequest, stop: Callable[[], None]) -> None:
+        self._host = host
+        self._request = request
+        self._stop = stop
+        self._revoked = False
+        self._watch: AbstractContextManager[None] | None = None
+
+    def _begin(self) -> None:
+        self._watch = self._host.on_revoke(self._request.attempt, self._break_off)
+        self._watch.__enter__()
+
+    def _break_off(self) -> None:
+        self._revoked = True
+        self._stop()
+
+    def _renew(self) -> None:
+        if not self._revoked:
+            answer = self._host.ask(lambda call: Renew(call, self._request.attempt), _PROMPT_S)
+            self._revoked = answer == Done(False)
+        if self._revoked:
+            raise Trouble(Miss(MissReason.DEADLINE, "the lease ended: too slow"))
+
+    def _end(self) -> None:
+        if self._watch is not None:
+            self._watch.__exit__(None, None, None)
+            self._watch = None
+
+
+class ReadSession(_Session):
+    """One load. Use as a context manager; `outcome` is for each want None or its miss."""
+
+    def __init__(
+        self, host: PageHost, tenant: Tenant, request: ReadRequest, stop: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(host, request, stop)
+        self._tenant = tenant
+        self._wants = request.wants
+        self._pages: tuple[PageSlot | Miss, ...] = ()
+
+    def __enter__(self) -> ReadSession:
+        r = self._request
+        keys = tuple(want.key for want in self._wants)
+        self._begin()
+        try:
+            answer = self._host.ask(
+                lambda call: Pin(call, self._tenant, r.namespace, r.attempt, r.epoch, keys), _PROMPT_S
+            )
+            if isinstance(answer, Refused):
+                raise RefusedByShard(answer)
+        except BaseException:
+            self._end()
+            raise
+        assert isinstance(answer, PinGrant)
+        self._pages = answer.pages
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+        self._host.ask(lambda call: Unpin(call, self._request.attempt), _PROMPT_S)
+
+    @property
+    def outcome(self) -> list[Miss | None]:
+        return [page if isinstance(page, Miss) else None for page in self._pages]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the frames will hold."""
+        return sum(
+            slot.nbytes // slot.key.part.layers * (want.layer_stop - want.layer_start)
+            for slot, want in zip(self._pages, self._wants, strict=True)
+            if not isinstance(slot, Miss)
+        )
+
+    def frames(self) -> Iterator[list[Record]]:
+        """All wanted layers in order, in batches of about FRAME_BYTES. The records view the arena."""
+        batch: list[Record] = []
+        room = limits.FRAME_BYTES
+        for item, (slot, want) in enumerate(zip(self._pages, self._wants, strict=True)):
+            if isinstance(slot, Miss):
+                continue
+            layer_bytes = slot.nbytes // slot.key.part.layers
+            sums = checksum.unpack_sums(slot.sums)
+            view = self._host.view(slot)
+            layer = want.layer_start
+            while layer < want.layer_stop:
+                count = min(want.layer_stop - layer, max(1, room // layer_bytes))
+                data = view[layer * layer_bytes : (layer + count) * layer_bytes]
+                batch.append(Record(item, layer, codec.RAW, tuple(sums[layer : layer + count]), data))
+                layer += count
+                room -= count * layer_bytes
+                if room < layer_bytes:
+                    self._renew()
+                    yield batch
+                    batch, room = [], limits.FRAME_BYTES
+        if batch:
+            self._renew()
+            yield batch
+
+
+class WriteSession(_Session):
+    """One store. Use as a context manager; pages that `finish` did not commit are aborted at its end."""
+
+    def __init__(
+        self, host: PageHost, tenant: Tenant, request: WriteRequest, stop: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(host, request, stop)
+        self._tenant = tenant
+        self._namespace = request.namespace
+        self._pages: tuple[PageSlot | Written, ...] = ()
+        self._sums: dict[int, list[int | None]] = {}
+        self._finished = False
+
+    def __enter__(self) -> WriteSession:
+        r = self._request
+        assert isinstance(r, WriteRequest)
+        self._begin()
+        try:
+            answer = self._host.ask(
+                lambda call: Reserve(call, self._tenant, r.namespace, r.attempt, r.epoch, r.pages, r.wait_ns),
+                _PROMPT_S + r.wait_ns / 1e9,
+            )
+            if isinstance(answer, Refused):
+                raise RefusedByShard(answer)
+        except BaseException:
+            self._end()
+            self._abort()
+            raise
+        assert isinstance(answer, WriteGrant)
+        self._pages = answer.pages
+        for item, page in enumerate(self._pages):
+            if isinstance(page, PageSlot):
+                self._sums[item] = [None] * page.key.part.layers
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+        if not self._finished:
+            self._abort()
+
+    @property
+    def outcome(self) -> list[Written | None]:
+        """For each page None where it is to be sent, else why not."""
+        return [page if isinstance(page, Written) else None for page in self._pages]
+
+    def accept(self, records: Sequence[Record]) -> None:
+        """Copies layers into their pages. Raises ProtocolError for what was not asked for."""
+        self._renew()
+        for record in records:
+            slot = self._pages[record.item] if record.item < len(self._pages) else None
+            if not isinstance(slot, PageSlot):
+                raise ProtocolError(f"bytes came for page {record.item}, which was not to be sent")
+            layers = slot.key.part.layers
+            layer_bytes = slot.nbytes // layers
+            count = len(record.sums)
+            if record.layer + count > layers or record.data.nbytes != count * layer_bytes:
+                raise ProtocolError(f"page {record.item} has {layers} layers of {layer_bytes} bytes; other bytes came")
+            if codec.check_codec(record.codec) is not None:
+                raise ProtocolError(f"page {record.item} came in codec {record.codec:#06x}, which is not known here")
+            start = record.layer * layer_bytes
+            self._host.view(slot)[start : start + record.data.nbytes] = record.data
+            self._sums[record.item][record.layer : record.layer + count] = record.sums
+
+    def finish(self) -> list[Written]:
+        """Verifies what lies in the pages now against the writer's checksums, and commits what matches."""
+        self._renew()
+        verified: dict[int, bytes] = {}
+        for item, sums in self._sums.items():
+            slot = self._pages[item]
+            assert isinstance(slot, PageSlot)
+            identity = checksum.identity(self._namespace, slot.key, codec.RAW)
+            whole = [layer_sum for layer_sum in sums if layer_sum is not None]
+            if len(whole) == len(sums) and checksum.first_mismatch(identity, 0, whole, self._host.view(slot)) is None:
+                verified[item] = checksum.pack_sums(whole)
+        attempt = self._request.attempt
+        self._finished = True
+        answer = self._host.ask(
+            lambda call: Commit(call, attempt, tuple(verified), tuple(verified.values())), _PROMPT_S
+        )
+        assert isinstance(answer, CommitGrant)
+        committed = dict(zip(verified, answer.pages, strict=True))
+        return [
+            page if isinstance(page, Written) else committed.get(item, Written.CORRUPT)
+            for item, page in enumerate(self._pages)
+        ]
+
+    def _abort(self) -> None:
+        self._host.ask(lambda call: Abort(call, self._request.attempt), _PROMPT_S)

@@ -1,0 +1,18 @@
+"""What holds for every test: how hard hypothesis looks, and that no verdict depends on a clock.
+
+`fast` is what `make check` runs: the same examples each time, so that its verdict belongs to the change.
+`ci` is what `make test` runs: more and new ones; a failure prints the line that repeats it. Choose by
+HYPOTHESIS_PROFILE or by pytest's --hypothesis-profile, which wins.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# A slow machine is no failure: neither an example nor the making of one is timed.
+_untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fast", _untimed, max_examples=50, stateful_step_count=30, derandomize=True, database=None)
+settings.register_profile("ci", _untimed, max_examples=300, stateful_step_count=60, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import ctypes
+import mmap
+from pathlib import Path
+
+import pytest
+
+from kvcluster.errors import ConfigError
+from kvcluster.pages import arena
+from kvcluster.pages.arena import Arena
+
+
+def test_memory_begins_as_zeros_and_keeps_what_is_written() -> None:
+    with Arena(10_000) as memory:
+        assert memory.nbytes == 10_000
+        assert bytes(memory.view(0, 10_000)) == bytes(10_000)
+        memory.view(100, 4)[:] = b"page"
+        assert bytes(memory.read_only_view(98, 8)) == b"\0\0page\0\0"
+
+
+def test_a_read_only_view_shows_writes_and_takes_none() -> None:
+    with Arena(64) as memory:
+        view = memory.read_only_view(0, 4)
+        memory.view(0, 4)[:] = b"seen"
+        assert bytes(view) == b"seen"
+        with pytest.raises(TypeError, match="read-only"):
+            view[0] = 1
+
+
+def test_every_page_is_resident_before_it_is_used() -> None:
+    pages = 512
+    with Arena(pages * mmap.PAGESIZE) as memory:
+        resident = (ctypes.c_ubyte * pages)()
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory.view(0, 1)))
+        assert start % arena.ALIGNMENT_BYTES == 0
+        assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(memory.nbytes), resident) == 0
+        assert all(flag & 1 for flag in resident)
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (0, 65), (64, 1), (60, 5), (0, -1)])
+def test_a_view_lies_within_the_arena(offset: int, nbytes: int) -> None:
+    with Arena(64) as memory, pytest.raises(AssertionError):
+        memory.view(offset, nbytes)
+
+
+def test_views_outlive_the_close_and_none_is_given_after_it() -> None:
+    with Arena(64) as memory:
+        view = memory.view(0, 4)
+        view[:] = b"kept"
+    assert bytes(view) == b"kept"
+    with pytest.raises(ValueError, match="released"):
+        memory.view(0, 4)
+
+
+def test_closing_twice_is_closing_once() -> None:
+    memory = Arena(64)
+    memory.close()
+    memory.close()
+
+
+def test_an_empty_arena_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device_bytes a size"):
+        Arena(0)
+
+
+def test_more_than_the_machine_has_is_refused_before_it_kills() -> None:
+    with pytest.raises(ConfigError, match="in all\\); lower device_bytes"):
+        Arena(2**60)
+
+
+def test_a_containers_limit_is_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, unlimited = tmp_path / "limit", tmp_path / "unlimited"
+    limit.write_text("4096\n")
+    unlimited.write_text("max\n")
+    monkeypatch.setattr(arena, "_CONTAINER_LIMITS", (str(unlimited), str(tmp_path / "absent"), str(limit)))
+    Arena(4096).close()
+    with pytest.raises(ConfigError, match="lower device_bytes"):
+        Arena(4097)
+
+
+def test_what_the_system_refuses_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_memory_bytes", lambda: 2**62)
+    with pytest.raises(ConfigError, match="Cannot allocate memory"):
+        Arena(2**61)

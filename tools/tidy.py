@@ -1,0 +1,144 @@
+"""What `make check` holds that neither ruff, mypy nor import-linter can.
+
+A rule yields complaints, each `path:line: what is wrong`. It looks at text or at one syntax tree and needs
+nothing installed; what needs more belongs in a test. Without arguments the repository is read; with
+`--coverage FILE` a JSON report of coverage.py is held to the core's floor, lines and branches each by itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+MAX_LINES = 500
+ADR_LINES = 40
+CORE_COVERAGE_PERCENT = 95
+
+# Where to look, for what, and what to say. Folders are prefixes of paths; "" is everywhere.
+PATTERNS: list[tuple[tuple[str, ...], str, str]] = [
+    (
+        ("kvcluster/", "tests/", "benchmarks/"),
+        r"\b(TODO|FIXME|XXX|NotImplementedError)\b|pragma: no cover|pytest(\.mark)?\.(skip|xfail|importorskip)",
+        "finish it, or leave it out",
+    ),
+    (
+        ("tests/",),
+        r"\b(time|asyncio)\.sleep\(|from (time|asyncio) import .*\bsleep\b",
+        "a test that sleeps is slow or flaky; wait for what it waits for, or step a simulated clock",
+    ),
+    (("",), r"(?<![\w.])/(home|root|Users|work)/\w", "a path of one machine"),
+    (
+        ("kvcluster/",),
+        r"\b\w*(ttl|timeout|deadline|interval|delay|grace|period|age)\s*:\s*int\b",
+        "an integer without its unit; name it ..._ns or ..._ms",
+    ),
+]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def texts(root: Path) -> dict[str, str]:
+    """Every text below the root by its path from there, without generated code and what git ignores."""
+    found: dict[str, str] = {}
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(
+            f
+            for f in folders
+            if (f == ".ci" or not f.startswith("."))
+            and f not in {"build", "dist", "__pycache__"}
+            and not f.endswith(".egg-info")
+        )
+        for path in (Path(folder, name) for name in sorted(names)):
+            if path.is_file() and not path.stem.endswith("_pb2") and not path.name.startswith(".coverage"):
+                try:
+                    found[path.relative_to(root).as_posix()] = path.read_text(encoding="utf-8")
+                except UnicodeDecodeError:
+                    continue
+    return found
+
+
+def patterns(path: str, text: str) -> Iterator[str]:
+    """The rules that one regular expression can hold."""
+    for folders, pattern, advice in PATTERNS:
+        if path.startswith(folders):
+            for number, line in enumerate(text.splitlines(), 1):
+                if match := re.search(pattern, line):
+                    yield f"{path}:{number}: {match.group()!r}: {advice}"
+
+
+def length(path: str, text: str) -> Iterator[str]:
+    """A file that grew too long holds two nouns; a decision that did argues two."""
+    limit = MAX_LINES if path.startswith("kvcluster/") else ADR_LINES if re.match(r"docs/adr/\d", path) else None
+    if limit and (lines := text.count("\n")) > limit:
+        yield f"{path}:{limit}: {lines} lines are more than {limit}; divide it"
+
+
+def core(path: str, text: str) -> Iterator[str]:
+    """Same seed, same run: no random of its own, nothing seeded per process, no order taken from a set."""
+    if not (path.startswith("kvcluster/core/") and path.endswith(".py")):
+        return
+    tree = ast.parse(text)
+    guards = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    typing_only = [node for guard in guards for statement in guard.body for node in ast.walk(statement)]
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=[ast.alias(name="random"), *_]) | ast.ImportFrom(module="random"):
+                if node not in typing_only:
+                    yield f"{path}:{node.lineno}: random comes in as an argument; import it under TYPE_CHECKING"
+            case ast.Call(func=ast.Name(id="hash" | "id" as name)):
+                yield f"{path}:{node.lineno}: {name}() differs from process to process"
+            case (ast.For() | ast.comprehension()) as loop:
+                match loop.iter:
+                    case ast.Set() | ast.SetComp() | ast.Call(func=ast.Name(id="set" | "frozenset")):
+                        yield f"{path}:{loop.iter.lineno}: the order of a set is not repeatable; use a list or dict"
+
+
+def links(path: str, text: str, root: Path) -> Iterator[str]:
+    """A relative link leads somewhere."""
+    prose = FENCE.sub(lambda fenced: "\n" * fenced.group().count("\n"), text)
+    for number, line in enumerate(prose.splitlines(), 1):
+        for target in (link.split("#")[0] for link in LINK.findall(line)):
+            outside = not target or "://" in target or target.startswith("mailto:")
+            if not outside and not (root / path).parent.joinpath(target).exists():
+                yield f"{path}:{number}: {target} does not exist"
+
+
+def complaints(root: Path) -> list[str]:
+    """What every rule has to say about the tree below `root`."""
+    found = texts(root)
+    out: list[str] = []
+    for path, text in found.items():
+        out += [*patterns(path, text), *length(path, text), *core(path, text)]
+        out += links(path, text, root) if path.endswith(".md") else ()
+    for command in ("make demo", "make test"):
+        out += [] if command in found.get("README.md", "") else [f"README.md:1: does not show `{command}`"]
+    decisions = [Path(path).name for path in found if re.match(r"docs/adr/\d", path)]
+    for name in decisions:
+        if f"({name})" not in found.get("docs/adr/README.md", ""):
+            out.append(f"docs/adr/{name}:1: missing from docs/adr/README.md")
+        if [other[:4] for other in decisions].count(name[:4]) > 1:
+            out.append(f"docs/adr/{name}:1: another decision has the same number")
+    return out
+
+
+def thin_coverage(report: Path) -> list[str]:
+    """What is below the floor; coverage.py's own limit knows lines and branches only as one mixed number."""
+    totals = json.loads(report.read_text(encoding="utf-8"))["totals"]
+    lines = (totals["covered_lines"], totals["num_statements"], "lines")
+    branches = (totals["covered_branches"], totals["num_branches"], "branches")
+    return [
+        f"{covered} of {total} {what} of the core are covered; the floor is {CORE_COVERAGE_PERCENT} %"
+        for covered, total, what in (lines, branches)
+        if covered * 100 < CORE_COVERAGE_PERCENT * total
+    ]
+
+
+if __name__ == "__main__":
+    wrong = thin_coverage(Path(sys.argv[2])) if "--coverage" in sys.argv else complaints(Path(__file__).parents[1])
+    print("\n".join(wrong) or "tidy")
+    sys.exit(bool(wrong))
