@@ -11,26 +11,29 @@ Importing this needs neither torch nor ray: tensors bring torch, `local` brings 
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvcluster import errors
-from kvcluster.client import BlockExplanation, Client, Loaded, Lookup, Stored, Ticket, Transfer, connect
-from kvcluster.core.reasons import Loss, Miss, MissReason
-from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Part, Plane, window
-from kvcluster.errors import KVClusterError
-
 if TYPE_CHECKING:
+    from kvcluster import errors
     from kvcluster.actors.local import local
+    from kvcluster.client import BlockExplanation, Client, Loaded, Lookup, Stored, Ticket, Transfer, connect
     from kvcluster.client.memory import Buffers, Dense, Paged
+    from kvcluster.core.reasons import Loss, Miss, MissReason
+    from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Part, Plane, window
+    from kvcluster.errors import KVClusterError
 
 __version__ = "0.1.0"
 
-_LATER = {
-    "local": "kvcluster.actors.local",
-    "Buffers": "kvcluster.client.memory",
-    "Dense": "kvcluster.client.memory",
-    "Paged": "kvcluster.client.memory",
+_WHERE = {
+    "kvcluster.actors.local": ("local",),
+    "kvcluster.client": ("BlockExplanation", "Client", "Loaded", "Lookup", "Stored", "Ticket", "Transfer", "connect"),
+    "kvcluster.client.memory": ("Buffers", "Dense", "Paged"),
+    "kvcluster.core.reasons": ("Loss", "Miss", "MissReason"),
+    "kvcluster.core.spec": ("LAST", "PREFIX", "Group", "KVSpec", "Part", "Plane", "window"),
+    "kvcluster.errors": ("KVClusterError",),
 }
+_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 
 __all__ = [
     "LAST",
@@ -61,9 +64,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch or ray is imported when it is first used."""
-    import importlib
-
-    if name not in _LATER:
+    """Each name is imported when it is first used: a shard's process wants no client, a client no ray."""
+    if name == "errors":
+        return importlib.import_module("kvcluster.errors")
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'kvcluster' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LATER[name]), name)
+    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -50,6 +50,7 @@ def up(config: Config) -> tuple[Running, bool]:
     # Wrong settings are found out before anything is started.
     cluster.check(config)
     ray_port = _free_port()
+    os.environ.update(cluster.own_ray())  # for the head, and for this process, which is about to end
     head = _start_head(ray_port)
     try:
         _wait_for_head(head, ray_port)
@@ -99,7 +100,7 @@ def down(port: int) -> bool:
 def _start_head(port: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += ["--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false"]
-    command += [f"--object-store-memory={80 * 2**20}"]
+    command += [f"--object-store-memory={cluster.OBJECT_STORE_BYTES}"]
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -14,9 +14,6 @@ from kvcluster.client import Client, connect
 from kvcluster.config import load
 from kvcluster.core.spec import KVSpec, Part
 
-_OBJECT_STORE_BYTES = 80 * 2**20
-"""Pages never enter Ray's object store; this is about the least that Ray accepts."""
-
 
 class LocalCluster:
     """A running embedded cluster. Other processes of this machine connect to `address`."""
@@ -76,14 +73,14 @@ def local(
 
 
 def start_ray() -> None:
-    """A Ray of this process's own: loopback, no dashboard, no usage reports."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    """A Ray of this process's own, on loopback, without a dashboard."""
+    os.environ.update(cluster.own_ray())
     ray.init(
         address="local",
         namespace=cluster.NAMESPACE,
         include_dashboard=False,
         log_to_driver=False,
         logging_level="error",
-        object_store_memory=_OBJECT_STORE_BYTES,
+        object_store_memory=cluster.OBJECT_STORE_BYTES,
         _node_ip_address="127.0.0.1",
     )

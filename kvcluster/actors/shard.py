@@ -15,7 +15,7 @@ from kvcluster.config import Config
 from kvcluster.core.ids import Epoch, ShardId, Tenant
 from kvcluster.core.messages import Inventory, Reply, Report
 from kvcluster.runtime.auth import authenticator, is_loopback
-from kvcluster.runtime.server import Gate, Server, unary_handlers
+from kvcluster.runtime.server import Gate, Handler, Server, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.rpc import Connection
@@ -31,7 +31,7 @@ class ShardActor:
         self._coordinator = Connection(coordinator, secret)
         gate = Gate(authenticator(config.server, secret))
         # The server is bound before the core exists, because the core has to know the address it is reached at.
-        handlers: dict[str, grpc.RpcMethodHandler] = {}
+        handlers: dict[str, Handler] = {}
         host = config.server.host if is_loopback(config.server.host) else ray.util.get_node_ip_address()
         self._server = Server(handlers, host, 0, config.server.threads)
         self._host = ShardHost(

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvcluster.client import loading, storing
@@ -26,6 +26,7 @@ from kvcluster.client.explaining import explain
 from kvcluster.client.lease_keeper import LeaseKeeper
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Stored
 from kvcluster.client.shards import OpenTransport, Shards
+from kvcluster.client.status import status_dict
 from kvcluster.client.ticket import Ticket
 from kvcluster.client.transfer import Transfer
 from kvcluster.config import ClientConfig
@@ -458,24 +459,6 @@ class Client:
         if nbytes and took_ns:
             rate = nbytes * 1e9 / took_ns
             self._rate = rate if self._rate is None else 0.8 * self._rate + 0.2 * rate
-
-
-def status_dict(status: Status) -> dict[str, Any]:
-    """A Status as plain values, fit for JSON: counters as a mapping, shards as a list of mappings."""
-    out = asdict(status)
-    out["counters"] = dict(status.counters)
-    out["shards"] = [
-        {
-            **asdict(shard.info),
-            "counters": dict(shard.info.counters),
-            "state": shard.state,
-            "seen_ns_ago": shard.seen_ns_ago,
-        }
-        for shard in status.shards
-    ]
-    asked = out["counters"].get("asked_blocks", 0)
-    out["hit_rate"] = out["counters"].get("hit_blocks", 0) / asked if asked else None
-    return out
 
 
 def _parts(spec: KVSpec, part: Part | Mapping[int, Part] | None) -> tuple[Part | None, ...]:

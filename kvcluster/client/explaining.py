@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from kvcluster.client.control import NO_CALL, NOBODY, Control
 from kvcluster.client.results import BlockExplanation
 from kvcluster.core import hashing, limits
-from kvcluster.core.ids import NamespaceId
+from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Explain, Explained, Need, Siblings, SiblingSpecs
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part, differing_fields
@@ -53,7 +53,7 @@ def explain(
 
 
 def _ask(
-    control: Control, spec: KVSpec, need: Need, hashes: Sequence[hashing.BlockHash], deadline: Deadline
+    control: Control, spec: KVSpec, need: Need, hashes: Sequence[BlockHash], deadline: Deadline
 ) -> list[BlockExplanation]:
     if not hashes:
         return []

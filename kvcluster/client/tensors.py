@@ -33,9 +33,10 @@ _WORDS: dict[int, torch.dtype] = {8: torch.int64, 4: torch.int32, 2: torch.int16
 _SERIAL_WORDS = 32_768
 """torch spreads larger copies over its threads, which then fight the engine's own for the cores."""
 
-_memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
-_memory_at.restype = ctypes.py_object
-_memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+# A function object of our own: setting types on the shared one would change it for every other user of ctypes.
+_memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
 _PYBUF_WRITE = 0x200
 
 with warnings.catch_warnings():

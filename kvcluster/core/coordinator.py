@@ -10,7 +10,7 @@ Data flows one way: a commit is visible when the shard's report of it has been s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvcluster.config import CoordinatorConfig
@@ -19,6 +19,7 @@ from kvcluster.core.directory import Directory, Space
 from kvcluster.core.evicted import EvictedMemory
 from kvcluster.core.eviction import LRU, ColdQueue, EvictionPolicy
 from kvcluster.core.evictor import Evictor
+from kvcluster.core.index import BlockRecord
 from kvcluster.core.ids import BlockHash, CallId, Epoch, NamespaceId, Tenant
 from kvcluster.core.members import Member, Membership
 from kvcluster.core.messages import (
@@ -98,7 +99,7 @@ class Coordinator:
         self._tickets = TicketBook(config.ticket_ttl_ms * MS)
         self._evicted = EvictedMemory()
         self._evictor = Evictor(config, self._directory, self._book)
-        self._sweep: list[Any] = []
+        self._sweep: list[Iterator[BlockRecord]] = []
         self._counters = dict.fromkeys(
             (
                 *("loads", "asked_blocks", "hit_blocks", "stores", "write_blocks", "duplicate_blocks"),

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -24,6 +24,7 @@ from kvcluster.wire.methods import Method
 
 log = logging.getLogger(__name__)
 
+Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 Ask = Callable[[Callable[[Any], Any], float], Reply]
 _LONGEST_S = 60.0
 """A caller without a deadline of its own gets this one: no thread waits for ever."""
@@ -32,17 +33,17 @@ _LONGEST_S = 60.0
 class _Table(grpc.GenericRpcHandler):
     """Looks methods up by path."""
 
-    def __init__(self, handlers: Mapping[str, grpc.RpcMethodHandler]) -> None:
+    def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self._handlers = handlers
 
-    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+    def service(self, details: grpc.HandlerCallDetails) -> Handler | None:
         return self._handlers.get(details.method)
 
 
 class Server:
     """Listens on `host:port` until `close`. Port 0 takes a free one; `port` says which."""
 
-    def __init__(self, handlers: Mapping[str, grpc.RpcMethodHandler], host: str, port: int, threads: int) -> None:
+    def __init__(self, handlers: Mapping[str, Handler], host: str, port: int, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvcluster-rpc")
         self._server = grpc.server(self._pool, handlers=[_Table(handlers)], options=SERVER_OPTIONS)
         self.host = host
@@ -91,7 +92,7 @@ class Gate:
 
 def unary_handlers(
     methods: Mapping[str, Method], gate: Gate, ask: Ask, internal: frozenset[str] = frozenset()
-) -> dict[str, grpc.RpcMethodHandler]:
+) -> dict[str, Handler]:
     """A handler for each method. Those named in `internal` are for shards of the cluster alone."""
     return {
         method.path: grpc.unary_unary_rpc_method_handler(

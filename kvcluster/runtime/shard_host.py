@@ -68,7 +68,7 @@ class ShardHost:
         self._on_end = on_end
         self._report_ms = config.membership_ttl_ms
         self._outbox: queue.SimpleQueue[Report | Inventory | None] = queue.SimpleQueue()
-        self._sessions: dict[Attempt, Callable[[], None]] = {}
+        self._sessions: dict[Attempt, Callable[[], object]] = {}
         self._driver: Driver[ShardMessage] = Driver(
             self.core,
             self._perform,
@@ -98,7 +98,7 @@ class ShardHost:
     def view(self, slot: PageSlot) -> memoryview:
         return self._arena.view(slot.offset, slot.nbytes)
 
-    def on_revoke(self, attempt: Attempt, stop: Callable[[], None]) -> AbstractContextManager[None]:
+    def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
         return self._watched(attempt, stop)
 
     def inspect(self, look: Callable[[], object]) -> object:
@@ -106,7 +106,7 @@ class ShardHost:
         return self._driver.inspect(look)
 
     @contextmanager
-    def _watched(self, attempt: Attempt, stop: Callable[[], None]) -> Iterator[None]:
+    def _watched(self, attempt: Attempt, stop: Callable[[], object]) -> Iterator[None]:
         self._sessions[attempt] = stop
         try:
             yield

@@ -136,7 +136,7 @@ def _head(answer: Any) -> Any:
 
 def page_handlers(
     host: PageHost, tenant_of: Callable[[grpc.ServicerContext], Tenant]
-) -> dict[str, grpc.RpcMethodHandler]:
+) -> dict[str, grpc.RpcMethodHandler[bytes, bytes]]:
     """The shard's side of `Read` and `Write`, for a threaded server. `tenant_of` authenticates or aborts."""
 
     def read(data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:

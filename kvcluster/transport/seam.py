@@ -118,5 +118,5 @@ class PageHost(Protocol):
     def view(self, slot: PageSlot) -> memoryview:
         """The bytes of a leased page in the arena, writable."""
 
-    def on_revoke(self, attempt: Attempt, stop: Callable[[], None]) -> AbstractContextManager[None]:
+    def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
         """Within the context, `stop()` is called (from any thread) when the lease of `attempt` is revoked."""

@@ -68,10 +68,14 @@ def outgoing(request: WriteRequest, outcome: Sequence[Written | None], source: P
         yield batch
 
 
+def _nothing() -> None:
+    """How to stop what cannot be stopped from outside."""
+
+
 class _Session:
     """A lease with a beginning and an end."""
 
-    def __init__(self, host: PageHost, request: ReadRequest | WriteRequest, stop: Callable[[], None]) -> None:
+    def __init__(self, host: PageHost, request: ReadRequest | WriteRequest, stop: Callable[[], object]) -> None:
         self._host = host
         self._request = request
         self._stop = stop
@@ -103,7 +107,7 @@ class ReadSession(_Session):
     """One load. Use as a context manager; `outcome` is for each want None or its miss."""
 
     def __init__(
-        self, host: PageHost, tenant: Tenant, request: ReadRequest, stop: Callable[[], None] = lambda: None
+        self, host: PageHost, tenant: Tenant, request: ReadRequest, stop: Callable[[], object] = _nothing
     ) -> None:
         super().__init__(host, request, stop)
         self._tenant = tenant
@@ -176,7 +180,7 @@ class WriteSession(_Session):
     """One store. Use as a context manager; pages that `finish` did not commit are aborted at its end."""
 
     def __init__(
-        self, host: PageHost, tenant: Tenant, request: WriteRequest, stop: Callable[[], None] = lambda: None
+        self, host: PageHost, tenant: Tenant, request: WriteRequest, stop: Callable[[], object] = _nothing
     ) -> None:
         super().__init__(host, request, stop)
         self._tenant = tenant

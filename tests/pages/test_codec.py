@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvcluster.pages import codec
@@ -14,6 +14,7 @@ def test_raw_is_the_identity_and_copies_nothing(data: bytes) -> None:
 
 
 @given(st.integers(0, 2**16 - 1))
+@example(codec.RAW)
 def test_an_unknown_codec_is_a_reason_and_not_an_exception(number: int) -> None:
     reason = codec.check_codec(number)
     if number == codec.RAW:

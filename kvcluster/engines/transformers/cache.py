@@ -29,8 +29,8 @@ from kvcluster.client.transfer import Transfer
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.reasons import Miss, MissReason
-from kvcluster.engines.transformers.compat import Generation, check_inputs, text_config
+from kvcluster.core.reasons import Miss
+from kvcluster.engines.transformers.compat import Generation, check_inputs, layers, planes, text_config
 from kvcluster.engines.transformers.spec import check_kv, check_spec
 from kvcluster.errors import CallerError
 from kvcluster.transport.seam import Deadline, Trouble
@@ -48,7 +48,7 @@ class _Prompt:
     hashes: list[BlockHash]
 
 
-class PrefixCache(DynamicCache):  # type: ignore[misc]  # transformers is not followed
+class PrefixCache(DynamicCache):
     """A DynamicCache that holds the cached prefix of its prompts. Made by `from_inputs`; `save` stores the rest.
 
     `cached_tokens` says for each row of the inputs how many of its tokens need no computing, `misses` why the
@@ -115,7 +115,7 @@ class PrefixCache(DynamicCache):  # type: ignore[misc]  # transformers is not fo
         `reorder_cache` (beams) only the prompts' blocks are stored. Raises CallerError where `sequences` does not
         continue these prompts; trouble of the cluster is a Stored with fewer blocks.
         """
-        if not isinstance(sequences, torch.Tensor) or sequences.ndim != 2:
+        if getattr(sequences, "ndim", 0) != 2:
             raise CallerError("sequences must be token ids [rows, columns], as generate returns them")
         ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
         chains = list(self._chains(sequences.tolist(), ends))
@@ -162,7 +162,7 @@ class PrefixCache(DynamicCache):  # type: ignore[misc]  # transformers is not fo
         """Refuses assisted decoding, which calls this first and then computes the whole prompt over a filled cache."""
         if 0 < self.get_seq_length() < self._prompt_columns:
             raise CallerError("assisted decoding would compute the prompt a second time, behind the KV that is loaded")
-        super().activate_past_recording()
+        super().activate_past_recording()  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrefixCache:
         memo[id(self._client)] = self._client  # a copy is another cache of the same client
@@ -177,8 +177,8 @@ class PrefixCache(DynamicCache):  # type: ignore[misc]  # transformers is not fo
 
     def _rows(self) -> list[int]:
         """The prompt of each row. `generate` repeats the rows of an empty cache without a word; the tensors show it."""
-        keys, known = self.layers[0].keys, len(self._row_prompts)
-        rows = known if keys is None or not keys.numel() else keys.shape[0]
+        known = len(self._row_prompts)
+        rows = planes(layers(self)[0])[0].shape[0] if self.get_seq_length() else known
         repeats, rest = divmod(rows, known)
         if rest or not repeats:
             raise CallerError(f"the cache has {rows} rows, but was made for {known}")
@@ -240,28 +240,27 @@ class PrefixCache(DynamicCache):  # type: ignore[misc]  # transformers is not fo
         """Tensors in CPU memory, where blocks arrive. Padding is zeroed: it is masked, but NaN would pass a mask."""
         (group,) = self._client.spec.groups
         like = torch.empty(0, dtype=model.dtype, device=model.device)
-        for layer in self.layers:
+        shape = (len(self._prompts), group.heads, columns, group.planes[0].dim)
+        for layer in layers(self):
             layer.lazy_initialization(like, like)
-            shape = (len(self._prompts), group.heads, columns, group.planes[0].dim)
-            layer.keys, layer.values = (torch.empty(shape, dtype=model.dtype) for _ in group.planes)
-            for row, prompt in enumerate(self._prompts):
-                layer.keys[row, :, : prompt.padding] = 0
-                layer.values[row, :, : prompt.padding] = 0
+            layer.keys, layer.values = torch.empty(shape, dtype=model.dtype), torch.empty(shape, dtype=model.dtype)
+            for tensor in planes(layer):
+                for row, prompt in enumerate(self._prompts):
+                    tensor[row, :, : prompt.padding] = 0
 
     def _begin_at(self, model: PreTrainedModel, columns: int) -> None:
         """What lies behind `columns` is cut off; where no row has a token left, the cache is as good as new."""
         self.cached_tokens = [max(0, columns - prompt.padding) for prompt in self._prompts]
-        for layer in self.layers:
-            layer.keys = layer.keys[:, :, :columns].to(model.device)
-            layer.values = layer.values[:, :, :columns].to(model.device)
+        for layer in layers(self):
+            layer.keys, layer.values = (tensor[:, :, :columns].to(model.device) for tensor in planes(layer))
         if not any(self.cached_tokens):
-            self.reset()
+            self.reset()  # type: ignore[no-untyped-call]
 
     def _copy(self, leader: int, row: int, blocks: int) -> None:
         tokens = blocks * self._client.spec.block_tokens
         start, source = self._prompts[row].padding, self._prompts[leader].padding
-        for layer in self.layers:
-            for tensor in (layer.keys, layer.values):
+        for layer in layers(self):
+            for tensor in planes(layer):
                 tensor[row, :, start : start + tokens] = tensor[leader, :, source : source + tokens]
 
     def _pages(self, row: int, column: int, blocks: int) -> Paged:
@@ -270,19 +269,16 @@ class PrefixCache(DynamicCache):  # type: ignore[misc]  # transformers is not fo
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
             tokens = tensor[row, :, column : column + blocks * step].detach().cpu()
-            return tokens.unflatten(1, (blocks, step)).permute(1, 2, 0, 3)
+            return tokens.view(tokens.shape[0], blocks, step, tokens.shape[-1]).permute(1, 2, 0, 3)
 
-        return Paged([(view(layer.keys), view(layer.values)) for layer in self.layers], range(blocks))
+        return Paged([tuple(view(tensor) for tensor in planes(layer)) for layer in layers(self)], range(blocks))
 
     def _chains(self, sequences: list[list[int]], ends: set[int]) -> Iterator[tuple[int, int, list[int]]]:
         """Rows of the cache, their padding, and the tokens whose KV they are known to hold."""
         rows, length, width = self._rows(), self.get_seq_length(), self._prompt_columns
         expected = [self._prompts[prompt].columns for prompt in rows]
-        if self._reordered:
-            found = [[row[:width] for row in sequences if row[:width] not in expected]] == [[]]
-        else:
-            found = [row[:width] for row in sequences] == expected
-        if not found:
+        heads = [sequence[:width] for sequence in sequences]
+        if not all(head in expected for head in heads) if self._reordered else heads != expected:
             raise CallerError(
                 f"sequences has {len(sequences)} rows that do not begin with the cache's {len(rows)} prompts, padding "
                 "included: give what generate returned for the input_ids that this cache was made from"
@@ -311,8 +307,7 @@ def _rest_ms(deadline: Deadline) -> float:
 
 def _paddings(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
     """Columns of padding in front of each row. Raises CallerError where the inputs are not what `generate` takes."""
-    shaped = isinstance(input_ids, torch.Tensor) and input_ids.ndim == 2 and not input_ids.is_floating_point()
-    if not shaped or not input_ids.numel():
+    if getattr(input_ids, "ndim", 0) != 2 or input_ids.is_floating_point() or not input_ids.numel():
         raise CallerError("input_ids must be integers [batch, columns], at least one of each")
     if attention_mask is None:
         attention_mask = Generation(model, {}).attention_mask(input_ids)

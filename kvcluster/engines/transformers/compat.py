@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
@@ -42,6 +42,17 @@ _PLAIN_KWARGS = frozenset({"logits_to_keep", "tokenizer"})
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     """The part of a model's config that describes its decoder."""
     return model.config.get_text_config(decoder=True)
+
+
+def layers(cache: DynamicCache) -> list[DynamicLayer]:
+    """The layers of a cache whose model has passed `check_model`."""
+    return cast(list[DynamicLayer], cache.layers)
+
+
+def planes(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a layer that is filled, each `[rows, kv_heads, columns, head_dim]`."""
+    assert layer.keys is not None and layer.values is not None
+    return layer.keys, layer.values
 
 
 def check_model(model: PreTrainedModel, adapter: str) -> None:
@@ -117,8 +128,8 @@ class Generation:
         for name in _OTHER_GENERATION:
             if self.option(name):
                 raise CallerError(
-                    f"generate() cannot take {name}={self.option(name)!r:.40} with the prefix cache: only greedy search, "
-                    "sampling, beam search and beam sampling over its own cache are served"
+                    f"generate() cannot take {name}={self.option(name)!r:.40} with the prefix cache: it serves greedy "
+                    "search, sampling, beam search and beam sampling over its own cache"
                 )
         if (self.option("num_beam_groups") or 1) > 1:
             raise CallerError("generate() cannot take num_beam_groups with the prefix cache; use plain beams")

@@ -34,12 +34,13 @@ def generate(
     if "past_key_values" in generate_kwargs:
         raise CallerError("generate() brings its own past_key_values; use PrefixCache to hold the cache yourself")
     generation = Generation(model, generate_kwargs)
-    if attention_mask is None and isinstance(input_ids, torch.Tensor):
+    if attention_mask is None and getattr(input_ids, "ndim", 0) == 2:
         attention_mask = generation.attention_mask(input_ids)
     cache = PrefixCache.from_inputs(client, model, input_ids, attention_mask, salt=salt, deadline_ms=deadline_ms)
     if generation.repeats > 1:
         cache.batch_repeat_interleave(generation.repeats)
-    out = model.generate(input_ids, attention_mask=attention_mask, past_key_values=cache, **generate_kwargs)
+    run: Any = model.generate
+    out = run(input_ids, attention_mask=attention_mask, past_key_values=cache, **generate_kwargs)
     sequences = out if isinstance(out, torch.Tensor) else out.sequences
     cache.save(sequences, eos_token_id=generation.eos_token_ids, deadline_ms=deadline_ms)
     return out

@@ -16,18 +16,18 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcluster.core.spec import Group, KVSpec, Plane
-from kvcluster.engines.transformers.compat import check_model, text_config
+from kvcluster.engines.transformers.compat import check_model, layers, planes, text_config
 from kvcluster.errors import CallerError
 
 _ROPE = ("rope_parameters", "max_position_embeddings")
 
 # Settings that change no KV. One that is missing here costs a miss between replicas that differ in it, no more.
-_IRRELEVANT = frozenset(
-    """architectures attention_dropout bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eos_token_id
+_IRRELEVANT = """
+    architectures attention_dropout bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eos_token_id
     finetuning_task id2label initializer_range is_decoder is_encoder_decoder label2id output_attentions
     output_hidden_states pad_token_id prefix pretraining_tp problem_type return_dict sep_token_id task_specific_params
-    tie_word_embeddings tokenizer_class torch_dtype transformers_version use_cache""".split()
-)
+    tie_word_embeddings tokenizer_class torch_dtype transformers_version use_cache
+"""
 
 
 def spec_of(
@@ -47,7 +47,7 @@ def spec_of(
     """
     check_model(model, adapter)
     config = text_config(model)
-    settings = {k: v for k, v in config.to_dict().items() if k not in _IRRELEVANT and not k.startswith("_")}
+    settings = {k: v for k, v in config.to_dict().items() if k not in _IRRELEVANT.split() and not k.startswith("_")}
     rope = {key: settings.pop(key) for key in _ROPE if settings.get(key) is not None}
     spec = KVSpec(
         model=name or type(model).__name__,
@@ -89,7 +89,7 @@ def fingerprint(model: PreTrainedModel) -> str:
         header = _canonical([name, first, str(tensor.dtype), list(tensor.shape)]).encode()
         digest.update(len(header).to_bytes(8, "little") + header)
         if first == name:
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return "sha256:" + digest.hexdigest()
 
 
@@ -115,8 +115,8 @@ def _check_real_kv(model: PreTrainedModel, spec: KVSpec) -> None:
 def check_kv(cache: DynamicCache, spec: KVSpec) -> None:
     """Raises CallerError where a cache that the model has filled does not hold the KV that the spec tells of."""
     (group,) = spec.groups
-    for i, layer in enumerate(cache.layers):
-        for plane, tensor in zip(group.planes, (layer.keys, layer.values), strict=True):
+    for i, layer in enumerate(layers(cache)):
+        for plane, tensor in zip(group.planes, planes(layer), strict=True):
             _, heads, _, dim = tensor.shape
             found = Plane(plane.name, heads, dim, str(tensor.dtype).removeprefix("torch."))
             if found != plane:

@@ -1,0 +1,37 @@
+"""`kvcluster COMMAND`: parses, runs, and turns errors of ours into one line and status 1."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from kvcluster import __version__
+from kvcluster.cli import bench, cluster, demo_command, token
+from kvcluster.errors import KVClusterError
+from kvcluster.transport.seam import Trouble
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="kvcluster", description="A distributed KV cache for LLM inference.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"kvcluster {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in (cluster, demo_command, bench, token):
+        module.add(commands)
+    options = parser.parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        return status
+    except (KVClusterError, Trouble) as error:
+        print(f"kvcluster: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("kvcluster: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

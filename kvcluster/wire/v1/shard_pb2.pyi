@@ -1,0 +1,126 @@
+from kvcluster.wire.v1 import common_pb2 as _common_pb2
+from kvcluster.wire.v1 import coordinator_pb2 as _coordinator_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Written(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WRITTEN_UNSPECIFIED: _ClassVar[Written]
+    WRITTEN_COMMITTED: _ClassVar[Written]
+    WRITTEN_DUPLICATE: _ClassVar[Written]
+    WRITTEN_PENDING: _ClassVar[Written]
+    WRITTEN_CORRUPT: _ClassVar[Written]
+    WRITTEN_FULL: _ClassVar[Written]
+    WRITTEN_LOST: _ClassVar[Written]
+WRITTEN_UNSPECIFIED: Written
+WRITTEN_COMMITTED: Written
+WRITTEN_DUPLICATE: Written
+WRITTEN_PENDING: Written
+WRITTEN_CORRUPT: Written
+WRITTEN_FULL: Written
+WRITTEN_LOST: Written
+
+class FlushRequest(_message.Message):
+    __slots__ = ("wait_ns",)
+    WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    wait_ns: int
+    def __init__(self, wait_ns: _Optional[int] = ...) -> None: ...
+
+class ShardReply(_message.Message):
+    __slots__ = ("refused", "done", "attached")
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    refused: _common_pb2.Refused
+    done: _common_pb2.Done
+    attached: AttachedShard
+    def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[AttachedShard, _Mapping]] = ...) -> None: ...
+
+class AttachedShard(_message.Message):
+    __slots__ = ("protocol_version", "namespace", "epoch", "lease_ttl_ns")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_TTL_NS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    namespace: bytes
+    epoch: int
+    lease_ttl_ns: int
+    def __init__(self, protocol_version: _Optional[int] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., lease_ttl_ns: _Optional[int] = ...) -> None: ...
+
+class ReadRequest(_message.Message):
+    __slots__ = ("namespace", "holder", "attempt", "epoch", "hashes", "parts", "hash_of", "part_of", "layer_starts", "layer_stops")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    HASH_OF_FIELD_NUMBER: _ClassVar[int]
+    PART_OF_FIELD_NUMBER: _ClassVar[int]
+    LAYER_STARTS_FIELD_NUMBER: _ClassVar[int]
+    LAYER_STOPS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    holder: bytes
+    attempt: int
+    epoch: int
+    hashes: bytes
+    parts: _containers.RepeatedScalarFieldContainer[int]
+    hash_of: _containers.RepeatedScalarFieldContainer[int]
+    part_of: _containers.RepeatedScalarFieldContainer[int]
+    layer_starts: _containers.RepeatedScalarFieldContainer[int]
+    layer_stops: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[_Iterable[int]] = ..., hash_of: _Optional[_Iterable[int]] = ..., part_of: _Optional[_Iterable[int]] = ..., layer_starts: _Optional[_Iterable[int]] = ..., layer_stops: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReadHead(_message.Message):
+    __slots__ = ("miss_of", "misses")
+    MISS_OF_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    miss_of: _containers.RepeatedScalarFieldContainer[int]
+    misses: _containers.RepeatedCompositeFieldContainer[_common_pb2.Miss]
+    def __init__(self, miss_of: _Optional[_Iterable[int]] = ..., misses: _Optional[_Iterable[_Union[_common_pb2.Miss, _Mapping]]] = ...) -> None: ...
+
+class WriteRequest(_message.Message):
+    __slots__ = ("namespace", "holder", "attempt", "epoch", "wait_ns", "hashes", "parts", "hash_of", "part_of", "parent_of", "depths", "losses")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WAIT_NS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    HASH_OF_FIELD_NUMBER: _ClassVar[int]
+    PART_OF_FIELD_NUMBER: _ClassVar[int]
+    PARENT_OF_FIELD_NUMBER: _ClassVar[int]
+    DEPTHS_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    holder: bytes
+    attempt: int
+    epoch: int
+    wait_ns: int
+    hashes: bytes
+    parts: _containers.RepeatedScalarFieldContainer[int]
+    hash_of: _containers.RepeatedScalarFieldContainer[int]
+    part_of: _containers.RepeatedScalarFieldContainer[int]
+    parent_of: _containers.RepeatedScalarFieldContainer[int]
+    depths: _containers.RepeatedScalarFieldContainer[int]
+    losses: _containers.RepeatedScalarFieldContainer[_common_pb2.Loss]
+    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., wait_ns: _Optional[int] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[_Iterable[int]] = ..., hash_of: _Optional[_Iterable[int]] = ..., part_of: _Optional[_Iterable[int]] = ..., parent_of: _Optional[_Iterable[int]] = ..., depths: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[_Union[_common_pb2.Loss, str]]] = ...) -> None: ...
+
+class WriteHead(_message.Message):
+    __slots__ = ("outcomes",)
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: _containers.RepeatedScalarFieldContainer[Written]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[Written, str]]] = ...) -> None: ...
+
+class WriteTail(_message.Message):
+    __slots__ = ("outcomes",)
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: _containers.RepeatedScalarFieldContainer[Written]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[Written, str]]] = ...) -> None: ...
