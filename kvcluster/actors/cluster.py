@@ -30,10 +30,10 @@ _START_S = 60.0
 
 def own_ray() -> dict[str, str]:
     """The environment of a Ray that we start ourselves: nothing is reported to anybody, and a token that no file
-    holds keeps the other users of this machine out of it."""
+    holds keeps the other users of this machine out of it. RAY_AUTH_MODE stays unset: set after ray was imported, it
+    is believed by the servers and not by this process; unset, a token turns it on for both."""
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_urlsafe(32),
     }
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -137,7 +138,7 @@ class Client:
     def begin_load(
         self, ticket: Ticket, into: Any, *, adapter: str | None = None, deadline_ms: float | None = None
     ) -> Transfer[Loaded]:
-        """Begins to load the ticket's blocks into `into`, which has room for exactly them.
+        """Begins to load the ticket's blocks into the leading blocks of `into`.
 
         `into` is a dense tensor `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`, Paged or Buffers (see
         client/memory.py), of this client's part; a list of one a group where the spec has several. It must not be
@@ -257,8 +258,6 @@ class Client:
     ) -> int:
         """Loads the cached prefix into the leading blocks of `out` (as `into` of begin_load; it has room for every
         full block of `token_ids`). Returns the tokens loaded; what lies behind them in `out` is undefined."""
-        from kvcluster.client.memory import head
-
         spec, deadline = self._spec(adapter), self._deadline(deadline_ms)
         hashes, _ = self._hash(token_ids, spec, salt, extra_keys, deadline)
         if not hashes:
@@ -266,9 +265,7 @@ class Client:
         with self._prepare(spec, hashes, Need(self.parts), deadline, hold=True) as ticket:
             if not ticket.blocks:
                 return 0
-            transfer = self.begin_load(
-                ticket, head(out, ticket.blocks), adapter=adapter, deadline_ms=deadline.remaining_s() * 1e3
-            )
+            transfer = self.begin_load(ticket, out, adapter=adapter, deadline_ms=deadline.remaining_s() * 1e3)
             return transfer.result().blocks * spec.block_tokens
 
     def store(
@@ -385,10 +382,8 @@ class Client:
 
     def _release(self, attempt: Attempt) -> None:
         if self._keeper.let_go(attempt):
-            try:
+            with suppress(Trouble, KVClusterError):  # then it ends by time
                 self._control.say(Done, EndTicket(NO_CALL, attempt), self._deadline(None))
-            except (Trouble, KVClusterError):
-                pass  # it ends by time
 
     def _renew(self, attempt: Attempt) -> bool:
         try:

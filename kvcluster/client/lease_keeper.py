@@ -15,7 +15,7 @@ from kvcluster.core.ids import Attempt
 
 
 class LeaseKeeper:
-    """Calls `renew(attempt)` for each kept attempt every `ttl_ns` / 3, until it returns False or raises nothing more."""
+    """Calls `renew(attempt)` for each kept attempt every `ttl_ns` / 3, until that returns False."""
 
     def __init__(self, renew: Callable[[Attempt], bool]) -> None:
         self._renew = renew

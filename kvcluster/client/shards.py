@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Protocol, TypeVar
 
 from kvcluster.core.ids import NamespaceId

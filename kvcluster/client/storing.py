@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from kvcluster.client.control import NO_CALL, Control
@@ -184,7 +185,5 @@ def _pages(prepare: PrepareStore, blocks: Sequence[int]) -> tuple[tuple[NewPage,
 
 def _end_ticket(control: Control, attempt: Attempt, deadline: Deadline) -> None:
     """Lets others write what this attempt did not. Lost, the ticket ends by time."""
-    try:
+    with suppress(Trouble, KVClusterError):
         control.say(Done, EndTicket(NO_CALL, attempt), deadline)
-    except (Trouble, KVClusterError):
-        pass

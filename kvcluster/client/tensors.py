@@ -80,6 +80,13 @@ class _Geometry:
         pieces = flat.split_with_sizes([p * t * h * w for p, t, h, w in shapes], 1)
         return [piece.view(part.layers, *shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
+    def arrived(self, data: memoryview, part: Part) -> list[Tensor]:
+        """As `views`, for bytes out of a message, where they may begin at an address that no word has."""
+        views = self.views(data, part)
+        if views[0].data_ptr() % self.word_bytes:
+            views = self.views(memoryview(bytes(data)), part)
+        return views
+
 
 class _TensorPages(Pages):
     """Pages within one tensor."""
@@ -89,7 +96,7 @@ class _TensorPages(Pages):
         self._geometry = geometry
 
     def write_heads(self, page: memoryview, rect: Part, both: Part, data: memoryview) -> None:
-        mine, theirs = self._geometry.views(page, self.part), self._geometry.views(data, rect)
+        mine, theirs = self._geometry.views(page, self.part), self._geometry.arrived(data, rect)
         for into, source in zip(mine, theirs, strict=True):
             _copy(_cut(into, self.part, both), _cut(source, rect, both))
 
@@ -109,7 +116,7 @@ class _Strided:
         self._staging = bytearray()
 
     def write(self, block: int, rect: Part, both: Part, data: memoryview) -> None:
-        pages = [_cut(page, rect, both) for page in self._geometry.views(data, rect)]
+        pages = [_cut(page, rect, both) for page in self._geometry.arrived(data, rect)]
         for into, page in self._pairs(block, both, pages):
             _copy(into, page)
 
@@ -241,9 +248,9 @@ def _stack(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
 
 
 def _layout(tensor: Tensor, width: int) -> tuple[list[int], list[int]]:
-    """Shape in words, and strides in bytes; a dimension of size 1 has none, whatever torch says."""
+    """Shape in words, and strides in bytes."""
     size = tensor.element_size()
-    strides = [stride * size if n > 1 else 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    strides = [stride * size for stride in tensor.stride()]
     if width != size:
         strides[-1] = width
     return [*tensor.shape[:-1], tensor.shape[-1] * size // width], strides

@@ -11,6 +11,7 @@ Data flows one way: a commit is visible when the shard's report of it has been s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from kvcluster.config import CoordinatorConfig
@@ -19,8 +20,8 @@ from kvcluster.core.directory import Directory, Space
 from kvcluster.core.evicted import EvictedMemory
 from kvcluster.core.eviction import LRU, ColdQueue, EvictionPolicy
 from kvcluster.core.evictor import Evictor
+from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, Tenant
 from kvcluster.core.index import BlockRecord
-from kvcluster.core.ids import BlockHash, CallId, Epoch, NamespaceId, Tenant
 from kvcluster.core.members import Member, Membership
 from kvcluster.core.messages import (
     Answer,
@@ -60,7 +61,7 @@ from kvcluster.core.messages import (
     Tick,
     UnpinBlocks,
 )
-from kvcluster.core.placement import Candidate, choose, run_start
+from kvcluster.core.placement import run_start
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.tickets import Ticket, TicketBook, Writing
 
@@ -167,12 +168,12 @@ class Coordinator:
         return [Answer(m.call, attached)]
 
     def _prepare_load(self, m: PrepareLoad, now: int) -> list[Effect]:
-        ticket = self._tickets.get(m.attempt)
-        if ticket is not None:
-            return [Answer(m.call, ticket.answer)]
         space = self._find(m.namespace, m.tenant, m.need)
         if isinstance(space, Refused):
             return [Answer(m.call, space)]
+        again = self._answered_before(m.attempt, space, LoadGrant)
+        if again is not None:
+            return [Answer(m.call, again)]
         found = space.index.find(m.hashes, m.need)
         self._counters["loads"] += 1
         self._counters["asked_blocks"] += len(m.hashes)
@@ -212,25 +213,27 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------- stores
 
     def _prepare_store(self, m: PrepareStore, now: int) -> list[Effect]:
-        ticket = self._tickets.get(m.attempt)
-        if ticket is not None:
-            return [Answer(m.call, ticket.answer)]
-        need = Need(_by_group(m.parts), m.loss)
         space = self._directory.find(m.namespace, m.tenant)
         if space is None:
             return [Answer(m.call, _UNKNOWN)]
-        if not all(space.has(group, part) for group, part in m.parts):
+        if not m.parts or not all(space.has(group, part) for group, part in m.parts):
             return [Answer(m.call, _BAD_PART)]
+        again = self._answered_before(m.attempt, space, StoreGrant)
+        if again is not None:
+            return [Answer(m.call, again)]
         self._counters["stores"] += 1
         refused = self._why_no_store(m)
         if refused is not None:
             self._counters["refused_blocks"] += len(m.hashes)
             return [Answer(m.call, StoreGrant((StoreRun(len(m.hashes), Decision.REFUSED, miss=refused),)))]
         space.index.touch_ancestors(m.parent, now, now - self._refresh)
+        # Each page by itself: a worker may write several parts of one group, and all of them have to be there.
+        needs = [Need((None,) * group + (part,), m.loss) for group, part in m.parts]
+        place = cache(lambda run: self._members.place(run, m.host))
         runs: list[StoreRun] = []
         writes: list[Writing] = []
-        for at, block in enumerate(m.hashes):
-            run = self._decide(space, m, need, at, block, writes)
+        for at in range(len(m.hashes)):
+            run = self._decide(space, m, needs, at, place, writes)
             if runs and (runs[-1].decision, runs[-1].shard, runs[-1].miss) == (run.decision, run.shard, run.miss):
                 runs[-1] = StoreRun(runs[-1].count + 1, run.decision, run.shard, run.miss)
             else:
@@ -242,34 +245,37 @@ class Coordinator:
         return [Answer(m.call, grant)]
 
     def _decide(
-        self, space: Space, m: PrepareStore, need: Need, at: int, block: BlockHash, writes: list[Writing]
+        self,
+        space: Space,
+        m: PrepareStore,
+        needs: Sequence[Need],
+        at: int,
+        place: Callable[[BlockHash], Member | None],
+        writes: list[Writing],
     ) -> StoreRun:
-        """What becomes of one block of a store."""
+        """What becomes of one block of a store. What it may write is added to `writes`."""
+        block = m.hashes[at]
         record = space.index.get(block)
-        if record is not None and self._book.serve(record.copies, need).complete:
+        if record is not None and all(self._book.serve(record.copies, need).complete for need in needs):
             return StoreRun(1, Decision.COMMITTED)
         pages: list[Writing] = [(space.id, block, group, part) for group, part in m.parts]
         if all(self._tickets.writer(page) is not None for page in pages):
             return StoreRun(1, Decision.PENDING, miss=Miss(MissReason.PENDING))
         start = run_start(m.first + at, self._config.run_blocks) - m.first
-        member = self._place(m.run if start <= 0 else m.hashes[start], m.host)
+        member = place(m.run if start <= 0 else m.hashes[start])
         if member is None:
             return StoreRun(1, Decision.REFUSED, miss=Miss(MissReason.FULL, "no shard has room to make"))
         writes += pages
         return StoreRun(1, Decision.WRITE, member.address)
 
-    def _place(self, run: BlockHash, host: str) -> Member | None:
-        candidates = [
-            Candidate(
-                shard=member.info.shard,
-                host=member.info.host,
-                weight_bytes=member.info.capacity_bytes,
-                available=member.cursor.current and not member.full,
-            )
-            for member in self._members.all()
-        ]
-        chosen = choose(run, candidates, host)
-        return self._members.get(chosen.shard) if chosen is not None else None
+    def _answered_before(
+        self, attempt: Attempt, space: Space, kind: type[LoadGrant | StoreGrant]
+    ) -> LoadGrant | StoreGrant | Refused | None:
+        """What this attempt got when it asked first: the reply was lost on its way."""
+        ticket = self._tickets.get(attempt)
+        if ticket is None:
+            return None
+        return ticket.answer if ticket.space == space.id and isinstance(ticket.answer, kind) else _OTHER_ATTEMPT
 
     def _why_no_store(self, m: PrepareStore) -> Miss | None:
         if self.rebuilding:
@@ -325,7 +331,7 @@ class Coordinator:
         return [Answer(m.call, Pinned(self._evictor.unpin(space, m.hashes)))]
 
     def _status(self, m: GetStatus, now: int) -> list[Effect]:
-        shards = [ShardStatus(member.info, member.state, now - member.seen_at) for member in self._members.all()]
+        shards = [ShardStatus(s.info, s.state, max(0, now - s.seen_at)) for s in self._members.all()]
         shards += [ShardStatus(info, "lost", 0) for info in self._members.lost.values()]
         status = Status(
             epoch=self.epoch,
@@ -350,11 +356,13 @@ class Coordinator:
             return [Answer(m.call, ReportAck(self.epoch, 0, inventory=True))]
         for event in fresh:
             self._apply(event, member, now)
+        # The shard counts on where an earlier slot of its incarnation ended, so that no order passes for an old one.
+        member.orders = max(member.orders, m.order)
         if member.order is not None and m.order >= member.order.number:
-            member.order = None
+            self._evictor.settle(member)
         if member.order is None and not self.rebuilding:
             member.order = self._evictor.order(member, m.pressure_bytes, now)
-            member.full = m.pressure_bytes > 0 and member.order is None
+            member.full = m.pressure_bytes > 0 and member.order is None and not member.cold.cut_short
         return [Answer(m.call, ReportAck(self.epoch, member.cursor.acked, order=member.order))]
 
     def _inventory(self, m: Inventory, now: int) -> list[Effect]:
@@ -407,7 +415,9 @@ class Coordinator:
             self._counters["committed_pages"] += 1
             self._tickets.written((space.id, key.hash, key.group, key.part))
             self._evicted.forget(key.hash)
-            record = space.index.add(event, member.slot, now)
+            # A new block is as old as its chain: fresher than its parent, it would stay where it is of no use.
+            parent = space.index.get(event.parent)
+            record = space.index.add(event, member.slot, parent.stamp if parent is not None else now)
             if record is not None:
                 member.cold.push(record)
         else:
@@ -420,6 +430,7 @@ class Coordinator:
         """A shard incarnation is gone. No answer names it from now on; records are swept in later steps."""
         if member is not None:
             self._members.drop(member.info.shard)
+            self._evictor.settle(member)
             self._sweep.append(iter(member.cold.drain()))
 
     def _end_rebuilding_early(self) -> None:
@@ -442,6 +453,8 @@ class Coordinator:
     def _stalled(self, m: Stalled, now: int) -> list[Effect]:
         self._members.extend(m.late_ns)
         self._tickets.extend(m.late_ns)
+        if self._rebuild_until is not None:  # so could inventories
+            self._rebuild_until += m.late_ns
         return []
 
     def _sweep_some(self, now: int) -> None:
@@ -455,6 +468,7 @@ class Coordinator:
             space = self._directory.known(record.space)
             if space is not None and space.index.get(record.hash) is record and space.index.sweep(record):
                 self._evicted.add(record.hash, now, MissReason.SHARD_LOST)
+                space.pinned.pop(record.hash, None)
 
     def _find(self, namespace: NamespaceId, tenant: Tenant, need: Need) -> Space | Refused:
         space = self._directory.find(namespace, tenant)
@@ -463,17 +477,12 @@ class Coordinator:
         return space if space.fits(need) else _BAD_PART
 
 
-def _by_group(parts: Sequence[tuple[int, Any]]) -> tuple[Any, ...]:
-    by_group = dict(parts)
-    return tuple(by_group.get(group) for group in range(max(by_group, default=-1) + 1))
-
-
 _UNKNOWN = Refused(RefusedKind.UNKNOWN_NAMESPACE, "attach first")
 _BAD_PART = Refused(RefusedKind.BAD, "the spec of this namespace has no such group or part")
+_OTHER_ATTEMPT = Refused(RefusedKind.BAD, "this attempt prepared something else; count on for each prepare")
 _COUNTED = {
     Decision.WRITE: "write_blocks",
     Decision.COMMITTED: "duplicate_blocks",
     Decision.PENDING: "pending_blocks",
     Decision.REFUSED: "refused_blocks",
 }
-FROM_SHARD = CallId(0)

@@ -42,12 +42,15 @@ class Evictor:
             wanted = max(wanted, int(self._high * capacity) - free)
         if wanted <= 0:
             return None
+
+        def verdict(record: BlockRecord) -> Verdict:
+            return self._verdict(record, member.slot, now)
+
+        member.cold.compact(member.info.pages, verdict)
         victims: list[BlockRecord] = []
         found = 0
         while found < wanted and len(victims) < limits.EVICTIONS_PER_ORDER:
-            batch = member.cold.coldest(BATCH, lambda record: self._verdict(record, member.slot, now))
-            if not batch:
-                break
+            batch = member.cold.coldest(min(BATCH, limits.EVICTIONS_PER_ORDER - len(victims)), verdict)
             for at, record in enumerate(batch):
                 if found >= wanted:  # the batch held more than was wanted: those stay
                     for spare in batch[at:]:
@@ -55,10 +58,22 @@ class Evictor:
                     break
                 victims.append(record)
                 found += self._bytes_on(record, member.slot)
+            if not batch or member.cold.cut_short:
+                break
         if not victims:
             return None
         member.orders += 1
         return EvictOrder(member.orders, tuple((record.space, record.hash) for record in victims))
+
+    def settle(self, member: Member) -> None:
+        """The order is carried out, or its shard is gone: what it named and is still recorded is queued again."""
+        if member.order is not None:
+            for space_id, block in member.order.blocks:
+                space = self._directory.known(space_id)
+                record = space.index.get(block) if space is not None else None
+                if record is not None and record.copies.on(member.slot):
+                    member.cold.push(record)
+        member.order = None
 
     def pin(self, space: Space, blocks: Sequence[BlockHash], until: int, members: Sequence[Member], now: int) -> int:
         """Spares the leading blocks that are cached and fit the share that pins may take; how many."""

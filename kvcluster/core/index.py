@@ -155,7 +155,7 @@ class PrefixIndex:
         start = 0
         stopped: Miss | None = None
         at = -1
-        for at, block in enumerate(hashes):  # noqa: B007 - the loop's end is what is asked for
+        for at, block in enumerate(hashes):
             record = get(block)
             if record is None:
                 break

@@ -18,6 +18,8 @@ from kvcluster.core.pool import Page
 
 
 class LeaseKind(Enum):
+    """What a lease is for."""
+
     READ = "read"
     WRITE = "write"
 
@@ -59,8 +61,9 @@ class LeaseBook:
         return [*self._running.values(), *self._revoked.values()]
 
     def full(self, holder: Holder) -> bool:
-        """Does this holder have as many as one may?"""
-        return self._held.get(holder, 0) >= limits.LEASES_PER_HOLDER
+        """Does this holder have as many as one may, or are there too many holders?"""
+        held = self._held.get(holder)
+        return held >= limits.LEASES_PER_HOLDER if held is not None else len(self._held) >= limits.HOLDERS
 
     def grant(self, attempt: Attempt, kind: LeaseKind, pages: list[Page | None], now: int) -> Lease:
         assert attempt not in self, "one lease an attempt"

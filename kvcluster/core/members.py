@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.eviction import ColdQueue
-from kvcluster.core.ids import ShardId
+from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.messages import EvictOrder, ShardAddress, ShardInfo
+from kvcluster.core.placement import Candidate, choose
 from kvcluster.core.stream import ReportCursor
 
 
@@ -67,6 +68,20 @@ class Membership:
         self._members[info.shard] = member
         self.lost.pop(info.shard, None)
         return member
+
+    def place(self, run: BlockHash, host: str) -> Member | None:
+        """The member that takes the run whose first hash is `run`, written from `host`; None where none has room."""
+        candidates = [
+            Candidate(
+                shard=member.info.shard,
+                host=member.info.host,
+                weight_bytes=member.info.capacity_bytes,
+                available=member.cursor.current and not member.full,
+            )
+            for member in self._members.values()
+        ]
+        chosen = choose(run, candidates, host)
+        return self._members[chosen.shard] if chosen is not None else None
 
     def drop(self, shard: ShardId) -> Member | None:
         member = self._members.pop(shard, None)

@@ -22,6 +22,8 @@ from kvcluster.core.reasons import Loss
 
 
 class PageState(Enum):
+    """Where a page stands; see the module's drawing."""
+
     WRITING = "writing"
     READY = "ready"
     CONDEMNED = "condemned"
@@ -29,6 +31,8 @@ class PageState(Enum):
 
 
 class PageAction(Enum):
+    """What can be done to a page."""
+
     COMMIT = "commit"
     ABORT = "abort"
     CONDEMN = "condemn"

@@ -17,7 +17,7 @@ from typing import Any
 from kvcluster.config import ShardConfig
 from kvcluster.core import limits
 from kvcluster.core.allocator import PageAllocator
-from kvcluster.core.ids import BlockHash, CallId, Epoch, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import CallId, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.leases import Lease, LeaseBook, LeaseKind
 from kvcluster.core.messages import (
     Abort,
@@ -160,14 +160,24 @@ class Shard:
         space = m.spec.namespace(m.tenant)
         if space not in self._spaces:
             owned = sum(known.tenant == m.tenant for known in self._spaces.values())
-            if owned >= limits.NAMESPACES_PER_TENANT:
+            if owned >= limits.NAMESPACES_PER_TENANT and not self._forget_bare(m.tenant):
                 return [Answer(m.call, Refused(RefusedKind.LIMIT, "too many namespaces of this tenant"))]
             self._spaces[space] = _Space(m.tenant, m.spec)
             self._new_specs.append(space)
         return [Answer(m.call, AttachedShard(space, self.epoch, self._leases.ttl_ns))]
 
+    def _forget_bare(self, tenant: Tenant) -> bool:
+        """Makes room by forgetting a namespace of which nothing is here. Its workers attach again."""
+        used = dict.fromkeys(page.space for page in self._pool.everything())
+        used |= dict.fromkeys([*self._new_specs, *(m.namespace for m, _ in self._waiting.values())])
+        for space, known in self._spaces.items():
+            if known.tenant == tenant and space not in used:
+                del self._spaces[space]
+                return True
+        return False
+
     def _pin(self, m: Pin, now: int) -> list[Effect]:
-        refused = self._check(m, LeaseKind.READ)
+        refused = self._check(m)
         if refused is not None:
             return [Answer(m.call, refused)]
         if not self.member(now):
@@ -188,13 +198,13 @@ class Shard:
         return [Answer(m.call, PinGrant(tuple(found)))]
 
     def _reserve(self, m: Reserve, now: int) -> list[Effect]:
-        refused = self._check(m, LeaseKind.WRITE)
+        refused = self._check(m)
         if refused is None:
             refused = self._check_parts(m)
         if refused is not None:
             return [Answer(m.call, refused)]
         if not self.member(now):
-            return [Answer(m.call, WriteGrant((Written.LOST,) * len(m.pages)))]
+            return [_lost(m)]
         wait_ns = min(m.wait_ns, self._leases.ttl_ns)
         if wait_ns > 0 and len(self._waiting) < limits.WAITING_WRITES and (self._waiting or self._lacking(m)):
             self._waiting[m.call] = (m, now + wait_ns)
@@ -205,12 +215,10 @@ class Shard:
     def _commit(self, m: Commit, now: int) -> list[Effect]:
         in_time = self._leases.running(m.attempt) and self.member(now)
         lease = self._leases.end(m.attempt)
-        if lease is None or lease.kind is not LeaseKind.WRITE:
+        if lease is None or lease.kind is not LeaseKind.WRITE or not in_time:
             self._counters["late"] += 1
-            return [Answer(m.call, CommitGrant((Written.LOST,) * len(m.indices)))]
-        if not in_time:
-            self._counters["late"] += 1
-            self._give_back(lease)
+            if lease is not None:
+                self._give_back(lease)
             return [Answer(m.call, CommitGrant((Written.LOST,) * len(m.indices)))]
         outcome: list[Written] = []
         for index, sums in zip(m.indices, m.sums, strict=True):
@@ -230,12 +238,12 @@ class Shard:
         lease = self._leases.end(m.attempt)
         if lease is not None:
             self._give_back(lease)
-        else:
-            # The attempt may still be waiting for room: its writer has gone, and with it the wish.
-            for call, (reserve, _) in list(self._waiting.items()):
-                if reserve.attempt == m.attempt:
-                    del self._waiting[call]
-        return [Answer(m.call, Done(lease is not None))]
+            return [Answer(m.call, Done())]
+        # The attempt may still be waiting for room: its writer has gone, and with it the wish.
+        gone = [reserve for reserve, _ in self._waiting.values() if reserve.attempt == m.attempt]
+        for reserve in gone:
+            del self._waiting[reserve.call]
+        return [*map(_lost, gone), Answer(m.call, Done(bool(gone)))]
 
     def _renew(self, m: Renew, now: int) -> list[Effect]:
         return [Answer(m.call, Done(self._leases.renew(m.attempt, now)))]
@@ -246,7 +254,7 @@ class Shard:
         self._flushes[m.call] = (self._stream.last, now + m.wait_ns)
         return []
 
-    def _check(self, m: Pin | Reserve, kind: LeaseKind) -> Refused | None:
+    def _check(self, m: Pin | Reserve) -> Refused | None:
         """What makes a question of a worker unanswerable."""
         space = self._spaces.get(m.namespace)
         if space is None or space.tenant != m.tenant:
@@ -254,7 +262,7 @@ class Shard:
         if m.epoch != self.epoch:
             return Refused(RefusedKind.STALE, f"this is epoch {self.epoch}, not {m.epoch}")
         if m.attempt in self._leases or any(m.attempt == waiting.attempt for waiting, _ in self._waiting.values()):
-            return Refused(RefusedKind.BAD, f"attempt {m.attempt} already has a lease to {kind.value}")
+            return Refused(RefusedKind.BAD, f"attempt {m.attempt} has a lease already, or waits for one")
         if self._leases.full(m.attempt.holder):
             return Refused(RefusedKind.LIMIT, f"{limits.LEASES_PER_HOLDER} leases are held already; release some")
         return None
@@ -317,13 +325,18 @@ class Shard:
         return min(lacking, most)
 
     def _serve_waiting(self, now: int) -> list[Effect]:
-        """Reservations that now find room, or that have waited long enough; in order of arrival."""
+        """Reservations that now find room, in order of arrival; and whoever has waited long enough gets what fits.
+
+        The latter need not be the first: each waits for a time of its own.
+        """
+        member = self.member(now)
+        blocked = False
         effects: list[Effect] = []
-        for call, (m, until) in list(self._waiting.items()):
-            if now < until and self.member(now) and self._lacking(m):
-                break
-            del self._waiting[call]
-            effects.append(self._grant_write(m, now))
+        for m, until in list(self._waiting.values()):
+            blocked = blocked or (member and self._lacking(m) > 0)
+            if not blocked or now >= until:
+                del self._waiting[m.call]
+                effects.append(self._grant_write(m, now) if member else _lost(m))
         return effects
 
     def _give_back(self, lease: Lease) -> None:
@@ -471,6 +484,11 @@ class Shard:
             leases=len(self._leases),
             counters=tuple(self._counters.items()),
         )
+
+
+def _lost(m: Reserve) -> Answer:
+    """Nothing of this reservation may be written here, or nobody is left to write it."""
+    return Answer(m.call, WriteGrant((Written.LOST,) * len(m.pages)))
 
 
 def _event(page: Page) -> PageEvent:

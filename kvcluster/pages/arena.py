@@ -1,8 +1,9 @@
 """Arena: the memory that a shard's pages lie in. It owns the bytes and knows nothing of pages.
 
 One anonymous private mapping, made once and populated at once where the platform can: copying into cold
-memory is several times slower, and a pool that does not fit should fail at the start, not under load. Who
-may use which range is the page allocator's business.
+memory is several times slower, and a pool that does not fit should fail at the start, not under load. It
+begins on a page of the system's, so that the allocator's aligned offsets are aligned addresses. Which range is
+whose is the allocator's business.
 """
 
 from __future__ import annotations
@@ -14,9 +15,6 @@ from pathlib import Path
 from types import TracebackType
 
 from kvcluster.errors import ConfigError
-
-ALIGNMENT_BYTES = 64
-"""Pages that start at multiples of this share no cache line, and any dtype is aligned in them."""
 
 _CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 

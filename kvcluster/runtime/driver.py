@@ -26,15 +26,15 @@ from kvcluster.transport.seam import Trouble
 
 log = logging.getLogger(__name__)
 
-MessageT = TypeVar("MessageT", contravariant=True)
+MessageT_contra = TypeVar("MessageT_contra", contravariant=True)
 M = TypeVar("M")
 _IDLE_S = 3600.0
 
 
-class Core(Protocol[MessageT]):
+class Core(Protocol[MessageT_contra]):
     """A pure state machine."""
 
-    def step(self, message: MessageT, now: int) -> list[Effect]: ...
+    def step(self, message: MessageT_contra, now: int) -> list[Effect]: ...
 
     def next_deadline(self) -> int | None: ...
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -329,6 +330,14 @@ SHAPE = (5, 3, 2, 2, 4, 8)
 PAGE_BYTES = SPEC.page_bytes(0, WHOLE)
 
 
+def like(dtype: torch.dtype = torch.bfloat16, shape: Sequence[int] = SHAPE) -> torch.Tensor:
+    return torch.zeros(tuple(shape), dtype=dtype)
+
+
+def layers(count: int = 3, shape: Sequence[int] = (5, 2, 2, 4, 8)) -> list[torch.Tensor]:
+    return [like(shape=shape) for _ in range(count)]
+
+
 def test_dense_and_buffers_are_read_without_a_copy() -> None:
     tensor = torch.zeros(SHAPE, dtype=torch.bfloat16)
     one_page = bytearray(PAGE_BYTES)
@@ -350,9 +359,27 @@ def test_caches_allocated_as_one_are_read_without_a_copy() -> None:
 
 
 def test_a_bound_keeps_its_memory_alive() -> None:
-    bound = bind(torch.ones(SHAPE, dtype=torch.bfloat16), SPEC, (WHOLE,), 5, writable=False)
-    torch.zeros(SHAPE, dtype=torch.bfloat16)  # would take the place of what was freed
-    assert bytes(bound.get(4, 0, 0, 3)) == b"\x80\x3f" * (PAGE_BYTES // 2)
+    tensor, cache = torch.ones(SHAPE, dtype=torch.bfloat16), layers()
+    alive = [weakref.ref(tensor), *map(weakref.ref, cache)]
+    bounds = [bind(memory, SPEC, (WHOLE,), 5, writable=False) for memory in (tensor, Paged(cache, range(5)))]
+    del tensor, cache
+    assert all(owner() is not None for owner in alive)
+    del bounds
+    assert all(owner() is None for owner in alive)
+
+
+@pytest.mark.parametrize("heads", [Part(0, 3, 0, 4), Part(0, 3, 1, 3)])
+def test_memory_and_messages_at_odd_addresses_are_served(heads: Part) -> None:
+    base = bytearray(6 * PAGE_BYTES)
+    message = memoryview(random.Random(1).randbytes(SPEC.page_bytes(0, heads) + 1))[1:]
+    odd = [
+        torch.frombuffer(base, dtype=torch.bfloat16, offset=start, count=SHAPE[0] * 2 * 2 * 4 * 8).view(5, 2, 2, 4, 8)
+        for start in (1, 2 * PAGE_BYTES, 4 * PAGE_BYTES - 1)
+    ]
+    for memory, views in ((Paged(odd, range(5)), odd), (dense := like(), dense.unbind(1))):
+        bind(memory, SPEC, (WHOLE,), 5, writable=True).put(1, 0, heads, message)
+        page = torch.stack([view[1, :, :, heads.head_start : heads.head_stop] for view in views])
+        assert bits(page.flatten()) == message
 
 
 @pytest.mark.parametrize("scatter", [False, True])
@@ -423,14 +450,6 @@ def test_bytes_of_another_length_are_refused_and_nothing_is_written(length: int)
 
 
 # ------------------------------------------------------------------------------------------- misuse
-
-
-def like(dtype: torch.dtype = torch.bfloat16, shape: Sequence[int] = SHAPE) -> torch.Tensor:
-    return torch.zeros(tuple(shape), dtype=dtype)
-
-
-def layers(count: int = 3, shape: Sequence[int] = (5, 2, 2, 4, 8)) -> list[torch.Tensor]:
-    return [like(shape=shape) for _ in range(count)]
 
 
 MISUSE: dict[str, tuple[Callable[[], Any], str]] = {

@@ -195,7 +195,7 @@ def test_what_is_gone_is_forgotten_when_it_comes_up() -> None:
 
 def test_compaction_forgets_what_is_gone_and_what_is_there_twice() -> None:
     gone = [Record(stamp, fate=Verdict.GONE) for stamp in range(5_000)]
-    spared, late, early = Record(1, fate=Verdict.SPARE), Record(9), Record(8)
+    spared, late, early = Record(10, fate=Verdict.SPARE), Record(9), Record(8)
     queue = queue_of([spared])
     assert queue.coldest(1, judge) == []  # and it steps aside
     for record in (late, *gone, early, late):
@@ -203,7 +203,7 @@ def test_compaction_forgets_what_is_gone_and_what_is_there_twice() -> None:
     queue.compact(3, judge)
     assert len(queue) == 3
     spared.fate = Verdict.TAKE
-    assert queue.coldest(3, judge) == [spared, early, late]
+    assert queue.coldest(3, judge) == [early, late, spared]
 
 
 def test_compaction_waits_until_twice_the_live_records_are_queued() -> None:

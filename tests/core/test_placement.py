@@ -98,6 +98,11 @@ def test_the_workers_own_host_comes_first_and_only_the_able_are_chosen(candidate
         assert pick in (near or able) if pick else not able
 
 
+def test_a_worker_without_a_host_is_nobodys_neighbour() -> None:
+    nameless, named = shard("nameless", host=""), shard("named")
+    assert set(chosen([nameless, named], "")) == {"nameless", "named"}
+
+
 @pytest.mark.parametrize(("weight_bytes", "available"), [(0, True), (2**30, False)])
 def test_nobody_is_chosen_where_nobody_is_able(weight_bytes: int, available: bool) -> None:
     assert choose(RUNS[0], [], "a") is None

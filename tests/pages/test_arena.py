@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcluster.core.allocator import ALIGN_BYTES
 from kvcluster.errors import ConfigError
 from kvcluster.pages import arena
 from kvcluster.pages.arena import Arena
@@ -33,7 +34,7 @@ def test_every_page_is_resident_before_it_is_used() -> None:
     with Arena(pages * mmap.PAGESIZE) as memory:
         resident = (ctypes.c_ubyte * pages)()
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory.view(0, 1)))
-        assert start % arena.ALIGNMENT_BYTES == 0
+        assert start % ALIGN_BYTES == 0
         assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(memory.nbytes), resident) == 0
         assert all(flag & 1 for flag in resident)
 

@@ -71,7 +71,7 @@ def measure(sizes: Sequence[int]) -> dict[str, Any]:
 def lines(figures: Mapping[str, Any]) -> list[str]:
     """The figures as a table."""
     out = [f"\n{CHAIN}-block lookups in the core, recency and hold written"]
-    out.append(f"{'blocks':>10} {'M blocks/s':>11} {'bare dict':>10} {'ratio':>6} {'bytes/block':>12} {'bare dict':>10}")
+    out.append("    blocks  M blocks/s  bare dict  ratio  bytes/block  bare dict")
     for row in figures["core"]:
         out.append(
             f"{row['blocks']:>10,} {row['blocks_per_s'] / 1e6:>11.2f} {row['bare_blocks_per_s'] / 1e6:>10.2f} "
@@ -168,7 +168,7 @@ def _resident_bytes() -> int:
 
 def _measure_grpc(calls: int = 400) -> dict[str, Any]:
     spec = KVSpec.uniform(
-        model="bench", weights="sha256:bench", num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_tokens=16
+        model="bench", weights="sha256:bench", num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32"
     )
     tokens = list(range(CHAIN * 16))
     with kvcluster.local(shards=1, device_bytes="64MiB") as cluster:

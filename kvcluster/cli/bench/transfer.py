@@ -48,9 +48,7 @@ def lines(figures: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def _measure_pages(
-    cluster: LocalCluster, raw: _RawPeer, page_bytes: int, rounds: int
-) -> list[dict[str, Any]]:
+def _measure_pages(cluster: LocalCluster, raw: _RawPeer, page_bytes: int, rounds: int) -> list[dict[str, Any]]:
     layers, heads, dim, block_tokens = 32, 8, 128, 16
     if page_bytes < 2**20:
         layers, heads = 4, 2

@@ -68,7 +68,8 @@ def _traits(model: PreTrainedModel, config: Any, adapter: str) -> Iterator[str]:
         yield "it is no causal language model; load it with AutoModelForCausalLM"
     if model.training:
         yield "it is in training mode, where dropout changes KV; call model.eval()"
-    if torch.is_autocast_enabled(model.device.type):
+    device = model.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         yield "autocast is on, so its KV is not of model.dtype; load the model in the dtype that you want"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1 or (getattr(model, "tp_size", None) or 1) > 1:
         yield "it is spread over several devices; only a model on one device is served"

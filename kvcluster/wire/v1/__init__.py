@@ -1,1 +1,1 @@
-"""Messages of protocol version 1, generated from proto/kvcluster/v1 by `make proto`. Only kvcluster.wire imports this."""
+"""Messages of protocol version 1, generated from proto/kvcluster/v1 by `make proto`; for kvcluster.wire alone."""

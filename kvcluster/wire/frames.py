@@ -1,0 +1,233 @@
+"""Frames: the messages of Read and Write, and what travels outside gRPC altogether, tickets.
+
+A frame is a header and either one protobuf message or whole layers of pages (shard.proto draws it to the byte).
+The bytes of pages never pass through protobuf, which would copy them once more on each side: `pack` joins buffers
+of any owner in one copy, `parse` gives views of the message that arrived. This module knows sizes, never content:
+whoever receives checks what a layer is against its checksum.
+
+Everything here raises ProtocolError or LimitError for what is not as it should be. Where a shard may refuse,
+the answer is the Refused itself.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+from kvcluster.core import limits
+from kvcluster.core.messages import ReadRequest, Refused, TicketBody, WriteRequest, Written
+from kvcluster.core.reasons import Miss
+from kvcluster.errors import ProtocolError
+from kvcluster.wire import common, shard
+from kvcluster.wire.v1 import common_pb2 as pb
+
+T = TypeVar("T")
+
+MAGIC = 0x564B
+FRAME_VERSION = 1
+TICKET_VERSION = 1
+HEAD, DATA, TAIL, REFUSED = 1, 2, 3, 4
+_NAMES = {HEAD: "head", DATA: "pages", TAIL: "tail", REFUSED: "refusal"}
+
+_HEADER = struct.Struct("<HBBI")
+_RECORD = struct.Struct("<IHHHHQ")
+_SUM_BYTES = 8
+
+
+class Record(NamedTuple):
+    """`len(sums)` whole layers of page `item`, from its own layer `layer` on, in `codec`. `data` is any flat buffer."""
+
+    item: int
+    layer: int
+    codec: int
+    sums: tuple[int, ...]
+    data: memoryview
+
+
+# ---------------------------------------------------------------------------------------------- pages
+
+
+def pack(records: Sequence[Record]) -> bytes:
+    """A frame of pages. The payloads are copied once, into the frame."""
+    pieces: list[bytes | memoryview] = [_HEADER.pack(MAGIC, FRAME_VERSION, DATA, len(records))]
+    nbytes = 0
+    for item, layer, codec, sums, data in records:
+        layers, size = len(sums), memoryview(data).nbytes
+        assert layers > 0 and size % layers == 0, "whole layers only"
+        pieces.append(struct.pack(f"<IHHHHQ{layers}Q", item, layer, layers, codec, 0, size, *sums))
+        nbytes += len(pieces[-1]) + size
+    assert _HEADER.size + nbytes <= limits.MESSAGE_BYTES, "a frame that nobody would take"
+    pieces += [record.data for record in records]
+    return b"".join(pieces)
+
+
+def parse(data: bytes) -> list[Record]:
+    """The records of a frame of pages. Their `data` are views of this message: nothing is copied."""
+    count = _records(data, DATA)
+    size = len(data)
+    # Each record takes this much, so that a lie about their number is found before it costs anything.
+    if count * (_RECORD.size + _SUM_BYTES) > size - _HEADER.size:
+        raise ProtocolError(f"a frame of {size} bytes cannot hold {count} records")
+    described = []
+    at = _HEADER.size
+    payload = 0
+    for _ in range(count):
+        if at + _RECORD.size > size:
+            raise ProtocolError("a frame ends within the header of a record")
+        item, layer, layers, codec, reserved, nbytes = _RECORD.unpack_from(data, at)
+        at += _RECORD.size
+        if reserved or not layers or layer + layers > common.INDEX_MAX or nbytes % layers:
+            raise ProtocolError(f"a record of {nbytes} bytes for {layers} layers from {layer} on cannot be")
+        if nbytes > limits.LAYER_BYTES * layers or at + _SUM_BYTES * layers > size:
+            raise ProtocolError(f"a record of {nbytes} bytes for {layers} layers is larger than may be")
+        described.append((item, layer, codec, struct.unpack_from(f"<{layers}Q", data, at), nbytes))
+        at += _SUM_BYTES * layers
+        payload += nbytes
+    if at + payload != size:
+        raise ProtocolError(f"a frame of {size} bytes was announced as one of {at + payload}")
+    view = memoryview(data)
+    records = []
+    for item, layer, codec, sums, nbytes in described:
+        records.append(Record(item, layer, codec, sums, view[at : at + nbytes]))
+        at += nbytes
+    return records
+
+
+# ----------------------------------------------------------------------------------- heads and tails
+
+
+def encode_read_request(request: ReadRequest) -> bytes:
+    """What opens a Read."""
+    return _frame(HEAD, shard.encode_read_request(request))
+
+
+def decode_read_request(data: bytes) -> ReadRequest:
+    """The inverse."""
+    return shard.decode_read_request(_body(data, HEAD))
+
+
+def encode_read_head(outcome: Iterable[Miss | None]) -> bytes:
+    """A shard's first message in a Read: for each want None where its layers follow, else why not."""
+    return _frame(HEAD, shard.encode_read_head(outcome))
+
+
+def decode_read_head(data: bytes) -> list[Miss | None] | Refused:
+    """The inverse, or the shard's refusal."""
+    return _unless_refused(data, HEAD, shard.decode_read_head)
+
+
+def encode_write_request(request: WriteRequest) -> bytes:
+    """What opens a Write."""
+    return _frame(HEAD, shard.encode_write_request(request))
+
+
+def decode_write_request(data: bytes) -> WriteRequest:
+    """The inverse."""
+    return shard.decode_write_request(_body(data, HEAD))
+
+
+def encode_write_head(outcome: Iterable[Written | None]) -> bytes:
+    """A shard's first message in a Write: for each page None where it is to be sent, else what became of it."""
+    return _frame(HEAD, shard.encode_write_head(outcome))
+
+
+def decode_write_head(data: bytes) -> list[Written | None] | Refused:
+    """The inverse, or the shard's refusal."""
+    return _unless_refused(data, HEAD, shard.decode_write_head)
+
+
+def encode_write_tail(outcome: Iterable[Written]) -> bytes:
+    """A shard's last message in a Write: what became of each page."""
+    return _frame(TAIL, shard.encode_write_tail(outcome))
+
+
+def decode_write_tail(data: bytes) -> list[Written] | Refused:
+    """The inverse, or the shard's refusal."""
+    return _unless_refused(data, TAIL, shard.decode_write_tail)
+
+
+def encode_refused(refused: Refused) -> bytes:
+    """What a shard sends in place of a head or tail, and with it ends the stream."""
+    return _frame(REFUSED, common.encode_refusal(refused).SerializeToString())
+
+
+def _unless_refused(data: bytes, kind: int, decode: Callable[[bytes], T]) -> T | Refused:
+    if _kind(data) == REFUSED:
+        return common.decode_refusal(common.parse(pb.Refused, _body(data, REFUSED)))
+    return decode(_body(data, kind))
+
+
+# -------------------------------------------------------------------------------------------- tickets
+
+
+def encode_ticket(ticket: TicketBody) -> bytes:
+    """A ticket as bytes that stand for themselves, for another process of the same credential."""
+    body = pb.TicketBody(
+        namespace=ticket.namespace,
+        holder=ticket.attempt.holder,
+        attempt=ticket.attempt.counter,
+        hashes=b"".join(ticket.hashes),
+        need=common.encode_need(ticket.need),
+        runs=common.encode_runs(ticket.runs),
+    )
+    return bytes([TICKET_VERSION]) + body.SerializeToString()
+
+
+def decode_ticket(data: bytes) -> TicketBody:
+    """The inverse."""
+    if not data or data[0] != TICKET_VERSION:
+        found = f"of version {data[0]}" if data else "empty"
+        raise ProtocolError(
+            f"this ticket is {found}, and version {TICKET_VERSION} is read here: pass bytes(ticket) on unchanged, and "
+            "install the same release of kvcluster in both processes"
+        )
+    m = common.parse(pb.TicketBody, data[1:])
+    hashes = common.decode_blocks(m.hashes)
+    return TicketBody(
+        namespace=common.decode_namespace(m.namespace),
+        attempt=common.decode_attempt(m.holder, m.attempt),
+        hashes=hashes,
+        need=common.decode_need(m.need),
+        runs=common.decode_runs(m.runs, blocks=len(hashes)),
+    )
+
+
+# -------------------------------------------------------------------------------------------- headers
+
+
+def _frame(kind: int, body: bytes) -> bytes:
+    return _HEADER.pack(MAGIC, FRAME_VERSION, kind, 0) + body
+
+
+def _body(data: bytes, kind: int) -> bytes:
+    """The protobuf message in a frame that has to be of this kind."""
+    if _records(data, kind):
+        raise ProtocolError(f"a frame of kind {_NAMES[kind]} has no records")
+    return data[_HEADER.size :]
+
+
+def _records(data: bytes, expected: int) -> int:
+    """How many records are announced in a frame that has to be of the expected kind."""
+    kind = _kind(data)
+    if kind != expected:
+        raise ProtocolError(
+            f"a frame of kind {_NAMES.get(kind, kind)} came where one of kind {_NAMES[expected]} belongs"
+        )
+    records: int = _HEADER.unpack_from(data)[3]
+    return records
+
+
+def _kind(data: bytes) -> int:
+    """The kind of a frame of our own version."""
+    if not _HEADER.size <= len(data) <= limits.MESSAGE_BYTES:
+        raise ProtocolError(f"{len(data)} bytes are no frame: those have {_HEADER.size} to {limits.MESSAGE_BYTES}")
+    magic, version, kind, _ = _HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise ProtocolError(f"no frame of kvcluster begins with {magic:#06x}; is this another service?")
+    if version != FRAME_VERSION:
+        raise ProtocolError(
+            f"this side speaks version {FRAME_VERSION} of kvcluster's frames, the other side version {version}: "
+            "install the same release of kvcluster in the engine and in the cluster"
+        )
+    return int(kind)

@@ -1,0 +1,256 @@
+"""What shards tell the coordinator, and what it answers: reports, inventories, orders.
+
+Thousands of events travel in a message, so they are parallel lists: kind, hash, namespace and part for each;
+parent, depth, tier and loss for each page that became readable. Their order is kept, for a page may come and go
+within one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from kvcluster.core import limits
+from kvcluster.core.ids import BlockHash, CallId, NamespaceId, ShardId, Tenant
+from kvcluster.core.messages import (
+    EvictOrder,
+    GoneEvent,
+    Inventory,
+    PageEvent,
+    PageKey,
+    Report,
+    ReportAck,
+    ShardInfo,
+    StreamEvent,
+)
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.errors import ProtocolError
+from kvcluster.wire import common
+from kvcluster.wire.common import Interned, agree, at_most, quantity, text
+from kvcluster.wire.v1 import coordinator_pb2 as pb
+
+COUNTERS = 256
+"""Names of counters that one process keeps; there are some twenty."""
+
+# ------------------------------------------------------------------------------------------ requests
+
+
+def encode_report(report: Report) -> bytes:
+    """News of a shard."""
+    return pb.ReportRequest(
+        info=encode_info(report.info),
+        coordinator=report.coordinator,
+        first=report.first,
+        events=_encode_events(report.events),
+        specs=_encode_specs(report.specs),
+        pressure_bytes=report.pressure_bytes,
+        order=report.order,
+    ).SerializeToString()
+
+
+def decode_report(data: bytes, call: CallId, tenant: Tenant) -> Report:
+    """The inverse."""
+    m = common.parse(pb.ReportRequest, data)
+    return Report(
+        call=call,
+        info=decode_info(m.info),
+        coordinator=common.epoch(m.coordinator),
+        first=quantity(m.first, "as a stream number"),
+        events=_decode_events(m.events, limits.REPORTS_PER_MESSAGE),
+        specs=_decode_specs(m.specs),
+        pressure_bytes=quantity(m.pressure_bytes, "bytes wanted"),
+        order=quantity(m.order, "as an order's number"),
+    )
+
+
+def encode_inventory(inventory: Inventory) -> bytes:
+    """A chunk of what a shard holds."""
+    return pb.InventoryRequest(
+        info=encode_info(inventory.info),
+        coordinator=inventory.coordinator,
+        upto=inventory.upto,
+        chunk=inventory.chunk,
+        last=inventory.last,
+        pages=_encode_events(inventory.pages),
+        specs=_encode_specs(inventory.specs),
+    ).SerializeToString()
+
+
+def decode_inventory(data: bytes, call: CallId, tenant: Tenant) -> Inventory:
+    """The inverse."""
+    m = common.parse(pb.InventoryRequest, data)
+    pages = _decode_events(m.pages, limits.INVENTORY_CHUNK)
+    if not all(isinstance(page, PageEvent) for page in pages):
+        raise ProtocolError("an inventory lists pages that are there, not such as are gone")
+    return Inventory(
+        call=call,
+        info=decode_info(m.info),
+        coordinator=common.epoch(m.coordinator),
+        upto=quantity(m.upto, "as a stream number"),
+        chunk=m.chunk,
+        last=m.last,
+        pages=cast("tuple[PageEvent, ...]", pages),
+        specs=_decode_specs(m.specs),
+    )
+
+
+# -------------------------------------------------------------------------------------------- events
+
+
+def _encode_events(events: Iterable[StreamEvent]) -> pb.Events:
+    namespaces: Interned[NamespaceId] = Interned()
+    parts: Interned[tuple[int, Part]] = Interned()
+    kinds: list[pb.EventKind] = []
+    hashes: list[BlockHash] = []
+    namespace_of: list[int] = []
+    part_of: list[int] = []
+    pages: list[PageEvent] = []
+    for event in events:
+        key = event.key
+        hashes.append(key.hash)
+        namespace_of.append(namespaces[event.namespace])
+        part_of.append(parts[key.group, key.part])
+        if isinstance(event, PageEvent):
+            kinds.append(pb.EVENT_KIND_PAGE)
+            pages.append(event)
+        else:
+            kinds.append(pb.EVENT_KIND_CORRUPT if event.corrupt else pb.EVENT_KIND_GONE)
+    return pb.Events(
+        namespaces=b"".join(namespaces),
+        parts=common.encode_parts(parts),
+        kinds=kinds,
+        hashes=b"".join(hashes),
+        namespace_of=namespace_of,
+        part_of=part_of,
+        parents=b"".join([page.parent for page in pages]),
+        depths=[page.depth for page in pages],
+        tiers=[common.TIER.encode[page.tier] for page in pages],
+        losses=[common.LOSS.encode[page.loss] for page in pages],
+    )
+
+
+def _decode_events(m: pb.Events, most: int) -> tuple[StreamEvent, ...]:
+    hashes = common.decode_hashes(m.hashes, most, "events in a message")
+    agree("events", hashes, m.kinds, m.namespace_of, m.part_of)
+    parents = common.decode_hashes(m.parents, most, "parents in a message")
+    agree("pages", parents, m.depths, m.tiers, m.losses)
+    namespaces = common.pick(common.decode_namespaces(m.namespaces, most), m.namespace_of, "a namespace")
+    parts = common.pick(common.decode_parts(m.parts, most), m.part_of, "a part")
+    tiers = common.TIER.decode_all(m.tiers)
+    losses = common.LOSS.decode_all(m.losses)
+    at_most(max(m.depths, default=0), limits.TOKENS_PER_SEQUENCE, "as a depth")
+    pages = iter(zip(parents, m.depths, tiers, losses, strict=True))
+    events: list[StreamEvent] = []
+    for kind, block, namespace, (group, part) in zip(m.kinds, hashes, namespaces, parts, strict=True):
+        key = PageKey(block, group, part)
+        if kind == pb.EVENT_KIND_PAGE:
+            page = next(pages, None)
+            if page is None:
+                raise ProtocolError("fewer pages are described than events speak of")
+            events.append(PageEvent(namespace, key, *page))
+        elif kind in (pb.EVENT_KIND_GONE, pb.EVENT_KIND_CORRUPT):
+            events.append(GoneEvent(namespace, key, kind == pb.EVENT_KIND_CORRUPT))
+        else:
+            raise ProtocolError(f"event kind {kind} is not known here; a newer kvcluster sent it: upgrade this side")
+    if next(pages, None) is not None:
+        raise ProtocolError("more pages are described than events speak of")
+    return tuple(events)
+
+
+def _encode_specs(specs: Iterable[tuple[Tenant, KVSpec]]) -> pb.Specs:
+    pairs = list(specs)
+    return pb.Specs(tenants=[tenant for tenant, _ in pairs], specs=[common.encode_spec(spec) for _, spec in pairs])
+
+
+def _decode_specs(m: pb.Specs) -> tuple[tuple[Tenant, KVSpec], ...]:
+    agree("specs", m.tenants, m.specs)
+    return tuple(
+        [
+            (Tenant(text(tenant, "a tenant's name")), common.decode_spec(spec))
+            for tenant, spec in zip(m.tenants, m.specs, strict=True)
+        ]
+    )
+
+
+# ---------------------------------------------------------------------------------- infos and answers
+
+
+def encode_info(info: ShardInfo) -> pb.ShardInfo:
+    """What a shard says of itself."""
+    return pb.ShardInfo(
+        shard=info.shard,
+        epoch=info.epoch,
+        address=info.address,
+        host=info.host,
+        capacity_bytes=info.capacity_bytes,
+        free_bytes=info.free_bytes,
+        pages=info.pages,
+        leases=info.leases,
+        counters=encode_counters(info.counters),
+    )
+
+
+def decode_info(m: pb.ShardInfo) -> ShardInfo:
+    """The inverse."""
+    return ShardInfo(
+        shard=ShardId(text(m.shard, "a shard's name")),
+        epoch=common.epoch(m.epoch),
+        address=text(m.address, "an address"),
+        host=text(m.host, "a host"),
+        capacity_bytes=quantity(m.capacity_bytes, "bytes of capacity"),
+        free_bytes=quantity(m.free_bytes, "free bytes"),
+        pages=quantity(m.pages, "pages"),
+        leases=quantity(m.leases, "leases"),
+        counters=decode_counters(m.counters),
+    )
+
+
+def encode_counters(counters: tuple[tuple[str, int], ...]) -> pb.Counters:
+    """Numbers that only grow, by name."""
+    return pb.Counters(names=[name for name, _ in counters], values=[value for _, value in counters])
+
+
+def decode_counters(m: pb.Counters) -> tuple[tuple[str, int], ...]:
+    """The inverse."""
+    at_most(agree("counters", m.names, m.values), COUNTERS, "counters")
+    return tuple(zip([text(name, "a counter's name") for name in m.names], m.values, strict=True))
+
+
+def encode_ack(ack: ReportAck) -> pb.ReportAck:
+    """The answer to a report."""
+    return pb.ReportAck(
+        epoch=ack.epoch,
+        acked=ack.acked,
+        inventory=ack.inventory,
+        order=None if ack.order is None else _encode_order(ack.order),
+        leave=ack.leave,
+    )
+
+
+def decode_ack(m: pb.ReportAck) -> ReportAck:
+    """The inverse."""
+    return ReportAck(
+        epoch=common.epoch(m.epoch),
+        acked=quantity(m.acked, "as a stream number"),
+        inventory=m.inventory,
+        order=_decode_order(m.order) if m.HasField("order") else None,
+        leave=m.leave,
+    )
+
+
+def _encode_order(order: EvictOrder) -> pb.EvictOrder:
+    namespaces: Interned[NamespaceId] = Interned()
+    return pb.EvictOrder(
+        number=order.number,
+        namespace_of=[namespaces[namespace] for namespace, _ in order.blocks],
+        hashes=b"".join([block for _, block in order.blocks]),
+        namespaces=b"".join(namespaces),
+    )
+
+
+def _decode_order(m: pb.EvictOrder) -> EvictOrder:
+    hashes = common.decode_hashes(m.hashes, limits.EVICTIONS_PER_ORDER, "blocks in an order")
+    agree("an order", hashes, m.namespace_of)
+    namespaces = common.decode_namespaces(m.namespaces, limits.EVICTIONS_PER_ORDER)
+    owners = common.pick(namespaces, m.namespace_of, "a namespace")
+    return EvictOrder(quantity(m.number, "as an order's number"), tuple(zip(owners, hashes, strict=True)))

@@ -1,0 +1,221 @@
+"""What workers ask of a shard, and its answers: questions, and the messages that head and tail a stream of pages.
+
+How those messages are framed is for frames.py to know; what a page's bytes are is for pages/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from kvcluster.core import limits
+from kvcluster.core.ids import BlockHash, CallId, Tenant
+from kvcluster.core.messages import (
+    PROTOCOL_VERSION,
+    AttachedShard,
+    AttachShard,
+    Done,
+    Flush,
+    NewPage,
+    PageKey,
+    PageWant,
+    ReadRequest,
+    Refused,
+    Reply,
+    WriteRequest,
+    Written,
+)
+from kvcluster.core.reasons import Miss
+from kvcluster.core.spec import Part
+from kvcluster.errors import ProtocolError
+from kvcluster.wire import common
+from kvcluster.wire.common import EnumCodec, Interned, agree, at_most, numbers, pick, quantity
+from kvcluster.wire.coordinator import decode_attach_spec
+from kvcluster.wire.v1 import common_pb2
+from kvcluster.wire.v1 import shard_pb2 as pb
+
+WRITTEN: EnumCodec[Written, pb.Written] = EnumCodec(Written, pb.Written, "WRITTEN_")
+
+# ------------------------------------------------------------------------------ questions and replies
+
+
+def decode_attach(data: bytes, call: CallId, tenant: Tenant) -> AttachShard:
+    """A worker names its spec."""
+    return AttachShard(call, tenant, decode_attach_spec(data))
+
+
+def encode_flush(message: Flush) -> bytes:
+    """Has the coordinator heard of everything?"""
+    return pb.FlushRequest(wait_ns=message.wait_ns).SerializeToString()
+
+
+def decode_flush(data: bytes, call: CallId, tenant: Tenant) -> Flush:
+    """The inverse."""
+    return Flush(call, quantity(common.parse(pb.FlushRequest, data).wait_ns, "nanoseconds"))
+
+
+def encode_reply(reply: Reply) -> bytes:
+    """Any answer of a shard to a question. What it grants to a transport stays in its process."""
+    match reply:
+        case Refused():
+            m = pb.ShardReply(refused=common.encode_refusal(reply))
+        case Done():
+            m = pb.ShardReply(done=common_pb2.Done(ok=reply.ok))
+        case AttachedShard():
+            attached = pb.AttachedShard(
+                protocol_version=PROTOCOL_VERSION,
+                namespace=reply.namespace,
+                epoch=reply.epoch,
+                lease_ttl_ns=reply.lease_ttl_ns,
+            )
+            m = pb.ShardReply(attached=attached)
+        case _:
+            raise AssertionError(f"{type(reply).__name__} is no answer that a shard sends")
+    return m.SerializeToString()
+
+
+def decode_reply(data: bytes) -> Reply:
+    """The inverse."""
+    m = common.parse(pb.ShardReply, data)
+    match m.WhichOneof("reply"):
+        case "refused":
+            return common.decode_refusal(m.refused)
+        case "done":
+            return Done(m.done.ok)
+        case "attached":
+            a = m.attached
+            common.check_version(a.protocol_version)
+            lease_ttl_ns = quantity(a.lease_ttl_ns, "nanoseconds")
+            return AttachedShard(common.decode_namespace(a.namespace), common.epoch(a.epoch), lease_ttl_ns)
+        case _:
+            raise ProtocolError("the shard's answer is empty, or of a kind that is not known here: upgrade this side")
+
+
+# -------------------------------------------------------------------------------------------- reading
+
+
+def encode_read_request(request: ReadRequest) -> bytes:
+    """Which layers of which pages are wanted."""
+    hashes: Interned[BlockHash] = Interned()
+    parts: Interned[tuple[int, Part]] = Interned()
+    wants = request.wants
+    return pb.ReadRequest(
+        namespace=request.namespace,
+        holder=request.attempt.holder,
+        attempt=request.attempt.counter,
+        epoch=request.epoch,
+        hash_of=[hashes[want.key.hash] for want in wants],
+        part_of=[parts[want.key.group, want.key.part] for want in wants],
+        layer_starts=[want.layer_start for want in wants],
+        layer_stops=[want.layer_stop for want in wants],
+        hashes=b"".join(hashes),
+        parts=common.encode_parts(parts),
+    ).SerializeToString()
+
+
+def decode_read_request(data: bytes) -> ReadRequest:
+    """The inverse."""
+    m = common.parse(pb.ReadRequest, data)
+    keys = _decode_keys(m.hashes, m.parts, m.hash_of, m.part_of, m.layer_starts, m.layer_stops)
+    wants = tuple(map(PageWant, keys, m.layer_starts, m.layer_stops))
+    for want in wants:
+        if not want.layer_start < want.layer_stop <= want.key.part.layers:
+            raise ProtocolError(
+                f"layers {want.layer_start}:{want.layer_stop} were asked for of a page that has {want.key.part.layers}"
+            )
+    return ReadRequest(
+        common.decode_namespace(m.namespace), common.decode_attempt(m.holder, m.attempt), common.epoch(m.epoch), wants
+    )
+
+
+def encode_read_head(outcome: Iterable[Miss | None]) -> bytes:
+    """For each wanted page None where it is sent, else why not."""
+    misses: Interned[Miss] = Interned()
+    miss_of = [0 if miss is None else misses[miss] + 1 for miss in outcome]
+    return pb.ReadHead(miss_of=miss_of, misses=common.encode_misses(misses)).SerializeToString()
+
+
+def decode_read_head(data: bytes) -> list[Miss | None]:
+    """The inverse."""
+    m = common.parse(pb.ReadHead, data)
+    return common.decode_misses(m.misses, numbers(m.miss_of, limits.PAGES_PER_CALL, "pages in a call"))
+
+
+# -------------------------------------------------------------------------------------------- writing
+
+
+def encode_write_request(request: WriteRequest) -> bytes:
+    """Which pages are to be written."""
+    hashes: Interned[BlockHash] = Interned()
+    parts: Interned[tuple[int, Part]] = Interned()
+    pages = request.pages
+    return pb.WriteRequest(
+        namespace=request.namespace,
+        holder=request.attempt.holder,
+        attempt=request.attempt.counter,
+        epoch=request.epoch,
+        wait_ns=request.wait_ns,
+        hash_of=[hashes[page.key.hash] for page in pages],
+        part_of=[parts[page.key.group, page.key.part] for page in pages],
+        parent_of=[hashes[page.parent] for page in pages],
+        depths=[page.depth for page in pages],
+        losses=[common.LOSS.encode[page.loss] for page in pages],
+        hashes=b"".join(hashes),
+        parts=common.encode_parts(parts),
+    ).SerializeToString()
+
+
+def decode_write_request(data: bytes) -> WriteRequest:
+    """The inverse."""
+    m = common.parse(pb.WriteRequest, data)
+    keys = _decode_keys(m.hashes, m.parts, m.hash_of, m.part_of, m.parent_of, m.depths, m.losses)
+    parents = pick(_decode_table(m.hashes), m.parent_of, "a parent")
+    at_most(max(m.depths, default=0), limits.TOKENS_PER_SEQUENCE, "as a depth")
+    return WriteRequest(
+        namespace=common.decode_namespace(m.namespace),
+        attempt=common.decode_attempt(m.holder, m.attempt),
+        epoch=common.epoch(m.epoch),
+        pages=tuple(map(NewPage, keys, parents, m.depths, common.LOSS.decode_all(m.losses))),
+        wait_ns=quantity(m.wait_ns, "nanoseconds"),
+    )
+
+
+def encode_write_head(outcome: Iterable[Written | None]) -> bytes:
+    """For each page None where it is to be sent, else why not."""
+    outcomes = [pb.WRITTEN_UNSPECIFIED if one is None else WRITTEN.encode[one] for one in outcome]
+    return pb.WriteHead(outcomes=outcomes).SerializeToString()
+
+
+def decode_write_head(data: bytes) -> list[Written | None]:
+    """The inverse."""
+    outcomes = numbers(common.parse(pb.WriteHead, data).outcomes, limits.PAGES_PER_CALL, "pages in a call")
+    return [None if one == pb.WRITTEN_UNSPECIFIED else WRITTEN.decode(one) for one in outcomes]
+
+
+def encode_write_tail(outcome: Iterable[Written]) -> bytes:
+    """What became of each page."""
+    return pb.WriteTail(outcomes=[WRITTEN.encode[one] for one in outcome]).SerializeToString()
+
+
+def decode_write_tail(data: bytes) -> list[Written]:
+    """The inverse."""
+    outcomes = numbers(common.parse(pb.WriteTail, data).outcomes, limits.PAGES_PER_CALL, "pages in a call")
+    return WRITTEN.decode_all(outcomes)
+
+
+def _decode_keys(
+    hashes: bytes,
+    parts: Collection[int],
+    hash_of: Collection[int],
+    part_of: Collection[int],
+    *others: Collection[object],
+) -> list[PageKey]:
+    """The keys of a request's pages, whose number all its lists share."""
+    at_most(agree("pages", hash_of, part_of, *others), limits.PAGES_PER_CALL, "pages in a call")
+    blocks = pick(_decode_table(hashes), hash_of, "a hash")
+    places = pick(common.decode_parts(parts), part_of, "a part")
+    return [PageKey(block, group, part) for block, (group, part) in zip(blocks, places, strict=True)]
+
+
+def _decode_table(hashes: bytes) -> tuple[BlockHash, ...]:
+    """Blocks, and parents, of which a page has one each."""
+    return common.decode_hashes(hashes, 2 * limits.PAGES_PER_CALL, "hashes in a table")

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcluster.core import limits
+from kvcluster.core.evicted import EvictedMemory
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.reasons import Miss, MissReason
+from tests.core.build import SECOND_NS, block
+
+LOSSES = (MissReason.EVICTED, MissReason.SHARD_LOST)
+
+
+def test_what_was_never_lost_has_no_reason() -> None:
+    assert EvictedMemory().why(block(1), 5) is None
+
+
+def test_a_lost_block_is_explained_by_how_and_how_long_ago_in_whole_seconds() -> None:
+    memory = EvictedMemory()
+    memory.add(block(1), 10 * SECOND_NS, MissReason.EVICTED)
+    memory.add(block(2), 11 * SECOND_NS, MissReason.SHARD_LOST)
+    now = 52 * SECOND_NS - 1
+    assert memory.why(block(1), now) == Miss(MissReason.EVICTED, "41 s ago")
+    assert memory.why(block(2), now) == Miss(MissReason.SHARD_LOST, "40 s ago")
+
+
+def test_a_block_that_is_cached_again_was_not_lost() -> None:
+    memory = EvictedMemory()
+    memory.add(block(1), 0, MissReason.EVICTED)
+    memory.forget(block(1))
+    memory.forget(block(2))
+    assert memory.why(block(1), 0) is None and len(memory) == 0
+
+
+def test_a_fingerprint_is_eight_bytes_and_two_blocks_may_share_one_explanation() -> None:
+    memory = EvictedMemory()
+    memory.add(block(1), 0, MissReason.EVICTED)
+    assert memory.why(BlockHash(block(1)[:8] + block(2)[8:]), 0) is not None
+    assert memory.why(BlockHash(block(1)[:7] + block(2)[7:]), 0) is None
+
+
+def test_its_memory_is_bounded_by_the_limits() -> None:
+    memory = EvictedMemory(capacity=3)
+    assert limits.EVICTED_FINGERPRINTS >= limits.BLOCKS_PER_CALL, "a call's blocks, evicted together, are explained"
+    for number in range(10):
+        memory.add(block(number), number, MissReason.EVICTED)
+    assert len(memory) == 3
+    assert [number for number in range(10) if memory.why(block(number), 10)] == [7, 8, 9]
+
+
+@given(
+    capacity=st.integers(1, 4),
+    history=st.lists(st.tuples(st.integers(0, 6), st.one_of(st.none(), st.sampled_from(LOSSES))), max_size=40),
+)
+def test_the_most_recently_lost_are_remembered(capacity: int, history: list[tuple[int, MissReason | None]]) -> None:
+    memory = EvictedMemory(capacity)
+    lost: list[tuple[int, int, MissReason]] = []  # number, when, how: the latest at the end
+    for now, (number, reason) in enumerate(history):
+        lost = [entry for entry in lost if entry[0] != number]
+        if reason is None:
+            memory.forget(block(number))
+        else:
+            memory.add(block(number), now * SECOND_NS, reason)
+            lost = [*lost, (number, now, reason)][-capacity:]
+    now = len(history)
+    told = {n: Miss(reason, f"{now - at} s ago") for n, at, reason in lost}
+    assert len(memory) == len(lost)
+    assert {n: miss for n in range(7) if (miss := memory.why(block(n), now * SECOND_NS))} == told

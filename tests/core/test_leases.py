@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvcluster.core import limits
+from kvcluster.core.ids import Attempt
+from kvcluster.core.leases import LeaseBook, LeaseKind
+from tests.core.build import attempt, holder
+
+TTL = 10
+
+
+class LeasesAgainstTwoDicts(RuleBasedStateMachine):
+    """The model: attempt -> when its lease ends, and the attempts whose leases were revoked."""
+
+    @initialize(per_holder=st.integers(1, 3), holders=st.integers(1, 3))
+    def begin(self, per_holder: int, holders: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(limits, "LEASES_PER_HOLDER", per_holder)
+        self.patch.setattr(limits, "HOLDERS", holders)
+        self.book = LeaseBook(TTL)
+        self.ends: dict[Attempt, int] = {}
+        self.revoked: list[Attempt] = []
+        self.now = 0
+        self.counter = 0
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+    def held(self, of: int) -> int:
+        return sum(a.holder == holder(of) for a in [*self.ends, *self.revoked])
+
+    @rule(of=st.integers(0, 3), kind=st.sampled_from(LeaseKind))
+    def grant(self, of: int, kind: LeaseKind) -> None:
+        if self.book.full(holder(of)):
+            return
+        self.counter += 1
+        asked = attempt(self.counter, of)
+        lease = self.book.grant(asked, kind, [None], self.now)
+        assert (lease.attempt, lease.kind, lease.pages, lease.expires_at) == (asked, kind, [None], self.now + TTL)
+        self.ends[asked] = self.now + TTL
+
+    @precondition(lambda self: self.counter)
+    @rule(data=st.data(), of=st.integers(0, 3))
+    def renew(self, data: st.DataObject, of: int) -> None:
+        some = attempt(data.draw(st.integers(1, self.counter)), of)
+        assert self.book.renew(some, self.now) == (some in self.ends)
+        if some in self.ends:
+            self.ends[some] = self.now + TTL
+
+    @precondition(lambda self: self.counter)
+    @rule(data=st.data(), of=st.integers(0, 3))
+    def end(self, data: st.DataObject, of: int) -> None:
+        some = attempt(data.draw(st.integers(1, self.counter)), of)
+        lease = self.book.end(some)
+        assert (lease is not None) == (some in self.ends or some in self.revoked)
+        assert lease is None or lease.attempt == some
+        self.ends.pop(some, None)
+        self.revoked = [other for other in self.revoked if other != some]
+
+    @rule(later=st.integers(0, TTL))
+    def let_time_pass(self, later: int) -> None:
+        self.now += later
+
+    @rule()
+    def revoke_expired(self) -> None:
+        over = [some for some, at in self.ends.items() if at <= self.now]
+        assert sorted(self.book.revoke_expired(self.now)) == sorted(over)
+        self.revoke(over)
+
+    @rule()
+    def revoke_all(self) -> None:
+        over = list(self.ends)
+        assert sorted(self.book.revoke_all()) == sorted(over)
+        self.revoke(over)
+
+    @rule(late=st.integers(1, 2 * TTL))
+    def stand_still(self, late: int) -> None:
+        self.now += late
+        self.book.extend(late)
+        self.ends = {some: at + late for some, at in self.ends.items()}
+
+    def revoke(self, over: list[Attempt]) -> None:
+        self.revoked += over
+        for some in over:
+            del self.ends[some]
+
+    @invariant()
+    def the_book_says_what_the_model_says(self) -> None:
+        assert len(self.book) == len(self.ends) + len(self.revoked)
+        assert {lease.attempt for lease in self.book.all()} == {*self.ends, *self.revoked}
+        assert self.book.next_expiry == min(self.ends.values(), default=None)
+        for counter in range(1, self.counter + 1):
+            for of in range(4):
+                some = attempt(counter, of)
+                assert (some in self.book) == (some in self.ends or some in self.revoked)
+                assert self.book.running(some) == (some in self.ends)
+
+    @invariant()
+    def no_holder_has_more_than_its_share_and_no_more_come_than_may(self) -> None:
+        holders = sum(self.held(of) > 0 for of in range(4))
+        assert holders <= limits.HOLDERS
+        for of in range(4):
+            full = self.held(of) == limits.LEASES_PER_HOLDER or (not self.held(of) and holders == limits.HOLDERS)
+            assert self.book.full(holder(of)) == full
+
+
+TestLeasesAgainstTwoDicts = LeasesAgainstTwoDicts.TestCase
+
+
+def test_an_expired_lease_is_revoked_once_and_cannot_be_renewed() -> None:
+    book = LeaseBook(TTL)
+    book.grant(attempt(1), LeaseKind.READ, [], now=0)
+    assert book.revoke_expired(TTL - 1) == []
+    assert book.revoke_expired(TTL) == [attempt(1)]
+    assert book.revoke_expired(TTL) == []
+    assert not book.renew(attempt(1), TTL)
+    assert book.next_expiry is None
+
+
+def test_a_renewal_that_arrives_before_deadlines_are_judged_is_in_time() -> None:
+    book = LeaseBook(TTL)
+    book.grant(attempt(1), LeaseKind.READ, [], now=0)
+    assert book.renew(attempt(1), TTL + 1), "arrived messages are stepped before a tick judges"
+    assert book.revoke_expired(TTL + 1) == []
+
+
+def test_a_revoked_lease_stays_until_its_holder_has_stopped() -> None:
+    book = LeaseBook(TTL)
+    lease = book.grant(attempt(1), LeaseKind.WRITE, [None, None], now=0)
+    book.revoke_expired(TTL)
+    assert attempt(1) in book and not book.running(attempt(1)) and book.all() == [lease]
+    assert book.end(attempt(1)) is lease, "its pages are given back by whoever ends it"
+    assert attempt(1) not in book and book.end(attempt(1)) is None
+
+
+def test_a_revoked_lease_still_counts_against_its_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LEASES_PER_HOLDER", 1)
+    book = LeaseBook(TTL)
+    book.grant(attempt(1), LeaseKind.READ, [], now=0)
+    book.revoke_all()
+    assert book.full(holder(0)), "whatever moves its bytes is still at work"
+    book.end(attempt(1))
+    assert not book.full(holder(0))
+
+
+def test_one_holder_cannot_fill_the_book_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LEASES_PER_HOLDER", 1)
+    book = LeaseBook(TTL)
+    book.grant(attempt(1, of=1), LeaseKind.READ, [], now=0)
+    assert book.full(holder(1)) and not book.full(holder(2))
+
+
+def test_more_holders_than_may_be_get_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HOLDERS", 1)
+    book = LeaseBook(TTL)
+    book.grant(attempt(1, of=1), LeaseKind.READ, [], now=0)
+    assert book.full(holder(2)) and not book.full(holder(1))
+    book.end(attempt(1, of=1))
+    assert not book.full(holder(2))
+
+
+def test_an_attempt_has_one_lease() -> None:
+    book = LeaseBook(TTL)
+    book.grant(attempt(1), LeaseKind.READ, [], now=0)
+    with pytest.raises(AssertionError, match="one lease an attempt"):
+        book.grant(attempt(1), LeaseKind.WRITE, [], now=1)
+
+
+def test_a_stall_of_the_granter_costs_no_holder_its_lease() -> None:
+    book = LeaseBook(TTL)
+    book.grant(attempt(1), LeaseKind.READ, [], now=0)
+    book.extend(100)
+    assert book.revoke_expired(TTL + 99) == []
+    assert book.next_expiry == TTL + 100

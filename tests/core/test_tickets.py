@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvcluster.core import limits
+from kvcluster.core.ids import HASH_BYTES, Attempt, NamespaceId
+from kvcluster.core.messages import LoadGrant, StoreGrant
+from kvcluster.core.tickets import Ticket, TicketBook, Writing
+from tests.core.build import SPACE, WHOLE, attempt, block, chain, holder
+
+TTL = 10
+OTHER_SPACE = NamespaceId(b"o" * HASH_BYTES)
+PAGES: list[Writing] = [
+    (space, block(number), group, WHOLE) for space in (SPACE, OTHER_SPACE) for number in range(2) for group in range(2)
+]
+
+
+def store(of: Attempt, *writes: Writing, expires_at: int = TTL) -> Ticket:
+    return Ticket(of, SPACE, StoreGrant(()), expires_at, writes=writes)
+
+
+class TicketsAgainstTwoDicts(RuleBasedStateMachine):
+    """The model: attempt -> its ticket's end and writes; page -> the attempt that last got leave to write it."""
+
+    @initialize(per_holder=st.integers(1, 3), holders=st.integers(1, 3))
+    def begin(self, per_holder: int, holders: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(limits, "TICKETS_PER_HOLDER", per_holder)
+        self.patch.setattr(limits, "HOLDERS", holders)
+        self.book = TicketBook(TTL)
+        self.tickets: dict[Attempt, Ticket] = {}
+        self.ends: dict[Attempt, int] = {}
+        self.writers: dict[Writing, Attempt] = {}
+        self.now = 0
+        self.counter = 0
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+    def some(self, data: st.DataObject) -> Attempt:
+        return attempt(data.draw(st.integers(1, self.counter)), data.draw(st.integers(0, 3)))
+
+    def forget(self, ended: Attempt) -> None:
+        del self.tickets[ended], self.ends[ended]
+        self.writers = {page: writer for page, writer in self.writers.items() if writer != ended}
+
+    @rule(of=st.integers(0, 3), writes=st.lists(st.sampled_from(PAGES), max_size=4))
+    def add(self, of: int, writes: list[Writing]) -> None:
+        if self.book.full(holder(of)):
+            return
+        self.counter += 1
+        ticket = store(attempt(self.counter, of), *writes, expires_at=self.now + TTL)
+        self.book.add(ticket)
+        self.tickets[ticket.attempt] = ticket
+        self.ends[ticket.attempt] = self.now + TTL
+        self.writers |= dict.fromkeys(writes, ticket.attempt)
+
+    @precondition(lambda self: self.counter)
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        some = self.some(data)
+        assert self.book.renew(some, self.now) is self.tickets.get(some)
+        if some in self.ends:
+            self.ends[some] = self.now + TTL
+
+    @precondition(lambda self: self.counter)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        some = self.some(data)
+        assert self.book.end(some) is self.tickets.get(some)
+        if some in self.tickets:
+            self.forget(some)
+
+    @rule(page=st.sampled_from(PAGES))
+    def page_is_written(self, page: Writing) -> None:
+        self.book.written(page)
+        self.writers.pop(page, None)
+
+    @rule(later=st.integers(0, TTL))
+    def let_time_pass(self, later: int) -> None:
+        self.now += later
+
+    @rule()
+    def end_expired(self) -> None:
+        over = [some for some, at in self.ends.items() if at <= self.now]
+        assert sorted(ticket.attempt for ticket in self.book.end_expired(self.now)) == sorted(over)
+        for some in over:
+            self.forget(some)
+
+    @rule(late=st.integers(1, 2 * TTL))
+    def stand_still(self, late: int) -> None:
+        self.now += late
+        self.book.extend(late)
+        self.ends = {some: at + late for some, at in self.ends.items()}
+
+    @invariant()
+    def the_book_says_what_the_model_says(self) -> None:
+        assert len(self.book) == len(self.tickets)
+        assert self.book.next_expiry == min(self.ends.values(), default=None)
+        assert all(self.book.get(some) is ticket for some, ticket in self.tickets.items())
+        assert {some: ticket.expires_at for some, ticket in self.tickets.items()} == self.ends
+
+    @invariant()
+    def each_page_has_the_writer_that_was_told_last(self) -> None:
+        for page in PAGES:
+            assert self.book.writer(page) == self.writers.get(page)
+            assert self.book.writing(page[0], page[1]) == any(other[:2] == page[:2] for other in self.writers)
+
+    @invariant()
+    def no_holder_has_more_than_its_share_and_no_more_come_than_may(self) -> None:
+        held = [sum(some.holder == holder(of) for some in self.tickets) for of in range(4)]
+        holders = sum(map(bool, held))
+        assert holders <= limits.HOLDERS
+        for of in range(4):
+            full = held[of] == limits.TICKETS_PER_HOLDER or (not held[of] and holders == limits.HOLDERS)
+            assert self.book.full(holder(of)) == full
+
+
+TestTicketsAgainstTwoDicts = TicketsAgainstTwoDicts.TestCase
+
+
+def test_a_repeated_prepare_finds_the_answer_of_its_first() -> None:
+    book = TicketBook(TTL)
+    grant = LoadGrant(3, (), hold_ns=5, miss=None)
+    book.add(Ticket(attempt(1), SPACE, grant, TTL, hashes=chain(3)))
+    ticket = book.get(attempt(1))
+    assert ticket is not None and ticket.answer is grant and ticket.hashes == chain(3)
+    assert book.get(attempt(2)) is None
+
+
+def test_a_page_has_one_writer_until_that_ticket_ends() -> None:
+    book = TicketBook(TTL)
+    book.add(store(attempt(1), PAGES[0], PAGES[1]))
+    assert book.writer(PAGES[0]) == attempt(1) and book.writer(PAGES[2]) is None
+    assert book.writing(SPACE, block(0)) and not book.writing(SPACE, block(1))
+    book.end(attempt(1))
+    assert book.writer(PAGES[0]) is None and not book.writing(SPACE, block(0))
+
+
+def test_a_block_is_being_written_until_the_last_of_its_pages_is() -> None:
+    book = TicketBook(TTL)
+    book.add(store(attempt(1), PAGES[0], PAGES[1]))
+    book.written(PAGES[0])
+    assert book.writing(SPACE, block(0)) and book.writer(PAGES[0]) is None
+    book.written(PAGES[1])
+    assert not book.writing(SPACE, block(0))
+
+
+def test_writers_of_one_tenant_are_none_of_another() -> None:
+    book = TicketBook(TTL)
+    book.add(store(attempt(1), PAGES[0]))
+    assert not book.writing(OTHER_SPACE, block(0))
+
+
+def test_the_end_of_an_old_ticket_takes_nothing_from_the_writer_that_came_after_it() -> None:
+    book = TicketBook(TTL)
+    book.add(store(attempt(1), PAGES[0], PAGES[1]))
+    book.add(store(attempt(2), PAGES[1]))
+    book.end(attempt(1))
+    assert book.writer(PAGES[0]) is None and book.writer(PAGES[1]) == attempt(2)
+    assert book.writing(SPACE, block(0))
+
+
+def test_an_expired_ticket_lets_others_write() -> None:
+    book = TicketBook(TTL)
+    book.add(store(attempt(1), PAGES[0]))
+    assert book.end_expired(TTL - 1) == [] and book.writer(PAGES[0]) == attempt(1)
+    assert [ticket.attempt for ticket in book.end_expired(TTL)] == [attempt(1)]
+    assert book.writer(PAGES[0]) is None and book.next_expiry is None
+
+
+def test_renewal_begins_the_time_again_and_comes_too_late_after_the_end() -> None:
+    book = TicketBook(TTL)
+    book.add(store(attempt(1), PAGES[0]))
+    assert book.renew(attempt(1), TTL - 1) is not None
+    assert book.end_expired(2 * TTL - 2) == []
+    assert len(book.end_expired(2 * TTL - 1)) == 1
+    assert book.renew(attempt(1), 2 * TTL) is None
+
+
+def test_an_attempt_has_one_ticket() -> None:
+    book = TicketBook(TTL)
+    book.add(store(attempt(1)))
+    with pytest.raises(AssertionError, match="one ticket an attempt"):
+        book.add(store(attempt(1)))

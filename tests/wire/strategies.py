@@ -1,0 +1,316 @@
+"""Strategies for core messages as they may travel: valid, small, and of every kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from kvcluster.core import limits
+from kvcluster.core.ids import Attempt, CallId, Tenant
+from kvcluster.core.messages import (
+    Attach,
+    Attached,
+    AttachedShard,
+    AttachShard,
+    BlockFate,
+    Decision,
+    Done,
+    EndTicket,
+    EvictOrder,
+    Explain,
+    Explained,
+    Flush,
+    GetStatus,
+    GoneEvent,
+    Inventory,
+    LoadGrant,
+    Need,
+    NewPage,
+    PageEvent,
+    PageKey,
+    PageWant,
+    PinBlocks,
+    Pinned,
+    Plan,
+    PrepareLoad,
+    PrepareStore,
+    ReadRequest,
+    Refused,
+    RefusedKind,
+    RenewTicket,
+    Report,
+    ReportAck,
+    Run,
+    ShardAddress,
+    ShardInfo,
+    ShardStatus,
+    Siblings,
+    SiblingSpecs,
+    Source,
+    Status,
+    StoreGrant,
+    StoreRun,
+    TicketBody,
+    Tier,
+    UnpinBlocks,
+    WriteRequest,
+    Written,
+)
+from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.spec import DTYPE_BYTES, LAST, PREFIX, Group, KVSpec, Part, Plane, window
+
+hashes: SearchStrategy[Any] = st.binary(min_size=32, max_size=32)
+namespaces = hashes
+calls = st.integers(0, 2**64 - 1).map(CallId)
+tenants = st.text(max_size=20).map(Tenant)
+quantities = st.integers(0, 2**62)
+epochs: SearchStrategy[Any] = quantities
+words = st.text(max_size=20)
+losses = st.sampled_from(Loss)
+attempts = st.builds(
+    Attempt, holder=st.binary(min_size=16, max_size=16), counter=st.integers(0, 2**64 - 1)
+)
+blocks = st.lists(hashes, max_size=70).map(tuple)
+depths = st.integers(0, limits.TOKENS_PER_SEQUENCE)
+group_numbers = st.integers(0, limits.PARTS_PER_BLOCK - 1)
+
+
+@st.composite
+def _ranges(draw: st.DrawFn) -> tuple[int, int]:
+    stop = draw(st.integers(1, 65_535))
+    return draw(st.integers(0, stop - 1)), stop
+
+
+parts = st.builds(lambda layers, heads: Part(*layers, *heads), _ranges(), _ranges())
+needs = st.builds(Need, parts=st.lists(st.none() | parts, max_size=4).map(tuple), accept=losses)
+keys = st.builds(PageKey, hash=hashes, group=group_numbers, part=parts)
+misses = st.builds(Miss, reason=st.sampled_from(MissReason), detail=words)
+refusals = st.builds(Refused, kind=st.sampled_from(RefusedKind), detail=words)
+dones = st.builds(Done, ok=st.booleans())
+addresses = st.builds(ShardAddress, shard=words, epoch=epochs, address=words, host=words)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> KVSpec:
+    layers = iter(range(1_000_000))
+    groups = []
+    for _ in range(draw(st.integers(1, 3))):
+        opaque = draw(st.booleans())
+        heads = 1 if opaque else draw(st.integers(1, 64))
+        dtypes = st.sampled_from([name for name in DTYPE_BYTES if opaque or name != "opaque"])
+        names = draw(st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=3, unique=True))
+        planes = tuple(Plane(name, heads, draw(st.integers(1, 512)), draw(dtypes)) for name in names)
+        own = tuple(next(layers) for _ in range(draw(st.integers(1, 5))))
+        reuse = draw(st.sampled_from([PREFIX, LAST]) | st.integers(1, 2**32).map(window))
+        groups.append(Group(own, planes, reuse))
+    return KVSpec(
+        model=draw(st.text(min_size=1, max_size=20)),
+        weights="sha256:" + draw(words),
+        block_tokens=draw(st.integers(1, 4096)) if draw(st.booleans()) else 16,
+        groups=tuple(groups),
+        adapter=draw(words),
+        rope=draw(words),
+        extra=tuple(sorted(draw(st.dictionaries(words, words, max_size=3)).items())),
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    covers = []
+    for group in range(draw(st.integers(0, 3))):
+        sources = st.builds(
+            Source, group=st.just(group), part=parts, shard=addresses, tier=st.sampled_from(Tier), loss=losses
+        )
+        covers.append(draw(st.none() | st.lists(sources, max_size=3).map(tuple)))
+    return tuple(covers)
+
+
+runs = st.lists(st.builds(Run, count=st.integers(1, 10), plan=plans()), max_size=5).map(tuple)
+load_grants = st.builds(
+    lambda found, hold_ns, miss: LoadGrant(sum(run.count for run in found), found, hold_ns, miss),
+    runs,
+    quantities,
+    st.none() | misses,
+)
+_counts = st.integers(1, 10)
+_writes = st.builds(
+    StoreRun, count=_counts, decision=st.just(Decision.WRITE), shard=addresses, miss=st.none() | misses
+)
+_leaves = st.builds(
+    StoreRun,
+    count=_counts,
+    decision=st.sampled_from([decision for decision in Decision if decision is not Decision.WRITE]),
+    shard=st.none(),
+    miss=st.none() | misses,
+)
+store_grants = st.builds(StoreGrant, runs=st.lists(_writes | _leaves, max_size=5).map(tuple))
+_hits = st.builds(BlockFate, count=_counts, plan=plans(), miss=st.none())
+_lacks = st.builds(BlockFate, count=_counts, plan=st.none(), miss=misses)
+explanations = st.builds(Explained, fates=st.lists(_hits | _lacks, max_size=5).map(tuple))
+
+counters = st.lists(st.tuples(words, st.integers(0, 2**64 - 1)), max_size=4).map(tuple)
+infos = st.builds(
+    ShardInfo,
+    shard=words,
+    epoch=epochs,
+    address=words,
+    host=words,
+    capacity_bytes=quantities,
+    free_bytes=quantities,
+    pages=quantities,
+    leases=quantities,
+    counters=counters,
+)
+page_events = st.builds(
+    PageEvent,
+    namespace=namespaces,
+    key=keys,
+    parent=hashes,
+    depth=depths,
+    tier=st.sampled_from(Tier),
+    loss=losses,
+)
+gone_events = st.builds(GoneEvent, namespace=namespaces, key=keys, corrupt=st.booleans())
+owned_specs = st.lists(st.tuples(tenants, specs()), max_size=2).map(tuple)
+orders = st.builds(
+    EvictOrder, number=quantities, blocks=st.lists(st.tuples(namespaces, hashes), max_size=5).map(tuple)
+)
+
+read_requests = st.builds(
+    ReadRequest,
+    namespace=namespaces,
+    attempt=attempts,
+    epoch=epochs,
+    wants=st.lists(
+        keys.flatmap(
+            lambda key: st.builds(
+                lambda one, other: PageWant(key, min(one, other), max(one, other) + 1),
+                st.integers(0, key.part.layers - 1),
+                st.integers(0, key.part.layers - 1),
+            )
+        ),
+        max_size=5,
+    ).map(tuple),
+)
+write_requests = st.builds(
+    WriteRequest,
+    namespace=namespaces,
+    attempt=attempts,
+    epoch=epochs,
+    pages=st.lists(st.builds(NewPage, key=keys, parent=hashes, depth=depths, loss=losses), max_size=5).map(tuple),
+    wait_ns=quantities,
+)
+read_heads = st.lists(st.none() | misses, max_size=5)
+write_heads = st.lists(st.none() | st.sampled_from(Written), max_size=5)
+write_tails = st.lists(st.sampled_from(Written), max_size=5)
+
+
+@st.composite
+def tickets(draw: st.DrawFn) -> TicketBody:
+    covered = draw(runs)
+    granted = sum(run.count for run in covered)
+    found = draw(st.lists(hashes, min_size=granted, max_size=granted))
+    return TicketBody(draw(namespaces), draw(attempts), tuple(found), draw(needs), covered)
+
+
+_asked: dict[str, SearchStrategy[Any]] = {"call": calls, "tenant": tenants, "namespace": namespaces}
+_told: dict[str, SearchStrategy[Any]] = {"call": calls, "info": infos, "coordinator": epochs, "specs": owned_specs}
+
+COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
+    "Attach": st.builds(Attach, call=calls, tenant=tenants, spec=specs()),
+    "PrepareLoad": st.builds(
+        PrepareLoad, **_asked, attempt=attempts, hashes=blocks, need=needs, hold=st.booleans()
+    ),
+    "PrepareStore": st.builds(
+        PrepareStore,
+        **_asked,
+        attempt=attempts,
+        first=st.integers(0, limits.TOKENS_PER_SEQUENCE - 100),
+        parent=hashes,
+        run=hashes,
+        hashes=blocks,
+        parts=st.lists(st.tuples(group_numbers, parts), max_size=4).map(tuple),
+        loss=losses,
+        host=words,
+    ),
+    "RenewTicket": st.builds(RenewTicket, call=calls, attempt=attempts),
+    "EndTicket": st.builds(EndTicket, call=calls, attempt=attempts),
+    "Explain": st.builds(Explain, **_asked, hashes=blocks, need=needs),
+    "Siblings": st.builds(Siblings, **_asked),
+    "PinBlocks": st.builds(PinBlocks, **_asked, hashes=blocks, ttl_ns=quantities),
+    "UnpinBlocks": st.builds(UnpinBlocks, **_asked, hashes=blocks),
+    "GetStatus": st.builds(GetStatus, call=calls),
+    "Report": st.builds(
+        Report,
+        **_told,
+        first=quantities,
+        events=st.lists(page_events | gone_events, max_size=6).map(tuple),
+        pressure_bytes=quantities,
+        order=quantities,
+    ),
+    "Inventory": st.builds(
+        Inventory,
+        **_told,
+        upto=quantities,
+        chunk=st.integers(0, 2**32 - 1),
+        last=st.booleans(),
+        pages=st.lists(page_events, max_size=6).map(tuple),
+    ),
+    "Ping": st.none(),
+}
+SHARD_REQUESTS: dict[str, SearchStrategy[Any]] = {
+    "Attach": st.builds(AttachShard, call=calls, tenant=tenants, spec=specs()),
+    "Flush": st.builds(Flush, call=calls, wait_ns=quantities),
+    "Ping": st.none(),
+}
+
+pinned = st.builds(Pinned, blocks=st.integers(0, limits.BLOCKS_PER_CALL))
+acks = st.builds(
+    ReportAck,
+    epoch=epochs,
+    acked=quantities,
+    inventory=st.booleans(),
+    order=st.none() | orders,
+    leave=st.booleans(),
+)
+COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
+    "Attach": st.builds(
+        Attached,
+        namespace=namespaces,
+        epoch=epochs,
+        ticket_ttl_ns=quantities,
+        run_blocks=st.integers(1, 2**32 - 1),
+        shards=st.lists(addresses, max_size=3).map(tuple),
+    ),
+    "PrepareLoad": load_grants,
+    "PrepareStore": store_grants,
+    "RenewTicket": dones,
+    "EndTicket": dones,
+    "Explain": explanations,
+    "Siblings": st.builds(SiblingSpecs, specs=st.lists(specs(), max_size=3).map(tuple)),
+    "PinBlocks": pinned,
+    "UnpinBlocks": pinned,
+    "GetStatus": st.builds(
+        Status,
+        epoch=epochs,
+        state=words,
+        uptime_ns=quantities,
+        namespaces=quantities,
+        blocks=quantities,
+        tickets=quantities,
+        shards=st.lists(st.builds(ShardStatus, info=infos, state=words, seen_ns_ago=quantities), max_size=2).map(
+            tuple
+        ),
+        counters=counters,
+    ),
+    "Report": acks,
+    "Inventory": acks,
+    "Ping": st.just(Done()),
+}
+SHARD_REPLIES: dict[str, SearchStrategy[Any]] = {
+    "Attach": st.builds(AttachedShard, namespace=namespaces, epoch=epochs, lease_ttl_ns=quantities),
+    "Flush": dones,
+    "Ping": st.just(Done()),
+}

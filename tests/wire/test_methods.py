@@ -1,0 +1,250 @@
+"""Every question and answer arrives as it was sent, through the tables that servers and clients use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import Descriptor
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
+from kvcluster.core.messages import (
+    Done,
+    LoadGrant,
+    Need,
+    PageEvent,
+    PageKey,
+    Pinned,
+    PrepareLoad,
+    Refused,
+    RefusedKind,
+    Report,
+    Run,
+    ShardAddress,
+    ShardInfo,
+    Source,
+    Tier,
+)
+from kvcluster.core.reasons import Loss, MissReason
+from kvcluster.core.spec import Part
+from kvcluster.errors import ProtocolError
+from kvcluster.wire import common, coordinator, shard
+from kvcluster.wire.methods import COORDINATOR, SHARD, Method
+from kvcluster.wire.v1 import common_pb2, coordinator_pb2, shard_pb2
+from tests.wire import strategies as of
+
+CALL, TENANT = CallId(7), Tenant("t")
+SERVICES: list[tuple[Mapping[str, Method], Mapping[str, SearchStrategy[Any]], Mapping[str, SearchStrategy[Any]]]] = [
+    (COORDINATOR, of.COORDINATOR_REQUESTS, of.COORDINATOR_REPLIES),
+    (SHARD, of.SHARD_REQUESTS, of.SHARD_REPLIES),
+]
+METHODS = [
+    pytest.param(method, questions[name], answers[name], id=method.path)
+    for table, questions, answers in SERVICES
+    for name, method in table.items()
+]
+
+
+def _same(one: object, other: object) -> bool:
+    """Equal, and of the same types all the way down: a tuple equals a Part, and 0 equals Loss.EXACT."""
+    return one == other and repr(one) == repr(other)
+
+
+@pytest.mark.parametrize(("method", "questions", "answers"), METHODS)
+@given(data=st.data())
+def test_a_question_arrives_as_it_was_asked(
+    method: Method, questions: SearchStrategy[Any], answers: SearchStrategy[Any], data: st.DataObject
+) -> None:
+    asked = data.draw(questions)
+    call, tenant = getattr(asked, "call", CALL), getattr(asked, "tenant", TENANT)
+    assert _same(method.decode_request(method.encode_request(asked), call, tenant), asked)
+
+
+@pytest.mark.parametrize(("method", "questions", "answers"), METHODS)
+@given(data=st.data())
+def test_an_answer_arrives_as_it_was_given(
+    method: Method, questions: SearchStrategy[Any], answers: SearchStrategy[Any], data: st.DataObject
+) -> None:
+    given_ = data.draw(answers if method.name == "Ping" else answers | of.refusals)
+    assert _same(method.decode_reply(method.encode_reply(given_)), given_)
+
+
+@given(asked=of.COORDINATOR_REQUESTS["PrepareLoad"], tenant=of.tenants, call=of.calls)
+def test_neither_tenant_nor_call_travels(asked: PrepareLoad, tenant: Tenant, call: CallId) -> None:
+    method = COORDINATOR["PrepareLoad"]
+    data = method.encode_request(asked)
+    received = method.decode_request(data, call, tenant)
+    assert isinstance(received, PrepareLoad)
+    assert (received.tenant, received.call) == (tenant, call)
+    assert method.encode_request(received) == data
+
+
+def test_an_answer_to_another_question_is_refused() -> None:
+    data = COORDINATOR["PinBlocks"].encode_reply(Pinned(3))
+    with pytest.raises(ProtocolError, match="PrepareLoad was answered by Pinned, not LoadGrant"):
+        COORDINATOR["PrepareLoad"].decode_reply(data)
+
+
+@pytest.mark.parametrize("method", [COORDINATOR["RenewTicket"], SHARD["Flush"]])
+def test_an_answer_of_an_unknown_kind_is_refused(method: Method) -> None:
+    later = b"\xa2\x06\x00"  # field 100, empty
+    for data in (b"", later):
+        with pytest.raises(ProtocolError, match="not known here"):
+            method.decode_reply(data)
+
+
+def test_answering_or_asking_the_wrong_thing_is_our_own_mistake() -> None:
+    for wrong in (
+        lambda: COORDINATOR["PrepareLoad"].encode_reply(Done()),
+        lambda: COORDINATOR["PrepareLoad"].encode_request(None),
+        lambda: SHARD["Ping"].encode_reply(Refused(RefusedKind.BAD, "")),
+        lambda: coordinator.encode_reply(SHARD["Attach"].decode_reply(_attached_shard())),
+        lambda: shard.encode_reply(Pinned(1)),
+    ):
+        with pytest.raises(AssertionError):
+            wrong()
+
+
+def _attached_shard() -> bytes:
+    attached = shard_pb2.AttachedShard(protocol_version=1, namespace=bytes(32))
+    return shard_pb2.ShardReply(attached=attached).SerializeToString()
+
+
+def test_a_ping_is_empty_both_ways() -> None:
+    for table in (COORDINATOR, SHARD):
+        ping = table["Ping"]
+        assert ping.encode_request(None) == b"" == ping.encode_reply(Done())
+        for decode in (ping.decode_reply, lambda data, ping=ping: ping.decode_request(data, CALL, TENANT)):
+            with pytest.raises(ProtocolError, match="a Ping is empty"):
+                decode(b"x")
+
+
+# ------------------------------------------------------------------------------- what the bytes cost
+
+
+def _grant(blocks: int) -> LoadGrant:
+    """As of a cluster of two shards that take turns, 64 blocks each; every run has a plan object of its own."""
+    runs = []
+    for run in range(blocks // 64):
+        shard_ = ShardAddress(ShardId(f"shard-{run % 2}"), Epoch(1_700_000_000_000_000_000), "10.0.0.1:7071", "a-host")
+        part = Part(0, 32, 0, 8)
+        runs.append(Run(64, ((Source(0, part, shard_, Tier.DEVICE, Loss.EXACT),),)))
+    return LoadGrant(blocks, tuple(runs), 1, None)
+
+
+def test_plans_travel_once_and_are_built_once() -> None:
+    method = COORDINATOR["PrepareLoad"]
+    data = method.encode_reply(_grant(8_192))
+    assert len(data) < 600
+    grant = method.decode_reply(data)
+    assert isinstance(grant, LoadGrant)
+    assert len({id(run.plan) for run in grant.runs}) == 2
+
+
+def test_a_hash_costs_its_32_bytes() -> None:
+    hashes = tuple(BlockHash(os.urandom(32)) for _ in range(512))
+    need = Need((Part(0, 32, 0, 8),))
+    attempt = Attempt(Holder(bytes(16)), 2**40)
+    load = PrepareLoad(CALL, TENANT, NamespaceId(bytes(32)), attempt, hashes, need)
+    assert len(COORDINATOR["PrepareLoad"].encode_request(load)) < 32 * 512 + 128
+
+
+def test_a_reported_page_costs_its_two_hashes_and_little_else() -> None:
+    hashes = [BlockHash(os.urandom(32)) for _ in range(4_096)]
+    part = Part(0, 32, 0, 8)
+    events = tuple(
+        PageEvent(NamespaceId(bytes(32)), PageKey(block, 0, part), hashes[i - 1], i, Tier.DEVICE, Loss.EXACT)
+        for i, block in enumerate(hashes)
+    )
+    info = ShardInfo(ShardId("s"), Epoch(1), "a:1", "h", 1, 1, 1, 1)
+    report = Report(CALL, info, Epoch(1), 1, events)
+    assert len(COORDINATOR["Report"].encode_request(report)) / len(events) < 72
+
+
+def test_events_of_one_namespace_and_part_share_them() -> None:
+    page = PageEvent(
+        NamespaceId(b"n" * 32), PageKey(BlockHash(bytes(32)), 0, Part(0, 1, 0, 1)), BlockHash(bytes(32)), 0,
+        Tier.DEVICE, Loss.EXACT,
+    )  # fmt: skip
+    info = ShardInfo(ShardId("s"), Epoch(1), "a:1", "h", 1, 1, 1, 1)
+    method = COORDINATOR["Report"]
+    report = method.decode_request(
+        method.encode_request(Report(CALL, info, Epoch(1), 1, (page, page))), CALL, TENANT
+    )
+    assert isinstance(report, Report)
+    one, other = report.events
+    assert one.namespace is other.namespace and one.key.part is other.key.part
+
+
+# --------------------------------------------------------------------------- the proto files and we
+
+
+@pytest.mark.parametrize(
+    ("table", "service"),
+    [
+        (COORDINATOR, coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"]),
+        (SHARD, shard_pb2.DESCRIPTOR.services_by_name["Shard"]),
+    ],
+)
+def test_the_tables_are_the_services_of_the_proto_files(table: Mapping[str, Method], service: Any) -> None:
+    assert {method.path for method in table.values()} == {f"/{service.full_name}/{rpc.name}" for rpc in service.methods}
+    assert [method.name for method in table.values()] == list(table)
+
+
+@pytest.mark.parametrize(
+    ("codec", "ours", "theirs"),
+    [
+        (common.LOSS, Loss, common_pb2.Loss),
+        (common.TIER, Tier, common_pb2.Tier),
+        (common._REASON, MissReason, common_pb2.MissReason),
+        (common._REFUSED, RefusedKind, common_pb2.RefusedKind),
+        (coordinator.DECISION, coordinator.Decision, coordinator_pb2.Decision),
+        (shard.WRITTEN, shard.Written, shard_pb2.Written),
+    ],
+)
+def test_every_value_of_an_enum_travels_but_unspecified(codec: Any, ours: Any, theirs: Any) -> None:
+    known = {name: number for name, number in theirs.items() if not name.endswith("_UNSPECIFIED")}
+    assert codec.decode_all(known.values()) == list(ours)
+    for number in {0, 1_000} - set(known.values()):
+        with pytest.raises(ProtocolError, match=f"{ours.__name__} {number} is not known here"):
+            codec.decode(number)
+
+
+def _repeated_messages(kind: Descriptor) -> Iterator[str]:
+    message: Any = getattr(_module(kind), kind.name)()
+    for field in kind.fields:
+        if field.message_type is not None:
+            if hasattr(getattr(message, field.name), "extend"):
+                yield f"{kind.name}.{field.name}"
+            else:
+                yield from _repeated_messages(field.message_type)
+
+
+def _module(kind: Descriptor) -> Any:
+    modules = (common_pb2, coordinator_pb2, shard_pb2)
+    return next(module for module in modules if module.DESCRIPTOR.name == kind.file.name)
+
+
+def test_requests_hold_no_repeated_messages() -> None:
+    files = (coordinator_pb2.DESCRIPTOR, shard_pb2.DESCRIPTOR)
+    requests = [
+        kind for file in files for name, kind in file.message_types_by_name.items() if name.endswith("Request")
+    ]
+    assert len(requests) == 15
+    assert [found for kind in requests for found in _repeated_messages(kind)] == []
+    assert list(_repeated_messages(common_pb2.Spec.DESCRIPTOR)) == ["Spec.groups", "Spec.extra"], "the check sees"
+
+
+def test_generated_code_imports_under_the_installed_protobuf_without_a_warning() -> None:
+    root = Path(__file__).parents[2]
+    code = "import kvcluster.wire.methods, kvcluster.wire.frames; print('fine')"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=root, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("fine\n", "")
