@@ -57,9 +57,8 @@ def _up(options: argparse.Namespace) -> int:
         from kvcluster.actors import background
     running, started = background.up(config)
     if started:
-        print(
-            f"up at {running.address} with {running.shards} shard(s); see `kvcluster status`, end it by `kvcluster down`"
-        )
+        print(f"up at {running.address} with {running.shards} shard(s)")
+        print("`kvcluster status` shows it, `kvcluster down` ends it")
     else:
         print(f"already up at {running.address} with {running.shards} shard(s); `kvcluster down` ends it")
     return 0

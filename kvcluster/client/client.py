@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcluster.client import loading, storing
 from kvcluster.client.control import NO_CALL, NOBODY, Control, CoordinatorPort
@@ -55,6 +55,9 @@ from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError, KVClusterError, LimitError
 from kvcluster.transport.seam import Deadline, Trouble
 from kvcluster.wire.frames import decode_ticket
+
+if TYPE_CHECKING:
+    from kvcluster.client.aio import AsyncClient
 
 R = TypeVar("R")
 _UNNAMED = NamespaceId(b"")  # filled in by Control, which attaches first
@@ -334,7 +337,7 @@ class Client:
         return status_dict(status) | {"transports": self._shards.names()}
 
     @property
-    def aio(self) -> Any:
+    def aio(self) -> AsyncClient:
         """Async twins of the calls of level 2."""
         from kvcluster.client.aio import AsyncClient
 

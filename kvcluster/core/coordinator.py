@@ -280,7 +280,7 @@ class Coordinator:
     def _why_no_store(self, m: PrepareStore) -> Miss | None:
         if self.rebuilding:
             return Miss(MissReason.REBUILDING)
-        if not len(self._members):
+        if not any(member.cursor.current for member in self._members.all()):
             return Miss(MissReason.SHARD_LOST, "no shard is up")
         if self._tickets.full(m.attempt.holder):
             return Miss(MissReason.FULL, "as many tickets are held as may be; end some")

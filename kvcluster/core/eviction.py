@@ -100,7 +100,7 @@ class ColdQueue(Generic[R]):
 
     def coldest(self, count: int, verdict: Callable[[R], Verdict], *, max_inspected: int = INSPECTED) -> list[R]:
         """Takes out the `count` coldest records that `verdict` lets go, coldest first; fewer where there are no more,
-        or `max_inspected` entries were looked at (`cut_short`). Each is returned once; one that then stays is pushed again.
+        or `max_inspected` entries were looked at (`cut_short`). Each is returned once; push it again if it stays.
 
         What is spared steps aside until the next call, which brings back as much as half of its own inspections can
         deal with, the longest aside first. So the order is exact while no more than that is spared at a time, and

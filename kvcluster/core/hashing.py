@@ -73,17 +73,26 @@ def foreign(namespace: NamespaceId, engine_hashes: Iterable[bytes]) -> list[Bloc
 def token_bytes(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian uint32. Raises CallerError naming the first that does not fit."""
     try:
+        # An array would take bytes for machine words, and a mask for the tokens 0 and 1.
+        if isinstance(token_ids, (bytes, bytearray)) or (len(token_ids) and type(token_ids[0]) is bool):
+            raise TypeError
         tokens = array("I", token_ids)
-    except (TypeError, OverflowError, ValueError):
-        bad = next((t for t in token_ids if type(t) is not int or not 0 <= t < 2**32), token_ids)
+    except (TypeError, OverflowError, ValueError, LookupError):
         raise CallerError(
-            f"token ids must be a flat sequence of integers from 0 to 2**32-1, not {bad!r:.80}; "
+            f"token ids must be a flat sequence of integers from 0 to 2**32-1, not {_culprit(token_ids)!r:.80}; "
             "pass tensor.tolist() of one row"
         ) from None
     assert tokens.itemsize == 4
     if sys.byteorder == "big":
         tokens.byteswap()
     return tokens.tobytes()
+
+
+def _culprit(token_ids: object) -> object:
+    """The first element that is no token id; all of it where it is no sequence."""
+    if not isinstance(token_ids, Iterable) or isinstance(token_ids, (bytes, bytearray)):
+        return token_ids
+    return next((t for t in token_ids if type(t) is not int or not 0 <= t < 2**32), token_ids)
 
 
 def _frame(data: bytes) -> bytes:

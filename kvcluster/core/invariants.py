@@ -12,7 +12,7 @@ from kvcluster.core.shard import Shard
 
 
 def check_shard(shard: Shard) -> None:
-    """Conservation of room, and every pin and every page being written has its lease."""
+    """Conservation of room, no two pages in one place, and every pin and every page being written has its lease."""
     pool = shard.pool
     pool.check()
     pins: dict[int, int] = {}
@@ -23,24 +23,41 @@ def check_shard(shard: Shard) -> None:
                 continue
             counted = pins if lease.kind is LeaseKind.READ else writing
             counted[page.generation] = counted.get(page.generation, 0) + 1
-    for page in pool.everything():
+    end = 0
+    for page in sorted(pool.everything(), key=lambda page: page.offset):
+        assert page.offset >= end, f"page {page.generation} lies on another"
+        end = page.offset + page.nbytes
         assert page.pins == pins.pop(page.generation, 0), f"page {page.generation} has pins without a lease"
         writers = writing.pop(page.generation, 0)
         assert (page.state is PageState.WRITING) == (writers == 1), f"page {page.generation} and its writers disagree"
         assert page.state is not PageState.FREE
         assert bool(page.sums) == (page.state is not PageState.WRITING), "READY means summed"
+    assert end <= pool.allocator.capacity_bytes, "a page lies beyond the arena"
     assert not pins and not writing, "a lease holds pages that are gone"
 
 
 def check_coordinator(coordinator: Coordinator) -> None:
-    """Every record is reachable by its hash and says something; members and slots agree."""
+    """Every record is reachable by its hash, says something, and goes in its turn; members and slots agree."""
     book = coordinator.book
-    slots = [member.slot for member in coordinator.members.all()]
-    assert len(set(slots)) == len(slots), "two members share a slot"
-    assert all(book.alive(slot) for slot in slots), "a member's slot is dead"
+    members = coordinator.members.all()
+    recorded = {member.slot: 0 for member in members}
+    assert len(recorded) == len(members), "two members share a slot"
+    assert all(book.alive(slot) for slot in recorded), "a member's slot is dead"
+    sweeping = coordinator.next_deadline() == 0
     for space in coordinator.directory:
         for record in space.index:
             assert space.index.get(record.hash) is record
             assert record.space == space.id
             assert record.copies.entries, "a record without copies"
+            for slot in dict.fromkeys(copy.slot for copy in record.copies.entries):
+                assert sweeping or slot in recorded, "a record names a lost shard, and nobody will sweep it"
+                if slot in recorded:
+                    recorded[slot] += 1
         assert all(space.index.get(block) is not None for block in space.pinned), "a pin of a block that is gone"
+    for member in members:
+        ordered = 0
+        if member.order is not None:
+            assert not coordinator.rebuilding, "an order of a coordinator that does not know enough to give one"
+            assert member.order.number <= member.orders, "an order that the next will be taken for"
+            ordered = len(member.order.blocks)
+        assert recorded[member.slot] <= len(member.cold) + ordered, "a record that nobody would ever evict"

@@ -31,6 +31,8 @@ DTYPE_BYTES: dict[str, int] = {
 }
 
 _MUTABLE_WEIGHTS = frozenset({"main", "master", "latest", "head", "default", "dev", "prod", "stable", "current"})
+MAX_BLOCK_TOKENS = 4_096
+_MAX_NUMBER = 2**31
 _CANONICAL_VERSION = b"kvcluster-spec-v1"
 
 
@@ -52,8 +54,8 @@ class Plane:
             raise SpecError("a plane needs a name, such as 'k'")
         if self.dtype not in DTYPE_BYTES:
             raise SpecError(f"plane {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-        if self.heads < 1 or self.dim < 1:
-            raise SpecError(f"plane {self.name!r}: heads and dim must be at least 1, not {self.heads} and {self.dim}")
+        _check_number(self.heads, 1, f"plane {self.name!r}: heads")
+        _check_number(self.dim, 1, f"plane {self.name!r}: dim")
         if self.dtype == "opaque" and self.heads != 1:
             raise SpecError(f"plane {self.name!r}: opaque bytes have no heads to divide; use heads=1")
 
@@ -82,6 +84,7 @@ class Reuse:
     def __post_init__(self) -> None:
         if self.kind not in ("prefix", "window", "last"):
             raise SpecError(f"reuse {self.kind!r} is not one of prefix, window, last")
+        _check_number(self.tokens, 0, "the tokens of a window")
         if (self.tokens > 0) != (self.kind == "window"):
             raise SpecError("reuse 'window' needs its number of tokens; the others take none")
 
@@ -112,7 +115,11 @@ class Group:
     reuse: Reuse = PREFIX
 
     def __post_init__(self) -> None:
-        if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "planes", tuple(self.planes))
+        for layer in self.layers:
+            _check_number(layer, 0, "a layer number")
+        if not self.layers or list(self.layers) != sorted(set(self.layers)):
             raise SpecError("a group's layers must be distinct, ascending layer numbers, at least one")
         if not self.planes or len({plane.name for plane in self.planes}) != len(self.planes):
             raise SpecError("a group needs at least one plane, and their names must differ")
@@ -178,6 +185,10 @@ class KVSpec:
     extra: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(self.groups))
+        object.__setattr__(self, "extra", tuple((key, value) for key, value in self.extra))
+        for text in (self.model, self.weights, self.adapter, self.rope, *(text for pair in self.extra for text in pair)):
+            _check_text(text)
         if not self.model:
             raise SpecError("model must be named")
         if not self.weights or self.weights.strip().lower() in _MUTABLE_WEIGHTS:
@@ -185,8 +196,9 @@ class KVSpec:
                 f"weights={self.weights!r} does not pin the weights: give a digest or commit, such as 'sha256:...'; "
                 "a name that can move would let stale KV be taken for fresh"
             )
-        if not 1 <= self.block_tokens <= 4096:
-            raise SpecError(f"block_tokens must be between 1 and 4096, not {self.block_tokens}")
+        _check_number(self.block_tokens, 1, "block_tokens")
+        if self.block_tokens > MAX_BLOCK_TOKENS:
+            raise SpecError(f"block_tokens must be at most {MAX_BLOCK_TOKENS}, not {self.block_tokens}")
         if not self.groups:
             raise SpecError("a spec needs at least one group of layers")
         everything = [layer for group in self.groups for layer in group.layers]
@@ -218,8 +230,7 @@ class KVSpec:
         extra: Mapping[str, str] | None = None,
     ) -> KVSpec:
         """The plain case: every layer holds K and V of one shape, and every block of a prefix is needed."""
-        if num_layers < 1:
-            raise SpecError(f"num_layers must be at least 1, not {num_layers}")
+        _check_number(num_layers, 1, "num_layers")
         planes = (Plane("k", num_kv_heads, head_dim, dtype), Plane("v", num_kv_heads, head_dim, dtype))
         return cls(
             model=model,
@@ -295,6 +306,20 @@ def differing_fields(one: KVSpec, other: KVSpec) -> tuple[str, ...]:
 
 def _without_dtypes(groups: Sequence[Group]) -> list[object]:
     return [(g.layers, g.reuse, [(p.name, p.heads, p.dim) for p in g.planes]) for g in groups]
+
+
+def _check_number(value: object, least: int, what: str) -> None:
+    if type(value) is not int or not least <= value < _MAX_NUMBER:
+        raise SpecError(f"{what} must be an integer of at least {least} and below 2**31, not {value!r}")
+
+
+def _check_text(value: object) -> None:
+    try:
+        if not isinstance(value, str):
+            raise SpecError(f"model, weights, adapter, rope and extra are text, not {value!r}")
+        value.encode()
+    except UnicodeEncodeError:
+        raise SpecError(f"{value!r} is no text that could be sent to anybody") from None
 
 
 def _number(value: int) -> bytes:

@@ -116,6 +116,7 @@ class ReportCursor:
     def __init__(self) -> None:
         self._next = 0  # 0: an inventory has to come first
         self._next_chunk = 0
+        self._upto = 0  # of the inventory that came last: a chunk of another, overtaken on its way, is none of it
 
     @property
     def acked(self) -> int:
@@ -128,22 +129,29 @@ class ReportCursor:
 
     def news(self, first: int, events: Sequence[StreamEvent]) -> Sequence[StreamEvent] | None:
         """The events not heard before, or None where some are missing and an inventory is needed."""
-        if self._next == 0 or first > self._next:
-            self._next = 0
+        if self._next == 0:
+            return None
+        if first > self._next:
+            self._next = self._next_chunk = 0
             return None
         fresh = events[self._next - first :]
         self._next += len(fresh)
         return fresh
 
     def chunk(self, chunk: int, *, upto: int, last: bool) -> bool:
-        """Takes note of an inventory chunk; False where it is not the one that comes next."""
+        """Takes note of an inventory chunk; False where it is not the one that comes next.
+
+        The one before it counts again, unless news came after it: its answer was lost, and to begin anew for
+        that would never end where many chunks meet a network that loses a few answers.
+        """
         if chunk == 0:
-            self._next = 0
-            self._next_chunk = 0
-        if chunk != self._next_chunk:
+            self._next = self._next_chunk = 0
+            self._upto = upto
+        if upto != self._upto:
             return False
+        if chunk != self._next_chunk:
+            return chunk == self._next_chunk - 1 and self._next in (0, upto + 1)
         self._next_chunk += 1
         if last:
             self._next = upto + 1
-            self._next_chunk = 0
         return True

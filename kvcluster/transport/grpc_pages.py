@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import TypeVar
 
 import grpc
 
@@ -33,6 +33,7 @@ from kvcluster.transport.sessions import ReadSession, WriteSession, outgoing
 from kvcluster.wire import frames
 from kvcluster.wire.methods import SHARD
 
+T = TypeVar("T")
 READ = "/kvcluster.v1.Shard/Read"
 WRITE = "/kvcluster.v1.Shard/Write"
 _NOBODY = Tenant("")
@@ -62,7 +63,7 @@ class GrpcPages:
             frames.encode_read_request(request), timeout=deadline.remaining_s(), metadata=connection.metadata
         )
         try:
-            outcome = _head(frames.decode_read_head(next(stream)))
+            outcome = _unless_refused(frames.decode_read_head(next(stream)))
             if len(outcome) != len(request.wants):
                 raise ProtocolError(f"{connection.address} answered for {len(outcome)} pages of {len(request.wants)}")
             for message in stream:
@@ -102,11 +103,11 @@ class GrpcPages:
             messages(), timeout=deadline.remaining_s(), metadata=connection.metadata
         )
         try:
-            head = _head(frames.decode_write_head(next(stream)))
+            head = _unless_refused(frames.decode_write_head(next(stream)))
             if len(head) != len(request.pages):
                 raise ProtocolError(f"{connection.address} answered for {len(head)} pages of {len(request.pages)}")
             granted.put(head)
-            return _head(frames.decode_write_tail(next(stream)))
+            return _unless_refused(frames.decode_write_tail(next(stream)))
         except grpc.RpcError as error:
             if failed:
                 raise failed[0] from None
@@ -125,7 +126,7 @@ class GrpcPages:
         self._connection.close()
 
 
-def _head(answer: Any) -> Any:
+def _unless_refused(answer: T | Refused) -> T:
     if isinstance(answer, Refused):
         raise RefusedByShard(answer)
     return answer

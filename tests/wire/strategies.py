@@ -98,17 +98,17 @@ def specs(draw: st.DrawFn) -> KVSpec:
     groups = []
     for _ in range(draw(st.integers(1, 3))):
         opaque = draw(st.booleans())
-        heads = 1 if opaque else draw(st.integers(1, 64))
+        heads = 1 if opaque else draw(st.integers(1, 8))
         dtypes = st.sampled_from([name for name in DTYPE_BYTES if opaque or name != "opaque"])
         names = draw(st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=3, unique=True))
-        planes = tuple(Plane(name, heads, draw(st.integers(1, 512)), draw(dtypes)) for name in names)
+        planes = tuple(Plane(name, heads, draw(st.integers(1, 64)), draw(dtypes)) for name in names)
         own = tuple(next(layers) for _ in range(draw(st.integers(1, 5))))
         reuse = draw(st.sampled_from([PREFIX, LAST]) | st.integers(1, 2**32).map(window))
         groups.append(Group(own, planes, reuse))
     return KVSpec(
         model=draw(st.text(min_size=1, max_size=20)),
         weights="sha256:" + draw(words),
-        block_tokens=draw(st.integers(1, 4096)) if draw(st.booleans()) else 16,
+        block_tokens=draw(st.integers(1, 4096)),
         groups=tuple(groups),
         adapter=draw(words),
         rope=draw(words),

@@ -116,6 +116,8 @@ def check_kv(cache: DynamicCache, spec: KVSpec) -> None:
     """Raises CallerError where a cache that the model has filled does not hold the KV that the spec tells of."""
     (group,) = spec.groups
     for i, layer in enumerate(layers(cache)):
+        if layer.keys is None:
+            raise CallerError(f"the model does not fill layer {i} of its cache, so it keeps other state than K and V")
         for plane, tensor in zip(group.planes, planes(layer), strict=True):
             _, heads, _, dim = tensor.shape
             found = Plane(plane.name, heads, dim, str(tensor.dtype).removeprefix("torch."))

@@ -1,0 +1,209 @@
+"""One engine replica of the demo: `python -m kvcluster.cli.demo.engine`, asked over its pipes.
+
+Requests come as JSON lines on stdin, `{"op": ..., arguments}`; each is answered on stdout by any number of
+`{"progress": [done, total]}` and one `{"result": {...}}` or `{"error": "..."}`. It ends when stdin does, so that no
+replica outlives its conductor, whatever becomes of that. What it does with the cache is in `Engine.answer`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
+
+import kvcluster
+from kvcluster.cli.demo import text
+from kvcluster.engines.transformers import PrefixCache, spec_of
+from kvcluster.engines.transformers.compat import layers, planes
+
+PREFIX_TOKENS = 4096
+NEW_TOKENS = 32
+BLOCK_TOKENS = 16
+
+Progress = Callable[[int, int], None]
+
+
+class Watch(BaseStreamer):  # type: ignore[no-untyped-call]
+    """Counts layers of the prefill and new tokens as they come, and notes when the first token was there."""
+
+    def __init__(self, model: Any, progress: Progress) -> None:
+        self.first_token_ns = 0
+        self._progress = progress
+        self._layers: int = model.config.num_hidden_layers
+        self._model = model
+        self._layers_done = 0
+        self._puts = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called by `generate`: first with the prompt, then with each token."""
+        self._puts += 1
+        if self._puts == 2:
+            self.first_token_ns = time.perf_counter_ns()
+        self._report()
+
+    def end(self) -> None:
+        """Called by `generate`; nothing is held back."""
+
+    @contextmanager
+    def prefill(self) -> Iterator[None]:
+        """Within it, each layer of the first forward pass counts."""
+        stacks = (m for m in self._model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == self._layers)
+        hooks = [layer.register_forward_hook(self._layer_done) for layer in next(stacks, ())]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _layer_done(self, *_: object) -> None:
+        if self._layers_done < self._layers:
+            self._layers_done += 1
+            self._report()
+
+    def _report(self) -> None:
+        self._progress(self._layers_done + max(0, self._puts - 1), self._layers + NEW_TOKENS)
+
+
+class Engine:
+    """A model, and a client once there is a cluster. The public methods are the ops of the protocol."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._model: Any = None
+        self._encode: Callable[[str], list[int]] = lambda characters: list(characters.encode())
+        self._prefix: list[int] = []
+        self._client: kvcluster.Client | None = None
+
+    def make(self, path: str) -> dict[str, Any]:
+        """Writes a Llama of random weights that takes seconds to read the document on two cores.
+
+        Its tokens are the bytes of UTF-8; its weights are wide enough that greedy output does not settle on one token.
+        """
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=256,
+            hidden_size=384,
+            intermediate_size=1024,
+            num_hidden_layers=8,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            initializer_range=0.16,
+            max_position_embeddings=2 * PREFIX_TOKENS,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        LlamaForCausalLM(config).save_pretrained(path)
+        return {}
+
+    def load(self, path: str, bytes_are_tokens: bool) -> dict[str, Any]:
+        """Loads the model, always in float32: in bfloat16, rounding may swap two tokens that are almost as good."""
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        if not bytes_are_tokens:
+            tokenizer: Any = AutoTokenizer.from_pretrained(path)
+            self._encode = lambda characters: list(tokenizer(characters, add_special_tokens=False)["input_ids"])
+        self._prefix = self._encode(text.document()[: 16 * PREFIX_TOKENS])[:PREFIX_TOKENS]
+        parameters = sum(parameter.numel() for parameter in self._model.parameters())
+        return {"model": type(self._model).__name__, "parameters": parameters, "threads": torch.get_num_threads()}
+
+    def connect(self, address: str) -> dict[str, Any]:
+        """Connects under the fingerprint of the weights as they are at this moment."""
+        if self._client is not None:
+            self._client.close()
+        self._client = kvcluster.connect(address, spec_of(self._model, block_tokens=BLOCK_TOKENS))
+        return {"weights": self._client.spec.weights}
+
+    def answer(self, question: str, cached: bool, zero_block: bool = False) -> dict[str, Any]:
+        """Answers a question about the document; says how long the first token took and what was reused.
+
+        `zero_block` spoils one of the loaded blocks, to show that they matter.
+        """
+        ids = torch.tensor([self._prefix + self._encode(text.ask(question))])
+        watch = Watch(self._model, self._progress)
+        began_ns = time.perf_counter_ns()
+        cache = PrefixCache.from_inputs(self._connected(), self._model, ids) if cached else None
+        if cache is not None and zero_block:
+            for layer in layers(cache):
+                for plane in planes(layer):
+                    plane[:, :, BLOCK_TOKENS : 2 * BLOCK_TOKENS] = 0
+        with watch.prefill():
+            out = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                streamer=watch,
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        reply = {
+            "first_token_ns": watch.first_token_ns - began_ns,
+            "prompt_tokens": ids.shape[1],
+            "cached_tokens": 0,
+            "digest": hashlib.sha256(repr(out.sequences[0, ids.shape[1] :].tolist()).encode()).hexdigest()[:12],
+            "logits": out.logits[0][0].tolist(),
+        }
+        if cache is not None:
+            blocks = -(-cache.cached_tokens[0] // BLOCK_TOKENS)
+            reply["cached_tokens"] = cache.cached_tokens[0]
+            reply["loaded_bytes"] = int(blocks * BLOCK_TOKENS * self._connected().spec.token_bytes)
+            if not zero_block:
+                reply["stored_bytes"] = cache.save(out.sequences).nbytes
+                self._connected().flush()
+        return reply
+
+    def status(self) -> dict[str, Any]:
+        """The cluster as the coordinator sees it."""
+        return self._connected().status()
+
+    def train(self, address: str) -> dict[str, Any]:
+        """Changes one weight by a little and connects again: what an update of the weights looks like."""
+        before = self._connected().spec.weights
+        with torch.no_grad():
+            next(iter(self._model.parameters())).view(-1)[0] += 1e-3
+        return {"before": before, "after": self.connect(address)["weights"]}
+
+    def explain(self, question: str) -> dict[str, Any]:
+        """What this replica could load now, and why it is no more."""
+        tokens = self._prefix + self._encode(text.ask(question))
+        misses = [block for block in self._connected().explain(tokens) if not block.hit]
+        return {"tokens": self._connected().lookup(tokens).tokens, "misses": [str(block) for block in misses]}
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    def _connected(self) -> kvcluster.Client:
+        assert self._client is not None, "the conductor connects first"
+        return self._client
+
+
+def main() -> None:
+    """Serves requests until stdin ends."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print goes to the log, never between the replies
+
+    def say(**reply: Any) -> None:
+        print(json.dumps(reply), file=replies, flush=True)
+
+    engine = Engine(lambda done, total: say(progress=[done, total]))
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            say(result=getattr(engine, request.pop("op"))(**request))
+        except kvcluster.KVClusterError as error:
+            say(error=str(error))
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

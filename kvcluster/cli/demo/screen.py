@@ -1,0 +1,99 @@
+"""What the demo shows: progress while it works, then one screen of figures. All of it fits 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from kvcluster.cli.tables import size_text
+
+BAR_COLUMNS = 36
+
+
+class Screen:
+    """A screen for as long as a `with` block; a silent one shows nothing."""
+
+    def __init__(self, *, silent: bool) -> None:
+        self._console = Console(quiet=silent, highlight=False, soft_wrap=True)
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓[/]"),
+            TextColumn("{task.description:<46}"),
+            BarColumn(16),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=silent,
+        )
+
+    def __enter__(self) -> Screen:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    @contextmanager
+    def step(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """A line with a bar for a step. What it gives is told how much is done, of how much."""
+        task = self._progress.add_task(what, total=None)
+        yield lambda done, total: self._progress.update(task, completed=done, total=total)
+        self._progress.update(task, completed=1, total=1)
+
+    def show(self, figures: dict[str, Any]) -> None:
+        """Both acts, from what `--json` prints."""
+        self._progress.stop()
+        for line in (*_sharing(figures), *_safety(figures["other_weights"]), *_end(figures)):
+            self._console.print(line)
+
+
+def _sharing(figures: dict[str, Any]) -> Iterator[str]:
+    seconds = figures["first_token_seconds"]
+    longest = max(seconds.values())
+    yield "\n[bold]Act 1: sharing.[/] Time to the first token of a question about the same document"
+    for name, value in seconds.items():
+        bar = "█" * max(1, round(BAR_COLUMNS * value / longest))
+        yield f"  {name.replace('_', ' '):<15} [cyan]{bar:<{BAR_COLUMNS}}[/] {value:6.2f} s  {_BESIDE[name]}"
+    yield ""
+    yield (
+        f"  tokens reused  {figures['tokens_reused']:,} of {figures['tokens_asked']:,} that the second replica was asked"
+    )
+    yield (
+        f"  bytes moved    {size_text(figures['stored_bytes'])} stored, {size_text(figures['loaded_bytes'])} loaded; "
+        f"hit rate {figures['hit_rate']:.0%} of blocks"
+    )
+    yield "  digest of the generated ids"
+    for answer in figures["answers"]:
+        same = "[green]identical[/]" if answer["identical"] else "[red]DIFFERENT[/]"
+        yield f"    without cache {answer['without_cache']}, with cache {answer['with_cache']}: {same}"
+    control = figures["control"]
+    differs = "[green]differs, as it must[/]" if control["differs"] else "[red]THE SAME, so nothing above counts[/]"
+    yield f"    with one loaded block zeroed     {control['digest']}: {differs}"
+    yield (
+        f"  greatest difference of a logit to a full prefill: {figures['logit_difference']:.1e} "
+        f"(logits go up to {figures['logit_scale']:.1f})"
+    )
+
+
+_BESIDE = {"no_cache": "computed", "first_replica": "stored", "second_replica": "loaded"}
+
+
+def _safety(other: dict[str, Any]) -> Iterator[str]:
+    yield "\n[bold]Act 2: safety.[/] One weight of the second replica changes by 0.001"
+    yield f"  weights        {other['before'][:19]} is now {other['after'][:19]}"
+    yield f"  tokens reused  {other['tokens_reused']:,}"
+    yield f"  explain        {escape(other['explanation'])}"
+    if not other["refused"]:
+        yield "  [red]KV of other weights was taken, or explain did not name them[/]"
+
+
+def _end(figures: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"\n{figures['seconds']:.0f} s in all. Prefill on a CPU is slow, so the ratio of the bars flatters: a GPU computes\n"
+        "faster than this, and what counts there is measured by `kvcluster bench`."
+    )
+    yield "Next: `kvcluster up` keeps a cluster running; README.md connects your engine to it,"
+    yield "and docs/architecture.md says how it works and when it does not help."
