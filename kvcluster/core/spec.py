@@ -32,8 +32,22 @@ DTYPE_BYTES: dict[str, int] = {
 
 _MUTABLE_WEIGHTS = frozenset({"main", "master", "latest", "head", "default", "dev", "prod", "stable", "current"})
 MAX_BLOCK_TOKENS = 4_096
-_MAX_NUMBER = 2**31
+_MAX_NUMBER = 2**63
 _CANONICAL_VERSION = b"kvcluster-spec-v1"
+
+
+def _check_number(value: object, least: int, what: str) -> None:
+    if type(value) is not int or not least <= value < _MAX_NUMBER:
+        raise SpecError(f"{what} must be an integer of at least {least} and below 2**63, not {value!r}")
+
+
+def _check_text(value: object) -> None:
+    try:
+        if not isinstance(value, str):
+            raise SpecError(f"model, weights, adapter, rope and extra are text, not {value!r}")
+        value.encode()
+    except UnicodeEncodeError:
+        raise SpecError(f"{value!r} is no text that could be sent to anybody") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,20 +320,6 @@ def differing_fields(one: KVSpec, other: KVSpec) -> tuple[str, ...]:
 
 def _without_dtypes(groups: Sequence[Group]) -> list[object]:
     return [(g.layers, g.reuse, [(p.name, p.heads, p.dim) for p in g.planes]) for g in groups]
-
-
-def _check_number(value: object, least: int, what: str) -> None:
-    if type(value) is not int or not least <= value < _MAX_NUMBER:
-        raise SpecError(f"{what} must be an integer of at least {least} and below 2**31, not {value!r}")
-
-
-def _check_text(value: object) -> None:
-    try:
-        if not isinstance(value, str):
-            raise SpecError(f"model, weights, adapter, rope and extra are text, not {value!r}")
-        value.encode()
-    except UnicodeEncodeError:
-        raise SpecError(f"{value!r} is no text that could be sent to anybody") from None
 
 
 def _number(value: int) -> bytes:

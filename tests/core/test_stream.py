@@ -222,3 +222,262 @@ class StreamOverABadNetwork(RuleBasedStateMachine):
 
 
 TestStreamOverABadNetwork = StreamOverABadNetwork.TestCase
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two pages a chunk, two events a message, four events kept."""
+    monkeypatch.setattr(limits, "INVENTORY_CHUNK", 2)
+    monkeypatch.setattr(limits, "REPORTS_PER_MESSAGE", 2)
+    monkeypatch.setattr(limits, "STREAM_BACKLOG", 4)
+
+
+def stream_of(*numbers: int) -> tuple[ReportStream, list[PageEvent]]:
+    """A stream that has not said anything yet, and what it would call everything."""
+    pages = [page(number) for number in numbers]
+    return ReportStream(lambda: list(pages)), pages
+
+
+def chunk(number: int, *, upto: int = 0, last: bool = False) -> Piece:
+    return Piece(inventory=True, upto=upto, chunk=number, last=last)
+
+
+def take(cursor: ReportCursor, piece: Piece) -> bool:
+    return cursor.chunk(piece.chunk, upto=piece.upto, last=piece.last)
+
+
+def settle(stream: ReportStream, cursor: ReportCursor) -> list[Piece]:
+    """Sends until nothing is new; what was sent."""
+    sent: list[Piece] = []
+    while stream.has_news:
+        piece = stream.next_piece()
+        sent.append(piece)
+        if piece.inventory:
+            assert take(cursor, piece)
+        else:
+            assert cursor.news(piece.first, piece.events) is not None
+        stream.answered(piece, cursor.acked)
+    return sent
+
+
+def test_what_a_shard_says_first_is_everything_it_holds() -> None:
+    stream, pages = stream_of(1, 2)
+    assert stream.has_news and stream.acked == -1
+    piece = stream.next_piece()
+    assert piece == Piece(inventory=True, upto=0, chunk=0, last=True, pages=tuple(pages))
+    stream.answered(piece, acked=0)
+    assert not stream.has_news and stream.acked == stream.last == 0
+
+
+def test_a_shard_that_holds_nothing_says_that() -> None:
+    stream, _ = stream_of()
+    assert stream.next_piece() == chunk(0, last=True)
+
+
+@pytest.mark.usefixtures("small")
+def test_an_inventory_comes_in_chunks_and_the_last_one_says_so() -> None:
+    stream, pages = stream_of(1, 2, 3, 4)
+    cursor = ReportCursor()
+    sent = settle(stream, cursor)
+    assert [(piece.chunk, piece.last) for piece in sent] == [(0, False), (1, True)]
+    assert [event for piece in sent for event in piece.pages] == pages
+
+
+@pytest.mark.usefixtures("small")
+def test_until_it_is_answered_a_piece_is_sent_again() -> None:
+    stream, _ = stream_of(1, 2, 3)
+    assert stream.next_piece() == stream.next_piece()
+    settle(stream, ReportCursor())
+    stream.append(page(4))
+    first = stream.next_piece()
+    stream.append(page(5))
+    assert stream.next_piece().first == first.first == 1
+    assert stream.next_piece().events == (page(4), page(5))
+
+
+@pytest.mark.usefixtures("small")
+def test_events_are_numbered_from_the_last_acknowledged_and_come_in_order() -> None:
+    stream, _ = stream_of()
+    cursor = ReportCursor()
+    settle(stream, cursor)
+    for number in range(4):
+        stream.append(page(number))
+    sent = settle(stream, cursor)
+    assert sent == [Piece(first=1, events=(page(0), page(1))), Piece(first=3, events=(page(2), page(3)))]
+    assert cursor.acked == stream.acked == 4
+    assert stream.next_piece() == Piece(first=5), "a heartbeat carries the number that would come next"
+
+
+@pytest.mark.usefixtures("small")
+def test_an_answer_may_acknowledge_less_than_was_sent() -> None:
+    stream, _ = stream_of()
+    settle(stream, ReportCursor())
+    stream.append(page(1))
+    stream.append(page(2))
+    stream.answered(stream.next_piece(), acked=1)
+    assert stream.next_piece() == Piece(first=2, events=(page(2),))
+
+
+def test_an_answer_acknowledges_no_more_than_there_is() -> None:
+    stream, _ = stream_of()
+    settle(stream, ReportCursor())
+    stream.append(page(1))
+    stream.answered(stream.next_piece(), acked=9)
+    assert stream.acked == stream.last == 1
+
+
+@pytest.mark.usefixtures("small")
+def test_what_happens_during_an_inventory_follows_it() -> None:
+    stream, pages = stream_of(1, 2, 3)
+    cursor = ReportCursor()
+    first = stream.next_piece()
+    pages.append(page(4))
+    stream.append(page(4))
+    assert take(cursor, first)
+    stream.answered(first, cursor.acked)
+    assert [piece.pages or piece.events for piece in settle(stream, cursor)] == [(page(3),), (page(4),)]
+
+
+@pytest.mark.usefixtures("small")
+def test_what_happened_before_an_inventory_is_in_it_and_told_once() -> None:
+    stream, pages = stream_of(1)
+    cursor = ReportCursor()
+    pages.append(page(2))
+    stream.append(page(2))
+    assert settle(stream, cursor) == [Piece(inventory=True, upto=1, chunk=0, last=True, pages=(page(1), page(2)))]
+    assert cursor.acked == stream.last == 1
+
+
+@pytest.mark.usefixtures("small")
+def test_too_much_that_nobody_acknowledged_is_forgotten_for_an_inventory() -> None:
+    stream, _ = stream_of()
+    cursor = ReportCursor()
+    settle(stream, cursor)
+    for number in range(4):
+        stream.append(page(number))
+    assert stream.acked == 0
+    stream.append(page(4))
+    assert stream.acked == -1 and stream.last == 5
+    assert settle(stream, cursor) == [chunk(0, upto=5, last=True)]
+
+
+@pytest.mark.usefixtures("small")
+def test_an_answer_that_comes_after_the_events_were_forgotten_says_nothing() -> None:
+    stream, _ = stream_of()
+    settle(stream, ReportCursor())
+    stream.append(page(1))
+    sent = stream.next_piece()
+    stream.owe_inventory()
+    stream.answered(sent, acked=1)
+    assert stream.acked == -1 and stream.next_piece().inventory
+
+
+@pytest.mark.usefixtures("small")
+def test_an_answer_to_an_inventory_that_was_begun_anew_says_nothing() -> None:
+    stream, _ = stream_of(1, 2, 3)
+    first = stream.next_piece()
+    stream.owe_inventory()
+    stream.answered(first, acked=0)
+    assert stream.next_piece() == first, "the new inventory begins with its own first chunk"
+    stream.answered(first, acked=0)
+    stream.answered(first, acked=0)
+    assert stream.next_piece().chunk == 1, "the answer to a chunk counts once"
+
+
+def test_an_answer_to_an_inventory_that_is_no_longer_owed_says_nothing() -> None:
+    stream, _ = stream_of(1)
+    piece = stream.next_piece()
+    stream.answered(piece, acked=0)
+    stream.append(page(2))
+    stream.answered(piece, acked=0)
+    assert stream.acked == 0 and stream.next_piece() == Piece(first=1, events=(page(2),))
+
+
+def test_for_another_coordinator_numbers_begin_again() -> None:
+    stream, _ = stream_of(1)
+    settle(stream, ReportCursor())
+    stream.append(page(2))
+    stream.reset()
+    assert stream.last == 0 and stream.acked == -1
+    assert stream.next_piece() == Piece(inventory=True, chunk=0, last=True, pages=(page(1),))
+
+
+def test_news_before_the_inventory_are_not_heard() -> None:
+    cursor = ReportCursor()
+    assert not cursor.current and cursor.acked == 0
+    assert cursor.news(1, [page(1)]) is None
+
+
+def test_what_was_heard_is_not_heard_again() -> None:
+    cursor = ReportCursor()
+    take(cursor, chunk(0, upto=7, last=True))
+    assert cursor.current and cursor.acked == 7
+    assert cursor.news(8, [page(1), page(2)]) == [page(1), page(2)]
+    assert cursor.news(8, [page(1), page(2), page(3)]) == [page(3)]
+    assert cursor.news(8, [page(1)]) == []
+    assert cursor.acked == 10
+
+
+def test_after_a_gap_nothing_is_heard_until_an_inventory_came() -> None:
+    cursor = ReportCursor()
+    take(cursor, chunk(0, last=True))
+    assert cursor.news(2, [page(2)]) is None
+    assert not cursor.current
+    assert cursor.news(1, [page(1)]) is None
+    assert take(cursor, chunk(0, upto=2, last=True)) and cursor.current
+
+
+def test_a_heartbeat_behind_a_gap_is_enough_to_find_it() -> None:
+    cursor = ReportCursor()
+    take(cursor, chunk(0, last=True))
+    assert cursor.news(1, []) == []
+    assert cursor.news(2, []) is None
+
+
+def test_chunks_are_taken_in_order_only() -> None:
+    cursor = ReportCursor()
+    assert not take(cursor, chunk(1))
+    assert take(cursor, chunk(0))
+    assert not take(cursor, chunk(2, last=True))
+    assert take(cursor, chunk(1)) and not cursor.current
+    assert take(cursor, chunk(2, last=True)) and cursor.current
+
+
+def test_a_first_chunk_begins_anew_at_any_time() -> None:
+    cursor = ReportCursor()
+    assert take(cursor, chunk(0)) and take(cursor, chunk(0)) and take(cursor, chunk(1, last=True))
+    assert take(cursor, chunk(0, upto=5)) and not cursor.current
+    assert take(cursor, chunk(1, upto=5, last=True)) and cursor.acked == 5
+
+
+def test_a_chunk_that_was_overtaken_by_another_inventory_is_no_part_of_it() -> None:
+    cursor = ReportCursor()
+    assert take(cursor, chunk(0, upto=9))
+    assert not take(cursor, chunk(1, upto=4, last=True)), "it is of the inventory before"
+    assert take(cursor, chunk(0, upto=4)), "so is this one, but nothing tells that yet"
+    assert not take(cursor, chunk(1, upto=9, last=True)), "half of one and half of another is what no shard holds"
+    assert not cursor.current
+
+
+def test_the_lost_answer_to_a_chunk_does_not_begin_the_inventory_again() -> None:
+    cursor = ReportCursor()
+    for piece in (chunk(0, upto=3), chunk(1, upto=3), chunk(2, upto=3, last=True)):
+        assert take(cursor, piece) and take(cursor, piece)
+    assert cursor.current and cursor.acked == 3
+
+
+def test_a_last_chunk_that_comes_again_after_news_brings_nothing_back() -> None:
+    cursor = ReportCursor()
+    take(cursor, chunk(0))
+    take(cursor, chunk(1, last=True))
+    assert cursor.news(1, [gone(1)]) == [gone(1)]
+    assert not take(cursor, chunk(1, last=True))
+    assert cursor.current and cursor.acked == 1
+
+
+def test_a_chunk_that_comes_again_after_a_gap_makes_nothing_current() -> None:
+    cursor = ReportCursor()
+    take(cursor, chunk(0))
+    take(cursor, chunk(1, last=True))
+    assert cursor.news(5, []) is None
+    assert not take(cursor, chunk(1, last=True)) and not cursor.current

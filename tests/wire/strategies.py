@@ -69,9 +69,7 @@ quantities = st.integers(0, 2**62)
 epochs: SearchStrategy[Any] = quantities
 words = st.text(max_size=20)
 losses = st.sampled_from(Loss)
-attempts = st.builds(
-    Attempt, holder=st.binary(min_size=16, max_size=16), counter=st.integers(0, 2**64 - 1)
-)
+attempts = st.builds(Attempt, holder=st.binary(min_size=16, max_size=16), counter=st.integers(0, 2**64 - 1))
 blocks = st.lists(hashes, max_size=70).map(tuple)
 depths = st.integers(0, limits.TOKENS_PER_SEQUENCE)
 group_numbers = st.integers(0, limits.PARTS_PER_BLOCK - 1)
@@ -135,9 +133,7 @@ load_grants = st.builds(
     st.none() | misses,
 )
 _counts = st.integers(1, 10)
-_writes = st.builds(
-    StoreRun, count=_counts, decision=st.just(Decision.WRITE), shard=addresses, miss=st.none() | misses
-)
+_writes = st.builds(StoreRun, count=_counts, decision=st.just(Decision.WRITE), shard=addresses, miss=st.none() | misses)
 _leaves = st.builds(
     StoreRun,
     count=_counts,
@@ -174,9 +170,7 @@ page_events = st.builds(
 )
 gone_events = st.builds(GoneEvent, namespace=namespaces, key=keys, corrupt=st.booleans())
 owned_specs = st.lists(st.tuples(tenants, specs()), max_size=2).map(tuple)
-orders = st.builds(
-    EvictOrder, number=quantities, blocks=st.lists(st.tuples(namespaces, hashes), max_size=5).map(tuple)
-)
+orders = st.builds(EvictOrder, number=quantities, blocks=st.lists(st.tuples(namespaces, hashes), max_size=5).map(tuple))
 
 read_requests = st.builds(
     ReadRequest,
@@ -220,9 +214,7 @@ _told: dict[str, SearchStrategy[Any]] = {"call": calls, "info": infos, "coordina
 
 COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
     "Attach": st.builds(Attach, call=calls, tenant=tenants, spec=specs()),
-    "PrepareLoad": st.builds(
-        PrepareLoad, **_asked, attempt=attempts, hashes=blocks, need=needs, hold=st.booleans()
-    ),
+    "PrepareLoad": st.builds(PrepareLoad, **_asked, attempt=attempts, hashes=blocks, need=needs, hold=st.booleans()),
     "PrepareStore": st.builds(
         PrepareStore,
         **_asked,
@@ -300,9 +292,7 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
         namespaces=quantities,
         blocks=quantities,
         tickets=quantities,
-        shards=st.lists(st.builds(ShardStatus, info=infos, state=words, seen_ns_ago=quantities), max_size=2).map(
-            tuple
-        ),
+        shards=st.lists(st.builds(ShardStatus, info=infos, state=words, seen_ns_ago=quantities), max_size=2).map(tuple),
         counters=counters,
     ),
     "Report": acks,

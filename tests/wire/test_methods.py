@@ -176,9 +176,7 @@ def test_events_of_one_namespace_and_part_share_them() -> None:
     )  # fmt: skip
     info = ShardInfo(ShardId("s"), Epoch(1), "a:1", "h", 1, 1, 1, 1)
     method = COORDINATOR["Report"]
-    report = method.decode_request(
-        method.encode_request(Report(CALL, info, Epoch(1), 1, (page, page))), CALL, TENANT
-    )
+    report = method.decode_request(method.encode_request(Report(CALL, info, Epoch(1), 1, (page, page))), CALL, TENANT)
     assert isinstance(report, Report)
     one, other = report.events
     assert one.namespace is other.namespace and one.key.part is other.key.part
@@ -235,9 +233,7 @@ def _module(kind: Descriptor) -> Any:
 
 def test_requests_hold_no_repeated_messages() -> None:
     files = (coordinator_pb2.DESCRIPTOR, shard_pb2.DESCRIPTOR)
-    requests = [
-        kind for file in files for name, kind in file.message_types_by_name.items() if name.endswith("Request")
-    ]
+    requests = [kind for file in files for name, kind in file.message_types_by_name.items() if name.endswith("Request")]
     assert len(requests) == 15
     assert [found for kind in requests for found in _repeated_messages(kind)] == []
     assert list(_repeated_messages(common_pb2.Spec.DESCRIPTOR)) == ["Spec.groups", "Spec.extra"], "the check sees"

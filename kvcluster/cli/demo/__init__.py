@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ SHARDS = 2
 DEVICE_BYTES = "512MiB"
 
 Figures = dict[str, Any]
+Progress = Callable[[int, int], None]
 
 
 def run(arguments: Sequence[str] = ()) -> int:
@@ -49,15 +50,111 @@ def run(arguments: Sequence[str] = ()) -> int:
 
 
 def conduct(screen: Screen) -> Figures:
-    """Plays both acts and returns the figures."""
+    """Plays both acts and returns the figures. Raises KVClusterError where a replica or the cluster fails."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kvcluster-demo-") as folder:
-        workshop = Path(folder)
-        model = os.environ.get("DEMO_MODEL")
-        settings = {"path": model or str(workshop / "model"), "bytes_are_tokens": not model}
-        with Replica("the first replica", workshop / "first.log") as first:
-            with screen.step("starting Ray, a coordinator and two shards"):
-                cluster = kvcluster.local(shards=SHARDS, device_bytes=DEVICE_BYTES)
-                with cluster as running:
-                    ...
-    return {}
+    with ExitStack() as house:
+        workshop = Path(house.enter_context(tempfile.TemporaryDirectory(prefix="kvcluster-demo-")))
+        given = os.environ.get("DEMO_MODEL")
+        model = {"path": given or str(workshop / "model"), "bytes_are_tokens": not given}
+        first = house.enter_context(Replica("the first replica", workshop / "first.log"))
+        with screen.step("start Ray, a coordinator and two shards"):
+            cluster = house.enter_context(kvcluster.local(shards=SHARDS, device_bytes=DEVICE_BYTES))
+        with screen.step("load the model" if given else "build a Llama of random weights"):
+            if not given:
+                first.ask("make", path=model["path"])
+            about = first.ask("load", **model)
+        with screen.step(f"no cache: {len(text.QUESTIONS)} questions") as progress:
+            computed = _answers(first, text.QUESTIONS, progress, cached=False)
+        with screen.step("first replica: one question, KV is stored") as progress:
+            first.ask("connect", address=cluster.address)
+            (stored,) = _answers(first, text.QUESTIONS[:1], progress, cached=True)
+
+        second = house.enter_context(Replica("the second replica", workshop / "second.log"))
+        with screen.step("start the second replica"):
+            second.ask("load", **model)
+            second.ask("connect", address=cluster.address)
+        with screen.step(f"second replica: {len(text.QUESTIONS)} questions, KV is loaded") as progress:
+            loaded = _answers(second, text.QUESTIONS, progress, cached=True)
+            status = second.ask("status")
+        with screen.step("the control: one loaded block zeroed") as progress:
+            (spoiled,) = _answers(second, text.QUESTIONS[:1], progress, cached=True, zero_block=True)
+        with screen.step("second replica: other weights"):
+            trained = second.ask("train", address=cluster.address)
+            explained = second.ask("explain", question=text.QUESTIONS[0])
+    figures = about | _sharing(computed, stored, loaded, status) | {"seconds": time.monotonic() - began}
+    figures["control"] = _control(spoiled, loaded[0], figures)
+    figures["other_weights"] = _other_weights(trained, explained)
+    identical = all(answer["identical"] for answer in figures["answers"])
+    figures["ok"] = identical and figures["control"]["differs"] and figures["other_weights"]["refused"]
+    return figures
+
+
+def _answers(replica: Replica, questions: Sequence[str], progress: Progress, **how: bool) -> list[Figures]:
+    """The replica's answers, one after the other."""
+    out = []
+    for i, question in enumerate(questions):
+
+        def part(done: int, total: int, before: int = i) -> None:
+            progress(before * total + done, len(questions) * total)
+
+        out.append(replica.ask("answer", part, question=question, **how))
+    return out
+
+
+def _sharing(computed: list[Figures], stored: Figures, loaded: list[Figures], status: Figures) -> Figures:
+    warm = [stored, *loaded]
+    cold = [computed[0], *computed]
+    return {
+        "first_token_seconds": {
+            "no_cache": _seconds(computed),
+            "first_replica": _seconds([stored]),
+            "second_replica": _seconds(loaded),
+        },
+        "tokens_asked": sum(answer["prompt_tokens"] for answer in loaded),
+        "tokens_reused": sum(answer["cached_tokens"] for answer in loaded),
+        "stored_bytes": sum(answer["stored_bytes"] for answer in warm),
+        "loaded_bytes": sum(answer["loaded_bytes"] for answer in warm),
+        "hit_rate": status["hit_rate"],
+        "answers": [
+            {"without_cache": c["digest"], "with_cache": w["digest"], "identical": c["digest"] == w["digest"]}
+            for c, w in zip(cold, warm, strict=True)
+        ],
+        "logit_difference": max(_difference(c, w) for c, w in zip(cold, warm, strict=True)),
+        "logit_scale": max(abs(logit) for answer in computed for logit in answer["logits"]),
+    }
+
+
+def _control(spoiled: Figures, good: Figures, figures: Figures) -> Figures:
+    """Rounding also moves logits a little; the spoiled block must show far above that."""
+    moved = _difference(spoiled, good)
+    differs = moved > 100 * figures["logit_difference"] and moved > 1e-3 * figures["logit_scale"]
+    return {"digest": spoiled["digest"], "logit_difference": moved, "differs": differs}
+
+
+def _other_weights(trained: Figures, explained: Figures) -> Figures:
+    misses = explained["misses"]
+    explanation = f"{misses[0]}, and {len(misses) - 1:,} more blocks" if misses else "nothing missed"
+    refused = explained["tokens"] == 0 and bool(misses) and "namespace (weights" in misses[0]
+    return trained | {"tokens_reused": explained["tokens"], "explanation": explanation, "refused": refused}
+
+
+def _seconds(answers: list[Figures]) -> float:
+    return statistics.median(answer["first_token_ns"] for answer in answers) / 1e9
+
+
+def _difference(one: Figures, other: Figures) -> float:
+    return max(abs(a - b) for a, b in zip(one["logits"], other["logits"], strict=True))
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Within it, SIGTERM unwinds the stack as Ctrl-C does, so that everything started is ended."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,409 @@
+"""What comes from outside is held to shapes and bounds before the core sees it, and refused in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvcluster.core import limits
+from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
+from kvcluster.core.messages import (
+    Attach,
+    Attached,
+    AttachedShard,
+    BlockFate,
+    Decision,
+    EvictOrder,
+    Explained,
+    Flush,
+    GoneEvent,
+    Inventory,
+    LoadGrant,
+    Need,
+    NewPage,
+    PageEvent,
+    PageKey,
+    PageWant,
+    PinBlocks,
+    Pinned,
+    PrepareLoad,
+    PrepareStore,
+    ReadRequest,
+    RenewTicket,
+    Report,
+    ReportAck,
+    Run,
+    ShardAddress,
+    ShardInfo,
+    ShardStatus,
+    SiblingSpecs,
+    Source,
+    Status,
+    StoreGrant,
+    StoreRun,
+    Tier,
+    WriteRequest,
+)
+from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.errors import KVClusterError, LimitError, ProtocolError, SpecError
+from kvcluster.wire import common, coordinator, reports, shard
+from kvcluster.wire.methods import COORDINATOR, SHARD
+from kvcluster.wire.v1 import common_pb2, coordinator_pb2, shard_pb2
+
+CALL, TENANT = CallId(0), Tenant("t")
+BLOCK, NAMESPACE = BlockHash(b"b" * 32), NamespaceId(b"n" * 32)
+ATTEMPT = Attempt(Holder(b"h" * 16), 1)
+PART = Part(0, 4, 0, 2)
+KEY = PageKey(BLOCK, 0, PART)
+SPEC = KVSpec.uniform(model="m", weights="sha256:0", num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32")
+SHARD_ADDRESS = ShardAddress(ShardId("s"), Epoch(1), "a:1", "h")
+SOURCE = Source(0, PART, SHARD_ADDRESS, Tier.DEVICE, Loss.EXACT)
+INFO = ShardInfo(ShardId("s"), Epoch(1), "a:1", "h", 1, 1, 1, 1, (("commits", 1),))
+PAGE = PageEvent(NAMESPACE, KEY, BLOCK, 3, Tier.DEVICE, Loss.EXACT)
+
+LOAD = PrepareLoad(CALL, TENANT, NAMESPACE, ATTEMPT, (BLOCK,), Need((PART,)))
+STORE = PrepareStore(CALL, TENANT, NAMESPACE, ATTEMPT, 1, BLOCK, BLOCK, (BLOCK,), ((0, PART),))
+PIN = PinBlocks(CALL, TENANT, NAMESPACE, (BLOCK,), 1)
+REPORT = Report(CALL, INFO, Epoch(1), 1, (PAGE, GoneEvent(NAMESPACE, KEY, False)), ((TENANT, SPEC),))
+READ = ReadRequest(NAMESPACE, ATTEMPT, Epoch(1), (PageWant(KEY, 0, 4),))
+WRITE = WriteRequest(NAMESPACE, ATTEMPT, Epoch(1), (NewPage(KEY, BLOCK, 0),))
+GRANT = LoadGrant(2, (Run(2, ((SOURCE,),)),), 0, None)
+STORED = StoreGrant((StoreRun(1, Decision.WRITE, SHARD_ADDRESS), StoreRun(1, Decision.PENDING)))
+EXPLAINED = Explained((BlockFate(1, ((SOURCE,),), None), BlockFate(1, None, Miss(MissReason.FULL))))
+ACK = ReportAck(Epoch(1), 1, order=EvictOrder(1, ((NAMESPACE, BLOCK),)))
+STATUS = Status(Epoch(1), "serving", 1, 1, 1, 1, (ShardStatus(INFO, "up", 1),), (("loads", 1),))
+
+
+def _question(kind: type[Any], encoded: bytes, decode: Callable[..., object]) -> tuple[Any, Callable[[Any], object]]:
+    """A valid message to spoil, and how it is read."""
+    return kind.FromString(encoded), lambda m: decode(m.SerializeToString(), CALL, TENANT)
+
+
+def _stream(kind: type[Any], encoded: bytes, decode: Callable[[bytes], object]) -> tuple[Any, Callable[[Any], object]]:
+    return kind.FromString(encoded), lambda m: decode(m.SerializeToString())
+
+
+def _start(name: str) -> tuple[Any, Callable[[Any], object]]:
+    c, s = coordinator_pb2, shard_pb2
+    reply = coordinator.decode_reply
+    match name:
+        case "load":
+            return _question(
+                c.PrepareLoadRequest, coordinator.encode_prepare_load(LOAD), coordinator.decode_prepare_load
+            )
+        case "store":
+            data = coordinator.encode_prepare_store(STORE)
+            return _question(c.PrepareStoreRequest, data, coordinator.decode_prepare_store)
+        case "pin":
+            return _question(c.PinBlocksRequest, coordinator.encode_pin_blocks(PIN), coordinator.decode_pin_blocks)
+        case "ticket":
+            data = coordinator.encode_ticket_end(RenewTicket(CALL, ATTEMPT))
+            return _question(c.TicketRequest, data, coordinator.decode_renew_ticket)
+        case "report":
+            return _question(c.ReportRequest, reports.encode_report(REPORT), reports.decode_report)
+        case "inventory":
+            data = reports.encode_inventory(Inventory(CALL, INFO, Epoch(1), 1, 0, True, (PAGE,)))
+            return _question(c.InventoryRequest, data, reports.decode_inventory)
+        case "flush":
+            return _question(s.FlushRequest, shard.encode_flush(Flush(CALL, 1)), shard.decode_flush)
+        case "read":
+            return _stream(s.ReadRequest, shard.encode_read_request(READ), shard.decode_read_request)
+        case "write":
+            return _stream(s.WriteRequest, shard.encode_write_request(WRITE), shard.decode_write_request)
+        case "read head":
+            return _stream(s.ReadHead, shard.encode_read_head([Miss(MissReason.FULL)]), shard.decode_read_head)
+        case "write head":
+            return _stream(s.WriteHead, shard.encode_write_head([None]), shard.decode_write_head)
+        case "write tail":
+            return _stream(s.WriteTail, shard.encode_write_tail([]), shard.decode_write_tail)
+        case "attached shard":
+            data = shard.encode_reply(AttachedShard(NAMESPACE, Epoch(1), 1))
+            return _stream(s.ShardReply, data, shard.decode_reply)
+        case "attached":
+            attached = Attached(NAMESPACE, Epoch(1), 1, 64, (SHARD_ADDRESS,))
+            return _stream(c.CoordinatorReply, coordinator.encode_reply(attached), reply)
+        case _:
+            answers = {"grant": GRANT, "stored": STORED, "explained": EXPLAINED, "ack": ACK, "status": STATUS}
+            answers |= {"siblings": SiblingSpecs((SPEC,)), "pinned": Pinned(1)}
+            return _stream(c.CoordinatorReply, coordinator.encode_reply(answers[name]), reply)
+
+
+MANY = limits.BLOCKS_PER_CALL + 1
+HUGE = 2**63
+
+SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
+    # message, field, what it is set to, the error, what it says
+    ("load", "namespace", b"n" * 31, ProtocolError, "a namespace is 32 bytes, not 31"),
+    ("load", "namespace", b"", ProtocolError, "a namespace is 32 bytes, not 0"),
+    ("load", "holder", b"h" * 17, ProtocolError, "a holder is 16 bytes, not 17"),
+    ("load", "hashes", b"x" * 33, ProtocolError, "take 32 bytes each; 33 bytes came"),
+    ("load", "hashes", bytes(32 * MANY), LimitError, f"{MANY} block hashes in a call; at most {MANY - 1}"),
+    ("load", "need.groups", 1_025, LimitError, "1025 groups in a need; at most 1024"),
+    ("load", "need.groups", 0, ProtocolError, "group 0 of a need of 0 groups"),
+    ("load", "need.parts", [0, 0, 1, 0, 1] * 2, ProtocolError, "named once at most, in order"),
+    ("load", "need.parts", [0, 0, 1, 0], ProtocolError, "five numbers each; 4 came"),
+    ("load", "need.parts", [0, 4, 4, 0, 1], ProtocolError, "is no part"),
+    ("load", "need.parts", [0, 0, 1, 2, 1], ProtocolError, "is no part"),
+    ("load", "need.parts", [0, 0, 65_536, 0, 1], ProtocolError, "end at 65535 or before"),
+    ("load", "need.parts", [0, 0, 1, 0, 65_536], ProtocolError, "end at 65535 or before"),
+    ("load", "need.parts", [0, 0, 1, 0, 1] * 1_025, LimitError, "1025 parts in a message; at most 1024"),
+    ("load", "need.accept", 9, ProtocolError, "Loss 9 is not known here"),
+    ("store", "parent", b"", ProtocolError, "a block hash is 32 bytes, not 0"),
+    ("store", "run", b"r", ProtocolError, "a block hash is 32 bytes, not 1"),
+    ("store", "first", limits.TOKENS_PER_SEQUENCE, LimitError, "blocks in a chain"),
+    ("store", "parts", [1_024, 0, 1, 0, 1], LimitError, "group 1024"),
+    ("store", "loss", 3, ProtocolError, "Loss 3 is not known here"),
+    ("store", "host", "h" * 1_025, LimitError, "1025 characters of a host"),
+    ("pin", "ttl_ns", HUGE, LimitError, "nanoseconds"),
+    ("ticket", "holder", b"", ProtocolError, "a holder is 16 bytes, not 0"),
+    ("flush", "wait_ns", HUGE, LimitError, "nanoseconds"),
+    ("report", "info.shard", "s" * 1_025, LimitError, "characters of a shard's name"),
+    ("report", "info.epoch", HUGE, LimitError, "as an epoch"),
+    ("report", "info.free_bytes", HUGE, LimitError, "free bytes"),
+    ("report", "info.counters.names", ["one", "two"], ProtocolError, r"lists of counters must be equally long"),
+    ("report", "info.counters.names", ["n" * 1_025], LimitError, "characters of a counter's name"),
+    ("report", "coordinator", HUGE, LimitError, "as an epoch"),
+    ("report", "first", HUGE, LimitError, "as a stream number"),
+    ("report", "order", HUGE, LimitError, "as an order's number"),
+    ("report", "pressure_bytes", HUGE, LimitError, "bytes wanted"),
+    ("report", "events.hashes", b"b" * 32, ProtocolError, "lists of events must be equally long"),
+    ("report", "events.hashes", bytes(32 * 4_097), LimitError, "4097 events in a message; at most 4096"),
+    ("report", "events.kinds", [1], ProtocolError, "lists of events must be equally long"),
+    ("report", "events.kinds", [1, 1], ProtocolError, "fewer pages are described"),
+    ("report", "events.kinds", [2, 3], ProtocolError, "more pages are described"),
+    ("report", "events.kinds", [1, 7], ProtocolError, "event kind 7 is not known here"),
+    ("report", "events.namespaces", b"n" * 33, ProtocolError, "take 32 bytes each"),
+    ("report", "events.namespace_of", [0, 1], ProtocolError, "refers to a namespace beyond the 1"),
+    ("report", "events.part_of", [0, 2**32 - 1], ProtocolError, "refers to a part beyond the 1"),
+    ("report", "events.parents", b"", ProtocolError, "lists of pages must be equally long"),
+    ("report", "events.depths", [1, 2], ProtocolError, "lists of pages must be equally long"),
+    ("report", "events.depths", [limits.TOKENS_PER_SEQUENCE + 1], LimitError, "as a depth"),
+    ("report", "events.tiers", [5], ProtocolError, "Tier 5 is not known here"),
+    ("report", "events.losses", [5], ProtocolError, "Loss 5 is not known here"),
+    ("report", "specs.tenants", [], ProtocolError, "lists of specs must be equally long"),
+    ("report", "specs.tenants", ["t" * 1_025], LimitError, "characters of a tenant's name"),
+    ("report", "specs.specs", [b""], SpecError, "model must be named"),
+    ("inventory", "pages.kinds", [2], ProtocolError, "more pages are described"),
+    ("inventory", "upto", HUGE, LimitError, "as a stream number"),
+    ("read", "hash_of", [1], ProtocolError, "refers to a hash beyond the 1"),
+    ("read", "part_of", [1], ProtocolError, "refers to a part beyond the 1"),
+    ("read", "part_of", [], ProtocolError, "lists of pages must be equally long"),
+    ("read", "layer_stops", [5], ProtocolError, "layers 0:5 were asked for of a page that has 4"),
+    ("read", "layer_starts", [4], ProtocolError, "layers 4:4 were asked for"),
+    ("read", "layer_starts", [0, 0], ProtocolError, "lists of pages must be equally long"),
+    ("read", "epoch", HUGE, LimitError, "as an epoch"),
+    ("read head", "miss_of", [2], ProtocolError, "refers to a miss beyond the 2"),
+    ("read head", "miss_of", [0] * 65_537, LimitError, "65537 pages in a call; at most 65536"),
+    ("write", "parent_of", [7], ProtocolError, "refers to a parent beyond the 1"),
+    ("write", "depths", [limits.TOKENS_PER_SEQUENCE + 1], LimitError, "as a depth"),
+    ("write", "losses", [8], ProtocolError, "Loss 8 is not known here"),
+    ("write", "wait_ns", HUGE, LimitError, "nanoseconds"),
+    ("write", "hashes", b"", ProtocolError, "refers to a hash beyond the 0"),
+    ("write head", "outcomes", [7], ProtocolError, "Written 7 is not known here"),
+    ("write head", "outcomes", [0] * 65_537, LimitError, "65537 pages in a call"),
+    ("write tail", "outcomes", [0], ProtocolError, "Written 0 is not known here"),
+    ("attached shard", "attached.protocol_version", 2, ProtocolError, "version 1 .* version 2"),
+    ("attached shard", "attached.namespace", b"", ProtocolError, "a namespace is 32 bytes"),
+    ("attached shard", "attached.lease_ttl_ns", HUGE, LimitError, "nanoseconds"),
+    ("attached", "attached.protocol_version", 2, ProtocolError, "version 1 .* version 2"),
+    ("attached", "attached.run_blocks", 0, ProtocolError, "a run has at least one block"),
+    ("attached", "attached.ticket_ttl_ns", HUGE, LimitError, "nanoseconds"),
+    ("grant", "load_grant.blocks", 3, ProtocolError, "runs cover 2 blocks where 3 are meant"),
+    ("grant", "load_grant.runs.counts", [2, 0], ProtocolError, "a run has at least one block"),
+    ("grant", "load_grant.runs.counts", [1, 1], ProtocolError, "lists of runs must be equally long"),
+    ("grant", "load_grant.runs.counts", [MANY], LimitError, f"{MANY} blocks in the runs of a message"),
+    ("grant", "load_grant.runs.counts", [1] * MANY, LimitError, f"{MANY} runs in a message"),
+    ("grant", "load_grant.runs.plan_of", [1], ProtocolError, "refers to a plan beyond the 1"),
+    ("grant", "load_grant.hold_ns", HUGE, LimitError, "nanoseconds"),
+    ("grant", "load_grant.miss.reason", 0, ProtocolError, "MissReason 0 is not known here"),
+    ("grant", "load_grant.miss.reason", 99, ProtocolError, "MissReason 99 is not known here; a newer kvcluster"),
+    ("stored", "store_grant.decisions", [0, 3], ProtocolError, "Decision 0 is not known here"),
+    ("stored", "store_grant.decisions", [1, 1], ProtocolError, "a shard is named for what is to be written"),
+    ("stored", "store_grant.decisions", [3, 3], ProtocolError, "a shard is named for what is to be written"),
+    ("stored", "store_grant.shard_of", [2, 0], ProtocolError, "refers to a shard beyond"),
+    ("stored", "store_grant.miss_of", [0, 1], ProtocolError, "refers to a miss beyond"),
+    ("explained", "explained.plan_of", [0, 0], ProtocolError, "either a plan or a reason"),
+    ("explained", "explained.miss_of", [1, 1], ProtocolError, "either a plan or a reason"),
+    ("explained", "explained.counts", [1], ProtocolError, "lists of fates must be equally long"),
+    ("siblings", "sibling_specs.specs", [b"\n\x01m"], SpecError, "does not pin the weights"),
+    ("siblings", "sibling_specs.specs", [b""] * 17, LimitError, "17 sibling specs; at most 16"),
+    ("pinned", "pinned.blocks", MANY, LimitError, "pinned blocks"),
+    ("ack", "report_ack.acked", HUGE, LimitError, "as a stream number"),
+    ("ack", "report_ack.order.number", HUGE, LimitError, "as an order's number"),
+    ("ack", "report_ack.order.namespace_of", [1], ProtocolError, "refers to a namespace beyond the 1"),
+    ("ack", "report_ack.order.hashes", bytes(32 * 1_025), LimitError, "1025 blocks in an order; at most 1024"),
+    ("ack", "report_ack.order.hashes", b"", ProtocolError, "lists of an order must be equally long"),
+    ("status", "status.state", "s" * 1_025, LimitError, "characters of a state"),
+    ("status", "status.uptime_ns", HUGE, LimitError, "nanoseconds"),
+    ("status", "status.counters.values", [], ProtocolError, "lists of counters must be equally long"),
+]
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "value", "error", "words"),
+    SPOILED,
+    ids=[f"{message}.{field} {words[:24]}" for message, field, _, _, words in SPOILED],
+)
+def test_a_spoiled_field_is_refused_in_words(
+    message: str, field: str, value: Any, error: type[KVClusterError], words: str
+) -> None:
+    spoiled, read = _start(message)
+    read(spoiled)  # it is the field alone that is wrong
+    *path, last = field.split(".")
+    owner = spoiled
+    for name in path:
+        owner = getattr(owner, name)
+    if isinstance(value, list):
+        del getattr(owner, last)[:]
+        getattr(owner, last).extend(value)
+    else:
+        setattr(owner, last, value)
+    with pytest.raises(error, match=words) as raised:
+        read(spoiled)
+    assert type(raised.value) is error
+
+
+def test_an_inventory_speaks_of_pages_that_are_there() -> None:
+    spoiled, read = _start("inventory")
+    report, _ = _start("report")
+    spoiled.pages.CopyFrom(report.events)
+    with pytest.raises(ProtocolError, match="not such as are gone"):
+        read(spoiled)
+
+
+def test_a_plan_names_sources_of_its_own_groups_only() -> None:
+    spoiled, read = _start("grant")
+    covers = spoiled.load_grant.runs.plans.plans[0].groups
+    covers[0].absent = True
+    with pytest.raises(ProtocolError, match="serves group 0 from sources that cannot"):
+        read(spoiled)
+    covers[0].absent = False
+    covers.add(sources=[0])
+    with pytest.raises(ProtocolError, match="serves group 1 from sources that cannot"):
+        read(spoiled)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_source_is_of_one_part(count: int) -> None:
+    spoiled, read = _start("grant")
+    part = spoiled.load_grant.runs.plans.sources[0].part
+    part[:] = [0, *PART] * count
+    with pytest.raises(ProtocolError, match="the part of a source takes five numbers"):
+        read(spoiled)
+
+
+def test_a_plan_has_no_more_groups_and_sources_than_a_block_has_parts() -> None:
+    spoiled, read = _start("grant")
+    plan = spoiled.load_grant.runs.plans.plans[0]
+    plan.groups[0].sources.extend([0] * limits.PARTS_PER_BLOCK)
+    with pytest.raises(LimitError, match="1025 sources for one group"):
+        read(spoiled)
+    del plan.groups[0].sources[1:]
+    plan.groups.extend([common_pb2.Cover(absent=True)] * limits.PARTS_PER_BLOCK)
+    with pytest.raises(LimitError, match="1025 groups in a plan"):
+        read(spoiled)
+
+
+def test_a_message_has_no_more_plans_sources_and_misses_than_blocks_and_pages() -> None:
+    for name, field, table in (
+        ("grant", "plans", "load_grant.runs.plans"),
+        ("grant", "sources", "load_grant.runs.plans"),
+        ("explained", "misses", "explained"),
+    ):
+        spoiled, read = _start(name)
+        owner = spoiled
+        for step in table.split("."):
+            owner = getattr(owner, step)
+        entries = getattr(owner, field)
+        entries.extend([entries[0]] * limits.PAGES_PER_CALL)
+        with pytest.raises(LimitError, match=f"{field} in a message"):
+            read(spoiled)
+
+
+def test_a_store_asks_for_no_more_pages_than_a_call_may_have() -> None:
+    spoiled, read = _start("store")
+    spoiled.hashes = bytes(32 * 1_024)
+    spoiled.parts[:] = [number for group in range(65) for number in (group, 0, 1, 0, 1)]
+    with pytest.raises(LimitError, match="66560 pages in a store; at most 65536"):
+        read(spoiled)
+
+
+def test_a_read_or_write_of_more_pages_than_a_call_may_have_is_refused() -> None:
+    for name, lists in (
+        ("read", ("hash_of", "part_of", "layer_starts", "layer_stops")),
+        ("write", ("hash_of", "part_of", "parent_of", "depths", "losses")),
+    ):
+        spoiled, read = _start(name)
+        for field in lists:
+            getattr(spoiled, field).extend([0] * limits.PAGES_PER_CALL)
+        with pytest.raises(LimitError, match="65537 pages in a call"):
+            read(spoiled)
+
+
+def test_a_member_that_counts_too_much_is_refused() -> None:
+    spoiled, read = _start("status")
+    spoiled.status.counters.names.extend(["more"] * reports.COUNTERS)
+    spoiled.status.counters.values.extend([1] * reports.COUNTERS)
+    with pytest.raises(LimitError, match="257 counters; at most 256"):
+        read(spoiled)
+
+
+# ------------------------------------------------------------------------------ versions, specs, sizes
+
+
+@pytest.mark.parametrize("table", [COORDINATOR, SHARD])
+@pytest.mark.parametrize("theirs", [0, 2])
+def test_another_version_is_told_both_and_what_to_do(table: Any, theirs: int) -> None:
+    # Nothing else of such a message is looked at: the rest may mean anything.
+    data = coordinator_pb2.AttachRequest(protocol_version=theirs, spec=b"\xff").SerializeToString()
+    words = f"version 1 of kvcluster's protocol, the other side version {theirs}: install the same release"
+    with pytest.raises(ProtocolError, match=words):
+        table["Attach"].decode_request(data, CALL, TENANT)
+
+
+def test_a_spec_that_cannot_be_is_refused_by_its_own_rules() -> None:
+    data = COORDINATOR["Attach"].encode_request(Attach(CALL, TENANT, SPEC))
+    mutable = data.replace(b"sha256:0", b"main\0\0\0\0")
+    with pytest.raises(SpecError, match="block_tokens must be between 1 and 4096"):
+        common.decode_spec(common_pb2.Spec(model="m", weights="w").SerializeToString())
+    assert mutable != data
+    m = common_pb2.Spec.FromString(common.encode_spec(SPEC))
+    m.weights = "main"
+    with pytest.raises(SpecError, match="does not pin the weights"):
+        common.decode_spec(m.SerializeToString())
+
+
+def test_a_spec_is_measured_before_it_is_read() -> None:
+    with pytest.raises(LimitError, match=f"{limits.SPEC_BYTES + 1} bytes of a spec"):
+        common.decode_spec(b"\xff" * (limits.SPEC_BYTES + 1))
+
+
+def test_the_largest_spec_travels() -> None:
+    room = limits.SPEC_BYTES - len(SPEC.canonical())
+    spec = KVSpec(SPEC.model, SPEC.weights, SPEC.block_tokens, SPEC.groups, rope="r" * room)
+    assert common.decode_spec(common.encode_spec(spec)) == spec
+
+
+def test_a_spec_that_travelled_names_the_same_namespace() -> None:
+    assert common.decode_spec(common.encode_spec(SPEC)).namespace(TENANT) == SPEC.namespace(TENANT)
+
+
+def test_a_message_is_measured_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = COORDINATOR["PrepareLoad"].encode_request(LOAD)
+    monkeypatch.setattr(limits, "MESSAGE_BYTES", len(data) - 1)
+    with pytest.raises(LimitError, match=f"a message of {len(data)} bytes; at most {len(data) - 1} are read"):
+        COORDINATOR["PrepareLoad"].decode_request(data, CALL, TENANT)
+
+
+def test_bytes_of_something_else_are_named_so() -> None:
+    with pytest.raises(ProtocolError, match=re.escape("these bytes are no PrepareLoadRequest of kvcluster")):
+        COORDINATOR["PrepareLoad"].decode_request(b"GET / HTTP/1.1\r\n", CALL, TENANT)
+
+
+def test_a_later_peer_may_add_fields() -> None:
+    data = COORDINATOR["PrepareLoad"].encode_request(LOAD) + b"\xa2\x06\x03new"  # field 100
+    assert COORDINATOR["PrepareLoad"].decode_request(data, CALL, TENANT) == LOAD
