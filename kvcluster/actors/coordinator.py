@@ -10,6 +10,7 @@ from kvcluster.config import Config
 from kvcluster.core.ids import Epoch
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
+from kvcluster.runtime.garbage import GarbageKeeper
 from kvcluster.runtime.server import Gate, Server, unary_handlers
 from kvcluster.wire.methods import COORDINATOR
 
@@ -28,6 +29,8 @@ class CoordinatorActor:
         gate = Gate(authenticator(config.server, secret))
         handlers = unary_handlers(COORDINATOR, gate, self._host.ask, _FOR_SHARDS)
         self._server = Server(handlers, config.server.host, config.server.port, config.server.threads)
+        self._garbage = GarbageKeeper()
+        self._garbage.start()
         self._host.start()
         self._server.start()
 
@@ -47,6 +50,7 @@ class CoordinatorActor:
         """Ends serving; the process is ended by whoever asked."""
         self._server.close()
         self._host.close()
+        self._garbage.close()
 
 
 def end_process(reason: str) -> None:

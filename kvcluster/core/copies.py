@@ -84,6 +84,7 @@ class CopyBook:
 
     def add(self, copies: Copies, copy: Copy) -> Copies:
         """The set with `copy`, in place of any copy of the same part on that slot."""
+        self._refresh(copies)
         more = copies._more.get(copy)
         if more is None:
             kept = [c for c in copies.entries if (c.slot, c.group, c.part) != (copy.slot, copy.group, copy.part)]
@@ -93,6 +94,7 @@ class CopyBook:
 
     def remove(self, copies: Copies, slot: int, group: int, part: Part) -> Copies:
         """The set without that part on that slot."""
+        self._refresh(copies)
         key = (slot, group, part)
         less = copies._less.get(key)
         if less is None:
@@ -108,9 +110,7 @@ class CopyBook:
 
     def serve(self, copies: Copies, need: Need) -> Served:
         """What these copies can do for `need`; worked out once for each pair."""
-        if copies._version != self._version:
-            copies._served.clear()
-            copies._version = self._version
+        self._refresh(copies)
         served = copies._served.get(need)
         if served is None:
             if len(copies._served) >= 64:  # needs are few: one a rank and loss; anything more is abuse
@@ -144,13 +144,20 @@ class CopyBook:
         touching.sort(key=lambda c: (c.tier, c.loss, -_area(c.part.intersect(part)), c.slot))
         chosen = _tile(part, [c for c in touching if c.loss <= accept])
         if chosen is None:
-            lossy = _tile(part, touching)
-            if lossy is not None:
-                worst = max(copy.loss for copy in lossy)
-                return None, Miss(MissReason.LOSSY, f"only with {worst.name.lower()}")
+            for loss in Loss:  # by rising loss: what the caller would have to accept at least
+                if loss > accept and _tile(part, [c for c in touching if c.loss <= loss]):
+                    return None, Miss(MissReason.LOSSY, f"only with {loss.name.lower()}")
             held = ", ".join(str(c.part) for c in touching) or "nothing"
             return None, Miss(MissReason.PART, f"group {group}: asked for {part}; held: {held}")
         return tuple(Source(group, c.part, self._alive[c.slot], c.tier, c.loss) for c in chosen), None
+
+    def _refresh(self, copies: Copies) -> None:
+        """A slot has died since: plans may name it, and a way to a set that holds it would keep that set for ever."""
+        if copies._version != self._version:
+            copies._version = self._version
+            copies._served.clear()
+            copies._more.clear()
+            copies._less.clear()
 
     def _intern(self, entries: tuple[Copy, ...]) -> Copies:
         copies = self._interned.get(entries)

@@ -201,7 +201,13 @@ class KVSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
         object.__setattr__(self, "extra", tuple((key, value) for key, value in self.extra))
-        for text in (self.model, self.weights, self.adapter, self.rope, *(text for pair in self.extra for text in pair)):
+        for text in (
+            self.model,
+            self.weights,
+            self.adapter,
+            self.rope,
+            *(text for pair in self.extra for text in pair),
+        ):
             _check_text(text)
         if not self.model:
             raise SpecError("model must be named")

@@ -7,7 +7,6 @@ status that says whose fault it is: UNAUTHENTICATED, FAILED_PRECONDITION (not ou
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
@@ -125,18 +124,3 @@ def _unary(method: Method, gate: Gate, ask: Ask, internal: bool) -> Callable[[by
         raise AssertionError("abort raises")
 
     return handle
-
-
-class Ending:
-    """Lets a process wait until it is told to end."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self.reason = ""
-
-    def now(self, reason: str) -> None:
-        self.reason = self.reason or reason
-        self._event.set()
-
-    def wait(self) -> None:
-        self._event.wait()

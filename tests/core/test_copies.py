@@ -20,7 +20,7 @@ HEADS_0, HEADS_1 = Part(0, 2, 0, 1), Part(0, 2, 1, 2)
 
 
 @st.composite
-def parts(draw: st.DrawFn, side: int = 4) -> Part:
+def parts(draw: st.DrawFn, side: int = 3) -> Part:
     layers = sorted(draw(st.lists(st.integers(0, side), min_size=2, max_size=2, unique=True)))
     heads = sorted(draw(st.lists(st.integers(0, side), min_size=2, max_size=2, unique=True)))
     return Part(layers[0], layers[1], heads[0], heads[1])
@@ -233,11 +233,12 @@ def test_an_answer_does_not_depend_on_what_was_asked_before(wanted: list[Need]) 
 def test_answers_are_worked_out_once_and_not_kept_without_bound() -> None:
     book = book_of(1)
     copies = held(book, copy(1, Part(0, 1, 0, 500)))
-    answers = [book.serve(copies, Need((Part(0, 1, at, at + 1),))) for at in range(500)]
-    assert all(answer.complete for answer in answers)
-    kept = gc.get_referrers(*answers)
-    assert sum(isinstance(keeper, dict) and len(keeper) > 64 for keeper in kept) == 0
-    assert book.serve(copies, Need((Part(0, 1, 499, 500),))) is answers[-1]
+    first = book.serve(copies, Need((Part(0, 1, 0, 1),)))
+    assert book.serve(copies, Need((Part(0, 1, 0, 1),))) is first
+    for at in range(500):
+        assert book.serve(copies, Need((Part(0, 1, at, at + 1),))).complete
+    again = book.serve(copies, Need((Part(0, 1, 0, 1),)))
+    assert again == first and again is not first
 
 
 # ------------------------------------------------------------------------------------------- sets of copies
@@ -340,9 +341,14 @@ def test_sets_that_name_lost_shards_are_not_kept_for_ever(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "INTERNED", 8)
     book = book_of(1)
     kept = held(book, copy(1))
+    before = sets_in_memory()
     for number in range(2, 202):
         slot = book.open_slot(address(number))
         book.remove(book.add(kept, copy(slot)), slot, 0, WHOLE)
         book.kill_slot(slot)
+    assert sets_in_memory() - before < 20
+
+
+def sets_in_memory() -> int:
     gc.collect()
-    assert sum(isinstance(thing, Copies) for thing in gc.get_objects()) < 100
+    return sum(isinstance(thing, Copies) for thing in gc.get_objects())
