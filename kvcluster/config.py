@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ else:
     import tomli as tomllib
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_MAY_BE_ZERO = ("hold_ms", "store_wait_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +105,13 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
 
 def size(text: str | int, name: str = "size") -> int:
     """Bytes of "1GiB", "512 MiB", "4096" or a number. Raises ConfigError."""
-    if isinstance(text, int) and not isinstance(text, bool):
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise ConfigError(f"{name}: {text!r} is no size; write bytes, or a number with KiB, MiB, GiB or TiB")
-    return int(float(match[1]) * unit)
+    return int(Fraction(match[1]) * unit)
 
 
 def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +146,7 @@ def _value(value: Any, default: Any, name: str) -> Any:
     if wanted is float and type(value) is int:
         return float(value)
     if type(value) is not wanted:
-        raise ConfigError(f"{name} must be a {wanted.__name__}, such as {default!r}, not {value!r}")
+        raise ConfigError(f"{name} must be of type {wanted.__name__}, such as {default!r}, not {value!r}")
     return value
 
 
@@ -164,11 +166,13 @@ def _check(config: Config) -> None:
         ),
         (s.lease_ttl_ms >= 100, "shard.lease_ttl_ms under 100 ends leases of workers that are merely busy"),
     ]
-    durations = {f"coordinator.{f.name}": getattr(c, f.name) for f in fields(c) if f.name.endswith("_ms")}
-    durations |= {f"shard.{f.name}": getattr(s, f.name) for f in fields(s) if f.name.endswith("_ms")}
-    rules += [
-        (value > 0, f"{name} must be positive") for name, value in durations.items() if name != "coordinator.hold_ms"
-    ]
+    sections: dict[str, Any] = {"": config, "coordinator.": c, "shard.": s, "client.": config.client}
+    for prefix, section in sections.items():
+        for name in (f.name for f in fields(section) if f.name.endswith("_ms")):
+            if name in _MAY_BE_ZERO:
+                rules.append((getattr(section, name) >= 0, f"{prefix}{name} must not be negative"))
+            else:
+                rules.append((getattr(section, name) > 0, f"{prefix}{name} must be positive"))
     for holds, sentence in rules:
         if not holds:
             raise ConfigError(sentence)

@@ -1,8 +1,8 @@
 """A cluster that keeps running: `up` starts it, `find` finds it again, `down` ends it.
 
-`up` starts a Ray head of its own, on loopback, as one process group, and writes down where it is in a file that
-only this user can read. `down` ends that process group and nothing else: other Ray clusters of the machine are
-none of its business.
+`up` starts a Ray head of its own, on loopback, as a session of processes, and writes down where it is in a folder
+that only this user can use. `down` ends that session and nothing else: other Rays of the machine are none of its
+business, and since this one keeps its files in that folder, they and `ray stop` never take it for theirs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,7 @@ from pathlib import Path
 import ray
 
 from kvcluster.actors import cluster
+from kvcluster.actors.own_ray import OBJECT_STORE_BYTES, own_ray
 from kvcluster.config import Config
 from kvcluster.errors import ConfigError, KVClusterError
 
@@ -31,76 +34,82 @@ _STOP_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What is written down of a running cluster. `started` tells a reused process id from the real one."""
+    """What is written down of a running cluster. `pid`: of its session's leader. `started` tells it from a later
+    process of the same id."""
 
     address: str
     shards: int
     pid: int
     started: int
-    ray_address: str
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
 
 
 def up(config: Config) -> tuple[Running, bool]:
-    """Starts a cluster in the background; or finds the one that listens on that port, and says so with False."""
-    if config.server.port == 0:
+    """Starts a cluster in the background; or finds the one that listens on that port, and says so with False.
+
+    Raises ConfigError for settings that cannot be used, a port in use among them.
+    """
+    port = config.server.port
+    if port == 0:
         raise ConfigError("a cluster that keeps running needs a port to be found at; give --port")
-    known = find(config.server.port)
+    known = find(port)
     if known is not None:
         return known, False
     # Wrong settings are found out before anything is started.
     cluster.check(config)
-    ray_port = _free_port()
-    os.environ.update(cluster.own_ray())  # for the head, and for this process, which is about to end
-    head = _start_head(ray_port)
-    try:
-        _wait_for_head(head, ray_port)
-        ray.init(
-            address=f"127.0.0.1:{ray_port}",
-            namespace=cluster.NAMESPACE,
-            log_to_driver=False,
-            logging_level="error",
-            _node_ip_address="127.0.0.1",
-        )
+    _forget(port)
+    with own_ray():
+        ray_port = _free_port()
+        head = _start_head(ray_port, _ray_folder(port))
         try:
-            started = cluster.start(config, detached=True)
-        finally:
-            ray.shutdown()
-        running = Running(started.address, config.shards, head.pid, _started(head.pid) or 0, f"127.0.0.1:{ray_port}")
-        _write(config.server.port, running)
-    except BaseException:
-        _end_group(head.pid)
-        head.wait()
-        raise
+            _wait_for_head(head, ray_port)
+            ray.init(
+                address=f"127.0.0.1:{ray_port}",
+                namespace=cluster.NAMESPACE,
+                log_to_driver=False,
+                logging_level="error",
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(_ray_folder(port)),
+            )
+            try:
+                started = cluster.start(config, detached=True)
+            finally:
+                ray.shutdown()
+            running = Running(started.address, config.shards, head.pid, _started(head.pid) or 0)
+            _state(port).write_text(json.dumps(asdict(running)), encoding="utf-8")
+        except BaseException:
+            _end_session(head.pid)
+            _forget(port)
+            raise
     return running, True
 
 
 def find(port: int) -> Running | None:
     """The cluster that `up` started on that port, if it still runs."""
-    path = _path(port)
     try:
-        running = Running(**json.loads(path.read_text(encoding="utf-8")))
+        running = Running(**json.loads(_state(port).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
-    if _started(running.pid) == running.started:
-        return running
-    path.unlink(missing_ok=True)  # it died by itself
-    return None
+    return running if _started(running.pid) == running.started else None
 
 
 def down(port: int) -> bool:
     """Ends the cluster that `up` started on that port. False where there is none."""
     running = find(port)
-    if running is None:
-        return False
-    _end_group(running.pid)
-    _path(port).unlink(missing_ok=True)
-    return True
+    if running is not None:
+        _end_session(running.pid)
+    _forget(port)
+    return running is not None
 
 
-def _start_head(port: int) -> subprocess.Popen[bytes]:
+def _start_head(port: int, folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
-    command += ["--node-ip-address=127.0.0.1", f"--port={port}", "--include-dashboard=false"]
-    command += [f"--object-store-memory={cluster.OBJECT_STORE_BYTES}"]
+    command += ["--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false"]
+    # The actors take no CPU of Ray's; with one, Ray would keep a process ready for work that never comes.
+    command += ["--num-cpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}"]
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -121,44 +130,70 @@ def _wait_for_head(head: subprocess.Popen[bytes], port: int) -> None:
     raise KVClusterError(f"Ray did not start within {_START_S:.0f} s")
 
 
-def _end_group(pid: int) -> None:
-    """Asks the head and all that it started to end, then insists."""
-    for sig in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(pid, sig)
-        except ProcessLookupError:
-            return
+def _end_session(leader: int) -> None:
+    """Asks the head to end, then all that it and its actors started, then insists."""
+    for sig, members in (
+        (signal.SIGTERM, lambda: [leader]),
+        (signal.SIGTERM, lambda: _session(leader)),
+        (signal.SIGKILL, lambda: _session(leader)),
+    ):
+        for pid in members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sig)
         give_up = time.monotonic() + _STOP_S
         while time.monotonic() < give_up:
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-            try:
-                os.killpg(pid, 0)
-            except ProcessLookupError:
+                os.waitpid(leader, os.WNOHANG)  # it may be a child of this process
+            if not _session(leader):
                 return
             time.sleep(0.05)
 
 
+def _session(leader: int) -> list[int]:
+    """The living processes of a session. Ray gives its workers process groups of their own, but no sessions."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if (fields := _stat(pid)) is not None and int(fields[3]) == leader]
+
+
 def _started(pid: int) -> int | None:
     """When a process began, in clock ticks since boot; None where it does not exist."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[19])
+
+
+def _stat(pid: int) -> list[str] | None:
+    """What /proc/PID/stat says behind the name, from the state on; None for what does not run (any more)."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] == "Z" else int(fields[19])
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else fields
 
 
-def _path(port: int) -> Path:
-    return Path(tempfile.gettempdir()) / f"kvcluster-{os.getuid()}" / f"{port}.json"
+def _state(port: int) -> Path:
+    return _folder() / f"{port}.json"
 
 
-def _write(port: int, running: Running) -> None:
-    path = _path(port)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    if path.parent.stat().st_uid != os.getuid():
-        raise ConfigError(f"{path.parent} belongs to somebody else; remove it or set TMPDIR")
-    path.write_text(json.dumps(asdict(running)), encoding="utf-8")
+def _ray_folder(port: int) -> Path:
+    """Where the Ray of that cluster keeps its sockets and logs."""
+    return _folder() / str(port)
+
+
+def _forget(port: int) -> None:
+    """Removes all files of a cluster that runs no more."""
+    _state(port).unlink(missing_ok=True)
+    shutil.rmtree(_ray_folder(port), ignore_errors=True)
+
+
+def _folder() -> Path:
+    """The folder of this user's clusters. What is written there says which processes to end, so nobody else may."""
+    folder = Path(tempfile.gettempdir()) / f"kvcluster-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
+        raise ConfigError(f"others may write to {folder}; remove it, or set TMPDIR to a folder of your own")
+    return folder
 
 
 def _free_port() -> int:

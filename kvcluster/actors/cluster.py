@@ -22,20 +22,8 @@ from kvcluster.runtime.auth import authenticator
 
 NAMESPACE = "kvcluster"
 COORDINATOR_NAME = "coordinator"
-OBJECT_STORE_BYTES = 80 * 2**20
-"""Pages never enter Ray's object store; this is about the least that Ray accepts."""
 _RESTARTS = -1
 _START_S = 60.0
-
-
-def own_ray() -> dict[str, str]:
-    """The environment of a Ray that we start ourselves: nothing is reported to anybody, and a token that no file
-    holds keeps the other users of this machine out of it. RAY_AUTH_MODE stays unset: set after ray was imported, it
-    is believed by the servers and not by this process; unset, a token turns it on for both."""
-    return {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_TOKEN": secrets.token_urlsafe(32),
-    }
 
 
 @dataclass(frozen=True, slots=True)

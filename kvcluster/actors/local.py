@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
 
 from kvcluster.actors import cluster
+from kvcluster.actors.own_ray import OBJECT_STORE_BYTES, own_ray
 from kvcluster.client import Client, connect
 from kvcluster.config import load
 from kvcluster.core.spec import KVSpec, Part
@@ -26,9 +26,11 @@ class LocalCluster:
     def address(self) -> str:
         return self._running.address
 
-    def client(self, spec: KVSpec, *, part: Part | Mapping[int, Part] | None = None) -> Client:
+    def client(
+        self, spec: KVSpec, *, token: str | None = None, part: Part | Mapping[int, Part] | None = None
+    ) -> Client:
         """A client of this cluster, closed with it."""
-        client = connect(self.address, spec, part=part)
+        client = connect(self.address, spec, token=token, part=part)
         self._clients.append(client)
         return client
 
@@ -58,29 +60,32 @@ def local(
     below["shard"] = {**below.get("shard", {}), "device_bytes": device_bytes}
     below["server"] = {"port": port, **below.get("server", {})}
     settings = load(overrides=below)
-    own = not ray.is_initialized()
-    if own:
-        start_ray()
-    try:
+    # Wrong settings are found out before anything is started.
+    cluster.check(settings)
+    with ExitStack() as house:
+        if not ray.is_initialized():
+            house.enter_context(_embedded_ray())
         running = LocalCluster(cluster.start(settings, detached=False))
         try:
             yield running
         finally:
             running.close()
-    finally:
-        if own:
+
+
+@contextmanager
+def _embedded_ray() -> Iterator[None]:
+    """A Ray of this process's own, without a dashboard."""
+    with own_ray():
+        ray.init(
+            address="local",
+            namespace=cluster.NAMESPACE,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+        )
+        try:
+            yield
+        finally:
             ray.shutdown()
-
-
-def start_ray() -> None:
-    """A Ray of this process's own, on loopback, without a dashboard."""
-    os.environ.update(cluster.own_ray())
-    ray.init(
-        address="local",
-        namespace=cluster.NAMESPACE,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-        object_store_memory=cluster.OBJECT_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
-    )

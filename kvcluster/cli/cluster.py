@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from typing import Any
 
 from kvcluster.cli.screen import needs
@@ -12,8 +13,9 @@ from kvcluster.client.control import NO_CALL, GrpcPort, expect
 from kvcluster.client.status import status_dict
 from kvcluster.config import load
 from kvcluster.core.messages import GetStatus, Status
+from kvcluster.errors import Unreachable
 from kvcluster.transport.rpc import Connection
-from kvcluster.transport.seam import Deadline
+from kvcluster.transport.seam import Deadline, Trouble
 
 DEFAULT_PORT = 7070
 
@@ -26,7 +28,7 @@ def add(commands: Any) -> None:
     up.add_argument("--port", type=int, help=f"port of the coordinator (default {DEFAULT_PORT})")
     up.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     up.add_argument("--token-file", help="who may connect; see `kvcluster token`")
-    up.add_argument("--insecure", action="store_true", help="listen beyond loopback without a token file")
+    up.add_argument("--insecure", action="store_true", default=None, help="listen beyond loopback without a token file")
     up.add_argument("--config", help="TOML file with these and all other settings")
     up.set_defaults(run=_up)
 
@@ -35,7 +37,11 @@ def add(commands: Any) -> None:
     down.set_defaults(run=_down)
 
     status = commands.add_parser("status", help="shards, tiers, use, hit rate and leases", allow_abbrev=False)
-    status.add_argument("--address", default=f"127.0.0.1:{DEFAULT_PORT}", help="host:port of the coordinator")
+    where = status.add_mutually_exclusive_group()
+    where.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help=f"a port of this machine (default {DEFAULT_PORT})"
+    )
+    where.add_argument("--address", help="host:port of a coordinator elsewhere")
     status.add_argument("--token", default=os.environ.get("KVCLUSTER_TOKEN"), help="or KVCLUSTER_TOKEN")
     status.add_argument("--json", action="store_true", help="everything, as one JSON object")
     status.set_defaults(run=_status)
@@ -43,9 +49,8 @@ def add(commands: Any) -> None:
 
 def _up(options: argparse.Namespace) -> int:
     settings: dict[str, Any] = {}
-    server = {name: getattr(options, name) for name in ("port", "host", "token_file") if getattr(options, name)}
-    if options.insecure:
-        server["insecure"] = True
+    given = {name: getattr(options, name) for name in ("port", "host", "token_file", "insecure")}
+    server = {name: value for name, value in given.items() if value is not None}
     if server:
         settings["server"] = server
     if options.shards is not None:
@@ -56,11 +61,9 @@ def _up(options: argparse.Namespace) -> int:
     with needs("cluster", "ray"):
         from kvcluster.actors import background
     running, started = background.up(config)
-    if started:
-        print(f"up at {running.address} with {running.shards} shard(s)")
-        print("`kvcluster status` shows it, `kvcluster down` ends it")
-    else:
-        print(f"already up at {running.address} with {running.shards} shard(s); `kvcluster down` ends it")
+    where = "" if running.port == DEFAULT_PORT else f" --port {running.port}"
+    print(f"{'up' if started else 'already up'} at {running.address}: {running.shards} shard(s)")
+    print(f"`kvcluster status{where}` shows it, `kvcluster down{where}` ends it")
     return 0
 
 
@@ -70,22 +73,25 @@ def _down(options: argparse.Namespace) -> int:
     if background.down(options.port):
         print("down")
         return 0
-    print(f"nothing to stop: `kvcluster up` started nothing on port {options.port} that still runs")
+    print(f"nothing to stop: `kvcluster up` started nothing on port {options.port} that still runs", file=sys.stderr)
     return 1
 
 
 def _status(options: argparse.Namespace) -> int:
-    connection = Connection(options.address, options.token)
+    address = options.address or f"127.0.0.1:{options.port}"
+    connection = Connection(address, options.token)
     try:
-        deadline = Deadline.after_ms(5_000)
-        connection.wait_ready(deadline)
-        status = status_dict(expect(Status, GrpcPort(connection).ask(GetStatus(NO_CALL), deadline)))
+        # Unlike `connect`, this does not wait for a cluster to come: whoever asks wants to know how it is now.
+        answer = GrpcPort(connection).ask(GetStatus(NO_CALL), Deadline.after_ms(5_000))
+    except Trouble as trouble:
+        raise Unreachable(f"no cluster answers at {address} ({trouble}); `kvcluster up` starts one") from None
     finally:
         connection.close()
+    status = status_dict(expect(Status, answer))
     if options.json:
         print(json.dumps(status, indent=2))
     else:
         with needs("cli", "rich", instead="or use --json"):
             from kvcluster.cli.tables import print_status
-        print_status(status, options.address)
+        print_status(status, address)
     return 0

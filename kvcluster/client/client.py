@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,7 +43,6 @@ from kvcluster.core.messages import (
     PrepareLoad,
     PrepareStore,
     RenewTicket,
-    ShardAddress,
     Status,
     TicketBody,
     UnpinBlocks,
@@ -52,12 +50,13 @@ from kvcluster.core.messages import (
 from kvcluster.core.placement import run_start
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.errors import CallerError, KVClusterError, LimitError
+from kvcluster.errors import CallerError, KVClusterError, LimitError, Unreachable
 from kvcluster.transport.seam import Deadline, Trouble
 from kvcluster.wire.frames import decode_ticket
 
 if TYPE_CHECKING:
     from kvcluster.client.aio import AsyncClient
+    from kvcluster.client.memory import Bound
 
 R = TypeVar("R")
 _UNNAMED = NamespaceId(b"")  # filled in by Control, which attaches first
@@ -87,11 +86,10 @@ class Client:
         self._holder = Holder(os.urandom(HOLDER_BYTES))
         self._counter = itertools.count(1)
         self._host = socket.gethostname()
-        self._keeper = LeaseKeeper(self._renew)
+        self._keeper = LeaseKeeper(self._renew, self._end)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvcluster-load")
         self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvcluster-store")
-        self._unflushed: dict[ShardAddress, None] = {}
-        self._stores: dict[Transfer[Stored], None] = {}
+        self._running: dict[Transfer[Any], ThreadPoolExecutor] = {}
         self._lock = threading.Lock()
         self._rate: float | None = None  # bytes a second of recent loads
         self._closed = False
@@ -111,9 +109,9 @@ class Client:
         extra_keys: Mapping[int, bytes] | None = None,
     ) -> list[BlockHash]:
         """Hashes of the full blocks of a token sequence (core/hashing.py). Pure but for the first call of a spec,
-        which asks the cluster for the namespace; raises Unreachable's kin where there is none to ask."""
+        which asks the cluster for the namespace; raises Trouble (transport/seam.py) where there is none to ask."""
         spec = self._spec(adapter)
-        root = hashing.root(self._namespace(spec, self._deadline(None)), salt)
+        root = hashing.root(self._control.namespace(spec, self._call(None)), salt)
         return hashing.chain(root, token_ids, spec.block_tokens, extra_keys)
 
     def prepare_load(
@@ -132,7 +130,7 @@ class Client:
         self._check_hashes(hashes)
         spec = self._spec(adapter)
         parts = tuple(spec.whole(g) for g in range(len(spec.groups))) if whole else self.parts
-        return self._prepare(spec, hashes, Need(parts), self._deadline(deadline_ms), hold=True)
+        return self._prepare(spec, hashes, Need(parts), self._call(deadline_ms), hold=True)
 
     def redeem(self, data: bytes) -> Ticket:
         """The ticket that another process of the same credential prepared. Raises ProtocolError if it is none."""
@@ -149,10 +147,11 @@ class Client:
         """
         from kvcluster.client.memory import bind
 
-        spec = self._spec(adapter)
-        bound = bind(into, spec, self.parts, ticket.blocks, writable=True)
+        spec, deadline = self._spec(adapter), self._call(deadline_ms)
+        return self._load(ticket, bind(into, spec, self.parts, ticket.blocks, writable=True), spec, deadline)
+
+    def _load(self, ticket: Ticket, bound: Bound, spec: KVSpec, deadline: Deadline) -> Transfer[Loaded]:
         pieces = loading.plan_pieces(ticket.body, spec, self.parts)
-        deadline = self._deadline(deadline_ms)
         attempt = self._attempt()
         transfer: Transfer[Loaded] = Transfer(
             deadline, lambda miss: Loaded(0, 0, miss), loading.layer_counts(pieces, spec).items()
@@ -187,10 +186,9 @@ class Client:
         self._check_hashes(hashes)
         if not 0 <= first <= len(hashes):
             raise CallerError(f"first={first} does not lie within the {len(hashes)} hashes")
-        spec = self._spec(adapter)
+        spec, deadline = self._spec(adapter), self._call(deadline_ms)
         new = tuple(hashes[first:])
         bound = bind(source, spec, self.parts, len(new), writable=False)
-        deadline = self._deadline(deadline_ms)
         ticket_attempt, attempt = self._attempt(), self._attempt()
         wait_ns = self._config.store_wait_ms * 1_000_000
         transfer: Transfer[Stored] = Transfer(deadline, lambda miss: Stored(0, 0, 0, 0, miss))
@@ -211,18 +209,10 @@ class Client:
                 parts=tuple((group, part) for group, part in enumerate(self.parts) if part is not None),
                 host=self._host,
             )
-            touched: dict[ShardAddress, None] = {}
-            try:
-                return storing.store(
-                    self._control, self._shards, spec, prepare, bound, transfer, attempt, wait_ns, deadline, touched
-                )
-            finally:
-                with self._lock:
-                    self._unflushed.update(touched)
-                    self._stores.pop(transfer, None)
+            return storing.store(
+                self._control, self._shards, spec, prepare, bound, transfer, attempt, wait_ns, deadline
+            )
 
-        with self._lock:
-            self._stores[transfer] = None
         self._begin(self._storer, transfer, work)
         return transfer
 
@@ -238,7 +228,7 @@ class Client:
         deadline_ms: float | None = None,
     ) -> Lookup:
         """How far this prompt is cached. Promises nothing."""
-        spec, deadline = self._spec(adapter), self._deadline(deadline_ms)
+        spec, deadline = self._spec(adapter), self._call(deadline_ms)
         hashes, trouble = self._hash(token_ids, spec, salt, extra_keys, deadline)
         if not hashes:
             return Lookup(0, 0, None, trouble)
@@ -261,15 +251,18 @@ class Client:
     ) -> int:
         """Loads the cached prefix into the leading blocks of `out` (as `into` of begin_load; it has room for every
         full block of `token_ids`). Returns the tokens loaded; what lies behind them in `out` is undefined."""
-        spec, deadline = self._spec(adapter), self._deadline(deadline_ms)
+        from kvcluster.client.memory import bind
+
+        spec, deadline = self._spec(adapter), self._call(deadline_ms)
         hashes, _ = self._hash(token_ids, spec, salt, extra_keys, deadline)
         if not hashes:
             return 0
+        # Checked before anything is asked: a mistake must not wait for the first hit to show.
+        bound = bind(out, spec, self.parts, len(hashes), writable=True)
         with self._prepare(spec, hashes, Need(self.parts), deadline, hold=True) as ticket:
             if not ticket.blocks:
                 return 0
-            transfer = self.begin_load(ticket, out, adapter=adapter, deadline_ms=deadline.remaining_s() * 1e3)
-            return transfer.result().blocks * spec.block_tokens
+            return self._load(ticket, bound, spec, deadline).result().blocks * spec.block_tokens
 
     def store(
         self,
@@ -282,7 +275,7 @@ class Client:
         deadline_ms: float | None = None,
     ) -> Stored:
         """Stores the full blocks of `token_ids`, whose KV lies in `blocks` (as `source` of begin_store)."""
-        spec, deadline = self._spec(adapter), self._deadline(deadline_ms)
+        spec, deadline = self._spec(adapter), self._call(deadline_ms)
         hashes, trouble = self._hash(token_ids, spec, salt, extra_keys, deadline)
         if not hashes:
             return Stored(0, 0, 0, 0, trouble)
@@ -292,19 +285,11 @@ class Client:
     def flush(self, *, deadline_ms: float | None = None) -> bool:
         """Waits until every store so far has ended and what it committed is visible to all. False where the
         deadline came first or a shard could not be asked."""
-        deadline = self._deadline(deadline_ms)
+        deadline = self._call(deadline_ms)
         with self._lock:
-            stores = list(self._stores)
+            stores = [transfer for transfer, executor in self._running.items() if executor is self._storer]
         ended = [transfer.wait_ended(deadline) for transfer in stores]
-        with self._lock:
-            shards, self._unflushed = list(self._unflushed), {}
-        visible = True
-        for shard in shards:
-            try:
-                visible = self._shards.flush(shard, deadline) and visible
-            except (Trouble, KVClusterError):
-                visible = False
-        return all(ended) and visible
+        return self._shards.flush(deadline) and all(ended)
 
     def explain(
         self,
@@ -316,24 +301,43 @@ class Client:
         deadline_ms: float | None = None,
     ) -> list[BlockExplanation]:
         """For every block of a prompt where it is, or why it cannot be had."""
-        deadline = self._deadline(deadline_ms)
+        deadline = self._call(deadline_ms)
         return explain(self._control, self._spec(adapter), self.parts, token_ids, salt, extra_keys, deadline)
 
     def pin(
-        self, token_ids: Sequence[int], ttl_s: float, *, salt: bytes = b"", deadline_ms: float | None = None
+        self,
+        token_ids: Sequence[int],
+        ttl_s: float,
+        *,
+        salt: bytes = b"",
+        adapter: str | None = None,
+        extra_keys: Mapping[int, bytes] | None = None,
+        deadline_ms: float | None = None,
     ) -> int:
         """Spares the cached prefix of a prompt from eviction for `ttl_s`, within the share that pins may take.
         Returns the tokens pinned."""
         message = PinBlocks(NO_CALL, NOBODY, _UNNAMED, (), int(ttl_s * 1e9))
-        return self._pin(message, token_ids, salt, deadline_ms)
+        return self._pin(message, token_ids, self._spec(adapter), salt, extra_keys, self._call(deadline_ms))
 
-    def unpin(self, token_ids: Sequence[int], *, salt: bytes = b"", deadline_ms: float | None = None) -> int:
+    def unpin(
+        self,
+        token_ids: Sequence[int],
+        *,
+        salt: bytes = b"",
+        adapter: str | None = None,
+        extra_keys: Mapping[int, bytes] | None = None,
+        deadline_ms: float | None = None,
+    ) -> int:
         """Lets a pinned prompt be evicted again. Returns the tokens unpinned."""
-        return self._pin(UnpinBlocks(NO_CALL, NOBODY, _UNNAMED, ()), token_ids, salt, deadline_ms)
+        message = UnpinBlocks(NO_CALL, NOBODY, _UNNAMED, ())
+        return self._pin(message, token_ids, self._spec(adapter), salt, extra_keys, self._call(deadline_ms))
 
     def status(self, *, deadline_ms: float | None = None) -> dict[str, Any]:
-        """The cluster as the coordinator sees it, as plain values. Raises Trouble's kin where it is not there."""
-        status = self._control.say(Status, GetStatus(NO_CALL), self._deadline(deadline_ms))
+        """The cluster as the coordinator sees it, as plain values. Raises Unreachable where it is not there."""
+        try:
+            status = self._control.say(Status, GetStatus(NO_CALL), self._call(deadline_ms))
+        except Trouble as trouble:
+            raise Unreachable(f"the coordinator does not answer: {trouble.miss}; is the cluster up?") from None
         return status_dict(status) | {"transports": self._shards.names()}
 
     @property
@@ -345,16 +349,17 @@ class Client:
 
     def close(self) -> None:
         """Ends running transfers and gives everything back. May be called again."""
-        if self._closed:
-            return
-        self._closed = True
-        self._keeper.close()
         with self._lock:
-            stores = list(self._stores)
-        for transfer in stores:
+            if self._closed:
+                return
+            self._closed = True
+            running = list(self._running)
+        for transfer in running:
             transfer.cancel()
-        self._loader.shutdown(cancel_futures=True)
-        self._storer.shutdown(cancel_futures=True)
+        # Futures are not cancelled: each transfer has to run to its end, or whoever waits for it would wait in vain.
+        self._loader.shutdown()
+        self._storer.shutdown()
+        self._keeper.close()
         self._shards.close()
         self._control.close()
 
@@ -381,12 +386,14 @@ class Client:
             return Ticket(body, grant.miss, lambda: None)
         # The hold is shorter than the ticket: it is what has to be renewed in time.
         self._keeper.keep(attempt, min(attached.ticket_ttl_ns, grant.hold_ns))
-        return Ticket(body, grant.miss, lambda: self._release(attempt))
+        return Ticket(body, grant.miss, lambda: self._keeper.release(attempt))
 
-    def _release(self, attempt: Attempt) -> None:
-        if self._keeper.let_go(attempt):
-            with suppress(Trouble, KVClusterError):  # then it ends by time
-                self._control.say(Done, EndTicket(NO_CALL, attempt), self._deadline(None))
+    def _end(self, attempt: Attempt) -> bool:
+        try:
+            self._control.say(Done, EndTicket(NO_CALL, attempt), self._deadline(None))
+        except (Trouble, KVClusterError):
+            return False
+        return True
 
     def _renew(self, attempt: Attempt) -> bool:
         try:
@@ -397,17 +404,22 @@ class Client:
             return False
 
     def _pin(
-        self, message: PinBlocks | UnpinBlocks, token_ids: Sequence[int], salt: bytes, deadline_ms: float | None
+        self,
+        message: PinBlocks | UnpinBlocks,
+        token_ids: Sequence[int],
+        spec: KVSpec,
+        salt: bytes,
+        extra_keys: Mapping[int, bytes] | None,
+        deadline: Deadline,
     ) -> int:
-        deadline = self._deadline(deadline_ms)
-        hashes, _ = self._hash(token_ids, self.spec, salt, None, deadline)
+        hashes, _ = self._hash(token_ids, spec, salt, extra_keys, deadline)
         if not hashes:
             return 0
         try:
-            pinned = self._control.ask(Pinned, self.spec, replace(message, hashes=tuple(hashes)), deadline)
+            pinned = self._control.ask(Pinned, spec, replace(message, hashes=tuple(hashes)), deadline)
         except Trouble:
             return 0
-        return pinned.blocks * self.spec.block_tokens
+        return pinned.blocks * spec.block_tokens
 
     def _hash(
         self,
@@ -423,20 +435,23 @@ class Client:
             detail = f"{len(token_ids)} tokens fill no block of {spec.block_tokens}"
             return [], Miss(MissReason.BELOW_BLOCK, detail)
         try:
-            root = hashing.root(self._namespace(spec, deadline), salt)
+            root = hashing.root(self._control.namespace(spec, deadline), salt)
         except Trouble as trouble:
             return [], trouble.miss
         hashes = hashing.chain(root, token_ids, spec.block_tokens, extra_keys)
         self._check_hashes(hashes)
         return hashes, None
 
-    def _namespace(self, spec: KVSpec, deadline: Deadline) -> NamespaceId:
-        return self._control.namespace(spec, deadline)
-
     def _begin(self, executor: ThreadPoolExecutor, transfer: Transfer[R], work: Callable[[], R]) -> None:
-        if self._closed:
-            raise CallerError("this client is closed; connect again")
-        executor.submit(transfer.run, work)
+        with self._lock:
+            self._check_open()
+            self._running[transfer] = executor
+            future = executor.submit(transfer.run, work)
+        future.add_done_callback(lambda _: self._forget(transfer))
+
+    def _forget(self, transfer: Transfer[Any]) -> None:
+        with self._lock:
+            del self._running[transfer]
 
     def _spec(self, adapter: str | None) -> KVSpec:
         return self.spec if adapter is None or adapter == self.spec.adapter else replace(self.spec, adapter=adapter)
@@ -449,6 +464,15 @@ class Client:
 
     def _attempt(self) -> Attempt:
         return Attempt(self._holder, next(self._counter))
+
+    def _call(self, deadline_ms: float | None) -> Deadline:
+        """The deadline of a call that begins now. Raises CallerError where the client is closed."""
+        self._check_open()
+        return self._deadline(deadline_ms)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CallerError("this client is closed; connect again")
 
     def _deadline(self, deadline_ms: float | None) -> Deadline:
         return Deadline.after_ms(self._config.deadline_ms if deadline_ms is None else deadline_ms)

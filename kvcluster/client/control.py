@@ -15,7 +15,7 @@ from kvcluster.core.messages import Attach, Attached, CoordinatorMessage, Refuse
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, LimitError, ProtocolError
 from kvcluster.transport.rpc import Connection
-from kvcluster.transport.seam import Deadline
+from kvcluster.transport.seam import Deadline, Trouble
 from kvcluster.wire.methods import COORDINATOR
 
 NO_CALL = CallId(0)
@@ -71,12 +71,21 @@ class Control:
 
         Raises Trouble where none comes, CallerError or LimitError where the question was wrong.
         """
-        answer = self._port.ask(replace(message, namespace=self.namespace(spec, deadline)), deadline)
+        answer = self._ask(replace(message, namespace=self.namespace(spec, deadline)), deadline)
         if isinstance(answer, Refused) and answer.kind is RefusedKind.UNKNOWN_NAMESPACE:
             with self._lock:
                 self._attached.pop(spec, None)
-            answer = self._port.ask(replace(message, namespace=self.namespace(spec, deadline)), deadline)
+            answer = self._ask(replace(message, namespace=self.namespace(spec, deadline)), deadline)
         return expect(kind, answer)
+
+    def _ask(self, message: CoordinatorMessage, deadline: Deadline) -> Reply:
+        """Asks once more where the answer was lost: a prepare names its attempt, so that it is not done twice."""
+        try:
+            return self._port.ask(message, deadline)
+        except Trouble:
+            if not deadline.remaining_s():
+                raise
+            return self._port.ask(message, deadline)
 
     def say(self, kind: type[R], message: Any, deadline: Deadline) -> R:
         """Asks a question that belongs to no namespace."""

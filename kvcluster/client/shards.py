@@ -29,6 +29,7 @@ class Shards:
         self._open = open_transport
         self._transports: dict[str, tuple[ShardAddress, Transport]] = {}
         self._attached: set[tuple[ShardAddress, NamespaceId]] = set()
+        self._unflushed: dict[ShardAddress, None] = {}  # written to since they were last known to be heard of
         self._lock = threading.Lock()
 
     def read(
@@ -44,8 +45,11 @@ class Shards:
         try:
             return (yield from transport.read(request, sink, deadline))
         except RefusedByShard as refused:
-            self._recover(refused, shard, spec, request.namespace, deadline)
+            transport = self._recover(refused, shard, spec, request.namespace, deadline)
+        try:
             return (yield from transport.read(request, sink, deadline))
+        except RefusedByShard as refused:
+            raise _error(refused, shard) from None
 
     def write(
         self, shard: ShardAddress, spec: KVSpec, request: WriteRequest, source: PageSource, deadline: Deadline
@@ -53,15 +57,30 @@ class Shards:
         """As Transport.write; attaches first. Raises Trouble, or CallerError where the request was wrong."""
         transport = self._ready(shard, spec, request.namespace, deadline)
         try:
-            return transport.write(request, source, deadline)
+            outcome = transport.write(request, source, deadline)
         except RefusedByShard as refused:
-            self._recover(refused, shard, spec, request.namespace, deadline)
-            return transport.write(request, source, deadline)
-
-    def flush(self, shard: ShardAddress, deadline: Deadline) -> bool:
+            transport = self._recover(refused, shard, spec, request.namespace, deadline)
+            try:
+                outcome = transport.write(request, source, deadline)
+            except RefusedByShard as again:
+                raise _error(again, shard) from None
         with self._lock:
-            known = self._transports.get(shard.shard)
-        return known is not None and known[0] == shard and known[1].flush(deadline)
+            self._unflushed[shard] = None
+        return outcome
+
+    def flush(self, deadline: Deadline) -> bool:
+        """Has the coordinator heard of everything written so far? A shard that cannot be asked is asked no more:
+        what it had not told is lost with it. One that was late is asked again next time."""
+        with self._lock:
+            asked = [(shard, self._transports.get(shard.shard)) for shard in self._unflushed]
+        heard = True
+        for shard, known in asked:
+            late = False
+            with suppress(Trouble, KVClusterError):
+                if known is not None and known[0] == shard:
+                    late = not known[1].flush(deadline)
+                    ...
+        return heard
 
     def names(self) -> dict[str, str]:
         """Shard -> the transport in use."""

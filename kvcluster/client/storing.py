@@ -33,6 +33,9 @@ from kvcluster.transport.seam import Deadline, Trouble
 if TYPE_CHECKING:  # it imports torch, which a client without tensors need not have
     from kvcluster.client.memory import Bound
 
+_FAREWELL_MS = 1_000
+"""A store whose own time is up has all the more reason to say so; nobody waits for it but the next store."""
+
 _MISSES = {
     Written.CORRUPT: Miss(MissReason.CORRUPT, "what arrived did not match its checksum"),
     Written.FULL: Miss(MissReason.FULL),
@@ -92,16 +95,15 @@ def store(
     attempt: Attempt,
     wait_ns: int,
     deadline: Deadline,
-    touched: dict[ShardAddress, None],
 ) -> Stored:
     """Asks what to write, writes it shard by shard, and says what became of each block.
 
-    `prepare.attempt` names the ticket, `attempt` the leases at shards. Shards that committed enter `touched`.
+    `prepare.attempt` names the ticket, `attempt` the leases at shards.
     """
     namespace = control.namespace(spec, deadline)
-    grant = control.ask(StoreGrant, spec, prepare, deadline)
-    by_shard, tally = _sort(grant)
+    by_shard: dict[ShardAddress, list[int]] | None = None  # unknown: a grant may be out there whose answer was lost
     try:
+        by_shard, tally = _sort(control.ask(StoreGrant, spec, prepare, deadline))
         for number, (shard, blocks) in enumerate(by_shard.items(), 1):
             pages, of_block = _pages(prepare, blocks)
             request = WriteRequest(namespace, attempt, shard.epoch, pages, wait_ns)
@@ -111,12 +113,11 @@ def store(
             except Trouble as trouble:
                 tally.missed(trouble.miss)
             else:
-                touched[shard] = None
                 tally.count(of_block, outcome)
             tally.nbytes += gather.nbytes
     finally:
-        if by_shard:
-            _end_ticket(control, prepare.attempt, deadline)
+        if by_shard != {}:
+            _end_ticket(control, prepare.attempt)
     return tally.stored()
 
 
@@ -183,7 +184,7 @@ def _pages(prepare: PrepareStore, blocks: Sequence[int]) -> tuple[tuple[NewPage,
     return tuple(pages), of_block
 
 
-def _end_ticket(control: Control, attempt: Attempt, deadline: Deadline) -> None:
-    """Lets others write what this attempt did not. Lost, the ticket ends by time."""
+def _end_ticket(control: Control, attempt: Attempt) -> None:
+    """Lets others write what this attempt did not, and its own client in another attempt. Lost, it ends by time."""
     with suppress(Trouble, KVClusterError):
-        control.say(Done, EndTicket(NO_CALL, attempt), deadline)
+        control.say(Done, EndTicket(NO_CALL, attempt), Deadline.after_ms(_FAREWELL_MS))

@@ -84,7 +84,8 @@ class CopyBook:
 
     def add(self, copies: Copies, copy: Copy) -> Copies:
         """The set with `copy`, in place of any copy of the same part on that slot."""
-        self._refresh(copies)
+        if copies._version != self._version:
+            self._refresh(copies)
         more = copies._more.get(copy)
         if more is None:
             kept = [c for c in copies.entries if (c.slot, c.group, c.part) != (copy.slot, copy.group, copy.part)]
@@ -94,7 +95,8 @@ class CopyBook:
 
     def remove(self, copies: Copies, slot: int, group: int, part: Part) -> Copies:
         """The set without that part on that slot."""
-        self._refresh(copies)
+        if copies._version != self._version:
+            self._refresh(copies)
         key = (slot, group, part)
         less = copies._less.get(key)
         if less is None:
@@ -110,7 +112,8 @@ class CopyBook:
 
     def serve(self, copies: Copies, need: Need) -> Served:
         """What these copies can do for `need`; worked out once for each pair."""
-        self._refresh(copies)
+        if copies._version != self._version:
+            self._refresh(copies)
         served = copies._served.get(need)
         if served is None:
             if len(copies._served) >= 64:  # needs are few: one a rank and loss; anything more is abuse
@@ -147,17 +150,18 @@ class CopyBook:
             for loss in Loss:  # by rising loss: what the caller would have to accept at least
                 if loss > accept and _tile(part, [c for c in touching if c.loss <= loss]):
                     return None, Miss(MissReason.LOSSY, f"only with {loss.name.lower()}")
+            if _tile(part, [c for c in copies.entries if c.group == group]):
+                return None, Miss(MissReason.SHARD_LOST)
             held = ", ".join(str(c.part) for c in touching) or "nothing"
             return None, Miss(MissReason.PART, f"group {group}: asked for {part}; held: {held}")
         return tuple(Source(group, c.part, self._alive[c.slot], c.tier, c.loss) for c in chosen), None
 
     def _refresh(self, copies: Copies) -> None:
         """A slot has died since: plans may name it, and a way to a set that holds it would keep that set for ever."""
-        if copies._version != self._version:
-            copies._version = self._version
-            copies._served.clear()
-            copies._more.clear()
-            copies._less.clear()
+        copies._version = self._version
+        copies._served.clear()
+        copies._more.clear()
+        copies._less.clear()
 
     def _intern(self, entries: tuple[Copy, ...]) -> Copies:
         copies = self._interned.get(entries)

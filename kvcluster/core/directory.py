@@ -38,9 +38,11 @@ class Space:
         return nbytes
 
     def fits(self, need: Need) -> bool:
-        """Does this need name parts that the spec has?"""
-        return len(need.parts) == len(self.spec.groups) and all(
-            part is None or self.has(group, part) for group, part in enumerate(need.parts)
+        """Does this need name parts that the spec has, one at least?"""
+        return (
+            len(need.parts) == len(self.spec.groups)
+            and any(part is not None for part in need.parts)
+            and all(part is None or self.has(group, part) for group, part in enumerate(need.parts))
         )
 
     def has(self, group: int, part: Part) -> bool:

@@ -73,6 +73,7 @@ class PrefixIndex:
     def find(self, hashes: Sequence[BlockHash], need: Need) -> Found:
         """The longest boundary of this chain that `need` can be restored to. Changes nothing."""
         needed = [group for group, part in enumerate(need.parts) if part is not None]
+        assert needed, "a need of nothing is met by blocks that nobody has"
         if all(self._reuses[group].kind == "prefix" for group in needed):
             return self._find_prefix(hashes, need)
         return self._find_mixed(hashes, need, needed)
@@ -181,23 +182,21 @@ class PrefixIndex:
         plans: list[Plan] = []
         nothing: Plan = tuple(None for _ in need.parts)
         best = 0
-        miss: Miss | None = None
         for at, block in enumerate(hashes):
             record = self._records.get(block)
-            served = self._book.serve(record.copies, need) if record is not None else None
-            plan = served.plan if served is not None else nothing
+            plan = self._book.serve(record.copies, need).plan if record is not None else nothing
             plans.append(plan)
             restorable = True
             for group in needed:
                 tail[group] = tail[group] + 1 if plan[group] is not None else 0
                 if tail[group] < self._reuses[group].blocks_needed(at + 1, self._block_tokens):
                     restorable = False
-                    if self._reuses[group].kind == "prefix":  # nothing beyond a gap in a prefix
-                        return Found(best, _runs(plans[:best]), served.miss if served is not None else None)
             if restorable:
-                best, miss = at + 1, None
-            elif served is not None and best == at:
-                miss = served.miss
+                best = at + 1
+            elif any(plan[group] is None and self._reuses[group].kind == "prefix" for group in needed):
+                break  # nothing beyond a gap in a prefix
+        stopped = self._records.get(hashes[best]) if best < len(hashes) else None
+        miss = self._book.serve(stopped.copies, need).miss if stopped is not None else None
         return Found(best, _runs(plans[:best]), miss)
 
 

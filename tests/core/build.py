@@ -53,7 +53,9 @@ def gone(number: int, group: int = 0, part: Part = WHOLE) -> GoneEvent:
     return GoneEvent(SPACE, key(number, group, part), corrupt=False)
 
 
-def spec(*reuses: Reuse, weights: str = "sha256:1", adapter: str = "", rope: str = "", dtype: str = "float16") -> KVSpec:
+def spec(
+    *reuses: Reuse, weights: str = "sha256:1", adapter: str = "", rope: str = "", dtype: str = "float16"
+) -> KVSpec:
     """A small model of two layers and two heads a group, one group for each reuse rule (or one of PREFIX)."""
     planes = (Plane("k", 2, 4, dtype), Plane("v", 2, 4, dtype))
     groups = tuple(Group((2 * at, 2 * at + 1), planes, reuse) for at, reuse in enumerate(reuses or (PREFIX,)))

@@ -95,7 +95,11 @@ def why_not(part: Part, here: list[Copy], entries: list[Copy], alive: list[int])
     for loss in Loss:
         if covered(part, [c.part for c in here if c.loss <= loss]):
             return Miss(MissReason.LOSSY, f"only with {loss.name.lower()}")
-    touching = sorted((c.loss, -len(cells(c.part) & cells(part)), c.slot, c.part) for c in here if c.part.intersect(part))
+    if covered(part, [c.part for c in entries]):
+        return Miss(MissReason.SHARD_LOST)
+    touching = sorted(
+        (c.loss, -len(cells(c.part) & cells(part)), c.slot, c.part) for c in here if c.part.intersect(part)
+    )
     held_parts = ", ".join(str(entry[-1]) for entry in touching) or "nothing"
     return Miss(MissReason.PART, f"group {here[0].group if here else 0}: asked for {part}; held: {held_parts}")
 
@@ -153,9 +157,7 @@ def test_parts_that_overlap_tile_a_need_too() -> None:
 def test_a_part_that_is_missing_is_named_beside_what_is_held() -> None:
     book = book_of(2)
     miss = book.serve(held(book, copy(1, HEADS_0)), Need((WHOLE,))).miss
-    assert miss == Miss(
-        MissReason.PART, "group 0: asked for layers 0:2, heads 0:2; held: layers 0:2, heads 0:1"
-    )
+    assert miss == Miss(MissReason.PART, "group 0: asked for layers 0:2, heads 0:2; held: layers 0:2, heads 0:1")
     miss = book.serve(held(book, copy(1, HEADS_0)), Need((HEADS_1,))).miss
     assert miss == Miss(MissReason.PART, "group 0: asked for layers 0:2, heads 1:2; held: nothing")
 
@@ -186,6 +188,16 @@ def test_no_plan_names_a_shard_that_is_lost() -> None:
     assert sources(book.serve(copies, Need((WHOLE,)))) == [("shard-2", WHOLE, Loss.EXACT)]
     book.kill_slot(2)
     assert book.serve(copies, Need((WHOLE,))) == Served((None,), False, Miss(MissReason.SHARD_LOST))
+
+
+def test_a_part_that_went_with_its_shard_is_not_said_to_have_never_been_there() -> None:
+    book = book_of(2)
+    copies = held(book, copy(1, HEADS_0), copy(2, HEADS_1))
+    book.kill_slot(2)
+    assert book.serve(copies, Need((HEADS_0,))).complete
+    assert book.serve(copies, Need((WHOLE,))).miss == Miss(MissReason.SHARD_LOST)
+    miss = book.serve(book.remaining(copies), Need((WHOLE,))).miss
+    assert miss is not None and miss.reason is MissReason.PART, "once it is swept, nobody knows what there was"
 
 
 def test_a_shard_that_comes_back_gets_a_slot_of_its_own() -> None:

@@ -223,7 +223,7 @@ def test_only_a_ready_page_gets_a_new_reader(state: PageState) -> None:
 
 
 def test_every_state_is_reached_and_left_by_the_table() -> None:
-    assert {after for after in TRANSITIONS.values()} | {PageState.WRITING} == set(PageState)
+    assert set(TRANSITIONS.values()) | {PageState.WRITING} == set(PageState)
     assert {state for state, _ in TRANSITIONS} | {PageState.FREE} == set(PageState)
 
 

@@ -266,7 +266,7 @@ def test_what_a_shard_says_first_is_everything_it_holds() -> None:
     piece = stream.next_piece()
     assert piece == Piece(inventory=True, upto=0, chunk=0, last=True, pages=tuple(pages))
     stream.answered(piece, acked=0)
-    assert not stream.has_news and stream.acked == stream.last == 0
+    assert stream.next_piece() == Piece(first=1) and stream.acked == stream.last == 0
 
 
 def test_a_shard_that_holds_nothing_says_that() -> None:

@@ -41,24 +41,28 @@ Progress = Callable[[int, int], None]
 def run(arguments: Sequence[str] = ()) -> int:
     """Runs the demo. With `--json` prints the figures as one JSON object and nothing else. Returns the exit status."""
     as_json = "--json" in arguments
-    with _ended_by_sigterm(), Screen(silent=as_json) as screen:
-        figures = conduct(screen)
+    with _ended_by_signals() as check, Screen(silent=as_json) as screen:
+        figures = conduct(screen, check)
         screen.show(figures)
     if as_json:
         print(json.dumps(figures, indent=2))
     return 0 if figures["ok"] else 1
 
 
-def conduct(screen: Screen) -> Figures:
-    """Plays both acts and returns the figures. Raises KVClusterError where a replica or the cluster fails."""
+def conduct(screen: Screen, check: Callable[[], None]) -> Figures:
+    """Plays both acts and returns the figures; calls `check` where a signal may have been lost.
+
+    Raises KVClusterError where a replica or the cluster fails.
+    """
     began = time.monotonic()
     with ExitStack() as house:
         workshop = Path(house.enter_context(tempfile.TemporaryDirectory(prefix="kvcluster-demo-")))
         given = os.environ.get("DEMO_MODEL")
-        model = {"path": given or str(workshop / "model"), "bytes_are_tokens": not given}
+        model: Figures = {"path": given or str(workshop / "model"), "bytes_are_tokens": not given}
         first = house.enter_context(Replica("the first replica", workshop / "first.log"))
         with screen.step("start Ray, a coordinator and two shards"):
             cluster = house.enter_context(kvcluster.local(shards=SHARDS, device_bytes=DEVICE_BYTES))
+            check()
         with screen.step("load the model" if given else "build a Llama of random weights"):
             if not given:
                 first.ask("make", path=model["path"])
@@ -77,12 +81,12 @@ def conduct(screen: Screen) -> Figures:
             loaded = _answers(second, text.QUESTIONS, progress, cached=True)
             status = second.ask("status")
         with screen.step("the control: one loaded block zeroed") as progress:
-            (spoiled,) = _answers(second, text.QUESTIONS[:1], progress, cached=True, zero_block=True)
+            (spoiled,) = _answers(second, text.QUESTIONS[-1:], progress, cached=True, zero_block=True)
         with screen.step("second replica: other weights"):
             trained = second.ask("train", address=cluster.address)
             explained = second.ask("explain", question=text.QUESTIONS[0])
     figures = about | _sharing(computed, stored, loaded, status) | {"seconds": time.monotonic() - began}
-    figures["control"] = _control(spoiled, loaded[0], figures)
+    figures["control"] = _control(spoiled, computed[-1], figures)
     figures["other_weights"] = _other_weights(trained, explained)
     identical = all(answer["identical"] for answer in figures["answers"])
     figures["ok"] = identical and figures["control"]["differs"] and figures["other_weights"]["refused"]
@@ -102,8 +106,7 @@ def _answers(replica: Replica, questions: Sequence[str], progress: Progress, **h
 
 
 def _sharing(computed: list[Figures], stored: Figures, loaded: list[Figures], status: Figures) -> Figures:
-    warm = [stored, *loaded]
-    cold = [computed[0], *computed]
+    pairs = [("first replica", 0, stored), *(("second replica", i, answer) for i, answer in enumerate(loaded))]
     return {
         "first_token_seconds": {
             "no_cache": _seconds(computed),
@@ -112,23 +115,34 @@ def _sharing(computed: list[Figures], stored: Figures, loaded: list[Figures], st
         },
         "tokens_asked": sum(answer["prompt_tokens"] for answer in loaded),
         "tokens_reused": sum(answer["cached_tokens"] for answer in loaded),
-        "stored_bytes": sum(answer["stored_bytes"] for answer in warm),
-        "loaded_bytes": sum(answer["loaded_bytes"] for answer in warm),
+        "stored_bytes": sum(answer["stored_bytes"] for _, _, answer in pairs),
+        "loaded_bytes": sum(answer["loaded_bytes"] for _, _, answer in pairs),
         "hit_rate": status["hit_rate"],
         "answers": [
-            {"without_cache": c["digest"], "with_cache": w["digest"], "identical": c["digest"] == w["digest"]}
-            for c, w in zip(cold, warm, strict=True)
+            {
+                "replica": replica,
+                "question": i + 1,
+                "without_cache": computed[i]["digest"],
+                "with_cache": answer["digest"],
+                "identical": answer["digest"] == computed[i]["digest"],
+            }
+            for replica, i, answer in pairs
         ],
-        "logit_difference": max(_difference(c, w) for c, w in zip(cold, warm, strict=True)),
+        "logit_difference": max(_difference(answer, computed[i]) for _, i, answer in pairs),
         "logit_scale": max(abs(logit) for answer in computed for logit in answer["logits"]),
     }
 
 
-def _control(spoiled: Figures, good: Figures, figures: Figures) -> Figures:
-    """Rounding also moves logits a little; the spoiled block must show far above that."""
-    moved = _difference(spoiled, good)
-    differs = moved > 100 * figures["logit_difference"] and moved > 1e-3 * figures["logit_scale"]
-    return {"digest": spoiled["digest"], "logit_difference": moved, "differs": differs}
+def _control(spoiled: Figures, computed: Figures, figures: Figures) -> Figures:
+    """Other ids, or logits further off than rounding could move them."""
+    moved = _difference(spoiled, computed)
+    beyond_rounding = max(100 * figures["logit_difference"], 1e-3 * figures["logit_scale"])
+    return {
+        "without_cache": computed["digest"],
+        "with_cache": spoiled["digest"],
+        "logit_difference": moved,
+        "differs": spoiled["digest"] != computed["digest"] or moved > beyond_rounding,
+    }
 
 
 def _other_weights(trained: Figures, explained: Figures) -> Figures:
@@ -139,22 +153,34 @@ def _other_weights(trained: Figures, explained: Figures) -> Figures:
 
 
 def _seconds(answers: list[Figures]) -> float:
-    return statistics.median(answer["first_token_ns"] for answer in answers) / 1e9
+    return float(statistics.median(answer["first_token_ns"] for answer in answers)) / 1e9
 
 
 def _difference(one: Figures, other: Figures) -> float:
-    return max(abs(a - b) for a, b in zip(one["logits"], other["logits"], strict=True))
+    return max(abs(float(a) - float(b)) for a, b in zip(one["logits"], other["logits"], strict=True))
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Within it, SIGTERM unwinds the stack as Ctrl-C does, so that everything started is ended."""
+def _ended_by_signals() -> Iterator[Callable[[], None]]:
+    """Within it, SIGTERM unwinds the stack as Ctrl-C does, so that everything started is ended.
+
+    Ray loses an exception that a signal raises while it starts: what this gives raises it again.
+    """
+    received: list[int] = []
 
     def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
+        received.append(number)
+        check()
 
-    before = signal.signal(signal.SIGTERM, end)
+    def check() -> None:
+        if signal.SIGTERM in received:
+            raise SystemExit(128 + signal.SIGTERM)
+        if received:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield check
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

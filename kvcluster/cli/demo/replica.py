@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,8 @@ class Replica:
         assert process is not None and process.stdin is not None
         if kind is not None:
             process.kill()
-        try:
+        with suppress(BrokenPipeError):  # it has ended already
             process.stdin.close()
-        except BrokenPipeError:
-            pass  # it has ended
         try:
             process.wait(END_S)
         except subprocess.TimeoutExpired:

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from kvcluster.cli.tables import size_text
 
-BAR_COLUMNS = 36
+BAR_COLUMNS = 28
 
 
 class Screen:
@@ -58,27 +58,27 @@ def _sharing(figures: dict[str, Any]) -> Iterator[str]:
         bar = "█" * max(1, round(BAR_COLUMNS * value / longest))
         yield f"  {name.replace('_', ' '):<15} [cyan]{bar:<{BAR_COLUMNS}}[/] {value:6.2f} s  {_BESIDE[name]}"
     yield ""
-    yield (
-        f"  tokens reused  {figures['tokens_reused']:,} of {figures['tokens_asked']:,} that the second replica was asked"
-    )
+    yield f"  tokens reused  {figures['tokens_reused']:,} of the second replica's {figures['tokens_asked']:,}"
     yield (
         f"  bytes moved    {size_text(figures['stored_bytes'])} stored, {size_text(figures['loaded_bytes'])} loaded; "
-        f"hit rate {figures['hit_rate']:.0%} of blocks"
+        f"hit rate {figures['hit_rate']:.0%} of all blocks asked for"
     )
-    yield "  digest of the generated ids"
+    yield "\n  digest of the generated ids       no cache      with cache"
     for answer in figures["answers"]:
         same = "[green]identical[/]" if answer["identical"] else "[red]DIFFERENT[/]"
-        yield f"    without cache {answer['without_cache']}, with cache {answer['with_cache']}: {same}"
+        what = f"question {answer['question']}, {answer['replica']}"
+        yield f"    {what:<31} {answer['without_cache']}  {answer['with_cache']}  {same}"
     control = figures["control"]
-    differs = "[green]differs, as it must[/]" if control["differs"] else "[red]THE SAME, so nothing above counts[/]"
-    yield f"    with one loaded block zeroed     {control['digest']}: {differs}"
+    differs = "[green]differs, as it must[/]" if control["differs"] else "[red]THE SAME: none of this counts[/]"
+    what = "the same, a loaded block zeroed"
+    yield f"    {what:<31} {control['without_cache']}  {control['with_cache']}  {differs}"
     yield (
         f"  greatest difference of a logit to a full prefill: {figures['logit_difference']:.1e} "
         f"(logits go up to {figures['logit_scale']:.1f})"
     )
 
 
-_BESIDE = {"no_cache": "computed", "first_replica": "stored", "second_replica": "loaded"}
+_BESIDE = {"no_cache": "computes", "first_replica": "computes, then stores", "second_replica": "loads"}
 
 
 def _safety(other: dict[str, Any]) -> Iterator[str]:
@@ -91,9 +91,7 @@ def _safety(other: dict[str, Any]) -> Iterator[str]:
 
 
 def _end(figures: dict[str, Any]) -> Iterator[str]:
-    yield (
-        f"\n{figures['seconds']:.0f} s in all. Prefill on a CPU is slow, so the ratio of the bars flatters: a GPU computes\n"
-        "faster than this, and what counts there is measured by `kvcluster bench`."
-    )
-    yield "Next: `kvcluster up` keeps a cluster running; README.md connects your engine to it,"
-    yield "and docs/architecture.md says how it works and when it does not help."
+    yield f"\n{figures['seconds']:.0f} s in all. Prefill on a CPU is slow, so the ratio of these bars flatters: a GPU"
+    yield "computes faster, and a load must beat that. `kvcluster bench transfer` measures loads."
+    yield "Next: `kvcluster up` keeps a cluster running, README.md connects your engine to it,"
+    yield "and docs/architecture.md says how it works."

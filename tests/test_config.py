@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcluster import config
+from kvcluster.config import Config
+from kvcluster.errors import ConfigError
+
+UNITS = {"": 1, "b": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "kvcluster.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_nothing_given_is_the_defaults_and_they_pass_the_checks() -> None:
+    assert config.load() == config.load(None, {}) == Config()
+
+
+def test_a_file_sets_what_it_names_and_nothing_else(tmp_path: Path) -> None:
+    path = written(tmp_path, 'shards = 3\n[shard]\ndevice_bytes = "2 GiB"\n[coordinator]\nlow_free = 0\n')
+    loaded = config.load(path)
+    assert (loaded.shards, loaded.shard.device_bytes, loaded.coordinator.low_free) == (3, 2**31, 0.0)
+    assert isinstance(loaded.coordinator.low_free, float)
+    assert loaded.client == Config().client
+    assert dataclasses.replace(loaded.shard, device_bytes=2**30) == Config().shard
+    assert config.load(str(path)) == loaded
+
+
+def test_overrides_win_key_by_key(tmp_path: Path) -> None:
+    path = written(tmp_path, "shards = 3\n[server]\nport = 7071\nthreads = 4\n")
+    loaded = config.load(path, {"server": {"port": 7072}, "client": {"deadline_ms": 50}})
+    assert (loaded.shards, loaded.server.port, loaded.server.threads, loaded.client.deadline_ms) == (3, 7072, 4, 50)
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config.load(), "shards", 2)  # noqa: B010 - an assignment would not pass the type checker
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"shard": {"device_byte": 1}}, r"unknown setting shard\.device_byte; known here: device_bytes, extent_bytes"),
+        ({"lease_ttl_ms": 1}, "unknown setting lease_ttl_ms; known here: shards, membership_ttl_ms"),
+        ({"client": {"deadline": 1}}, r"unknown setting client\.deadline"),
+    ],
+)
+def test_an_unknown_setting_is_refused_by_name(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        config.load(overrides=values)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"shards": "2"}, "shards must be of type int, such as 1, not '2'"),
+        ({"shards": True}, "shards must be of type int"),
+        ({"shards": 2.0}, "shards must be of type int"),
+        ({"server": {"insecure": 1}}, r"server\.insecure must be of type bool"),
+        ({"server": {"host": 127}}, r"server\.host must be of type str"),
+        ({"coordinator": {"low_free": "5 %"}}, r"coordinator\.low_free must be of type float"),
+        ({"coordinator": {"low_free": True}}, r"coordinator\.low_free must be of type float"),
+        ({"shard": 3}, "shard must be a table of settings, not 3"),
+        ({"shard": {"device_bytes": "much"}}, r"shard\.device_bytes: 'much' is no size"),
+        ({"shard": {"device_bytes": True}}, r"shard\.device_bytes: True is no size"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        config.load(overrides=values)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "said"),
+    [
+        ("", "shards", 0, "shards must be at least 1"),
+        ("", "membership_ttl_ms", 1_000, "must exceed two report intervals"),
+        ("", "stall_ms", 0, "stall_ms must be positive"),
+        ("server", "port", -1, "between 0 and 65535"),
+        ("server", "port", 65_536, "between 0 and 65535"),
+        ("server", "threads", 1, "server.threads must be at least 2"),
+        ("coordinator", "low_free", -0.1, "low_free <= high_free"),
+        ("coordinator", "low_free", 0.2, "low_free <= high_free"),
+        ("coordinator", "low_free", float("nan"), "low_free <= high_free"),
+        ("coordinator", "high_free", 0.95, "low_free <= high_free"),
+        ("coordinator", "pinned_share", -0.1, "pinned_share must be between 0 and 0.9"),
+        ("coordinator", "pinned_share", 1.0, "pinned_share must be between 0 and 0.9"),
+        ("coordinator", "run_blocks", 0, "run_blocks must be between 1 and 8192"),
+        ("coordinator", "run_blocks", 8_193, "run_blocks must be between 1 and 8192"),
+        ("coordinator", "ticket_ttl_ms", 0, "coordinator.ticket_ttl_ms must be positive"),
+        ("coordinator", "refresh_ms", -1, "coordinator.refresh_ms must be positive"),
+        ("coordinator", "rebuild_grace_ms", 0, "coordinator.rebuild_grace_ms must be positive"),
+        ("coordinator", "hold_ms", -1, "coordinator.hold_ms must not be negative"),
+        ("shard", "device_bytes", 4_095, "shard.device_bytes must hold at least a page"),
+        ("shard", "lease_ttl_ms", 99, "shard.lease_ttl_ms under 100"),
+        ("shard", "report_interval_ms", 0, "shard.report_interval_ms must be positive"),
+        ("shard", "report_interval_ms", 2_500, "must exceed two report intervals"),
+        ("shard", "report_retry_ms", 0, "shard.report_retry_ms must be positive"),
+        ("client", "deadline_ms", 0, "client.deadline_ms must be positive"),
+        ("client", "connect_ms", -5, "client.connect_ms must be positive"),
+        ("client", "store_wait_ms", -1, "client.store_wait_ms must not be negative"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_rule_it_breaks(section: str, key: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+        config.load(overrides={section: {key: value}} if section else {key: value})
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("server", "port", 0),
+        ("server", "port", 65_535),
+        ("server", "threads", 2),
+        ("coordinator", "low_free", 0.1),
+        ("coordinator", "high_free", 0.9),
+        ("coordinator", "pinned_share", 0),
+        ("coordinator", "run_blocks", 8_192),
+        ("coordinator", "hold_ms", 0),
+        ("shard", "device_bytes", 4_096),
+        ("shard", "lease_ttl_ms", 100),
+        ("shard", "report_interval_ms", 2_499),
+        ("client", "store_wait_ms", 0),
+    ],
+)
+def test_the_edges_of_the_rules_are_allowed(section: str, key: str, value: Any) -> None:
+    loaded = config.load(overrides={section: {key: value}})
+    assert getattr(getattr(loaded, section), key) == value
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the configuration .*gone\.toml: No such file"):
+        config.load(tmp_path / "gone.toml")
+
+
+@pytest.mark.parametrize("content", [b"shards =", b"shards = 1\nshards = 2", b'\xff = "not UTF-8"'])
+def test_a_file_that_is_no_toml_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "kvcluster.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"kvcluster\.toml is not valid TOML"):
+        config.load(path)
+
+
+@given(number=st.integers(0, 2**70), unit=st.sampled_from(sorted(UNITS)), space=st.sampled_from(["", " "]))
+def test_a_size_is_a_number_and_a_unit_in_any_case(number: int, unit: str, space: str) -> None:
+    expected = number * UNITS[unit]
+    assert config.size(f" {number}{space}{unit} ") == expected
+    assert config.size(f"{number}{unit.lower()}") == config.size(f"{number}{unit.upper()}") == expected
+    assert config.size(number) == number
+
+
+def test_a_size_may_have_a_fraction_and_is_whole_bytes() -> None:
+    assert config.size("1.5GiB") == 3 * 2**29
+    assert config.size("0.1 kb") == 100
+    assert config.size("0.0001 KiB") == 0
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "1 PiB", "-1", "-1GiB", "1e3", "1 GiB 2", ".5GiB", "nan", -1, True, 1.5, None]
+)
+def test_what_is_no_size_is_refused_by_name(text: Any) -> None:
+    with pytest.raises(ConfigError, match=r"pool: .* is no size; write bytes, or a number with KiB, MiB, GiB or TiB"):
+        config.size(text, "pool")
