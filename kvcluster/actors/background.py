@@ -29,6 +29,7 @@ from kvcluster.config import Config
 from kvcluster.errors import ConfigError, KVClusterError
 
 _START_S = 60.0
+_GRACE_S = 1.0
 _STOP_S = 20.0
 
 
@@ -62,17 +63,17 @@ def up(config: Config) -> tuple[Running, bool]:
     cluster.check(config)
     _forget(port)
     with own_ray():
-        ray_port = _free_port()
-        head = _start_head(ray_port, _ray_folder(port))
+        ray_port, folder = _free_port(), _ray_folder(port)
+        head = _start_head(ray_port, folder)
         try:
-            _wait_for_head(head, ray_port)
+            _wait_for_head(head, ray_port, folder)
             ray.init(
                 address=f"127.0.0.1:{ray_port}",
                 namespace=cluster.NAMESPACE,
                 log_to_driver=False,
                 logging_level="error",
                 _node_ip_address="127.0.0.1",
-                _temp_dir=str(_ray_folder(port)),
+                _temp_dir=str(folder),
             )
             try:
                 started = cluster.start(config, detached=True)
@@ -108,22 +109,21 @@ def down(port: int) -> bool:
 def _start_head(port: int, folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += ["--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false"]
-    # The actors take no CPU of Ray's; with one, Ray would keep a process ready for work that never comes.
-    command += ["--num-cpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}"]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    # Only what the actors need. They take no CPU of Ray's; for each it would keep a process ready.
+    command += ["--num-cpus=0", "--include-log-monitor=false", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+    # Left to itself this takes a port that is always the same, and ends the second Ray of a machine.
+    command += [f"--ray-client-server-port={_free_port()}"]
+    folder.mkdir(exist_ok=True)
+    with _log(folder).open("wb") as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
 
-def _wait_for_head(head: subprocess.Popen[bytes], port: int) -> None:
+def _wait_for_head(head: subprocess.Popen[bytes], port: int, folder: Path) -> None:
     give_up = time.monotonic() + _START_S
     while time.monotonic() < give_up:
         if head.poll() is not None:
-            raise KVClusterError(f"Ray ended with status {head.returncode} while it started; try `ray start --head`")
+            said = _log(folder).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
+            raise KVClusterError(f"Ray ended with status {head.returncode} while it started: {said}")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.1)
@@ -131,16 +131,13 @@ def _wait_for_head(head: subprocess.Popen[bytes], port: int) -> None:
 
 
 def _end_session(leader: int) -> None:
-    """Asks the head to end, then all that it and its actors started, then insists."""
-    for sig, members in (
-        (signal.SIGTERM, lambda: [leader]),
-        (signal.SIGTERM, lambda: _session(leader)),
-        (signal.SIGKILL, lambda: _session(leader)),
-    ):
-        for pid in members():
+    """Asks all processes of a session to end, and soon insists: memory is all that they hold, and Ray's head takes
+    its time. Returns when they are gone."""
+    for sig, patience_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _STOP_S)):
+        for pid in _session(leader):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sig)
-        give_up = time.monotonic() + _STOP_S
+        give_up = time.monotonic() + patience_s
         while time.monotonic() < give_up:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(leader, os.WNOHANG)  # it may be a child of this process
@@ -178,6 +175,10 @@ def _state(port: int) -> Path:
 def _ray_folder(port: int) -> Path:
     """Where the Ray of that cluster keeps its sockets and logs."""
     return _folder() / str(port)
+
+
+def _log(folder: Path) -> Path:
+    return folder / "head.log"
 
 
 def _forget(port: int) -> None:

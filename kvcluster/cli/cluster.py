@@ -83,8 +83,8 @@ def _status(options: argparse.Namespace) -> int:
     try:
         # Unlike `connect`, this does not wait for a cluster to come: whoever asks wants to know how it is now.
         answer = GrpcPort(connection).ask(GetStatus(NO_CALL), Deadline.after_ms(5_000))
-    except Trouble as trouble:
-        raise Unreachable(f"no cluster answers at {address} ({trouble}); `kvcluster up` starts one") from None
+    except Trouble:
+        raise Unreachable(f"no cluster answers at {address}; `kvcluster up` starts one") from None
     finally:
         connection.close()
     status = status_dict(expect(Status, answer))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -24,9 +25,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         status: int = options.run(options)
+        sys.stdout.flush()
         return status
     except (KVClusterError, Trouble) as error:
         print(f"kvcluster: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # Whoever read has seen enough, as in `kvcluster status --json | head`; nor shall the interpreter complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("kvcluster: interrupted", file=sys.stderr)

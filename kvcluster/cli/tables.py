@@ -10,7 +10,8 @@ from rich.table import Table
 
 def print_status(status: dict[str, Any], address: str) -> None:
     """One line for the cluster, one row a shard."""
-    console = Console()
+    # Wide enough for every column: a terminal that is narrower breaks lines, and what reads a pipe does not care.
+    console = Console(width=max(Console().width, 110), highlight=False)
     rate = status["hit_rate"]
     counters = status["counters"]
     console.print(
@@ -22,8 +23,9 @@ def print_status(status: dict[str, Any], address: str) -> None:
         f"{counters['write_blocks']:,} written, {counters['duplicate_blocks']:,} were there already"
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
+    numbers = ("used", "of", "pages", "leases", "evicted")
     for column in ("shard", "state", "tier", "used", "of", "", "pages", "leases", "evicted", "address"):
-        table.add_column(column, justify="right" if column in ("used", "of", "pages", "leases", "evicted") else "left")
+        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
     for shard in status["shards"]:
         capacity, used = shard["capacity_bytes"], shard["capacity_bytes"] - shard["free_bytes"]
         table.add_row(

@@ -1,18 +1,23 @@
 """Async twins of the client's blocking calls, for engines that live on an event loop.
 
-Each runs its twin on a thread of the loop's default executor; the deadline bounds it either way.
+Each runs its twin on a thread of the loop's default executor; the deadline bounds it either way. A call that is
+cancelled ends when its thread has: until then the thread may read or write the caller's memory.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcluster.client.results import BlockExplanation, Lookup, Stored
 
 if TYPE_CHECKING:
     from kvcluster.client.client import Client
+
+R = TypeVar("R")
 
 
 class AsyncClient:
@@ -22,22 +27,33 @@ class AsyncClient:
         self._client = client
 
     async def lookup(self, token_ids: Sequence[int], **options: Any) -> Lookup:
-        return await asyncio.to_thread(self._client.lookup, token_ids, **options)
+        return await _on_a_thread(self._client.lookup, token_ids, **options)
 
     async def load(self, token_ids: Sequence[int], out: Any, **options: Any) -> int:
-        return await asyncio.to_thread(self._client.load, token_ids, out, **options)
+        return await _on_a_thread(self._client.load, token_ids, out, **options)
 
     async def store(self, token_ids: Sequence[int], blocks: Any, **options: Any) -> Stored:
-        return await asyncio.to_thread(self._client.store, token_ids, blocks, **options)
+        return await _on_a_thread(self._client.store, token_ids, blocks, **options)
 
     async def flush(self, **options: Any) -> bool:
-        return await asyncio.to_thread(self._client.flush, **options)
+        return await _on_a_thread(self._client.flush, **options)
 
     async def explain(self, token_ids: Sequence[int], **options: Any) -> list[BlockExplanation]:
-        return await asyncio.to_thread(self._client.explain, token_ids, **options)
+        return await _on_a_thread(self._client.explain, token_ids, **options)
 
     async def pin(self, token_ids: Sequence[int], ttl_s: float, **options: Any) -> int:
-        return await asyncio.to_thread(self._client.pin, token_ids, ttl_s, **options)
+        return await _on_a_thread(self._client.pin, token_ids, ttl_s, **options)
 
     async def unpin(self, token_ids: Sequence[int], **options: Any) -> int:
-        return await asyncio.to_thread(self._client.unpin, token_ids, **options)
+        return await _on_a_thread(self._client.unpin, token_ids, **options)
+
+
+async def _on_a_thread(call: Callable[..., R], *args: Any, **options: Any) -> R:
+    running = asyncio.get_running_loop().run_in_executor(None, partial(call, *args, **options))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        while not running.done():  # however often it is cancelled
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        raise

@@ -32,15 +32,15 @@ def explain(
     deadline: Deadline,
 ) -> list[BlockExplanation]:
     """One entry a full block, and one for tokens at the end that fill none."""
+    hashing.token_bytes(token_ids)  # a bad token is the caller's mistake, whether or not a cluster is there
     tokens = len(token_ids)
-    hashing.token_bytes(token_ids)
     try:
         root = hashing.root(control.namespace(spec, deadline), salt)
         hashes = hashing.chain(root, token_ids, spec.block_tokens, extra_keys)
         if len(hashes) > limits.BLOCKS_PER_CALL:
             raise LimitError(f"{len(hashes)} blocks in one call; at most {limits.BLOCKS_PER_CALL} go. Explain a part")
         out = _ask(control, spec, Need(parts), hashes, deadline)
-        if any(not e.hit and e.reason is MissReason.NEVER_SEEN for e in out):
+        if any(e.reason is MissReason.NEVER_SEEN for e in out):
             out = _name_siblings(control, spec, out, token_ids, salt, extra_keys, deadline)
     except Trouble as trouble:
         full = tokens // spec.block_tokens
@@ -83,17 +83,20 @@ def _name_siblings(
     deadline: Deadline,
 ) -> list[BlockExplanation]:
     """Turns "never seen" into "cached under another spec" where that is so; the most alike spec is the one named."""
-    siblings = control.ask(SiblingSpecs, spec, Siblings(NO_CALL, NOBODY, _UNNAMED), deadline).specs
-    for sibling in siblings:
-        cached = _cached_tokens(control, sibling, token_ids, salt, extra_keys, deadline)
-        detail = ", ".join(differing_fields(spec, sibling))
-        out = [
-            _missed(e.block, Miss(MissReason.NAMESPACE, detail))
-            if e.reason is MissReason.NEVER_SEEN and (e.block + 1) * spec.block_tokens <= cached
-            else e
-            for e in out
-        ]
+    try:
+        siblings = control.ask(SiblingSpecs, spec, Siblings(NO_CALL, NOBODY, _UNNAMED), deadline).specs
+        for sibling in siblings:
+            cached = _cached_tokens(control, sibling, token_ids, salt, extra_keys, deadline)
+            named = Miss(MissReason.NAMESPACE, ", ".join(differing_fields(spec, sibling)))
+            out = _never_seen_but(out, named, cached // spec.block_tokens)
+    except Trouble as trouble:  # what is known already stays known
+        out = _never_seen_but(out, Miss(MissReason.NEVER_SEEN, f"other specs not compared: {trouble.miss}"), len(out))
     return out
+
+
+def _never_seen_but(out: list[BlockExplanation], miss: Miss, blocks: int) -> list[BlockExplanation]:
+    """The explanations, with `miss` in place of "never seen" among the first `blocks`."""
+    return [_missed(e.block, miss) if e.reason is MissReason.NEVER_SEEN and e.block < blocks else e for e in out]
 
 
 def _cached_tokens(

@@ -7,10 +7,10 @@ from collections.abc import Generator
 from typing import Protocol, TypeVar
 
 from kvcluster.core.ids import NamespaceId
-from kvcluster.core.messages import ReadRequest, RefusedKind, ShardAddress, WriteRequest, Written
+from kvcluster.core.messages import ReadRequest, Refused, RefusedKind, ShardAddress, WriteRequest, Written
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.errors import CallerError, LimitError
+from kvcluster.errors import CallerError, KVClusterError, LimitError
 from kvcluster.transport.seam import Deadline, PageSink, PageSource, RefusedByShard, Transport, Trouble
 
 R = TypeVar("R")
@@ -23,13 +23,13 @@ class OpenTransport(Protocol):
 
 
 class Shards:
-    """Transports by shard. A newer epoch replaces the older one's."""
+    """Transports by shard. A newer epoch replaces the older one's, and never the other way round."""
 
     def __init__(self, open_transport: OpenTransport) -> None:
         self._open = open_transport
         self._transports: dict[str, tuple[ShardAddress, Transport]] = {}
         self._attached: set[tuple[ShardAddress, NamespaceId]] = set()
-        self._unflushed: dict[ShardAddress, None] = {}  # written to since they were last known to be heard of
+        self._unflushed: dict[ShardAddress, None] = {}  # written to, and not known to have told the coordinator
         self._lock = threading.Lock()
 
     def read(
@@ -41,46 +41,53 @@ class Shards:
         deadline: Deadline,
     ) -> Generator[None, None, list[Miss | None]]:
         """As Transport.read; attaches first. Raises Trouble, or CallerError where the request was wrong."""
-        transport = self._ready(shard, spec, request.namespace, deadline)
         try:
-            return (yield from transport.read(request, sink, deadline))
+            return (yield from self._ready(shard, spec, request.namespace, deadline).read(request, sink, deadline))
         except RefusedByShard as refused:
-            transport = self._recover(refused, shard, spec, request.namespace, deadline)
+            self._recover(refused.refused, shard, request.namespace)
         try:
-            return (yield from transport.read(request, sink, deadline))
+            return (yield from self._ready(shard, spec, request.namespace, deadline).read(request, sink, deadline))
         except RefusedByShard as refused:
-            raise _error(refused, shard) from None
+            raise _error(refused.refused, shard) from None
 
     def write(
         self, shard: ShardAddress, spec: KVSpec, request: WriteRequest, source: PageSource, deadline: Deadline
     ) -> list[Written]:
         """As Transport.write; attaches first. Raises Trouble, or CallerError where the request was wrong."""
-        transport = self._ready(shard, spec, request.namespace, deadline)
         try:
-            outcome = transport.write(request, source, deadline)
+            outcome = self._ready(shard, spec, request.namespace, deadline).write(request, source, deadline)
         except RefusedByShard as refused:
-            transport = self._recover(refused, shard, spec, request.namespace, deadline)
+            self._recover(refused.refused, shard, request.namespace)
             try:
-                outcome = transport.write(request, source, deadline)
+                outcome = self._ready(shard, spec, request.namespace, deadline).write(request, source, deadline)
             except RefusedByShard as again:
-                raise _error(again, shard) from None
+                raise _error(again.refused, shard) from None
         with self._lock:
             self._unflushed[shard] = None
         return outcome
 
     def flush(self, deadline: Deadline) -> bool:
-        """Has the coordinator heard of everything written so far? A shard that cannot be asked is asked no more:
-        what it had not told is lost with it. One that was late is asked again next time."""
+        """Has the coordinator heard of everything written so far? A shard that is late is asked again by the next
+        flush; one that is gone is not, since what it held is gone with it."""
         with self._lock:
             asked = [(shard, self._transports.get(shard.shard)) for shard in self._unflushed]
-        heard = True
+            self._unflushed.clear()
+        all_heard = True
         for shard, known in asked:
-            late = False
-            with suppress(Trouble, KVClusterError):
+            late = heard = False
+            try:
                 if known is not None and known[0] == shard:
-                    late = not known[1].flush(deadline)
-                    ...
-        return heard
+                    heard = known[1].flush(deadline)
+                    late = not heard
+            except Trouble as trouble:
+                late = trouble.miss.reason is MissReason.DEADLINE
+            except KVClusterError:
+                pass
+            if late:
+                with self._lock:
+                    self._unflushed[shard] = None
+            all_heard = all_heard and heard
+        return all_heard
 
     def names(self) -> dict[str, str]:
         """Shard -> the transport in use."""
@@ -98,9 +105,12 @@ class Shards:
     def _ready(self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, deadline: Deadline) -> Transport:
         with self._lock:
             known = self._transports.get(shard.shard)
+            if known is not None and known[0].epoch > shard.epoch:  # an old ticket
+                raise Trouble(_restarted(shard))
             if known is None or known[0] != shard:
                 if known is not None:
                     known[1].close()
+                    del self._transports[shard.shard]
                     self._attached = {pair for pair in self._attached if pair[0] != known[0]}
                 known = self._transports[shard.shard] = (shard, self._open(shard))
             attached = (shard, namespace) in self._attached
@@ -116,25 +126,31 @@ class Shards:
         except RefusedByShard as refused:
             raise LimitError(refused.refused.detail) from None
         if answer.epoch != shard.epoch:
-            raise Trouble(Miss(MissReason.SHARD_LOST, f"{shard.shard} has restarted"))
+            raise Trouble(_restarted(shard))
         if answer.namespace != namespace:
             raise CallerError(
-                f"{shard.shard} knows this credential as another tenant than the coordinator does; "
-                "give all servers of the cluster the same token file"
+                f"{shard.shard} knows this spec and credential by another namespace: give the spec and adapter that "
+                "the ticket was prepared with, and all servers of the cluster the same token file"
             )
         with self._lock:
             self._attached.add((shard, namespace))
 
-    def _recover(
-        self, refused: RefusedByShard, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, deadline: Deadline
-    ) -> None:
+    def _recover(self, refused: Refused, shard: ShardAddress, namespace: NamespaceId) -> None:
         """Makes a second try possible, or says why there is none."""
-        kind, detail = refused.refused.kind, refused.refused.detail
-        if kind is RefusedKind.UNKNOWN_NAMESPACE:
-            with self._lock:
-                self._attached.discard((shard, namespace))
-            self._ready(shard, spec, namespace, deadline)
-            return
-        if kind is RefusedKind.STALE:
-            raise Trouble(Miss(MissReason.SHARD_LOST, f"{shard.shard} has restarted"))
-        raise (LimitError if kind is RefusedKind.LIMIT else CallerError)(detail)
+        if refused.kind is not RefusedKind.UNKNOWN_NAMESPACE:
+            raise _error(refused, shard) from None
+        with self._lock:
+            self._attached.discard((shard, namespace))
+
+
+def _error(refused: Refused, shard: ShardAddress) -> Exception:
+    """What a refusal is to the client's caller. A namespace forgotten twice in a row is trouble in the cluster."""
+    if refused.kind is RefusedKind.STALE:
+        return Trouble(_restarted(shard))
+    if refused.kind is RefusedKind.UNKNOWN_NAMESPACE:
+        return Trouble(Miss(MissReason.SHARD_LOST, f"{shard.shard} forgets the namespace: {refused.detail}"))
+    return (LimitError if refused.kind is RefusedKind.LIMIT else CallerError)(refused.detail)
+
+
+def _restarted(shard: ShardAddress) -> Miss:
+    return Miss(MissReason.SHARD_LOST, f"{shard.shard} has restarted")

@@ -46,9 +46,6 @@ class Membership:
         self._members: dict[ShardId, Member] = {}
         self.lost: dict[ShardId, ShardInfo] = {}
 
-    def __len__(self) -> int:
-        return len(self._members)
-
     def all(self) -> list[Member]:
         return list(self._members.values())
 

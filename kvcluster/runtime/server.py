@@ -14,10 +14,9 @@ from typing import Any, TypeAlias
 import grpc
 
 from kvcluster.core.messages import Done, Reply
-from kvcluster.core.reasons import MissReason
-from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError
+from kvcluster.errors import ConfigError, CredentialError, KVClusterError
 from kvcluster.runtime.auth import Authenticator, Caller
-from kvcluster.transport.rpc import SERVER_OPTIONS, identity
+from kvcluster.transport.rpc import SERVER_OPTIONS, identity, status_of
 from kvcluster.transport.seam import Trouble
 from kvcluster.wire.methods import Method
 
@@ -108,19 +107,13 @@ def _unary(method: Method, gate: Gate, ask: Ask, internal: bool) -> Callable[[by
             context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{method.name} is not for this credential")
         if method.name == "Ping":
             return method.encode_reply(Done())
-        wait_s = min(context.time_remaining() or _LONGEST_S, _LONGEST_S)
+        wait_s = min(context.time_remaining(), _LONGEST_S)
         try:
             # Decoded once, before the core: what is malformed never gets near it.
             reply = ask(lambda call: method.decode_request(data, call, caller.tenant), wait_s)
             return method.encode_reply(reply)
-        except Trouble as trouble:
-            late = trouble.miss.reason is MissReason.DEADLINE
-            code = grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE
-            context.abort(code, str(trouble))
-        except CallerError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        except KVClusterError as error:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except (Trouble, KVClusterError) as error:
+            context.abort(status_of(error), str(error))
         raise AssertionError("abort raises")
 
     return handle

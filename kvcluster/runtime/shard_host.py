@@ -20,6 +20,8 @@ from kvcluster.core.messages import (
     Inventory,
     Leave,
     PageSlot,
+    Refused,
+    RefusedKind,
     Reply,
     Report,
     ReportAck,
@@ -29,11 +31,12 @@ from kvcluster.core.messages import (
     Send,
     ShardMessage,
 )
+from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.shard import Shard
 from kvcluster.errors import KVClusterError
 from kvcluster.pages.arena import Arena
 from kvcluster.runtime.driver import Driver
-from kvcluster.transport.seam import Deadline, Trouble
+from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +99,10 @@ class ShardHost:
         return self._driver.ask(build, wait_s)
 
     def view(self, slot: PageSlot) -> memoryview:
-        return self._arena.view(slot.offset, slot.nbytes)
+        try:
+            return self._arena.view(slot.offset, slot.nbytes)
+        except ValueError:
+            raise Trouble(Miss(MissReason.SHARD_LOST, "the shard is ending")) from None
 
     def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
         return self._watched(attempt, stop)
@@ -107,7 +113,9 @@ class ShardHost:
 
     @contextmanager
     def _watched(self, attempt: Attempt, stop: Callable[[], object]) -> Iterator[None]:
-        self._sessions[attempt] = stop
+        # One at a time: the end of a second would end the lease under the first, which still moves bytes.
+        if self._sessions.setdefault(attempt, stop) is not stop:
+            raise RefusedByShard(Refused(RefusedKind.BAD, f"attempt {attempt} is under way already"))
         try:
             yield
         finally:

@@ -10,12 +10,14 @@ started, to see what an engine makes of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 from kvcluster.client.client import Client
+from kvcluster.client.control import CoordinatorPort
+from kvcluster.client.shards import OpenTransport
 from kvcluster.config import Config, load
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import Epoch, ShardId, Tenant
@@ -29,7 +31,9 @@ from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.seam import Deadline, Transport, Trouble
 
-_LOST = Trouble(Miss(MissReason.SHARD_LOST, "not running"))
+
+def _lost() -> Trouble:
+    return Trouble(Miss(MissReason.SHARD_LOST, "not running"))
 
 
 class _Port:
@@ -40,9 +44,10 @@ class _Port:
         self._tenant = tenant
 
     def ask(self, message: CoordinatorMessage, deadline: Deadline) -> Reply:
+        deadline.check()  # a core that answers at once would not notice
         fields = {"tenant": self._tenant} if hasattr(message, "tenant") else {}
         host = self._cluster.running_coordinator()
-        return host.ask(lambda call: replace(message, call=call, **fields), deadline.remaining_s())  # type: ignore[arg-type, call-arg]
+        return host.ask(lambda call: replace(message, call=call, **fields), deadline.remaining_s())  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -82,23 +87,31 @@ class MemoryCluster:
 
     def client(self, spec: KVSpec, *, tenant: str = "default", part: Part | Mapping[int, Part] | None = None) -> Client:
         """A client of that tenant, closed with the cluster."""
+        client = Client(self.port(tenant), self.opener(tenant), spec, part=part, config=self.config.client)
+        self._clients.append(client)
+        return client
+
+    def port(self, tenant: str = "default") -> CoordinatorPort:
+        """A way to the coordinator, for whoever puts something in between: `Client(port, opener, spec)`."""
+        return _Port(self, Tenant(tenant))
+
+    def opener(self, tenant: str = "default") -> OpenTransport:
+        """What opens ways to shards, likewise."""
 
         def open_transport(shard: ShardAddress) -> Transport:
             host = self._shards.get(shard.shard)
             if host is None or host.core.epoch != shard.epoch:
-                raise _LOST
+                raise _lost()
             return MemoryTransport(host, Tenant(tenant))
 
-        client = Client(_Port(self, Tenant(tenant)), open_transport, spec, part=part, config=self.config.client)
-        self._clients.append(client)
-        return client
+        return open_transport
 
     # ---------------------------------------------------------------------------------------- its parts
 
     def running_coordinator(self) -> CoordinatorHost:
         """Raises Trouble while it is stopped."""
         if self._coordinator is None:
-            raise _LOST
+            raise _lost()
         return self._coordinator
 
     def start_coordinator(self) -> None:
@@ -133,11 +146,19 @@ class MemoryCluster:
         self._shards.pop(shard).close()
 
     def wait_until_up(self, timeout_s: float = 10.0) -> None:
-        """Until the coordinator knows all running shards. Raises TimeoutError."""
+        """Until the coordinator knows all running shards in their present incarnations. Raises TimeoutError."""
+        self.wait_until(self._all_up, timeout_s)
+
+    def wait_until_idle(self, timeout_s: float = 10.0) -> None:
+        """Until no leases and tickets are left. Raises TimeoutError."""
+        self.wait_until(self.idle, timeout_s)
+
+    def wait_until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        """Until `holds()`, which is asked again and again. Raises TimeoutError."""
         deadline = Deadline.after_ms(timeout_s * 1e3)
-        while not self._all_up():
+        while not holds():
             if not deadline.remaining_s():
-                raise TimeoutError("the shards did not come up")
+                raise TimeoutError(f"{holds.__name__} does not hold after {timeout_s} s")
             time.sleep(0.001)
 
     def coordinator_core(self) -> Coordinator:
@@ -163,8 +184,8 @@ class MemoryCluster:
 
     def _all_up(self) -> bool:
         core = self.coordinator_core()
-        up = [member for member in core.members.all() if member.cursor.current]
-        return not core.rebuilding and len(up) == len(self._shards)
+        up = {member.info.shard: member.info.epoch for member in core.members.all() if member.cursor.current}
+        return not core.rebuilding and all(up.get(shard) == host.core.epoch for shard, host in self._shards.items())
 
     def _tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:
         return self.running_coordinator().ask(lambda call: replace(message, call=call), deadline.remaining_s())

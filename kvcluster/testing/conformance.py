@@ -9,7 +9,8 @@
 `serve_mine(host)` puts the transport before a shard and returns a Served (world.py). The claims, in the order of
 this file: what is stored is what is loaded; each page has an outcome of its own; nobody gets a wrong byte; whoever
 stops, for whatever reason, leaves nothing behind; strangers get nothing; a shard that is gone is told as such. After
-each test the world looks whether any lease, half-written page or unaccounted room is left.
+each test the world looks whether any lease, half-written page or unaccounted room is left. To see values where a
+claim fails, let pytest rewrite this module and world.py (`pytest.register_assert_rewrite`, in a conftest.py).
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Epoch, NamespaceId
+from kvcluster.core.ids import Epoch
 from kvcluster.core.messages import (
-    Abort,
     PageKey,
     PageWant,
     Pin,
@@ -35,7 +35,6 @@ from kvcluster.core.messages import (
     WriteRequest,
     Written,
 )
-from kvcluster.core.pool import PageState
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Part, Plane
 from kvcluster.testing.world import (
@@ -98,7 +97,8 @@ def loaded(transport: Transport, content: Content, wants: Sequence[PageWant] | N
 
 
 def reasons(outcome: Sequence[Miss | None]) -> list[MissReason | None]:
-    return [miss and miss.reason for miss in outcome]
+    """What `outcome` says, without its details."""
+    return [None if miss is None else miss.reason for miss in outcome]
 
 
 def big(world: World, *, first: int = 0) -> Content:
@@ -110,14 +110,15 @@ class Stop(Exception):
     """What a caller's own code raises."""
 
 
-def stop() -> None:
-    raise Stop
-
-
-def stop_at(call: int) -> Callable[[], None]:
-    """Raises at that call of it."""
+def stop_at(number: int) -> Callable[[], None]:
+    """Raises Stop when it is called for that time."""
     calls = itertools.count(1)
-    return lambda: stop() if next(calls) == call else None
+
+    def call() -> None:
+        if next(calls) == number:
+            raise Stop
+
+    return call
 
 
 class TransportConformance:
@@ -396,7 +397,7 @@ class TransportConformance:
         calls: list[Callable[[], object]] = [
             lambda: transport.attach(content.spec, over),
             lambda: list(transport.read(reading, ContentSink(content, reading), over)),
-            lambda: transport.write(writing, ContentSource(content, writing, stop), over),
+            lambda: transport.write(writing, ContentSource(content, writing, stop_at(1)), over),
             lambda: transport.flush(over),
         ]
         for call in calls:
@@ -456,7 +457,7 @@ class TransportConformance:
         content = Content.of(world, 2, 2, FRAME // 2)
         transport = world.open()
         transport.attach(content.spec, soon())
-        pause, request = Pause(at=3), content.write_request()
+        pause, request = Pause(at=2), content.write_request()
         under_way = world.meanwhile(lambda: transport.write(request, ContentSource(content, request, pause), soon()))
         pause.wait_reached()
         world.expire_leases()
@@ -477,14 +478,14 @@ class TransportConformance:
             if kind is Pin:
                 load(transport, reading, ContentSink(content, reading))
             else:
-                transport.write(writing, ContentSource(content, writing, stop), soon())
+                transport.write(writing, ContentSource(content, writing, stop_at(1)), soon())
         world.wait_until_unleased()
 
     def test_an_attempt_that_is_under_way_cannot_be_made_again(self, world: World) -> None:
         content = Content.of(world, 2, 2, FRAME // 2)
         transport, second = world.open(), world.open()
         transport.attach(content.spec, soon())
-        pause, request = Pause(at=3), content.write_request()
+        pause, request = Pause(at=2), content.write_request()
         under_way = world.meanwhile(lambda: transport.write(request, ContentSource(content, request, pause), soon()))
         pause.wait_reached()
         reading = ReadRequest(request.namespace, request.attempt, request.epoch, tuple(content.wants()))
@@ -579,7 +580,7 @@ class TransportConformance:
         for group, part in [(1, Part(0, 2, 0, 1)), (0, Part(0, 3, 0, 1)), (0, Part(0, 2, 0, 2))]:
             request = content.write_request(keys=[PageKey(content.keys[0].hash, group, part)])
             with pytest.raises(RefusedByShard) as refused:
-                transport.write(request, ContentSource(content, content.write_request(), stop), soon())
+                transport.write(request, ContentSource(content, content.write_request(), stop_at(1)), soon())
             assert refused.value.refused.kind is RefusedKind.BAD
 
     # --------------------------------------------------------------------------- when the shard goes away
@@ -593,7 +594,7 @@ class TransportConformance:
         for call in (
             lambda: transport.attach(content.spec, soon()),
             lambda: load(transport, reading, ContentSink(content, reading)),
-            lambda: transport.write(writing, ContentSource(content, writing, stop), soon()),
+            lambda: transport.write(writing, ContentSource(content, writing, stop_at(1)), soon()),
             lambda: transport.flush(soon()),
         ):
             with pytest.raises(Trouble) as trouble:
@@ -629,7 +630,7 @@ class TransportConformance:
         content = big(world)
         transport = world.open()
         transport.attach(content.spec, soon())
-        pause, request = Pause(at=3), content.write_request()
+        pause, request = Pause(at=2), content.write_request()
         under_way = world.meanwhile(lambda: transport.write(request, ContentSource(content, request, pause), soon()))
         pause.wait_reached()
         world.cut()
@@ -672,10 +673,10 @@ class TransportConformance:
         epoch = reading.epoch if epoch is None else epoch
         reading = ReadRequest(reading.namespace, reading.attempt, epoch, reading.wants)
         writing = WriteRequest(writing.namespace, writing.attempt, epoch, writing.pages)
-        sink = ContentSink(content, reading, stop)
+        sink = ContentSink(content, reading, stop_at(1))
         for call in (
             lambda: load(transport, reading, sink),
-            lambda: transport.write(writing, ContentSource(content, writing, stop), soon()),
+            lambda: transport.write(writing, ContentSource(content, writing, stop_at(1)), soon()),
         ):
             with pytest.raises(RefusedByShard) as refused:
                 call()

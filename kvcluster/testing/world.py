@@ -32,7 +32,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.pool import Page, PageState
 from kvcluster.core.reasons import Miss, MissReason
-from kvcluster.core.spec import Group, KVSpec, Part, Plane
+from kvcluster.core.spec import Group, KVSpec, Plane
 from kvcluster.pages import checksum, codec
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing.cluster import MemoryCluster
@@ -64,11 +64,12 @@ class Served(Protocol):
 
 
 class WatchedHost:
-    """A shard host that tells whenever it has been asked something. Implements PageHost."""
+    """A shard host that tells whenever it was asked something or has revoked a lease. Implements PageHost."""
 
     def __init__(self, host: ShardHost) -> None:
         self._host = host
         self._changed = threading.Condition()
+        self._changes = 0
         self._late: list[type] = []
 
     def ask(self, build: Callable[[CallId], ShardMessage], wait_s: float) -> Reply:
@@ -81,29 +82,41 @@ class WatchedHost:
 
         try:
             reply = self._host.ask(watched, wait_s)
-            if asked[0] in self._late:
-                self._late.remove(asked[0])
-                raise Trouble(Miss(MissReason.DEADLINE))
-            return reply
         finally:
-            with self._changed:
-                self._changed.notify_all()
+            self._note()
+        if asked[0] in self._late:
+            self._late.remove(asked[0])
+            raise Trouble(Miss(MissReason.DEADLINE))
+        return reply
 
     def view(self, slot: PageSlot) -> memoryview:
         return self._host.view(slot)
 
     def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
-        return self._host.on_revoke(attempt, stop)
+        def stop_and_note() -> None:
+            stop()
+            self._note()
+
+        return self._host.on_revoke(attempt, stop_and_note)
 
     def answer_late(self, kind: type[ShardMessage]) -> None:
         """The next answer to a question of that kind comes too late for whoever asked."""
         self._late.append(kind)
 
     def wait_until(self, holds: Callable[[], object], what: str) -> None:
-        """Waits until `holds()` in the core, looking after every question. Raises AssertionError after BOUND_S."""
+        """Waits until `holds()` in the core, looking after every change. Raises AssertionError after BOUND_S."""
+        deadline = soon()
+        changes = self._changes
+        while not self._host.inspect(holds):  # without the lock: the core notes changes under its own
+            with self._changed:
+                while self._changes == changes:
+                    assert self._changed.wait(deadline.remaining_s()), f"not within {BOUND_S:.0f} s: {what}"
+                changes = self._changes
+
+    def _note(self) -> None:
         with self._changed:
-            reached = self._changed.wait_for(lambda: self._host.inspect(holds), BOUND_S)
-        assert reached, f"not within {BOUND_S:.0f} s: {what}"
+            self._changes += 1
+            self._changed.notify_all()
 
 
 class World:
@@ -201,7 +214,8 @@ class World:
 @contextmanager
 def open_world(serve: Callable[[PageHost], Served]) -> Iterator[World]:
     """A world whose shard is reached by what `serve` puts before it; checked at the end of a test that passes."""
-    with MemoryCluster(device_bytes=ARENA_BYTES) as cluster, ThreadPoolExecutor(4) as pool:
+    unasked = {"coordinator": {"low_free": 0.0, "high_free": 0.0}}  # room is made when a test asks for it, not before
+    with MemoryCluster(device_bytes=ARENA_BYTES, config=unasked) as cluster, ThreadPoolExecutor(4) as pool:
         (host,) = cluster.shards.values()
         watched = WatchedHost(host)
         world = World(cluster, host, watched, serve(watched), pool)

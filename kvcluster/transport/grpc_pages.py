@@ -8,7 +8,7 @@ frames of about 1 MiB (wire/frames.py); gRPC wants them as `bytes`, so each side
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 
 import grpc
@@ -24,10 +24,10 @@ from kvcluster.core.messages import (
     WriteRequest,
     Written,
 )
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.reasons import Miss
 from kvcluster.core.spec import KVSpec
-from kvcluster.errors import KVClusterError, LimitError, ProtocolError
-from kvcluster.transport.rpc import Connection, identity, raise_for
+from kvcluster.errors import KVClusterError, ProtocolError
+from kvcluster.transport.rpc import Connection, identity, raise_for, status_of
 from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Trouble
 from kvcluster.transport.sessions import ReadSession, WriteSession, outgoing
 from kvcluster.wire import frames
@@ -58,37 +58,44 @@ class GrpcPages:
     def read(
         self, request: ReadRequest, sink: PageSink, deadline: Deadline
     ) -> Generator[None, None, list[Miss | None]]:
-        connection = self._connection
-        stream = connection.read_stream(READ)(
-            frames.encode_read_request(request), timeout=deadline.remaining_s(), metadata=connection.metadata
-        )
+        address = self._connection.address
+        stream = self._connection.read_stream(READ, frames.encode_read_request(request), deadline)
         try:
             outcome = _unless_refused(frames.decode_read_head(next(stream)))
-            if len(outcome) != len(request.wants):
-                raise ProtocolError(f"{connection.address} answered for {len(outcome)} pages of {len(request.wants)}")
+            _check_length(outcome, request.wants, address)
+            # Where each page goes on: a layer that came twice would hide one that did not come.
+            expected = [want.layer_start for want in request.wants]
             for message in stream:
                 for record in frames.parse(message):
-                    if record.item >= len(request.wants):
-                        raise ProtocolError(f"{connection.address} sent a page that was not asked for")
+                    stop = record.layer + len(record.sums)
+                    if (
+                        record.item >= len(expected)
+                        or outcome[record.item] is not None
+                        or record.layer != expected[record.item]
+                        or stop > request.wants[record.item].layer_stop
+                    ):
+                        raise ProtocolError(f"{address} sent layers that were not asked for, or not in order")
+                    expected[record.item] = stop
                     sink.receive(record.item, record.layer, record.codec, record.sums, record.data)
                 yield
             return outcome
         except grpc.RpcError as error:
-            raise_for(error, connection.address)
+            raise_for(error, address)
         except StopIteration:
-            raise ProtocolError(f"{connection.address} ended a load before it began") from None
+            raise ProtocolError(f"{address} ended a load before it began") from None
         finally:
             stream.cancel()
 
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
-        connection = self._connection
+        address = self._connection.address
+        opening = frames.encode_write_request(request)
         granted: queue.SimpleQueue[list[Written | None] | None] = queue.SimpleQueue()
         failed: list[BaseException] = []
 
         def messages() -> Iterator[bytes]:
             # gRPC drains this on a thread of its own and swallows what is raised here, so it is kept.
             try:
-                yield frames.encode_write_request(request)
+                yield opening
                 outcome = granted.get()
                 if outcome is None:
                     return
@@ -99,21 +106,20 @@ class GrpcPages:
                 failed.append(error)
                 stream.cancel()
 
-        stream = connection.write_stream(WRITE)(
-            messages(), timeout=deadline.remaining_s(), metadata=connection.metadata
-        )
+        stream = self._connection.write_stream(WRITE, messages(), deadline)
         try:
             head = _unless_refused(frames.decode_write_head(next(stream)))
-            if len(head) != len(request.pages):
-                raise ProtocolError(f"{connection.address} answered for {len(head)} pages of {len(request.pages)}")
+            _check_length(head, request.pages, address)
             granted.put(head)
-            return _unless_refused(frames.decode_write_tail(next(stream)))
+            tail = _unless_refused(frames.decode_write_tail(next(stream)))
+            _check_length(tail, request.pages, address)
+            return tail
         except grpc.RpcError as error:
             if failed:
                 raise failed[0] from None
-            raise_for(error, connection.address)
+            raise_for(error, address)
         except StopIteration:
-            raise ProtocolError(f"{connection.address} ended a store without its outcome") from None
+            raise ProtocolError(f"{address} ended a store without its outcome") from None
         finally:
             granted.put(None)
             stream.cancel()
@@ -130,6 +136,11 @@ def _unless_refused(answer: T | Refused) -> T:
     if isinstance(answer, Refused):
         raise RefusedByShard(answer)
     return answer
+
+
+def _check_length(outcome: Sequence[object], asked: Sequence[object], address: str) -> None:
+    if len(outcome) != len(asked):
+        raise ProtocolError(f"{address} answered for {len(outcome)} pages of {len(asked)}")
 
 
 # ------------------------------------------------------------------------------------------- server
@@ -151,7 +162,7 @@ def page_handlers(
         except RefusedByShard as refused:
             yield frames.encode_refused(refused.refused)
         except (Trouble, KVClusterError) as error:
-            _abort(context, error)
+            context.abort(status_of(error), str(error))
 
     def write(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         tenant = tenant_of(context)
@@ -165,18 +176,9 @@ def page_handlers(
         except RefusedByShard as refused:
             yield frames.encode_refused(refused.refused)
         except (Trouble, KVClusterError) as error:
-            _abort(context, error)
+            context.abort(status_of(error), str(error))
 
     return {
         READ: grpc.unary_stream_rpc_method_handler(read, identity, identity),
         WRITE: grpc.stream_stream_rpc_method_handler(write, identity, identity),
     }
-
-
-def _abort(context: grpc.ServicerContext, error: Exception) -> None:
-    if isinstance(error, Trouble):
-        late = error.miss.reason is MissReason.DEADLINE
-        context.abort(grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE, str(error))
-    if isinstance(error, LimitError):
-        context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-    context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))

@@ -6,6 +6,7 @@ It uses the very sessions that servers use, so what holds here of leases, checks
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import (
@@ -34,6 +35,7 @@ class MemoryTransport:
         self._tenant = tenant
 
     def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
+        deadline.check()
         answer = self._host.ask(lambda call: AttachShard(call, self._tenant, spec), deadline.remaining_s())
         if isinstance(answer, Refused):
             raise RefusedByShard(answer)
@@ -43,6 +45,7 @@ class MemoryTransport:
     def read(
         self, request: ReadRequest, sink: PageSink, deadline: Deadline
     ) -> Generator[None, None, list[Miss | None]]:
+        deadline.check()
         with ReadSession(self._host, self._tenant, request) as session:
             for batch in session.frames():
                 deadline.check()
@@ -52,14 +55,18 @@ class MemoryTransport:
             return session.outcome
 
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
+        deadline.check()
+        request = replace(request, wait_ns=min(request.wait_ns, int(deadline.remaining_s() * 1e9)))
         with WriteSession(self._host, self._tenant, request) as session:
             for batch in outgoing(request, session.outcome, source):
                 deadline.check()
                 session.accept(batch)
             source.drained()
+            deadline.check()
             return session.finish()
 
     def flush(self, deadline: Deadline) -> bool:
+        deadline.check()
         wait_ns = int(deadline.remaining_s() * 1e9)
         return self._host.ask(lambda call: Flush(call, wait_ns), deadline.remaining_s() + 1.0) == Done(True)
 

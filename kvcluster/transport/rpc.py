@@ -7,7 +7,7 @@ channel ignores proxies of the environment: a cache is on the same network or it
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import grpc
@@ -15,7 +15,15 @@ import grpc
 from kvcluster.core import limits
 from kvcluster.core.messages import Reply
 from kvcluster.core.reasons import Miss, MissReason
-from kvcluster.errors import CallerError, ConfigError, CredentialError, ProtocolError, Unreachable
+from kvcluster.errors import (
+    CallerError,
+    ConfigError,
+    CredentialError,
+    KVClusterError,
+    LimitError,
+    ProtocolError,
+    Unreachable,
+)
 from kvcluster.transport.seam import Deadline, Trouble
 from kvcluster.wire.methods import Method
 
@@ -41,39 +49,50 @@ def identity(data: bytes) -> bytes:
 
 
 class Connection:
-    """A channel to one server, with the credential that every call carries."""
+    """A channel to one server, with the credential that every call carries.
+
+    Raises ConfigError for an address that is none, CredentialError for a token that no server could have made.
+    """
 
     def __init__(self, address: str, token: str | None) -> None:
         check_address(address)
+        # gRPC would fail each call with no more than "Invalid metadata".
+        if token and not (token.isascii() and token.isprintable()):
+            raise CredentialError("this token has a character that none has: is it a file's, with the line break?")
         self.address = address
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self.metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._calls: dict[str, Any] = {}
         self._lock = threading.Lock()
+        self._closed = False
 
     def ask(self, method: Method, message: Any, deadline: Deadline) -> Reply:
-        """One question and its answer. Raises Trouble, CredentialError or ProtocolError."""
-        call = self.stub(method.path, self._channel.unary_unary)
-        try:
-            data = call(method.encode_request(message), timeout=deadline.remaining_s(), metadata=self.metadata)
-        except grpc.RpcError as error:
-            raise_for(error, self.address)
+        """One question and its answer. Raises Trouble, CallerError, CredentialError or ProtocolError."""
+        data = self._start(self._channel.unary_unary, method.path, method.encode_request(message), deadline)
         return method.decode_reply(data)
 
-    def read_stream(self, path: str) -> Any:
-        """A multicallable that takes one message and gives many."""
-        return self.stub(path, self._channel.unary_stream)
+    def read_stream(self, path: str, message: bytes, deadline: Deadline) -> Any:
+        """Sends one message; many come. Raises Trouble; what the stream raises, `raise_for` understands."""
+        return self._start(self._channel.unary_stream, path, message, deadline)
 
-    def write_stream(self, path: str) -> Any:
-        """A multicallable that takes many messages and gives many."""
-        return self.stub(path, self._channel.stream_stream)
+    def write_stream(self, path: str, messages: Iterator[bytes], deadline: Deadline) -> Any:
+        """Sends many messages, on a thread of gRPC's, while many come. Raises as `read_stream`."""
+        return self._start(self._channel.stream_stream, path, messages, deadline)
 
-    def stub(self, path: str, kind: Callable[..., Any]) -> Any:
+    def _start(self, kind: Callable[..., Any], path: str, argument: object, deadline: Deadline) -> Any:
+        deadline.check()
         with self._lock:
             call = self._calls.get(path)
             if call is None:
                 call = self._calls[path] = kind(path, request_serializer=identity, response_deserializer=identity)
-            return call
+        try:
+            return call(argument, timeout=deadline.remaining_s(), metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise_for(error, self.address)
+        except ValueError:
+            if not self._closed:
+                raise
+            raise Trouble(Miss(MissReason.SHARD_LOST, f"{self.address}: this connection was closed")) from None
 
     def wait_ready(self, deadline: Deadline) -> None:
         """Raises Unreachable unless a server answers in time."""
@@ -85,6 +104,8 @@ class Connection:
             ) from None
 
     def close(self) -> None:
+        """Ends what is under way. May be called from any thread, and again."""
+        self._closed = True
         self._channel.close()
 
 
@@ -93,6 +114,16 @@ def check_address(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65_536:
         raise ConfigError(f"{address!r} is not host:port, such as 127.0.0.1:7070")
+
+
+def status_of(error: Trouble | KVClusterError) -> grpc.StatusCode:
+    """How a server says one of our errors to gRPC. `raise_for` is the way back."""
+    if isinstance(error, Trouble):
+        late = error.miss.reason is MissReason.DEADLINE
+        return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE
+    if isinstance(error, CredentialError):
+        return grpc.StatusCode.UNAUTHENTICATED
+    return grpc.StatusCode.INVALID_ARGUMENT if isinstance(error, CallerError) else grpc.StatusCode.FAILED_PRECONDITION
 
 
 def raise_for(error: grpc.RpcError, address: str) -> NoReturn:
@@ -105,6 +136,8 @@ def raise_for(error: grpc.RpcError, address: str) -> NoReturn:
         raise CredentialError(detail) from None
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         raise CallerError(detail) from None
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        raise LimitError(f"a message to or from {address} was too large for one of the two, or for a proxy: {detail}")
     if code is grpc.StatusCode.FAILED_PRECONDITION:
         raise ProtocolError(detail) from None
     if code is grpc.StatusCode.UNIMPLEMENTED:

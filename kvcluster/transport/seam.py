@@ -116,7 +116,9 @@ class PageHost(Protocol):
         """Steps the core and returns its answer; raises Trouble(DEADLINE) when it takes longer than `wait_s`."""
 
     def view(self, slot: PageSlot) -> memoryview:
-        """The bytes of a leased page in the arena, writable."""
+        """The bytes of a leased page in the arena, writable. Raises Trouble(SHARD_LOST) once the arena is closed."""
 
     def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
-        """Within the context, `stop()` is called (from any thread) when the lease of `attempt` is revoked."""
+        """Within the context, `stop()` is called (from any thread) when the lease of `attempt` is revoked.
+
+        Raises RefusedByShard(BAD) where this attempt is under way already."""

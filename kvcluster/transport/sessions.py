@@ -9,11 +9,11 @@ last byte has been moved.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack, suppress
 from types import TracebackType
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Tenant
+from kvcluster.core.ids import CallId, Tenant
 from kvcluster.core.messages import (
     Abort,
     Commit,
@@ -25,7 +25,9 @@ from kvcluster.core.messages import (
     ReadRequest,
     Refused,
     Renew,
+    Reply,
     Reserve,
+    ShardMessage,
     Unpin,
     WriteGrant,
     WriteRequest,
@@ -75,16 +77,26 @@ def _nothing() -> None:
 class _Session:
     """A lease with a beginning and an end."""
 
+    _ending: type[Unpin] | type[Abort]
+
     def __init__(self, host: PageHost, request: ReadRequest | WriteRequest, stop: Callable[[], object]) -> None:
         self._host = host
-        self._request = request
+        self._attempt = request.attempt
         self._stop = stop
         self._revoked = False
-        self._watch: AbstractContextManager[None] | None = None
+        self._watch = ExitStack()
 
-    def _begin(self) -> None:
-        self._watch = self._host.on_revoke(self._request.attempt, self._break_off)
-        self._watch.__enter__()
+    def _begin(self, question: Callable[[CallId], ShardMessage], wait_s: float) -> Reply:
+        self._watch.enter_context(self._host.on_revoke(self._attempt, self._break_off))
+        try:
+            answer = self._host.ask(question, wait_s)
+        except BaseException:
+            self._end()  # what was granted too late to be heard of
+            raise
+        if isinstance(answer, Refused):  # nothing was granted; a lease of this attempt would be somebody else's
+            self._watch.close()
+            raise RefusedByShard(answer)
+        return answer
 
     def _break_off(self) -> None:
         self._revoked = True
@@ -92,24 +104,28 @@ class _Session:
 
     def _renew(self) -> None:
         if not self._revoked:
-            answer = self._host.ask(lambda call: Renew(call, self._request.attempt), _PROMPT_S)
+            answer = self._host.ask(lambda call: Renew(call, self._attempt), _PROMPT_S)
             self._revoked = answer == Done(False)
         if self._revoked:
             raise Trouble(Miss(MissReason.DEADLINE, "the lease ended: too slow"))
 
     def _end(self) -> None:
-        if self._watch is not None:
-            self._watch.__exit__(None, None, None)
-            self._watch = None
+        """Gives the lease back. It is a message under way even where its answer is late; or the shard is over."""
+        self._watch.close()
+        with suppress(Trouble):
+            self._host.ask(lambda call: self._ending(call, self._attempt), _PROMPT_S)
 
 
 class ReadSession(_Session):
     """One load. Use as a context manager; `outcome` is for each want None or its miss."""
 
+    _ending = Unpin
+
     def __init__(
         self, host: PageHost, tenant: Tenant, request: ReadRequest, stop: Callable[[], object] = _nothing
     ) -> None:
         super().__init__(host, request, stop)
+        self._request = request
         self._tenant = tenant
         self._wants = request.wants
         self._pages: tuple[PageSlot | Miss, ...] = ()
@@ -117,16 +133,9 @@ class ReadSession(_Session):
     def __enter__(self) -> ReadSession:
         r = self._request
         keys = tuple(want.key for want in self._wants)
-        self._begin()
-        try:
-            answer = self._host.ask(
-                lambda call: Pin(call, self._tenant, r.namespace, r.attempt, r.epoch, keys), _PROMPT_S
-            )
-            if isinstance(answer, Refused):
-                raise RefusedByShard(answer)
-        except BaseException:
-            self._end()
-            raise
+        answer = self._begin(
+            lambda call: Pin(call, self._tenant, r.namespace, r.attempt, r.epoch, keys), wait_s=_PROMPT_S
+        )
         assert isinstance(answer, PinGrant)
         self._pages = answer.pages
         return self
@@ -135,20 +144,10 @@ class ReadSession(_Session):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end()
-        self._host.ask(lambda call: Unpin(call, self._request.attempt), _PROMPT_S)
 
     @property
     def outcome(self) -> list[Miss | None]:
         return [page if isinstance(page, Miss) else None for page in self._pages]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the frames will hold."""
-        return sum(
-            slot.nbytes // slot.key.part.layers * (want.layer_stop - want.layer_start)
-            for slot, want in zip(self._pages, self._wants, strict=True)
-            if not isinstance(slot, Miss)
-        )
 
     def frames(self) -> Iterator[list[Record]]:
         """All wanted layers in order, in batches of about FRAME_BYTES. The records view the arena."""
@@ -179,31 +178,24 @@ class ReadSession(_Session):
 class WriteSession(_Session):
     """One store. Use as a context manager; pages that `finish` did not commit are aborted at its end."""
 
+    _ending = Abort
+
     def __init__(
         self, host: PageHost, tenant: Tenant, request: WriteRequest, stop: Callable[[], object] = _nothing
     ) -> None:
         super().__init__(host, request, stop)
+        self._request = request
         self._tenant = tenant
-        self._namespace = request.namespace
         self._pages: tuple[PageSlot | Written, ...] = ()
         self._sums: dict[int, list[int | None]] = {}
         self._finished = False
 
     def __enter__(self) -> WriteSession:
         r = self._request
-        assert isinstance(r, WriteRequest)
-        self._begin()
-        try:
-            answer = self._host.ask(
-                lambda call: Reserve(call, self._tenant, r.namespace, r.attempt, r.epoch, r.pages, r.wait_ns),
-                _PROMPT_S + r.wait_ns / 1e9,
-            )
-            if isinstance(answer, Refused):
-                raise RefusedByShard(answer)
-        except BaseException:
-            self._end()
-            self._abort()
-            raise
+        answer = self._begin(
+            lambda call: Reserve(call, self._tenant, r.namespace, r.attempt, r.epoch, r.pages, r.wait_ns),
+            wait_s=_PROMPT_S + r.wait_ns / 1e9,
+        )
         assert isinstance(answer, WriteGrant)
         self._pages = answer.pages
         for item, page in enumerate(self._pages):
@@ -214,9 +206,10 @@ class WriteSession(_Session):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
-        if not self._finished:
-            self._abort()
+        if self._finished:
+            self._watch.close()
+        else:
+            self._end()
 
     @property
     def outcome(self) -> list[Written | None]:
@@ -242,20 +235,25 @@ class WriteSession(_Session):
             self._sums[record.item][record.layer : record.layer + count] = record.sums
 
     def finish(self) -> list[Written]:
-        """Verifies what lies in the pages now against the writer's checksums, and commits what matches."""
+        """Verifies what lies in the pages now against the writer's checksums, and commits what matches.
+
+        Raises ProtocolError, and commits nothing, where not all has come: the writer broke off, and the end of its
+        stream cannot always be told from its being cut.
+        """
         self._renew()
         verified: dict[int, bytes] = {}
         for item, sums in self._sums.items():
             slot = self._pages[item]
             assert isinstance(slot, PageSlot)
-            identity = checksum.identity(self._namespace, slot.key, codec.RAW)
+            identity = checksum.identity(self._request.namespace, slot.key, codec.RAW)
             whole = [layer_sum for layer_sum in sums if layer_sum is not None]
-            if len(whole) == len(sums) and checksum.first_mismatch(identity, 0, whole, self._host.view(slot)) is None:
+            if len(whole) < len(sums):
+                raise ProtocolError(f"the store ended before page {item} was whole")
+            if checksum.first_mismatch(identity, 0, whole, self._host.view(slot)) is None:
                 verified[item] = checksum.pack_sums(whole)
-        attempt = self._request.attempt
         self._finished = True
         answer = self._host.ask(
-            lambda call: Commit(call, attempt, tuple(verified), tuple(verified.values())), _PROMPT_S
+            lambda call: Commit(call, self._attempt, tuple(verified), tuple(verified.values())), _PROMPT_S
         )
         assert isinstance(answer, CommitGrant)
         committed = dict(zip(verified, answer.pages, strict=True))
@@ -263,6 +261,3 @@ class WriteSession(_Session):
             page if isinstance(page, Written) else committed.get(item, Written.CORRUPT)
             for item, page in enumerate(self._pages)
         ]
-
-    def _abort(self) -> None:
-        self._host.ask(lambda call: Abort(call, self._request.attempt), _PROMPT_S)

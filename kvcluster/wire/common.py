@@ -62,7 +62,7 @@ def parse(kind: type[M], data: bytes) -> M:
         raise LimitError(f"a message of {len(data)} bytes; at most {limits.MESSAGE_BYTES} are read")
     try:
         return kind.FromString(data)
-    except DecodeError as error:
+    except (DecodeError, UnicodeDecodeError) as error:  # the latter where protobuf runs without its C core
         raise ProtocolError(f"these bytes are no {kind.DESCRIPTOR.name} of kvcluster: {error}") from None
 
 

@@ -8,9 +8,9 @@ the test moves.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import NamedTuple
 
 from kvcluster.config import CoordinatorConfig, ShardConfig
 from kvcluster.core import hashing
@@ -22,17 +22,15 @@ from kvcluster.core.messages import (
     Answer,
     Attach,
     Attached,
-    BlockFate,
+    AttachedShard,
     AttachShard,
     Commit,
     CommitGrant,
     CoordinatorMessage,
     Decision,
-    Effect,
-    EvictOrder,
-    Explain,
-    Explained,
-    GetStatus,
+    Done,
+    EndTicket,
+    Flush,
     GoneEvent,
     Inventory,
     Leave,
@@ -43,11 +41,15 @@ from kvcluster.core.messages import (
     PageKey,
     PageSlot,
     Pin,
+    PinBlocks,
     PinGrant,
+    Pinned,
     PrepareLoad,
     PrepareStore,
     Refused,
     RefusedKind,
+    Renew,
+    RenewTicket,
     Reply,
     Report,
     ReportAck,
@@ -57,21 +59,18 @@ from kvcluster.core.messages import (
     Revoke,
     Send,
     ShardAddress,
-    ShardInfo,
     ShardMessage,
     Stalled,
-    Status,
     StoreGrant,
-    StoreRun,
-    StreamEvent,
     Tick,
     Tier,
     Unpin,
+    UnpinBlocks,
     WriteGrant,
     Written,
 )
 from kvcluster.core.pool import PageState
-from kvcluster.core.reasons import Loss, Miss
+from kvcluster.core.reasons import Loss
 from kvcluster.core.shard import Shard
 from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
 
@@ -100,8 +99,6 @@ HYBRID = KVSpec(
     ),
 )
 """Two groups with pages of other sizes than SPEC's, one of which needs only the last blocks."""
-
-R = TypeVar("R")
 
 
 def chain(length: int, seed: int = 0, spec: KVSpec = SPEC, tenant: Tenant = OURS) -> tuple[BlockHash, ...]:
@@ -151,3 +148,481 @@ def pages(hashes: Sequence[BlockHash], part: Part = WHOLE) -> list[PageEvent]:
 
 def gone(block: BlockHash, part: Part = WHOLE, *, corrupt: bool = False) -> GoneEvent:
     return GoneEvent(SPEC.namespace(OURS), key(block, part), corrupt)
+
+
+Content = tuple[NamespaceId, PageKey] | Attempt
+"""What a piece of memory holds: a page's right bytes, or what a writer has put there so far."""
+
+UNIT_BYTES = 64
+
+
+class Session:
+    """One lease at a shard, held as a transport's server does: it ends when its mover has stopped, never by time."""
+
+    def __init__(self, of: Attempt, namespace: NamespaceId, keys: Sequence[PageKey], *, writes: bool) -> None:
+        self.attempt = of
+        self.namespace = namespace
+        self.keys = keys
+        self.writes = writes
+        self.slots: list[PageSlot | None] = []
+        self.waiting = False
+        self.revoked = False
+
+
+class Box:
+    """One shard incarnation: its core, its memory, its sessions, and what it has on its way to the coordinator."""
+
+    def __init__(self, core: Shard, name: ShardId) -> None:
+        self.core = core
+        self.name = name
+        self.memory: dict[int, Content] = {}
+        self.sessions: dict[Attempt, Session] = {}
+        self.unanswered: dict[CallId, Session | None] = {}
+        self.letter: Report | Inventory | None = None
+        self.adopted = Epoch(0)
+        self.member_of: Coordinator | None = None
+        self.left = False
+
+    def units(self, slot: PageSlot) -> range:
+        return range(slot.offset // UNIT_BYTES, -(-(slot.offset + slot.nbytes) // UNIT_BYTES))
+
+    def write(self, slot: PageSlot, content: Content) -> None:
+        self.memory.update(dict.fromkeys(self.units(slot), content))
+
+    def holds(self, slot: PageSlot, content: Content) -> bool:
+        return all(self.memory[unit] == content for unit in self.units(slot))
+
+
+class Grant(NamedTuple):
+    """A ticket that any worker of the tenant may redeem: what to read where."""
+
+    tenant: Tenant
+    spec: KVSpec
+    keys: dict[ShardAddress, list[PageKey]]
+
+
+class World:
+    """One coordinator, shards, and workers, whose every step is one call from outside.
+
+    Each step is followed by `check`. A message of a shard lies in `Box.letter` until the mail is told what to do
+    with it; in `strays` lie those that their sender has given up and that may arrive all the same.
+    """
+
+    def __init__(self, shards: int, pages: int) -> None:
+        self.now = 100 * SECOND
+        self._pages = pages
+        self._calls = itertools.count(1)
+        self._attempts = itertools.count(1)
+        self._epochs = itertools.count(1_000, 10)
+        self._names = [ShardId(f"s{number}") for number in range(shards)]
+        self.coordinator = self._coordinator(1_000)
+        self.boxes = [self._box(name) for name in self._names]
+        self.strays: list[Report | Inventory] = []
+        self.tickets: list[Attempt] = []
+        self.grants: list[Grant] = []
+        self._last_prepare: tuple[PrepareLoad | PrepareStore, Reply] | None = None
+        self.tick()
+
+    def _coordinator(self, epoch: int) -> Coordinator:
+        config = CoordinatorConfig(
+            ticket_ttl_ms=3_000,
+            hold_ms=1_000,
+            run_blocks=2,
+            refresh_ms=1_000,
+            rebuild_grace_ms=1_000,
+            low_free=0.1,
+            high_free=0.3,
+            pinned_share=0.3,
+        )
+        return Coordinator(Epoch(epoch), config, membership_ttl_ms=2_000, expected=len(self._names), now=self.now)
+
+    def _box(self, name: ShardId) -> Box:
+        config = ShardConfig(device_bytes=self._pages * PAGE, extent_bytes=PAGE, lease_ttl_ms=2_000)
+        epoch = Epoch(next(self._epochs))
+        core = Shard(name, epoch, config, membership_ttl_ms=2_000, address=f"{name}:{epoch}", host=name)
+        return Box(core, name)
+
+    # ------------------------------------------------------------------------------------------- the machines
+
+    def ask(self, message: CoordinatorMessage) -> Reply | None:
+        """Steps the coordinator; the reply if `message` asks anything. One that leaves is started anew."""
+        before = {member.slot: member.orders for member in self.coordinator.members.all()}
+        effects = self.coordinator.step(message, self.now)
+        self._check_orders(before)
+        if any(isinstance(effect, Leave) for effect in effects):
+            self.restart_coordinator(1)
+        replies = [effect.reply for effect in effects if isinstance(effect, Answer)]
+        assert len(replies) == (not isinstance(message, Tick | Stalled)), "a question is answered at once, and once"
+        return replies[0] if replies else None
+
+    def question(self, tenant: Tenant, spec: KVSpec, message: CoordinatorMessage) -> Reply | None:
+        """As `ask`; attaches where a coordinator does not know the namespace (yet, or any more)."""
+        reply = self.ask(message)
+        if isinstance(reply, Refused) and reply.kind is RefusedKind.UNKNOWN_NAMESPACE:
+            attached = self.ask(Attach(self._call(), tenant, spec))
+            assert isinstance(attached, Attached)
+            reply = self.ask(message)
+        return reply
+
+    def step(self, box: Box, message: ShardMessage, session: Session | None = None) -> Reply | None:
+        """Steps a shard; the reply if `message` asks something that is answered at once."""
+        call = getattr(message, "call", None)
+        if call is not None:
+            box.unanswered[call] = session
+        reply: Reply | None = None
+        for effect in box.core.step(message, self.now):
+            match effect:
+                case Answer(of, answer):
+                    self._answered(box, box.unanswered.pop(of), answer)
+                    reply = answer if of == call else reply
+                case Send(letter):
+                    assert box.letter is None, "one message is under way at a time"
+                    box.letter = letter
+                case Revoke(revoked):
+                    box.sessions[revoked].revoked = True
+                case Leave():
+                    box.left = True
+        return reply
+
+    def _answered(self, box: Box, session: Session | None, reply: Reply) -> None:
+        """A lease is granted, to whoever asked for it just now or has waited."""
+        if session is None or isinstance(reply, Refused):
+            return
+        assert isinstance(reply, PinGrant | WriteGrant)
+        session.waiting = False
+        if session.attempt not in box.core.leases:
+            assert all(page is Written.LOST for page in reply.pages)
+            box.sessions.pop(session.attempt, None)
+            return
+        box.sessions[session.attempt] = session
+        session.slots = [page if isinstance(page, PageSlot) else None for page in reply.pages]
+        for slot, asked in zip(session.slots, session.keys, strict=True):
+            if slot is not None:
+                assert slot.key == asked
+                if session.writes:
+                    box.write(slot, session.attempt)
+
+    # ------------------------------------------------------------------------------------------------- mail
+
+    def deliver(self, box: Box, *, answer_lost: bool = False) -> None:
+        """A shard's message arrives, and its answer, unless that is lost."""
+        letter, box.letter = box.letter, None
+        assert letter is not None
+        asked = self.coordinator
+        ack = self.ask(replace(letter, call=self._call()))
+        assert isinstance(ack, ReportAck)
+        if answer_lost:
+            self.step(box, ReportFailed())
+        else:
+            box.member_of = asked if ack.epoch == box.adopted else box.member_of
+            box.adopted = max(box.adopted, ack.epoch)
+            self.step(box, ReportAnswered(ack))
+
+    def lose(self, box: Box) -> None:
+        """A shard gives its message up. It may still arrive: see `stray`."""
+        assert box.letter is not None
+        self.strays.append(box.letter)
+        box.letter = None
+        self.step(box, ReportFailed())
+
+    def stray(self, index: int) -> None:
+        """A message arrives that nobody waits for any more."""
+        self.ask(replace(self.strays.pop(index), call=self._call()))
+
+    # -------------------------------------------------------------------------------------- time and failures
+
+    def advance(self, passed_ns: int) -> None:
+        self.now += passed_ns
+        self.tick()
+
+    def tick(self) -> None:
+        """Every Tick that is due. A machine that asks for more and more of them at one instant would spin."""
+        for _ in range(200):
+            deadline = self.coordinator.next_deadline()
+            if deadline is None or deadline > self.now:
+                break
+            self.ask(Tick())
+        else:
+            raise AssertionError("the coordinator ticks without end")
+        for box in self.living():
+            for _ in range(3):
+                deadline = box.core.next_deadline()
+                if deadline is None or deadline > self.now:
+                    break
+                self.step(box, Tick())
+            else:
+                raise AssertionError("a shard ticks without end")
+
+    def stall(self, box: Box | None, late_ns: int) -> None:
+        """One process (the coordinator's, if no box is given) stands still for a while."""
+        self.now += late_ns
+        if box is None:
+            self.ask(Stalled(late_ns))
+        else:
+            self.step(box, Stalled(late_ns))
+        self.tick()
+
+    def living(self) -> list[Box]:
+        self.boxes = [box for box in self.boxes if not box.left]
+        return self.boxes
+
+    def restart_shard(self, name: int, *, old_lives_on: bool) -> None:
+        """A new incarnation, empty. The older is gone, or cut off and unaware."""
+        shard = self._names[name % len(self._names)]
+        if not old_lives_on:
+            self.boxes = [box for box in self.boxes if box.name != shard]
+        self.boxes.append(self._box(shard))
+        self.tick()
+
+    def restart_coordinator(self, clock: int) -> None:
+        """It knows nothing, and its clock may have gone back."""
+        self.coordinator = self._coordinator(self.coordinator.epoch + clock)
+        self.tickets.clear()
+        self._last_prepare = None
+
+    # --------------------------------------------------------------------------------------------- workers
+
+    def store(
+        self,
+        worker: int,
+        tenant: Tenant,
+        spec: KVSpec,
+        hashes: Sequence[BlockHash],
+        *,
+        first: int,
+        parts: Sequence[tuple[int, Part]],
+        wait_ns: int,
+    ) -> None:
+        """Prepares a store of the blocks from `first` on, and asks shards for room as the grant says."""
+        of = Attempt(holder(worker), next(self._attempts))
+        parents = (root(spec, tenant), *hashes)
+        prepare = PrepareStore(
+            self._call(),
+            tenant,
+            spec.namespace(tenant),
+            of,
+            first,
+            parents[first],
+            hashes[first - first % 2],
+            tuple(hashes[first:]),
+            tuple(parts),
+        )
+        grant = self.question(tenant, spec, prepare)
+        assert isinstance(grant, StoreGrant)
+        assert sum(run.count for run in grant.runs) == len(hashes) - first
+        self._last_prepare = (prepare, grant)
+        if self.coordinator.tickets.get(of) is not None:
+            self.tickets.append(of)
+        writes: dict[ShardAddress, list[NewPage]] = {}
+        at = first
+        for run in grant.runs:
+            if run.decision is Decision.WRITE:
+                assert run.shard is not None
+                writes.setdefault(run.shard, []).extend(
+                    NewPage(PageKey(hashes[block], group, part), parents[block], block)
+                    for block in range(at, at + run.count)
+                    for group, part in parts
+                )
+            at += run.count
+        for address, pages in writes.items():
+            box = self._find(address)
+            if box is not None and not box.left:
+                self._attach(box, tenant, spec)
+                session = Session(of, prepare.namespace, [page.key for page in pages], writes=True)
+                reserve = Reserve(
+                    self._call(), tenant, session.namespace, of, address.epoch, tuple(pages), wait_ns=wait_ns
+                )
+                if self.step(box, reserve, session) is None:
+                    session.waiting = True
+                    box.sessions[of] = session
+
+    def load(self, worker: int, tenant: Tenant, spec: KVSpec, hashes: Sequence[BlockHash], need: Need) -> int:
+        """Prepares a load; its grant may be redeemed later, by anyone. How many blocks were found."""
+        of = Attempt(holder(worker), next(self._attempts))
+        prepare = PrepareLoad(self._call(), tenant, spec.namespace(tenant), of, tuple(hashes), need)
+        grant = self.question(tenant, spec, prepare)
+        assert isinstance(grant, LoadGrant)
+        assert sum(run.count for run in grant.runs) == grant.blocks
+        assert (grant.miss is None) == (grant.blocks == len(hashes)), "a miss says why not one more"
+        self._last_prepare = (prepare, grant)
+        if grant.hold_ns:
+            self.tickets.append(of)
+        keys: dict[ShardAddress, list[PageKey]] = {}
+        members = [member.address for member in self.coordinator.members.all()]
+        plans = [run.plan for run in grant.runs for _ in range(run.count)]
+        for block, plan in zip(hashes, plans, strict=False):
+            for source in itertools.chain.from_iterable(of_group for of_group in plan if of_group is not None):
+                assert source.shard in members, "no answer names a shard that is lost"
+                keys.setdefault(source.shard, []).append(PageKey(block, source.group, source.part))
+        if keys:
+            self.grants.append(Grant(tenant, spec, keys))
+        return grant.blocks
+
+    def redeem(self, worker: int, grant: Grant) -> None:
+        """Pins what a grant names, wherever that still is."""
+        of = Attempt(holder(worker), next(self._attempts))
+        space = grant.spec.namespace(grant.tenant)
+        for address, keys in grant.keys.items():
+            box = self._find(address)
+            if box is not None:
+                self._attach(box, grant.tenant, grant.spec)
+                session = Session(of, space, keys, writes=False)
+                self.step(box, Pin(self._call(), grant.tenant, space, of, address.epoch, tuple(keys)), session)
+
+    def repeat_prepare(self) -> None:
+        """The reply to the last prepare was lost: asked again, it is the same as long as its ticket runs."""
+        if self._last_prepare is not None:
+            prepare, reply = self._last_prepare
+            running = self.coordinator.tickets.get(prepare.attempt) is not None
+            again = self.ask(replace(prepare, call=self._call()))
+            assert again is not None
+            assert again == reply or not running
+            self._last_prepare = (prepare, again)
+
+    def commit(self, box: Box, session: Session, indices: Sequence[int]) -> None:
+        """The writer says that these pages are whole; before that, it has made them so."""
+        granted = [index for index, slot in enumerate(session.slots) if slot is not None]
+        whole = [index for index in indices if index in granted]
+        for index in whole:
+            slot = session.slots[index]
+            assert slot is not None
+            box.write(slot, (session.namespace, slot.key))
+        del box.sessions[session.attempt]
+        may = box.core.member(self.now) and not session.revoked
+        outcome = self.step(box, Commit(self._call(), session.attempt, tuple(whole), (SUMS,) * len(whole)))
+        assert isinstance(outcome, CommitGrant)
+        assert outcome.pages == (Written.COMMITTED if may else Written.LOST,) * len(whole)
+
+    def end(self, box: Box, session: Session) -> None:
+        """A reader is done; a writer gives up, or its session finds that it has gone."""
+        kind = Abort if session.writes else Unpin
+        ended = self.step(box, kind(self._call(), session.attempt))
+        assert ended == Done(), "it held a lease, or waited for one"
+        box.sessions.pop(session.attempt, None)
+
+    def renew(self, box: Box, session: Session) -> None:
+        renewed = self.step(box, Renew(self._call(), session.attempt))
+        assert renewed == Done(not session.revoked and not session.waiting)
+
+    def flush(self, box: Box, wait_ns: int) -> None:
+        self.step(box, Flush(self._call(), wait_ns))
+
+    def pin_blocks(self, tenant: Tenant, spec: KVSpec, hashes: Sequence[BlockHash], ttl_ns: int) -> None:
+        """Spares blocks for a time, or, where that is 0, no longer."""
+        space = spec.namespace(tenant)
+        if ttl_ns:
+            reply = self.question(tenant, spec, PinBlocks(self._call(), tenant, space, tuple(hashes), ttl_ns))
+        else:
+            reply = self.question(tenant, spec, UnpinBlocks(self._call(), tenant, space, tuple(hashes)))
+        assert isinstance(reply, Pinned)
+        assert reply.blocks <= len(hashes)
+
+    def end_ticket(self, index: int, *, renew: bool) -> None:
+        of = self.tickets[index] if renew else self.tickets.pop(index)
+        running = self.coordinator.tickets.get(of) is not None
+        assert self.ask((RenewTicket if renew else EndTicket)(self._call(), of)) == Done(running)
+
+    def _attach(self, box: Box, tenant: Tenant, spec: KVSpec) -> None:
+        assert isinstance(self.step(box, AttachShard(self._call(), tenant, spec)), AttachedShard)
+
+    def _find(self, address: ShardAddress) -> Box | None:
+        living = [box for box in self.living() if (box.name, box.core.epoch) == (address.shard, address.epoch)]
+        return living[0] if living else None
+
+    def _call(self) -> CallId:
+        return CallId(next(self._calls))
+
+    # ---------------------------------------------------------------------------------------------- claims
+
+    def check(self) -> None:
+        """What holds after every step."""
+        check_coordinator(self.coordinator)
+        for box in self.living():
+            check_shard(box.core)
+            for page in box.core.pool.everything():
+                if page.state is not PageState.WRITING:
+                    assert box.holds(page.slot(), (page.space, page.key)), "a reader would get a wrong byte"
+            for session in box.sessions.values():
+                for slot in filter(None, session.slots):
+                    mine: Content = session.attempt if session.writes else (session.namespace, slot.key)
+                    assert box.holds(slot, mine), "memory under a lease was written by somebody else"
+            known = self.coordinator.members.get(box.name)
+            if box.core.member(self.now) and box.member_of is self.coordinator:
+                assert known is not None, "a shard serves that the coordinator has given up"
+                assert known.info.epoch >= box.core.epoch
+
+    def _check_orders(self, before: dict[int, int]) -> None:
+        """A new order spares what is promised, and no root goes while its tail could."""
+        for member in self.coordinator.members.all():
+            if member.order is None or member.order.number <= before.get(member.slot, 0):
+                continue
+            for space in self.coordinator.directory:
+                ordered = {
+                    block: space.index.get(block) for space_id, block in member.order.blocks if space_id == space.id
+                }
+                spared = [record.hash for record in space.index if record.held_until > self.now]
+                spared += [block for block, until in space.pinned.items() if until > self.now]
+                assert not set(ordered).intersection(spared), "an order takes what is promised"
+                for record in space.index:
+                    parent = ordered.get(record.parent)
+                    if parent is not None and record.copies.on(member.slot) and record.stamp <= parent.stamp:
+                        assert record.hash in ordered or record.hash in spared, "a root goes before its tail"
+
+    def heal(self) -> None:
+        """All that is under way arrives or ends, and time passes. Then everybody agrees, and nothing is left over."""
+        while self.strays:
+            self.stray(0)
+        for _ in range(60):
+            for box in self.living():
+                for session in list(box.sessions.values()):
+                    self.end(box, session)
+                if box.letter is not None:
+                    self.deliver(box)
+            self.check()
+            self.advance(100 * MS)
+        self._check_healed()
+
+    def _check_healed(self) -> None:
+        coordinator = self.coordinator
+        assert not coordinator.rebuilding
+        assert not len(coordinator.tickets)
+        told: dict[int, list[tuple[NamespaceId, PageKey]]] = {}
+        for space in coordinator.directory:
+            for record in space.index:
+                for copy in record.copies.entries:
+                    told.setdefault(copy.slot, []).append((space.id, PageKey(record.hash, copy.group, copy.part)))
+        assert sorted(box.name for box in self.living()) == self._names, "an older incarnation lives on"
+        for box in self.living():
+            member = coordinator.members.get(box.name)
+            assert member is not None
+            assert (member.info.epoch, member.state) == (box.core.epoch, "up")
+            assert box.core.member(self.now)
+            assert not len(box.core.leases)
+            assert not box.unanswered, "somebody still waits"
+            held = [(page.space, page.key) for page in box.core.pool.everything()]
+            assert len(list(box.core.pool.ready())) == len(held)
+            assert sorted(told.pop(member.slot, [])) == sorted(held), "the index is not what the shard holds"
+            assert not isinstance(box.letter, Inventory), "an inventory without end"
+            assert box.letter is None or (box.letter.events, box.letter.pressure_bytes) == ((), 0)
+        assert not told, "the index names a shard that is gone"
+
+    def restorable(self, tenant: Tenant, spec: KVSpec, hashes: Sequence[BlockHash]) -> int:
+        """By what the shards hold: the longest boundary at which every group has what it needs before it."""
+        ready = {(page.space, page.key) for box in self.living() for page in box.core.pool.ready()}
+
+        def has(block: BlockHash, group: int) -> bool:
+            held = [
+                part
+                for part in (spec.whole(group), LEFT, RIGHT)
+                if (spec.namespace(tenant), PageKey(block, group, part)) in ready
+            ]
+            return spec.whole(group) in held or held == [LEFT, RIGHT]
+
+        def restores(boundary: int) -> bool:
+            return all(
+                has(block, group)
+                for group in range(len(spec.groups))
+                for block in hashes[boundary - spec.groups[group].reuse.blocks_needed(boundary, 2) : boundary]
+            )
+
+        return next(boundary for boundary in range(len(hashes), -1, -1) if restores(boundary))

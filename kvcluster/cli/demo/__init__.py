@@ -13,12 +13,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import kvcluster
 from kvcluster.cli.demo import text
 from kvcluster.cli.demo.replica import Replica
 from kvcluster.cli.demo.screen import Screen
+from kvcluster.cli.demo.signals import Signals
 
 for _name in ("ray", "torch", "transformers"):
     if importlib.util.find_spec(_name) is None:  # they are imported where they are used, in other processes
@@ -41,28 +41,24 @@ Progress = Callable[[int, int], None]
 def run(arguments: Sequence[str] = ()) -> int:
     """Runs the demo. With `--json` prints the figures as one JSON object and nothing else. Returns the exit status."""
     as_json = "--json" in arguments
-    with _ended_by_signals() as check, Screen(silent=as_json) as screen:
-        figures = conduct(screen, check)
+    with Signals() as signals, Screen(silent=as_json) as screen:
+        figures = conduct(screen, signals)
         screen.show(figures)
     if as_json:
         print(json.dumps(figures, indent=2))
     return 0 if figures["ok"] else 1
 
 
-def conduct(screen: Screen, check: Callable[[], None]) -> Figures:
-    """Plays both acts and returns the figures; calls `check` where a signal may have been lost.
-
-    Raises KVClusterError where a replica or the cluster fails.
-    """
+def conduct(screen: Screen, signals: Signals) -> Figures:
+    """Plays both acts and returns the figures. Raises KVClusterError where a replica or the cluster fails."""
     began = time.monotonic()
     with ExitStack() as house:
         workshop = Path(house.enter_context(tempfile.TemporaryDirectory(prefix="kvcluster-demo-")))
         given = os.environ.get("DEMO_MODEL")
         model: Figures = {"path": given or str(workshop / "model"), "bytes_are_tokens": not given}
         first = house.enter_context(Replica("the first replica", workshop / "first.log"))
-        with screen.step("start Ray, a coordinator and two shards"):
+        with screen.step("start Ray, a coordinator and two shards"), signals.put_off():
             cluster = house.enter_context(kvcluster.local(shards=SHARDS, device_bytes=DEVICE_BYTES))
-            check()
         with screen.step("load the model" if given else "build a Llama of random weights"):
             if not given:
                 first.ask("make", path=model["path"])
@@ -85,7 +81,20 @@ def conduct(screen: Screen, check: Callable[[], None]) -> Figures:
         with screen.step("second replica: other weights"):
             trained = second.ask("train", address=cluster.address)
             explained = second.ask("explain", question=text.QUESTIONS[0])
-    figures = about | _sharing(computed, stored, loaded, status) | {"seconds": time.monotonic() - began}
+    figures = assess(computed, stored, loaded, spoiled, trained, explained)
+    return about | figures | {"hit_rate": status["hit_rate"], "seconds": time.monotonic() - began}
+
+
+def assess(
+    computed: list[Figures],
+    stored: Figures,
+    loaded: list[Figures],
+    spoiled: Figures,
+    trained: Figures,
+    explained: Figures,
+) -> Figures:
+    """What the answers amount to. `ok` is False where the cache changed one, or where that could not have shown."""
+    figures = _sharing(computed, stored, loaded)
     figures["control"] = _control(spoiled, computed[-1], figures)
     figures["other_weights"] = _other_weights(trained, explained)
     identical = all(answer["identical"] for answer in figures["answers"])
@@ -105,7 +114,7 @@ def _answers(replica: Replica, questions: Sequence[str], progress: Progress, **h
     return out
 
 
-def _sharing(computed: list[Figures], stored: Figures, loaded: list[Figures], status: Figures) -> Figures:
+def _sharing(computed: list[Figures], stored: Figures, loaded: list[Figures]) -> Figures:
     pairs = [("first replica", 0, stored), *(("second replica", i, answer) for i, answer in enumerate(loaded))]
     return {
         "first_token_seconds": {
@@ -117,7 +126,6 @@ def _sharing(computed: list[Figures], stored: Figures, loaded: list[Figures], st
         "tokens_reused": sum(answer["cached_tokens"] for answer in loaded),
         "stored_bytes": sum(answer["stored_bytes"] for _, _, answer in pairs),
         "loaded_bytes": sum(answer["loaded_bytes"] for _, _, answer in pairs),
-        "hit_rate": status["hit_rate"],
         "answers": [
             {
                 "replica": replica,
@@ -158,29 +166,3 @@ def _seconds(answers: list[Figures]) -> float:
 
 def _difference(one: Figures, other: Figures) -> float:
     return max(abs(float(a) - float(b)) for a, b in zip(one["logits"], other["logits"], strict=True))
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[Callable[[], None]]:
-    """Within it, SIGTERM unwinds the stack as Ctrl-C does, so that everything started is ended.
-
-    Ray loses an exception that a signal raises while it starts: what this gives raises it again.
-    """
-    received: list[int] = []
-
-    def end(number: int, frame: object) -> None:
-        received.append(number)
-        check()
-
-    def check() -> None:
-        if signal.SIGTERM in received:
-            raise SystemExit(128 + signal.SIGTERM)
-        if received:
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield check
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

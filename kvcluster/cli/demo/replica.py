@@ -8,10 +8,10 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kvcluster.errors import KVClusterError
 
@@ -20,21 +20,25 @@ SILENCE_S = 300
 
 END_S = 10
 
+ENGINE = (sys.executable, "-m", "kvcluster.cli.demo.engine")
+
 
 class Replica:
     """A replica for as long as a `with` block. `log` is the file that takes all it prints."""
 
-    def __init__(self, name: str, log: Path) -> None:
+    process: subprocess.Popen[str]
+
+    def __init__(self, name: str, log: Path, command: Sequence[str] = ENGINE) -> None:
         self.name = name
         self._log = log
+        self._command = command
         self._replies: queue.Queue[str] = queue.Queue()
-        self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Replica:
         quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvcluster.cli.demo.engine"],
+            self.process = subprocess.Popen(
+                self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -43,28 +47,25 @@ class Replica:
                 env={**os.environ, **quiet},
                 start_new_session=True,  # Ctrl-C reaches the conductor alone, which then ends this
             )
-        threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
+        threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        process = self._process
-        assert process is not None and process.stdin is not None
         if kind is not None:
-            process.kill()
+            self.process.kill()
+        assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended already
-            process.stdin.close()
+            self.process.stdin.close()
         try:
-            process.wait(END_S)
+            self.process.wait(END_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            self.process.kill()
+            self.process.wait()
 
     def ask(self, op: str, progress: Callable[[int, int], None] | None = None, **arguments: Any) -> dict[str, Any]:
         """Runs one op of engine.Engine. Raises KVClusterError where it fails, ends or falls silent."""
-        process = self._process
-        assert process is not None and process.stdin is not None
         try:
-            print(json.dumps({"op": op, **arguments}), file=process.stdin, flush=True)
+            print(json.dumps({"op": op, **arguments}), file=self.process.stdin, flush=True)
         except BrokenPipeError:
             raise self._failed("has ended") from None
         while True:
@@ -83,9 +84,8 @@ class Replica:
             if progress is not None:
                 progress(*reply["progress"])
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        with process.stdout as lines:
+    def _read(self, lines: IO[str]) -> None:
+        with lines:
             for line in lines:
                 self._replies.put(line)
         self._replies.put("")

@@ -50,6 +50,9 @@ class Screen:
             self._console.print(line)
 
 
+_BESIDE = {"no_cache": "computes", "first_replica": "computes, then stores", "second_replica": "loads"}
+
+
 def _sharing(figures: dict[str, Any]) -> Iterator[str]:
     seconds = figures["first_token_seconds"]
     longest = max(seconds.values())
@@ -59,26 +62,21 @@ def _sharing(figures: dict[str, Any]) -> Iterator[str]:
         yield f"  {name.replace('_', ' '):<15} [cyan]{bar:<{BAR_COLUMNS}}[/] {value:6.2f} s  {_BESIDE[name]}"
     yield ""
     yield f"  tokens reused  {figures['tokens_reused']:,} of the second replica's {figures['tokens_asked']:,}"
-    yield (
-        f"  bytes moved    {size_text(figures['stored_bytes'])} stored, {size_text(figures['loaded_bytes'])} loaded; "
-        f"hit rate {figures['hit_rate']:.0%} of all blocks asked for"
-    )
+    yield f"  hit rate       {figures['hit_rate']:.0%} of all blocks asked for, with the first replica's misses"
+    yield f"  bytes moved    {size_text(figures['stored_bytes'])} stored, {size_text(figures['loaded_bytes'])} loaded"
     yield "\n  digest of the generated ids       no cache      with cache"
     for answer in figures["answers"]:
         same = "[green]identical[/]" if answer["identical"] else "[red]DIFFERENT[/]"
         what = f"question {answer['question']}, {answer['replica']}"
         yield f"    {what:<31} {answer['without_cache']}  {answer['with_cache']}  {same}"
     control = figures["control"]
-    differs = "[green]differs, as it must[/]" if control["differs"] else "[red]THE SAME: none of this counts[/]"
+    differs = "[green]differs, as it must[/]" if control["differs"] else "[red]THE SAME[/]"
     what = "the same, a loaded block zeroed"
     yield f"    {what:<31} {control['without_cache']}  {control['with_cache']}  {differs}"
     yield (
-        f"  greatest difference of a logit to a full prefill: {figures['logit_difference']:.1e} "
-        f"(logits go up to {figures['logit_scale']:.1f})"
+        f"  a logit is at most {figures['logit_difference']:.1e} off that of a full prefill "
+        f"(they go up to {figures['logit_scale']:.1f})"
     )
-
-
-_BESIDE = {"no_cache": "computes", "first_replica": "computes, then stores", "second_replica": "loads"}
 
 
 def _safety(other: dict[str, Any]) -> Iterator[str]:
@@ -91,7 +89,7 @@ def _safety(other: dict[str, Any]) -> Iterator[str]:
 
 
 def _end(figures: dict[str, Any]) -> Iterator[str]:
-    yield f"\n{figures['seconds']:.0f} s in all. Prefill on a CPU is slow, so the ratio of these bars flatters: a GPU"
-    yield "computes faster, and a load must beat that. `kvcluster bench transfer` measures loads."
-    yield "Next: `kvcluster up` keeps a cluster running, README.md connects your engine to it,"
-    yield "and docs/architecture.md says how it works."
+    yield f"\n{figures['seconds']:.0f} s in all. Prefill on a CPU is slow, so the ratio of these bars flatters: a"
+    yield "GPU computes faster, and loads must beat that (`kvcluster bench transfer`)."
+    yield "Next: `kvcluster up` keeps a cluster running, README.md connects your engine,"
+    yield "docs/architecture.md says how it works."

@@ -1,0 +1,91 @@
+"""Other processes, as /proc shows them: who lives, who listens; and starting workers."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+_LISTENING = "0A"
+
+
+def start_worker(job: str, *arguments: object) -> subprocess.Popen[str]:
+    """A job of tests/actors/worker.py, in a process and a session of its own."""
+    command = [sys.executable, "-m", "tests.actors.worker", job, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+
+
+def said(worker: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next line of a worker."""
+    assert worker.stdout is not None
+    line = worker.stdout.readline()
+    assert line, f"the worker ended with status {worker.wait()} and said nothing"
+    answer: dict[str, Any] = json.loads(line)
+    return answer
+
+
+def outcome(worker: subprocess.Popen[str]) -> dict[str, Any]:
+    """The next line of a worker that ends with it."""
+    with worker:
+        answer = said(worker)
+        assert worker.wait() == 0
+    return answer
+
+
+def session(leader: int) -> list[int]:
+    """The living processes of a session."""
+    return [pid for pid in _pids() if (stat := _stat(pid)) and int(stat[3]) == leader]
+
+
+def descendants(ancestor: int) -> list[int]:
+    """The living children of a process, their children, and so on."""
+    parents = {pid: int(stat[1]) for pid in _pids() if (stat := _stat(pid))}
+    found = [ancestor]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found[1:]
+
+
+def listening(pids: Iterable[int]) -> dict[int, set[str]]:
+    """The addresses that each of these processes listens on; those that listen nowhere are left out."""
+    inodes: dict[str, str] = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENING:
+                inodes[f"socket:[{fields[9]}]"] = _address(fields[1].partition(":")[0])
+    found: dict[int, set[str]] = {}
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            address = inodes.get(os.readlink(descriptor)) if descriptor.is_symlink() else None
+            if address is not None:
+                found.setdefault(pid, set()).add(address)
+    return found
+
+
+def _address(words: str) -> str:
+    """"0100007F" -> "127.0.0.1": the kernel prints words of four bytes in the machine's own order."""
+    packed = b"".join(socket.htonl(int(words[at : at + 8], 16)).to_bytes(4, "big") for at in range(0, len(words), 8))
+    address = ipaddress.ip_address(packed)
+    return str(getattr(address, "ipv4_mapped", None) or address)
+
+
+def _pids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _stat(pid: int) -> list[str] | None:
+    """What /proc/PID/stat says behind the name: state, parent, group, session... None for the dead."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else fields

@@ -1,0 +1,107 @@
+"""A worker in a process of its own: `python -m tests.actors.worker JOB ARGUMENT...` says what came of it, in JSON.
+
+What it stores and what the tests expect are made from a seed, alike in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import torch
+
+import kvcluster
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.pages import checksum
+from tests.actors.processes import session
+from tests.waiting import eventually
+
+SPEC = KVSpec.uniform(
+    model="tiny", weights="sha256:1", num_layers=4, num_kv_heads=4, head_dim=8, dtype="float32", block_tokens=16
+)
+PATIENCE_MS = 60_000
+
+
+def tokens(seed: int, blocks: int = 8) -> list[int]:
+    """A prompt of full blocks that no other seed shares."""
+    return list(range(seed * 100_000, seed * 100_000 + blocks * SPEC.block_tokens))
+
+
+def kv(seed: int, blocks: int = 8) -> torch.Tensor:
+    """Its KV: [blocks, layers, k and v, block_tokens, heads, dim]."""
+    return torch.randn(blocks, 4, 2, 16, 4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
+def say(**words: Any) -> None:
+    print(json.dumps(words), flush=True)
+
+
+def load(address: str, seed: str) -> None:
+    """Loads the seed's prompt."""
+    out = torch.zeros_like(kv(0))
+    with kvcluster.connect(address, SPEC) as client:
+        say(tokens=client.load(tokens(int(seed)), out), digest=digest(out))
+
+
+def redeem(address: str, ticket: str, layer_start: str, layer_stop: str, head_start: str, head_stop: str) -> None:
+    """Loads its own layers and heads of a ticket that another process prepared."""
+    part = Part(int(layer_start), int(layer_stop), int(head_start), int(head_stop))
+    with kvcluster.connect(address, SPEC, part=part) as client:
+        redeemed = client.redeem(bytes.fromhex(ticket))
+        out = torch.zeros(redeemed.blocks, part.layers, 2, 16, part.head_stop - part.head_start, 8)
+        loaded = client.begin_load(redeemed, out).result()
+        say(blocks=loaded.blocks, digest=digest(out))
+
+
+def store(address: str, seed: str, blocks: str, halt: str, halt_at: str) -> None:
+    """Stores, and sends itself a signal when that many pages were gathered to be sent."""
+    gathered, layer_sums = itertools.count(1), checksum.layer_sums
+
+    def counted(*arguments: Any) -> Any:
+        if next(gathered) == int(halt_at):
+            os.kill(os.getpid(), signal.Signals[halt])
+        return layer_sums(*arguments)
+
+    checksum.layer_sums = counted
+    with kvcluster.connect(address, SPEC) as client:
+        prompt, source = tokens(int(seed), int(blocks)), kv(int(seed), int(blocks))
+        stored = client.store(prompt, source, deadline_ms=PATIENCE_MS)
+        say(blocks=stored.blocks, miss=str(stored.miss))
+
+
+def embed() -> None:
+    """Three embedded clusters: the first ends, the second waits for Ctrl-C, the third for worse."""
+
+    def left() -> list[int]:
+        return [pid for pid in session(os.getsid(0)) if pid != os.getpid()]
+
+    def said_when_gone(**words: Any) -> None:
+        eventually(lambda: not left())
+        say(**words, settings=sorted(name for name in os.environ if name.startswith("RAY_AUTH")))
+
+    with kvcluster.local(shards=2, device_bytes="16MiB") as cluster:
+        ours = set(cluster.pids()) <= set(left())
+    said_when_gone(ours=ours)
+    try:
+        with kvcluster.local(device_bytes="16MiB"):
+            say(started=len(left()))
+            threading.Event().wait()
+    except KeyboardInterrupt:
+        said_when_gone(interrupted=True)
+    with kvcluster.local(device_bytes="16MiB"):
+        say(started=len(left()))
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    {job.__name__: job for job in (load, redeem, store, embed)}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,248 @@
+"""What the demo promises: it fails where it must, ends what it starts, and takes a model of one's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvcluster.cli import demo
+from kvcluster.cli.demo import screen as screens
+from kvcluster.cli.demo.engine import Engine
+from kvcluster.cli.demo.replica import Replica
+from kvcluster.cli.demo.signals import Signals
+from kvcluster.errors import KVClusterError
+
+# ----------------------------------------------------------------------------------------- what it concludes
+
+
+def answer(digest: str, logit: float = 1.0, cached: int = 0) -> dict[str, Any]:
+    return {
+        "first_token_ns": 2_000_000_000 - 400_000 * cached,
+        "prompt_tokens": 4200,
+        "cached_tokens": cached,
+        "loaded_bytes": cached * 8192,
+        "stored_bytes": 1 << 20,
+        "digest": digest,
+        "logits": [logit, -3.0],
+    }
+
+
+def assess(**other: Any) -> dict[str, Any]:
+    replies = {
+        "computed": [answer("a"), answer("b"), answer("c")],
+        "stored": answer("a"),
+        "loaded": [answer("a", cached=4096), answer("b", cached=4096), answer("c", 1.0001, cached=4096)],
+        "spoiled": answer("z", 1.5, cached=4096),
+        "trained": {"before": "sha256:" + "0" * 64, "after": "sha256:" + "1" * 64},
+        "explained": {"tokens": 0, "misses": ["block 0: miss, namespace (weights)", "block 1: miss, namespace"]},
+    }
+    return demo.assess(**{**replies, **other})
+
+
+def test_identical_answers_and_a_refusal_are_a_success() -> None:
+    figures = assess()
+    assert figures["ok"] and figures["logit_difference"] == pytest.approx(1e-4)
+    assert (figures["tokens_reused"], figures["tokens_asked"]) == (3 * 4096, 3 * 4200)
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        {"stored": answer("x")},
+        {"loaded": [answer("a"), answer("b"), answer("x")]},
+        {"spoiled": answer("c", 1.0002)},
+        {"explained": {"tokens": 4096, "misses": ["block 256: miss, never_seen"]}},
+        {"explained": {"tokens": 0, "misses": ["block 0: miss, never_seen"]}},
+        {"explained": {"tokens": 4200, "misses": []}},
+    ],
+)
+def test_a_changed_answer_a_mute_control_and_foreign_kv_are_failures(replies: dict[str, Any]) -> None:
+    assert not assess(**replies)["ok"]
+
+
+def test_the_control_counts_where_only_logits_move() -> None:
+    assert assess(spoiled=answer("c", 1.5))["ok"]
+
+
+@pytest.mark.parametrize("replies", [{}, {"stored": answer("x"), "explained": {"tokens": 4096, "misses": ["x"]}}])
+def test_the_screen_fits_eighty_columns(replies: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with screens.Screen(silent=False) as screen:
+        screen.show(assess(**replies) | {"hit_rate": 0.74, "seconds": 48.0})
+    shown = capsys.readouterr().out
+    assert "second replica" in shown
+    assert ("DIFFERENT" in shown) == bool(replies)
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_a_silent_screen_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with screens.Screen(silent=True) as screen:
+        with screen.step("a step") as progress:
+            progress(1, 2)
+        screen.show(assess() | {"hit_rate": 0.74, "seconds": 48.0})
+    assert capsys.readouterr().out == ""
+
+
+# ------------------------------------------------------------------------------------------- what it ends
+
+STUB = """
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    if request["op"] == "die":
+        sys.exit("it hurts")
+    print(json.dumps({"progress": [1, 2]}), flush=True)
+    print(json.dumps({"error": "no such thing"} if request["op"] == "fail" else {"result": request}), flush=True)
+"""
+
+
+def stub(folder: Path) -> Replica:
+    return Replica("the stub", folder / "log", (sys.executable, "-c", STUB))
+
+
+def test_a_replica_answers_and_tells_its_progress(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    with stub(tmp_path) as replica:
+        assert replica.ask("echo", lambda *part: told.append(part), word="x") == {"op": "echo", "word": "x"}
+        assert told == [(1, 2)]
+        with pytest.raises(KVClusterError, match="the stub: no such thing"):
+            replica.ask("fail")
+
+
+def test_a_replica_that_dies_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+    with stub(tmp_path) as replica:
+        for _ in range(2):
+            with pytest.raises(KVClusterError, match=r"the stub has ended.*\nit hurts"):
+                replica.ask("die")
+
+
+def test_a_replica_ends_with_its_block_and_with_an_exception(tmp_path: Path) -> None:
+    with stub(tmp_path) as replica:
+        process = replica.process
+        assert process.poll() is None
+    assert process.returncode == 0
+    with pytest.raises(ZeroDivisionError), stub(tmp_path) as replica:
+        process = replica.process
+        raise ZeroDivisionError
+    assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_signals_unwind_the_stack_and_wait_where_they_must(number: int, error: type[BaseException]) -> None:
+    before = signal.getsignal(number)
+    with Signals(), pytest.raises(error):
+        os.kill(os.getpid(), number)
+    reached = False
+    with Signals() as signals, pytest.raises(error), signals.put_off():
+        os.kill(os.getpid(), number)
+        reached = True
+    assert reached
+    with Signals() as signals, pytest.raises(error), signals.put_off():
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        pytest.fail("whoever insists is obeyed")
+    assert signal.getsignal(number) is before
+
+
+# ------------------------------------------------------------------------------------------------ all of it
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> Path:
+    """A small model with a tokenizer of its own, saved as users save theirs."""
+    torch.manual_seed(0)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_an_engine_reads_text_with_the_models_own_tokenizer(own_model: Path) -> None:
+    told: list[tuple[int, int]] = []
+    engine = Engine(lambda *part: told.append(part))
+    assert engine.load(str(own_model), bytes_are_tokens=False)["model"] == "LlamaForCausalLM"
+    out = engine.answer("Why?", cached=False)
+    assert out["prompt_tokens"] > 4096 and out["cached_tokens"] == 0 and out["first_token_ns"] > 0
+    assert told[0][0] == 0 and told[-1] == (26, 26) and told == sorted(told)
+
+
+def left_behind(marker: str) -> list[str]:
+    """Processes that inherited the marker and do not end within a while."""
+    out = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if not entry.name.isdigit() or marker.encode() not in (entry / "environ").read_bytes():
+                continue
+            ended = os.pidfd_open(int(entry.name))
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            continue
+        try:
+            if not select.select([ended], [], [], 30)[0]:
+                out.append((entry / "cmdline").read_text().replace("\0", " "))
+        finally:
+            os.close(ended)
+    return out
+
+
+def run(code: str, model: Path) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Runs code in a process of its own; what it printed, and what it left behind."""
+    marker = str(uuid.uuid4())
+    env = {**os.environ, "DEMO_MODEL": str(model), "KVCLUSTER_TEST_MARKER": marker}
+    done = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True, check=False)
+    return done, left_behind(marker)
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_the_demo_succeeds_with_a_given_model_and_leaves_nothing(own_model: Path) -> None:
+    done, left = run("from kvcluster.cli.main import main; raise SystemExit(main(['demo', '--json']))", own_model)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["ok"] and figures["tokens_reused"] > 3 * 4096 - 48
+    assert figures["other_weights"]["explanation"].startswith("block 0: miss, namespace (weights)")
+    assert not left
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_ctrl_c_in_the_middle_leaves_nothing(own_model: Path) -> None:
+    code = """
+import os, signal
+from kvcluster.cli.demo.replica import Replica
+from kvcluster.cli.main import main
+ask = Replica.ask
+def interrupted(self, op, *args, **kwargs):
+    if op == "connect":
+        os.kill(os.getpid(), signal.SIGINT)
+    return ask(self, op, *args, **kwargs)
+Replica.ask = interrupted
+raise SystemExit(main(["demo", "--json"]))
+"""
+    done, left = run(code, own_model)
+    assert done.returncode == 130 and "interrupted" in done.stderr
+    assert not left

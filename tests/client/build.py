@@ -1,0 +1,232 @@
+"""What tests of the client are made of: small specs, prompts, KV of random bits, and ways to hold a thread."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from kvcluster.client.client import Client
+from kvcluster.core.messages import AttachedShard, CoordinatorMessage, ReadRequest, Reply, ShardAddress, WriteRequest
+from kvcluster.core.messages import Written as Outcome
+from kvcluster.core.reasons import Miss
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.testing import MemoryCluster
+from kvcluster.transport.seam import Deadline, PageSink, PageSource, Transport
+
+BOUND_S = 20.0
+"""How long anything may take before a test fails; nothing is expected to take a tenth of it."""
+
+LAYERS, HEADS, DIM, BLOCK = 3, 4, 8, 4
+UNWRITTEN = 0x5A
+"""What destinations are filled with, so that a byte written by mistake shows."""
+
+
+def spec_of(**settings: Any) -> KVSpec:
+    """A spec small enough that a page is a few KiB."""
+    return KVSpec.uniform(
+        **{
+            "model": "tiny",
+            "weights": "sha256:1",
+            "num_layers": LAYERS,
+            "num_kv_heads": HEADS,
+            "head_dim": DIM,
+            "dtype": "float32",
+            "block_tokens": BLOCK,
+            **settings,
+        }
+    )
+
+
+SPEC = spec_of()
+PAGE_BYTES = SPEC.page_bytes(0, SPEC.whole(0))
+
+
+def prompt(blocks: int, seed: int = 0, *, rest: int = 0, block_tokens: int = BLOCK) -> list[int]:
+    """Tokens of that many blocks, and `rest` that fill none."""
+    rng = random.Random(seed)
+    return [rng.randrange(50_000) for _ in range(blocks * block_tokens + rest)]
+
+
+def noise(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Random bits: what moves them must not care whether they are numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    nbytes = prod(shape) * dtype.itemsize
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=generator).view(dtype).view(*shape)
+
+
+def blank(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A destination in which nothing has been written yet."""
+    return torch.full((prod(shape) * dtype.itemsize,), UNWRITTEN, dtype=torch.uint8).view(dtype).view(*shape)
+
+
+def shape_of(blocks: int, spec: KVSpec = SPEC, part: Part | None = None) -> list[int]:
+    """Of a dense tensor of that part of the only group, all of it by default."""
+    part, plane = part or spec.whole(0), spec.groups[0].planes[0]
+    return [blocks, part.layers, len(spec.groups[0].planes), spec.block_tokens, part.heads, plane.dim]
+
+
+def kv(blocks: int, seed: int = 0, spec: KVSpec = SPEC, part: Part | None = None) -> torch.Tensor:
+    """The KV of a prompt, dense."""
+    return noise(shape_of(blocks, spec, part), getattr(torch, spec.groups[0].planes[0].dtype), seed)
+
+
+def room(blocks: int, spec: KVSpec = SPEC, part: Part | None = None) -> torch.Tensor:
+    """Where the KV of a prompt may be loaded to, dense."""
+    return blank(shape_of(blocks, spec, part), getattr(torch, spec.groups[0].planes[0].dtype))
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit, whatever the bits mean."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def unwritten(tensor: torch.Tensor) -> bool:
+    return bool((tensor.contiguous().view(torch.uint8) == UNWRITTEN).all())
+
+
+def counters(client: Client) -> dict[str, Any]:
+    """All that the cluster counts of what was asked of it and moved in it."""
+    status = client.status()
+    return {"coordinator": status["counters"], **{s["shard"]: s["counters"] for s in status["shards"]}}
+
+
+class Hold:
+    """Where threads stop, from call number `at` on, until the test lets them go on."""
+
+    def __init__(self, at: int = 1) -> None:
+        self.calls = 0
+        self._at = at
+        self._lock = threading.Lock()
+        self._reached = threading.Event()
+        self._open = threading.Event()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self.calls += 1
+            stop = self.calls >= self._at
+        if stop:
+            self._reached.set()
+            assert self._open.wait(BOUND_S), "nobody let it go on"
+
+    def wait_reached(self) -> None:
+        assert self._reached.wait(BOUND_S), "it never came there"
+
+    def let_go(self) -> None:
+        self._open.set()
+
+
+def _nothing() -> None:
+    """What happens where a test has no wish."""
+
+
+@dataclass
+class Steps:
+    """What a test does at each step of a transport: before a load, a layer's arrival, a store, a layer's departure,
+    and after the shard has answered a store."""
+
+    read: Callable[[], None] = _nothing
+    receive: Callable[[], None] = _nothing
+    write: Callable[[], None] = _nothing
+    send: Callable[[], None] = _nothing
+    written: Callable[[], None] = _nothing
+
+
+class Watched:
+    """A transport whose steps are watched. Once closed it serves nobody, as a connection would not."""
+
+    def __init__(self, inner: Transport, steps: Steps) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self._steps = steps
+        self._closed = False
+
+    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
+        assert not self._closed
+        return self._inner.attach(spec, deadline)
+
+    def read(
+        self, request: ReadRequest, sink: PageSink, deadline: Deadline
+    ) -> Generator[None, None, list[Miss | None]]:
+        assert not self._closed
+        self._steps.read()
+        with closing(self._inner.read(request, _Sink(sink, self._steps), deadline)) as progress:
+            return (yield from progress)
+
+    def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Outcome]:
+        assert not self._closed
+        self._steps.write()
+        outcome = self._inner.write(request, _Source(source, self._steps), deadline)
+        self._steps.written()
+        return outcome
+
+    def flush(self, deadline: Deadline) -> bool:
+        assert not self._closed
+        return self._inner.flush(deadline)
+
+    def close(self) -> None:
+        self._closed = True
+        self._inner.close()
+
+
+class _Sink:
+    def __init__(self, inner: PageSink, steps: Steps) -> None:
+        self._inner = inner
+        self._steps = steps
+
+    def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: memoryview) -> None:
+        self._steps.receive()
+        self._inner.receive(item, layer, codec, sums, data)
+
+
+class _Source:
+    def __init__(self, inner: PageSource, steps: Steps) -> None:
+        self._inner = inner
+        self._steps = steps
+
+    def layer_bytes(self, item: int) -> int:
+        return self._inner.layer_bytes(item)
+
+    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
+        self._steps.send()
+        return self._inner.send(item, layer, layers)
+
+    def drained(self) -> None:
+        self._inner.drained()
+
+
+class Port:
+    """A way to the coordinator that a test can bend: `ask` may be replaced."""
+
+    def __init__(self, cluster: MemoryCluster, tenant: str = "default") -> None:
+        self._inner = cluster.port(tenant)
+        self.asked: list[CoordinatorMessage] = []
+        self.before: Callable[[CoordinatorMessage], None] = lambda message: None
+        self.after: Callable[[CoordinatorMessage], None] = lambda message: None
+
+    def ask(self, message: CoordinatorMessage, deadline: Deadline) -> Reply:
+        self.asked.append(message)
+        self.before(message)
+        reply = self._inner.ask(message, deadline)
+        self.after(message)
+        return reply
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def watched_client(cluster: MemoryCluster, steps: Steps | None = None, spec: KVSpec = SPEC, **options: Any) -> Client:
+    """A client whose port and transports are a test's to bend. It is closed by whoever asked for it."""
+    port = options.pop("port", None) or cluster.port()
+    open_transport = cluster.opener()
+
+    def opener(shard: ShardAddress) -> Transport:
+        return Watched(open_transport(shard), steps or Steps())
+
+    return Client(port, opener, spec, config=options.pop("config", cluster.config.client), **options)

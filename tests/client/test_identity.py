@@ -1,0 +1,264 @@
+"""Who may share: KV of any other spec, tenant or salt is a miss; `explain` says what differs, and betrays nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvcluster.client.client import Client
+from kvcluster.client.results import BlockExplanation, Lookup, Stored
+from kvcluster.core.messages import Siblings
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.spec import Group, KVSpec, Part, Plane
+from kvcluster.errors import CallerError, ProtocolError
+from kvcluster.testing import MemoryCluster
+from kvcluster.transport.seam import Trouble
+from tests.client.build import (
+    BLOCK,
+    DIM,
+    HEADS,
+    LAYERS,
+    PAGE_BYTES,
+    SPEC,
+    Port,
+    kv,
+    prompt,
+    room,
+    same,
+    spec_of,
+    unwritten,
+    watched_client,
+)
+
+TOKENS = prompt(4)
+
+
+@pytest.fixture
+def stored(cluster: MemoryCluster) -> MemoryCluster:
+    """A cluster in which a client of SPEC has stored TOKENS."""
+    client = cluster.client(SPEC)
+    assert client.store(TOKENS, kv(4)).blocks == 4
+    assert client.flush()
+    return cluster
+
+
+def planes(*named: tuple[str, int, str]) -> KVSpec:
+    group = Group(tuple(range(LAYERS)), tuple(Plane(name, HEADS, dim, dtype) for name, dim, dtype in named))
+    return replace(SPEC, groups=(group,))
+
+
+# --------------------------------------------------------------------------------------- another namespace
+
+OTHERS: list[tuple[KVSpec, str]] = [
+    (spec_of(adapter="sha256:lora"), "adapter"),
+    (spec_of(weights="sha256:2"), "weights"),
+    (spec_of(model="tinier"), "model"),
+    (spec_of(rope="theta=1e6"), "rope"),
+    (spec_of(extra={"quantised": "fp8"}), "extra"),
+    (spec_of(dtype="bfloat16"), "dtype"),
+    (spec_of(head_dim=2 * DIM), "layout"),
+    (spec_of(num_kv_heads=2 * HEADS), "layout"),
+    (spec_of(num_layers=LAYERS + 1), "layout"),
+    (planes(("latent", DIM, "float32")), "layout"),
+    (planes(("k", DIM, "float32"), ("v", DIM // 2, "float32")), "layout"),
+    (spec_of(block_tokens=2 * BLOCK), "block_tokens"),
+    (spec_of(weights="sha256:2", rope="theta=1e6"), "weights, rope"),
+]
+
+
+@pytest.mark.parametrize(("spec", "named"), OTHERS, ids=[f"{i}-{named}" for i, (_, named) in enumerate(OTHERS)])
+def test_another_spec_misses_and_explain_names_what_differs(stored: MemoryCluster, spec: KVSpec, named: str) -> None:
+    client = stored.client(spec)
+    assert client.lookup(TOKENS) == Lookup(0, 0, None, Miss(MissReason.NEVER_SEEN))
+    explained = client.explain([*TOKENS, 1])
+    full = len(TOKENS) // spec.block_tokens
+    assert explained[:full] == [BlockExplanation(b, False, "", "", MissReason.NAMESPACE, named) for b in range(full)]
+    assert [e.reason for e in explained[full:]] == [MissReason.BELOW_BLOCK]
+
+
+def test_what_another_spec_has_stored_is_not_written_over(stored: MemoryCluster) -> None:
+    other = stored.client(spec_of(weights="sha256:2"))
+    assert other.store(TOKENS, kv(4, seed=2)) == Stored(4, 0, 0, 4 * PAGE_BYTES)
+    other.flush()
+    for client, seed in ((stored.client(SPEC), 0), (other, 2)):
+        into = room(4)
+        assert client.load(TOKENS, into) == 4 * BLOCK
+        assert same(into, kv(4, seed=seed))
+
+
+def test_an_adapter_of_one_call_is_an_adapter_of_the_spec(stored: MemoryCluster) -> None:
+    base, tuned = stored.client(SPEC), stored.client(spec_of(adapter="sha256:lora"))
+    assert base.lookup(TOKENS, adapter="sha256:lora").blocks == 0
+    assert {(e.reason, e.detail) for e in base.explain(TOKENS, adapter="sha256:lora")} == {
+        (MissReason.NAMESPACE, "adapter")
+    }
+    assert base.store(TOKENS, kv(4, seed=3), adapter="sha256:lora").blocks == 4
+    base.flush()
+
+    into = room(4)
+    assert tuned.load(TOKENS, into) == 4 * BLOCK
+    assert same(into, kv(4, seed=3))
+    into = room(4)
+    assert tuned.load(TOKENS, into, adapter="") == 4 * BLOCK
+    assert same(into, kv(4))
+
+
+def test_an_adapter_goes_along_with_tickets_and_pins(stored: MemoryCluster) -> None:
+    client, values = stored.client(SPEC), kv(2, seed=3)
+    hashes = client.hashes(TOKENS[: 2 * BLOCK], adapter="sha256:lora")
+    assert client.begin_store(hashes, values, adapter="sha256:lora").result().blocks == 2
+    client.flush()
+    assert client.pin(TOKENS, 60.0, adapter="sha256:lora") == 2 * BLOCK
+    assert client.unpin(TOKENS) == 0, "that is the prompt without the adapter"
+    assert client.unpin(TOKENS, adapter="sha256:lora") == 2 * BLOCK
+    into = room(2)
+    with client.prepare_load(hashes, adapter="sha256:lora") as ticket:
+        assert client.begin_load(ticket, into, adapter="sha256:lora").result().blocks == 2
+    assert same(into, values)
+
+
+def test_of_several_other_specs_the_most_alike_is_named(stored: MemoryCluster) -> None:
+    far = stored.client(spec_of(weights="sha256:2", rope="other", model="larger"))
+    far.store(TOKENS, kv(4))
+    far.flush()
+    explained = stored.client(spec_of(weights="sha256:2")).explain(TOKENS)
+    assert [e.detail for e in explained] == ["weights"] * 4
+
+
+def test_only_the_blocks_that_another_spec_has_are_put_down_to_it(stored: MemoryCluster) -> None:
+    client = stored.client(spec_of(weights="sha256:2"))
+    longer = TOKENS + prompt(2, seed=5)
+    reasons = [e.reason for e in client.explain(longer)]
+    assert reasons == [MissReason.NAMESPACE] * 4 + [MissReason.NEVER_SEEN] * 2
+
+
+def test_part_of_a_block_under_another_spec_is_put_down_to_it_too(cluster: MemoryCluster) -> None:
+    part = Part(0, LAYERS, 0, 1)
+    rank = cluster.client(SPEC, part=part)
+    rank.store(TOKENS, kv(4, part=part))
+    rank.flush()
+    explained = cluster.client(spec_of(rope="other")).explain(TOKENS)
+    assert {(e.reason, e.detail) for e in explained} == {(MissReason.NAMESPACE, "rope")}
+
+
+def test_a_lost_answer_about_other_specs_leaves_what_is_known(stored: MemoryCluster) -> None:
+    port = Port(stored)
+
+    def lose(message: object) -> None:
+        if isinstance(message, Siblings):
+            raise Trouble(Miss(MissReason.SHARD_LOST, "lost"))
+
+    port.after = lose
+    with watched_client(stored, port=port) as client:
+        explained = client.explain(TOKENS + prompt(1, seed=7))
+    assert [e.hit for e in explained] == [True] * 4 + [False]
+    assert str(explained[4]) == "block 4: miss, never_seen (other specs not compared: shard_lost (lost))"
+
+
+# --------------------------------------------------------------------------------------------- another part
+
+
+@pytest.mark.parametrize(
+    ("held", "asked"),
+    [
+        (Part(0, LAYERS, 0, 2), Part(0, LAYERS, 2, HEADS)),
+        (Part(0, LAYERS, 0, 2), Part(0, LAYERS, 1, 3)),
+        (Part(0, 1, 0, HEADS), Part(1, LAYERS, 0, HEADS)),
+        (Part(0, 1, 0, HEADS), Part(0, LAYERS, 0, HEADS)),
+    ],
+)
+def test_heads_or_layers_that_nobody_stored_miss_and_explain_says_part(
+    cluster: MemoryCluster, held: Part, asked: Part
+) -> None:
+    holder, asker = cluster.client(SPEC, part=held), cluster.client(SPEC, part=asked)
+    holder.store(TOKENS, kv(4, part=held))
+    holder.flush()
+
+    touching = held if held.intersect(asked) else "nothing"
+    detail = f"group 0: asked for {asked}; held: {touching}"
+    assert asker.lookup(TOKENS) == Lookup(0, 0, None, Miss(MissReason.PART, detail))
+    assert asker.explain(TOKENS) == [
+        BlockExplanation(block, False, "", "", MissReason.PART, detail) for block in range(4)
+    ]
+    into = room(4, part=asked)
+    assert asker.load(TOKENS, into) == 0
+    assert unwritten(into)
+
+
+# ----------------------------------------------------------------------------------- another tenant or salt
+
+Ask = Callable[[Client, list[int]], Any]
+QUESTIONS: list[Ask] = [
+    lambda client, tokens: client.explain(tokens),
+    lambda client, tokens: client.lookup(tokens),
+    lambda client, tokens: client.load(tokens, room(4)),
+    lambda client, tokens: client.pin(tokens, 60.0),
+    lambda client, tokens: client.unpin(tokens),
+]
+NEVER_SEEN = prompt(4, seed=99)
+
+
+@pytest.mark.parametrize("ask", QUESTIONS)
+def test_nothing_tells_another_tenants_block_from_one_that_nobody_has(stored: MemoryCluster, ask: Ask) -> None:
+    stranger = stored.client(SPEC, tenant="stranger")
+    assert ask(stranger, TOKENS) == ask(stranger, NEVER_SEEN)
+
+
+def test_nothing_tells_a_block_under_another_salt_from_one_that_nobody_has(stored: MemoryCluster) -> None:
+    client = stored.client(SPEC)
+    for salt in (b"\0", b"secret"):
+        assert client.explain(TOKENS, salt=salt) == client.explain(NEVER_SEEN, salt=salt)
+        assert client.lookup(TOKENS, salt=salt) == client.lookup(NEVER_SEEN, salt=salt)
+    assert client.lookup(TOKENS, salt=b"").blocks == 4
+
+
+def test_another_tenants_specs_are_not_told(stored: MemoryCluster) -> None:
+    stranger = stored.client(spec_of(weights="sha256:2"), tenant="stranger")
+    assert stranger.explain(TOKENS) == stranger.explain(NEVER_SEEN)
+
+
+def test_tenants_that_store_the_same_prompt_store_it_each_for_itself(stored: MemoryCluster) -> None:
+    stranger = stored.client(SPEC, tenant="stranger")
+    assert stranger.store(TOKENS, kv(4, seed=2)) == Stored(4, 0, 0, 4 * PAGE_BYTES)
+    stranger.flush()
+    into = room(4)
+    assert stored.client(SPEC).load(TOKENS, into) == 4 * BLOCK
+    assert same(into, kv(4))
+
+
+def test_a_salt_is_a_place_of_its_own(stored: MemoryCluster) -> None:
+    client = stored.client(SPEC)
+    assert client.store(TOKENS, kv(4, seed=2), salt=b"s").blocks == 4
+    client.flush()
+    into = room(4)
+    assert client.load(TOKENS, into, salt=b"s") == 4 * BLOCK
+    assert same(into, kv(4, seed=2))
+    assert client.pin(TOKENS, 60.0, salt=b"s") == 4 * BLOCK
+    assert client.unpin(TOKENS) == 0
+    assert client.unpin(TOKENS, salt=b"s") == 4 * BLOCK
+
+
+def test_hashes_of_another_tenant_open_nothing(stored: MemoryCluster) -> None:
+    hashes = stored.client(SPEC).hashes(TOKENS)
+    with stored.client(SPEC, tenant="stranger").prepare_load(hashes) as ticket:
+        assert (ticket.blocks, ticket.miss) == (0, Miss(MissReason.NEVER_SEEN))
+
+
+def test_a_ticket_of_another_tenant_or_spec_is_refused_before_a_byte_moves(stored: MemoryCluster) -> None:
+    owner = stored.client(SPEC)
+    with owner.prepare_load(owner.hashes(TOKENS)) as ticket:
+        data = bytes(ticket)
+        for client in (stored.client(SPEC, tenant="stranger"), stored.client(spec_of(rope="other"))):
+            into = room(4)
+            with pytest.raises(CallerError, match="the spec and adapter that the ticket was prepared with"):
+                client.begin_load(client.redeem(data), into).result()
+            assert unwritten(into)
+
+
+@pytest.mark.parametrize("data", [b"", b"\0", b"no ticket"])
+def test_what_is_no_ticket_is_not_redeemed(cluster: MemoryCluster, data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        cluster.client(SPEC).redeem(data)

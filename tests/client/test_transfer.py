@@ -1,0 +1,326 @@
+"""Transfers under way: what may be asked of them meanwhile, how they are given up, and that memory is let alone then."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from kvcluster.client.results import Loaded, Stored
+from kvcluster.client.transfer import Transfer
+from kvcluster.core import limits
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.errors import CallerError
+from kvcluster.testing import MemoryCluster
+from kvcluster.transport.seam import Deadline
+from tests.client.build import (
+    BLOCK,
+    BOUND_S,
+    LAYERS,
+    PAGE_BYTES,
+    SPEC,
+    Hold,
+    Port,
+    Steps,
+    kv,
+    prompt,
+    room,
+    same,
+    unwritten,
+    watched_client,
+)
+from tests.client.conftest import Start
+
+TOKENS = prompt(3)
+GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
+NEVER_BEGUN = Miss(MissReason.DEADLINE, "given up before it began")
+
+
+@pytest.fixture
+def cluster(start: Start, monkeypatch: pytest.MonkeyPatch) -> MemoryCluster:
+    """One shard, which sends and takes a layer a frame, and has TOKENS."""
+    monkeypatch.setattr(limits, "FRAME_BYTES", 1)
+    running = start(shards=1, device_bytes="1MiB")
+    with watched_client(running) as client:
+        assert client.store(TOKENS, kv(3)).blocks == 3
+        assert client.flush()
+    return running
+
+
+# --------------------------------------------------------------------------------------- layer by layer
+
+
+def test_a_layer_may_be_used_while_others_are_still_under_way(cluster: MemoryCluster) -> None:
+    hold, into, values = Hold(at=3), room(1), kv(3)[:1]
+    with watched_client(cluster, Steps(receive=hold)) as client:
+        with client.prepare_load(client.hashes(TOKENS[:BLOCK])) as ticket:
+            transfer = client.begin_load(ticket, into)
+            assert transfer.wait_layer(0) and transfer.wait_layer(1)
+            hold.wait_reached()
+            assert [transfer.layer_done(layer) for layer in range(LAYERS)] == [True, True, False]
+            assert same(into[:, :2], values[:, :2])
+            assert unwritten(into[:, 2])
+            assert not transfer.wait_layer(2, deadline_ms=0)
+            assert not transfer.done()
+            hold.let_go()
+            assert transfer.wait_layer(2)
+            assert transfer.result() == Loaded(1, PAGE_BYTES)
+            assert transfer.done()
+    assert same(into, values)
+
+
+def test_a_layer_is_done_when_it_has_come_of_every_block(cluster: MemoryCluster) -> None:
+    hold = Hold(at=2 * LAYERS + 1)  # layer 0 of the last block
+    with watched_client(cluster, Steps(receive=hold)) as client:
+        with client.prepare_load(client.hashes(TOKENS)) as ticket:
+            transfer = client.begin_load(ticket, room(3))
+            hold.wait_reached()
+            assert not any(transfer.layer_done(layer) for layer in range(LAYERS))
+            hold.let_go()
+            assert transfer.wait_layer(0)
+            assert transfer.result().blocks == 3
+
+
+def test_waiting_for_a_layer_ends_with_the_transfer(cluster: MemoryCluster) -> None:
+    hold = Hold()
+    with watched_client(cluster, Steps(receive=hold)) as client, ThreadPoolExecutor(1) as pool:
+        with client.prepare_load(client.hashes(TOKENS)) as ticket:
+            transfer = client.begin_load(ticket, room(3))
+            waiting = pool.submit(transfer.wait_layer, 0)
+            hold.wait_reached()
+            transfer.cancel()
+            hold.let_go()
+            assert waiting.result(BOUND_S) is False
+            assert transfer.result().miss == GIVEN_UP
+
+
+# ------------------------------------------------------------------------------------- memory let alone
+
+
+def by_result(transfer: Transfer[Loaded]) -> None:
+    assert transfer.result(deadline_ms=0) == Loaded(0, 0, Miss(MissReason.DEADLINE))
+
+
+def by_cancel(transfer: Transfer[Loaded]) -> None:
+    transfer.cancel()
+
+
+@pytest.mark.parametrize("give_up", [by_result, by_cancel])
+def test_nothing_is_written_once_a_load_was_given_up(
+    cluster: MemoryCluster, give_up: Callable[[Transfer[Loaded]], None]
+) -> None:
+    hold, into = Hold(at=LAYERS + 1), room(3)
+    with watched_client(cluster, Steps(receive=hold)) as client:
+        with client.prepare_load(client.hashes(TOKENS)) as ticket:
+            transfer = client.begin_load(ticket, into)
+            hold.wait_reached()
+            give_up(transfer)
+            before = into.clone()
+            hold.let_go()
+            assert transfer.wait_ended(Deadline.after_ms(BOUND_S * 1e3))
+            assert transfer.result().miss == GIVEN_UP
+    assert same(into, before)
+    assert unwritten(into[1:])
+
+
+def test_a_load_that_its_deadline_ended_writes_nothing_afterwards(cluster: MemoryCluster) -> None:
+    hold, into = Hold(), room(3)
+    with watched_client(cluster, Steps(receive=hold)) as client:
+        with client.prepare_load(client.hashes(TOKENS)) as ticket:
+            transfer = client.begin_load(ticket, into, deadline_ms=100)
+            hold.wait_reached()
+            assert transfer.result() == Loaded(0, 0, Miss(MissReason.DEADLINE))
+            hold.let_go()
+            assert client.load(TOKENS, room(3)) == 3 * BLOCK, "the next load, behind it on their thread"
+    assert unwritten(into)
+
+
+def test_a_store_given_up_commits_nothing_and_may_be_tried_anew(cluster: MemoryCluster) -> None:
+    tokens, hold = prompt(3, seed=1), Hold(at=2)
+    with watched_client(cluster, Steps(send=hold)) as client:
+        transfer = client.begin_store(client.hashes(tokens), kv(3))
+        hold.wait_reached()
+        assert transfer.result(deadline_ms=0) == Stored(0, 0, 0, 0, Miss(MissReason.DEADLINE))
+        hold.let_go()
+        assert client.store(tokens, kv(3)) == Stored(3, 0, 0, 3 * PAGE_BYTES)
+
+
+def test_a_store_whose_deadline_passed_on_its_way_may_be_tried_anew(cluster: MemoryCluster) -> None:
+    tokens, hold = prompt(3, seed=1), Hold(at=2)
+    with watched_client(cluster, Steps(send=hold)) as client:
+        transfer = client.begin_store(client.hashes(tokens), kv(3), deadline_ms=100)
+        hold.wait_reached()
+        assert transfer.result() == Stored(0, 0, 0, 0, Miss(MissReason.DEADLINE))
+        hold.let_go()
+        assert client.store(tokens, kv(3)).pending == 0, "not pending for the life of a ticket that nobody uses"
+    assert cluster.client(SPEC).store(tokens, kv(3)).pending == 0
+
+
+def test_the_source_is_free_before_the_store_is_done(cluster: MemoryCluster) -> None:
+    tokens, values, hold = prompt(3, seed=1), kv(3), Hold()
+    into = room(3)
+    with watched_client(cluster, Steps(written=hold)) as client:
+        source = values.clone()
+        transfer = client.begin_store(client.hashes(tokens), source)
+        hold.wait_reached()
+        assert transfer.source_free() and not transfer.done()
+        source.zero_()
+        hold.let_go()
+        assert transfer.result().blocks == 3
+        client.flush()
+        assert client.load(tokens, into) == 3 * BLOCK
+    assert same(into, values)
+
+
+def test_a_source_is_not_free_before_its_last_byte_has_gone(cluster: MemoryCluster) -> None:
+    hold = Hold(at=3 * LAYERS)
+    with watched_client(cluster, Steps(send=hold)) as client:
+        transfer = client.begin_store(client.hashes(prompt(3, seed=1)), kv(3))
+        hold.wait_reached()
+        assert not transfer.source_free()
+        hold.let_go()
+        assert transfer.result().blocks == 3
+        assert transfer.source_free()
+
+
+# ---------------------------------------------------------------------------------------- one after another
+
+
+def test_loads_do_not_wait_for_stores(cluster: MemoryCluster) -> None:
+    hold = Hold()
+    with watched_client(cluster, Steps(send=hold)) as client:
+        storing = client.begin_store(client.hashes(prompt(3, seed=1)), kv(3))
+        hold.wait_reached()
+        assert client.load(TOKENS, room(3)) == 3 * BLOCK
+        assert not storing.done()
+        hold.let_go()
+        assert storing.result().blocks == 3
+
+
+def test_a_transfer_given_up_in_the_queue_never_begins(cluster: MemoryCluster) -> None:
+    hold, into = Hold(), room(3)
+    with watched_client(cluster, Steps(read=hold)) as client:
+        with client.prepare_load(client.hashes(TOKENS)) as ticket:
+            first = client.begin_load(ticket, room(3))
+            hold.wait_reached()
+            second = client.begin_load(ticket, into)
+            second.cancel()
+            hold.let_go()
+            assert first.result().blocks == 3
+            assert second.result() == Loaded(0, 0, NEVER_BEGUN)
+    assert hold.calls == 1
+    assert unwritten(into)
+
+
+# ---------------------------------------------------------------------------------------------------- flush
+
+
+def test_after_a_flush_others_hit_at_once(cluster: MemoryCluster) -> None:
+    other = cluster.client(SPEC)
+    with watched_client(cluster) as client:
+        for seed in range(1, 6):
+            tokens = prompt(3, seed)
+            transfer = client.begin_store(client.hashes(tokens), kv(3, seed))
+            assert client.flush()
+            assert transfer.done()
+            assert other.lookup(tokens).blocks == 3
+
+
+def test_a_flush_waits_for_stores_that_are_under_way_and_queued(cluster: MemoryCluster) -> None:
+    hold = Hold()
+    with watched_client(cluster, Steps(send=hold)) as client, ThreadPoolExecutor(1) as pool:
+        transfers = [client.begin_store(client.hashes(prompt(3, seed)), kv(3)) for seed in (1, 2)]
+        hold.wait_reached()
+        assert not client.flush(deadline_ms=0)
+        flushing = pool.submit(client.flush)
+        hold.let_go()
+        assert flushing.result(BOUND_S)
+        assert [transfer.done() for transfer in transfers] == [True, True]
+
+
+def test_a_flush_that_came_too_early_leaves_the_rest_to_the_next(cluster: MemoryCluster) -> None:
+    with watched_client(cluster) as client:
+        cluster.stop_coordinator()
+        cluster.start_coordinator()
+        cluster.wait_until_up()
+        assert client.store(prompt(3, seed=1), kv(3)).blocks == 3
+        cluster.stop_coordinator()
+        assert client.store(prompt(3, seed=2), kv(3)).miss is not None
+        early = client.flush(deadline_ms=50)
+        cluster.start_coordinator()
+        cluster.wait_until_up()
+        assert client.flush()
+        assert early in (True, False)
+        assert client.lookup(prompt(3, seed=1)).blocks == 3
+
+
+def test_a_flush_to_a_shard_that_is_gone_says_no_once(cluster: MemoryCluster) -> None:
+    (shard,) = cluster.shards
+    with watched_client(cluster) as client:
+        assert client.store(prompt(3, seed=1), kv(3)).blocks == 3
+        cluster.stop_shard(shard)
+        assert not client.flush()
+        assert client.flush(), "there is nothing left to wait for"
+        cluster.start_shard(0)
+        cluster.wait_until_up()
+
+
+# ---------------------------------------------------------------------------------------------------- close
+
+
+def test_closing_ends_transfers_that_are_under_way_and_queued(cluster: MemoryCluster) -> None:
+    loading, storing = Hold(), Hold()
+    into = [room(3), room(3)]
+    client = watched_client(cluster, Steps(receive=loading, send=storing))
+    ticket = client.prepare_load(client.hashes(TOKENS))
+    loads = [client.begin_load(ticket, memory) for memory in into]
+    stores = [client.begin_store(client.hashes(prompt(3, seed)), kv(3)) for seed in (1, 2)]
+    loading.wait_reached()
+    storing.wait_reached()
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    cluster.wait_until(lambda: all(t._cancelled for t in (*loads, *stores)))
+    loading.let_go()
+    storing.let_go()
+    closing.join(BOUND_S)
+    assert not closing.is_alive()
+    assert [transfer.done() for transfer in (*loads, *stores)] == [True] * 4
+    assert [load.result().miss for load in loads] == [GIVEN_UP, NEVER_BEGUN]
+    assert [store.result().miss for store in stores] == [GIVEN_UP, NEVER_BEGUN]
+    assert all(map(unwritten, into))
+
+
+def test_closing_gives_tickets_back(cluster: MemoryCluster) -> None:
+    client = cluster.client(SPEC)
+    tickets = [client.prepare_load(client.hashes(TOKENS)) for _ in range(3)]
+    assert len(cluster.coordinator_core().tickets) == 3
+    client.close()
+    client.close()
+    assert len(cluster.coordinator_core().tickets) == 0
+    for ticket in tickets:
+        ticket.release()
+
+
+def test_closing_without_a_coordinator_waits_for_nobody(cluster: MemoryCluster) -> None:
+    port = Port(cluster)
+    client = watched_client(cluster, port=port)
+    for _ in range(3):
+        client.prepare_load(client.hashes(TOKENS))
+    cluster.stop_coordinator()
+    asked = len(port.asked)
+    client.close()
+    assert len(port.asked) - asked == 1, "what one farewell shows of the coordinator holds for all"
+
+
+def test_an_error_of_the_caller_that_shows_late_is_raised_by_the_result(cluster: MemoryCluster) -> None:
+    with watched_client(cluster) as client:
+        transfer = client.begin_store(client.hashes(TOKENS), kv(3), adapter="another")
+        assert transfer.result().blocks == 3, "hashes are names; whoever makes them answers for them"
+    other = cluster.client(SPEC, tenant="other")
+    ticket = other.redeem(bytes(cluster.client(SPEC).prepare_load([])))
+    assert ticket.blocks == 0
+    with pytest.raises(CallerError, match="closed"):
+        client.begin_load(ticket, torch.empty(0))

@@ -1,0 +1,5 @@
+"""Lets a conformance test that fails show its values, as if it stood here."""
+
+import pytest
+
+pytest.register_assert_rewrite("kvcluster.testing.conformance", "kvcluster.testing.world")
