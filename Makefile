@@ -65,14 +65,8 @@ fmt: install ## format, and mend what ruff can mend
 	@$(BIN)/ruff check --fix .
 
 # The compiler of protobuf 4.25 (docs/adr/0002) pins what the rest cannot live with, so it has its own environment.
-# Messages only: the services are tables of methods in kvcluster/transport, so no *_pb2_grpc.py is made.
 proto: .venv-proto/.installed ## generate kvcluster/wire/v1 from proto/kvcluster/v1 (needs Python 3.10 to 3.12)
-	@rm -rf build/proto && mkdir -p build/proto
-	@.venv-proto/bin/python -m grpc_tools.protoc -I proto --python_out=build/proto --pyi_out=build/proto \
-	  proto/kvcluster/v1/*.proto
-	@sed -i 's/^from kvcluster\.v1 import/from kvcluster.wire.v1 import/' build/proto/kvcluster/v1/*_pb2.py*
-	@rm -f kvcluster/wire/v1/*_pb2.py kvcluster/wire/v1/*_pb2.pyi
-	@cp build/proto/kvcluster/v1/*_pb2.py build/proto/kvcluster/v1/*_pb2.pyi kvcluster/wire/v1/
+	@tools/proto.sh .venv-proto/bin/python
 	$(say) "generated: $$(cd kvcluster/wire/v1 && ls *_pb2.py | tr '\n' ' ')"
 
 .venv-proto/.installed:

@@ -8,16 +8,17 @@ business, and since this one keeps its files in that folder, they and `ray stop`
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -56,36 +57,15 @@ def up(config: Config) -> tuple[Running, bool]:
     port = config.server.port
     if port == 0:
         raise ConfigError("a cluster that keeps running needs a port to be found at; give --port")
-    known = find(port)
-    if known is not None:
-        return known, False
-    # Wrong settings are found out before anything is started.
-    cluster.check(config)
-    _forget(port)
-    with own_ray():
-        ray_port, folder = _free_port(), _ray_folder(port)
-        head = _start_head(ray_port, folder)
-        try:
-            _wait_for_head(head, ray_port, folder)
-            ray.init(
-                address=f"127.0.0.1:{ray_port}",
-                namespace=cluster.NAMESPACE,
-                log_to_driver=False,
-                logging_level="error",
-                _node_ip_address="127.0.0.1",
-                _temp_dir=str(folder),
-            )
-            try:
-                started = cluster.start(config, detached=True)
-            finally:
-                ray.shutdown()
-            running = Running(started.address, config.shards, head.pid, _started(head.pid) or 0)
-            _state(port).write_text(json.dumps(asdict(running)), encoding="utf-8")
-        except BaseException:
-            _end_session(head.pid)
-            _forget(port)
-            raise
-    return running, True
+    with _alone():
+        known = find(port)
+        if known is not None:
+            return known, False
+        # Wrong settings are found out before anything is started.
+        cluster.check(config)
+        _forget(port)
+        with own_ray():
+            return _start(config), True
 
 
 def find(port: int) -> Running | None:
@@ -99,14 +79,42 @@ def find(port: int) -> Running | None:
 
 def down(port: int) -> bool:
     """Ends the cluster that `up` started on that port. False where there is none."""
-    running = find(port)
-    if running is not None:
-        _end_session(running.pid)
-    _forget(port)
-    return running is not None
+    with _alone():
+        running = find(port)
+        if running is not None:
+            _end_session(running.pid)
+        _forget(port)
+        return running is not None
 
 
-def _start_head(port: int, folder: Path) -> subprocess.Popen[bytes]:
+def _start(config: Config) -> Running:
+    ray_port, folder = _free_port(), _ray_folder(config.server.port)
+    head = _start_head(ray_port, folder)
+    try:
+        _wait_for_head(head, ray_port, folder)
+        ray.init(
+            address=f"127.0.0.1:{ray_port}",
+            namespace=cluster.NAMESPACE,
+            log_to_driver=False,
+            logging_level="error",
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(folder),
+        )
+        try:
+            started = cluster.start(config, detached=True)
+        finally:
+            ray.shutdown()
+        running = Running(started.address, config.shards, head, _started(head) or 0)
+        _state(config.server.port).write_text(json.dumps(asdict(running)), encoding="utf-8")
+    except BaseException:
+        _end_session(head)
+        _forget(config.server.port)
+        raise
+    return running
+
+
+def _start_head(port: int, folder: Path) -> int:
+    """The process id of a new Ray head, which leads a session of its own."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += ["--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false"]
     # Only what the actors need. They take no CPU of Ray's; for each it would keep a process ready.
@@ -114,16 +122,26 @@ def _start_head(port: int, folder: Path) -> subprocess.Popen[bytes]:
     # Left to itself this takes a port that is always the same, and ends the second Ray of a machine.
     command += [f"--ray-client-server-port={_free_port()}"]
     folder.mkdir(exist_ok=True)
-    with _log(folder).open("wb") as log:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+    # Not subprocess, whose objects want to see the end of what they started.
+    return os.posix_spawn(
+        sys.executable,
+        command,
+        os.environ,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(_log(folder)), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
 
 
-def _wait_for_head(head: subprocess.Popen[bytes], port: int, folder: Path) -> None:
+def _wait_for_head(head: int, port: int, folder: Path) -> None:
     give_up = time.monotonic() + _START_S
     while time.monotonic() < give_up:
-        if head.poll() is not None:
+        if _started(head) is None:
             said = _log(folder).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-            raise KVClusterError(f"Ray ended with status {head.returncode} while it started: {said}")
+            raise KVClusterError(f"Ray ended while it started: {said}")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.1)
@@ -166,6 +184,17 @@ def _stat(pid: int) -> list[str] | None:
         return None
     fields = text.rpartition(")")[2].split()
     return None if fields[0] in "ZX" else fields
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One `up` or `down` of this user at a time: a second waits, and sees what the first has made of it."""
+    folder = os.open(_folder(), os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _state(port: int) -> Path:

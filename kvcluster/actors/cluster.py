@@ -54,16 +54,13 @@ def start(config: Config, *, detached: bool) -> Cluster:
     authenticator(config.server, "")
     secret = secrets.token_urlsafe(32)
     config = replace(config, server=replace(config.server, port=_port(config)))
-    options: dict[str, Any] = {"namespace": NAMESPACE, "num_cpus": 0, "max_restarts": _RESTARTS}
-    if detached:
-        options["lifetime"] = "detached"
-    coordinator = _actor(CoordinatorActor, {**options, "name": COORDINATOR_NAME}, config, secret)
+    coordinator = _actor(CoordinatorActor, COORDINATOR_NAME, detached, config, secret)
     started: list[Any] = [coordinator]
     try:
         address = _get(coordinator.address)
         for number in range(config.shards):
             name = f"shard-{number}"
-            started.append(_actor(ShardActor, {**options, "name": name}, name, address, config, secret))
+            started.append(_actor(ShardActor, name, detached, name, address, config, secret))
         for shard in started[1:]:
             _get(shard.address)
         _wait_until_up(coordinator, config.shards)
@@ -74,7 +71,10 @@ def start(config: Config, *, detached: bool) -> Cluster:
     return Cluster(address, coordinator, tuple(started[1:]))
 
 
-def _actor(kind: type, options: dict[str, Any], *arguments: Any) -> Any:
+def _actor(kind: type, name: str, detached: bool, *arguments: Any) -> Any:
+    options: dict[str, Any] = {"namespace": NAMESPACE, "num_cpus": 0, "max_restarts": _RESTARTS}
+    if detached:  # the others are found by their handles, so that one Ray can hold many clusters
+        options |= {"lifetime": "detached", "name": name}
     return ray.remote(kind).options(**options).remote(*arguments)
 
 

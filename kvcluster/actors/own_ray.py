@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ray._private import ray_constants
-from ray._raylet import AuthenticationTokenLoader
-from ray._raylet import Config as RayConfig
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """Pages never enter Ray's object store; this is about the least that Ray accepts."""

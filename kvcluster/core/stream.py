@@ -147,10 +147,10 @@ class ReportCursor:
         if chunk == 0:
             self._next = self._next_chunk = 0
             self._upto = upto
-        if upto != self._upto:
+        if upto == self._upto and chunk == self._next_chunk - 1:
+            return self._next in (0, upto + 1)
+        if upto != self._upto or chunk != self._next_chunk or self.current:
             return False
-        if chunk != self._next_chunk:
-            return chunk == self._next_chunk - 1 and self._next in (0, upto + 1)
         self._next_chunk += 1
         if last:
             self._next = upto + 1

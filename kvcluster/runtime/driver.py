@@ -137,7 +137,7 @@ class Driver(Generic[M]):
             return
         while self._mailbox:
             self._step(self._mailbox.popleft())
-        deadline = self._core.next_deadline()
+        deadline = self._next_deadline()
         if deadline is not None and (self._sleeping_until is None or deadline < self._sleeping_until):
             self._wake.notify()
 
@@ -151,11 +151,22 @@ class Driver(Generic[M]):
                 else:
                     self._perform(effect)
         except Exception as error:
-            log.critical("%s broke on %s", self._name, type(message).__name__, exc_info=True)
-            self._failure = error
-            for waiter in self._waiters.values():
-                waiter.event.set()
-            self._on_failure(error)
+            self._fail(type(message).__name__, error)
+
+    def _next_deadline(self) -> int | None:
+        try:
+            return self._core.next_deadline()
+        except Exception as error:
+            self._fail("next_deadline", error)
+            return None
+
+    def _fail(self, what: str, error: Exception) -> None:
+        log.critical("%s broke on %s", self._name, what, exc_info=True)
+        self._failure = error
+        for waiter in self._waiters.values():
+            waiter.event.set()
+        self._wake.notify()
+        self._on_failure(error)
 
     def _answer(self, call: CallId, reply: Reply) -> None:
         waiter = self._waiters.pop(call, None)
@@ -177,7 +188,7 @@ class Driver(Generic[M]):
         with self._lock:
             while not self._closed and self._failure is None:
                 self._drain()
-                deadline = self._core.next_deadline()
+                deadline = self._next_deadline()
                 now = self._clock()
                 if deadline is not None and deadline <= now:
                     self._step(Tick())

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from kvcluster.core.ids import CallId
 from kvcluster.core.messages import Done, Reply
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError
 from kvcluster.runtime.auth import Authenticator, Caller
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 Ask = Callable[[Callable[[Any], Any], float], Reply]
+_NO_CALL = CallId(0)
 _LONGEST_S = 60.0
 """A caller without a deadline of its own gets this one: no thread waits for ever."""
 
@@ -64,9 +66,12 @@ class Server:
         self._server.start()
 
     def close(self, grace_s: float = 0.5) -> None:
-        """Refuses new calls and ends running ones after the grace."""
+        """Refuses new calls and ends running ones after the grace. May be called again.
+
+        A thread that still waits for an answer ends when its driver is closed, which is for the caller to do next.
+        """
         self._server.stop(grace_s).wait()
-        self._pool.shutdown()
+        self._pool.shutdown(wait=False)
 
 
 class Gate:
@@ -105,10 +110,11 @@ def _unary(method: Method, gate: Gate, ask: Ask, internal: bool) -> Callable[[by
         caller = gate.caller(context)
         if caller.internal != internal:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{method.name} is not for this credential")
-        if method.name == "Ping":
-            return method.encode_reply(Done())
         wait_s = min(context.time_remaining(), _LONGEST_S)
         try:
+            if method.name == "Ping":
+                method.decode_request(data, _NO_CALL, caller.tenant)
+                return method.encode_reply(Done())
             # Decoded once, before the core: what is malformed never gets near it.
             reply = ask(lambda call: method.decode_request(data, call, caller.tenant), wait_s)
             return method.encode_reply(reply)

@@ -447,9 +447,10 @@ class TransportConformance:
         pieces = transport.read(request, sink, soon())
         next(pieces)
         world.expire_leases()
-        with pytest.raises(Trouble):
+        with pytest.raises(Trouble) as trouble:
             for _ in pieces:
                 """What is under way may still arrive."""
+        assert trouble.value.miss.reason is MissReason.DEADLINE, "the shard is there: it was the reader"
         assert not sink.corrupt
         world.wait_until_unleased()
 
@@ -462,8 +463,9 @@ class TransportConformance:
         pause.wait_reached()
         world.expire_leases()
         pause.release()
-        with pytest.raises(Trouble):
+        with pytest.raises(Trouble) as trouble:
             under_way.result(BOUND_S)
+        assert trouble.value.miss.reason is MissReason.DEADLINE
         world.wait_until_unleased()
         assert reasons(loaded(transport, content)) == [MissReason.EVICTED] * 2
 

@@ -128,7 +128,7 @@ class World:
         self.cluster = cluster
         self.host = host
         self.watched = watched
-        self._served = served
+        self.served = served
         self._pool = pool
         self._transports: list[Transport] = []
         self._holder = Holder(random.randbytes(HOLDER_BYTES))
@@ -137,7 +137,7 @@ class World:
 
     def open(self, tenant: Tenant = ONE) -> Transport:
         """A way to the shard, closed with the world."""
-        transport = self._served.open(tenant)
+        transport = self.served.open(tenant)
         self._transports.append(transport)
         return transport
 
@@ -156,7 +156,7 @@ class World:
     def cut(self) -> None:
         """The shard is gone, as if its process had ended."""
         self._is_cut = True
-        self._served.close()
+        self.served.close()
         for shard, host in self.cluster.shards.items():
             if host is self.host:
                 self.cluster.stop_shard(shard)
@@ -208,7 +208,7 @@ class World:
         """Ends the transports and what serves them. May be called again."""
         for transport in self._transports:
             transport.close()
-        self._served.close()
+        self.served.close()
 
 
 @contextmanager

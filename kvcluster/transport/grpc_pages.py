@@ -27,7 +27,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, ProtocolError
-from kvcluster.transport.rpc import Connection, identity, raise_for, status_of
+from kvcluster.transport.rpc import Connection, identity, status_of
 from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Trouble
 from kvcluster.transport.sessions import ReadSession, WriteSession, outgoing
 from kvcluster.wire import frames
@@ -80,7 +80,7 @@ class GrpcPages:
                 yield
             return outcome
         except grpc.RpcError as error:
-            raise_for(error, address)
+            self._connection.raise_for(error)
         except StopIteration:
             raise ProtocolError(f"{address} ended a load before it began") from None
         finally:
@@ -117,7 +117,7 @@ class GrpcPages:
         except grpc.RpcError as error:
             if failed:
                 raise failed[0] from None
-            raise_for(error, address)
+            self._connection.raise_for(error)
         except StopIteration:
             raise ProtocolError(f"{address} ended a store without its outcome") from None
         finally:

@@ -72,7 +72,7 @@ class Connection:
         return method.decode_reply(data)
 
     def read_stream(self, path: str, message: bytes, deadline: Deadline) -> Any:
-        """Sends one message; many come. Raises Trouble; what the stream raises, `raise_for` understands."""
+        """Sends one message; many come. Raises Trouble; hand what the stream raises to `raise_for`."""
         return self._start(self._channel.unary_stream, path, message, deadline)
 
     def write_stream(self, path: str, messages: Iterator[bytes], deadline: Deadline) -> Any:
@@ -88,11 +88,32 @@ class Connection:
         try:
             return call(argument, timeout=deadline.remaining_s(), metadata=self._metadata)
         except grpc.RpcError as error:
-            raise_for(error, self.address)
+            self.raise_for(error)
         except ValueError:
             if not self._closed:
                 raise
             raise Trouble(Miss(MissReason.SHARD_LOST, f"{self.address}: this connection was closed")) from None
+
+    def raise_for(self, error: grpc.RpcError) -> NoReturn:
+        """A gRPC error as one of ours."""
+        code = error.code() if hasattr(error, "code") else None
+        detail = error.details() if hasattr(error, "details") else str(error)
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            raise Trouble(Miss(MissReason.DEADLINE, self.address)) from None
+        if code is grpc.StatusCode.CANCELLED and not self._closed:  # from afar: a server that ends is UNAVAILABLE
+            late = "it broke off, since the lease had ended: this side is too slow"
+            raise Trouble(Miss(MissReason.DEADLINE, f"{self.address}: {late}")) from None
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            raise CredentialError(detail) from None
+        if code is grpc.StatusCode.INVALID_ARGUMENT:
+            raise CallerError(detail) from None
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise LimitError(f"a message to or from {self.address}, or a proxy, was too large: {detail}") from None
+        if code is grpc.StatusCode.FAILED_PRECONDITION:
+            raise ProtocolError(detail) from None
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            raise ProtocolError(f"whatever listens at {self.address} does not speak kvcluster: {detail}") from None
+        raise Trouble(Miss(MissReason.SHARD_LOST, f"{self.address}: {detail}")) from None
 
     def wait_ready(self, deadline: Deadline) -> None:
         """Raises Unreachable unless a server answers in time."""
@@ -117,29 +138,10 @@ def check_address(address: str) -> None:
 
 
 def status_of(error: Trouble | KVClusterError) -> grpc.StatusCode:
-    """How a server says one of our errors to gRPC. `raise_for` is the way back."""
+    """How a server says one of our errors to gRPC. Connection.raise_for is the way back."""
     if isinstance(error, Trouble):
         late = error.miss.reason is MissReason.DEADLINE
         return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE
     if isinstance(error, CredentialError):
         return grpc.StatusCode.UNAUTHENTICATED
     return grpc.StatusCode.INVALID_ARGUMENT if isinstance(error, CallerError) else grpc.StatusCode.FAILED_PRECONDITION
-
-
-def raise_for(error: grpc.RpcError, address: str) -> NoReturn:
-    """A gRPC error as one of ours."""
-    code = error.code() if hasattr(error, "code") else None
-    detail = error.details() if hasattr(error, "details") else str(error)
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        raise Trouble(Miss(MissReason.DEADLINE, address)) from None
-    if code is grpc.StatusCode.UNAUTHENTICATED:
-        raise CredentialError(detail) from None
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
-        raise CallerError(detail) from None
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        raise LimitError(f"a message to or from {address} was too large for one of the two, or for a proxy: {detail}")
-    if code is grpc.StatusCode.FAILED_PRECONDITION:
-        raise ProtocolError(detail) from None
-    if code is grpc.StatusCode.UNIMPLEMENTED:
-        raise ProtocolError(f"whatever listens at {address} does not speak kvcluster: {detail}") from None
-    raise Trouble(Miss(MissReason.SHARD_LOST, f"{address}: {detail}")) from None

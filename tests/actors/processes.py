@@ -71,7 +71,7 @@ def listening(pids: Iterable[int]) -> dict[int, set[str]]:
 
 
 def _address(words: str) -> str:
-    """"0100007F" -> "127.0.0.1": the kernel prints words of four bytes in the machine's own order."""
+    """ "0100007F" -> "127.0.0.1": the kernel prints words of four bytes in the machine's own order."""
     packed = b"".join(socket.htonl(int(words[at : at + 8], 16)).to_bytes(4, "big") for at in range(0, len(words), 8))
     address = ipaddress.ip_address(packed)
     return str(getattr(address, "ipv4_mapped", None) or address)

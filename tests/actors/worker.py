@@ -98,8 +98,8 @@ def embed() -> None:
             threading.Event().wait()
     except KeyboardInterrupt:
         said_when_gone(interrupted=True)
-    with kvcluster.local(device_bytes="16MiB"):
-        say(started=len(left()))
+    with kvcluster.local(device_bytes="16MiB") as cluster:
+        say(pids=cluster.pids())
         threading.Event().wait()
 
 

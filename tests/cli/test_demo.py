@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import select
@@ -17,11 +18,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import kvcluster.cli
 from kvcluster.cli import demo
 from kvcluster.cli.demo import screen as screens
 from kvcluster.cli.demo.engine import Engine
-from kvcluster.cli.demo.replica import Replica
+from kvcluster.cli.demo.replica import EngineReplica
 from kvcluster.cli.demo.signals import Signals
+from kvcluster.cli.main import main
 from kvcluster.errors import KVClusterError
 
 # ----------------------------------------------------------------------------------------- what it concludes
@@ -107,8 +110,8 @@ for line in sys.stdin:
 """
 
 
-def stub(folder: Path) -> Replica:
-    return Replica("the stub", folder / "log", (sys.executable, "-c", STUB))
+def stub(folder: Path) -> EngineReplica:
+    return EngineReplica("the stub", folder / "log", (sys.executable, "-c", STUB))
 
 
 def test_a_replica_answers_and_tells_its_progress(tmp_path: Path) -> None:
@@ -153,6 +156,21 @@ def test_signals_unwind_the_stack_and_wait_where_they_must(number: int, error: t
         os.kill(os.getpid(), number)
         pytest.fail("whoever insists is obeyed")
     assert signal.getsignal(number) is before
+
+
+# ------------------------------------------------------------------------------------------- what it needs
+
+
+@pytest.mark.parametrize("package", ["ray", "torch", "transformers"])
+def test_a_missing_package_is_told_with_the_extra_that_brings_it(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find_spec(name))
+    monkeypatch.delitem(sys.modules, "kvcluster.cli.demo")
+    monkeypatch.delattr(kvcluster.cli, "demo")
+    assert main(["demo"]) == 1
+    assert f"needs {package}" in (shown := capsys.readouterr().err) and "kvcluster[cluster,transformers]" in shown
 
 
 # ------------------------------------------------------------------------------------------------ all of it
@@ -233,14 +251,14 @@ def test_the_demo_succeeds_with_a_given_model_and_leaves_nothing(own_model: Path
 def test_ctrl_c_in_the_middle_leaves_nothing(own_model: Path) -> None:
     code = """
 import os, signal
-from kvcluster.cli.demo.replica import Replica
+from kvcluster.cli.demo.replica import EngineReplica
 from kvcluster.cli.main import main
-ask = Replica.ask
+ask = EngineReplica.ask
 def interrupted(self, op, *args, **kwargs):
     if op == "connect":
         os.kill(os.getpid(), signal.SIGINT)
     return ask(self, op, *args, **kwargs)
-Replica.ask = interrupted
+EngineReplica.ask = interrupted
 raise SystemExit(main(["demo", "--json"]))
 """
     done, left = run(code, own_model)

@@ -16,7 +16,6 @@ from kvcluster.testing import MemoryCluster
 from kvcluster.transport.seam import Trouble
 from tests.client.build import (
     BLOCK,
-    BOUND_S,
     PAGE_BYTES,
     SPEC,
     Hold,

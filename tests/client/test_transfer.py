@@ -1,10 +1,12 @@
-"""Transfers under way: what may be asked of them meanwhile, how they are given up, and that memory is let alone then."""
+"""Transfers under way: what may be asked of them, how they are given up, and that memory is let alone after that."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,6 @@ from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.transfer import Transfer
 from kvcluster.core import limits
 from kvcluster.core.reasons import Miss, MissReason
-from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.seam import Deadline
 from tests.client.build import (
@@ -50,51 +51,58 @@ def cluster(start: Start, monkeypatch: pytest.MonkeyPatch) -> MemoryCluster:
     return running
 
 
+@contextmanager
+def loading(
+    cluster: MemoryCluster, into: torch.Tensor, hold: Hold, tokens: list[int] = TOKENS, **options: Any
+) -> Iterator[Transfer[Loaded]]:
+    """A load that `hold` stops at one of its layers."""
+    with (
+        watched_client(cluster, Steps(receive=hold)) as client,
+        client.prepare_load(client.hashes(tokens)) as ticket,
+    ):
+        yield client.begin_load(ticket, into, **options)
+        hold.let_go()
+
+
 # --------------------------------------------------------------------------------------- layer by layer
 
 
 def test_a_layer_may_be_used_while_others_are_still_under_way(cluster: MemoryCluster) -> None:
     hold, into, values = Hold(at=3), room(1), kv(3)[:1]
-    with watched_client(cluster, Steps(receive=hold)) as client:
-        with client.prepare_load(client.hashes(TOKENS[:BLOCK])) as ticket:
-            transfer = client.begin_load(ticket, into)
-            assert transfer.wait_layer(0) and transfer.wait_layer(1)
-            hold.wait_reached()
-            assert [transfer.layer_done(layer) for layer in range(LAYERS)] == [True, True, False]
-            assert same(into[:, :2], values[:, :2])
-            assert unwritten(into[:, 2])
-            assert not transfer.wait_layer(2, deadline_ms=0)
-            assert not transfer.done()
-            hold.let_go()
-            assert transfer.wait_layer(2)
-            assert transfer.result() == Loaded(1, PAGE_BYTES)
-            assert transfer.done()
+    with loading(cluster, into, hold, TOKENS[:BLOCK]) as transfer:
+        assert transfer.wait_layer(0) and transfer.wait_layer(1)
+        hold.wait_reached()
+        assert [transfer.layer_done(layer) for layer in range(LAYERS)] == [True, True, False]
+        assert same(into[:, :2], values[:, :2])
+        assert unwritten(into[:, 2])
+        assert not transfer.wait_layer(2, deadline_ms=0)
+        assert not transfer.done()
+        hold.let_go()
+        assert transfer.wait_layer(2)
+        assert transfer.result() == Loaded(1, PAGE_BYTES)
+        assert transfer.done()
     assert same(into, values)
 
 
 def test_a_layer_is_done_when_it_has_come_of_every_block(cluster: MemoryCluster) -> None:
-    hold = Hold(at=2 * LAYERS + 1)  # layer 0 of the last block
-    with watched_client(cluster, Steps(receive=hold)) as client:
-        with client.prepare_load(client.hashes(TOKENS)) as ticket:
-            transfer = client.begin_load(ticket, room(3))
-            hold.wait_reached()
-            assert not any(transfer.layer_done(layer) for layer in range(LAYERS))
-            hold.let_go()
-            assert transfer.wait_layer(0)
-            assert transfer.result().blocks == 3
+    hold = Hold(at=2 * LAYERS + 1)  # of three blocks, the last is still to come
+    with loading(cluster, room(3), hold) as transfer:
+        hold.wait_reached()
+        assert not any(transfer.layer_done(layer) for layer in range(LAYERS))
+        hold.let_go()
+        assert transfer.wait_layer(0)
+        assert transfer.result().blocks == 3
 
 
 def test_waiting_for_a_layer_ends_with_the_transfer(cluster: MemoryCluster) -> None:
     hold = Hold()
-    with watched_client(cluster, Steps(receive=hold)) as client, ThreadPoolExecutor(1) as pool:
-        with client.prepare_load(client.hashes(TOKENS)) as ticket:
-            transfer = client.begin_load(ticket, room(3))
-            waiting = pool.submit(transfer.wait_layer, 0)
-            hold.wait_reached()
-            transfer.cancel()
-            hold.let_go()
-            assert waiting.result(BOUND_S) is False
-            assert transfer.result().miss == GIVEN_UP
+    with loading(cluster, room(3), hold) as transfer, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(transfer.wait_layer, 0)
+        hold.wait_reached()
+        transfer.cancel()
+        hold.let_go()
+        assert waiting.result(BOUND_S) is False
+        assert transfer.result().miss == GIVEN_UP
 
 
 # ------------------------------------------------------------------------------------- memory let alone
@@ -113,28 +121,24 @@ def test_nothing_is_written_once_a_load_was_given_up(
     cluster: MemoryCluster, give_up: Callable[[Transfer[Loaded]], None]
 ) -> None:
     hold, into = Hold(at=LAYERS + 1), room(3)
-    with watched_client(cluster, Steps(receive=hold)) as client:
-        with client.prepare_load(client.hashes(TOKENS)) as ticket:
-            transfer = client.begin_load(ticket, into)
-            hold.wait_reached()
-            give_up(transfer)
-            before = into.clone()
-            hold.let_go()
-            assert transfer.wait_ended(Deadline.after_ms(BOUND_S * 1e3))
-            assert transfer.result().miss == GIVEN_UP
+    with loading(cluster, into, hold) as transfer:
+        hold.wait_reached()
+        give_up(transfer)
+        before = into.clone()
+        hold.let_go()
+        assert transfer.wait_ended(Deadline.after_ms(BOUND_S * 1e3))
+        assert transfer.result().miss == GIVEN_UP
     assert same(into, before)
-    assert unwritten(into[1:])
+    assert same(into[:1], kv(3)[:1]) and unwritten(into[1:])
 
 
 def test_a_load_that_its_deadline_ended_writes_nothing_afterwards(cluster: MemoryCluster) -> None:
     hold, into = Hold(), room(3)
-    with watched_client(cluster, Steps(receive=hold)) as client:
-        with client.prepare_load(client.hashes(TOKENS)) as ticket:
-            transfer = client.begin_load(ticket, into, deadline_ms=100)
-            hold.wait_reached()
-            assert transfer.result() == Loaded(0, 0, Miss(MissReason.DEADLINE))
-            hold.let_go()
-            assert client.load(TOKENS, room(3)) == 3 * BLOCK, "the next load, behind it on their thread"
+    with loading(cluster, into, hold, deadline_ms=100) as transfer:
+        hold.wait_reached()
+        assert transfer.result() == Loaded(0, 0, Miss(MissReason.DEADLINE))
+        hold.let_go()
+        assert transfer.wait_ended(Deadline.after_ms(BOUND_S * 1e3))
     assert unwritten(into)
 
 
@@ -202,15 +206,14 @@ def test_loads_do_not_wait_for_stores(cluster: MemoryCluster) -> None:
 
 def test_a_transfer_given_up_in_the_queue_never_begins(cluster: MemoryCluster) -> None:
     hold, into = Hold(), room(3)
-    with watched_client(cluster, Steps(read=hold)) as client:
-        with client.prepare_load(client.hashes(TOKENS)) as ticket:
-            first = client.begin_load(ticket, room(3))
-            hold.wait_reached()
-            second = client.begin_load(ticket, into)
-            second.cancel()
-            hold.let_go()
-            assert first.result().blocks == 3
-            assert second.result() == Loaded(0, 0, NEVER_BEGUN)
+    with watched_client(cluster, Steps(read=hold)) as client, client.prepare_load(client.hashes(TOKENS)) as ticket:
+        first = client.begin_load(ticket, room(3))
+        hold.wait_reached()
+        second = client.begin_load(ticket, into)
+        second.cancel()
+        hold.let_go()
+        assert first.result().blocks == 3
+        assert second.result() == Loaded(0, 0, NEVER_BEGUN)
     assert hold.calls == 1
     assert unwritten(into)
 
@@ -242,19 +245,18 @@ def test_a_flush_waits_for_stores_that_are_under_way_and_queued(cluster: MemoryC
 
 
 def test_a_flush_that_came_too_early_leaves_the_rest_to_the_next(cluster: MemoryCluster) -> None:
-    with watched_client(cluster) as client:
+    hold, tokens = Hold(at=3 * LAYERS), prompt(3, seed=1)
+    with watched_client(cluster, Steps(send=hold)) as client:
+        transfer = client.begin_store(client.hashes(tokens), kv(3))
+        hold.wait_reached()
         cluster.stop_coordinator()
+        hold.let_go()
+        assert transfer.result().blocks == 3, "the shard commits, and tells it when somebody listens"
+        assert not client.flush(deadline_ms=50)
+        assert not client.flush(deadline_ms=50)
         cluster.start_coordinator()
-        cluster.wait_until_up()
-        assert client.store(prompt(3, seed=1), kv(3)).blocks == 3
-        cluster.stop_coordinator()
-        assert client.store(prompt(3, seed=2), kv(3)).miss is not None
-        early = client.flush(deadline_ms=50)
-        cluster.start_coordinator()
-        cluster.wait_until_up()
         assert client.flush()
-        assert early in (True, False)
-        assert client.lookup(prompt(3, seed=1)).blocks == 3
+        assert client.lookup(tokens).blocks == 3
 
 
 def test_a_flush_to_a_shard_that_is_gone_says_no_once(cluster: MemoryCluster) -> None:
@@ -313,14 +315,3 @@ def test_closing_without_a_coordinator_waits_for_nobody(cluster: MemoryCluster) 
     asked = len(port.asked)
     client.close()
     assert len(port.asked) - asked == 1, "what one farewell shows of the coordinator holds for all"
-
-
-def test_an_error_of_the_caller_that_shows_late_is_raised_by_the_result(cluster: MemoryCluster) -> None:
-    with watched_client(cluster) as client:
-        transfer = client.begin_store(client.hashes(TOKENS), kv(3), adapter="another")
-        assert transfer.result().blocks == 3, "hashes are names; whoever makes them answers for them"
-    other = cluster.client(SPEC, tenant="other")
-    ticket = other.redeem(bytes(cluster.client(SPEC).prepare_load([])))
-    assert ticket.blocks == 0
-    with pytest.raises(CallerError, match="closed"):
-        client.begin_load(ticket, torch.empty(0))

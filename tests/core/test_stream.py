@@ -441,6 +441,7 @@ def test_chunks_are_taken_in_order_only() -> None:
     assert not take(cursor, chunk(2, last=True))
     assert take(cursor, chunk(1)) and not cursor.current
     assert take(cursor, chunk(2, last=True)) and cursor.current
+    assert not take(cursor, chunk(3, last=True)), "the last was the last"
 
 
 def test_a_first_chunk_begins_anew_at_any_time() -> None:

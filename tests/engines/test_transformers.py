@@ -88,6 +88,15 @@ def logits(out: Any) -> torch.Tensor:
     return torch.stack(out.logits)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Models as small as these spend more time on waking threads than on computing."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def cluster() -> Iterator[MemoryCluster]:
     with MemoryCluster(shards=2, device_bytes="32MiB") as running:

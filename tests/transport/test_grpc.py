@@ -1,21 +1,41 @@
-"""Pages over gRPC: what every transport holds."""
+"""Pages over gRPC: what every transport holds, and what only a network can do to one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import grpc
 import pytest
 
-from kvcluster.core.ids import Tenant
+from kvcluster.core import limits
+from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, Tenant
+from kvcluster.core.messages import Refused, RefusedKind, Written
+from kvcluster.core.pool import PageState
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.errors import ConfigError, CredentialError, LimitError, ProtocolError, Unreachable
+from kvcluster.pages import codec
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.server import Gate, Server, unary_handlers
-from kvcluster.testing.conformance import TransportConformance
-from kvcluster.testing.world import ONE, TWO, World, open_world
-from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
-from kvcluster.transport.seam import PageHost
+from kvcluster.testing.conformance import TransportConformance, load, loaded, reasons, stop_at, store
+from kvcluster.testing.world import BOUND_S, ONE, TWO, Content, ContentSink, ContentSource, World, open_world, soon
+from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
+from kvcluster.transport.rpc import Connection, identity
+from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Trouble
+from kvcluster.wire import frames
+from kvcluster.wire.frames import Record
 from kvcluster.wire.methods import SHARD
 
 SECRET = "between the actors"
+HOST = "127.0.0.1"
 
 
 def token(tenant: Tenant) -> str:
@@ -28,7 +48,7 @@ class Served:
     def __init__(self, host: PageHost) -> None:
         gate = Gate(Authenticator({digest(token(tenant)): tenant for tenant in (ONE, TWO)}, SECRET))
         handlers = unary_handlers(SHARD, gate, host.ask) | page_handlers(host, lambda c: gate.caller(c).tenant)
-        self._server = Server(handlers, "127.0.0.1", 0, threads=8)
+        self._server = Server(handlers, HOST, 0, threads=8)
         self._server.start()
         self.address = self._server.address
 
@@ -47,3 +67,368 @@ def world() -> Iterator[World]:
 
 class TestGrpc(TransportConformance):
     """On the fixture of this module."""
+
+
+def unserved(pages: int, layers: int, layer_bytes: int, *, epoch: int = 1) -> Content:
+    """Content for a shard that is not of this process."""
+    attempt = Attempt(Holder(os.urandom(HOLDER_BYTES)), 1)
+    return Content.of(SimpleNamespace(epoch=Epoch(epoch), attempt=lambda: attempt), pages, layers, layer_bytes)
+
+
+# ------------------------------------------------------------------- what a server does with what is no message
+
+
+class Raw:
+    """A peer that sends whatever bytes it likes, with a good token."""
+
+    def __init__(self, world: World) -> None:
+        options = [("grpc.max_send_message_length", -1)]
+        self._channel = grpc.insecure_channel(world.served.address, options=options)
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._channel.close()
+
+    def refusal(self, path: str, *messages: bytes) -> tuple[grpc.StatusCode, str]:
+        """Sends these; the status that the call ends with."""
+        kind = self._channel.unary_stream if path == READ else self._channel.stream_stream
+        call = kind(path, request_serializer=identity, response_deserializer=identity)
+        argument = messages[0] if path == READ else iter(messages)
+        metadata = (("authorization", f"Bearer {token(ONE)}"),)
+        with pytest.raises(grpc.RpcError) as error:
+            list(call(argument, timeout=BOUND_S, metadata=metadata))
+        return error.value.code(), error.value.details()
+
+
+EMPTY_HEAD = frames.encode_read_head([])
+OTHER_VERSION = EMPTY_HEAD[:2] + bytes([frames.FRAME_VERSION + 1]) + EMPTY_HEAD[3:]
+NOT_A_HEAD = frames.pack([Record(0, 0, codec.RAW, (0,), memoryview(b"x"))])
+
+
+@pytest.mark.parametrize("path", [READ, WRITE])
+@pytest.mark.parametrize(
+    "first", [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)), OTHER_VERSION, OTHER_VERSION[:-1], NOT_A_HEAD]
+)
+def test_a_first_message_that_is_none_is_refused_in_words(world: World, path: str, first: bytes) -> None:
+    with Raw(world) as peer:
+        code, words = peer.refusal(path, first)
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "frame" in words
+
+
+@pytest.mark.parametrize("path", [READ, WRITE])
+@pytest.mark.parametrize(("request_bytes", "says"), [(b"", "a namespace is 32 bytes"), (b"\xff\xff", "of kvcluster")])
+def test_a_request_that_makes_no_sense_is_refused_in_words(
+    world: World, path: str, request_bytes: bytes, says: str
+) -> None:
+    with Raw(world) as peer:
+        code, words = peer.refusal(path, EMPTY_HEAD + request_bytes)
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert says in words
+
+
+@pytest.mark.parametrize("path", [READ, WRITE])
+def test_a_message_that_is_too_large_is_refused(world: World, path: str) -> None:
+    with Raw(world) as peer:
+        code, words = peer.refusal(path, bytes(limits.MESSAGE_BYTES + 1))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert str(limits.MESSAGE_BYTES) in words
+
+
+def record(item: int = 0, layer: int = 0, layers: int = 1, nbytes: int = 100, in_codec: int = codec.RAW) -> bytes:
+    return frames.pack([Record(item, layer, in_codec, (0,) * layers, memoryview(bytes(nbytes)))])
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        (b"", "frame"),
+        (os.urandom(1_000), "frame"),
+        (record()[:-1], "announced"),
+        (record(item=3), "was not to be sent"),
+        (record(item=2), "was not to be sent"),
+        (record(nbytes=99), "layers of 100 bytes"),
+        (record(layer=1, layers=2, nbytes=200), "has 2 layers"),
+        (record(layer=65_535), "cannot be"),
+        (record(in_codec=0x7F01), "codec 0x7f01"),
+        (frames.encode_write_tail([Written.COMMITTED]), "tail"),
+    ],
+)
+def test_nonsense_in_the_middle_of_a_store_ends_it_in_words(world: World, second: bytes, says: str) -> None:
+    content = Content.of(world, 3, 2, 100)
+    transport = world.open()
+    transport.attach(content.spec, soon())
+    request = content.write_request(keys=content.keys[2:])
+    assert transport.write(request, ContentSource(content, request), soon()) == [Written.COMMITTED]
+    request = content.write_request()
+    with Raw(world) as peer:
+        code, words = peer.refusal(WRITE, frames.encode_write_request(request), record(), second)
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert says in words
+    world.wait_until_unleased()
+    assert reasons(loaded(transport, content)) == [MissReason.EVICTED, MissReason.EVICTED, None]
+
+
+def test_a_store_that_ends_before_all_is_sent_commits_nothing(world: World) -> None:
+    content = Content.of(world, 2, 1, 100)
+    transport = world.open()
+    transport.attach(content.spec, soon())
+    request = content.write_request()
+    sums, data = ContentSource(content, request).send(0, 0, 1)
+    whole_page = frames.pack([Record(0, 0, codec.RAW, tuple(sums), data)])
+    with Raw(world) as peer:
+        code, words = peer.refusal(WRITE, frames.encode_write_request(request), whole_page)
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    assert "before page 1 was whole" in words
+    world.wait_until_unleased()
+    assert reasons(loaded(transport, content)) == [MissReason.EVICTED] * 2
+
+
+def test_what_this_side_cannot_send_is_a_limit_error(world: World) -> None:
+    connection = Connection(world.served.address, token(ONE))
+    huge = replace(SHARD["Flush"], encode_request=lambda message: bytes(limits.MESSAGE_BYTES + 1))
+    with pytest.raises(LimitError, match="too large"):
+        connection.ask(huge, None, soon())
+    connection.close()
+
+
+# ------------------------------------------------------------------------------------------------ credentials
+
+
+@pytest.mark.parametrize("wrong", [None, "", "a guess", token(ONE) + " ", digest(token(ONE))])
+def test_without_a_token_that_it_knows_a_shard_does_nothing(world: World, wrong: str | None) -> None:
+    content = Content.of(world, 1, 1, 100)
+    store(world.open(), content)
+    stranger = GrpcPages(world.served.address, wrong)
+    reading, writing = content.read_request(), content.write_request()
+    calls: list[Callable[[], object]] = [
+        lambda: stranger.attach(content.spec, soon()),
+        lambda: load(stranger, reading, ContentSink(content, reading, stop_at(1))),
+        lambda: stranger.write(writing, ContentSource(content, writing, stop_at(1)), soon()),
+        lambda: stranger.flush(soon()),
+    ]
+    for call in calls:
+        with pytest.raises(CredentialError, match="token"):
+            call()
+    stranger.close()
+
+
+def test_the_secret_of_the_actors_opens_no_pages(world: World) -> None:
+    content = Content.of(world, 1, 1, 100)
+    store(world.open(), content)
+    insider = GrpcPages(world.served.address, SECRET)
+    request = content.read_request()
+    with pytest.raises(CredentialError):
+        insider.attach(content.spec, soon())
+    with pytest.raises(RefusedByShard) as refused:
+        load(insider, request, ContentSink(content, request, stop_at(1)))
+    assert refused.value.refused.kind is RefusedKind.UNKNOWN_NAMESPACE
+    insider.close()
+
+
+@pytest.mark.parametrize("unsendable", ["secret\n", "se\0cret", "sécret", "\ud800secret"])
+def test_a_token_that_cannot_be_sent_is_a_credential_error_that_keeps_it_secret(unsendable: str) -> None:
+    with pytest.raises(CredentialError) as error:
+        GrpcPages(f"{HOST}:7070", unsendable)
+    assert "cret" not in str(error.value)
+
+
+# ---------------------------------------------------------------------------------- what else may stand there
+
+
+@contextmanager
+def listening(answer: bytes | None) -> Iterator[str]:
+    """Something that is no kvcluster: it greets whoever comes with `answer`, or keeps silent."""
+    with socket.create_server((HOST, 0)) as server:
+        kept: list[socket.socket] = []
+
+        def serve() -> None:
+            while True:
+                try:
+                    peer, _ = server.accept()
+                except OSError:
+                    return
+                kept.append(peer)
+                if answer is not None:
+                    peer.sendall(answer)
+                    peer.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"{HOST}:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for peer in kept:
+                peer.close()
+
+
+@pytest.mark.parametrize(
+    "answer", [None, b"", b"\0" * 64, bytes(range(256)) * 16, b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"]
+)
+def test_something_else_that_listens_there_is_trouble_by_the_deadline(answer: bytes | None) -> None:
+    with listening(answer) as address:
+        transport, content = (
+            GrpcPages(address, None),
+            unserved(1, 1, 8),
+        )
+        reading, writing = content.read_request(), content.write_request()
+        calls: list[Callable[[Deadline], object]] = [
+            lambda deadline: transport.attach(content.spec, deadline),
+            lambda deadline: list(transport.read(reading, ContentSink(content, reading, stop_at(1)), deadline)),
+            lambda deadline: transport.write(writing, ContentSource(content, writing, stop_at(1)), deadline),
+            transport.flush,
+        ]
+        for call in calls:
+            with pytest.raises(Trouble) as trouble:
+                call(Deadline.after_ms(100))
+            assert trouble.value.miss.reason in (MissReason.DEADLINE, MissReason.SHARD_LOST)
+            assert address in str(trouble.value), "a person can tell which address is meant"
+        transport.close()
+        connection = Connection(address, None)
+        with pytest.raises(Unreachable, match=f"nothing answers at {address}"):
+            connection.wait_ready(Deadline.after_ms(100))
+        connection.close()
+
+
+def test_a_grpc_server_of_somebody_else_is_told_as_such() -> None:
+    with serving({}) as transport, pytest.raises(ProtocolError, match="does not speak kvcluster"):
+        transport.flush(soon())
+
+
+@pytest.mark.parametrize("address", ["", "7070", "localhost", ":7070", "localhost:", "localhost:0", "h:65536", "h:-1"])
+def test_an_address_that_is_none_is_a_config_error(address: str) -> None:
+    with pytest.raises(ConfigError, match="host:port"):
+        GrpcPages(address, None)
+
+
+@contextmanager
+def serving(streams: dict[str, list[bytes]]) -> Iterator[GrpcPages]:
+    """A server that answers Read and Write with these messages, whatever is asked."""
+
+    def handler(path: str) -> grpc.RpcMethodHandler:
+        def answer(request: object, context: grpc.ServicerContext) -> Iterator[bytes]:
+            for number, message in enumerate(streams[path]):
+                if path == WRITE and number == 0:
+                    next(request)  # type: ignore[call-overload]
+                yield message
+
+        kind = grpc.unary_stream_rpc_method_handler if path == READ else grpc.stream_stream_rpc_method_handler
+        return kind(answer, identity, identity)
+
+    server = Server({path: handler(path) for path in streams}, HOST, 0, threads=2)
+    server.start()
+    transport = GrpcPages(server.address, None)
+    try:
+        yield transport
+    finally:
+        transport.close()
+        server.close(grace_s=0)
+
+
+def piece(item: int, layer: int, layers: int = 1) -> bytes:
+    return record(item, layer, layers, nbytes=8 * layers)
+
+
+HEAD_OF_TWO = frames.encode_read_head([None, None])
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        [],
+        [frames.encode_read_head([None])],
+        [frames.encode_read_head([None] * 3)],
+        [frames.encode_write_tail([Written.COMMITTED] * 2)],
+        [b"nonsense"],
+        [HEAD_OF_TWO, b"nonsense"],
+        [HEAD_OF_TWO, piece(2, 0)],
+        [HEAD_OF_TWO, piece(0, 1)],
+        [HEAD_OF_TWO, piece(0, 0), piece(0, 0)],
+        [HEAD_OF_TWO, piece(0, 0, layers=3)],
+        [HEAD_OF_TWO, piece(1, 0, layers=2), piece(1, 2)],
+        [frames.encode_read_head([None, Miss(MissReason.EVICTED)]), piece(1, 0)],
+    ],
+)
+def test_a_shard_that_answers_a_load_wrongly_is_a_protocol_error(stream: list[bytes]) -> None:
+    content = unserved(2, 3, 8)
+    request = content.read_request([replace(want, layer_stop=2) for want in content.wants()])
+    with serving({READ: stream}) as transport, pytest.raises(ProtocolError):
+        list(transport.read(request, SimpleNamespace(receive=lambda *layers: None), soon()))
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        [],
+        [frames.encode_write_head([None])],
+        [frames.encode_write_head([None, None, None])],
+        [frames.encode_write_head([None, None])],
+        [frames.encode_write_head([None, None]), frames.encode_write_tail([Written.COMMITTED])],
+        [frames.encode_write_head([None, None]), frames.encode_write_tail([Written.COMMITTED] * 3)],
+        [frames.encode_write_head([None, None]), frames.encode_write_head([None, None])],
+        [frames.encode_write_tail([Written.COMMITTED] * 2)],
+        [b"nonsense"],
+        [frames.encode_write_head([None, None]), b"nonsense"],
+    ],
+)
+def test_a_shard_that_answers_a_store_wrongly_is_a_protocol_error(stream: list[bytes]) -> None:
+    content = unserved(2, 3, 8)
+    request = content.write_request()
+    with serving({WRITE: stream}) as transport, pytest.raises(ProtocolError):
+        transport.write(request, ContentSource(content, request), soon())
+
+
+def test_a_refusal_is_heard_wherever_it_comes() -> None:
+    refused = Refused(RefusedKind.LIMIT, "too much")
+    content = unserved(1, 1, 8)
+    request = content.write_request()
+    for stream in ([], [frames.encode_write_head([None])]):
+        with (
+            serving({WRITE: [*stream, frames.encode_refused(refused)]}) as transport,
+            pytest.raises(RefusedByShard) as heard,
+        ):
+            transport.write(request, ContentSource(content, request), soon())
+        assert heard.value.refused == refused
+
+
+# ------------------------------------------------------------------------------------- a worker that is killed
+
+
+def begin_a_store(address: str, epoch: str) -> None:
+    """What the worker that is killed runs: of three pages of two layers it sends one and a half."""
+    content = unserved(3, 2, limits.FRAME_BYTES, epoch=int(epoch))
+    transport = GrpcPages(address, token(ONE))
+    transport.attach(content.spec, soon())
+    request = content.write_request()
+
+    def then_nothing() -> None:
+        if len(source.sent) == 3:
+            print("half-way", flush=True)
+            threading.Event().wait(BOUND_S)
+
+    source = ContentSource(content, request, then_nothing)
+    transport.write(request, source, soon())
+
+
+def test_a_worker_killed_half_way_leaves_nothing_that_could_be_read(world: World) -> None:
+    content = Content.of(world, 3, 2, limits.FRAME_BYTES)
+    transport = world.open()
+    transport.attach(content.spec, soon())
+    script = f"from {__name__} import begin_a_store; begin_a_store({world.served.address!r}, '{world.epoch}')"
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "half-way\n"
+        states = world.host.inspect(lambda: [page.state for page in world.host.core.pool.everything()])
+        assert states == [PageState.WRITING] * 3
+        assert reasons(loaded(transport, content)) == [MissReason.PENDING] * 3
+        worker.kill()
+    world.wait_until_unleased()
+    assert world.host.core.pool.allocator.used_bytes == 0
+    assert reasons(loaded(transport, content)) == [MissReason.EVICTED] * 3
+    store(transport, content)
+    assert loaded(transport, content) == [None] * 3

@@ -27,7 +27,6 @@ from kvcluster.core.index import BlockRecord, PrefixIndex
 from kvcluster.core.messages import (
     Attach,
     Attached,
-    Done,
     EndTicket,
     Need,
     PageEvent,
@@ -187,7 +186,7 @@ def _measure_grpc(calls: int = 400) -> dict[str, Any]:
             attempt = Attempt(holder, number + 1)
             need = Need((spec.whole(0),))
             began = time.perf_counter()
-            connection.ask(COORDINATOR["Ping"], Done(), deadline)
+            connection.ask(COORDINATOR["Ping"], None, deadline)
             times["empty"].append(time.perf_counter() - began)
             began = time.perf_counter()
             grant = connection.ask(

@@ -23,7 +23,7 @@ from typing import Any
 
 import kvcluster
 from kvcluster.cli.demo import text
-from kvcluster.cli.demo.replica import Replica
+from kvcluster.cli.demo.replica import EngineReplica
 from kvcluster.cli.demo.screen import Screen
 from kvcluster.cli.demo.signals import Signals
 
@@ -56,7 +56,7 @@ def conduct(screen: Screen, signals: Signals) -> Figures:
         workshop = Path(house.enter_context(tempfile.TemporaryDirectory(prefix="kvcluster-demo-")))
         given = os.environ.get("DEMO_MODEL")
         model: Figures = {"path": given or str(workshop / "model"), "bytes_are_tokens": not given}
-        first = house.enter_context(Replica("the first replica", workshop / "first.log"))
+        first = house.enter_context(EngineReplica("the first replica", workshop / "first.log"))
         with screen.step("start Ray, a coordinator and two shards"), signals.put_off():
             cluster = house.enter_context(kvcluster.local(shards=SHARDS, device_bytes=DEVICE_BYTES))
         with screen.step("load the model" if given else "build a Llama of random weights"):
@@ -69,7 +69,7 @@ def conduct(screen: Screen, signals: Signals) -> Figures:
             first.ask("connect", address=cluster.address)
             (stored,) = _answers(first, text.QUESTIONS[:1], progress, cached=True)
 
-        second = house.enter_context(Replica("the second replica", workshop / "second.log"))
+        second = house.enter_context(EngineReplica("the second replica", workshop / "second.log"))
         with screen.step("start the second replica"):
             second.ask("load", **model)
             second.ask("connect", address=cluster.address)
@@ -102,7 +102,7 @@ def assess(
     return figures
 
 
-def _answers(replica: Replica, questions: Sequence[str], progress: Progress, **how: bool) -> list[Figures]:
+def _answers(replica: EngineReplica, questions: Sequence[str], progress: Progress, **how: bool) -> list[Figures]:
     """The replica's answers, one after the other."""
     out = []
     for i, question in enumerate(questions):

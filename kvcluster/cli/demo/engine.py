@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ from kvcluster.engines.transformers import PrefixCache, spec_of
 from kvcluster.engines.transformers.compat import layers, planes
 
 PREFIX_TOKENS = 4096
+QUESTION_TOKENS = 200  # more than any question has
 NEW_TOKENS = 24
 BLOCK_TOKENS = 16
 
@@ -110,7 +112,9 @@ class Engine:
         if not bytes_are_tokens:
             tokenizer: Any = AutoTokenizer.from_pretrained(path)
             self._encode = lambda characters: list(tokenizer(characters, add_special_tokens=False)["input_ids"])
-        self._prefix = self._encode(text.document()[: 16 * PREFIX_TOKENS])[:PREFIX_TOKENS]
+        room = getattr(self._model.config, "max_position_embeddings", None) or 2 * PREFIX_TOKENS
+        tokens = min(PREFIX_TOKENS, room - QUESTION_TOKENS - NEW_TOKENS)
+        self._prefix = self._encode(text.document()[: 16 * tokens])[:tokens]
         parameters = sum(parameter.numel() for parameter in self._model.parameters())
         return {"model": type(self._model).__name__, "parameters": parameters, "threads": torch.get_num_threads()}
 
@@ -200,8 +204,9 @@ def main() -> None:
         request = json.loads(line)
         try:
             say(result=getattr(engine, request.pop("op"))(**request))
-        except kvcluster.KVClusterError as error:
-            say(error=str(error))
+        except Exception as error:
+            traceback.print_exc()
+            say(error=f"{type(error).__name__}: {error}")
     engine.close()
 
 

@@ -23,7 +23,7 @@ END_S = 10
 ENGINE = (sys.executable, "-m", "kvcluster.cli.demo.engine")
 
 
-class Replica:
+class EngineReplica:
     """A replica for as long as a `with` block. `log` is the file that takes all it prints."""
 
     process: subprocess.Popen[str]
@@ -34,7 +34,7 @@ class Replica:
         self._command = command
         self._replies: queue.Queue[str] = queue.Queue()
 
-    def __enter__(self) -> Replica:
+    def __enter__(self) -> EngineReplica:
         quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(

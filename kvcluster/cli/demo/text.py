@@ -16,7 +16,7 @@ QUESTIONS = (
 
 
 def document() -> str:
-    """About 700,000 characters, the longest topics first; whoever needs less cuts it."""
+    """Some hundred thousand characters, the longest topics first; whoever needs less cuts it."""
     return "\n\n".join(topics[name].strip() for name in sorted(topics, key=lambda name: (-len(topics[name]), name)))
 
 

@@ -1,0 +1,182 @@
+"""A cluster that `up` leaves running: found again, found by others, and gone without a trace after `down`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+import kvcluster
+from kvcluster.actors import background
+from kvcluster.actors.background import Running
+from kvcluster.cli.main import main
+from kvcluster.config import Config, load
+from kvcluster.errors import ConfigError
+from tests.actors.processes import listening, outcome, session, start_worker
+from tests.actors.worker import SPEC, digest, kv, tokens
+from tests.waiting import eventually
+
+
+def config_of(port: int) -> Config:
+    return load(overrides={"shards": 2, "shard": {"device_bytes": "64MiB"}, "server": {"port": port}})
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where clusters are written down, empty. Too deep for Ray's sockets, so nothing real starts there."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"kvcluster-{os.getuid()}"
+
+
+def write_down(folder: Path, port: int, text: str) -> Path:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    state = folder / f"{port}.json"
+    state.write_text(text, encoding="utf-8")
+    return state
+
+
+def test_a_background_cluster_refuses_to_choose_its_port(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="give --port"):
+        background.up(config_of(0))
+
+
+def test_a_port_in_use_is_refused_by_name(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            background.up(config_of(port))
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"address": 1, "shards": 1, "pid": 1}', "\0"])
+def test_a_torn_state_file_is_not_believed(folder: Path, text: str) -> None:
+    write_down(folder, 7070, text)
+    assert background.find(7070) is None
+
+
+def test_a_state_file_whose_cluster_has_died_is_not_believed(folder: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        pass
+    state = write_down(folder, 7070, json.dumps(asdict(Running("127.0.0.1:7070", 1, dead.pid, 1))))
+    assert background.find(7070) is None
+    assert not background.down(7070)
+    assert not state.exists()
+
+
+def test_down_spares_a_process_that_took_the_id_of_a_dead_cluster(folder: Path) -> None:
+    write_down(folder, 7070, json.dumps(asdict(Running("127.0.0.1:7070", 1, os.getpid(), 1))))
+    assert background.find(7070) is None
+    assert not background.down(7070)  # else this process would end here
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o720])
+def test_a_folder_that_others_may_write_to_is_not_trusted(folder: Path, mode: int) -> None:
+    write_down(folder, 7070, "{}")
+    folder.chmod(mode)
+    for use in (background.find, background.down):
+        with pytest.raises(ConfigError, match="others may write"):
+            use(7070)
+
+
+def test_a_link_to_a_folder_is_not_trusted(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="others may write"):
+        background.find(7070)
+
+
+def test_what_ray_says_when_it_cannot_start_is_passed_on_and_nothing_stays(folder: Path) -> None:
+    deep = folder.parent / ("x" * 100)
+    deep.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(deep))
+        with pytest.raises(kvcluster.KVClusterError, match="AF_UNIX path length"):
+            background.up(config_of(free_port()))
+    assert list((deep / folder.name).iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    port = free_port()
+    running, started = background.up(config_of(port))
+    try:
+        assert started
+        yield running
+    finally:
+        background.down(port)
+
+
+@pytest.mark.cluster
+def test_a_second_up_finds_the_running_one(running: Running) -> None:
+    assert background.find(running.port) == running
+    assert background.up(config_of(running.port)) == (running, False)
+
+
+@pytest.mark.cluster
+def test_any_process_of_the_machine_connects_by_host_and_port(running: Running) -> None:
+    address = f"127.0.0.1:{running.port}"
+    with kvcluster.connect(address, SPEC) as client:
+        assert client.store(tokens(1), kv(1)).blocks == 8
+        assert client.flush()
+    assert outcome(start_worker("load", address, 1)) == {"tokens": 128, "digest": digest(kv(1))}
+
+
+@pytest.mark.cluster
+def test_status_shows_it_without_a_token(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--port", str(running.port), "--json"]) == 0
+    assert [shard["state"] for shard in json.loads(capsys.readouterr().out)["shards"]] == ["up", "up"]
+
+
+@pytest.mark.cluster
+def test_nothing_of_it_listens_beyond_loopback(running: Running) -> None:
+    heard = listening(session(running.pid))
+    assert len(heard) > 3
+    assert set().union(*heard.values()) <= {"127.0.0.1", "::1"}
+
+
+@pytest.mark.cluster
+def test_other_rays_of_this_user_do_not_take_it_for_theirs(running: Running) -> None:
+    ours = Path(tempfile.gettempdir(), f"kvcluster-{os.getuid()}", str(running.port), "ray_current_cluster")
+    theirs = Path(tempfile.gettempdir(), "ray", "ray_current_cluster")
+    assert not theirs.exists() or theirs.read_text(encoding="utf-8") != ours.read_text(encoding="utf-8")
+
+
+@pytest.mark.cluster
+def test_its_actors_come_back_although_nobody_watches_them(running: Running) -> None:
+    def actors() -> set[int]:
+        names = {pid: Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8") for pid in session(running.pid)}
+        return {pid for pid, name in names.items() if "Actor" in name}
+
+    before = actors()
+    assert len(before) == 3
+    with kvcluster.connect(running.address, SPEC) as client:
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        eventually(lambda: client.store(tokens(2), kv(2)).blocks == 8)
+        assert not actors() & before
+
+
+@pytest.mark.cluster
+def test_down_leaves_no_process_and_no_file(running: Running) -> None:
+    assert session(running.pid)
+    assert background.down(running.port)
+    assert session(running.pid) == []
+    folder = Path(tempfile.gettempdir()) / f"kvcluster-{os.getuid()}"
+    assert [path.name for path in folder.iterdir() if path.name.startswith(str(running.port))] == []
+    assert background.find(running.port) is None
+    assert not background.down(running.port)

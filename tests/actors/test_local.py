@@ -1,0 +1,167 @@
+"""An embedded cluster between real processes: what is shared, and what is left of whatever is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kvcluster
+from kvcluster.actors.local import LocalCluster
+from kvcluster.client import Client
+from kvcluster.core.reasons import MissReason
+from kvcluster.core.spec import Part
+from kvcluster.errors import ConfigError
+from tests.actors.processes import descendants, listening, outcome, start_worker
+from tests.actors.worker import SPEC, digest, kv, tokens
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    """Leases are short and reports frequent, so that their end is soon seen."""
+    config = {"shard": {"lease_ttl_ms": 2_000, "report_interval_ms": 100}, "client": {"deadline_ms": 60_000}}
+    with kvcluster.local(shards=2, device_bytes="64MiB", config=config) as running:
+        yield running
+
+
+@pytest.fixture
+def client(cluster: LocalCluster) -> Iterator[Client]:
+    with kvcluster.connect(cluster.address, SPEC) as client:
+        yield client
+
+
+def store(client: Client, seed: int) -> None:
+    stored = client.store(tokens(seed), kv(seed))
+    assert (stored.blocks, stored.miss) == (8, None)
+    assert client.flush()
+
+
+def shards(client: Client) -> dict[str, Any]:
+    return {shard["shard"]: shard for shard in client.status()["shards"]}
+
+
+def total(client: Client, counted: str) -> int:
+    return sum(shard[counted] for shard in shards(client).values())
+
+
+def test_a_process_that_starts_later_loads_the_same_bytes(cluster: LocalCluster, client: Client) -> None:
+    store(client, 1)
+    assert outcome(start_worker("load", cluster.address, 1)) == {"tokens": 128, "digest": digest(kv(1))}
+
+
+def test_two_processes_redeem_one_ticket_each_for_its_own_layers_and_heads(
+    cluster: LocalCluster, client: Client
+) -> None:
+    store(client, 2)
+    parts = [Part(0, 1, 0, 4), Part(1, 4, 1, 3)]
+    with client.prepare_load(client.hashes(tokens(2)), whole=True) as ticket:
+        workers = [
+            start_worker(
+                "redeem",
+                cluster.address,
+                bytes(ticket).hex(),
+                *(p.layer_start, p.layer_stop, p.head_start, p.head_stop),
+            )
+            for p in parts
+        ]
+        for part, worker in zip(parts, workers, strict=True):
+            mine = kv(2)[:, part.layer_start : part.layer_stop, :, :, part.head_start : part.head_stop]
+            assert outcome(worker) == {"blocks": 8, "digest": digest(mine)}
+
+
+def test_nothing_listens_beyond_loopback(cluster: LocalCluster) -> None:
+    heard = listening([os.getpid(), *descendants(os.getpid())])
+    assert set(cluster.pids()) <= set(heard)
+    assert set().union(*heard.values()) <= {"127.0.0.1", "::1"}
+
+
+def test_the_coordinator_does_without_torch(cluster: LocalCluster) -> None:
+    def has_torch(pid: int) -> bool:
+        with open(f"/proc/{pid}/maps", encoding="utf-8") as maps:
+            return "libtorch" in maps.read()
+
+    coordinator, *_ = cluster.pids()
+    assert has_torch(os.getpid())
+    assert not has_torch(coordinator)
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(cluster: LocalCluster) -> None:
+    port = int(cluster.address.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"), kvcluster.local(port=port):
+        raise AssertionError("it started")
+
+
+def test_a_second_cluster_on_the_same_ray_is_another_cluster(client: Client) -> None:
+    store(client, 3)
+    with kvcluster.local(device_bytes="16MiB") as second:
+        assert second.client(SPEC).lookup(tokens(3)).blocks == 0
+    assert client.lookup(tokens(3)).blocks == 8
+
+
+def test_a_worker_killed_mid_store_leaves_neither_lease_nor_page(cluster: LocalCluster, client: Client) -> None:
+    store(client, 4)
+    pages, aborted = total(client, "pages"), sum(s["counters"]["aborted"] for s in shards(client).values())
+    with start_worker("store", cluster.address, 5, 64, "SIGKILL", 40) as worker:
+        assert worker.wait() == -signal.SIGKILL
+    eventually(lambda: sum(s["counters"]["aborted"] for s in shards(client).values()) > aborted)
+    eventually(lambda: total(client, "leases") == 0)
+    assert total(client, "pages") == pages
+    assert client.lookup(tokens(5, 64)).blocks == 0
+
+
+def test_a_worker_that_freezes_mid_store_loses_its_lease_and_is_told(cluster: LocalCluster, client: Client) -> None:
+    pages = total(client, "pages")
+    with start_worker("store", cluster.address, 6, 64, "SIGSTOP", 40) as worker:
+        try:
+            eventually(lambda: total(client, "leases") > 0)
+            eventually(lambda: total(client, "leases") == 0)
+        finally:
+            worker.send_signal(signal.SIGCONT)
+        frozen = outcome(worker)
+    assert frozen["blocks"] == 0
+    assert frozen["miss"] != "None"
+    assert client.lookup(tokens(6, 64)).blocks == 0
+    assert total(client, "pages") == pages
+
+
+def test_a_killed_shard_comes_back_empty_under_a_new_epoch(cluster: LocalCluster, client: Client) -> None:
+    store(client, 7)
+    holder = client.explain(tokens(7))[0].shard
+    before = shards(client)[holder]
+    os.kill(cluster.pids()[1 + sorted(shards(client)).index(holder)], signal.SIGKILL)
+
+    def is_back() -> bool:
+        now = shards(client)[holder]
+        return bool(now["epoch"] > before["epoch"] and now["state"] == "up")
+
+    eventually(is_back)
+    assert shards(client)[holder]["pages"] == 0
+    assert {block.reason for block in client.explain(tokens(7))} == {MissReason.SHARD_LOST}
+    store(client, 7)
+    out = torch.zeros_like(kv(7))
+    assert client.load(tokens(7), out) == 128
+    assert torch.equal(out, kv(7))
+
+
+def test_a_killed_coordinator_comes_back_at_its_address_and_relearns_every_block(
+    cluster: LocalCluster, client: Client
+) -> None:
+    store(client, 8)
+    before, (coordinator, *_) = client.status()["epoch"], cluster.pids()
+    os.kill(coordinator, signal.SIGKILL)
+    # In between there are misses, and no errors.
+    eventually(
+        lambda: client.lookup(tokens(8), deadline_ms=1_000).blocks == 8 and coordinator not in descendants(os.getpid())
+    )
+    assert client.status()["epoch"] > before
+    out = torch.zeros_like(kv(8))
+    assert client.load(tokens(8), out) == 128
+    assert torch.equal(out, kv(8))
+    store(client, 9)

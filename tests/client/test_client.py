@@ -1,0 +1,170 @@
+"""What a client tells of the cluster: `explain`, `status`, estimates; and the life of a client itself."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from kvcluster.client.results import BlockExplanation, Stored
+from kvcluster.core.reasons import MissReason
+from kvcluster.testing import MemoryCluster
+from kvcluster.transport.seam import Deadline
+from tests.client.build import (
+    BLOCK,
+    BOUND_S,
+    PAGE_BYTES,
+    SPEC,
+    Hold,
+    Port,
+    Steps,
+    kv,
+    prompt,
+    room,
+    same,
+    watched_client,
+)
+from tests.client.conftest import Start
+
+TOKENS = prompt(3)
+
+
+# ---------------------------------------------------------------------------------------------- explain
+
+
+def test_explain_says_of_each_block_where_it_is_or_why_it_is_not(start: Start) -> None:
+    cluster = start(shards=1, device_bytes="1MiB")
+    client, hold = cluster.client(SPEC), Hold()
+    client.store(TOKENS, kv(3))
+    client.flush()
+    longer = TOKENS + prompt(1, seed=1)
+    with watched_client(cluster, Steps(send=hold)) as writer:
+        transfer = writer.begin_store(writer.hashes(longer), kv(4))
+        hold.wait_reached()
+        explained = client.explain([*longer, *prompt(1, seed=2), 1, 2])
+        hold.let_go()
+        assert transfer.result() == Stored(1, 3, 0, PAGE_BYTES)
+    assert explained == [
+        *(BlockExplanation(block, True, "device", "shard-0") for block in range(3)),
+        BlockExplanation(3, False, reason=MissReason.PENDING),
+        BlockExplanation(4, False, reason=MissReason.NEVER_SEEN),
+        BlockExplanation(5, False, reason=MissReason.BELOW_BLOCK, detail=f"2 tokens fill no block of {BLOCK}"),
+    ]
+    assert [str(e) for e in explained[2:]] == [
+        "block 2: hit (device, shard-0)",
+        "block 3: miss, pending",
+        "block 4: miss, never_seen",
+        "block 5: miss, below_block (2 tokens fill no block of 4)",
+    ]
+
+
+def test_explain_promises_and_touches_nothing(cluster: MemoryCluster) -> None:
+    client = cluster.client(SPEC)
+    client.store(TOKENS, kv(3))
+    client.flush()
+    stamps = [record.stamp for space in cluster.coordinator_core().directory for record in space.index]
+    assert all(e.hit for e in client.explain(TOKENS))
+    assert [record.stamp for space in cluster.coordinator_core().directory for record in space.index] == stamps
+    assert client.status()["tickets"] == 0
+    assert client.status()["counters"]["asked_blocks"] == 0
+
+
+def test_explain_of_nothing_is_nothing(cluster: MemoryCluster) -> None:
+    assert cluster.client(SPEC).explain([]) == []
+
+
+def test_a_lookup_promises_nothing(cluster: MemoryCluster) -> None:
+    client = cluster.client(SPEC)
+    client.store(TOKENS, kv(3))
+    client.flush()
+    assert client.lookup(TOKENS).blocks == 3
+    assert client.status()["tickets"] == 0
+
+
+# ----------------------------------------------------------------------------------------------- status
+
+
+def test_status_tells_shards_counters_and_hit_rate_as_plain_values(cluster: MemoryCluster) -> None:
+    client = cluster.client(SPEC)
+    status = client.status()
+    assert (status["hit_rate"], status["transports"], status["blocks"]) == (None, {}, 0)
+    client.store(TOKENS, kv(3))
+    client.flush()
+    client.lookup(TOKENS + prompt(3, seed=1))
+
+    status = client.status()
+    assert status == json.loads(json.dumps(status))
+    assert (status["state"], status["namespaces"], status["blocks"]) == ("serving", 1, 3)
+    assert status["hit_rate"] == 0.5
+    assert status["counters"]["committed_pages"] == status["counters"]["write_blocks"] == 3
+    assert [shard["shard"] for shard in status["shards"]] == ["shard-0", "shard-1"]
+    assert {shard["state"] for shard in status["shards"]} == {"up"}
+    assert sum(shard["pages"] for shard in status["shards"]) == 3
+    used = sum(shard["capacity_bytes"] - shard["free_bytes"] for shard in status["shards"])
+    assert used >= 3 * PAGE_BYTES, "and what is left over behind them in their extents"
+    assert list(status["transports"].values()) == ["memory"]
+
+
+def test_a_lookup_estimates_the_load_once_there_was_one(cluster: MemoryCluster) -> None:
+    client = cluster.client(SPEC)
+    client.store(TOKENS, kv(3))
+    client.flush()
+    assert client.lookup(TOKENS).load_seconds is None
+    client.load(TOKENS, room(3))
+    whole, first = client.lookup(TOKENS).load_seconds, client.lookup(TOKENS[:BLOCK]).load_seconds
+    assert whole is not None and first is not None
+    assert whole == pytest.approx(3 * first) and first > 0
+    assert client.lookup(prompt(1, seed=5)).load_seconds == 0
+
+
+# ------------------------------------------------------------------------------------- the client itself
+
+
+def test_a_spec_is_named_to_the_cluster_once(cluster: MemoryCluster) -> None:
+    port = Port(cluster)
+    with watched_client(cluster, port=port) as client:
+        assert port.asked == [], "nothing is asked before the first call"
+        client.attach(Deadline.after_ms(BOUND_S * 1e3))
+        client.hashes(TOKENS)
+        client.hashes(TOKENS, adapter="")
+        assert len(port.asked) == 1
+        client.hashes(TOKENS, adapter="sha256:lora")
+        client.hashes(TOKENS, adapter="sha256:lora")
+        assert len(port.asked) == 2
+
+
+def test_threads_share_a_client(cluster: MemoryCluster) -> None:
+    client, together, failed = cluster.client(SPEC), threading.Barrier(4), []
+
+    def use(seed: int) -> None:
+        tokens = prompt(3, seed)
+        together.wait(BOUND_S)
+        try:
+            for _ in range(5):
+                client.store(tokens, kv(3, seed))
+                assert client.flush()
+                into = room(3)
+                assert client.load(tokens, into) == 3 * BLOCK
+                assert same(into, kv(3, seed))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(BOUND_S)
+    assert failed == [] and not any(thread.is_alive() for thread in threads)
+    assert client.status()["counters"]["write_blocks"] == 12
+
+
+def test_a_client_leaves_no_thread_behind(cluster: MemoryCluster) -> None:
+    before = threading.active_count()
+    with watched_client(cluster) as client:
+        client.store(TOKENS, kv(3))
+        client.flush()
+        client.prepare_load(client.hashes(TOKENS))
+        assert client.load(TOKENS, room(3)) == 3 * BLOCK
+        assert threading.active_count() == before + 3, "one to load, one to store, one to keep tickets"
+    assert threading.active_count() == before

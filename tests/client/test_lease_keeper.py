@@ -1,0 +1,180 @@
+"""The keeper of tickets: it renews what is kept, ends what is released, and makes nobody wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvcluster.client.lease_keeper import LeaseKeeper
+from kvcluster.core.ids import Attempt, Holder
+from kvcluster.testing import MemoryCluster
+from tests.client.build import BOUND_S, SPEC, Hold, kv, prompt
+from tests.client.conftest import Start
+
+SHORT_NS = 3_000_000
+LONG_NS = 3_600_000_000_000
+ONE, TWO, THREE = (Attempt(Holder(b"h" * 16), number) for number in (1, 2, 3))
+
+
+class Coordinator:
+    """Whom a keeper speaks to: it notes what it is told, and answers as the test likes."""
+
+    def __init__(self) -> None:
+        self.renewed: list[Attempt] = []
+        self.ended: list[Attempt] = []
+        self.knows = True
+        self.hears = True
+        self.hold: Hold | None = None
+        self._told = threading.Condition()
+
+    def renew(self, attempt: Attempt) -> bool:
+        with self._told:
+            self.renewed.append(attempt)
+            self._told.notify_all()
+            return self.knows
+
+    def end(self, attempt: Attempt) -> bool:
+        if self.hold is not None:
+            self.hold()
+        with self._told:
+            self.ended.append(attempt)
+            self._told.notify_all()
+            return self.hears
+
+    def wait_renewed(self, attempt: Attempt, times: int) -> None:
+        with self._told:
+            assert self._told.wait_for(lambda: self.renewed.count(attempt) >= times, BOUND_S)
+
+    def wait_ended(self, attempt: Attempt) -> None:
+        with self._told:
+            assert self._told.wait_for(lambda: attempt in self.ended, BOUND_S)
+
+
+@pytest.fixture
+def coordinator() -> Coordinator:
+    return Coordinator()
+
+
+@contextmanager
+def keeping(coordinator: Coordinator) -> Iterator[LeaseKeeper]:
+    keeper = LeaseKeeper(coordinator.renew, coordinator.end)
+    try:
+        yield keeper
+    finally:
+        keeper.close()
+
+
+def test_a_kept_ticket_is_renewed_again_and_again(coordinator: Coordinator) -> None:
+    with keeping(coordinator) as keeper:
+        keeper.keep(ONE, SHORT_NS)
+        coordinator.wait_renewed(ONE, 3)
+
+
+def test_tickets_are_renewed_each_in_its_own_time(coordinator: Coordinator) -> None:
+    with keeping(coordinator) as keeper:
+        keeper.keep(ONE, LONG_NS)
+        keeper.keep(TWO, SHORT_NS)
+        coordinator.wait_renewed(TWO, 3)
+    assert ONE not in coordinator.renewed
+
+
+def test_a_ticket_that_is_gone_is_let_go_and_not_ended(coordinator: Coordinator) -> None:
+    coordinator.knows = False
+    with keeping(coordinator) as keeper:
+        keeper.keep(ONE, SHORT_NS)
+        coordinator.wait_renewed(ONE, 1)
+        coordinator.knows = True
+        keeper.keep(TWO, SHORT_NS)
+        coordinator.wait_renewed(TWO, 3)
+    assert coordinator.renewed.count(ONE) == 1
+    assert coordinator.ended == [TWO]
+
+
+def test_a_released_ticket_is_ended_once_and_renewed_no_more(coordinator: Coordinator) -> None:
+    with keeping(coordinator) as keeper:
+        keeper.keep(ONE, SHORT_NS)
+        coordinator.wait_renewed(ONE, 1)
+        keeper.release(ONE)
+        keeper.release(ONE)
+        coordinator.wait_ended(ONE)
+        renewed = coordinator.renewed.count(ONE)
+        keeper.keep(TWO, SHORT_NS)
+        coordinator.wait_renewed(TWO, 3)
+        assert coordinator.renewed.count(ONE) == renewed
+    assert coordinator.ended == [ONE, TWO]
+
+
+def test_what_was_never_kept_is_not_ended(coordinator: Coordinator) -> None:
+    with keeping(coordinator) as keeper:
+        keeper.release(THREE)
+        keeper.keep(ONE, LONG_NS)
+    assert coordinator.ended == [ONE]
+
+
+def test_a_release_returns_while_the_coordinator_hangs(coordinator: Coordinator) -> None:
+    coordinator.hold = hold = Hold()
+    with keeping(coordinator) as keeper:
+        keeper.keep(ONE, LONG_NS)
+        keeper.keep(TWO, LONG_NS)
+        keeper.release(ONE)
+        hold.wait_reached()
+        keeper.release(TWO)
+        assert coordinator.ended == []
+        hold.let_go()
+    assert coordinator.ended == [ONE, TWO]
+
+
+def test_a_farewell_that_nobody_hears_is_the_last_of_those_waiting(coordinator: Coordinator) -> None:
+    coordinator.hears = False
+    with keeping(coordinator) as keeper:
+        for attempt in (ONE, TWO, THREE):
+            keeper.keep(attempt, LONG_NS)
+    assert coordinator.ended == [ONE]
+
+
+def test_a_keeper_of_nothing_closes(coordinator: Coordinator) -> None:
+    with keeping(coordinator):
+        pass
+    assert (coordinator.renewed, coordinator.ended) == ([], [])
+
+
+# ------------------------------------------------------------------------------------- within a client
+
+
+def test_a_ticket_lives_on_beyond_its_time_while_its_client_keeps_it(start: Start) -> None:
+    cluster = start(shards=1, device_bytes="1MiB", config={"coordinator": {"ticket_ttl_ms": 150, "hold_ms": 150}})
+    client, tokens = cluster.client(SPEC), prompt(2)
+    client.store(tokens, kv(2))
+    client.flush()
+    with client.prepare_load(client.hashes(tokens)) as ticket:
+        attempt = ticket.body.attempt
+        granted = cluster.coordinator_core().tickets.get(attempt)
+        assert granted is not None
+        first_expiry = granted.expires_at
+        # Renewed twice, it is past the time that it was given.
+        cluster.wait_until(lambda: granted.expires_at >= first_expiry + 2 * 40_000_000)
+        assert cluster.coordinator_core().tickets.get(attempt) is granted
+    cluster.wait_until_idle()
+    assert client.status()["tickets"] == 0
+
+
+def test_a_ticket_that_is_released_twice_or_in_a_with_block_is_ended_once(cluster: MemoryCluster) -> None:
+    client, tokens = cluster.client(SPEC), prompt(2)
+    client.store(tokens, kv(2))
+    client.flush()
+    with client.prepare_load(client.hashes(tokens)) as ticket:
+        assert client.status()["tickets"] == 1
+        ticket.release()
+    cluster.wait_until_idle()
+    assert client.status()["counters"]["late"] == 0
+
+
+def test_a_ticket_for_nothing_is_no_ticket(cluster: MemoryCluster) -> None:
+    client = cluster.client(SPEC)
+    for hashes in ([], client.hashes(prompt(2))):
+        with client.prepare_load(hashes) as ticket:
+            assert ticket.blocks == 0
+            assert client.status()["tickets"] == 0

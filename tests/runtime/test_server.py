@@ -1,0 +1,293 @@
+"""A server over a table of methods: who may ask what, and how every kind of trouble is told to the asker."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from kvcluster.core import limits
+from kvcluster.core.ids import CallId, Epoch, NamespaceId, ShardId, Tenant
+from kvcluster.core.messages import (
+    AttachedShard,
+    AttachShard,
+    Done,
+    Flush,
+    GetStatus,
+    Refused,
+    RefusedKind,
+    Reply,
+    Report,
+    ReportAck,
+    ShardInfo,
+)
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.spec import KVSpec
+from kvcluster.errors import (
+    CallerError,
+    ConfigError,
+    CredentialError,
+    KVClusterError,
+    LimitError,
+    ProtocolError,
+    SpecError,
+    Unreachable,
+)
+from kvcluster.runtime.auth import Authenticator, digest
+from kvcluster.runtime.server import Gate, Handler, Server, unary_handlers
+from kvcluster.transport.rpc import Connection
+from kvcluster.transport.seam import Deadline, Trouble
+from kvcluster.wire.methods import COORDINATOR, SHARD
+
+HOST = "127.0.0.1"
+BOUND_S = 20.0
+SECRET = "between the actors"
+CALL = CallId(7)
+SPEC = KVSpec.uniform(
+    model="m", weights="sha256:1", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float16", block_tokens=1
+)
+INFO = ShardInfo(ShardId("shard-0"), Epoch(1), "", "", 0, 0, 0, 0)
+REPORT = Report(CALL, INFO, Epoch(0), first=1)
+FLUSH = Flush(CALL, wait_ns=1)
+
+Ask = Callable[[Callable[[CallId], object], float], Reply]
+
+
+def soon() -> Deadline:
+    return Deadline.after_ms(BOUND_S * 1e3)
+
+
+@contextmanager
+def connected(handlers: dict[str, Handler], token: str | None = None) -> Iterator[Connection]:
+    server = Server(handlers, HOST, 0, threads=4)
+    server.start()
+    connection = Connection(server.address, token)
+    try:
+        yield connection
+    finally:
+        connection.close()
+        server.close(grace_s=0)
+
+
+def shard_methods(ask: Ask, tenants: dict[str, Tenant] | None = None) -> dict[str, Handler]:
+    hashed = None if tenants is None else {digest(token): tenant for token, tenant in tenants.items()}
+    return unary_handlers(SHARD, Gate(Authenticator(hashed, SECRET)), ask)
+
+
+def fails(error: BaseException) -> Ask:
+    def ask(build: Callable[[CallId], object], wait_s: float) -> Reply:
+        raise error
+
+    return ask
+
+
+# ------------------------------------------------------------------------------------------- questions and answers
+
+
+def test_a_question_is_asked_in_the_name_of_its_credential() -> None:
+    asked = []
+
+    def ask(build: Callable[[CallId], object], wait_s: float) -> Reply:
+        asked.append(build(CALL))
+        return AttachedShard(NamespaceId(b"n" * 32), Epoch(5), 9)
+
+    pretended = AttachShard(CallId(1), Tenant("somebody else"), SPEC)
+    with connected(shard_methods(ask, {"a token": Tenant("me")}), "a token") as connection:
+        answer = connection.ask(SHARD["Attach"], pretended, soon())
+    assert asked == [AttachShard(CALL, Tenant("me"), SPEC)]
+    assert answer == AttachedShard(NamespaceId(b"n" * 32), Epoch(5), 9)
+
+
+def test_a_refusal_is_an_answer() -> None:
+    refused = Refused(RefusedKind.LIMIT, "too many")
+    with connected(shard_methods(lambda build, wait_s: refused)) as connection:
+        assert connection.ask(SHARD["Flush"], FLUSH, soon()) == refused
+
+
+def test_a_question_waits_no_longer_than_its_asker() -> None:
+    waits = []
+
+    def ask(build: Callable[[CallId], object], wait_s: float) -> Reply:
+        waits.append(wait_s)
+        return Done()
+
+    with connected(shard_methods(ask)) as connection:
+        connection.ask(SHARD["Flush"], FLUSH, Deadline.after_ms(5_000))
+        connection.ask(SHARD["Flush"], FLUSH, Deadline.after_ms(1e9))
+    assert 0 < waits[0] < 6.0, "the asker's own"
+    assert waits[1] == 60.0, "no thread waits for ever"
+
+
+def test_a_ping_is_answered_without_asking_anybody() -> None:
+    with connected(shard_methods(fails(AssertionError("not the core")))) as connection:
+        assert connection.ask(SHARD["Ping"], None, soon()) == Done()
+        fat = replace(SHARD["Ping"], encode_request=lambda message: b"?")
+        with pytest.raises(ProtocolError, match="empty"):
+            connection.ask(fat, None, soon())
+
+
+# -------------------------------------------------------------------------------------------- who may ask
+
+
+@pytest.mark.parametrize("token", [None, "another", SECRET])
+def test_strangers_and_actors_are_no_tenants(token: str | None) -> None:
+    with (
+        connected(shard_methods(fails(AssertionError()), {"a token": Tenant("me")}), token) as connection,
+        pytest.raises(CredentialError),
+    ):
+        connection.ask(SHARD["Flush"], FLUSH, soon())
+
+
+def test_reports_are_for_the_shards_of_the_cluster_alone() -> None:
+    gate = Gate(Authenticator(None, SECRET))
+    handlers = unary_handlers(COORDINATOR, gate, lambda build, wait_s: ReportAck(Epoch(1), 0), frozenset({"Report"}))
+    with connected(handlers, SECRET) as shard:
+        assert shard.ask(COORDINATOR["Report"], REPORT, soon()) == ReportAck(Epoch(1), 0)
+        with pytest.raises(CredentialError, match="GetStatus"):
+            shard.ask(COORDINATOR["GetStatus"], GetStatus(CALL), soon())
+    with connected(handlers) as worker, pytest.raises(CredentialError, match="Report"):
+        worker.ask(COORDINATOR["Report"], REPORT, soon())
+
+
+# ------------------------------------------------------------------------------------------- how trouble is told
+
+
+@pytest.mark.parametrize(
+    ("raised", "heard", "says"),
+    [
+        (SpecError("no such part"), CallerError, "no such part"),
+        (LimitError("too many"), CallerError, "too many"),
+        (ProtocolError("version 9"), ProtocolError, "version 9"),
+        (CredentialError("who?"), CredentialError, "who?"),
+        (ConfigError("no port"), ProtocolError, "no port"),
+        (Trouble(Miss(MissReason.SHARD_LOST, "is ending")), Trouble, "is ending"),
+        (Trouble(Miss(MissReason.DEADLINE)), Trouble, "deadline"),
+        (RuntimeError("a mistake of ours"), Trouble, "shard_lost"),
+    ],
+)
+def test_what_is_raised_there_is_raised_here(
+    raised: BaseException, heard: type[KVClusterError | Trouble], says: str
+) -> None:
+    with connected(shard_methods(fails(raised))) as connection, pytest.raises(heard, match=says):
+        connection.ask(SHARD["Flush"], FLUSH, soon())
+
+
+def test_a_question_that_is_malformed_never_comes_near_the_core() -> None:
+    def ask(build: Callable[[CallId], object], wait_s: float) -> Reply:
+        build(CALL)
+        raise AssertionError("nothing was built")
+
+    malformed = replace(SHARD["Attach"], encode_request=lambda message: b"\xff\xff\xff")
+    with connected(shard_methods(ask)) as connection, pytest.raises(ProtocolError, match="no AttachRequest"):
+        connection.ask(malformed, None, soon())
+
+
+def test_an_answer_that_is_malformed_is_a_protocol_error() -> None:
+    method = replace(SHARD["Flush"], encode_reply=lambda reply: b"\xff\xff\xff")
+    handlers = unary_handlers({"Flush": method}, Gate(Authenticator(None, SECRET)), lambda build, wait_s: Done())
+    with connected(handlers) as connection, pytest.raises(ProtocolError):
+        connection.ask(SHARD["Flush"], FLUSH, soon())
+
+
+def test_an_answer_of_another_kind_is_a_protocol_error() -> None:
+    method = replace(SHARD["Flush"], encode_reply=lambda reply: SHARD["Attach"].encode_reply(attached))
+    attached = AttachedShard(NamespaceId(b"n" * 32), Epoch(5), 9)
+    handlers = unary_handlers({"Flush": method}, Gate(Authenticator(None, SECRET)), lambda build, wait_s: attached)
+    with connected(handlers) as connection, pytest.raises(ProtocolError, match="AttachedShard"):
+        connection.ask(SHARD["Flush"], FLUSH, soon())
+
+
+def test_a_method_that_the_server_does_not_have_is_a_protocol_error() -> None:
+    with (
+        connected(shard_methods(fails(AssertionError()))) as connection,
+        pytest.raises(ProtocolError, match="does not speak kvcluster"),
+    ):
+        connection.ask(COORDINATOR["GetStatus"], GetStatus(CALL), soon())
+
+
+def test_a_message_that_is_too_large_is_refused_by_the_server_that_gets_it() -> None:
+    huge = replace(SHARD["Flush"], encode_request=lambda message: bytes(limits.MESSAGE_BYTES + 1))
+    with connected(shard_methods(fails(AssertionError()))) as connection, pytest.raises(LimitError):
+        connection.ask(huge, None, soon())
+
+
+# ------------------------------------------------------------------------------------------ listening and closing
+
+
+def test_a_port_where_something_listens_is_a_config_error() -> None:
+    with socket.create_server((HOST, 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on {HOST}:{port}.*--port"):
+            Server({}, HOST, port, threads=2)
+
+
+def test_two_servers_never_share_a_port() -> None:
+    first = Server({}, HOST, 0, threads=2)
+    first.start()
+    with pytest.raises(ConfigError, match=str(first.port)):
+        Server({}, HOST, first.port, threads=2)
+    first.close()
+    again = Server({}, HOST, first.port, threads=2)
+    assert again.port == first.port, "the port is free when its server has closed"
+    again.close()
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", ""])
+def test_an_address_that_is_not_of_this_machine_is_a_config_error(host: str) -> None:
+    with pytest.raises(ConfigError, match="cannot listen"):
+        Server({}, host, 0, threads=2)
+
+
+def test_a_server_that_was_closed_is_gone() -> None:
+    server = Server(shard_methods(lambda build, wait_s: Done()), HOST, 0, threads=2)
+    server.start()
+    connection = Connection(server.address, None)
+    connection.wait_ready(soon())
+    server.close(grace_s=0)
+    server.close(grace_s=0)
+    with pytest.raises(Trouble, match="shard_lost"):
+        connection.ask(SHARD["Ping"], None, soon())
+    with pytest.raises(Unreachable, match=server.address):
+        connection.wait_ready(Deadline.after_ms(50))
+    connection.close()
+
+
+def test_closing_does_not_wait_for_questions_without_an_answer() -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def ask(build: Callable[[CallId], object], wait_s: float) -> Reply:
+        asked.set()
+        assert answer.wait(BOUND_S)
+        return Done()
+
+    troubles: list[Trouble] = []
+
+    def worker() -> None:
+        try:
+            connection.ask(SHARD["Flush"], FLUSH, soon())
+        except Trouble as trouble:
+            troubles.append(trouble)
+
+    server = Server(shard_methods(ask), HOST, 0, threads=2)
+    server.start()
+    connection = Connection(server.address, None)
+    thread = threading.Thread(target=worker)
+    thread.start()
+    assert asked.wait(BOUND_S)
+    server.close(grace_s=0)
+    assert not answer.is_set(), "closed while the question was still open"
+    thread.join(BOUND_S)
+    assert [trouble.miss.reason for trouble in troubles] == [MissReason.SHARD_LOST]
+    answer.set()
+    connection.close()
+
+
+def test_a_connection_that_was_closed_is_trouble_and_no_crash() -> None:
+    with connected(shard_methods(lambda build, wait_s: Done())) as connection:
+        connection.close()
+        with pytest.raises(Trouble, match="closed"):
+            connection.ask(SHARD["Ping"], None, soon())
