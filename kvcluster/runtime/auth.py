@@ -13,7 +13,6 @@ import ipaddress
 import re
 import secrets
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvcluster.config import ServerConfig
 from kvcluster.core import limits
@@ -88,13 +87,15 @@ def parse_tokens(text: str) -> dict[str, Tenant]:
 def authenticator(config: ServerConfig, internal_secret: str) -> Authenticator:
     """From the configuration. Raises ConfigError where it would let strangers in."""
     if config.token_file:
-        path = Path(config.token_file)
+        path = config.token_file
         try:
-            if path.stat().st_size > limits.TOKEN_FILE_BYTES:
-                raise ConfigError(f"token file {path} is larger than {limits.TOKEN_FILE_BYTES} bytes")
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            with open(path, "rb") as file:
+                data = file.read(limits.TOKEN_FILE_BYTES + 1)
+            text = data.decode("utf-8")
+        except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read the token file {path}: {error}") from None
+        if len(data) > limits.TOKEN_FILE_BYTES:
+            raise ConfigError(f"token file {path} is larger than {limits.TOKEN_FILE_BYTES} bytes")
         return Authenticator(parse_tokens(text), internal_secret)
     if not is_loopback(config.host) and not config.insecure:
         raise ConfigError(

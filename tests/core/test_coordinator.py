@@ -13,8 +13,9 @@ from kvcluster.config import CoordinatorConfig
 from kvcluster.core import coordinator as machine
 from kvcluster.core import evictor, limits
 from kvcluster.core.coordinator import Coordinator
-from kvcluster.core.eviction import ColdQueue
+from kvcluster.core.eviction import ColdQueue, Verdict
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, ShardId, Tenant
+from kvcluster.core.index import BlockRecord
 from kvcluster.core.invariants import check_coordinator
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
@@ -540,6 +541,13 @@ def test_what_a_ticket_left_unwritten_others_may_write_when_it_ends() -> None:
     assert decisions(coordinator.store(attempt(2), [A, B])) == [(1, Decision.COMMITTED), (1, Decision.PENDING)]
     end_ticket(coordinator, attempt(1))
     assert decisions(coordinator.store(attempt(2), [A, B])) == [(1, Decision.COMMITTED), (1, Decision.WRITE)]
+
+
+def test_what_was_written_and_evicted_others_may_write_while_the_ticket_still_runs() -> None:
+    coordinator, voice = LoneCoordinator.serving()
+    coordinator.store(attempt(1), [A, B])
+    voice.report(page(A), gone(A))
+    assert decisions(coordinator.store(attempt(2), [A, B])) == [(1, Decision.WRITE), (1, Decision.PENDING)]
 
 
 def test_a_writer_that_died_keeps_nobody_from_writing_for_longer_than_its_ticket() -> None:
@@ -1083,10 +1091,19 @@ def test_a_search_that_was_cut_short_makes_no_shard_full(monkeypatch: pytest.Mon
     coordinator.load(attempt(1), [A, B, C])
     voice.report(*pages(chain(1, seed=8)))
     search = ColdQueue.coldest
-    monkeypatch.setattr(ColdQueue, "coldest", lambda *args: search(*args, max_inspected=2))
+    searches: list[int] = []
+
+    def short(
+        queue: ColdQueue[BlockRecord], count: int, verdict: Callable[[BlockRecord], Verdict]
+    ) -> list[BlockRecord]:
+        searches.append(count)
+        return search(queue, count, verdict, max_inspected=2)
+
+    monkeypatch.setattr(ColdQueue, "coldest", short)
     found: list[BlockHash] = []
-    for _ in range(4):
-        found += ordered(voice.report(pressure=PAGE))
+    for reports in range(1, 5):
+        found += ordered(voice.report(pressure=9 * PAGE))
+        assert len(searches) <= reports, "nor does it search on in the same step"
         assert decisions(coordinator.store(attempt(2), [D])) == [(1, Decision.WRITE)]
     assert found[:1] == list(chain(1, seed=8))
 
@@ -1103,12 +1120,15 @@ def test_while_rebuilding_nothing_is_evicted() -> None:
     assert ordered(voice.report(pressure=PAGE)) == [A]
 
 
-def test_a_queue_forgets_what_went_without_an_order() -> None:
-    coordinator, voice = LoneCoordinator.serving(hold_ms=0)
-    blocks = chain(1_200)
-    voice.report(*pages(blocks))
-    voice.report(*(gone(block, corrupt=True) for block in blocks[1:]))
-    assert ordered(voice.report(pressure=2 * PAGE)) == [A]
+def test_a_queue_forgets_what_went_without_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = ColdQueue.coldest
+    monkeypatch.setattr(ColdQueue, "coldest", lambda *args: search(*args, max_inspected=1))
+    coordinator, voice = LoneCoordinator.serving(*pages([A]), hold_ms=0)
+    coordinator.now += SECOND
+    later = chain(1_200, seed=8)
+    voice.report(*pages(later))
+    voice.report(*(gone(block, corrupt=True) for block in later))
+    assert ordered(voice.report(pressure=PAGE)) == [A]
     [member] = coordinator.core.members.all()
     assert len(member.cold) == 0
 

@@ -1,0 +1,273 @@
+"""The command line as a person meets it: what it prints, what it refuses, and in which words."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import kvcluster
+from kvcluster.cli.main import main
+from kvcluster.errors import CredentialError
+from tests.actors.worker import SPEC, kv, tokens
+
+ROOT = Path(__file__).parents[2]
+HIDE = "import sys; sys.modules[{0!r}] = None; from kvcluster.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+def kvc(*arguments: str, hidden: str = "", token: str | None = None) -> subprocess.CompletedProcess[str]:
+    """`kvcluster ARGUMENTS` in a process of its own; in a Python without the package `hidden`, if one is named."""
+    program = ["-c", HIDE.format(hidden)] if hidden else ["-m", "kvcluster.cli.main"]
+    env = {name: value for name, value in os.environ.items() if name != "KVCLUSTER_TOKEN"}
+    if token is not None:
+        env["KVCLUSTER_TOKEN"] = token
+    return subprocess.run(
+        [sys.executable, *program, *arguments], capture_output=True, text=True, cwd=ROOT, env=env, check=False
+    )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+# ------------------------------------------------------------------------------------- without a cluster
+
+
+@pytest.mark.parametrize("command", ["up", "down", "status", "demo", "bench", "token"])
+def test_help_lists_every_command_and_explains_each(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], [command, "--help"]):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 0
+        assert f"kvcluster {command}" in capsys.readouterr().out or command in arguments[0]
+
+
+@pytest.mark.parametrize("arguments", [["up", "--shard", "2"], ["stauts"], [], ["bench"]])
+def test_an_unknown_command_or_option_is_named_and_never_guessed(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert "usage: kvcluster" in said
+    assert all(word in said for word in arguments[-1:]) or "required" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--device-bytes", "1Gig"], "shard.device_bytes: '1Gig' is no size; write bytes, or a number with KiB, MiB"),
+        (["--device-bytes", "1KiB"], "shard.device_bytes must hold at least a page"),
+        (["--shards", "0"], "shards must be at least 1"),
+        (["--port", "0"], "needs a port to be found at; give --port"),
+        (["--port", "70000"], "server.port must be between 0 and 65535"),
+        (["--host", "0.0.0.0"], "refusing to listen on 0.0.0.0 without a token file"),
+        (["--token-file", "nowhere"], "cannot read the token file nowhere"),
+        (["--config", "nowhere.toml"], "cannot read the configuration nowhere.toml"),
+    ],
+)
+def test_up_says_what_is_wrong_with_a_setting(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", "--port", str(free_port()), *arguments]) == 1
+    said = capsys.readouterr()
+    assert sentence in said.err
+    assert said.err.startswith("kvcluster: ")
+    assert said.out == ""
+
+
+def test_up_says_that_a_port_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert main(["up", "--port", str(port)]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_status_and_down_say_that_nothing_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    port = str(free_port())
+    assert main(["status", "--port", port]) == 1
+    assert f"no cluster answers at 127.0.0.1:{port}; `kvcluster up` starts one" in capsys.readouterr().err
+    assert main(["down", "--port", port]) == 1
+    assert f"nothing to stop: `kvcluster up` started nothing on port {port}" in capsys.readouterr().err
+
+
+def test_status_refuses_an_address_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--address", "localhost"]) == 1
+    assert "'localhost' is not host:port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["up", "down"])
+def test_a_missing_extra_is_named_with_the_command_that_mends_it(command: str) -> None:
+    done = kvc(command, "--port", "7071", hidden="ray")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "kvcluster: this needs ray, which is not installed: pip install 'kvcluster[cluster]'\n"
+
+
+def test_token_makes_a_secret_and_the_line_that_admits_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["token", "--tenant", "team-a"]) == 0
+    first = Credential.parse(capsys.readouterr().out)
+    assert main(["token", "--tenant", "team-a"]) == 0
+    assert Credential.parse(capsys.readouterr().out).secret != first.secret
+    assert first.line.endswith("  team-a")
+    assert first.secret not in first.line
+
+
+def test_token_refuses_a_tenant_that_no_file_can_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["token", "--tenant", "team a"]) == 1
+    assert "expected 'sha256:<64 hex digits>  <tenant>'" in capsys.readouterr().err
+
+
+# ----------------------------------------------------------------------------- with one, and two tenants
+
+
+@dataclass(frozen=True)
+class Credential:
+    """What `kvcluster token` prints."""
+
+    secret: str
+    line: str
+
+    @classmethod
+    def parse(cls, printed: str) -> Credential:
+        _, secret, _, line = printed.splitlines()
+        return cls(secret.strip(), line.strip())
+
+
+@dataclass(frozen=True)
+class Up:
+    """A cluster that the command line started."""
+
+    port: str
+    said: list[str]
+    tenants: Mapping[str, Credential]
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """Two shards for two tenants, started by two impatient people at once."""
+    tenants = {name: Credential.parse(kvc("token", "--tenant", name).stdout) for name in ("red", "blue")}
+    token_file = tmp_path_factory.mktemp("credentials") / "tokens"
+    token_file.write_text("# who may\n" + "".join(f"{t.line}\n" for t in tenants.values()), encoding="utf-8")
+    port = str(free_port())
+    up = ["up", "--shards", "2", "--device-bytes", "64MiB", "--port", port, "--token-file", str(token_file)]
+    command = [sys.executable, "-m", "kvcluster.cli.main", *up]
+    try:
+        both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
+        said = [process.communicate()[0] for process in both]
+        assert [process.returncode for process in both] == [0, 0]
+        yield Up(port, said, tenants)
+    finally:
+        kvc("down", "--port", port)
+
+
+@pytest.mark.cluster
+def test_up_starts_one_cluster_however_many_ask_and_says_how_to_go_on(cluster: Up) -> None:
+    first, *rest = zip(*(said.splitlines() for said in cluster.said), strict=True)
+    assert sorted(first) == [f"already up at {cluster.address}: 2 shard(s)", f"up at {cluster.address}: 2 shard(s)"]
+    on = f"`kvcluster status --port {cluster.port}` shows it, `kvcluster down --port {cluster.port}` ends it"
+    assert rest == [(on, on)]
+
+
+@pytest.mark.cluster
+def test_status_prints_a_row_a_shard(cluster: Up) -> None:
+    done = kvc("status", "--port", cluster.port, token=cluster.tenants["red"].secret)
+    assert (done.returncode, done.stderr) == (0, "")
+    head, rates, columns, *rows = done.stdout.splitlines()
+    assert head.startswith(f"{cluster.address}  serving, up ")
+    assert rates.startswith("hit rate ")
+    assert columns.split() == ["shard", "state", "tier", "used", "of", "pages", "leases", "evicted", "address"]
+    assert [row.split()[:3] for row in rows] == [["shard-0", "up", "device"], ["shard-1", "up", "device"]]
+    assert all("64.0 MiB" in row for row in rows)
+
+
+@pytest.mark.cluster
+def test_status_as_json_says_the_same_to_machines(cluster: Up) -> None:
+    done = kvc("status", "--address", cluster.address, "--json", "--token", cluster.tenants["red"].secret)
+    status = json.loads(done.stdout)
+    assert [(shard["shard"], shard["capacity_bytes"]) for shard in status["shards"]] == [
+        ("shard-0", 64 * 2**20),
+        ("shard-1", 64 * 2**20),
+    ]
+    assert {"hit_rate", "state", "counters"} <= status.keys()
+
+
+@pytest.mark.cluster
+def test_status_without_rich_offers_json_instead(cluster: Up) -> None:
+    done = kvc("status", "--port", cluster.port, hidden="rich", token=cluster.tenants["red"].secret)
+    assert done.returncode == 1
+    assert "pip install 'kvcluster[cli]', or use --json" in done.stderr
+    assert kvc("status", "--port", cluster.port, "--json", hidden="rich", token=cluster.tenants["red"].secret).stdout
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("token", "sentence"),
+    [(None, "this cluster wants a token"), ("forged", "this token is not one that the cluster knows")],
+)
+def test_a_missing_or_wrong_token_is_refused_in_a_sentence(cluster: Up, token: str | None, sentence: str) -> None:
+    done = kvc("status", "--port", cluster.port, token=token)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"kvcluster: {sentence}")
+    with pytest.raises(CredentialError, match=sentence):
+        kvcluster.connect(cluster.address, SPEC, token=token)
+
+
+@pytest.mark.cluster
+def test_two_tenants_do_not_share_and_cannot_tell(cluster: Up) -> None:
+    red, blue = (kvcluster.connect(cluster.address, SPEC, token=t.secret) for t in cluster.tenants.values())
+    with red, blue:
+        assert red.store(tokens(1), kv(1)).blocks == 8
+        assert red.flush()
+        assert red.lookup(tokens(1)).blocks == 8
+        assert blue.lookup(tokens(1)).blocks == 0
+        assert [str(block) for block in blue.explain(tokens(1))] == [str(block) for block in blue.explain(tokens(2))]
+        assert blue.store(tokens(1), kv(3)).deduplicated == 0
+
+
+@pytest.mark.cluster
+def test_down_ends_it(cluster: Up) -> None:
+    done = kvc("down", "--port", cluster.port)
+    assert (done.returncode, done.stdout) == (0, "down\n")
+    assert kvc("status", "--port", cluster.port, token=cluster.tenants["red"].secret).returncode == 1
+
+
+# --------------------------------------------------------------------------------------------------- bench
+
+
+@pytest.mark.cluster
+def test_bench_lookup_prints_its_setting_and_its_ratios() -> None:
+    done = kvc("bench", "lookup", "--json", "--blocks", "10000")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["setting"].keys() >= {"python", "machine", "cores"}
+    (core,) = figures["core"]
+    assert core["blocks"] == 10_000
+    assert all(core[name] > 0 for name in ("blocks_per_s", "bare_blocks_per_s", "ratio"))
+    assert core.keys() >= {"bytes_per_block", "bare_bytes_per_block"}
+    assert all(figures["grpc"][name] > 0 for name in ("calls", "lookup_ms", "empty_ms", "ratio", "lookup_p99_ms"))
+
+
+@pytest.mark.cluster
+def test_bench_transfer_prints_its_setting_and_its_ratios() -> None:
+    done = kvc("bench", "transfer", "--json", "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["setting"].keys() >= {"python", "machine", "cores"}
+    assert figures["rounds"] == 1
+    assert len({row["page_bytes"] for row in figures["paths"]}) == 3
+    assert {row["path"] for row in figures["paths"]} >= {"memcpy", "raw TCP", "grpc load", "grpc store"}
+    assert all(row[name] > 0 for row in figures["paths"] for name in ("gb_per_s", "of_raw_tcp", "of_memcpy"))

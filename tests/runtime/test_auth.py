@@ -1,0 +1,189 @@
+"""Who asks: what a token file may hold, whom a token stands for, and when strangers could get in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcluster.config import ServerConfig
+from kvcluster.core import limits
+from kvcluster.core.ids import Tenant
+from kvcluster.errors import ConfigError, CredentialError
+from kvcluster.runtime.auth import (
+    DEFAULT_TENANT,
+    Authenticator,
+    Caller,
+    authenticator,
+    digest,
+    is_loopback,
+    new_token,
+    parse_tokens,
+)
+
+SECRET = "between the actors"
+tokens = st.text(st.characters(codec="utf-8"), min_size=1)
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
+DIGEST = digest("a token")
+
+# ------------------------------------------------------------------------------------------------- the file
+
+
+@given(st.dictionaries(tokens, names, min_size=1), st.sampled_from(["\n", "\r\n", "\n\n", "\n# a comment\n", "  \n\t"]))
+def test_what_is_written_in_a_token_file_is_read_from_it(tenants: dict[str, str], between: str) -> None:
+    text = between.join(f"sha256:{digest(token)}  {name}" for token, name in tenants.items())
+    assert parse_tokens(text) == {digest(token): Tenant(name) for token, name in tenants.items()}
+
+
+@given(st.text())
+def test_any_text_is_a_token_file_or_a_config_error(text: str) -> None:
+    try:
+        assert parse_tokens(text), "a file without tokens would let nobody in"
+    except ConfigError as error:
+        assert "token" in str(error)
+
+
+@given(st.lists(st.sampled_from(["sha256:", DIGEST, DIGEST.upper(), DIGEST[1:], " ", "\t", "\n", "#", "me", "me too"])))
+def test_what_nearly_is_a_token_file_is_one_or_a_config_error(pieces: list[str]) -> None:
+    try:
+        assert set(parse_tokens("".join(pieces))) == {DIGEST}
+    except ConfigError as error:
+        assert "token" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "names no token"),
+        ("# nobody yet\n\n", "names no token"),
+        (f"# me\nsha256:{DIGEST}", "line 2"),
+        (f"sha256:{DIGEST} me too", "line 1"),
+        (f"{DIGEST} me", "line 1"),
+        (f"sha256:{DIGEST.upper()} me", "line 1"),
+        (f"sha256:{DIGEST[1:]} me", "line 1"),
+        (f"sha256:{DIGEST} -me", "line 1"),
+        (f"sha256:{DIGEST} {'m' * 65}", "line 1"),
+        ("a token me", "kvcluster token"),
+        (f"sha256:{DIGEST} me\nsha256:{DIGEST} you", "line 2: this token has a line already"),
+    ],
+)
+def test_a_bad_token_file_is_told_by_line(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_tokens(text)
+
+
+def test_one_tenant_may_have_several_tokens() -> None:
+    text = f"sha256:{digest('old')} me\nsha256:{digest('new')} me"
+    assert list(parse_tokens(text).values()) == ["me", "me"]
+
+
+def test_a_token_never_stands_in_an_error() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_tokens("plain-token-by-mistake me")
+    assert "plain-token" not in str(error.value)
+
+
+# ----------------------------------------------------------------------------------------------- the callers
+
+
+@given(st.dictionaries(tokens, names, min_size=1), tokens)
+def test_a_token_stands_for_its_tenant_and_no_other_is_known(tenants: dict[str, str], other: str) -> None:
+    known = Authenticator({digest(token): Tenant(name) for token, name in tenants.items()}, SECRET)
+    for token, name in tenants.items():
+        assert known.caller(token) == Caller(Tenant(name))
+    if other not in tenants:
+        with pytest.raises(CredentialError, match="not one that the cluster knows"):
+            known.caller(other)
+
+
+@pytest.mark.parametrize("token", [None, ""])
+def test_where_there_are_tokens_one_is_wanted(token: str | None) -> None:
+    with pytest.raises(CredentialError, match="wants a token"):
+        Authenticator({DIGEST: Tenant("me")}, SECRET).caller(token)
+
+
+def test_the_digest_of_a_token_is_no_token() -> None:
+    with pytest.raises(CredentialError):
+        Authenticator({DIGEST: Tenant("me")}, SECRET).caller(DIGEST)
+
+
+@pytest.mark.parametrize("token", [None, "", "any"])
+def test_without_a_token_file_everybody_is_the_default_tenant(token: str | None) -> None:
+    assert Authenticator(None, SECRET).caller(token) == Caller(DEFAULT_TENANT)
+
+
+@pytest.mark.parametrize("tenants", [None, {DIGEST: Tenant("me")}])
+def test_the_secret_of_the_actors_stands_for_no_tenant(tenants: dict[str, Tenant] | None) -> None:
+    known = Authenticator(tenants, SECRET)
+    assert known.caller(SECRET) == Caller(Tenant(""), internal=True)
+    with pytest.raises(CredentialError):
+        Authenticator({DIGEST: Tenant("me")}, SECRET).caller(SECRET + "?")
+
+
+def test_no_caller_is_internal_by_having_no_token() -> None:
+    assert not Authenticator(None, "").caller("").internal
+    assert not Authenticator(None, "").caller(None).internal
+
+
+def test_new_tokens_differ_and_can_be_sent() -> None:
+    made = [new_token() for _ in range(100)]
+    assert len(set(made)) == 100
+    assert all(token.isascii() and token.isprintable() and len(token) >= 43 for token in made)
+
+
+# ------------------------------------------------------------------------------------------- who could get in
+
+
+def test_tokens_are_read_from_the_configured_file(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"sha256:{DIGEST}  me\n", encoding="utf-8")
+    known = authenticator(ServerConfig(host="0.0.0.0", token_file=str(path)), SECRET)
+    assert known.caller("a token") == Caller(Tenant("me"))
+    with pytest.raises(CredentialError):
+        known.caller(None)
+
+
+@given(st.binary())
+def test_any_bytes_are_a_token_file_or_a_config_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.mktemp("tokens") / "tokens"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="token"):
+        authenticator(ServerConfig(token_file=str(path)), SECRET)
+
+
+@pytest.mark.parametrize("name", ["missing", ".", "missing/below", "nul\0"])
+def test_a_token_file_that_cannot_be_read_is_a_config_error(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot read the token file"):
+        authenticator(ServerConfig(token_file=str(tmp_path / name)), SECRET)
+
+
+def test_a_token_file_that_has_no_end_is_a_config_error(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_bytes(b"#" * (limits.TOKEN_FILE_BYTES + 1))
+    for endless in (path, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="larger than"):
+            authenticator(ServerConfig(token_file=str(endless)), SECRET)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
+def test_on_loopback_nobody_needs_a_token(host: str) -> None:
+    assert is_loopback(host)
+    assert authenticator(ServerConfig(host=host), SECRET).caller(None) == Caller(DEFAULT_TENANT)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "192.168.1.1", "localhost.example", "a.host", "", "127"])
+def test_elsewhere_a_server_without_tokens_refuses_to_start_unless_told_so_by_name(host: str) -> None:
+    assert not is_loopback(host)
+    with pytest.raises(ConfigError, match="--insecure"):
+        authenticator(ServerConfig(host=host), SECRET)
+    assert authenticator(ServerConfig(host=host, insecure=True), SECRET).caller(None) == Caller(DEFAULT_TENANT)
+
+
+def test_insecure_does_not_make_tokens_worthless(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"sha256:{DIGEST}  me", encoding="utf-8")
+    known = authenticator(ServerConfig(token_file=str(path), insecure=True), SECRET)
+    with pytest.raises(CredentialError):
+        known.caller(None)
