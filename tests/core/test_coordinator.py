@@ -623,6 +623,14 @@ def test_a_run_goes_to_the_host_of_its_writer_if_a_shard_is_there() -> None:
     assert {run.shard for run in coordinator.store(attempt(1), BLOCKS, host="mine")} == {near.address}
 
 
+def test_nothing_is_written_to_a_shard_whose_content_is_not_known_yet() -> None:
+    coordinator, voice = LoneCoordinator.serving(run_blocks=1)
+    joining = coordinator.voice("b")
+    joining.coordinator = Epoch(100)
+    assert joining.report().inventory
+    assert {run.shard for run in coordinator.store(attempt(1), BLOCKS)} == {voice.address}
+
+
 def test_a_run_is_placed_once_however_many_blocks_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator, _ = LoneCoordinator.serving(run_blocks=6)
     placed: list[BlockHash] = []
@@ -828,6 +836,7 @@ def test_a_lost_shard_that_speaks_again_tells_everything_anew() -> None:
     assert voice.report().inventory
     assert not voice.inventory(*pages([A, B])).inventory
     assert coordinator.load(attempt(1), [A, B]).blocks == 2
+    assert [shard.state for shard in coordinator.status().shards] == ["up"]
 
 
 def test_a_newer_incarnation_replaces_the_older_which_is_told_to_leave() -> None:

@@ -222,6 +222,18 @@ def test_generate_returns_what_the_model_returns_cold_and_warm(
     assert torch.equal(told.sequences, expected)
 
 
+def test_prompts_below_one_block_are_computed(cluster: MemoryCluster) -> None:
+    model = llama()
+    client = connect(cluster, model)
+    ids, mask = batch(prompt(9, 1), prompt(1, 2))
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
+    for _ in range(2):
+        assert torch.equal(generate(client, model, ids, mask, max_new_tokens=9, do_sample=False), expected)
+        client.flush()
+    assert PrefixCache.from_inputs(client, model, ids, mask).cached_tokens == [8, 0]
+    assert PrefixCache.from_inputs(client, model, ids[1:, -1:]).cached_tokens == [0]
+
+
 def test_sampling_several_sequences_draws_the_same_ones(cluster: MemoryCluster) -> None:
     model = llama()
     client = connect(cluster, model)

@@ -1,0 +1,258 @@
+"""What is moved: pages with bytes of their own, a source as stingy as its contract allows, a sink that believes nothing,
+and the few calls that the claims are made of.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcluster.core import limits
+from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, Epoch
+from kvcluster.core.messages import NewPage, PageKey, PageWant, ReadRequest, WriteRequest, Written
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.spec import Group, KVSpec, Plane
+from kvcluster.pages import checksum, codec
+from kvcluster.testing.conformance.world import ONE, soon
+from kvcluster.transport.seam import Deadline, Transport
+
+Pieces = Generator[None, None, list[Miss | None]]
+
+
+class Asker(Protocol):
+    """Who asks, and of which incarnation of a shard: a World, or whoever has none."""
+
+    @property
+    def epoch(self) -> Epoch: ...
+
+    def attempt(self) -> Attempt:
+        """One that nobody had."""
+
+
+def opaque_spec(*groups: tuple[int, int]) -> KVSpec:
+    """A spec with a group of (layers, bytes of a layer) for each pair."""
+    first = itertools.accumulate((layers for layers, _ in groups), initial=0)
+    return KVSpec(
+        "conformance",
+        "sha256:0",
+        block_tokens=1,
+        groups=tuple(
+            Group(tuple(range(at, at + layers)), (Plane.opaque("bytes", nbytes),))
+            for at, (layers, nbytes) in zip(first, groups, strict=False)
+        ),
+    )
+
+
+class Content:
+    """Pages of a spec, in an order of their own, with bytes that no two layers share."""
+
+    def __init__(self, asker: Asker, spec: KVSpec, keys: Sequence[PageKey], *, seed: int = 0) -> None:
+        self._asker = asker
+        self.spec = spec
+        self.keys = tuple(keys)
+        self.namespace = spec.namespace(ONE)
+        draw = random.Random(seed)
+        self.layers = {
+            key: [draw.randbytes(spec.layer_bytes(key.group, key.part)) for _ in range(key.part.layers)] for key in keys
+        }
+
+    @classmethod
+    def of(cls, asker: Asker, pages: int, layers: int, layer_bytes: int, *, first: int = 0) -> Content:
+        """`pages` pages of one group, of blocks numbered from `first` on."""
+        spec = opaque_spec((layers, layer_bytes))
+        return cls(asker, spec, [PageKey(block(first + at), 0, spec.whole(0)) for at in range(pages)], seed=first)
+
+    @classmethod
+    def big(cls, asker: Asker, *, first: int = 0) -> Content:
+        """More than any transport keeps under way: 16 pages of a frame each."""
+        return cls.of(asker, 16, 2, limits.FRAME_BYTES // 2, first=first)
+
+    def write_request(self, *, wait_ns: int = 0, keys: Sequence[PageKey] | None = None) -> WriteRequest:
+        pages = tuple(NewPage(key, block(0), 1) for key in (self.keys if keys is None else keys))
+        return WriteRequest(self.namespace, self._asker.attempt(), self._asker.epoch, pages, wait_ns)
+
+    def wants(self) -> list[PageWant]:
+        """Every layer of every page."""
+        return [PageWant(key, 0, key.part.layers) for key in self.keys]
+
+    def read_request(self, wants: Sequence[PageWant] | None = None) -> ReadRequest:
+        wanted = tuple(self.wants() if wants is None else wants)
+        return ReadRequest(self.namespace, self._asker.attempt(), self._asker.epoch, wanted)
+
+
+def block(number: int) -> BlockHash:
+    """The hash of a block, as far as a shard can tell."""
+    return BlockHash(number.to_bytes(HASH_BYTES, "big"))
+
+
+class ContentSource:
+    """Hands a request's pages out from one buffer, which every further call overwrites: nothing may be kept.
+
+    `before_send` is called before every piece. The checksums of the items in `lies_about` are wrong.
+    """
+
+    def __init__(
+        self,
+        content: Content,
+        request: WriteRequest,
+        before_send: Callable[[], object] = lambda: None,
+        *,
+        lies_about: Sequence[int] = (),
+    ) -> None:
+        self._content = content
+        self._keys = [page.key for page in request.pages]
+        self._before_send = before_send
+        self._buffer = bytearray(max([content.spec.page_bytes(key.group, key.part) for key in self._keys], default=0))
+        self._lies_about = lies_about
+        self.sent: list[int] = []  # the item of each piece
+        self.drained_calls = 0
+
+    def layer_bytes(self, item: int) -> int:
+        key = self._keys[item]
+        return self._content.spec.layer_bytes(key.group, key.part)
+
+    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
+        self._before_send()
+        self.sent.append(item)
+        key = self._keys[item]
+        data = b"".join(self._content.layers[key][layer : layer + layers])
+        self._buffer[: len(data)] = data
+        view = memoryview(self._buffer)[: len(data)]
+        sums = checksum.layer_sums(checksum.identity(self._content.namespace, key, codec.RAW), layer, layers, view)
+        return [layer_sum ^ (item in self._lies_about) for layer_sum in sums], view
+
+    def drained(self) -> None:
+        self.drained_calls += 1
+        self._buffer[:] = bytes(len(self._buffer))
+
+
+class ContentSink:
+    """Verifies and keeps what comes for a request. `after_receive` is called after every piece."""
+
+    def __init__(self, content: Content, request: ReadRequest, after_receive: Callable[[], object] = lambda: None):
+        self._content = content
+        self._wants = request.wants
+        self._after_receive = after_receive
+        self.got: dict[tuple[int, int], bytes] = {}
+        self.corrupt: list[tuple[int, int]] = []
+
+    def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: memoryview) -> None:
+        key = self._wants[item].key
+        identity = checksum.identity(self._content.namespace, key, codec_id)
+        nbytes = self._content.spec.layer_bytes(key.group, key.part)
+        assert data.nbytes == nbytes * len(sums), "whole layers"
+        for at, expected in enumerate(sums, layer):
+            copy = bytes(data[(at - layer) * nbytes : (at - layer + 1) * nbytes])
+            assert (item, at) not in self.got, "every layer comes once"
+            if checksum.layer_sum(identity, at, copy) == expected:
+                self.got[item, at] = copy
+            else:
+                self.corrupt.append((item, at))
+        self._after_receive()
+
+    def check(self, without: Sequence[int] = ()) -> None:
+        """Raises AssertionError unless exactly what was wanted has come, but for these items."""
+        wanted = {
+            (item, layer): self._content.layers[want.key][layer]
+            for item, want in enumerate(self._wants)
+            if item not in without
+            for layer in range(want.layer_start, want.layer_stop)
+        }
+        assert self.got.keys() == wanted.keys(), "exactly the layers that were asked for"
+        assert self.got == wanted, "the bytes that were stored"
+
+
+@dataclass(slots=True)
+class Reading:
+    """A load under way. Iterating over `pieces` drives it."""
+
+    pieces: Pieces
+    sink: ContentSink
+
+    def finish(self) -> list[Miss | None]:
+        """Reads to the end; the outcome."""
+        while True:
+            try:
+                next(self.pieces)
+            except StopIteration as end:
+                outcome: list[Miss | None] = end.value
+                return outcome
+
+
+def read(
+    transport: Transport,
+    content: Content,
+    wants: Sequence[PageWant] | None = None,
+    *,
+    after_receive: Callable[[], object] = lambda: None,
+    deadline: Deadline | None = None,
+) -> Reading:
+    """A load that has not begun."""
+    request = content.read_request(wants)
+    sink = ContentSink(content, request, after_receive)
+    return Reading(transport.read(request, sink, deadline or soon()), sink)
+
+
+def read_begun(transport: Transport, content: Content, **options: Callable[[], object]) -> Reading:
+    """A load whose first piece has arrived."""
+    reading = read(transport, content, **options)
+    next(reading.pieces)
+    return reading
+
+
+def load(transport: Transport, content: Content, wants: Sequence[PageWant] | None = None) -> list[MissReason | None]:
+    """Loads these wants, all by default. Checks that what did not miss is right and complete; why the rest did."""
+    reading = read(transport, content, wants)
+    outcome = reading.finish()
+    reading.sink.check(without=[item for item, miss in enumerate(outcome) if miss is not None])
+    return [None if miss is None else miss.reason for miss in outcome]
+
+
+def write(
+    transport: Transport,
+    content: Content,
+    before_send: Callable[[], object] = lambda: None,
+    *,
+    wait_ns: int = 0,
+    deadline: Deadline | None = None,
+) -> list[Written]:
+    """Attaches, and stores all of it; the outcome."""
+    transport.attach(content.spec, soon())
+    request = content.write_request(wait_ns=wait_ns)
+    return transport.write(request, ContentSource(content, request, before_send), deadline or soon())
+
+
+def store(transport: Transport, content: Content) -> None:
+    """Stores all of it, which succeeds."""
+    assert write(transport, content) == [Written.COMMITTED] * len(content.keys)
+
+
+class Stop(Exception):
+    """What a caller's own code raises."""
+
+
+def stop_at(number: int) -> Callable[[], None]:
+    """Raises Stop when it is called for that time."""
+    calls = itertools.count(1)
+
+    def call() -> None:
+        if next(calls) == number:
+            raise Stop
+
+    return call
+
+
+def every_call(
+    transport: Transport, content: Content, deadline: Callable[[], Deadline] = soon
+) -> list[Callable[[], object]]:
+    """An attach, a load, a store of which nothing is sent, and a flush, to be made in turn."""
+    reading, writing = content.read_request(), content.write_request()
+    return [
+        lambda: transport.attach(content.spec, deadline()),
+        lambda: list(transport.read(reading, ContentSink(content, reading, stop_at(1)), deadline())),
+        lambda: transport.write(writing, ContentSource(content, writing, stop_at(1)), deadline()),
+        lambda: transport.flush(deadline()),
+    ]

@@ -1,0 +1,233 @@
+"""A shard to try a transport on, watched from inside.
+
+A World is one real shard in a running cluster of this process, behind the transport that is tried. Tests wait until
+the shard has come to some state instead of sleeping, end leases at will, spoil bytes, and cut the shard off. When a
+test is over, nothing may be left: no lease, no half-written page, no room that nobody accounts for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TypeVar
+
+from kvcluster.core.ids import HOLDER_BYTES, Attempt, CallId, Epoch, Holder, NamespaceId, Tenant
+from kvcluster.core.invariants import check_shard
+from kvcluster.core.messages import PageKey, PageSlot, Renew, Reply, ShardMessage
+from kvcluster.core.pool import Page, PageState
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.testing.cluster import MemoryCluster
+from kvcluster.transport.seam import Deadline, PageHost, Transport, Trouble
+
+T = TypeVar("T")
+
+ONE, TWO = Tenant("one"), Tenant("two")
+"""The tenants of a world."""
+
+ARENA_BYTES = 32 * 2**20
+BOUND_S = 20.0
+"""How long anything may take before a test fails; nothing is expected to take a tenth of it."""
+
+
+def soon() -> Deadline:
+    """A deadline that only a test that hangs can miss."""
+    return Deadline.after_ms(BOUND_S * 1e3)
+
+
+class Served(Protocol):
+    """The serving side of a transport, before one shard."""
+
+    def open(self, tenant: Tenant) -> Transport:
+        """A way to the shard with that tenant's credential."""
+
+    def close(self) -> None:
+        """Ends it at once, and with it what is under way, as the end of the shard's process would. May be repeated."""
+
+
+class WatchedHost:
+    """A shard host that tells whenever it was asked something or has revoked a lease. Implements PageHost."""
+
+    def __init__(self, host: ShardHost) -> None:
+        self._host = host
+        self._changed = threading.Condition()
+        self._changes = 0
+        self._late: list[type] = []
+
+    def ask(self, build: Callable[[CallId], ShardMessage], wait_s: float) -> Reply:
+        asked: list[type] = []
+
+        def watched(call: CallId) -> ShardMessage:
+            message = build(call)
+            asked.append(type(message))
+            return message
+
+        try:
+            reply = self._host.ask(watched, wait_s)
+        finally:
+            self._note()
+        if asked[0] in self._late:
+            self._late.remove(asked[0])
+            raise Trouble(Miss(MissReason.DEADLINE))
+        return reply
+
+    def view(self, slot: PageSlot) -> memoryview:
+        return self._host.view(slot)
+
+    def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
+        def stop_and_note() -> None:
+            stop()
+            self._note()
+
+        return self._host.on_revoke(attempt, stop_and_note)
+
+    def answer_late(self, kind: type[ShardMessage]) -> None:
+        """The next answer to a question of that kind comes too late for whoever asked."""
+        self._late.append(kind)
+
+    def wait_until(self, holds: Callable[[], object], what: str) -> None:
+        """Waits until `holds()` in the core, looking after every change. Raises AssertionError after BOUND_S."""
+        deadline = soon()
+        changes = self._changes
+        while not self._host.inspect(holds):  # without the lock: the core notes changes under its own
+            with self._changed:
+                while self._changes == changes:
+                    assert self._changed.wait(deadline.remaining_s()), f"not within {BOUND_S:.0f} s: {what}"
+                changes = self._changes
+
+    def _note(self) -> None:
+        with self._changed:
+            self._changes += 1
+            self._changed.notify_all()
+
+
+class World:
+    """One shard and two tenants. Made by `open_world`."""
+
+    def __init__(
+        self, cluster: MemoryCluster, host: ShardHost, watched: WatchedHost, served: Served, pool: ThreadPoolExecutor
+    ) -> None:
+        self.cluster = cluster
+        self.host = host
+        self.watched = watched
+        self.served = served
+        self._pool = pool
+        self._transports: list[Transport] = []
+        self._holder = Holder(random.randbytes(HOLDER_BYTES))
+        self._attempts = itertools.count(1)
+        self._is_cut = False
+
+    def open(self, tenant: Tenant = ONE) -> Transport:
+        """A way to the shard, closed with the world."""
+        transport = self.served.open(tenant)
+        self._transports.append(transport)
+        return transport
+
+    def second_tenant(self) -> Transport:
+        """A way to the shard for somebody else."""
+        return self.open(TWO)
+
+    def attempt(self) -> Attempt:
+        """One that nobody had."""
+        return Attempt(self._holder, next(self._attempts))
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.host.core.epoch
+
+    def cut(self) -> None:
+        """The shard is gone, as if its process had ended."""
+        self._is_cut = True
+        self.served.close()
+        for shard, host in self.cluster.shards.items():
+            if host is self.host:
+                self.cluster.stop_shard(shard)
+
+    def meanwhile(self, work: Callable[[], T]) -> Future[T]:
+        """Does it on a thread of its own."""
+        return self._pool.submit(work)
+
+    def page(self, namespace: NamespaceId, key: PageKey) -> Page | None:
+        """What the shard has for a key, ready or being written."""
+        return self.host.core.pool.get(namespace, key)
+
+    def memory(self, namespace: NamespaceId, key: PageKey) -> memoryview:
+        """The bytes of a page in the arena, to spoil them."""
+        page = self.page(namespace, key)
+        assert page is not None, "no such page"
+        return self.host.view(page.slot())
+
+    def expire_leases(self) -> None:
+        """All leases run out at this moment."""
+
+        def expire() -> None:
+            for lease in self.host.core.leases.all():
+                lease.expires_at = 0
+
+        self.host.inspect(expire)
+        self.host.ask(lambda call: Renew(call, self.attempt()), BOUND_S)  # the driver sees a deadline after a step
+        self.watched.wait_until(lambda: self.host.core.leases.next_expiry is None, "leases that have run out end")
+
+    def wait_until_unleased(self) -> None:
+        """Waits until nothing is read or written."""
+        self.watched.wait_until(lambda: not len(self.host.core.leases), "every lease is given back")
+
+    def check(self) -> None:
+        """Raises AssertionError where anything is left of what the test did, but for READY pages."""
+        if self._is_cut:
+            return
+        self.wait_until_unleased()
+        core = self.host.core
+
+        def check() -> None:
+            check_shard(core)
+            core.pool.allocator.check()
+            assert all(page.state is PageState.READY for page in core.pool.everything()), "a page is left half-way"
+
+        self.host.inspect(check)
+
+    def close(self) -> None:
+        """Ends the transports and what serves them. May be called again."""
+        for transport in self._transports:
+            transport.close()
+        self.served.close()
+
+
+@contextmanager
+def open_world(serve: Callable[[PageHost], Served]) -> Iterator[World]:
+    """A world whose shard is reached by what `serve` puts before it; checked at the end of a test that passes."""
+    unasked = {"coordinator": {"low_free": 0.0, "high_free": 0.0}}  # room is made when a test asks for it, not before
+    with MemoryCluster(device_bytes=ARENA_BYTES, config=unasked) as cluster, ThreadPoolExecutor(4) as pool:
+        (host,) = cluster.shards.values()
+        watched = WatchedHost(host)
+        world = World(cluster, host, watched, serve(watched), pool)
+        try:
+            yield world
+            world.check()
+        finally:
+            world.close()
+
+
+class Pause:
+    """Where one thread stops, at call number `at`, until another lets it go on."""
+
+    def __init__(self, at: int = 1) -> None:
+        self._calls = itertools.count(1)
+        self._at = at
+        self._reached = threading.Event()
+        self._released = threading.Event()
+
+    def __call__(self) -> None:
+        if next(self._calls) == self._at:
+            self._reached.set()
+            assert self._released.wait(BOUND_S), "nobody let it go on"
+
+    def wait_reached(self) -> None:
+        assert self._reached.wait(BOUND_S), "it never came there"
+
+    def release(self) -> None:
+        self._released.set()
