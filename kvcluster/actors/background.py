@@ -18,7 +18,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,10 +49,11 @@ class Running:
         return int(self.address.rpartition(":")[2])
 
 
-def up(config: Config) -> tuple[Running, bool]:
+def up(config: Config, *, starting: Callable[[], object] = lambda: None) -> tuple[Running, bool]:
     """Starts a cluster in the background; or finds the one that listens on that port, and says so with False.
 
-    Raises ConfigError for settings that cannot be used, a port in use among them.
+    `starting` is called when the settings are found to be good and the long part begins. Raises ConfigError for
+    settings that cannot be used, a port in use among them.
     """
     port = config.server.port
     if port == 0:
@@ -64,6 +65,7 @@ def up(config: Config) -> tuple[Running, bool]:
         # Wrong settings are found out before anything is started.
         cluster.check(config)
         _forget(port)
+        starting()
         with own_ray():
             return _start(config), True
 

@@ -32,6 +32,8 @@ def own_ray() -> Iterator[None]:
         "RAY_AUTH_TOKEN": secrets.token_urlsafe(32),
         ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray has its actors yield to everybody; but here engines wait for them, and leases run.
+        "RAY_worker_niceness": "0",
     }
     before = {name: os.environ.get(name) for name in ours}
     clusters = ray_constants.ENABLE_RAY_CLUSTER

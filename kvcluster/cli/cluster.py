@@ -60,7 +60,11 @@ def _up(options: argparse.Namespace) -> int:
     config = load(options.config, settings)
     with needs("cluster", "ray"):
         from kvcluster.actors import background
-    running, started = background.up(config)
+
+    def starting() -> None:
+        print(f"starting Ray, a coordinator and {config.shards} shard(s): usually ten seconds", file=sys.stderr)
+
+    running, started = background.up(config, starting=starting)
     where = "" if running.port == DEFAULT_PORT else f" --port {running.port}"
     print(f"{'up' if started else 'already up'} at {running.address}: {running.shards} shard(s)")
     print(f"`kvcluster status{where}` shows it, `kvcluster down{where}` ends it")

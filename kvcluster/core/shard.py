@@ -360,7 +360,8 @@ class Shard:
         if now < self._next_report and not urgent:
             return []
         piece = self._stream.next_piece()
-        specs = tuple((s.tenant, s.spec) for s in map(self._spaces.__getitem__, self._specs_for(piece)))
+        spaces = self._told_with(piece)
+        specs = tuple((s.tenant, s.spec) for s in map(self._spaces.__getitem__, spaces))
         message: Report | Inventory
         if piece.inventory:
             message = Inventory(
@@ -372,7 +373,7 @@ class Shard:
                 FROM_SHARD, self._info(), self._coordinator, piece.first, piece.events, specs, pressure, self._order
             )
             self._unsaid = False
-        self._in_flight = (piece, len(self._new_specs), now)
+        self._in_flight = (piece, 0 if piece.inventory else len(spaces), now)
         return [Send(message)]
 
     def _report_answered(self, m: ReportAnswered, now: int) -> list[Effect]:
@@ -465,11 +466,12 @@ class Shard:
     def _inventory(self) -> list[PageEvent]:
         return [_event(page) for page in self._pool.ready()]
 
-    def _specs_for(self, piece: Piece) -> list[NamespaceId]:
-        """An inventory begins with every spec; a report carries those that are not acknowledged yet."""
-        if piece.inventory and piece.chunk == 0:
-            return list(self._spaces)
-        return list(self._new_specs)
+    def _told_with(self, piece: Piece) -> list[NamespaceId]:
+        """A chunk carries the specs of its own pages, so that it can be told by itself; a report those that are not
+        acknowledged yet, which may be news to a coordinator whose inventory came before them."""
+        if piece.inventory:
+            return list(dict.fromkeys(event.namespace for event in piece.pages))
+        return self._new_specs[: limits.SPECS_PER_REPORT]
 
     def _info(self) -> ShardInfo:
         allocator = self._pool.allocator

@@ -80,7 +80,8 @@ class Connection:
         return self._start(self._channel.stream_stream, path, messages, deadline)
 
     def _start(self, kind: Callable[..., Any], path: str, argument: object, deadline: Deadline) -> Any:
-        deadline.check()
+        if not deadline.remaining_s():
+            raise Trouble(Miss(MissReason.DEADLINE, self.address))
         with self._lock:
             call = self._calls.get(path)
             if call is None:

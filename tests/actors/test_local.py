@@ -92,6 +92,11 @@ def test_the_coordinator_does_without_torch(cluster: LocalCluster) -> None:
     assert not has_torch(coordinator)
 
 
+def test_actors_have_the_priority_of_whoever_waits_for_them(cluster: LocalCluster) -> None:
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in cluster.pids()] == [mine] * 3
+
+
 def test_a_port_in_use_is_refused_before_anything_starts(cluster: LocalCluster) -> None:
     port = int(cluster.address.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"), kvcluster.local(port=port):
@@ -164,4 +169,4 @@ def test_a_killed_coordinator_comes_back_at_its_address_and_relearns_every_block
     out = torch.zeros_like(kv(8))
     assert client.load(tokens(8), out) == 128
     assert torch.equal(out, kv(8))
-    store(client, 9)
+    eventually(lambda: client.store(tokens(9), kv(9)).blocks == 8)  # when it has heard of every shard

@@ -44,11 +44,15 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("command", ["up", "down", "status", "demo", "bench", "token"])
 def test_help_lists_every_command_and_explains_each(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--help"], [command, "--help"]):
-        with pytest.raises(SystemExit) as end:
-            main(arguments)
-        assert end.value.code == 0
-        assert f"kvcluster {command}" in capsys.readouterr().out or command in arguments[0]
+    assert f"\n    {command} " in help_of(capsys)
+    assert help_of(capsys, command).startswith(f"usage: kvcluster {command} ")
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--help"])
+    assert end.value.code == 0
+    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments", [["up", "--shard", "2"], ["stauts"], [], ["bench"]])

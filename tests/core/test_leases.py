@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt
@@ -29,6 +29,11 @@ class LeasesAgainstTwoDicts(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.patch.undo()
 
+    def some(self, data: st.DataObject) -> Attempt:
+        """One of those that have a lease, or one that has none (any more)."""
+        gone = attempt(data.draw(st.integers(0, self.counter)), of=data.draw(st.integers(0, 3)))
+        return data.draw(st.sampled_from([*self.ends, *self.revoked, gone]))
+
     def held(self, of: int) -> int:
         return sum(a.holder == holder(of) for a in [*self.ends, *self.revoked])
 
@@ -42,18 +47,16 @@ class LeasesAgainstTwoDicts(RuleBasedStateMachine):
         assert (lease.attempt, lease.kind, lease.pages, lease.expires_at) == (asked, kind, [None], self.now + TTL)
         self.ends[asked] = self.now + TTL
 
-    @precondition(lambda self: self.counter)
-    @rule(data=st.data(), of=st.integers(0, 3))
-    def renew(self, data: st.DataObject, of: int) -> None:
-        some = attempt(data.draw(st.integers(1, self.counter)), of)
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        some = self.some(data)
         assert self.book.renew(some, self.now) == (some in self.ends)
         if some in self.ends:
             self.ends[some] = self.now + TTL
 
-    @precondition(lambda self: self.counter)
-    @rule(data=st.data(), of=st.integers(0, 3))
-    def end(self, data: st.DataObject, of: int) -> None:
-        some = attempt(data.draw(st.integers(1, self.counter)), of)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        some = self.some(data)
         lease = self.book.end(some)
         assert (lease is not None) == (some in self.ends or some in self.revoked)
         assert lease is None or lease.attempt == some

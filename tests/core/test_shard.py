@@ -800,14 +800,26 @@ def test_a_lower_coordinator_epoch_is_not_heard() -> None:
 # ------------------------------------------------------------------------------------------- reports
 
 
-def test_the_first_word_is_an_inventory_with_every_spec() -> None:
+def test_the_first_word_is_an_inventory_and_the_next_the_specs_that_it_had_no_pages_of() -> None:
     shard = LoneShard()
     shard.attach(tenant=THEIRS)
     shard.attach()
     shard.answer()
     sent = inventory(shard)
-    assert sent.specs == ((THEIRS, SPEC), (OURS, SPEC))
-    assert (sent.coordinator, sent.pages, sent.last) == (Epoch(100), (), True)
+    assert (sent.coordinator, sent.pages, sent.last, sent.specs) == (Epoch(100), (), True, ())
+    shard.answer()
+    assert report(shard).specs == ((THEIRS, SPEC), (OURS, SPEC))
+
+
+def test_a_chunk_of_an_inventory_carries_the_specs_of_its_own_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "INVENTORY_CHUNK", 1)
+    shard = LoneShard.joined()
+    shard.store(attempt(1), A, B)
+    shard.later(SECOND)
+    shard.answer(ReportAck(shard.coordinator, 0, inventory=True))
+    for _ in range(2):
+        assert inventory(shard).specs == ((OURS, SPEC),)
+        shard.answer()
 
 
 def test_an_inventory_lists_what_is_ready_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,42 +74,38 @@ class TroubledCluster(RuleBasedStateMachine):
         if warm is not None:
             self.world.settle()
             for of in warm:
-                self.store(0, of, 0, (None,), 0, True)
+                self.store(0, of, 0, (None,), 0)
 
     def sessions(self) -> list[tuple[Box, Session]]:
         return [(box, session) for box in self.world.living() for session in box.sessions.values()]
 
-    # ------------------------------------------------------------------------------------------- workers
-
-    @rule(
-        worker=workers,
-        of=conversations,
-        first=which,
-        ranks=ranks,
-        wait_ns=waits,
-        at_once=st.sampled_from([True, True, False]),
-    )
-    def store(
-        self,
-        worker: int,
-        of: Conversation,
-        first: int,
-        ranks: tuple[Part | None, ...],
-        wait_ns: int,
-        at_once: bool,
-    ) -> None:
+    def reserved(
+        self, worker: int, of: Conversation, first: int, ranks: tuple[Part | None, ...], wait_ns: int
+    ) -> list[tuple[Box, Session]]:
         tenant, name, _, length = of
         spec = SPECS[name]
         parts = [(group, part or spec.whole(group)) for group in range(len(spec.groups)) for part in ranks]
         first = first % length if first % 2 else 0
         self.stored.append(of)
-        for box, session in self.world.store(
-            worker, tenant, spec, hashes(of), first=first, parts=parts, wait_ns=wait_ns
-        ):
-            if at_once and not session.waiting:
+        return self.world.store(worker, tenant, spec, hashes(of), first=first, parts=parts, wait_ns=wait_ns)
+
+    # ------------------------------------------------------------------------------------------- workers
+
+    @rule(worker=workers, of=conversations, first=which, ranks=ranks, wait_ns=waits)
+    def begin_store(
+        self, worker: int, of: Conversation, first: int, ranks: tuple[Part | None, ...], wait_ns: int
+    ) -> None:
+        self.reserved(worker, of, first, ranks, wait_ns)
+
+    @rule(worker=workers, of=conversations, first=which, ranks=ranks, wait_ns=waits)
+    def store(self, worker: int, of: Conversation, first: int, ranks: tuple[Part | None, ...], wait_ns: int) -> None:
+        tickets = len(self.world.tickets)
+        for box, session in self.reserved(worker, of, first, ranks, wait_ns):
+            if not session.waiting:
                 self.world.commit(box, session, range(len(session.slots)))
-        if at_once:
-            self.world.settle()
+        if len(self.world.tickets) > tickets:
+            self.world.end_ticket(tickets, renew=False)
+        self.world.settle()
 
     @rule(worker=workers, of=conversations, like=st.one_of(st.none(), which), part=st.sampled_from([None, None, LEFT]))
     def load(self, worker: int, of: Conversation, like: int | None, part: Part | None) -> None:
@@ -131,34 +127,38 @@ class TroubledCluster(RuleBasedStateMachine):
         box, session = self.sessions()[index % len(self.sessions())]
         if how == "renew":
             self.world.renew(box, session)
-        elif how == "end" or session.waiting or not session.writes:
+        elif how == "end" or session.waiting:
             self.world.end(box, session)
         else:
             self.world.commit(box, session, range(1 if how == "commit one" else len(session.slots)))
 
-    @rule(index=which, how=st.sampled_from(["repeat", "renew", "end"]))
-    def ticket(self, index: int, how: str) -> None:
-        if how == "repeat":
-            self.world.repeat_prepare()
-        elif self.world.tickets:
-            self.world.end_ticket(index % len(self.world.tickets), renew=how == "renew")
-
-    @rule(of=conversations, ttl_ns=st.sampled_from([0, 300 * MS, 2 * SECOND]))
-    def pin_blocks(self, of: Conversation, ttl_ns: int) -> None:
-        self.world.pin_blocks(of[0], SPECS[of[1]], hashes(of), ttl_ns)
-
-    @precondition(lambda self: self.world.living())
-    @rule(index=which, wait_ns=waits)
-    def flush(self, index: int, wait_ns: int) -> None:
+    @rule(
+        index=which,
+        how=st.sampled_from(["ask again", "renew a ticket", "end a ticket", "pin", "unpin", "flush"]),
+        of=conversations,
+        time_ns=passing,
+    )
+    def errand(self, index: int, how: str, of: Conversation, time_ns: int) -> None:
         living = self.world.living()
-        self.world.flush(living[index % len(living)], wait_ns)
+        if how == "ask again":
+            self.world.repeat_prepare()
+        elif how in ("pin", "unpin"):
+            self.world.pin_blocks(of[0], SPECS[of[1]], hashes(of), time_ns if how == "pin" else 0)
+        elif how == "flush":
+            self.world.flush(living[index % len(living)], time_ns)
+        elif self.world.tickets:
+            self.world.end_ticket(index % len(self.world.tickets), renew=how == "renew a ticket")
 
     # --------------------------------------------------------------------------------- what is between them
 
-    @rule(index=which, how=st.sampled_from(["arrives", "arrives", "is answered in vain", "is lost", "comes late"]))
+    @rule(
+        index=which, how=st.sampled_from(["all", "arrives", "arrives", "is answered in vain", "is lost", "comes late"])
+    )
     def mail(self, index: int, how: str) -> None:
         boxes = [box for box in self.world.living() if box.letter is not None]
-        if how == "comes late":
+        if how == "all":
+            self.world.settle()
+        elif how == "comes late":
             if self.world.strays:
                 self.world.stray(index % len(self.world.strays))
         elif boxes:
@@ -167,10 +167,6 @@ class TroubledCluster(RuleBasedStateMachine):
                 self.world.lose(box)
             else:
                 self.world.deliver(box, answer_lost=how == "is answered in vain")
-
-    @rule()
-    def all_mail(self) -> None:
-        self.world.settle()
 
     @rule(passed_ns=passing, beating=st.sampled_from([True, True, False]))
     def time_passes(self, passed_ns: int, beating: bool) -> None:

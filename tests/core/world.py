@@ -299,6 +299,7 @@ class World:
         for slot, asked in zip(session.slots, session.keys, strict=True):
             if slot is not None:
                 assert slot.key == asked
+                assert box.core.member(self.now), "a shard gives out pages that may have been replaced"
                 if session.writes:
                     box.write(slot, session.attempt)
 
@@ -504,15 +505,16 @@ class World:
             self._last_prepare = (prepare, again)
 
     def commit(self, box: Box, session: Session, indices: Sequence[int]) -> None:
-        """The writer says that these pages are whole; before that, it has made them so."""
+        """The writer says that these pages are whole; before that, it has made them so. A reader has nothing to say."""
         granted = [index for index, slot in enumerate(session.slots) if slot is not None]
         whole = [index for index in indices if index in granted]
         for index in whole:
             slot = session.slots[index]
             assert slot is not None
-            box.write(slot, (session.namespace, slot.key))
+            if session.writes:
+                box.write(slot, (session.namespace, slot.key))
         del box.sessions[session.attempt]
-        may = box.core.member(self.now) and not session.revoked
+        may = session.writes and box.core.member(self.now) and not session.revoked
         outcome = self.step(box, Commit(self._call(), session.attempt, tuple(whole), (SUMS,) * len(whole)))
         assert isinstance(outcome, CommitGrant)
         assert outcome.pages == (Written.COMMITTED if may else Written.LOST,) * len(whole)

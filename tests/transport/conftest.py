@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("kvcluster.testing.conformance", "kvcluster.testing.world")
+pytest.register_assert_rewrite("kvcluster.testing.conformance")

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +25,9 @@ from kvcluster.errors import ConfigError, CredentialError, LimitError, ProtocolE
 from kvcluster.pages import codec
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.server import Gate, Server, unary_handlers
-from kvcluster.testing.conformance import TransportConformance, load, loaded, reasons, stop_at, store
-from kvcluster.testing.world import BOUND_S, ONE, TWO, Content, ContentSink, ContentSource, World, open_world, soon
+from kvcluster.testing.conformance import TransportConformance, World, open_world
+from kvcluster.testing.conformance.content import Content, ContentSource, every_call, load, read, store
+from kvcluster.testing.conformance.world import BOUND_S, ONE, TWO, soon
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
 from kvcluster.transport.rpc import Connection, identity
 from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Trouble
@@ -168,7 +169,7 @@ def test_nonsense_in_the_middle_of_a_store_ends_it_in_words(world: World, second
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     assert says in words
     world.wait_until_unleased()
-    assert reasons(loaded(transport, content)) == [MissReason.EVICTED, MissReason.EVICTED, None]
+    assert load(transport, content) == [MissReason.EVICTED, MissReason.EVICTED, None]
 
 
 def test_a_store_that_ends_before_all_is_sent_commits_nothing(world: World) -> None:
@@ -183,7 +184,7 @@ def test_a_store_that_ends_before_all_is_sent_commits_nothing(world: World) -> N
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     assert "before page 1 was whole" in words
     world.wait_until_unleased()
-    assert reasons(loaded(transport, content)) == [MissReason.EVICTED] * 2
+    assert load(transport, content) == [MissReason.EVICTED] * 2
 
 
 def test_what_this_side_cannot_send_is_a_limit_error(world: World) -> None:
@@ -202,14 +203,7 @@ def test_without_a_token_that_it_knows_a_shard_does_nothing(world: World, wrong:
     content = Content.of(world, 1, 1, 100)
     store(world.open(), content)
     stranger = GrpcPages(world.served.address, wrong)
-    reading, writing = content.read_request(), content.write_request()
-    calls: list[Callable[[], object]] = [
-        lambda: stranger.attach(content.spec, soon()),
-        lambda: load(stranger, reading, ContentSink(content, reading, stop_at(1))),
-        lambda: stranger.write(writing, ContentSource(content, writing, stop_at(1)), soon()),
-        lambda: stranger.flush(soon()),
-    ]
-    for call in calls:
+    for call in every_call(stranger, content):
         with pytest.raises(CredentialError, match="token"):
             call()
     stranger.close()
@@ -219,11 +213,10 @@ def test_the_secret_of_the_actors_opens_no_pages(world: World) -> None:
     content = Content.of(world, 1, 1, 100)
     store(world.open(), content)
     insider = GrpcPages(world.served.address, SECRET)
-    request = content.read_request()
     with pytest.raises(CredentialError):
         insider.attach(content.spec, soon())
     with pytest.raises(RefusedByShard) as refused:
-        load(insider, request, ContentSink(content, request, stop_at(1)))
+        load(insider, content)
     assert refused.value.refused.kind is RefusedKind.UNKNOWN_NAMESPACE
     insider.close()
 
@@ -271,20 +264,10 @@ def listening(answer: bytes | None) -> Iterator[str]:
 )
 def test_something_else_that_listens_there_is_trouble_by_the_deadline(answer: bytes | None) -> None:
     with listening(answer) as address:
-        transport, content = (
-            GrpcPages(address, None),
-            unserved(1, 1, 8),
-        )
-        reading, writing = content.read_request(), content.write_request()
-        calls: list[Callable[[Deadline], object]] = [
-            lambda deadline: transport.attach(content.spec, deadline),
-            lambda deadline: list(transport.read(reading, ContentSink(content, reading, stop_at(1)), deadline)),
-            lambda deadline: transport.write(writing, ContentSource(content, writing, stop_at(1)), deadline),
-            transport.flush,
-        ]
-        for call in calls:
+        transport = GrpcPages(address, None)
+        for call in every_call(transport, unserved(1, 1, 8), deadline=lambda: Deadline.after_ms(100)):
             with pytest.raises(Trouble) as trouble:
-                call(Deadline.after_ms(100))
+                call()
             assert trouble.value.miss.reason in (MissReason.DEADLINE, MissReason.SHARD_LOST)
             assert address in str(trouble.value), "a person can tell which address is meant"
         transport.close()
@@ -355,9 +338,9 @@ HEAD_OF_TWO = frames.encode_read_head([None, None])
 )
 def test_a_shard_that_answers_a_load_wrongly_is_a_protocol_error(stream: list[bytes]) -> None:
     content = unserved(2, 3, 8)
-    request = content.read_request([replace(want, layer_stop=2) for want in content.wants()])
+    wants = [replace(want, layer_stop=2) for want in content.wants()]
     with serving({READ: stream}) as transport, pytest.raises(ProtocolError):
-        list(transport.read(request, SimpleNamespace(receive=lambda *layers: None), soon()))
+        read(transport, content, wants).finish()
 
 
 @pytest.mark.parametrize(
@@ -425,10 +408,10 @@ def test_a_worker_killed_half_way_leaves_nothing_that_could_be_read(world: World
         assert worker.stdout.readline() == "half-way\n"
         states = world.host.inspect(lambda: [page.state for page in world.host.core.pool.everything()])
         assert states == [PageState.WRITING] * 3
-        assert reasons(loaded(transport, content)) == [MissReason.PENDING] * 3
+        assert load(transport, content) == [MissReason.PENDING] * 3
         worker.kill()
     world.wait_until_unleased()
     assert world.host.core.pool.allocator.used_bytes == 0
-    assert reasons(loaded(transport, content)) == [MissReason.EVICTED] * 3
+    assert load(transport, content) == [MissReason.EVICTED] * 3
     store(transport, content)
-    assert loaded(transport, content) == [None] * 3
+    assert load(transport, content) == [None] * 3

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvcluster.core.ids import Tenant
-from kvcluster.testing.conformance import TransportConformance
-from kvcluster.testing.world import World, open_world
+from kvcluster.testing.conformance import TransportConformance, World, open_world
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.seam import PageHost
 

@@ -1,5 +1,5 @@
-"""What is moved: pages with bytes of their own, a source as stingy as its contract allows, a sink that believes nothing,
-and the few calls that the claims are made of.
+"""What is moved: pages with bytes of their own, a source as stingy as its contract allows, and a sink that believes
+nothing; and the few calls that the claims are made of.
 """
 
 from __future__ import annotations
@@ -32,18 +32,10 @@ class Asker(Protocol):
         """One that nobody had."""
 
 
-def opaque_spec(*groups: tuple[int, int]) -> KVSpec:
-    """A spec with a group of (layers, bytes of a layer) for each pair."""
-    first = itertools.accumulate((layers for layers, _ in groups), initial=0)
-    return KVSpec(
-        "conformance",
-        "sha256:0",
-        block_tokens=1,
-        groups=tuple(
-            Group(tuple(range(at, at + layers)), (Plane.opaque("bytes", nbytes),))
-            for at, (layers, nbytes) in zip(first, groups, strict=False)
-        ),
-    )
+def opaque_spec(layers: int, layer_bytes: int) -> KVSpec:
+    """A spec of one group, whose layers are any number of bytes."""
+    group = Group(tuple(range(layers)), (Plane.opaque("bytes", layer_bytes),))
+    return KVSpec("conformance", "sha256:0", block_tokens=1, groups=(group,))
 
 
 class Content:
@@ -62,7 +54,7 @@ class Content:
     @classmethod
     def of(cls, asker: Asker, pages: int, layers: int, layer_bytes: int, *, first: int = 0) -> Content:
         """`pages` pages of one group, of blocks numbered from `first` on."""
-        spec = opaque_spec((layers, layer_bytes))
+        spec = opaque_spec(layers, layer_bytes)
         return cls(asker, spec, [PageKey(block(first + at), 0, spec.whole(0)) for at in range(pages)], seed=first)
 
     @classmethod
@@ -119,6 +111,7 @@ class ContentSource:
         self.sent.append(item)
         key = self._keys[item]
         data = b"".join(self._content.layers[key][layer : layer + layers])
+        self.spoil()
         self._buffer[: len(data)] = data
         view = memoryview(self._buffer)[: len(data)]
         sums = checksum.layer_sums(checksum.identity(self._content.namespace, key, codec.RAW), layer, layers, view)
@@ -126,6 +119,10 @@ class ContentSource:
 
     def drained(self) -> None:
         self.drained_calls += 1
+        self.spoil()
+
+    def spoil(self) -> None:
+        """What was handed out before is not valid any more."""
         self._buffer[:] = bytes(len(self._buffer))
 
 
@@ -196,9 +193,9 @@ def read(
     return Reading(transport.read(request, sink, deadline or soon()), sink)
 
 
-def read_begun(transport: Transport, content: Content, **options: Callable[[], object]) -> Reading:
+def read_begun(transport: Transport, content: Content) -> Reading:
     """A load whose first piece has arrived."""
-    reading = read(transport, content, **options)
+    reading = read(transport, content)
     next(reading.pieces)
     return reading
 

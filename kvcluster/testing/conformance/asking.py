@@ -1,0 +1,118 @@
+"""Who may have what, and when others see it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvcluster.core.ids import Epoch, NamespaceId
+from kvcluster.core.messages import PageKey, RefusedKind
+from kvcluster.core.reasons import MissReason
+from kvcluster.core.spec import Part
+from kvcluster.testing.conformance.content import (
+    Content,
+    ContentSink,
+    ContentSource,
+    Reading,
+    opaque_spec,
+    stop_at,
+    store,
+    write,
+)
+from kvcluster.testing.conformance.world import ONE, TWO, World, soon
+from kvcluster.transport.seam import Deadline, RefusedByShard, Transport
+
+
+def check_refused(
+    transport: Transport,
+    content: Content,
+    kind: RefusedKind,
+    *,
+    namespace: NamespaceId | None = None,
+    epoch: Epoch | None = None,
+) -> None:
+    """Raises AssertionError unless a load and a store are refused for that reason, and nothing is moved."""
+    reading, writing = content.read_request(), content.write_request()
+    namespace = reading.namespace if namespace is None else namespace
+    epoch = reading.epoch if epoch is None else epoch
+    reading = replace(reading, namespace=namespace, epoch=epoch)
+    writing = replace(writing, namespace=namespace, epoch=epoch)
+    sink = ContentSink(content, reading, stop_at(1))
+    with pytest.raises(RefusedByShard) as refused_load:
+        Reading(transport.read(reading, sink, soon()), sink).finish()
+    with pytest.raises(RefusedByShard) as refused_store:
+        transport.write(writing, ContentSource(content, writing, stop_at(1)), soon())
+    assert refused_load.value.refused.kind is kind
+    assert refused_store.value.refused.kind is kind
+
+
+class AskingClaims:
+    """Of namespaces, incarnations and visibility."""
+
+    def test_attaching_names_the_namespace_of_the_credential(self, world: World) -> None:
+        spec = opaque_spec(1, 8)
+        attached = [transport.attach(spec, soon()) for transport in (world.open(), world.open(), world.second_tenant())]
+        assert [answer.namespace for answer in attached] == [spec.namespace(ONE)] * 2 + [spec.namespace(TWO)]
+        assert {answer.epoch for answer in attached} == {world.epoch}
+        assert {answer.lease_ttl_ns for answer in attached} == {world.host.core.leases.ttl_ns}
+
+    def test_a_namespace_that_nobody_attached_is_not_known(self, world: World) -> None:
+        check_refused(world.open(), Content.of(world, 1, 1, 8), RefusedKind.UNKNOWN_NAMESPACE)
+
+    def test_the_namespace_of_another_tenant_is_as_unknown_as_one_that_nobody_has(self, world: World) -> None:
+        content = Content.of(world, 2, 1, 8)
+        store(world.open(), content)
+        stranger = world.second_tenant()
+        check_refused(stranger, content, RefusedKind.UNKNOWN_NAMESPACE)
+        stranger.attach(content.spec, soon())
+        check_refused(stranger, content, RefusedKind.UNKNOWN_NAMESPACE)
+        check_refused(stranger, content, RefusedKind.UNKNOWN_NAMESPACE, namespace=NamespaceId(bytes(32)))
+
+    def test_another_tenant_of_the_same_model_shares_nothing(self, world: World) -> None:
+        content = Content.of(world, 2, 1, 8)
+        store(world.open(), content)
+        stranger = world.second_tenant()
+        request = replace(content.read_request(), namespace=stranger.attach(content.spec, soon()).namespace)
+        sink = ContentSink(content, request, stop_at(1))
+        outcome = Reading(stranger.read(request, sink, soon()), sink).finish()
+        assert [miss and miss.reason for miss in outcome] == [MissReason.EVICTED] * 2
+
+    def test_another_incarnation_of_the_shard_is_not_taken_for_this_one(self, world: World) -> None:
+        content = Content.of(world, 1, 1, 8)
+        transport = world.open()
+        store(transport, content)
+        for epoch in (world.epoch - 1, world.epoch + 1):
+            check_refused(transport, content, RefusedKind.STALE, epoch=Epoch(epoch))
+
+    def test_parts_that_the_spec_does_not_have_are_refused(self, world: World) -> None:
+        content = Content.of(world, 1, 2, 8)
+        transport = world.open()
+        transport.attach(content.spec, soon())
+        for group, part in [(1, Part(0, 2, 0, 1)), (0, Part(0, 3, 0, 1)), (0, Part(0, 2, 0, 2))]:
+            request = content.write_request(keys=[PageKey(content.keys[0].hash, group, part)])
+            source = ContentSource(content, content.write_request(), stop_at(1))
+            with pytest.raises(RefusedByShard) as refused:
+                transport.write(request, source, soon())
+            assert refused.value.refused.kind is RefusedKind.BAD
+
+    def test_what_is_flushed_is_known_to_the_coordinator(self, world: World) -> None:
+        content = Content.of(world, 300, 1, 8)
+        transport = world.open()
+        store(transport, content)
+        assert transport.flush(soon())
+        coordinator = world.cluster.coordinator_core()
+
+        def known() -> bool:
+            space = coordinator.directory.known(content.namespace)
+            return space is not None and all(space.index.get(key.hash) for key in content.keys)
+
+        assert world.cluster.running_coordinator().inspect(known)
+
+    def test_without_a_coordinator_nothing_is_called_flushed(self, world: World) -> None:
+        content = Content.of(world, 1, 1, 8)
+        transport = world.open()
+        transport.attach(content.spec, soon())
+        world.cluster.stop_coordinator()
+        write(transport, content)
+        assert not transport.flush(Deadline.after_ms(200))

@@ -1,0 +1,233 @@
+"""Whoever stops, and for whatever reason, leaves nothing behind; and a shard that is gone is told as such."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from kvcluster.core import limits
+from kvcluster.core.messages import Pin, ReadRequest, RefusedKind, Reserve, Written
+from kvcluster.core.reasons import MissReason
+from kvcluster.testing.conformance.content import (
+    Content,
+    ContentSink,
+    ContentSource,
+    Reading,
+    Stop,
+    every_call,
+    load,
+    read,
+    read_begun,
+    stop_at,
+    store,
+    write,
+)
+from kvcluster.testing.conformance.world import BOUND_S, Pause, World, soon
+from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
+
+EVICTED = MissReason.EVICTED
+
+
+class StoppingClaims:
+    """Of readers, writers, leases and shards that end before their time."""
+
+    # -------------------------------------------------------------------------------------------- of itself
+
+    def test_a_reader_that_stops_half_way_leaves_no_lease(self, world: World) -> None:
+        content = Content.big(world)
+        transport = world.open()
+        store(transport, content)
+        reading = read_begun(transport, content)
+        assert len(world.host.core.leases) == 1
+        reading.pieces.close()
+        world.wait_until_unleased()
+        assert load(transport, content) == [None] * 16
+
+    def test_a_sink_that_raises_is_heard_and_leaves_no_lease(self, world: World) -> None:
+        content = Content.big(world)
+        transport = world.open()
+        store(transport, content)
+        with pytest.raises(Stop):
+            read(transport, content, after_receive=stop_at(3)).finish()
+        world.wait_until_unleased()
+
+    @pytest.mark.parametrize("call", [1, 5, 16])
+    def test_a_source_that_raises_is_heard_and_leaves_no_page(self, world: World, call: int) -> None:
+        content = Content.big(world)
+        transport = world.open()
+        with pytest.raises(Stop):
+            write(transport, content, stop_at(call))
+        world.wait_until_unleased()
+        assert load(transport, content) == [EVICTED] * 16
+        store(transport, content)
+
+    # ---------------------------------------------------------------------------------------- for being late
+
+    def test_a_deadline_that_is_over_ends_every_call(self, world: World) -> None:
+        content = Content.of(world, 1, 1, 8)
+        transport = world.open()
+        store(transport, content)
+        for call in every_call(transport, content, deadline=lambda: Deadline.after_ms(0)):
+            with pytest.raises(Trouble) as trouble:
+                call()
+            assert trouble.value.miss.reason is MissReason.DEADLINE
+
+    def test_a_reader_too_slow_for_its_deadline_leaves_no_lease(self, world: World) -> None:
+        content = Content.big(world)
+        transport = world.open()
+        store(transport, content)
+        deadline = Deadline.after_ms(100)
+
+        def until_it_is_over() -> None:
+            threading.Event().wait(deadline.remaining_s())
+
+        with pytest.raises(Trouble) as trouble:
+            read(transport, content, after_receive=until_it_is_over, deadline=deadline).finish()
+        assert trouble.value.miss.reason is MissReason.DEADLINE
+        world.wait_until_unleased()
+
+    def test_a_writer_too_slow_for_its_deadline_leaves_no_page(self, world: World) -> None:
+        content = Content.big(world)
+        transport = world.open()
+        deadline = Deadline.after_ms(100)
+
+        def until_it_is_over() -> None:
+            threading.Event().wait(deadline.remaining_s())
+
+        with pytest.raises(Trouble) as trouble:
+            write(transport, content, until_it_is_over, deadline=deadline)
+        assert trouble.value.miss.reason is MissReason.DEADLINE
+        world.wait_until_unleased()
+        assert load(transport, content) == [EVICTED] * 16
+
+    def test_a_load_whose_lease_ends_gets_no_wrong_byte_and_leaves_no_lease(self, world: World) -> None:
+        content = Content.big(world)
+        transport = world.open()
+        store(transport, content)
+        reading = read_begun(transport, content)
+        world.expire_leases()
+        with pytest.raises(Trouble) as trouble:
+            reading.finish()
+        assert trouble.value.miss.reason is MissReason.DEADLINE, "the shard is there: it was the reader"
+        assert not reading.sink.corrupt
+        world.wait_until_unleased()
+
+    def test_a_store_whose_lease_ends_commits_nothing(self, world: World) -> None:
+        content = Content.of(world, 2, 2, limits.FRAME_BYTES // 2)
+        transport, pause = world.open(), Pause(at=2)
+        under_way = world.meanwhile(lambda: write(transport, content, pause))
+        pause.wait_reached()
+        world.expire_leases()
+        pause.release()
+        with pytest.raises(Trouble) as trouble:
+            under_way.result(BOUND_S)
+        assert trouble.value.miss.reason is MissReason.DEADLINE
+        world.wait_until_unleased()
+        assert load(transport, content) == [EVICTED] * 2
+
+    @pytest.mark.parametrize("kind", [Pin, Reserve])
+    def test_a_grant_that_comes_too_late_is_given_back(self, world: World, kind: type[Pin | Reserve]) -> None:
+        content, new = Content.of(world, 2, 1, 100), Content.of(world, 1, 1, 100, first=5)
+        transport = world.open()
+        store(transport, content)
+        world.watched.answer_late(kind)
+        with pytest.raises(Trouble):
+            if kind is Pin:
+                load(transport, content)
+            else:
+                write(transport, new, stop_at(1))
+        world.wait_until_unleased()
+
+    # --------------------------------------------------------------------------------------- for being twice
+
+    def test_an_attempt_that_is_under_way_cannot_be_made_again(self, world: World) -> None:
+        content = Content.of(world, 2, 2, limits.FRAME_BYTES // 2)
+        transport, second, pause = world.open(), world.open(), Pause(at=2)
+        transport.attach(content.spec, soon())
+        request = content.write_request()
+        under_way = world.meanwhile(lambda: transport.write(request, ContentSource(content, request, pause), soon()))
+        pause.wait_reached()
+        with pytest.raises(RefusedByShard) as refused:
+            second.write(request, ContentSource(content, request, stop_at(1)), soon())
+        assert refused.value.refused.kind is RefusedKind.BAD
+        reading: ReadRequest = replace(content.read_request(), attempt=request.attempt)
+        sink = ContentSink(content, reading, stop_at(1))
+        with pytest.raises(RefusedByShard) as refused:
+            Reading(second.read(reading, sink, soon()), sink).finish()
+        assert refused.value.refused.kind is RefusedKind.BAD
+        pause.release()
+        assert under_way.result(BOUND_S) == [Written.COMMITTED] * 2, "the first is none the worse for it"
+
+    # ----------------------------------------------------------------------------------- for being closed
+
+    def test_a_transport_that_is_closed_under_a_load_leaves_no_lease(self, world: World) -> None:
+        content = Content.big(world)
+        transport = world.open()
+        store(transport, content)
+        reading = read_begun(transport, content)
+        transport.close()
+        try:
+            reading.finish()  # a transport within a process has nothing to close, and goes on
+            reading.sink.check()
+        except Trouble as trouble:
+            assert trouble.miss.reason is MissReason.SHARD_LOST
+        world.wait_until_unleased()
+
+    def test_a_transport_that_was_closed_raises_nothing_but_trouble(self, world: World) -> None:
+        content = Content.of(world, 1, 1, 8)
+        transport = world.open()
+        store(transport, content)
+        transport.close()
+        transport.close()
+        for call in every_call(transport, content):
+            try:
+                call()
+            except Trouble as trouble:
+                assert trouble.miss.reason is MissReason.SHARD_LOST
+            except Stop:
+                """It goes on, and moves bytes."""
+        world.wait_until_unleased()
+
+    # --------------------------------------------------------------------------- when the shard goes away
+
+    def test_a_shard_that_is_gone_is_told_as_lost(self, world: World) -> None:
+        content = Content.of(world, 1, 1, 8)
+        transport = world.open()
+        store(transport, content)
+        world.cut()
+        for call in every_call(transport, content):
+            with pytest.raises(Trouble) as trouble:
+                call()
+            assert trouble.value.miss.reason is MissReason.SHARD_LOST
+
+    def test_a_shard_that_goes_away_under_a_load_is_told_as_lost(self, world: World) -> None:
+        content = Content.big(world)
+        transport = world.open()
+        store(transport, content)
+        reading = read_begun(transport, content)
+        world.cut()
+        with pytest.raises(Trouble) as trouble:
+            reading.finish()
+        assert trouble.value.miss.reason is MissReason.SHARD_LOST
+        assert not reading.sink.corrupt
+
+    def test_a_reader_may_stop_after_the_shard_has_gone(self, world: World) -> None:
+        content = Content.big(world)
+        transport = world.open()
+        store(transport, content)
+        reading = read_begun(transport, content)
+        world.cut()
+        reading.pieces.close()
+
+    def test_a_shard_that_goes_away_under_a_store_is_told_as_lost(self, world: World) -> None:
+        content = Content.big(world)
+        transport, pause = world.open(), Pause(at=3)
+        under_way = world.meanwhile(lambda: write(transport, content, pause))
+        pause.wait_reached()
+        world.cut()
+        pause.release()
+        with pytest.raises(Trouble) as trouble:
+            under_way.result(BOUND_S)
+        assert trouble.value.miss.reason is MissReason.SHARD_LOST
