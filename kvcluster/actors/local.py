@@ -11,15 +11,16 @@ import ray
 from kvcluster.actors import cluster
 from kvcluster.actors.own_ray import OBJECT_STORE_BYTES, own_ray
 from kvcluster.client import Client, connect
-from kvcluster.config import load
+from kvcluster.config import ClientConfig, load
 from kvcluster.core.spec import KVSpec, Part
 
 
 class LocalCluster:
     """A running embedded cluster. Other processes of this machine connect to `address`."""
 
-    def __init__(self, running: cluster.Cluster) -> None:
+    def __init__(self, running: cluster.Cluster, config: ClientConfig) -> None:
         self._running = running
+        self._config = config
         self._clients: list[Client] = []
 
     @property
@@ -30,7 +31,7 @@ class LocalCluster:
         self, spec: KVSpec, *, token: str | None = None, part: Part | Mapping[int, Part] | None = None
     ) -> Client:
         """A client of this cluster, closed with it."""
-        client = connect(self.address, spec, token=token, part=part)
+        client = connect(self.address, spec, token=token, part=part, config=self._config)
         self._clients.append(client)
         return client
 
@@ -65,7 +66,7 @@ def local(
     with ExitStack() as house:
         if not ray.is_initialized():
             house.enter_context(_embedded_ray())
-        running = LocalCluster(cluster.start(settings, detached=False))
+        running = LocalCluster(cluster.start(settings, detached=False), settings.client)
         try:
             yield running
         finally:

@@ -14,6 +14,7 @@ from kvcluster.actors.coordinator import end_process
 from kvcluster.config import Config
 from kvcluster.core.ids import Epoch, ShardId, Tenant
 from kvcluster.core.messages import Inventory, Reply, Report
+from kvcluster.errors import ConfigError
 from kvcluster.runtime.auth import authenticator, is_loopback
 from kvcluster.runtime.server import Gate, Handler, Server, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
@@ -32,8 +33,7 @@ class ShardActor:
         gate = Gate(authenticator(config.server, secret))
         # The server is bound before the core exists, because the core has to know the address it is reached at.
         handlers: dict[str, Handler] = {}
-        host = config.server.host if is_loopback(config.server.host) else ray.util.get_node_ip_address()
-        self._server = Server(handlers, host, 0, config.server.threads)
+        self._server = Server(handlers, reachable_host(config.server.host), 0, config.server.threads)
         self._host = ShardHost(
             ShardId(shard),
             Epoch(time.time_ns()),
@@ -66,6 +66,28 @@ class ShardActor:
 
     def _tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:
         return self._coordinator.ask(COORDINATOR[type(message).__name__], message, deadline)
+
+
+def reachable_host(host: str) -> str:
+    """Where a shard listens whose coordinator listens at `host`: at its own node's address, once that is to be
+    reached from elsewhere."""
+    if is_loopback(host):
+        return host
+    node: str = ray.util.get_node_ip_address()
+    if not is_loopback(node):
+        return node
+    # A Ray of our own keeps to loopback and does not know this machine's address.
+    if host not in ("0.0.0.0", "::"):
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))  # sends nothing; it only chooses the way out
+        except OSError:
+            raise ConfigError(
+                f"cannot tell how others reach this machine; give its address instead of {host}"
+            ) from None
+        address: str = probe.getsockname()[0]
+        return address
 
 
 def _keep_freed_memory() -> None:

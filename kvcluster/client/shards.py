@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Generator
 from typing import Protocol, TypeVar
@@ -29,7 +30,8 @@ class Shards:
         self._open = open_transport
         self._transports: dict[str, tuple[ShardAddress, Transport]] = {}
         self._attached: set[tuple[ShardAddress, NamespaceId]] = set()
-        self._unflushed: dict[ShardAddress, None] = {}  # written to, and not known to have told the coordinator
+        self._unflushed: dict[ShardAddress, int] = {}  # written to, and not known to have told: its last write's number
+        self._writes = itertools.count()
         self._lock = threading.Lock()
 
     def read(
@@ -63,17 +65,16 @@ class Shards:
             except RefusedByShard as again:
                 raise _error(again.refused, shard) from None
         with self._lock:
-            self._unflushed[shard] = None
+            self._unflushed[shard] = next(self._writes)
         return outcome
 
     def flush(self, deadline: Deadline) -> bool:
         """Has the coordinator heard of everything written so far? A shard that is late is asked again by the next
         flush; one that is gone is not, since what it held is gone with it."""
         with self._lock:
-            asked = [(shard, self._transports.get(shard.shard)) for shard in self._unflushed]
-            self._unflushed.clear()
+            asked = [(shard, number, self._transports.get(shard.shard)) for shard, number in self._unflushed.items()]
         all_heard = True
-        for shard, known in asked:
+        for shard, number, known in asked:
             late = heard = False
             try:
                 if known is not None and known[0] == shard:
@@ -83,9 +84,9 @@ class Shards:
                 late = trouble.miss.reason is MissReason.DEADLINE
             except KVClusterError:
                 pass
-            if late:
-                with self._lock:
-                    self._unflushed[shard] = None
+            with self._lock:
+                if not late and self._unflushed.get(shard) == number:  # and nothing was written meanwhile
+                    del self._unflushed[shard]
             all_heard = all_heard and heard
         return all_heard
 

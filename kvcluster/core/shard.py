@@ -100,8 +100,7 @@ class Shard:
         self._coordinator = Epoch(0)
         self._order = 0
         self._unsaid = False  # an order carried out, or a want of room, that no report has told yet
-        self._new_specs: list[NamespaceId] = []
-        self._in_flight: tuple[Piece, int, int] | None = None  # (content, specs sent, sent at)
+        self._in_flight: tuple[Piece, int] | None = None  # (content, sent at)
         self._next_report = 0
         self._holdoff = False  # the last report failed: the next waits, however urgent
         self._member_until = 0
@@ -163,13 +162,12 @@ class Shard:
             if owned >= limits.NAMESPACES_PER_TENANT and not self._forget_bare(m.tenant):
                 return [Answer(m.call, Refused(RefusedKind.LIMIT, "too many namespaces of this tenant"))]
             self._spaces[space] = _Space(m.tenant, m.spec)
-            self._new_specs.append(space)
         return [Answer(m.call, AttachedShard(space, self.epoch, self._leases.ttl_ns))]
 
     def _forget_bare(self, tenant: Tenant) -> bool:
         """Makes room by forgetting a namespace of which nothing is here. Its workers attach again."""
         used = dict.fromkeys(page.space for page in self._pool.everything())
-        used |= dict.fromkeys([*self._new_specs, *(m.namespace for m, _ in self._waiting.values())])
+        used |= dict.fromkeys(m.namespace for m, _ in self._waiting.values())
         for space, known in self._spaces.items():
             if known.tenant == tenant and space not in used:
                 del self._spaces[space]
@@ -356,12 +354,11 @@ class Shard:
         """The next message to the coordinator, if one is due and none is under way."""
         if self._in_flight is not None or self._over:
             return []
-        urgent = (self._stream.has_news or self._unsaid or self._new_specs) and not self._holdoff
+        urgent = (self._stream.has_news or self._unsaid) and not self._holdoff
         if now < self._next_report and not urgent:
             return []
         piece = self._stream.next_piece()
-        spaces = self._told_with(piece)
-        specs = tuple((s.tenant, s.spec) for s in map(self._spaces.__getitem__, spaces))
+        specs = self._specs_of(piece)
         message: Report | Inventory
         if piece.inventory:
             message = Inventory(
@@ -373,12 +370,12 @@ class Shard:
                 FROM_SHARD, self._info(), self._coordinator, piece.first, piece.events, specs, pressure, self._order
             )
             self._unsaid = False
-        self._in_flight = (piece, 0 if piece.inventory else len(spaces), now)
+        self._in_flight = (piece, now)
         return [Send(message)]
 
     def _report_answered(self, m: ReportAnswered, now: int) -> list[Effect]:
         assert self._in_flight is not None, "an answer without its report"
-        piece, specs, sent_at = self._in_flight
+        piece, sent_at = self._in_flight
         self._in_flight = None
         ack = m.ack
         if ack.leave:
@@ -404,7 +401,6 @@ class Shard:
                 self._wait_to_report(now)
         else:
             self._stream.answered(piece, ack.acked)
-            del self._new_specs[:specs]
         if ack.order is not None and ack.order.number > self._order:
             self._evict(ack.order)
         return self._answer_flushes(now)
@@ -466,12 +462,14 @@ class Shard:
     def _inventory(self) -> list[PageEvent]:
         return [_event(page) for page in self._pool.ready()]
 
-    def _told_with(self, piece: Piece) -> list[NamespaceId]:
-        """A chunk carries the specs of its own pages, so that it can be told by itself; a report those that are not
-        acknowledged yet, which may be news to a coordinator whose inventory came before them."""
-        if piece.inventory:
-            return list(dict.fromkeys(event.namespace for event in piece.pages))
-        return self._new_specs[: limits.SPECS_PER_REPORT]
+    def _specs_of(self, piece: Piece) -> tuple[tuple[Tenant, KVSpec], ...]:
+        """A message carries the specs of its own pages, so that it is understood by a coordinator that knows nothing.
+
+        Where a namespace has been forgotten since, so were its pages, and the stream goes on to say so.
+        """
+        named = (event.namespace for event in (*piece.pages, *piece.events) if isinstance(event, PageEvent))
+        known = (self._spaces.get(space) for space in dict.fromkeys(named))
+        return tuple((space.tenant, space.spec) for space in known if space is not None)
 
     def _info(self) -> ShardInfo:
         allocator = self._pool.allocator

@@ -103,8 +103,6 @@ class ReportStream:
                 self._owed = False
                 self._inventory = None
             return
-        if self._owed:
-            return
         while self._acked < acked and self._backlog:
             self._backlog.popleft()
             self._acked += 1

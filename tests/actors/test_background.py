@@ -22,7 +22,7 @@ from kvcluster.cli.main import main
 from kvcluster.config import Config, load
 from kvcluster.errors import ConfigError
 from tests.actors.processes import listening, outcome, session, start_worker
-from tests.actors.worker import SPEC, digest, kv, tokens
+from tests.actors.worker import PATIENT, SPEC, digest, kv, tokens
 from tests.waiting import eventually
 
 
@@ -130,7 +130,7 @@ def test_a_second_up_finds_the_running_one(running: Running) -> None:
 @pytest.mark.cluster
 def test_any_process_of_the_machine_connects_by_host_and_port(running: Running) -> None:
     address = f"127.0.0.1:{running.port}"
-    with kvcluster.connect(address, SPEC) as client:
+    with kvcluster.connect(address, SPEC, config=PATIENT) as client:
         assert client.store(tokens(1), kv(1)).blocks == 8
         assert client.flush()
     assert outcome(start_worker("load", address, 1)) == {"tokens": 128, "digest": digest(kv(1))}
@@ -164,7 +164,7 @@ def test_its_actors_come_back_although_nobody_watches_them(running: Running) -> 
 
     before = actors()
     assert len(before) == 3
-    with kvcluster.connect(running.address, SPEC) as client:
+    with kvcluster.connect(running.address, SPEC, config=PATIENT) as client:
         for pid in before:
             os.kill(pid, signal.SIGKILL)
         eventually(lambda: client.store(tokens(2), kv(2)).blocks == 8)

@@ -17,7 +17,7 @@ from kvcluster.core.reasons import MissReason
 from kvcluster.core.spec import Part
 from kvcluster.errors import ConfigError
 from tests.actors.processes import descendants, listening, outcome, start_worker
-from tests.actors.worker import SPEC, digest, kv, tokens
+from tests.actors.worker import PATIENT, SPEC, digest, kv, tokens
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     """Leases are short and reports frequent, so that their end is soon seen."""
-    config = {"shard": {"lease_ttl_ms": 2_000, "report_interval_ms": 100}, "client": {"deadline_ms": 60_000}}
+    config = {"shard": {"lease_ttl_ms": 2_000, "report_interval_ms": 100}}
     with kvcluster.local(shards=2, device_bytes="64MiB", config=config) as running:
         yield running
 
 
 @pytest.fixture
 def client(cluster: LocalCluster) -> Iterator[Client]:
-    with kvcluster.connect(cluster.address, SPEC) as client:
+    with kvcluster.connect(cluster.address, SPEC, config=PATIENT) as client:
         yield client
 
 

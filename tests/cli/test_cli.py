@@ -16,7 +16,7 @@ import pytest
 import kvcluster
 from kvcluster.cli.main import main
 from kvcluster.errors import CredentialError
-from tests.actors.worker import SPEC, kv, tokens
+from tests.actors.worker import PATIENT, SPEC, kv, tokens
 
 ROOT = Path(__file__).parents[2]
 HIDE = "import sys; sys.modules[{0!r}] = None; from kvcluster.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -232,7 +232,9 @@ def test_a_missing_or_wrong_token_is_refused_in_a_sentence(cluster: Up, token: s
 
 @pytest.mark.cluster
 def test_two_tenants_do_not_share_and_cannot_tell(cluster: Up) -> None:
-    red, blue = (kvcluster.connect(cluster.address, SPEC, token=t.secret) for t in cluster.tenants.values())
+    red, blue = (
+        kvcluster.connect(cluster.address, SPEC, token=t.secret, config=PATIENT) for t in cluster.tenants.values()
+    )
     with red, blue:
         assert red.store(tokens(1), kv(1)).blocks == 8
         assert red.flush()

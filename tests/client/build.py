@@ -128,14 +128,16 @@ def _nothing() -> None:
 
 @dataclass
 class Steps:
-    """What a test does at each step of a transport: before a load, a layer's arrival, a store, a layer's departure,
-    and after the shard has answered a store."""
+    """What a test does at each step of a transport: before the spec is named, a load, a layer's arrival, a store, a
+    layer's departure and a flush, and after the shard has answered a store."""
 
+    attach: Callable[[], None] = _nothing
     read: Callable[[], None] = _nothing
     receive: Callable[[], None] = _nothing
     write: Callable[[], None] = _nothing
     send: Callable[[], None] = _nothing
     written: Callable[[], None] = _nothing
+    flush: Callable[[], None] = _nothing
 
 
 class Watched:
@@ -149,6 +151,7 @@ class Watched:
 
     def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
         assert not self._closed
+        self._steps.attach()
         return self._inner.attach(spec, deadline)
 
     def read(
@@ -168,6 +171,7 @@ class Watched:
 
     def flush(self, deadline: Deadline) -> bool:
         assert not self._closed
+        self._steps.flush()
         return self._inner.flush(deadline)
 
     def close(self) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvcluster.client.client import Client
 from kvcluster.client.results import Loaded, Lookup, Stored
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
-from kvcluster.core.ids import BlockHash, ShardId
-from kvcluster.core.messages import EndTicket, PrepareLoad
+from kvcluster.core.ids import BlockHash, ShardId, Tenant
+from kvcluster.core.messages import EndTicket, PrepareLoad, Refused, RefusedKind
 from kvcluster.core.reasons import Miss, MissReason
-from kvcluster.errors import CallerError, Unreachable
+from kvcluster.errors import CallerError, LimitError, Unreachable
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.seam import RefusedByShard, Trouble
 from tests.client.build import (
     BLOCK,
     PAGE_BYTES,
@@ -242,6 +245,91 @@ def test_an_old_ticket_does_not_cost_the_way_to_the_shard_that_came_back(alone: 
         old.release()
         assert client.flush()
         assert client.load(TOKENS, room(4)) == 4 * BLOCK
+
+
+class ByAddress:
+    """A way to whatever incarnation of a shard there is, as an address would be."""
+
+    name = "by address"
+
+    def __init__(self, cluster: MemoryCluster) -> None:
+        self._cluster = cluster
+
+    def __getattr__(self, call: str) -> Any:
+        (host,) = self._cluster.shards.values()
+        return getattr(MemoryTransport(host, Tenant("default")), call)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("attached", [False, True])
+def test_another_incarnation_at_the_same_address_is_not_taken_for_the_old_one(
+    alone: MemoryCluster, known: bool, attached: bool
+) -> None:
+    storing(alone)
+    with Client(alone.port(), lambda shard: ByAddress(alone), SPEC) as client:
+        ticket, into = client.prepare_load(client.hashes(TOKENS)), room(4)
+        if attached:
+            assert client.begin_load(ticket, room(4)).result().blocks == 4
+        alone.stop_shard(SHARD)
+        alone.start_shard(0)
+        alone.wait_until_up()
+        if known:
+            storing(alone)
+        restarted = Miss(MissReason.SHARD_LOST, "shard-0 has restarted")
+        assert client.begin_load(ticket, into).result() == Loaded(0, 0, restarted)
+        assert unwritten(into)
+        ticket.release()
+
+
+class Forgetful:
+    """A shard that has forgotten the namespace, `times` times in a row."""
+
+    def __init__(self, times: int) -> None:
+        self.attached = 0
+        self._left = times
+
+    def attach(self) -> None:
+        self.attached += 1
+
+    def refuse(self) -> None:
+        self._left -= 1
+        if self._left >= 0:
+            raise RefusedByShard(Refused(RefusedKind.UNKNOWN_NAMESPACE, "attach first"))
+
+
+def test_a_namespace_that_the_shard_forgot_is_named_to_it_again(alone: MemoryCluster) -> None:
+    shard = Forgetful(times=1)
+    with watched_client(alone, Steps(attach=shard.attach, write=shard.refuse)) as client:
+        assert client.store(TOKENS, kv(4)).blocks == 4
+        assert client.flush()
+    assert shard.attached == 2
+    shard = Forgetful(times=1)
+    with watched_client(alone, Steps(attach=shard.attach, read=shard.refuse)) as client:
+        assert client.load(TOKENS, room(4)) == 4 * BLOCK
+    assert shard.attached == 2
+
+
+def test_a_shard_that_forgets_the_namespace_again_and_again_is_a_miss(alone: MemoryCluster) -> None:
+    storing(alone)
+    miss = Miss(MissReason.SHARD_LOST, "shard-0 forgets the namespace: attach first")
+    with watched_client(alone, Steps(write=Forgetful(times=2).refuse)) as client:
+        assert client.store(prompt(2, seed=1), kv(2)) == Stored(0, 0, 0, 0, miss)
+    reading = watched_client(alone, Steps(read=Forgetful(times=2).refuse))
+    with reading as client, client.prepare_load(client.hashes(TOKENS)) as ticket:
+        assert client.begin_load(ticket, room(4)).result() == Loaded(0, 0, miss)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [(RefusedKind.LIMIT, LimitError), (RefusedKind.BAD, CallerError)], ids=["limit", "bad"]
+)
+def test_what_the_shard_finds_wrong_with_a_call_is_the_callers_to_know(
+    alone: MemoryCluster, kind: RefusedKind, error: type[CallerError]
+) -> None:
+    def refuse() -> None:
+        raise RefusedByShard(Refused(kind, "for this reason"))
+
+    with watched_client(alone, Steps(write=refuse)) as client, pytest.raises(error, match="for this reason"):
+        client.store(TOKENS, kv(4))
 
 
 def test_of_what_was_lost_with_its_shard_explain_says_so(start: Start) -> None:

@@ -10,8 +10,11 @@ import pytest
 
 from kvcluster.client.lease_keeper import LeaseKeeper
 from kvcluster.core.ids import Attempt, Holder
+from kvcluster.core.messages import RenewTicket
+from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.testing import MemoryCluster
-from tests.client.build import BOUND_S, SPEC, Hold, kv, prompt
+from kvcluster.transport.seam import Trouble
+from tests.client.build import BOUND_S, SPEC, Hold, Port, kv, prompt, watched_client
 from tests.client.conftest import Start
 
 SHORT_NS = 3_000_000
@@ -159,6 +162,26 @@ def test_a_ticket_lives_on_beyond_its_time_while_its_client_keeps_it(start: Star
         assert cluster.coordinator_core().tickets.get(attempt) is granted
     cluster.wait_until_idle()
     assert client.status()["tickets"] == 0
+
+
+def test_a_renewal_that_is_not_heard_is_tried_again(start: Start) -> None:
+    cluster = start(shards=1, device_bytes="1MiB", config={"coordinator": {"ticket_ttl_ms": 60_000, "hold_ms": 30}})
+    port, tokens = Port(cluster), prompt(2)
+
+    def lose_two(message: object) -> None:
+        if isinstance(message, RenewTicket) and len(renewals()) <= 2:
+            raise Trouble(Miss(MissReason.SHARD_LOST, "lost"))
+
+    def renewals() -> list[Attempt]:
+        return [message.attempt for message in port.asked if isinstance(message, RenewTicket)]
+
+    port.after = lose_two
+    with watched_client(cluster, port=port) as client:
+        client.store(tokens, kv(2))
+        client.flush()
+        with client.prepare_load(client.hashes(tokens)) as ticket:
+            cluster.wait_until(lambda: len(renewals()) >= 4)
+            assert set(renewals()) == {ticket.body.attempt}
 
 
 def test_a_ticket_that_is_released_twice_or_in_a_with_block_is_ended_once(cluster: MemoryCluster) -> None:

@@ -262,6 +262,20 @@ def test_a_chain_goes_on_behind_its_first_blocks(cluster: MemoryCluster) -> None
     into = room(5)
     assert client.load(tokens, into) == 5 * BLOCK
     assert same(into, values)
+    pages = [page for host in cluster.shards.values() for page in host.core.pool.ready()]
+    parents = [page.parent for page in sorted(pages, key=lambda page: page.depth)]
+    assert parents == [bytes(32), *hashes[:-1]]
+
+
+def test_a_run_of_blocks_lies_together_though_it_came_in_pieces(cluster: MemoryCluster) -> None:
+    client = cluster.client(SPEC)
+    for seed in range(10):
+        hashes = client.hashes(prompt(4, seed))
+        for first in range(4):
+            assert client.begin_store(hashes[: first + 1], kv(1), first=first).result().blocks == 1
+    for host in cluster.shards.values():
+        assert len(host.core.pool) % 4 == 0
+        assert 0 < len(host.core.pool) < 40, "and the runs are spread"
 
 
 def test_a_writer_finds_pending_what_another_is_writing(cluster: MemoryCluster) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -132,13 +133,14 @@ def test_nothing_is_written_once_a_load_was_given_up(
     assert same(into[:1], kv(3)[:1]) and unwritten(into[1:])
 
 
-def test_a_load_that_its_deadline_ended_writes_nothing_afterwards(cluster: MemoryCluster) -> None:
+def test_a_load_past_its_deadline_writes_nothing_even_if_nobody_asks_for_its_result(cluster: MemoryCluster) -> None:
     hold, into = Hold(), room(3)
     with loading(cluster, into, hold, deadline_ms=100) as transfer:
         hold.wait_reached()
-        assert transfer.result() == Loaded(0, 0, Miss(MissReason.DEADLINE))
+        assert not transfer.wait_layer(0), "until the deadline"
         hold.let_go()
         assert transfer.wait_ended(Deadline.after_ms(BOUND_S * 1e3))
+        assert transfer.result() == Loaded(0, 0, Miss(MissReason.DEADLINE))
     assert unwritten(into)
 
 
@@ -188,6 +190,29 @@ def test_a_source_is_not_free_before_its_last_byte_has_gone(cluster: MemoryClust
         hold.let_go()
         assert transfer.result().blocks == 3
         assert transfer.source_free()
+
+
+def test_a_source_is_not_free_while_one_of_several_shards_has_not_taken_its_blocks(start: Start) -> None:
+    spread = start(shards=2, device_bytes="1MiB", config={"coordinator": {"run_blocks": 1}})
+    hold = Hold(at=2)
+    with watched_client(spread, Steps(write=hold)) as client:
+        transfer = client.begin_store(client.hashes(prompt(16)), kv(16))
+        hold.wait_reached()
+        assert not transfer.source_free()
+        hold.let_go()
+        assert transfer.result().blocks == 16
+    assert hold.calls == 2
+
+
+def test_a_client_keeps_nothing_of_what_has_ended(cluster: MemoryCluster) -> None:
+    with watched_client(cluster) as client:
+        source, into = kv(3), room(3)
+        with client.prepare_load(client.hashes(TOKENS)) as ticket:
+            transfers: list[Any] = [client.begin_load(ticket, into), client.begin_store(ticket.hashes, source)]
+            assert [transfer.result().miss for transfer in transfers] == [None, None]
+        kept = [weakref.ref(thing) for thing in (source, into, *transfers)]
+        del source, into, transfers
+        cluster.wait_until(lambda: all(ref() is None for ref in kept))
 
 
 # ---------------------------------------------------------------------------------------- one after another
@@ -257,6 +282,19 @@ def test_a_flush_that_came_too_early_leaves_the_rest_to_the_next(cluster: Memory
         cluster.start_coordinator()
         assert client.flush()
         assert client.lookup(tokens).blocks == 3
+
+
+def test_a_flush_does_not_rely_on_another_that_is_still_waiting(cluster: MemoryCluster) -> None:
+    hold = Hold()
+    with watched_client(cluster, Steps(flush=hold)) as client, ThreadPoolExecutor(2) as pool:
+        assert client.store(prompt(3, seed=1), kv(3)).blocks == 3
+        flushing = [pool.submit(client.flush) for _ in range(2)]
+        cluster.wait_until(lambda: hold.calls == 2)
+        assert not any(flush.done() for flush in flushing)
+        hold.let_go()
+        assert [flush.result(BOUND_S) for flush in flushing] == [True, True]
+        assert client.flush()
+        assert hold.calls == 2, "what is known to be heard is asked no more"
 
 
 def test_a_flush_to_a_shard_that_is_gone_says_no_once(cluster: MemoryCluster) -> None:

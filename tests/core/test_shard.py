@@ -302,12 +302,12 @@ def test_the_namespace_of_another_tenant_looks_like_none() -> None:
 
 
 def test_a_tenant_has_a_bounded_number_of_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "NAMESPACES_PER_TENANT", 2)
+    monkeypatch.setattr(limits, "NAMESPACES_PER_TENANT", 1)
     shard = LoneShard.joined()
     shard.store(attempt(1), A)
-    shard.attach(OTHER)
-    assert refusal(shard.attach(HYBRID)) is RefusedKind.LIMIT, "one holds a page, the other is not even reported"
+    assert refusal(shard.attach(HYBRID)) is RefusedKind.LIMIT
     assert isinstance(shard.attach(HYBRID, THEIRS), AttachedShard)
+    assert isinstance(shard.attach(), AttachedShard), "which it has already"
 
 
 def test_a_namespace_of_which_nothing_is_left_makes_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -800,26 +800,43 @@ def test_a_lower_coordinator_epoch_is_not_heard() -> None:
 # ------------------------------------------------------------------------------------------- reports
 
 
-def test_the_first_word_is_an_inventory_and_the_next_the_specs_that_it_had_no_pages_of() -> None:
+def test_the_first_word_is_an_inventory() -> None:
     shard = LoneShard()
-    shard.attach(tenant=THEIRS)
     shard.attach()
+    assert (inventory(shard).coordinator, inventory(shard).pages) == (Epoch(0), ())
     shard.answer()
-    sent = inventory(shard)
-    assert (sent.coordinator, sent.pages, sent.last, sent.specs) == (Epoch(100), (), True, ())
+    assert (inventory(shard).coordinator, inventory(shard).last) == (Epoch(100), True), "now it knows to whom"
     shard.answer()
-    assert report(shard).specs == ((THEIRS, SPEC), (OURS, SPEC))
+    assert shard.sent is None
 
 
-def test_a_chunk_of_an_inventory_carries_the_specs_of_its_own_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_message_carries_the_specs_of_its_own_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "INVENTORY_CHUNK", 1)
     shard = LoneShard.joined()
-    shard.store(attempt(1), A, B)
+    shard.reserve(attempt(1), A, B)
+    shard.commit(attempt(1), 0, 1)
+    assert report(shard).specs == ((OURS, SPEC),)
+    shard.settle()
     shard.later(SECOND)
+    assert report(shard).specs == (), "a heartbeat has nothing to explain"
     shard.answer(ReportAck(shard.coordinator, 0, inventory=True))
     for _ in range(2):
         assert inventory(shard).specs == ((OURS, SPEC),)
         shard.answer()
+
+
+def test_a_page_whose_namespace_is_forgotten_is_told_to_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NAMESPACES_PER_TENANT", 1)
+    shard = LoneShard.joined()
+    shard.later(SECOND)
+    commit_one(shard, 1, A)
+    shard.order(1, A)
+    assert isinstance(shard.attach(OTHER), AttachedShard)
+    shard.fail()
+    shard.later(SECOND)
+    told = report(shard)
+    assert [type(event) for event in told.events] == [PageEvent, GoneEvent]
+    assert told.specs == ()
 
 
 def test_an_inventory_lists_what_is_ready_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -862,21 +879,6 @@ def test_a_report_says_what_the_shard_is_and_has() -> None:
     assert dict(told.counters)["commits"] == 1
     said = report(shard)
     assert (said.events, said.specs, said.pressure_bytes, said.order) == ((), (), 0, 0)
-
-
-def test_a_new_spec_is_told_at_once_and_until_it_is_acknowledged() -> None:
-    shard = LoneShard.joined()
-    shard.attach(HYBRID)
-    for _ in range(2):
-        assert report(shard).specs == ((OURS, HYBRID),)
-        shard.fail()
-        shard.later(250 * MS)
-    shard.attach(OTHER)
-    shard.attach(HYBRID)
-    shard.answer()
-    assert report(shard).specs == ((OURS, OTHER),), "attached while the other was under way"
-    shard.answer()
-    assert shard.sent is None
 
 
 def test_news_are_told_at_once_and_else_a_heartbeat_when_it_is_due() -> None:

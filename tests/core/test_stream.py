@@ -395,8 +395,12 @@ def test_an_answer_to_an_inventory_that_is_no_longer_owed_says_nothing() -> None
 
 def test_for_another_coordinator_numbers_begin_again() -> None:
     stream, _ = stream_of(1)
-    settle(stream, ReportCursor())
+    cursor = ReportCursor()
+    settle(stream, cursor)
     stream.append(page(2))
+    settle(stream, cursor)
+    stream.append(page(3))
+    assert (stream.acked, stream.last) == (1, 2)
     stream.reset()
     assert stream.last == 0 and stream.acked == -1
     assert stream.next_piece() == Piece(inventory=True, chunk=0, last=True, pages=(page(1),))
@@ -436,18 +440,25 @@ def test_a_heartbeat_behind_a_gap_is_enough_to_find_it() -> None:
 
 def test_chunks_are_taken_in_order_only() -> None:
     cursor = ReportCursor()
-    assert not take(cursor, chunk(1))
-    assert take(cursor, chunk(0))
-    assert not take(cursor, chunk(2, last=True))
-    assert take(cursor, chunk(1)) and not cursor.current
-    assert take(cursor, chunk(2, last=True)) and cursor.current
-    assert not take(cursor, chunk(3, last=True)), "the last was the last"
+    assert not take(cursor, chunk(1, upto=4))
+    assert take(cursor, chunk(0, upto=4))
+    assert not take(cursor, chunk(2, upto=4, last=True))
+    assert take(cursor, chunk(1, upto=4)) and cursor.acked == 0
+    assert take(cursor, chunk(2, upto=4, last=True)) and cursor.acked == 4
+    assert not take(cursor, chunk(3, upto=4, last=True)), "the last was the last"
 
 
 def test_a_first_chunk_begins_anew_at_any_time() -> None:
     cursor = ReportCursor()
     assert take(cursor, chunk(0)) and take(cursor, chunk(0)) and take(cursor, chunk(1, last=True))
     assert take(cursor, chunk(0, upto=5)) and not cursor.current
+    assert take(cursor, chunk(1, upto=5, last=True)) and cursor.acked == 5
+
+
+def test_a_report_that_comes_late_into_an_inventory_does_not_spoil_it() -> None:
+    cursor = ReportCursor()
+    take(cursor, chunk(0, upto=5))
+    assert cursor.news(3, [page(3)]) is None
     assert take(cursor, chunk(1, upto=5, last=True)) and cursor.acked == 5
 
 

@@ -204,5 +204,17 @@ class TroubledCluster(RuleBasedStateMachine):
             self.patch.undo()
 
 
+def test_what_was_reserved_before_a_coordinator_was_replaced_is_known_to_the_next_when_it_is_committed() -> None:
+    world = World(1, 8)
+    world.settle()
+    [(box, session)] = world.store(0, OURS, SPEC, chain(2), first=0, parts=[(0, SPEC.whole(0))], wait_ns=0)
+    world.settle()
+    world.restart_coordinator(5)
+    world.beat(500 * MS)
+    world.commit(box, session, [0, 1])
+    world.heal()
+    assert world.load(1, OURS, SPEC, chain(2), whole()) == 2
+
+
 TestTroubledCluster = TroubledCluster.TestCase
 TestTroubledCluster.settings = settings(max_examples=2 * settings().max_examples, stateful_step_count=50)

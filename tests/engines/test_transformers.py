@@ -390,7 +390,7 @@ def test_filler_behind_the_end_of_a_row_is_not_stored(cluster: MemoryCluster) ->
     at = next(i for i in range(4, 16) if first[i] not in first[:i] + second)
     eos = first[at]
     client = connect(cluster, model)
-    out = generate(client, model, ids, mask, max_new_tokens=20, do_sample=False, eos_token_id=eos)
+    out = generate(client, model, ids, mask, max_new_tokens=20, do_sample=False, eos_token_id=torch.tensor([eos]))
     assert out[0, 26 + at :].tolist() == [PAD] * (19 - at)
     assert stored_tokens(client, out[0].tolist()) == (26 + at) // BLOCK * BLOCK
     assert stored_tokens(client, out[1].tolist()) == 44
@@ -576,11 +576,19 @@ def test_weights_that_are_not_in_memory_need_a_name() -> None:
     assert spec_of(model, weights="w1").groups[0].heads == 4
 
 
-def test_training_mode_adapters_and_autocast_are_refused() -> None:
+def test_a_model_in_a_state_that_changes_kv_is_refused() -> None:
     with pytest.raises(CallerError, match="training mode"):
         spec_of(llama().train())
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(CallerError, match="autocast"):
         spec_of(llama())
+    model = llama()
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1}
+    with pytest.raises(CallerError, match="several devices"):
+        spec_of(model)
+    model = llama()
+    model.config.is_causal = False
+    with pytest.raises(CallerError, match="no causal language model"):
+        spec_of(model)
     model = llama()
     model.peft_config = {"default": object()}
     with pytest.raises(CallerError, match="adapter"):
@@ -632,6 +640,29 @@ def test_assisted_decoding_over_loaded_kv_is_refused(cluster: MemoryCluster) -> 
     cache = PrefixCache.from_inputs(client, model, ids, mask)
     with pytest.raises(CallerError, match="assisted decoding"):
         run(model, ids, mask, cache, prompt_lookup_num_tokens=2)
+
+
+def test_assisted_decoding_over_an_empty_cache_is_followed(cluster: MemoryCluster) -> None:
+    model = llama()
+    client = connect(cluster, model)
+    ids, mask = batch(prompt(12) * 2)
+    cache = PrefixCache.from_inputs(client, model, ids, mask)
+    out = run(model, ids, mask, cache, prompt_lookup_num_tokens=2)
+    assert cache.save(out.sequences).blocks == 7
+    assert stored_tokens(client, out.sequences[0].tolist()) == 28 and cache.get_seq_length() == 31
+    full = DynamicCache(config=model.config)
+    model(out.sequences[:, :28], past_key_values=full)
+    for mine, theirs in zip(kv(cache), kv(full), strict=True):
+        assert all(torch.allclose(m[:, :, :28], t, atol=1e-4) for m, t in zip(mine, theirs, strict=True))
+
+
+def test_rows_that_are_not_those_of_the_prompts_are_refused(cluster: MemoryCluster) -> None:
+    model = llama()
+    rows = [prompt(9, 1), prompt(9, 2), prompt(9, 3)]
+    cache = PrefixCache.from_inputs(connect(cluster, model), model, *batch(*rows[:2]))
+    model(batch(*rows)[0], past_key_values=cache)
+    with pytest.raises(CallerError, match="has 3 rows, but was made for 2"):
+        cache.save(batch(*rows)[0])
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ class EngineReplica:
             except queue.Empty:
                 raise self._failed(f"said nothing for {SILENCE_S} s") from None
             if not line:
+                self._replies.put("")  # whoever asks again is told again
                 raise self._failed("has ended")
             reply = json.loads(line)
             if "error" in reply:

@@ -1,0 +1,45 @@
+"""Where a shard listens, given where its coordinator does."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import ray
+
+from kvcluster.actors.shard import reachable_host
+from kvcluster.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "node", "shard"),
+    [
+        ("127.0.0.1", "192.0.2.7", "127.0.0.1"),
+        ("localhost", "192.0.2.7", "localhost"),
+        ("0.0.0.0", "192.0.2.7", "192.0.2.7"),
+        ("192.0.2.1", "192.0.2.7", "192.0.2.7"),
+        ("192.0.2.1", "127.0.0.1", "192.0.2.1"),
+    ],
+)
+def test_a_shard_is_reached_by_whoever_reaches_its_coordinator(
+    monkeypatch: pytest.MonkeyPatch, coordinator: str, node: str, shard: str
+) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: node)
+    assert reachable_host(coordinator) == shard
+
+
+def test_a_shard_of_an_embedded_ray_is_reached_the_way_that_leads_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    connect = socket.socket.connect
+    monkeypatch.setattr(socket.socket, "connect", lambda self, _: connect(self, ("127.0.0.1", 9)))
+    assert reachable_host("0.0.0.0") == "127.0.0.1"
+
+
+def test_a_machine_without_a_way_out_asks_for_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(self: socket.socket, address: object) -> None:
+        raise OSError("network is unreachable")
+
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    with pytest.raises(ConfigError, match=r"give its address instead of 0\.0\.0\.0"):
+        reachable_host("0.0.0.0")
