@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from typing import Any
 
@@ -62,6 +63,7 @@ def _up(options: argparse.Namespace) -> int:
         from kvcluster.actors import background
 
     def starting() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was begun is undone
         print(f"starting Ray, a coordinator and {config.shards} shard(s): usually ten seconds", file=sys.stderr)
 
     running, started = background.up(config, starting=starting)

@@ -17,7 +17,7 @@ from kvcluster.core.ids import Attempt
 from kvcluster.core.messages import PageKey, PageWant, ReadRequest, ShardAddress, TicketBody
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.errors import CallerError
+from kvcluster.errors import CallerError, ProtocolError
 from kvcluster.pages import checksum, codec
 from kvcluster.transport.seam import Deadline, Trouble
 
@@ -40,7 +40,8 @@ Pieces = dict[ShardAddress, list[_Piece]]
 def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None]) -> Pieces:
     """What to read from each shard so that this worker's parts of the ticket's blocks are filled.
 
-    Raises CallerError where the ticket was prepared for less than these parts.
+    Raises CallerError where the ticket was prepared for less than these parts, ProtocolError where it does not say
+    where all of them lie: what is not asked for would else be taken for loaded.
     """
     for group, part in enumerate(parts):
         prepared = body.need.parts[group]
@@ -57,12 +58,14 @@ def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None]) ->
             for group, part in enumerate(parts):
                 sources = run.plan[group]
                 needed = spec.groups[group].reuse.blocks_needed(total, spec.block_tokens)
-                if part is None or sources is None or block < total - needed:
+                if part is None or block < total - needed:
                     continue
-                for source in sources:
+                missing = part.layers * part.heads
+                for source in sources or ():
                     both = source.part.intersect(part)
                     if both is None:
                         continue
+                    missing -= both.layers * both.heads
                     first = source.part.layer_start
                     want = PageWant(
                         PageKey(body.hashes[block], group, source.part),
@@ -70,6 +73,8 @@ def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None]) ->
                         both.layer_stop - first,
                     )
                     pieces.setdefault(source.shard, []).append(_Piece(block, group, want))
+                if missing > 0:
+                    raise ProtocolError(f"this ticket does not say where block {block} lies; prepare it anew")
         at += run.count
     return pieces
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,19 @@ def listening(pids: Iterable[int]) -> dict[int, set[str]]:
                 inodes[f"socket:[{fields[9]}]"] = _address(fields[1].partition(":")[0])
     found: dict[int, set[str]] = {}
     for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            address = inodes.get(os.readlink(descriptor)) if descriptor.is_symlink() else None
-            if address is not None:
-                found.setdefault(pid, set()).add(address)
+        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
+            with suppress(OSError):  # closed meanwhile
+                address = inodes.get(os.readlink(descriptor))
+                if address is not None:
+                    found.setdefault(pid, set()).add(address)
     return found
+
+
+def title(pid: int) -> str:
+    """What a process calls itself; "" for the dead."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def _address(words: str) -> str:

@@ -21,7 +21,7 @@ from kvcluster.actors.background import Running
 from kvcluster.cli.main import main
 from kvcluster.config import Config, load
 from kvcluster.errors import ConfigError
-from tests.actors.processes import listening, outcome, session, start_worker
+from tests.actors.processes import listening, outcome, session, start_worker, title
 from tests.actors.worker import PATIENT, SPEC, digest, kv, tokens
 from tests.waiting import eventually
 
@@ -159,8 +159,7 @@ def test_other_rays_of_this_user_do_not_take_it_for_theirs(running: Running) -> 
 @pytest.mark.cluster
 def test_its_actors_come_back_although_nobody_watches_them(running: Running) -> None:
     def actors() -> set[int]:
-        names = {pid: Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8") for pid in session(running.pid)}
-        return {pid for pid, name in names.items() if "Actor" in name}
+        return {pid for pid in session(running.pid) if "Actor" in title(pid)}
 
     before = actors()
     assert len(before) == 3

@@ -47,8 +47,12 @@ def shards(client: Client) -> dict[str, Any]:
     return {shard["shard"]: shard for shard in client.status()["shards"]}
 
 
-def total(client: Client, counted: str) -> int:
-    return sum(shard[counted] for shard in shards(client).values())
+def total(client: Client, what: str) -> int:
+    return sum(shard[what] for shard in shards(client).values())
+
+
+def counted(client: Client, what: str) -> int:
+    return sum(shard["counters"][what] for shard in shards(client).values())
 
 
 def test_a_process_that_starts_later_loads_the_same_bytes(cluster: LocalCluster, client: Client) -> None:
@@ -111,29 +115,28 @@ def test_a_second_cluster_on_the_same_ray_is_another_cluster(client: Client) -> 
 
 
 def test_a_worker_killed_mid_store_leaves_neither_lease_nor_page(cluster: LocalCluster, client: Client) -> None:
-    store(client, 4)
-    pages, aborted = total(client, "pages"), sum(s["counters"]["aborted"] for s in shards(client).values())
+    pages, aborted = total(client, "pages"), counted(client, "aborted")
     with start_worker("store", cluster.address, 5, 64, "SIGKILL", 40) as worker:
         assert worker.wait() == -signal.SIGKILL
-    eventually(lambda: sum(s["counters"]["aborted"] for s in shards(client).values()) > aborted)
-    eventually(lambda: total(client, "leases") == 0)
+    eventually(lambda: counted(client, "aborted") > aborted)
+    assert total(client, "leases") == 0
     assert total(client, "pages") == pages
     assert client.lookup(tokens(5, 64)).blocks == 0
 
 
 def test_a_worker_that_freezes_mid_store_loses_its_lease_and_is_told(cluster: LocalCluster, client: Client) -> None:
-    pages = total(client, "pages")
+    pages, revoked = total(client, "pages"), counted(client, "revoked")
     with start_worker("store", cluster.address, 6, 64, "SIGSTOP", 40) as worker:
         try:
-            eventually(lambda: total(client, "leases") > 0)
+            eventually(lambda: counted(client, "revoked") > revoked)
             eventually(lambda: total(client, "leases") == 0)
         finally:
             worker.send_signal(signal.SIGCONT)
         frozen = outcome(worker)
     assert frozen["blocks"] == 0
     assert frozen["miss"] != "None"
-    assert client.lookup(tokens(6, 64)).blocks == 0
     assert total(client, "pages") == pages
+    assert client.lookup(tokens(6, 64)).blocks == 0
 
 
 def test_a_killed_shard_comes_back_empty_under_a_new_epoch(cluster: LocalCluster, client: Client) -> None:

@@ -16,9 +16,10 @@ from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import CallerError, LimitError, Unreachable
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.memory import MemoryTransport
-from kvcluster.transport.seam import RefusedByShard, Trouble
+from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
 from tests.client.build import (
     BLOCK,
+    BOUND_S,
     PAGE_BYTES,
     SPEC,
     Hold,
@@ -336,7 +337,7 @@ def test_of_what_was_lost_with_its_shard_explain_says_so(start: Start) -> None:
     cluster = start(
         shards=1,
         device_bytes="1MiB",
-        config={"membership_ttl_ms": 200, "coordinator": {"rebuild_grace_ms": 100}},
+        config={"membership_ttl_ms": 600, "coordinator": {"rebuild_grace_ms": 100}},
     )
     client = storing(cluster)
     cluster.stop_shard(SHARD)
@@ -346,7 +347,7 @@ def test_of_what_was_lost_with_its_shard_explain_says_so(start: Start) -> None:
 
 
 def test_a_shard_without_a_coordinator_for_its_term_serves_no_more(start: Start) -> None:
-    cluster = start(shards=1, device_bytes="1MiB", config={"membership_ttl_ms": 200})
+    cluster = start(shards=1, device_bytes="1MiB", config={"membership_ttl_ms": 600})
     client, into = storing(cluster), room(4)
     ticket = client.prepare_load(client.hashes(TOKENS))
     cluster.stop_coordinator()
@@ -437,6 +438,23 @@ def test_of_more_blocks_than_fit_the_first_are_stored(start: Start) -> None:
     into = room(2 * count)
     assert client.load(tokens, into) == blocks * BLOCK
     assert same(into[:blocks], values[:blocks])
+
+
+def test_a_store_waits_for_room_no_longer_than_it_has_time(start: Start) -> None:
+    cluster = start(
+        shards=1,
+        device_bytes="64KiB",
+        config={"client": {"store_wait_ms": 60_000}, "coordinator": {"low_free": 0.0, "high_free": 0.0}},
+    )
+    client, count = cluster.client(SPEC), fits(cluster)
+    assert client.store(prompt(count), kv(count)).blocks == count
+    assert client.flush()
+    with client.prepare_load(client.hashes(prompt(count))) as promised:
+        assert promised.blocks == count
+        transfer = client.begin_store(client.hashes(prompt(1, seed=1)), kv(1), deadline_ms=50)
+        assert transfer.wait_ended(Deadline.after_ms(BOUND_S / 4 * 1e3))
+        assert transfer.result().blocks == 0
+    assert client.lookup(prompt(count)).blocks == count, "what was promised is not evicted"
 
 
 def test_a_page_larger_than_the_pool_says_what_to_do(start: Start) -> None:

@@ -16,7 +16,7 @@ from kvcluster.client.ticket import Ticket
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.spec import Part
-from kvcluster.errors import CallerError, LimitError, SpecError
+from kvcluster.errors import CallerError, LimitError, ProtocolError, SpecError
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.seam import Deadline
 from tests.client.build import (
@@ -199,6 +199,25 @@ def test_a_ticket_for_less_than_a_clients_part_is_refused(cluster: MemoryCluster
         redeemed = desk.client.redeem(bytes(ticket))
         with desk.refuses("prepared for layers 0:3, heads 0:2 of group 0; this client wants layers 0:3, heads 0:4"):
             desk.client.begin_load(redeemed, room(2))
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda source: None,
+        lambda source: (),
+        lambda source: (replace(source, part=Part(0, LAYERS, 0, HEADS - 1)),),
+    ],
+)
+def test_a_ticket_that_does_not_say_where_its_blocks_lie_is_refused(desk: Desk, cut: Callable[[Any], Any]) -> None:
+    with desk.client.prepare_load(desk.client.hashes(TOKENS)) as ticket:
+        (run,) = ticket.body.runs
+        ((source,),) = (sources for sources in run.plan if sources)
+        ticket.body = replace(ticket.body, runs=(replace(run, plan=(cut(source),)),))
+        before = desk.bill()
+        with pytest.raises(ProtocolError, match="does not say where block 0 lies"):
+            desk.client.begin_load(ticket, room(2))
+        assert desk.bill() == before
 
 
 BAD_PARTS: list[Any] = [

@@ -135,7 +135,7 @@ def test_nothing_is_written_once_a_load_was_given_up(
 
 def test_a_load_past_its_deadline_writes_nothing_even_if_nobody_asks_for_its_result(cluster: MemoryCluster) -> None:
     hold, into = Hold(), room(3)
-    with loading(cluster, into, hold, deadline_ms=100) as transfer:
+    with loading(cluster, into, hold, deadline_ms=500) as transfer:
         hold.wait_reached()
         assert not transfer.wait_layer(0), "until the deadline"
         hold.let_go()
@@ -157,7 +157,7 @@ def test_a_store_given_up_commits_nothing_and_may_be_tried_anew(cluster: MemoryC
 def test_a_store_whose_deadline_passed_on_its_way_may_be_tried_anew(cluster: MemoryCluster) -> None:
     tokens, hold = prompt(3, seed=1), Hold(at=2)
     with watched_client(cluster, Steps(send=hold)) as client:
-        transfer = client.begin_store(client.hashes(tokens), kv(3), deadline_ms=100)
+        transfer = client.begin_store(client.hashes(tokens), kv(3), deadline_ms=500)
         hold.wait_reached()
         assert transfer.result() == Stored(0, 0, 0, 0, Miss(MissReason.DEADLINE))
         hold.let_go()
