@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Generator
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import ReadRequest, Refused, RefusedKind, ShardAddress, WriteRequest, Written
@@ -13,8 +13,6 @@ from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, KVClusterError, LimitError
 from kvcluster.transport.seam import Deadline, PageSink, PageSource, RefusedByShard, Transport, Trouble
-
-R = TypeVar("R")
 
 
 class OpenTransport(Protocol):

@@ -106,8 +106,6 @@ def store(
         by_shard, tally = _sort(control.ask(StoreGrant, spec, prepare, deadline))
         for number, (shard, blocks) in enumerate(by_shard.items(), 1):
             pages, of_block = _pages(prepare, blocks)
-            # A store that waited for room beyond its own time would only keep the next one waiting.
-            wait_ns = min(wait_ns, int(deadline.remaining_s() * 1e9))
             request = WriteRequest(namespace, attempt, shard.epoch, pages, wait_ns)
             gather = _Source(spec, namespace, pages, of_block, source, transfer, number == len(by_shard))
             try:

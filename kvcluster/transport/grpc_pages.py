@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import grpc
@@ -168,6 +169,8 @@ def page_handlers(
         tenant = tenant_of(context)
         try:
             request = frames.decode_write_request(next(messages, b""))
+            # Who has given up waits no longer: a thread of the server would wait in his place.
+            request = replace(request, wait_ns=int(min(request.wait_ns, context.time_remaining() * 1e9)))
             with WriteSession(host, tenant, request, stop=context.cancel) as session:
                 yield frames.encode_write_head(session.outcome)
                 for message in messages:

@@ -42,12 +42,12 @@ def outcome(worker: subprocess.Popen[str]) -> dict[str, Any]:
 
 def session(leader: int) -> list[int]:
     """The living processes of a session."""
-    return [pid for pid in _pids() if (stat := _stat(pid)) and int(stat[3]) == leader]
+    return [pid for pid in processes() if (stat := _stat(pid)) and int(stat[3]) == leader]
 
 
 def descendants(ancestor: int) -> list[int]:
     """The living children of a process, their children, and so on."""
-    parents = {pid: int(stat[1]) for pid in _pids() if (stat := _stat(pid))}
+    parents = {pid: int(stat[1]) for pid in processes() if (stat := _stat(pid))}
     found = [ancestor]
     for pid in found:
         found += [child for child, parent in parents.items() if parent == pid]
@@ -86,7 +86,8 @@ def _address(words: str) -> str:
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
-def _pids() -> list[int]:
+def processes() -> list[int]:
+    """All processes of this machine."""
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,9 @@ import pytest
 import kvcluster
 from kvcluster.cli.main import main
 from kvcluster.errors import CredentialError
+from tests.actors.processes import processes, title
 from tests.actors.worker import PATIENT, SPEC, kv, tokens
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 HIDE = "import sys; sys.modules[{0!r}] = None; from kvcluster.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -249,6 +253,23 @@ def test_down_ends_it(cluster: Up) -> None:
     done = kvc("down", "--port", cluster.port)
     assert (done.returncode, done.stdout) == (0, "down\n")
     assert kvc("status", "--port", cluster.port, token=cluster.tenants["red"].secret).returncode == 1
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_up_that_is_ended_half_way_leaves_nothing(end: signal.Signals) -> None:
+    port = str(free_port())
+    command = [sys.executable, "-m", "kvcluster.cli.main", "up", "--port", port, "--device-bytes", "16MiB"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as up:
+        assert up.stderr is not None
+        assert up.stderr.readline().startswith("starting Ray")
+        folder = Path(tempfile.gettempdir(), f"kvcluster-{os.getuid()}")
+        eventually((folder / port / "head.log").exists)
+        up.send_signal(end)
+        up.communicate()
+    assert up.returncode == 128 + end
+    assert [path for path in folder.iterdir() if path.name.startswith(port)] == []
+    assert not [pid for pid in processes() if str(folder / port) in title(pid)]
 
 
 # --------------------------------------------------------------------------------------------------- bench

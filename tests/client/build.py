@@ -206,7 +206,7 @@ class _Source:
 
 
 class Port:
-    """A way to the coordinator that a test can bend: `ask` may be replaced."""
+    """A way to the coordinator that a test can bend: `before` a question goes out, and `after` it was stepped."""
 
     def __init__(self, cluster: MemoryCluster, tenant: str = "default") -> None:
         self._inner = cluster.port(tenant)

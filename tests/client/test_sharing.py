@@ -40,6 +40,7 @@ from tests.client.build import (
     unwritten,
     watched_client,
 )
+from tests.client.conftest import Start
 
 # ---------------------------------------------------------------------------------- every memory layout
 
@@ -230,6 +231,20 @@ def test_parts_that_ranks_stored_are_loaded_as_one(cluster: MemoryCluster, parts
     assert same(into, values)
 
 
+def test_a_ticket_over_parts_that_ranks_stored_is_redeemed_by_workers_of_any_part(cluster: MemoryCluster) -> None:
+    tokens, values = prompt(3), kv(3)
+    for part in (FIRST_HEADS, LAST_HEADS):
+        rank = cluster.client(SPEC, part=part)
+        rank.store(tokens, of(values, part))
+        rank.flush()
+    scheduler = cluster.client(SPEC)
+    with scheduler.prepare_load(scheduler.hashes(tokens)) as ticket:
+        for part in (FIRST_HEADS, Part(2, LAYERS, HEADS - 1, HEADS), Part(0, 2, 1, 3)):
+            worker, into = cluster.client(SPEC, part=part), room(3, part=part)
+            assert worker.begin_load(worker.redeem(bytes(ticket)), into).result().blocks == 3
+            assert same(into, of(values, part))
+
+
 # ------------------------------------------------------------------------------------- bytes move once
 
 
@@ -290,6 +305,20 @@ def test_a_writer_finds_pending_what_another_is_writing(cluster: MemoryCluster) 
         assert transfer.result() == Stored(4, 0, 0, 4 * PAGE_BYTES)
         assert one.flush()
     assert other.store(tokens, values) == Stored(0, 4, 0, 0)
+
+
+def test_a_shard_knows_who_writes_though_the_coordinator_has_forgotten(start: Start) -> None:
+    cluster, hold = start(shards=1, device_bytes="1MiB"), Hold()
+    tokens, values, other = prompt(4), kv(4), cluster.client(SPEC)
+    with watched_client(cluster, Steps(send=hold)) as one:
+        transfer = one.begin_store(one.hashes(tokens), values)
+        hold.wait_reached()
+        cluster.stop_coordinator()
+        cluster.start_coordinator()
+        cluster.wait_until_up()
+        assert other.store(tokens, values) == Stored(0, 0, 4, 0)
+        hold.let_go()
+        assert transfer.result() == Stored(4, 0, 0, 4 * PAGE_BYTES)
 
 
 def test_writers_at_the_same_time_move_bytes_once(cluster: MemoryCluster) -> None:

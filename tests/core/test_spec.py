@@ -234,7 +234,7 @@ def grouped(*groups: Group) -> Callable[[], object]:
             uniform(head_dim=2**20, block_tokens=32),
             "one layer of a block would take more than 32 MiB; lower block_tokens",
         ),
-        (uniform(rope="x" * limits.SPEC_BYTES), "the spec takes more than 256 KiB; shorten `extra` or `rope`"),
+        (uniform(rope="x" * limits.SPEC_BYTES), "the spec takes more than 8 KiB; shorten `extra` or `rope`"),
         (grouped(), "a spec needs at least one group of layers"),
         (grouped(Group((0, 1), (K,)), Group((1, 2), (K,))), "a layer belongs to one group only"),
         (lambda: dataclasses.replace(SPEC, extra=(("b", ""), ("a", ""))), "extra must be sorted pairs without repeats"),

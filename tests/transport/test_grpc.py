@@ -26,8 +26,18 @@ from kvcluster.pages import codec
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.server import Gate, Server, unary_handlers
 from kvcluster.testing.conformance import TransportConformance, World, open_world
-from kvcluster.testing.conformance.content import Content, ContentSource, every_call, load, read, store
-from kvcluster.testing.conformance.world import BOUND_S, ONE, TWO, soon
+from kvcluster.testing.conformance.content import (
+    Content,
+    ContentSource,
+    every_call,
+    load,
+    read,
+    read_begun,
+    store,
+    write,
+)
+from kvcluster.testing.conformance.moving import fill
+from kvcluster.testing.conformance.world import BOUND_S, ONE, TWO, Pause, soon
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
 from kvcluster.transport.rpc import Connection, identity
 from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Trouble
@@ -193,6 +203,56 @@ def test_what_this_side_cannot_send_is_a_limit_error(world: World) -> None:
     with pytest.raises(LimitError, match="too large"):
         connection.ask(huge, None, soon())
     connection.close()
+
+
+# --------------------------------------------------------------------------- a worker that does nothing any more
+
+
+def test_a_writer_that_stands_still_loses_its_pages_when_its_lease_ends(world: World) -> None:
+    content = Content.of(world, 2, 2, limits.FRAME_BYTES // 2)
+    transport, pause = world.open(), Pause(at=2)
+    under_way = world.meanwhile(lambda: write(transport, content, pause))
+    pause.wait_reached()
+    world.expire_leases()
+    world.wait_until_unleased()
+    assert world.host.core.pool.allocator.used_bytes == 0
+    pause.release()
+    with pytest.raises(Trouble):
+        under_way.result(BOUND_S)
+
+
+def test_a_reader_that_stands_still_loses_its_pins_when_its_lease_ends(world: World) -> None:
+    content = Content.big(world)
+    transport = world.open()
+    store(transport, content)
+    reading = read_begun(transport, content)
+    world.expire_leases()
+    world.wait_until_unleased()
+    with pytest.raises(Trouble):
+        reading.finish()
+
+
+def test_a_store_given_up_while_it_waits_for_room_waits_no_longer(world: World) -> None:
+    transport, new = world.open(), Content.of(world, 1, 2, limits.FRAME_BYTES // 2, first=100)
+    reading = read_begun(world.open(), fill(world, transport))
+    with pytest.raises(Trouble):
+        write(transport, new, wait_ns=int(BOUND_S * 1e9), deadline=Deadline.after_ms(50))
+    world.watched.wait_until(lambda: not world.host.core._waiting, "the wish for room goes with whoever had it")
+    assert world.leased(reading.request.attempt), "long before whoever was in the way ran out of time"
+    reading.pieces.close()
+
+
+def test_a_store_that_is_refused_leaves_no_thread_behind(world: World) -> None:
+    transport, content = world.open(), Content.of(world, 1, 1, 8)
+    before = threading.enumerate()
+    for _ in range(3):
+        request = content.write_request()
+        with pytest.raises(RefusedByShard):
+            transport.write(request, ContentSource(content, request), soon())
+    for thread in set(threading.enumerate()) - set(before):
+        if "rpc" not in thread.name:  # the server's own, which stay with it
+            thread.join(BOUND_S)
+            assert not thread.is_alive()
 
 
 # ------------------------------------------------------------------------------------------------ credentials

@@ -21,7 +21,7 @@ from kvcluster.testing.conformance.content import (
     write,
 )
 from kvcluster.testing.conformance.world import ONE, TWO, World, soon
-from kvcluster.transport.seam import Deadline, RefusedByShard, Transport
+from kvcluster.transport.seam import Deadline, RefusedByShard, Transport, Trouble
 
 
 def check_refused(
@@ -40,7 +40,7 @@ def check_refused(
     writing = replace(writing, namespace=namespace, epoch=epoch)
     sink = ContentSink(content, reading, stop_at(1))
     with pytest.raises(RefusedByShard) as refused_load:
-        Reading(transport.read(reading, sink, soon()), sink).finish()
+        Reading(reading, transport.read(reading, sink, soon()), sink).finish()
     with pytest.raises(RefusedByShard) as refused_store:
         transport.write(writing, ContentSource(content, writing, stop_at(1)), soon())
     assert refused_load.value.refused.kind is kind
@@ -75,7 +75,7 @@ class AskingClaims:
         stranger = world.second_tenant()
         request = replace(content.read_request(), namespace=stranger.attach(content.spec, soon()).namespace)
         sink = ContentSink(content, request, stop_at(1))
-        outcome = Reading(stranger.read(request, sink, soon()), sink).finish()
+        outcome = Reading(request, stranger.read(request, sink, soon()), sink).finish()
         assert [miss and miss.reason for miss in outcome] == [MissReason.EVICTED] * 2
 
     def test_another_incarnation_of_the_shard_is_not_taken_for_this_one(self, world: World) -> None:
@@ -115,4 +115,7 @@ class AskingClaims:
         transport.attach(content.spec, soon())
         world.cluster.stop_coordinator()
         write(transport, content)
-        assert not transport.flush(Deadline.after_ms(200))
+        try:
+            assert not transport.flush(Deadline.after_ms(200))
+        except Trouble as trouble:  # it was late by itself
+            assert trouble.miss.reason is MissReason.DEADLINE

@@ -166,6 +166,7 @@ class ContentSink:
 class Reading:
     """A load under way. Iterating over `pieces` drives it."""
 
+    request: ReadRequest
     pieces: Pieces
     sink: ContentSink
 
@@ -190,7 +191,7 @@ def read(
     """A load that has not begun."""
     request = content.read_request(wants)
     sink = ContentSink(content, request, after_receive)
-    return Reading(transport.read(request, sink, deadline or soon()), sink)
+    return Reading(request, transport.read(request, sink, deadline or soon()), sink)
 
 
 def read_begun(transport: Transport, content: Content) -> Reading:

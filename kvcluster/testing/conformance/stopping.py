@@ -102,6 +102,36 @@ class StoppingClaims:
         world.wait_until_unleased()
         assert load(transport, content) == [EVICTED] * 16
 
+    def test_every_piece_of_a_load_shows_that_its_reader_lives(self, world: World) -> None:
+        content = Content.big(world)
+        transport = world.open()
+        store(transport, content)
+        reading = read_begun(transport, content)
+        begun = world.lease_expiry()
+        assert begun is not None
+        for _ in range(8):
+            next(reading.pieces)
+        world.watched.wait_until(lambda: (world.lease_expiry() or 0) > begun, "the lease is renewed")
+        reading.finish()
+
+    def test_every_piece_of_a_store_shows_that_its_writer_lives(self, world: World) -> None:
+        content = Content.big(world)
+        transport, first, last = world.open(), Pause(at=1), Pause(at=16)
+
+        def pause() -> None:
+            first()
+            last()
+
+        under_way = world.meanwhile(lambda: write(transport, content, pause))
+        first.wait_reached()
+        begun = world.lease_expiry()
+        assert begun is not None
+        first.release()
+        last.wait_reached()
+        world.watched.wait_until(lambda: (world.lease_expiry() or 0) > begun, "the lease is renewed")
+        last.release()
+        assert under_way.result(BOUND_S) == [Written.COMMITTED] * 16
+
     def test_a_load_whose_lease_ends_gets_no_wrong_byte_and_leaves_no_lease(self, world: World) -> None:
         content = Content.big(world)
         transport = world.open()
@@ -155,7 +185,7 @@ class StoppingClaims:
         reading: ReadRequest = replace(content.read_request(), attempt=request.attempt)
         sink = ContentSink(content, reading, stop_at(1))
         with pytest.raises(RefusedByShard) as refused:
-            Reading(second.read(reading, sink, soon()), sink).finish()
+            Reading(reading, second.read(reading, sink, soon()), sink).finish()
         assert refused.value.refused.kind is RefusedKind.BAD
         pause.release()
         assert under_way.result(BOUND_S) == [Written.COMMITTED] * 2, "the first is none the worse for it"

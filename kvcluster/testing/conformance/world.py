@@ -161,16 +161,26 @@ class World:
         assert page is not None, "no such page"
         return self.host.view(page.slot())
 
+    def leased(self, attempt: Attempt) -> bool:
+        """Does the lease of this attempt still run?"""
+        return self.host.core.leases.running(attempt)
+
+    def lease_expiry(self) -> int | None:
+        """When the next lease runs out, on the clock of the shard."""
+        return self.host.core.leases.next_expiry
+
     def expire_leases(self) -> None:
-        """All leases run out at this moment."""
+        """All leases run out at this moment, and those that are renewed meanwhile too."""
+        leases = self.host.core.leases
 
-        def expire() -> None:
-            for lease in self.host.core.leases.all():
+        def expired() -> bool:
+            for lease in leases.all():
                 lease.expires_at = 0
+            return leases.next_expiry is None
 
-        self.host.inspect(expire)
+        self.host.inspect(expired)
         self.host.ask(lambda call: Renew(call, self.attempt()), BOUND_S)  # the driver sees a deadline after a step
-        self.watched.wait_until(lambda: self.host.core.leases.next_expiry is None, "leases that have run out end")
+        self.watched.wait_until(expired, "leases that have run out end")
 
     def wait_until_unleased(self) -> None:
         """Waits until nothing is read or written."""
