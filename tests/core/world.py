@@ -134,10 +134,9 @@ def page(
     parent: BlockHash | None = None,
     depth: int = 0,
     loss: Loss = Loss.EXACT,
-    tenant: Tenant = OURS,
 ) -> PageEvent:
     """What a shard tells of a page of SPEC that became READY."""
-    return PageEvent(SPEC.namespace(tenant), key(block, part), parent or root(), depth, Tier.DEVICE, loss)
+    return PageEvent(SPEC.namespace(OURS), key(block, part), parent or root(), depth, Tier.DEVICE, loss)
 
 
 def pages(hashes: Sequence[BlockHash], part: Part = WHOLE) -> list[PageEvent]:
