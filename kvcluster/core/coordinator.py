@@ -181,7 +181,7 @@ class Coordinator:
         miss = None
         if found.blocks < len(m.hashes):
             miss = found.miss or self._why_absent(space, m.hashes[found.blocks], now)
-        held = m.hold and found.blocks > 0 and not self._tickets.full(m.attempt.holder)
+        held = m.hold and self._hold > 0 and found.blocks > 0 and not self._tickets.full(m.attempt.holder)
         if not held:
             return [Answer(m.call, LoadGrant(found.blocks, found.runs, 0, miss))]
         hashes = m.hashes[: found.blocks]

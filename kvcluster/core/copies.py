@@ -95,13 +95,13 @@ class CopyBook:
 
     def remove(self, copies: Copies, slot: int, group: int, part: Part) -> Copies:
         """The set without that part on that slot."""
-        if copies._version != self._version:
-            self._refresh(copies)
         key = (slot, group, part)
         less = copies._less.get(key)
         if less is None:
-            less = self._intern(tuple(c for c in copies.entries if (c.slot, c.group, c.part) != key))
-            copies._less[key] = less
+            kept = tuple(c for c in copies.entries if (c.slot, c.group, c.part) != key)
+            if len(kept) == len(copies.entries):
+                return copies
+            less = copies._less[key] = self._intern(kept)
         return less
 
     def remaining(self, copies: Copies) -> Copies:
@@ -148,7 +148,7 @@ class CopyBook:
         chosen = _tile(part, [c for c in touching if c.loss <= accept])
         if chosen is None:
             for loss in Loss:  # by rising loss: what the caller would have to accept at least
-                if loss > accept and _tile(part, [c for c in touching if c.loss <= loss]):
+                if _tile(part, [c for c in touching if c.loss <= loss]):
                     return None, Miss(MissReason.LOSSY, f"only with {loss.name.lower()}")
             if _tile(part, [c for c in copies.entries if c.group == group]):
                 return None, Miss(MissReason.SHARD_LOST)
@@ -161,7 +161,6 @@ class CopyBook:
         copies._version = self._version
         copies._served.clear()
         copies._more.clear()
-        copies._less.clear()
 
     def _intern(self, entries: tuple[Copy, ...]) -> Copies:
         copies = self._interned.get(entries)

@@ -51,9 +51,6 @@ SPEC_BYTES = 8 * 1024
 """Canonical bytes of a KVSpec: several hundred layers in a dozen groups fit, and a chunk of an inventory in which every
 page is of another namespace still fits a message."""
 
-SPECS_PER_REPORT = 1_024
-"""As many as one tenant may have; more wait for the next report."""
-
 EXPLAINED_NAMESPACES = 16
 """Sibling namespaces that one `explain` rehashes the tokens for: each costs a SHA-256 a block."""
 
@@ -71,7 +68,7 @@ TOKEN_FILE_BYTES = 1024 * 1024
 
 # The limits must agree with one another.
 assert INVENTORY_CHUNK * SPEC_BYTES * 2 <= MESSAGE_BYTES
-assert SPECS_PER_REPORT * SPEC_BYTES * 2 <= MESSAGE_BYTES
+assert REPORTS_PER_MESSAGE * SPEC_BYTES * 2 <= MESSAGE_BYTES
 assert LAYER_BYTES * 2 <= MESSAGE_BYTES
 assert FRAME_BYTES <= LAYER_BYTES
 assert BLOCKS_PER_CALL <= PAGES_PER_CALL

@@ -46,7 +46,9 @@ class Authenticator:
         if self._tenants is None:
             return Caller(DEFAULT_TENANT)
         if not token:
-            raise CredentialError("this cluster wants a token: pass token=... (or --token-file to the command line)")
+            raise CredentialError(
+                "this cluster wants a token: pass token=... (the command line takes --token or KVCLUSTER_TOKEN)"
+            )
         tenant = self._tenants.get(hashed)
         if tenant is None:
             raise CredentialError("this token is not one that the cluster knows; ask its operator for another")

@@ -127,8 +127,9 @@ def test_a_need_is_served_exactly_when_live_copies_of_little_enough_loss_tile_it
 def test_one_page_that_holds_all_of_it_serves_alone() -> None:
     book = book_of(2)
     served = book.serve(held(book, copy(2), copy(1, HEADS_0)), Need((HEADS_0,)))
-    assert sources(served) == [("shard-1", HEADS_0, Loss.EXACT)]
     assert served.plan == ((Source(0, HEADS_0, address(1), Tier.DEVICE, Loss.EXACT),),)
+    half_of_it_better = held(book, copy(1, HEADS_0), copy(2, loss=Loss.Q8))
+    assert sources(book.serve(half_of_it_better, Need((WHOLE,), Loss.Q8))) == [("shard-2", WHOLE, Loss.Q8)]
 
 
 def test_a_need_narrower_than_the_stored_part_is_served_by_it() -> None:
@@ -188,6 +189,7 @@ def test_no_plan_names_a_shard_that_is_lost() -> None:
     assert sources(book.serve(copies, Need((WHOLE,)))) == [("shard-2", WHOLE, Loss.EXACT)]
     book.kill_slot(2)
     assert book.serve(copies, Need((WHOLE,))) == Served((None,), False, Miss(MissReason.SHARD_LOST))
+    assert book.serve(copies, Need((Part(0, 9, 0, 9),))).miss == Miss(MissReason.SHARD_LOST)
 
 
 def test_a_part_that_went_with_its_shard_is_not_said_to_have_never_been_there() -> None:
@@ -336,7 +338,8 @@ def test_a_part_stored_again_with_less_loss_replaces_the_copy_that_was_there() -
     assert copies.entries == (copy(1),)
 
 
-def test_removing_what_is_not_there_changes_nothing() -> None:
+def test_removing_what_is_not_there_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "INTERNED", 0)
     book = book_of(2)
     copies = held(book, copy(1))
     assert book.remove(copies, 2, 0, WHOLE) is copies

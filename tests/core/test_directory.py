@@ -115,11 +115,22 @@ def test_page_bytes_are_those_of_the_spec_also_when_more_parts_are_asked_for_tha
 ) -> None:
     monkeypatch.setattr(limits, "PARTS_PER_BLOCK", 2)
     what = spec(PREFIX, LAST)
+    assert what.page_bytes(0, WHOLE) == 2 * 2 * 4 * 2 * 4 * 2  # layers, planes, tokens, heads, dim, bytes of float16
     space = attached(directory(), what)
     wanted = [(group, part) for group in (0, 1) for part in (WHOLE, Part(0, 1, 0, 2), Part(0, 1, 0, 1))]
-    for group, part in wanted * 2:
-        assert space.page_bytes(group, part) == what.page_bytes(group, part)
-    assert what.page_bytes(0, WHOLE) == 2 * 2 * 4 * 2 * 4 * 2  # layers, planes, tokens, heads, dim, bytes of float16
+    expected = [what.page_bytes(group, part) for group, part in wanted]
+    asked: list[tuple[int, Part]] = []
+
+    def page_bytes(_: KVSpec, group: int, part: Part) -> int:
+        asked.append((group, part))
+        return expected[wanted.index((group, part))]
+
+    monkeypatch.setattr(KVSpec, "page_bytes", page_bytes)
+    for _ in range(2):
+        assert [space.page_bytes(group, part) for group, part in wanted for _ in range(2)] == [
+            nbytes for nbytes in expected for _ in range(2)
+        ]
+    assert asked == wanted * 2, "worked out once, and again where it was forgotten"
 
 
 def test_siblings_are_the_tenants_other_namespaces_the_most_alike_first() -> None:
