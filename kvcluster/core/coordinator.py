@@ -181,11 +181,11 @@ class Coordinator:
         miss = None
         if found.blocks < len(m.hashes):
             miss = found.miss or self._why_absent(space, m.hashes[found.blocks], now)
-        held = m.hold and self._hold > 0 and found.blocks > 0 and not self._tickets.full(m.attempt.holder)
-        if not held:
-            return [Answer(m.call, LoadGrant(found.blocks, found.runs, 0, miss))]
         hashes = m.hashes[: found.blocks]
-        space.index.touch(hashes, now, now + self._hold)
+        if m.hold:
+            space.index.touch(hashes, now, now + self._hold)
+        if not (m.hold and hashes and self._hold) or self._tickets.full(m.attempt.holder):
+            return [Answer(m.call, LoadGrant(found.blocks, found.runs, 0, miss))]
         grant = LoadGrant(found.blocks, found.runs, self._hold, miss)
         self._tickets.add(Ticket(m.attempt, space.id, grant, now + self._tickets.ttl_ns, hashes=hashes))
         return [Answer(m.call, grant)]
