@@ -36,7 +36,7 @@ CHANNEL_OPTIONS = [
     *_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # in truth how long one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 SERVER_OPTIONS = [*_OPTIONS, ("grpc.so_reuseport", 0)]

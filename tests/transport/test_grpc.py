@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -335,6 +336,21 @@ def test_something_else_that_listens_there_is_trouble_by_the_deadline(answer: by
         with pytest.raises(Unreachable, match=f"nothing answers at {address}"):
             connection.wait_ready(Deadline.after_ms(100))
         connection.close()
+
+
+def test_a_server_that_is_slow_to_shake_hands_is_waited_for() -> None:
+    with socket.create_server((HOST, 0)) as server, ThreadPoolExecutor(1) as pool:
+        transport = GrpcPages(f"{HOST}:{server.getsockname()[1]}", None)
+        asked = pool.submit(transport.flush, soon())
+        peer, _ = server.accept()
+        with peer:
+            peer.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                while peer.recv(4096):
+                    """What a client says first; then it waits, and does not hang up."""
+        transport.close()
+        with pytest.raises(Trouble):
+            asked.result(BOUND_S)
 
 
 def test_a_grpc_server_of_somebody_else_is_told_as_such() -> None:
