@@ -41,6 +41,12 @@ def test_overrides_win_key_by_key(tmp_path: Path) -> None:
     assert (loaded.shards, loaded.server.port, loaded.server.threads, loaded.client.deadline_ms) == (3, 7072, 4, 50)
 
 
+def test_an_override_that_is_no_table_does_not_pass_for_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="shard must be a table of settings, not 3"):
+        config.load(written(tmp_path, "[shard]\nlease_ttl_ms = 200\n"), {"shard": 3})
+    assert config.load(written(tmp_path, "shard = 3\n"), {"shard": {}}) == Config()
+
+
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(config.load(), "shards", 2)  # noqa: B010 - an assignment would not pass the type checker
@@ -124,8 +130,11 @@ def test_what_cannot_work_is_refused_with_the_rule_it_breaks(section: str, key: 
         ("coordinator", "low_free", 0.1),
         ("coordinator", "high_free", 0.9),
         ("coordinator", "pinned_share", 0),
+        ("coordinator", "pinned_share", 0.9),
+        ("coordinator", "run_blocks", 1),
         ("coordinator", "run_blocks", 8_192),
         ("coordinator", "hold_ms", 0),
+        ("client", "deadline_ms", 1),
         ("shard", "device_bytes", 4_096),
         ("shard", "lease_ttl_ms", 100),
         ("shard", "report_interval_ms", 2_499),
