@@ -30,7 +30,10 @@ _MAY_BE_ZERO = ("hold_ms", "store_wait_ms")
 @dataclass(frozen=True, slots=True)
 class CoordinatorConfig:
     """`hold_ms`: how long promised blocks are spared. `low_free`, `high_free`: below this share of free bytes a
-    shard is told to evict, until that share is free. `pinned_share`: of a shard's bytes, at most, for pins."""
+    shard is told to evict, until that share is free. `pinned_share`: of a shard's bytes, at most, for pins.
+    `hot_loads`: a run of blocks that is loaded so often within `hot_window_ms` gets `hot_replicas` in all.
+    `drain_ms`: after so long a draining shard goes, whatever it still holds. `state_dir`: where tombstones are
+    kept for the next coordinator; "" keeps them in the shards alone."""
 
     ticket_ttl_ms: int = 30_000
     hold_ms: int = 10_000
@@ -40,17 +43,24 @@ class CoordinatorConfig:
     low_free: float = 0.05
     high_free: float = 0.10
     pinned_share: float = 0.25
+    hot_loads: int = 32
+    hot_window_ms: int = 60_000
+    hot_replicas: int = 2
+    drain_ms: int = 300_000
+    state_dir: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
-    """`device_bytes`: the pool. `extent_bytes`: the allocator's unit, 0 to choose one by the pool's size."""
+    """`device_bytes`: the pool. `extent_bytes`: the allocator's unit, 0 to choose one by the pool's size.
+    `scrub_bytes`: how much a second a shard reads of its own pages to find rotten ones; 0 for none."""
 
     device_bytes: int = 2**30
     extent_bytes: int = 0
     lease_ttl_ms: int = 10_000
     report_interval_ms: int = 500
     report_retry_ms: int = 250
+    scrub_bytes: int = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +77,14 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
-    """`deadline_ms`: of one call, however many parts it has. `store_wait_ms`: how long a store may wait for room."""
+    """`deadline_ms`: of one call, however many parts it has. `store_wait_ms`: how long a store may wait for room.
+    `breaker_failures`: after so many in a row a shard is not asked for `breaker_ms`, then for twice as long."""
 
     deadline_ms: int = 10_000
     connect_ms: int = 5_000
     store_wait_ms: int = 2_000
+    breaker_failures: int = 3
+    breaker_ms: int = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +172,12 @@ def _check(config: Config) -> None:
         (0 <= c.low_free <= c.high_free <= 0.9, "coordinator needs 0 <= low_free <= high_free <= 0.9"),
         (0 <= c.pinned_share <= 0.9, "coordinator.pinned_share must be between 0 and 0.9"),
         (1 <= c.run_blocks <= 8_192, "coordinator.run_blocks must be between 1 and 8192"),
+        (c.hot_loads >= 1, "coordinator.hot_loads must be at least 1"),
+        (
+            1 <= c.hot_replicas <= 64,
+            "coordinator.hot_replicas must be between 1 and 64; 1 makes no copies of hot blocks",
+        ),
+        (config.client.breaker_failures >= 1, "client.breaker_failures must be at least 1"),
         (s.device_bytes >= 4_096, "shard.device_bytes must hold at least a page; give 64MiB or more"),
         (
             2 * s.report_interval_ms < config.membership_ttl_ms,

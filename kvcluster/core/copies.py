@@ -82,6 +82,14 @@ class CopyBook:
     def alive(self, slot: int) -> bool:
         return slot in self._alive
 
+    def address(self, slot: int) -> ShardAddress:
+        """Where a living slot is reached."""
+        return self._alive[slot]
+
+    def shards(self, copies: Copies) -> int:
+        """On how many shards that are alive any of it lies."""
+        return len(dict.fromkeys(copy.slot for copy in copies.entries if copy.slot in self._alive))
+
     def add(self, copies: Copies, copy: Copy) -> Copies:
         """The set with `copy`, in place of any copy of the same part on that slot."""
         if copies._version != self._version:
@@ -129,23 +137,23 @@ class CopyBook:
             if part is None:
                 plan.append(None)
                 continue
-            sources, reason = self._cover(copies, group, part, need.accept)
+            sources, reason = self._cover(copies, group, part, need)
             plan.append(sources)
             miss = miss or reason
         return Served(tuple(plan), miss is None, miss)
 
     def _cover(
-        self, copies: Copies, group: int, part: Part, accept: Loss
+        self, copies: Copies, group: int, part: Part, need: Need
     ) -> tuple[tuple[Source, ...] | None, Miss | None]:
         if not copies.entries:
             return None, Miss(MissReason.NEVER_SEEN)
-        alive = [c for c in copies.entries if c.slot in self._alive]
+        alive = [c for c in copies.entries if c.slot in self._alive and self._alive[c.slot].shard not in need.avoid]
         if not alive:
             return None, Miss(MissReason.SHARD_LOST)
         touching = [c for c in alive if c.group == group and c.part.intersect(part)]
         # The cheapest first: fast tier, little loss; then the one that covers most, then the oldest shard.
         touching.sort(key=lambda c: (c.tier, c.loss, -_area(c.part.intersect(part)), c.slot))
-        chosen = _tile(part, [c for c in touching if c.loss <= accept])
+        chosen = _tile(part, [c for c in touching if c.loss <= need.accept])
         if chosen is None:
             for loss in Loss:  # by rising loss: what the caller would have to accept at least
                 if _tile(part, [c for c in touching if c.loss <= loss]):

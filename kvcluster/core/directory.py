@@ -11,14 +11,16 @@ from kvcluster.core import limits
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.index import PrefixIndex
-from kvcluster.core.messages import Need
+from kvcluster.core.messages import Need, Tombstone
 from kvcluster.core.spec import KVSpec, Part, differing_fields
+from kvcluster.core.tombstones import Tombstones
 
 
 class Space:
-    """One namespace. `pinned` maps blocks that a user pinned to when that ends."""
+    """One namespace. `pinned` maps blocks that a user pinned to when that ends; `purged` is the number of the last
+    tombstone that names it."""
 
-    __slots__ = ("_page_bytes", "id", "index", "pinned", "spec", "tenant")
+    __slots__ = ("_page_bytes", "id", "index", "pinned", "purged", "spec", "tenant")
 
     def __init__(self, space: NamespaceId, tenant: Tenant, spec: KVSpec, book: CopyBook) -> None:
         self.id = space
@@ -26,6 +28,7 @@ class Space:
         self.spec = spec
         self.index = PrefixIndex(space, [group.reuse for group in spec.groups], spec.block_tokens, book)
         self.pinned: dict[BlockHash, int] = {}
+        self.purged = 0
         self._page_bytes: dict[tuple[int, Part], int] = {}
 
     def page_bytes(self, group: int, part: Part) -> int:
@@ -52,8 +55,9 @@ class Space:
 class Directory:
     """Namespaces by id."""
 
-    def __init__(self, book: CopyBook) -> None:
+    def __init__(self, book: CopyBook, tombstones: Tombstones) -> None:
         self._book = book
+        self._tombstones = tombstones
         self._spaces: dict[NamespaceId, Space] = {}
         self._owned: dict[Tenant, int] = {}
 
@@ -75,6 +79,7 @@ class Directory:
             if self._owned.get(tenant, 0) >= limits.NAMESPACES_PER_TENANT and not self._forget_bare(tenant):
                 return None
             space = self._spaces[space_id] = Space(space_id, tenant, spec, self._book)
+            space.purged = self._tombstones.latest(tenant, spec)
             self._owned[tenant] = self._owned.get(tenant, 0) + 1
         return space
 
@@ -85,6 +90,17 @@ class Directory:
     def known(self, space_id: NamespaceId) -> Space | None:
         """For shards, which speak for every tenant."""
         return self._spaces.get(space_id)
+
+    def bury(self, stone: Tombstone) -> list[BlockHash]:
+        """Forgets all that the tombstone names: the blocks that were known."""
+        buried: list[BlockHash] = []
+        for space in self._spaces.values():
+            if stone.names(space.tenant, space.spec):
+                buried += [record.hash for record in space.index]
+                space.index.clear()
+                space.pinned.clear()
+                space.purged = max(space.purged, stone.number)
+        return buried
 
     def siblings(self, space: Space) -> tuple[KVSpec, ...]:
         """Specs of the tenant's other namespaces that hold anything, the most alike first."""

@@ -18,6 +18,9 @@ NamespaceId = NewType("NamespaceId", bytes)
 Tenant = NewType("Tenant", str)
 """Taken by the server from the caller's credential, never from the caller's word."""
 
+CLUSTER = Tenant("")
+"""The tenant of a shard of this cluster, which speaks for every tenant. No credential stands for it."""
+
 ShardId = NewType("ShardId", str)
 """A shard's name; it survives restarts, which its epoch counts."""
 

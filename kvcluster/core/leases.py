@@ -10,10 +10,12 @@ All leases of a book run equally long, so that the order of renewal is the order
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from enum import Enum
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Attempt, Holder
+from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, ShardId
 from kvcluster.core.pool import Page
 
 
@@ -34,6 +36,18 @@ class Lease:
         self.kind = kind
         self.pages = pages
         self.expires_at = expires_at
+
+
+class OwnAttempts:
+    """Names what a shard incarnation does by itself: it is a holder of leases like any other."""
+
+    def __init__(self, shard: ShardId, epoch: Epoch) -> None:
+        self._holder = Holder(hashlib.sha256(f"{shard} {epoch}".encode()).digest()[:HOLDER_BYTES])
+        self._counter = 0
+
+    def next(self) -> Attempt:
+        self._counter += 1
+        return Attempt(self._holder, self._counter)
 
 
 class LeaseBook:
@@ -102,16 +116,22 @@ class LeaseBook:
             if lease.expires_at > now:
                 break
             out.append(attempt)
+        return self.revoke(out)
+
+    def revoke(self, attempts: Iterable[Attempt]) -> list[Attempt]:
+        """Ends these running ones before their time."""
+        out = list(attempts)
         for attempt in out:
             self._revoked[attempt] = self._running.pop(attempt)
         return out
 
     def revoke_all(self) -> list[Attempt]:
         """All that still run."""
-        out = list(self._running)
-        self._revoked.update(self._running)
-        self._running.clear()
-        return out
+        return self.revoke(list(self._running))
+
+    def writers(self) -> list[Lease]:
+        """The running leases under which something is written."""
+        return [lease for lease in self._running.values() if lease.kind is LeaseKind.WRITE]
 
     def extend(self, late_ns: int) -> None:
         """This process stood still: renewals that arrived meanwhile could not be heard."""

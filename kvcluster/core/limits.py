@@ -44,8 +44,35 @@ EVICTED_FINGERPRINTS = 262_144
 EVICTIONS_PER_ORDER = 1_024
 """Pages that one order may condemn, so that a step of the shard stays short."""
 
+REPLICAS = 64
+"""Shards that one block may lie on: beyond it a copy costs room and spares no reader a wait."""
+
+AVOIDED_SHARDS = 256
+"""Shards that one load names as failed. Where more have failed, there is no other replica to find."""
+
+SUSPECTS_PER_CALL = 256
+"""Pages that a reader reports at once. Each costs the shard a read of the whole page."""
+
 WAITING_WRITES = 1_024
 """Reservations that wait for room at a shard; one more is answered `full`."""
+
+SUSPECTS = 1_024
+"""Pages that readers suspect and the shard has yet to read. The round of the scrubber finds what is beyond it."""
+
+TOMBSTONES = 1_024
+"""Different purges that are remembered. One that covers others takes their place, so `clear` always makes room."""
+
+WISHES = 65_536
+"""Blocks that are to get another copy: 1,024 hot runs. One more is forgotten, until it is hot again."""
+
+PULL_PAGES = 1_024
+"""Pages that one order has a shard fetch from another."""
+
+PULL_BYTES = 64 * 1024 * 1024
+"""As PULL_PAGES: a second of a slow network, so that a shard is soon free for the next order."""
+
+HOT_RUNS = 65_536
+"""Runs whose loads are counted within one window; one more is not."""
 
 SPEC_BYTES = 8 * 1024
 """Canonical bytes of a KVSpec: several hundred layers in a dozen groups fit, and a chunk of an inventory in which every
@@ -69,7 +96,9 @@ TOKEN_FILE_BYTES = 1024 * 1024
 # The limits must agree with one another.
 assert INVENTORY_CHUNK * SPEC_BYTES * 2 <= MESSAGE_BYTES
 assert REPORTS_PER_MESSAGE * SPEC_BYTES * 2 <= MESSAGE_BYTES
+assert TOMBSTONES * SPEC_BYTES * 4 <= MESSAGE_BYTES
 assert LAYER_BYTES * 2 <= MESSAGE_BYTES
 assert FRAME_BYTES <= LAYER_BYTES
 assert BLOCKS_PER_CALL <= PAGES_PER_CALL
+assert max(PULL_PAGES, SUSPECTS_PER_CALL) <= PAGES_PER_CALL
 assert REPORTS_PER_MESSAGE <= STREAM_BACKLOG

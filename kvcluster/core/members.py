@@ -2,16 +2,17 @@
 
 A member is *joining* until its inventory is complete: what it told so far may be loaded, but nothing new is
 placed on it. It is *up* until nothing was heard of it for the membership term; then it is *lost*, and its slot
-dies (copies.py). A report of an older incarnation is answered `leave`.
+dies (copies.py). One that is *draining* is up, but nothing new is placed on it; when it has been told to go, every
+further word of that incarnation is answered so. A report of an older incarnation is answered `leave`.
 """
 
 from __future__ import annotations
 
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.eviction import ColdQueue
-from kvcluster.core.ids import BlockHash, ShardId
+from kvcluster.core.ids import BlockHash, Epoch, ShardId
 from kvcluster.core.index import BlockRecord
-from kvcluster.core.messages import EvictOrder, ShardAddress, ShardInfo
+from kvcluster.core.messages import EvictOrder, Farewell, PullOrder, ShardAddress, ShardInfo
 from kvcluster.core.placement import Candidate, choose
 from kvcluster.core.stream import ReportCursor
 
@@ -19,7 +20,10 @@ from kvcluster.core.stream import ReportCursor
 class Member:
     """One shard incarnation."""
 
-    __slots__ = ("address", "cold", "cursor", "full", "info", "order", "orders", "seen_at", "slot")
+    __slots__ = (
+        *("address", "cold", "cursor", "drain_until", "full", "info", "order", "orders"),
+        *("pull", "pulls", "purged", "seen_at", "slot"),
+    )
 
     def __init__(self, info: ShardInfo, slot: int, address: ShardAddress, cold: ColdQueue[BlockRecord]) -> None:
         self.info = info
@@ -31,10 +35,25 @@ class Member:
         self.order: EvictOrder | None = None  # repeated until the shard says that it is done
         self.orders = 0
         self.full = False  # asked for room, and nothing could be evicted
+        self.pull: PullOrder | None = None  # repeated likewise
+        self.pulls = 0
+        self.purged = 0  # tombstones up to this number are carried out, as far as its stream has told
+        self.drain_until: int | None = None  # draining: what is not elsewhere by then goes with it
+
+    @property
+    def draining(self) -> bool:
+        return self.drain_until is not None
 
     @property
     def state(self) -> str:
-        return "up" if self.cursor.current else "joining"
+        if not self.cursor.current:
+            return "joining"
+        return "draining" if self.draining else "up"
+
+    @property
+    def takes(self) -> bool:
+        """May anything new be placed on it?"""
+        return self.cursor.current and not self.full and not self.draining
 
 
 class Membership:
@@ -45,6 +64,10 @@ class Membership:
         self._book = book
         self._members: dict[ShardId, Member] = {}
         self.lost: dict[ShardId, ShardInfo] = {}
+        self._dismissed: dict[ShardId, Epoch] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
 
     def all(self) -> list[Member]:
         return list(self._members.values())
@@ -73,7 +96,7 @@ class Membership:
                 shard=member.info.shard,
                 host=member.info.host,
                 weight_bytes=member.info.capacity_bytes,
-                available=member.cursor.current and not member.full,
+                available=member.takes,
             )
             for member in self._members.values()
         ]
@@ -85,6 +108,18 @@ class Membership:
         if member is not None:
             self._book.kill_slot(member.slot)
         return member
+
+    def dismiss(self, member: Member) -> None:
+        """It is drained: this incarnation is a member no more, whatever it says."""
+        self.drop(member.info.shard)
+        self._dismissed[member.info.shard] = member.info.epoch
+
+    def farewell(self, info: ShardInfo) -> Farewell | None:
+        """What an incarnation that is over is to be told."""
+        member = self._members.get(info.shard)
+        if member is not None and info.epoch < member.info.epoch:
+            return Farewell.REPLACED
+        return Farewell.DRAINED if info.epoch <= self._dismissed.get(info.shard, 0) else None
 
     def drop_silent(self, now: int) -> list[Member]:
         """Those unheard of for the whole term: lost."""

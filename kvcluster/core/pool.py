@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvcluster.core.allocator import PageAllocator
 from kvcluster.core.ids import BlockHash, NamespaceId
-from kvcluster.core.messages import PageKey, PageSlot
+from kvcluster.core.messages import NewPage, PageKey, PageSlot, Written
 from kvcluster.core.reasons import Loss
 
 
@@ -120,6 +120,14 @@ class PagePool:
         """Every page that takes room, for whoever checks that nothing leaks."""
         yield from self._pages.values()
         yield from self._condemned.values()
+
+    def offer(self, space: NamespaceId, new: NewPage, nbytes: int) -> Page | Written:
+        """A page to write, or what became of the wish for one: somebody has it, writes it, or there is no room."""
+        existing = self._pages.get(PoolKey(space, new.key))
+        if existing is not None:
+            return Written.DUPLICATE if existing.state is PageState.READY else Written.PENDING
+        page = self.reserve(space, new.key, nbytes, parent=new.parent, depth=new.depth, loss=new.loss)
+        return Written.FULL if page is None else page
 
     def reserve(
         self, space: NamespaceId, key: PageKey, nbytes: int, *, parent: BlockHash, depth: int, loss: Loss

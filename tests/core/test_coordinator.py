@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from kvcluster.config import CoordinatorConfig
-from kvcluster.core import coordinator as machine
-from kvcluster.core import evictor, limits
+from kvcluster.core import evictor, intake, limits
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.eviction import ColdQueue, Verdict
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, ShardId, Tenant
@@ -782,13 +781,12 @@ def test_chunks_out_of_order_ask_for_the_whole_again(chunks: tuple[int, ...]) ->
     assert coordinator.status().blocks == 1
 
 
-def test_a_late_chunk_of_an_inventory_is_healed_by_the_next_report() -> None:
+def test_an_inventory_that_comes_late_undoes_nothing() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages([A]))
     voice.report(gone(A), page(B))
-    assert not voice.inventory(*pages([A]), upto=0).inventory
-    assert voice.report().inventory
-    voice.inventory(*pages([B]))
-    assert reasons(coordinator.explain([A, B])) == [(1, MissReason.SHARD_LOST), (1, None)]
+    assert voice.inventory(*pages([A]), upto=0).acked == 2
+    assert voice.report().acked == 2
+    assert reasons(coordinator.explain([A, B])) == [(1, MissReason.EVICTED), (1, None)]
 
 
 def test_an_event_of_a_namespace_over_the_bound_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -804,7 +802,7 @@ def test_an_event_of_a_namespace_over_the_bound_is_passed_over(monkeypatch: pyte
 
 
 def test_a_silent_shard_is_lost_for_lookups_at_once_and_swept_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "SWEEP_BLOCKS", 4)
+    monkeypatch.setattr(intake, "SWEEP_BLOCKS", 4)
     coordinator, _voice = LoneCoordinator.serving(*pages(BLOCKS))
     pin(coordinator, [A])
     other = coordinator.voice("b")

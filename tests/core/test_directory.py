@@ -8,6 +8,7 @@ from kvcluster.core.directory import Directory, Space
 from kvcluster.core.ids import HASH_BYTES, NamespaceId, Tenant
 from kvcluster.core.messages import Need
 from kvcluster.core.spec import LAST, PREFIX, KVSpec, Part
+from kvcluster.core.tombstones import Tombstones
 from tests.core.build import WHOLE, address, page, spec
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
@@ -16,7 +17,7 @@ ALICE, BOB = Tenant("alice"), Tenant("bob")
 def directory() -> Directory:
     book = CopyBook()
     book.open_slot(address(1))
-    return Directory(book)
+    return Directory(book, Tombstones())
 
 
 def attached(spaces: Directory, what: KVSpec, tenant: Tenant = ALICE) -> Space:

@@ -23,6 +23,7 @@ from kvcluster.core.messages import (
     Done,
     Effect,
     EvictOrder,
+    Farewell,
     Flush,
     GoneEvent,
     Inventory,
@@ -757,7 +758,7 @@ def test_a_newer_incarnation_ends_this_one() -> None:
     shard.pin(attempt(3), A)
     flush = shard.call(lambda call: Flush(call, SECOND))
     later = shard.reserving(attempt(4), C, wait_ns=SECOND)
-    shard.answer(ReportAck(Epoch(1), 0, leave=True))
+    shard.answer(ReportAck(Epoch(1), 0, leave=Farewell.REPLACED))
     assert shard.left
     assert shard.revoked == [attempt(3)]
     assert granted(shard, waiting) == granted(shard, later) == (Written.LOST,)

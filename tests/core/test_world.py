@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcluster.core import coordinator, evictor, limits
+from kvcluster.core import evictor, intake, limits
 from kvcluster.core.ids import BlockHash, Tenant
 from kvcluster.core.messages import Need
 from kvcluster.core.spec import Part
@@ -60,7 +60,7 @@ class TroubledCluster(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         for name, value in BOUNDS.items():
             self.patch.setattr(limits, name, value)
-        self.patch.setattr(coordinator, "SWEEP_BLOCKS", 2)
+        self.patch.setattr(intake, "SWEEP_BLOCKS", 2)
         self.patch.setattr(evictor, "BATCH", 2)
         self.stored: list[Conversation] = []
 

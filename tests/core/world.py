@@ -30,6 +30,7 @@ from kvcluster.core.messages import (
     Decision,
     Done,
     EndTicket,
+    Fetch,
     Flush,
     GoneEvent,
     Inventory,
@@ -66,6 +67,8 @@ from kvcluster.core.messages import (
     Tier,
     Unpin,
     UnpinBlocks,
+    Verified,
+    Verify,
     WriteGrant,
     Written,
 )
@@ -269,8 +272,17 @@ class World:
         if call is not None:
             box.unanswered[call] = session
         reply: Reply | None = None
+        verdicts: list[Verified] = []
         for effect in box.core.step(message, self.now):
             match effect:
+                case Verify(own, spaces, slots):
+                    rotten = [at for at, slot in enumerate(slots) if not box.holds(slot, (spaces[at], slot.key))]
+                    verdicts.append(Verified(own, tuple(rotten)))
+                case Fetch(own, space, _, slots):
+                    fetching = box.sessions[own] = Session(own, space, [slot.key for slot in slots], writes=True)
+                    fetching.slots = list(slots)
+                    for slot in slots:
+                        box.write(slot, own)
                 case Answer(of, answer):
                     self._answered(box, box.unanswered.pop(of), answer)
                     reply = answer if of == call else reply
@@ -278,9 +290,12 @@ class World:
                     assert box.letter is None, "one message is under way at a time"
                     box.letter = letter
                 case Revoke(revoked):
-                    box.sessions[revoked].revoked = True
+                    if revoked in box.sessions:  # what the shard reads for itself is read at once
+                        box.sessions[revoked].revoked = True
                 case Leave():
                     box.left = True
+        for verdict in verdicts:
+            self.step(box, verdict)
         return reply
 
     def _answered(self, box: Box, session: Session | None, reply: Reply) -> None:

@@ -16,6 +16,7 @@ from kvcluster.core.messages import (
     AttachedShard,
     AttachShard,
     Done,
+    Farewell,
     Inventory,
     NewPage,
     PageKey,
@@ -129,7 +130,7 @@ def test_a_report_that_fails_is_sent_again(error: Exception) -> None:
 
 def test_a_shard_whose_successor_is_known_ends_itself() -> None:
     ended: queue.SimpleQueue[str] = queue.SimpleQueue()
-    coordinator = Coordinator(lambda message: ReportAck(Epoch(1), 0, leave=True))
+    coordinator = Coordinator(lambda message: ReportAck(Epoch(1), 0, leave=Farewell.REPLACED))
     with shard(coordinator, on_end=ended.put):
         assert "newer incarnation" in ended.get(timeout=BOUND_S)
 

@@ -5,18 +5,18 @@ once or in a later step. `tenant` is always the one that the caller's credential
 outside only through wire/, which has validated their shapes and bounds; the core asserts, and decides.
 
     worker -> coordinator   Attach, PrepareLoad, PrepareStore, RenewTicket, EndTicket, Explain, Siblings,
-                            PinBlocks, UnpinBlocks, GetStatus                         coordinator.py
+                            PinBlocks, UnpinBlocks, Purge, Drain, GetStatus           coordinator.py
     shard  -> coordinator   Report, Inventory                                         reports.py
-    worker -> shard         AttachShard, Pin, Unpin, Reserve, Commit, Abort, Renew, Flush     shard.py
+    worker -> shard         AttachShard, Pin, Unpin, Reserve, Commit, Abort, Renew, Flush, Suspect    shard.py
     a transport's exchange  ReadRequest, WriteRequest, TicketBody                     exchange.py
-    driver -> both          Tick, Stalled;   driver -> shard   ReportAnswered, ReportFailed
+    driver -> both          Tick, Stalled;   driver -> shard   ReportAnswered, ReportFailed, Verified
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcluster.core.ids import Attempt, CallId
+from kvcluster.core.ids import Attempt, CallId, NamespaceId
 from kvcluster.core.messages.common import (
     PROTOCOL_VERSION,
     Done,
@@ -35,6 +35,7 @@ from kvcluster.core.messages.coordinator import (
     Attached,
     BlockFate,
     Decision,
+    Drain,
     EndTicket,
     Explain,
     Explained,
@@ -44,6 +45,8 @@ from kvcluster.core.messages.coordinator import (
     Pinned,
     PrepareLoad,
     PrepareStore,
+    Purge,
+    Purged,
     RenewTicket,
     ShardStatus,
     Siblings,
@@ -61,15 +64,19 @@ from kvcluster.core.messages.exchange import (
 )
 from kvcluster.core.messages.reports import (
     EvictOrder,
+    Farewell,
     GoneEvent,
     Inventory,
     PageEvent,
+    PullOrder,
+    PurgedEvent,
     Report,
     ReportAck,
     ReportAnswered,
     ReportFailed,
     ShardInfo,
     StreamEvent,
+    Tombstone,
 )
 from kvcluster.core.messages.shard import (
     Abort,
@@ -84,7 +91,9 @@ from kvcluster.core.messages.shard import (
     PinGrant,
     Renew,
     Reserve,
+    Suspect,
     Unpin,
+    Verified,
     WriteGrant,
     Written,
 )
@@ -113,13 +122,43 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Verify:
+    """Read these pages of the arena and compare them with their sums; answer with Verified, whatever happens.
+
+    `namespaces[i]` is that of `slots[i]`. They are pinned under `attempt` until then.
+    """
+
+    attempt: Attempt
+    namespaces: tuple[NamespaceId, ...]
+    slots: tuple[PageSlot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Fill these pages from another shard, under a write lease of this shard's own; end it with Commit or Abort."""
+
+    attempt: Attempt
+    namespace: NamespaceId
+    source: ShardAddress
+    slots: tuple[PageSlot, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Have these tombstones, which are all, on disk before anything that comes after this is done."""
+
+    tombstones: tuple[Tombstone, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
-    """This incarnation is over: give up what it holds and end the process."""
+    """This incarnation is over: give up what it holds and end the process. `for_good`: no other shall follow."""
 
     reason: str
+    for_good: bool = False
 
 
-Effect = Answer | Revoke | Send | Leave
+Effect = Answer | Revoke | Send | Verify | Fetch | Persist | Leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +180,7 @@ Reply = (
     | Explained
     | SiblingSpecs
     | Pinned
+    | Purged
     | Status
     | AttachedShard
     | PinGrant
@@ -161,6 +201,8 @@ CoordinatorMessage = (
     | Siblings
     | PinBlocks
     | UnpinBlocks
+    | Purge
+    | Drain
     | GetStatus
     | Report
     | Inventory
@@ -177,6 +219,8 @@ ShardMessage = (
     | Abort
     | Renew
     | Flush
+    | Suspect
+    | Verified
     | ReportAnswered
     | ReportFailed
     | Tick
@@ -197,11 +241,14 @@ __all__ = [
     "CoordinatorMessage",
     "Decision",
     "Done",
+    "Drain",
     "Effect",
     "EndTicket",
     "EvictOrder",
     "Explain",
     "Explained",
+    "Farewell",
+    "Fetch",
     "Flush",
     "GetStatus",
     "GoneEvent",
@@ -214,6 +261,7 @@ __all__ = [
     "PageKey",
     "PageSlot",
     "PageWant",
+    "Persist",
     "Pin",
     "PinBlocks",
     "PinGrant",
@@ -221,6 +269,10 @@ __all__ = [
     "Plan",
     "PrepareLoad",
     "PrepareStore",
+    "PullOrder",
+    "Purge",
+    "Purged",
+    "PurgedEvent",
     "ReadRequest",
     "Refused",
     "RefusedKind",
@@ -247,11 +299,15 @@ __all__ = [
     "StoreGrant",
     "StoreRun",
     "StreamEvent",
+    "Suspect",
     "Tick",
     "TicketBody",
     "Tier",
+    "Tombstone",
     "Unpin",
     "UnpinBlocks",
+    "Verified",
+    "Verify",
     "WriteGrant",
     "WriteRequest",
     "Written",

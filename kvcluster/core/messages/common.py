@@ -30,10 +30,14 @@ class PageKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a load needs of each group: a part, or None for a group it can do without; and its loss."""
+    """What a load needs of each group: a part, or None for a group it can do without; and its loss.
+
+    `avoid` names shards that have just failed this reader: other replicas serve, where there are any.
+    """
 
     parts: tuple[Part | None, ...]
     accept: Loss = Loss.EXACT
+    avoid: tuple[ShardId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

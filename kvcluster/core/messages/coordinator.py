@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, Tenant
+from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages.common import Need, Plan, Run, ShardAddress
 from kvcluster.core.messages.reports import ShardInfo
 from kvcluster.core.reasons import Loss, Miss
@@ -175,13 +175,17 @@ class SiblingSpecs:
 
 @dataclass(frozen=True, slots=True)
 class PinBlocks:
-    """Do not evict these blocks for `ttl_ns`. Answered by Pinned, which says how many fitted the share."""
+    """Do not evict these blocks for `ttl_ns`. Answered by Pinned, which says how many fitted the share.
+
+    `replicas` is on how many shards each of them is to lie, as far as there are as many with room.
+    """
 
     call: CallId
     tenant: Tenant
     namespace: NamespaceId
     hashes: tuple[BlockHash, ...]
     ttl_ns: int
+    replicas: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +206,37 @@ class Pinned:
 
 
 @dataclass(frozen=True, slots=True)
+class Purge:
+    """Forget every block of these namespaces of the tenant, for good. Answered by Purged.
+
+    A namespace is meant where each of the three that is not None equals its spec's; all None: every namespace
+    ("clear"). Once answered, no lookup finds what was stored before, whichever process restarts or was cut off.
+    """
+
+    call: CallId
+    tenant: Tenant
+    model: str | None = None
+    weights: str | None = None
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """How many blocks were known and are forgotten."""
+
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Move what is worth keeping from this shard to others, then let it go. Answered by Done(False) where it is not
+    known. It is under way from then on; GetStatus shows how far."""
+
+    call: CallId
+    shard: ShardId
+
+
+@dataclass(frozen=True, slots=True)
 class GetStatus:
     """What is there and how is it used? Answered by Status."""
 
@@ -210,7 +245,7 @@ class GetStatus:
 
 @dataclass(frozen=True, slots=True)
 class ShardStatus:
-    """One shard as the coordinator sees it."""
+    """One shard as the coordinator sees it. `state`: joining, up, draining or lost."""
 
     info: ShardInfo
     state: str

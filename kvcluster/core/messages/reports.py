@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 from kvcluster.core.ids import BlockHash, CallId, Epoch, NamespaceId, ShardId, Tenant
-from kvcluster.core.messages.common import PageKey, Tier
+from kvcluster.core.messages.common import PageKey, ShardAddress, Tier
+from kvcluster.core.messages.shard import NewPage
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import KVSpec
 
@@ -30,12 +32,44 @@ class GoneEvent(NamedTuple):
     corrupt: bool
 
 
-StreamEvent = PageEvent | GoneEvent
+class PurgedEvent(NamedTuple):
+    """All tombstones up to `number` are carried out: what this stream told before, and they name, is gone."""
+
+    number: int
+
+
+StreamEvent = PageEvent | GoneEvent | PurgedEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """What a Purge leaves behind, so that a shard that was cut off, or a coordinator that restarts, heeds it too.
+
+    Numbers only grow, across restarts of the coordinator; a later one says nothing of an earlier.
+    """
+
+    number: int
+    tenant: Tenant
+    model: str | None = None
+    weights: str | None = None
+    adapter: str | None = None
+
+    def names(self, tenant: Tenant, spec: KVSpec) -> bool:
+        """Is this namespace meant?"""
+        return (
+            tenant == self.tenant
+            and (self.model is None or self.model == spec.model)
+            and (self.weights is None or self.weights == spec.weights)
+            and (self.adapter is None or self.adapter == spec.adapter)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """What a shard says of itself with each report. Bytes; counts are gauges, `counters` only grow."""
+    """What a shard says of itself with each report. Bytes; counts are gauges, `counters` only grow.
+
+    `draining`: it has been told that it is to go, which a new coordinator learns from it.
+    """
 
     shard: ShardId
     epoch: Epoch
@@ -46,6 +80,7 @@ class ShardInfo:
     pages: int
     leases: int
     counters: tuple[tuple[str, int], ...] = ()
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +89,7 @@ class Report:
 
     `events[i]` has number `first + i`. `coordinator` is the highest coordinator epoch that the shard knows, 0
     for none; the numbers belong to it. `pressure_bytes` is what waiting reservations want and did not find.
-    `order` is the number of the last order carried out.
+    `order` is the number of the last eviction carried out, `pulled` that of the last pull that has ended.
     """
 
     call: CallId
@@ -65,11 +100,16 @@ class Report:
     specs: tuple[tuple[Tenant, KVSpec], ...] = ()
     pressure_bytes: int = 0
     order: int = 0
+    pulled: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """One chunk of all that a shard holds, true up to stream number `upto`. Answered by ReportAck."""
+    """One chunk of all that a shard holds, true up to stream number `upto`. Answered by ReportAck.
+
+    `tombstones` are those that the shard has carried out before it looked. They ride on each chunk, so that a
+    coordinator that has lost its own learns of them.
+    """
 
     call: CallId
     info: ShardInfo
@@ -79,6 +119,7 @@ class Inventory:
     last: bool
     pages: tuple[PageEvent, ...]
     specs: tuple[tuple[Tenant, KVSpec], ...] = ()
+    tombstones: tuple[Tombstone, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +131,40 @@ class EvictOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class PullOrder:
+    """Fetch these pages of one namespace from `source` and keep them too. Repeated until a report says that it has
+    ended; which of them came is what the stream says."""
+
+    number: int
+    source: ShardAddress
+    tenant: Tenant
+    spec: KVSpec
+    pages: tuple[NewPage, ...]
+
+
+class Farewell(Enum):
+    """Why a shard incarnation is to go."""
+
+    REPLACED = "replaced"  # a newer incarnation of it is known
+    DRAINED = "drained"  # what was worth keeping is elsewhere, and nobody shall take its place
+
+
+@dataclass(frozen=True, slots=True)
 class ReportAck:
     """The coordinator has everything up to `acked`. `inventory` asks for all that the shard holds.
 
-    `leave` tells a shard that a newer incarnation of itself is known: it drops all and exits.
+    `order` and `pull` are repeated until they are done; `tombstones` are all that this shard is not known to have
+    carried out. `drain`: new writes go elsewhere. `leave`: the shard drops all and exits.
     """
 
     epoch: Epoch
     acked: int
     inventory: bool = False
     order: EvictOrder | None = None
-    leave: bool = False
+    pull: PullOrder | None = None
+    tombstones: tuple[Tombstone, ...] = ()
+    drain: bool = False
+    leave: Farewell | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,3 +155,25 @@ class Flush:
 
     call: CallId
     wait_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A reader got bytes of these pages that did not match their checksums. Answered by Done.
+
+    It is a report and no verdict: the shard reads the pages again, and condemns those that do not match there.
+    """
+
+    call: CallId
+    tenant: Tenant
+    namespace: NamespaceId
+    epoch: Epoch
+    keys: tuple[PageKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The shell has read the pages of the Verify of `attempt`; those with these indices did not match."""
+
+    attempt: Attempt
+    corrupt: tuple[int, ...]

@@ -1,0 +1,188 @@
+"""What workers are promised: how far a chain can be loaded and from where, and who may write what, and where to.
+
+Every grant is a hint with a ticket: shards grant the pins and settle who writes. A prepare names its attempt, so
+that one whose answer was lost is asked again and gets the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from kvcluster.config import CoordinatorConfig
+from kvcluster.core.directory import Space
+from kvcluster.core.ids import Attempt, BlockHash
+from kvcluster.core.members import Member
+from kvcluster.core.messages import (
+    Answer,
+    Decision,
+    Done,
+    Effect,
+    EndTicket,
+    LoadGrant,
+    Need,
+    PrepareLoad,
+    PrepareStore,
+    Refused,
+    RefusedKind,
+    RenewTicket,
+    StoreGrant,
+    StoreRun,
+)
+from kvcluster.core.placement import run_start
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.replicator import Replicator
+from kvcluster.core.state import BAD_PART, MS, UNKNOWN, State
+from kvcluster.core.tickets import Ticket, Writing
+
+
+class Grants:
+    """Answers prepares, and keeps their tickets."""
+
+    def __init__(self, state: State, config: CoordinatorConfig, replicator: Replicator) -> None:
+        self._state = state
+        self._replicator = replicator
+        self._hold = config.hold_ms * MS
+        self._refresh = config.refresh_ms * MS
+        self._run_blocks = config.run_blocks
+
+    def prepare_load(self, m: PrepareLoad, now: int) -> list[Effect]:
+        state = self._state
+        space = state.find(m.namespace, m.tenant, m.need)
+        if isinstance(space, Refused):
+            return [Answer(m.call, space)]
+        again = self._answered_before(m.attempt, space, LoadGrant)
+        if again is not None:
+            return [Answer(m.call, again)]
+        found = space.index.find(m.hashes, m.need)
+        state.counters["loads"] += 1
+        state.counters["asked_blocks"] += len(m.hashes)
+        state.counters["hit_blocks"] += found.blocks
+        miss = None
+        if found.blocks < len(m.hashes):
+            miss = found.miss or self.why_absent(space, m.hashes[found.blocks], now)
+        hashes = m.hashes[: found.blocks]
+        if m.hold:
+            space.index.touch(hashes, now, now + self._hold)
+            self._replicator.loaded(space, hashes, now)
+        if not (m.hold and hashes and self._hold) or state.tickets.full(m.attempt.holder):
+            return [Answer(m.call, LoadGrant(found.blocks, found.runs, 0, miss))]
+        grant = LoadGrant(found.blocks, found.runs, self._hold, miss)
+        state.tickets.add(Ticket(m.attempt, space.id, grant, now + state.tickets.ttl_ns, hashes=hashes))
+        return [Answer(m.call, grant)]
+
+    def prepare_store(self, m: PrepareStore, now: int) -> list[Effect]:
+        state = self._state
+        space = state.directory.find(m.namespace, m.tenant)
+        if space is None:
+            return [Answer(m.call, UNKNOWN)]
+        if not m.parts or not all(space.has(group, part) for group, part in m.parts):
+            return [Answer(m.call, BAD_PART)]
+        again = self._answered_before(m.attempt, space, StoreGrant)
+        if again is not None:
+            return [Answer(m.call, again)]
+        state.counters["stores"] += 1
+        refused = self._why_no_store(m)
+        if refused is not None:
+            state.counters["refused_blocks"] += len(m.hashes)
+            return [Answer(m.call, StoreGrant((StoreRun(len(m.hashes), Decision.REFUSED, miss=refused),)))]
+        space.index.touch_ancestors(m.parent, now, now - self._refresh)
+        # Each page by itself: a worker may write several parts of one group, and all of them have to be there.
+        needs = [Need((None,) * group + (part,), m.loss) for group, part in m.parts]
+        place = cache(lambda run: state.members.place(run, m.host))
+        runs: list[StoreRun] = []
+        writes: list[Writing] = []
+        for at in range(len(m.hashes)):
+            run = self._decide(space, m, needs, at, place, writes)
+            if runs and (runs[-1].decision, runs[-1].shard, runs[-1].miss) == (run.decision, run.shard, run.miss):
+                runs[-1] = StoreRun(runs[-1].count + 1, run.decision, run.shard, run.miss)
+            else:
+                runs.append(run)
+            state.counters[_COUNTED[run.decision]] += 1
+        grant = StoreGrant(tuple(runs))
+        if writes:
+            state.tickets.add(Ticket(m.attempt, space.id, grant, now + state.tickets.ttl_ns, writes=tuple(writes)))
+        return [Answer(m.call, grant)]
+
+    def renew(self, m: RenewTicket, now: int) -> list[Effect]:
+        ticket = self._state.tickets.renew(m.attempt, now)
+        space = self._state.directory.known(ticket.space) if ticket is not None else None
+        if ticket is not None and space is not None:
+            space.index.touch(ticket.hashes, now, now + self._hold)
+        return [Answer(m.call, Done(ticket is not None))]
+
+    def end(self, m: EndTicket, now: int) -> list[Effect]:
+        ticket = self._state.tickets.end(m.attempt)
+        if ticket is None:
+            self._state.counters["late"] += 1
+        else:
+            self._release(ticket)
+        return [Answer(m.call, Done(ticket is not None))]
+
+    def end_expired(self, now: int) -> None:
+        for ticket in self._state.tickets.end_expired(now):
+            self._release(ticket)
+
+    def why_absent(self, space: Space, block: BlockHash, now: int) -> Miss:
+        """Why there is no record of this block."""
+        if self._state.rebuilding:
+            return Miss(MissReason.REBUILDING)
+        if self._state.tickets.writing(space.id, block):
+            return Miss(MissReason.PENDING)
+        return self._state.evicted.why(block, now) or Miss(MissReason.NEVER_SEEN)
+
+    def _release(self, ticket: Ticket) -> None:
+        space = self._state.directory.known(ticket.space)
+        if space is not None and ticket.hashes:
+            space.index.release(ticket.hashes, ticket.expires_at - self._state.tickets.ttl_ns + self._hold)
+
+    def _decide(
+        self,
+        space: Space,
+        m: PrepareStore,
+        needs: Sequence[Need],
+        at: int,
+        place: Callable[[BlockHash], Member | None],
+        writes: list[Writing],
+    ) -> StoreRun:
+        """What becomes of one block of a store. What it may write is added to `writes`."""
+        block = m.hashes[at]
+        record = space.index.get(block)
+        if record is not None and all(self._state.book.serve(record.copies, need).complete for need in needs):
+            return StoreRun(1, Decision.COMMITTED)
+        pages: list[Writing] = [(space.id, block, group, part) for group, part in m.parts]
+        if all(self._state.tickets.writer(page) is not None for page in pages):
+            return StoreRun(1, Decision.PENDING, miss=Miss(MissReason.PENDING))
+        start = run_start(m.first + at, self._run_blocks) - m.first
+        member = place(m.run if start <= 0 else m.hashes[start])
+        if member is None:
+            return StoreRun(1, Decision.REFUSED, miss=Miss(MissReason.FULL, "no shard has room to make"))
+        writes += pages
+        return StoreRun(1, Decision.WRITE, member.address)
+
+    def _answered_before(
+        self, attempt: Attempt, space: Space, kind: type[LoadGrant | StoreGrant]
+    ) -> LoadGrant | StoreGrant | Refused | None:
+        """What this attempt got when it asked first: the reply was lost on its way."""
+        ticket = self._state.tickets.get(attempt)
+        if ticket is None:
+            return None
+        return ticket.answer if ticket.space == space.id and isinstance(ticket.answer, kind) else _OTHER_ATTEMPT
+
+    def _why_no_store(self, m: PrepareStore) -> Miss | None:
+        if self._state.rebuilding:
+            return Miss(MissReason.REBUILDING)
+        if not any(member.cursor.current for member in self._state.members.all()):
+            return Miss(MissReason.SHARD_LOST, "no shard is up")
+        if self._state.tickets.full(m.attempt.holder):
+            return Miss(MissReason.FULL, "as many tickets are held as may be; end some")
+        return None
+
+
+_OTHER_ATTEMPT = Refused(RefusedKind.BAD, "this attempt prepared something else; count on for each prepare")
+_COUNTED = {
+    Decision.WRITE: "write_blocks",
+    Decision.COMMITTED: "duplicate_blocks",
+    Decision.PENDING: "pending_blocks",
+    Decision.REFUSED: "refused_blocks",
+}

@@ -1,0 +1,252 @@
+"""What shards tell, and what they are told in answer: reports and inventories in, the index and orders out.
+
+A shard is a member from its first word on, its copies count as they are told, and its slot (copies.py) dies with its
+incarnation, its silence or a new inventory. Nothing a worker says comes in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcluster.config import CoordinatorConfig
+from kvcluster.core.eviction import ColdQueue, EvictionPolicy
+from kvcluster.core.evictor import Evictor
+from kvcluster.core.ids import Epoch
+from kvcluster.core.index import BlockRecord
+from kvcluster.core.members import Member
+from kvcluster.core.messages import (
+    Answer,
+    Effect,
+    GoneEvent,
+    Inventory,
+    Leave,
+    Persist,
+    PurgedEvent,
+    Report,
+    ReportAck,
+    StreamEvent,
+    Tombstone,
+)
+from kvcluster.core.reasons import MissReason
+from kvcluster.core.replicator import Replicator
+from kvcluster.core.state import MS, State
+from kvcluster.core.stream import ReportCursor
+
+SWEEP_BLOCKS = 4_096
+"""Records looked at in one step for what they still say of lost shards."""
+
+
+class Intake:
+    """The coordinator's ear. `expected` shards end the rebuilding early."""
+
+    def __init__(
+        self,
+        state: State,
+        config: CoordinatorConfig,
+        evictor: Evictor,
+        replicator: Replicator,
+        policy: EvictionPolicy,
+        expected: int,
+    ) -> None:
+        self._state = state
+        self._evictor = evictor
+        self._replicator = replicator
+        self._policy = policy
+        self._expected = expected
+        self._drain = config.drain_ms * MS
+        self._sweep: list[tuple[Iterator[BlockRecord], bool]] = []  # with: is the shard lost, or told anew?
+
+    @property
+    def sweeping(self) -> bool:
+        """Do records still name lost shards?"""
+        return bool(self._sweep)
+
+    def report(self, m: Report, now: int) -> list[Effect]:
+        member, effects = self._hear(m, now)
+        if member is None:
+            return effects
+        fresh = member.cursor.news(m.first, m.events)
+        if fresh is None:
+            return [Answer(m.call, self._ack(member, inventory=True))]
+        for event in fresh:
+            self._apply(event, member, now)
+        self._settle_orders(m, member, now)
+        if member.draining and not self._state.rebuilding and self._may_go(m, member, now):
+            self._state.members.dismiss(member)
+            self.forget(member)
+            return [self._dismissal(m)]
+        return [Answer(m.call, self._ack(member))]
+
+    def inventory(self, m: Inventory, now: int) -> list[Effect]:
+        state = self._state
+        known = state.members.get(m.info.shard)
+        if m.chunk == 0 and m.coordinator == state.epoch:
+            if known is not None and known.info.epoch == m.info.epoch and m.upto < known.cursor.acked:
+                return [Answer(m.call, self._ack(known))]  # it was long on its way: more is known by now
+            # All that was known of this shard is told anew: its old slot dies, and with it what is no longer true.
+            if state.members.farewell(m.info) is None:
+                again = known is not None and known.info.epoch == m.info.epoch
+                self.forget(state.members.drop(m.info.shard), lost=not again)
+                self._admit(m, now)
+        member, effects = self._hear(m, now)
+        if member is None:
+            return effects
+        effects += self._learn(m.tombstones)
+        if not member.cursor.chunk(m.chunk, upto=m.upto, last=m.last):
+            return [*effects, Answer(m.call, self._ack(member, inventory=True))]
+        member.purged = max((stone.number for stone in m.tombstones), default=0)
+        for event in m.pages:
+            self._apply(event, member, now)
+        if m.last:
+            self._end_rebuilding_early()
+        return [*effects, Answer(m.call, self._ack(member))]
+
+    def forget(self, member: Member | None, *, lost: bool = True) -> None:
+        """A shard incarnation is gone, or (not `lost`) tells anew what it holds. No answer names its slot from now on;
+        records are swept in later steps."""
+        if member is not None:
+            self._state.members.drop(member.info.shard)
+            self._evictor.settle(member)
+            self._replicator.settle(member)
+            self._sweep.append((iter(member.cold.drain()), lost))
+
+    def sweep_some(self, now: int) -> None:
+        """Cleans some records of lost shards; what they leave with fewer copies is to get others."""
+        state = self._state
+        for _ in range(SWEEP_BLOCKS):
+            if not self._sweep:
+                return
+            records, lost = self._sweep[-1]
+            record = next(records, None)
+            if record is None:
+                self._sweep.pop()
+                continue
+            space = state.directory.known(record.space)
+            if space is None or space.index.get(record.hash) is not record:
+                continue
+            if space.index.sweep(record):
+                state.evicted.add(record.hash, now, MissReason.SHARD_LOST)
+                space.pinned.pop(record.hash, None)
+            elif lost:
+                self._replicator.want(space, record.hash, state.book.shards(record.copies) + 1)
+
+    # ------------------------------------------------------------------------------------- who speaks
+
+    def _hear(self, m: Report | Inventory, now: int) -> tuple[Member | None, list[Effect]]:
+        """The member that speaks, or what to tell a speaker that is none (yet, or any more)."""
+        state = self._state
+        if m.coordinator > state.epoch:
+            if not state.rebuilding:  # somebody newer coordinates: this process is over
+                return None, [Answer(m.call, ReportAck(state.epoch, 0)), Leave("a newer coordinator is known")]
+            state.epoch = Epoch(m.coordinator + 1)
+        if state.members.farewell(m.info) is not None:
+            return None, [self._dismissal(m)]
+        member = state.members.get(m.info.shard)
+        if m.coordinator != state.epoch:
+            return None, [Answer(m.call, ReportAck(state.epoch, 0, inventory=True))]
+        if member is None or m.info.epoch > member.info.epoch:
+            self.forget(member)
+            member = self._admit(m, now)
+        member.info = m.info
+        member.seen_at = now
+        if m.info.draining and not member.draining:  # an earlier coordinator has told it to
+            self._replicator.drain(member, now + self._drain)
+        for tenant, spec in m.specs:
+            state.directory.attach(tenant, spec)
+        return member, []
+
+    def _admit(self, m: Report | Inventory, now: int) -> Member:
+        return self._state.members.admit(m.info, ColdQueue(self._policy), now)
+
+    def _dismissal(self, m: Report | Inventory) -> Answer:
+        state = self._state
+        return Answer(m.call, ReportAck(state.epoch, 0, leave=state.members.farewell(m.info)))
+
+    def _ack(self, member: Member, *, inventory: bool = False) -> ReportAck:
+        return ReportAck(
+            self._state.epoch,
+            0 if inventory else member.cursor.acked,
+            inventory=inventory,
+            order=None if inventory else member.order,
+            pull=None if inventory else member.pull,
+            tombstones=self._state.tombstones.since(member.purged),
+            drain=member.draining,
+        )
+
+    # ------------------------------------------------------------------------------------ what is told
+
+    def _apply(self, event: StreamEvent, member: Member, now: int) -> None:
+        state = self._state
+        if isinstance(event, PurgedEvent):
+            member.purged = max(member.purged, event.number)
+            return
+        space = state.directory.known(event.namespace)
+        if space is None:
+            return  # a tenant over its bound: its pages are served to nobody and age out with the shard
+        key = event.key
+        if isinstance(event, GoneEvent):
+            self._gone(event, member, now)
+            return
+        if member.purged < space.purged:
+            return  # it was there before the purge, of which the shard has not heard
+        state.counters["committed_pages"] += 1
+        state.tickets.written((space.id, key.hash, key.group, key.part))
+        state.evicted.forget(key.hash)
+        # A new block is as old as its chain: fresher than its parent, it would stay where it is of no use.
+        parent = space.index.get(event.parent)
+        record = space.index.add(event, member.slot, parent.stamp if parent is not None else now)
+        if record is not None:
+            member.cold.push(record)
+            if member.draining:
+                self._replicator.committed(record, member)
+
+    def _gone(self, event: GoneEvent, member: Member, now: int) -> None:
+        state, key = self._state, event.key
+        space = state.directory.known(event.namespace)
+        assert space is not None
+        state.counters["corrupt_pages" if event.corrupt else "gone_pages"] += 1
+        record = space.index.get(key.hash)
+        before = state.book.shards(record.copies) if record is not None else 0
+        if space.index.remove(key.hash, member.slot, key.group, key.part):
+            state.evicted.add(key.hash, now, MissReason.CORRUPT if event.corrupt else MissReason.EVICTED)
+            space.pinned.pop(key.hash, None)
+        elif event.corrupt and before > 1:
+            self._replicator.want(space, key.hash, before)
+
+    def _settle_orders(self, m: Report, member: Member, now: int) -> None:
+        """What the shard has done is crossed off; what is to be done next is written down."""
+        # The shard counts on where an earlier slot of its incarnation ended, so that no order passes for an old one.
+        member.orders = max(member.orders, m.order)
+        member.pulls = max(member.pulls, m.pulled)
+        if member.order is not None and m.order >= member.order.number:
+            self._evictor.settle(member)
+        if member.pull is not None and m.pulled >= member.pull.number:
+            self._replicator.settle(member)
+        if self._state.rebuilding:
+            return
+        if member.order is None:
+            member.order = self._evictor.order(member, m.pressure_bytes, now)
+            member.full = m.pressure_bytes > 0 and member.order is None and not member.cold.cut_short
+        if member.pull is None:
+            self._replicator.order(member, now)
+
+    def _may_go(self, m: Report, member: Member, now: int) -> bool:
+        """Is a draining shard of no more use? Running transfers end first, and what has a place elsewhere is there."""
+        assert member.drain_until is not None
+        return now >= member.drain_until or (not m.info.leases and self._replicator.drained(member))
+
+    def _learn(self, tombstones: tuple[Tombstone, ...]) -> list[Effect]:
+        """A coordinator that has lost its own learns of purges from whoever carried them out."""
+        state = self._state
+        new = [stone for stone in tombstones if state.tombstones.add(stone)]
+        if not new:
+            return []
+        for stone in new:
+            state.directory.bury(stone)
+        for member in state.members.all():  # what they told since then is forgotten too: it is asked for again
+            member.cursor = ReportCursor()
+        return [Persist(state.tombstones.all())]
+
+    def _end_rebuilding_early(self) -> None:
+        if sum(member.cursor.current for member in self._state.members.all()) >= self._expected:
+            self._state.rebuild_until = None

@@ -1,0 +1,146 @@
+"""What a shard does because the coordinator says so: evict, fetch from another shard, bury what was purged, drain.
+
+Orders ride on the answers to reports (docs/adr/0007) and are repeated until the shard has said that they are done,
+so each is numbered and carried out once. An eviction is done at once. A pull takes its time: the shard reserves
+the pages under a lease of its own, the shell fills them, and its Commit or Abort ends the pull, as for any writer.
+"""
+
+from __future__ import annotations
+
+from kvcluster.core.ids import Attempt
+from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
+from kvcluster.core.messages import (
+    Answer,
+    Effect,
+    EvictOrder,
+    Fetch,
+    GoneEvent,
+    PageKey,
+    PullOrder,
+    PurgedEvent,
+    ReportAck,
+    Revoke,
+    Tombstone,
+    WriteGrant,
+    Written,
+)
+from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.spaces import Space, Spaces
+from kvcluster.core.tombstones import Tombstones
+from kvcluster.core.uplink import Uplink
+from kvcluster.core.waiting import WaitingRoom
+
+
+class Orders:
+    """What has been carried out so far. `evicted` and `pulled` are the numbers that reports tell."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        leases: LeaseBook,
+        spaces: Spaces,
+        waiting: WaitingRoom,
+        uplink: Uplink,
+        own: OwnAttempts,
+        counters: dict[str, int],
+    ) -> None:
+        self._pool = pool
+        self._leases = leases
+        self._spaces = spaces
+        self._waiting = waiting
+        self._uplink = uplink
+        self._own = own
+        self._counters = counters
+        self._pulling: tuple[int, Attempt] | None = None
+        self.evicted = 0
+        self.pulled = 0
+        self.tombstones = Tombstones()
+        self.draining = False
+
+    def begin_anew(self) -> None:
+        """Another coordinator counts its orders from 1. A pull of the last one's ends under no number."""
+        self.evicted = self.pulled = 0
+        if self._pulling is not None:
+            self._pulling = (0, self._pulling[1])
+
+    def carry_out(self, ack: ReportAck, now: int) -> list[Effect]:
+        """What the coordinator's answer asks for, as far as it is not done."""
+        if ack.drain and not self.draining:
+            self.draining = True
+            self._uplink.say_soon()
+        effects: list[Effect] = []
+        for stone in ack.tombstones:
+            effects += self._bury(stone)
+        if ack.order is not None and ack.order.number > self.evicted:
+            self._evict(ack.order)
+        if ack.pull is not None and ack.pull.number > self.pulled and self._pulling is None:
+            effects += self._pull(ack.pull, now)
+        return effects
+
+    def ended(self, attempt: Attempt) -> None:
+        """The lease of this attempt has ended, perhaps that of a pull."""
+        if self._pulling is not None and self._pulling[1] == attempt:
+            self._pull_ended(self._pulling[0])
+
+    def _evict(self, order: EvictOrder) -> None:
+        self.evicted = order.number
+        self._uplink.say_soon()
+        for namespace, block in order.blocks:
+            space = self._spaces.known(namespace)
+            if space is None:
+                continue
+            for group, part in space.parts:  # the parts of a block go together
+                page = self._pool.get(namespace, PageKey(block, group, part))
+                if page is not None and page.state is PageState.READY:
+                    self._pool.condemn(page)
+                    self._uplink.tell(GoneEvent(namespace, page.key, corrupt=False))
+                    self._counters["evicted"] += 1
+
+    def _pull(self, order: PullOrder, now: int) -> list[Effect]:
+        space = self._spaces.attach(order.tenant, order.spec)
+        pages: list[Page] = []
+        for new in order.pages if space is not None else ():
+            assert space is not None
+            offer = self._pool.offer(space.id, new, space.spec.page_bytes(new.key.group, new.key.part))
+            if isinstance(offer, Page):
+                space.parts[new.key.group, new.key.part] = None
+                pages.append(offer)
+        if space is None or not pages:
+            self._pull_ended(order.number)
+            return []
+        attempt = self._own.next()
+        self._leases.grant(attempt, LeaseKind.WRITE, list(pages), now)
+        self._pulling = (order.number, attempt)
+        self._counters["pulled"] += len(pages)
+        return [Fetch(attempt, space.id, order.source, tuple(page.slot() for page in pages))]
+
+    def _pull_ended(self, number: int) -> None:
+        self._pulling = None
+        self.pulled = max(self.pulled, number)
+        self._uplink.say_soon()
+
+    def _bury(self, stone: Tombstone) -> list[Effect]:
+        """All that the tombstone names goes: what is READY now, and what is being written of before."""
+        if stone.number <= self.tombstones.highest:
+            return []
+        effects: list[Effect] = []
+        named = {space.id: space for space in self._spaces if stone.names(space.tenant, space.spec)}
+        for page in [page for page in self._pool.ready() if page.space in named]:
+            self._pool.condemn(page)
+            self._counters["purged"] += 1
+        for space in named.values():
+            effects += self._stop_writers(space)
+        self.tombstones.add(stone)
+        self._uplink.tell(PurgedEvent(stone.number))
+        return effects
+
+    def _stop_writers(self, space: Space) -> list[Effect]:
+        stopped = [
+            lease.attempt
+            for lease in self._leases.writers()
+            if any(page is not None and page.space == space.id for page in lease.pages)
+        ]
+        effects: list[Effect] = [Revoke(attempt) for attempt in self._leases.revoke(stopped)]
+        for m in self._waiting.withdraw_namespace(space.id):
+            effects.append(Answer(m.call, WriteGrant((Written.LOST,) * len(m.pages))))
+        return effects

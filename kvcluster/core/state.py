@@ -1,0 +1,50 @@
+"""What the parts of a coordinator share: its epoch, and all that it knows."""
+
+from __future__ import annotations
+
+from kvcluster.config import CoordinatorConfig
+from kvcluster.core.copies import CopyBook
+from kvcluster.core.directory import Directory, Space
+from kvcluster.core.evicted import EvictedMemory
+from kvcluster.core.ids import Epoch, NamespaceId, Tenant
+from kvcluster.core.members import Membership
+from kvcluster.core.messages import Need, Refused, RefusedKind
+from kvcluster.core.tickets import TicketBook
+from kvcluster.core.tombstones import Tombstones
+
+MS = 1_000_000
+UNKNOWN = Refused(RefusedKind.UNKNOWN_NAMESPACE, "attach first")
+BAD_PART = Refused(RefusedKind.BAD, "the spec of this namespace has no such group or part")
+_COUNTERS = (
+    *("loads", "asked_blocks", "hit_blocks", "stores", "write_blocks", "duplicate_blocks"),
+    *("pending_blocks", "refused_blocks", "committed_pages", "gone_pages", "corrupt_pages", "purged_blocks"),
+    *("lost_shards", "pulls", "late"),
+)
+
+
+class State:
+    """`rebuild_until`: it has just started and does not know enough to order anything; None once it does."""
+
+    def __init__(
+        self, epoch: Epoch, config: CoordinatorConfig, tombstones: Tombstones, *, membership_ttl_ms: int, now: int
+    ) -> None:
+        self.epoch = epoch
+        self.rebuild_until: int | None = now + config.rebuild_grace_ms * MS
+        self.book = CopyBook()
+        self.directory = Directory(self.book, tombstones)
+        self.members = Membership(membership_ttl_ms * MS, self.book)
+        self.tickets = TicketBook(config.ticket_ttl_ms * MS)
+        self.evicted = EvictedMemory()
+        self.tombstones = tombstones
+        self.counters = dict.fromkeys(_COUNTERS, 0)
+
+    @property
+    def rebuilding(self) -> bool:
+        return self.rebuild_until is not None
+
+    def find(self, namespace: NamespaceId, tenant: Tenant, need: Need) -> Space | Refused:
+        """The caller's namespace, if `need` fits it."""
+        space = self.directory.find(namespace, tenant)
+        if space is None:
+            return UNKNOWN
+        return space if space.fits(need) else BAD_PART

@@ -1,0 +1,66 @@
+"""Tombstones: what was purged, so that nobody who was away brings it back.
+
+The coordinator makes one for each purge, above every number that it knows; each shard carries out those that it
+has not, in order, and says so in its stream. Both keep all of them, since either may be the only one that remembers
+when the other restarts. A purge that names the same namespaces again takes the place of the older, and "clear" the
+place of every purge of its tenant; so there are never more than there are different things to purge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcluster.core import limits
+from kvcluster.core.ids import Epoch, Tenant
+from kvcluster.core.messages import Tombstone
+from kvcluster.core.spec import KVSpec
+
+
+class Tombstones:
+    """In order of their numbers."""
+
+    def __init__(self, known: Iterable[Tombstone] = ()) -> None:
+        self._stones: list[Tombstone] = []
+        for stone in known:
+            self.add(stone)
+
+    @property
+    def highest(self) -> int:
+        return self._stones[-1].number if self._stones else 0
+
+    def all(self) -> tuple[Tombstone, ...]:
+        return tuple(self._stones)
+
+    def since(self, number: int) -> tuple[Tombstone, ...]:
+        """Those above `number`."""
+        return tuple(stone for stone in self._stones if stone.number > number)
+
+    def add(self, stone: Tombstone) -> bool:
+        """False where it is known, or a later one says as much. One that is learnt late takes its place in order."""
+        if any(known.number >= stone.number and _covers(known, stone) for known in self._stones):
+            return False
+        kept = [known for known in self._stones if not (known.number < stone.number and _covers(stone, known))]
+        self._stones = sorted([*kept, stone], key=lambda known: known.number)
+        return True
+
+    def admits(self, stone: Tombstone) -> bool:
+        """Is there room for it, or does it take the place of another?"""
+        return len(self._stones) < limits.TOMBSTONES or any(_covers(stone, known) for known in self._stones)
+
+    def next_number(self, epoch: Epoch) -> int:
+        """Above all that are known, and above what earlier coordinators made: their epochs were lower."""
+        return max(self.highest + 1, epoch)
+
+    def latest(self, tenant: Tenant, spec: KVSpec) -> int:
+        """The number of the last that names this namespace; 0 where none does."""
+        return max((stone.number for stone in self._stones if stone.names(tenant, spec)), default=0)
+
+
+def _covers(wider: Tombstone, other: Tombstone) -> bool:
+    """Does `wider` name every namespace that `other` does?"""
+    return (
+        wider.tenant == other.tenant
+        and wider.model in (None, other.model)
+        and wider.weights in (None, other.weights)
+        and wider.adapter in (None, other.adapter)
+    )
