@@ -49,7 +49,7 @@ class Copies:
         self.entries = entries
         self._more: dict[Copy, Copies] = {}
         self._less: dict[tuple[int, int, Part], Copies] = {}
-        self._served: dict[Need, Served] = {}
+        self._served: dict[tuple[Need, bool], Served] = {}
         self._version = 0
 
     def on(self, slot: int) -> bool:
@@ -118,32 +118,36 @@ class CopyBook:
             return copies
         return self._intern(tuple(c for c in copies.entries if c.slot in self._alive))
 
-    def serve(self, copies: Copies, need: Need) -> Served:
-        """What these copies can do for `need`; worked out once for each pair."""
+    def serve(self, copies: Copies, need: Need, *, youngest: bool = False) -> Served:
+        """What these copies can do for `need`; worked out once for each pair.
+
+        Of replicas that are as good as each other the oldest shard's serves, or the youngest's: so half of the
+        workers read from the one and half from the other.
+        """
         if copies._version != self._version:
             self._refresh(copies)
-        served = copies._served.get(need)
+        served = copies._served.get((need, youngest))
         if served is None:
             if len(copies._served) >= 64:  # needs are few: one a rank and loss; anything more is abuse
                 copies._served.clear()
-            served = self._serve(copies, need)
-            copies._served[need] = served
+            served = self._serve(copies, need, -1 if youngest else 1)
+            copies._served[need, youngest] = served
         return served
 
-    def _serve(self, copies: Copies, need: Need) -> Served:
+    def _serve(self, copies: Copies, need: Need, direction: int) -> Served:
         plan: list[tuple[Source, ...] | None] = []
         miss: Miss | None = None
         for group, part in enumerate(need.parts):
             if part is None:
                 plan.append(None)
                 continue
-            sources, reason = self._cover(copies, group, part, need)
+            sources, reason = self._cover(copies, group, part, need, direction)
             plan.append(sources)
             miss = miss or reason
         return Served(tuple(plan), miss is None, miss)
 
     def _cover(
-        self, copies: Copies, group: int, part: Part, need: Need
+        self, copies: Copies, group: int, part: Part, need: Need, direction: int
     ) -> tuple[tuple[Source, ...] | None, Miss | None]:
         if not copies.entries:
             return None, Miss(MissReason.NEVER_SEEN)
@@ -151,8 +155,8 @@ class CopyBook:
         if not alive:
             return None, Miss(MissReason.SHARD_LOST)
         touching = [c for c in alive if c.group == group and c.part.intersect(part)]
-        # The cheapest first: fast tier, little loss; then the one that covers most, then the oldest shard.
-        touching.sort(key=lambda c: (c.tier, c.loss, -_area(c.part.intersect(part)), c.slot))
+        # The cheapest first: fast tier, little loss; then the one that covers most, then by the age of the shard.
+        touching.sort(key=lambda c: (c.tier, c.loss, -_area(c.part.intersect(part)), direction * c.slot))
         chosen = _tile(part, [c for c in touching if c.loss <= need.accept])
         if chosen is None:
             for loss in Loss:  # by rising loss: what the caller would have to accept at least

@@ -54,7 +54,7 @@ class Grants:
         again = self._answered_before(m.attempt, space, LoadGrant)
         if again is not None:
             return [Answer(m.call, again)]
-        found = space.index.find(m.hashes, m.need)
+        found = space.index.find(m.hashes, m.need, youngest=m.attempt.holder[-1] % 2 == 1)
         state.counters["loads"] += 1
         state.counters["asked_blocks"] += len(m.hashes)
         state.counters["hit_blocks"] += found.blocks

@@ -70,13 +70,16 @@ class PrefixIndex:
     def get(self, block: BlockHash) -> BlockRecord | None:
         return self._records.get(block)
 
-    def find(self, hashes: Sequence[BlockHash], need: Need) -> Found:
-        """The longest boundary of this chain that `need` can be restored to. Changes nothing."""
+    def find(self, hashes: Sequence[BlockHash], need: Need, *, youngest: bool = False) -> Found:
+        """The longest boundary of this chain that `need` can be restored to. Changes nothing.
+
+        `youngest`: which of equal replicas serves (CopyBook.serve).
+        """
         needed = [group for group, part in enumerate(need.parts) if part is not None]
         assert needed, "a need of nothing is met by blocks that nobody has"
         if all(self._reuses[group].kind == "prefix" for group in needed):
-            return self._find_prefix(hashes, need)
-        return self._find_mixed(hashes, need, needed)
+            return self._find_prefix(hashes, need, youngest)
+        return self._find_mixed(hashes, need, needed, youngest)
 
     def touch(self, hashes: Sequence[BlockHash], now: int, held_until: int) -> None:
         """These blocks are in use: they are the hottest now, and spared until `held_until`."""
@@ -147,7 +150,7 @@ class PrefixIndex:
         del self._records[record.hash]
         return True
 
-    def _find_prefix(self, hashes: Sequence[BlockHash], need: Need) -> Found:
+    def _find_prefix(self, hashes: Sequence[BlockHash], need: Need, youngest: bool) -> Found:
         get = self._records.get
         serve = self._book.serve
         runs: list[Run] = []
@@ -161,7 +164,7 @@ class PrefixIndex:
             if record is None:
                 break
             if record.copies is not last:
-                served = serve(record.copies, need)
+                served = serve(record.copies, need, youngest=youngest)
                 if not served.complete:
                     stopped = served.miss
                     break
@@ -176,7 +179,7 @@ class PrefixIndex:
             runs.append(Run(at - start, plan))
         return Found(at, tuple(runs), stopped)
 
-    def _find_mixed(self, hashes: Sequence[BlockHash], need: Need, needed: list[int]) -> Found:
+    def _find_mixed(self, hashes: Sequence[BlockHash], need: Need, needed: list[int], youngest: bool) -> Found:
         """As above, for groups that need only some of the blocks: a boundary may lie beyond a gap."""
         tail = dict.fromkeys(needed, 0)  # how many consecutive blocks each group has, up to here
         plans: list[Plan] = []
@@ -184,7 +187,7 @@ class PrefixIndex:
         best = 0
         for at, block in enumerate(hashes):
             record = self._records.get(block)
-            plan = self._book.serve(record.copies, need).plan if record is not None else nothing
+            plan = self._book.serve(record.copies, need, youngest=youngest).plan if record is not None else nothing
             plans.append(plan)
             restorable = True
             for group in needed:
