@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvcluster.runtime.auth import digest, new_token, parse_tokens
+from kvcluster.runtime.auth import new_token, token_line
 
 
 def add(commands: Any) -> None:
     """Adds the command."""
     token = commands.add_parser("token", help="make a token and its line for the token file", allow_abbrev=False)
     token.add_argument("--tenant", required=True, help="whose blocks its bearer shares")
+    token.add_argument(
+        "--operator", action="store_true", help="its bearer may also do what touches every tenant, such as `drain`"
+    )
     token.set_defaults(run=_token)
 
 
 def _token(options: argparse.Namespace) -> int:
     secret = new_token()
-    line = f"sha256:{digest(secret)}  {options.tenant}"
-    parse_tokens(line)  # a tenant's name that no token file could hold is refused here
-    print(f"token (give it to the worker, keep it nowhere else):\n  {secret}\nline for the token file:\n  {line}")
+    line = token_line(secret, options.tenant, operator=options.operator)
+    bearer = "operator" if options.operator else "worker"
+    print(f"token (give it to the {bearer}, keep it nowhere else):\n  {secret}\nline for the token file:\n  {line}")
     return 0

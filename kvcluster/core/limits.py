@@ -59,8 +59,11 @@ WAITING_WRITES = 1_024
 SUSPECTS = 1_024
 """Pages that readers suspect and the shard has yet to read. The round of the scrubber finds what is beyond it."""
 
-TOMBSTONES = 1_024
-"""Different purges that are remembered. One that covers others takes their place, so `clear` always makes room."""
+TOMBSTONES_PER_TENANT = 64
+"""Different purges that are remembered of one tenant. One that covers others takes their place."""
+
+TOMBSTONES = 16_384
+"""All of them, in one message: 256 tenants that purge as much as they may."""
 
 WISHES = 65_536
 """Blocks that are to get another copy: 1,024 hot runs. One more is forgotten, until it is hot again."""

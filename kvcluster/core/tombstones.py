@@ -3,7 +3,8 @@
 The coordinator makes one for each purge, above every number that it knows; each shard carries out those that it
 has not, in order, and says so in its stream. Both keep all of them, since either may be the only one that remembers
 when the other restarts. A purge that names the same namespaces again takes the place of the older, and "clear" the
-place of every purge of its tenant; so there are never more than there are different things to purge.
+place of every purge of its tenant; so there are never more than there are different things to purge. Where there
+would be too many all the same, those of the tenant become one "clear": to forget too much is safe.
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ class Tombstones:
         """False where it is known, or a later one says as much. One that is learnt late takes its place in order."""
         if any(known.number >= stone.number and _covers(known, stone) for known in self._stones):
             return False
-        kept = [known for known in self._stones if not (known.number < stone.number and _covers(stone, known))]
-        self._stones = sorted([*kept, stone], key=lambda known: known.number)
+        self._insert(stone)
+        owned = [known for known in self._stones if known.tenant == stone.tenant]
+        if len(owned) > limits.TOMBSTONES_PER_TENANT:
+            self._insert(Tombstone(owned[-1].number, stone.tenant))
         return True
 
     def admits(self, stone: Tombstone) -> bool:
-        """Is there room for it, or does it take the place of another?"""
-        return len(self._stones) < limits.TOMBSTONES or any(_covers(stone, known) for known in self._stones)
+        """Does it take the place of another, or is there room for one more of its tenant?"""
+        owned = [known for known in self._stones if known.tenant == stone.tenant]
+        return len(owned) < limits.TOMBSTONES_PER_TENANT or any(_covers(stone, known) for known in owned)
 
     def next_number(self, epoch: Epoch) -> int:
         """Above all that are known, and above what earlier coordinators made: their epochs were lower."""
@@ -54,6 +58,10 @@ class Tombstones:
     def latest(self, tenant: Tenant, spec: KVSpec) -> int:
         """The number of the last that names this namespace; 0 where none does."""
         return max((stone.number for stone in self._stones if stone.names(tenant, spec)), default=0)
+
+    def _insert(self, stone: Tombstone) -> None:
+        kept = [known for known in self._stones if not (known.number <= stone.number and _covers(stone, known))]
+        self._stones = sorted([*kept, stone], key=lambda known: known.number)
 
 
 def _covers(wider: Tombstone, other: Tombstone) -> bool:

@@ -22,6 +22,9 @@ class WaitingRoom:
         self._spaces = spaces
         self._waiting: dict[CallId, tuple[Reserve, int]] = {}  # in order of arrival, with when to give up
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
     @property
     def next_deadline(self) -> int | None:
         return min((until for _, until in self._waiting.values()), default=None)

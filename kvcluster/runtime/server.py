@@ -94,22 +94,44 @@ class Gate:
 
 
 def unary_handlers(
-    methods: Mapping[str, Method], gate: Gate, ask: Ask, internal: frozenset[str] = frozenset()
+    methods: Mapping[str, Method],
+    gate: Gate,
+    ask: Ask,
+    internal: frozenset[str] = frozenset(),
+    *,
+    operators: frozenset[str] = frozenset(),
+    shared: frozenset[str] = frozenset(),
 ) -> dict[str, Handler]:
-    """A handler for each method. Those named in `internal` are for shards of the cluster alone."""
+    """A handler for each method, by its path.
+
+    Methods named in `internal` are for shards of the cluster alone, those in `shared` for shards and workers, those in
+    `operators` for workers whose credential is an operator's, and all others for any worker.
+    """
+
+    def why_not(name: str, caller: Caller) -> str | None:
+        if caller.internal != (name in internal) and not (caller.internal and name in shared):
+            return f"{name} is not for this credential"
+        if name in operators and not caller.operator:
+            return (
+                f"{name} is for operators, and this token is not an operator's: its line in the token file must end in "
+                "the word operator (`kvcluster token --tenant NAME --operator` makes one)"
+            )
+        return None
+
     return {
-        method.path: grpc.unary_unary_rpc_method_handler(
-            _unary(method, gate, ask, method.name in internal), identity, identity
-        )
+        method.path: grpc.unary_unary_rpc_method_handler(_unary(method, gate, ask, why_not), identity, identity)
         for method in methods.values()
     }
 
 
-def _unary(method: Method, gate: Gate, ask: Ask, internal: bool) -> Callable[[bytes, grpc.ServicerContext], bytes]:
+def _unary(
+    method: Method, gate: Gate, ask: Ask, why_not: Callable[[str, Caller], str | None]
+) -> Callable[[bytes, grpc.ServicerContext], bytes]:
     def handle(data: bytes, context: grpc.ServicerContext) -> bytes:
         caller = gate.caller(context)
-        if caller.internal != internal:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{method.name} is not for this credential")
+        refusal = why_not(method.name, caller)
+        if refusal is not None:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
         wait_s = min(context.time_remaining(), _LONGEST_S)
         try:
             if method.name == "Ping":

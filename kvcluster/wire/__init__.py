@@ -6,6 +6,6 @@ malformed raises ProtocolError, LimitError or SpecError, and nothing else.
 
     methods.py      a table of the unary methods of both services: what servers and clients use
     frames.py       the streams of pages, and tickets: bytes that no protobuf service describes
-    coordinator.py, reports.py, shard.py     what each party sends;     common.py     what they share
+    coordinator.py, reports.py, shard.py     what each party sends;     common.py, pages.py     what they share
     v1/             generated from proto/kvcluster/v1, which documents the protocol
 """

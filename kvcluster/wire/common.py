@@ -128,6 +128,11 @@ class Interned(dict[T, int]):
         return index
 
 
+def reference(table: Interned[T], value: T | None) -> int:
+    """Index + 1 into the table, 0 for none."""
+    return 0 if value is None else table[value] + 1
+
+
 class EnumCodec(Generic[E, P]):
     """One enum in both worlds, where members are named alike. A member that protobuf lacks fails at import."""
 
@@ -244,7 +249,7 @@ def decode_parts(flat: Collection[int], most: int = limits.PARTS_PER_BLOCK) -> l
 def encode_need(need: Need) -> pb.Need:
     """What a load needs of each group."""
     parts = [(group, part) for group, part in enumerate(need.parts) if part is not None]
-    return pb.Need(groups=len(need.parts), parts=encode_parts(parts), accept=LOSS.encode[need.accept])
+    return pb.Need(groups=len(need.parts), parts=encode_parts(parts), accept=LOSS.encode[need.accept], avoid=need.avoid)
 
 
 def decode_need(m: pb.Need) -> Need:
@@ -257,7 +262,9 @@ def decode_need(m: pb.Need) -> Need:
             raise ProtocolError(f"group {group} of a need of {m.groups} groups: each is named once at most, in order")
         parts[group] = part
         expected = group + 1
-    return Need(tuple(parts), LOSS.decode(m.accept))
+    at_most(len(m.avoid), limits.AVOIDED_SHARDS, "shards to avoid")
+    avoid = tuple([ShardId(text(shard, "a shard's name")) for shard in m.avoid])
+    return Need(tuple(parts), LOSS.decode(m.accept), avoid)
 
 
 # ---------------------------------------------------------------------------------------------- specs

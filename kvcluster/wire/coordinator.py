@@ -7,10 +7,9 @@ credential, so neither is ever read from the wire. Replies share one envelope, s
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Attempt, CallId, Tenant
+from kvcluster.core.ids import Attempt, CallId, ShardId, Tenant
 from kvcluster.core.messages import (
     PROTOCOL_VERSION,
     Attach,
@@ -18,6 +17,7 @@ from kvcluster.core.messages import (
     BlockFate,
     Decision,
     Done,
+    Drain,
     EndTicket,
     Explain,
     Explained,
@@ -28,6 +28,8 @@ from kvcluster.core.messages import (
     Plan,
     PrepareLoad,
     PrepareStore,
+    Purge,
+    Purged,
     Refused,
     RenewTicket,
     Reply,
@@ -45,11 +47,10 @@ from kvcluster.core.reasons import Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ProtocolError
 from kvcluster.wire import common, reports
-from kvcluster.wire.common import EnumCodec, Interned, agree, at_most, pick, quantity, text
+from kvcluster.wire.common import EnumCodec, Interned, agree, at_most, pick, quantity, reference, text
 from kvcluster.wire.v1 import common_pb2
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
-T = TypeVar("T")
 DECISION: EnumCodec[Decision, pb.Decision] = EnumCodec(Decision, pb.Decision, "DECISION_")
 
 # ------------------------------------------------------------------------------------------ questions
@@ -183,15 +184,26 @@ def decode_siblings(data: bytes, call: CallId, tenant: Tenant) -> Siblings:
 def encode_pin_blocks(message: PinBlocks) -> bytes:
     """Spare these blocks for a while."""
     return pb.PinBlocksRequest(
-        namespace=message.namespace, hashes=b"".join(message.hashes), ttl_ns=message.ttl_ns
+        namespace=message.namespace,
+        hashes=b"".join(message.hashes),
+        ttl_ns=message.ttl_ns,
+        replicas=message.replicas,
     ).SerializeToString()
 
 
 def decode_pin_blocks(data: bytes, call: CallId, tenant: Tenant) -> PinBlocks:
     """The inverse."""
     m = common.parse(pb.PinBlocksRequest, data)
-    ttl_ns = quantity(m.ttl_ns, "nanoseconds")
-    return PinBlocks(call, tenant, common.decode_namespace(m.namespace), common.decode_blocks(m.hashes), ttl_ns)
+    if not m.replicas:
+        raise ProtocolError("a pinned block lies on one shard at least")
+    return PinBlocks(
+        call=call,
+        tenant=tenant,
+        namespace=common.decode_namespace(m.namespace),
+        hashes=common.decode_blocks(m.hashes),
+        ttl_ns=quantity(m.ttl_ns, "nanoseconds"),
+        replicas=at_most(m.replicas, limits.REPLICAS, "replicas of a block"),
+    )
 
 
 def encode_unpin_blocks(message: UnpinBlocks) -> bytes:
@@ -203,6 +215,33 @@ def decode_unpin_blocks(data: bytes, call: CallId, tenant: Tenant) -> UnpinBlock
     """The inverse."""
     m = common.parse(pb.UnpinBlocksRequest, data)
     return UnpinBlocks(call, tenant, common.decode_namespace(m.namespace), common.decode_blocks(m.hashes))
+
+
+def encode_purge(message: Purge) -> bytes:
+    """Forget every block of the namespaces that have these values."""
+    return pb.PurgeRequest(model=message.model, weights=message.weights, adapter=message.adapter).SerializeToString()
+
+
+def decode_purge(data: bytes, call: CallId, tenant: Tenant) -> Purge:
+    """The inverse."""
+    m = common.parse(pb.PurgeRequest, data)
+    model = m.model if m.HasField("model") else None
+    weights = m.weights if m.HasField("weights") else None
+    adapter = m.adapter if m.HasField("adapter") else None
+    # What is longer than a whole spec is in none, and a tombstone would carry it to every shard.
+    named = sum(len(value.encode()) for value in (model, weights, adapter) if value is not None)
+    at_most(named, limits.SPEC_BYTES, "bytes of model, weights and adapter")
+    return Purge(call, tenant, model, weights, adapter)
+
+
+def encode_drain(message: Drain) -> bytes:
+    """Empty this shard and let it go."""
+    return pb.DrainRequest(shard=message.shard).SerializeToString()
+
+
+def decode_drain(data: bytes, call: CallId, tenant: Tenant) -> Drain:
+    """The inverse."""
+    return Drain(call, ShardId(text(common.parse(pb.DrainRequest, data).shard, "a shard's name")))
 
 
 def encode_get_status(message: GetStatus) -> bytes:
@@ -239,6 +278,8 @@ def encode_reply(reply: Reply) -> bytes:
             m = pb.CoordinatorReply(sibling_specs=specs)
         case Pinned():
             m = pb.CoordinatorReply(pinned=pb.Pinned(blocks=reply.blocks))
+        case Purged():
+            m = pb.CoordinatorReply(purged=pb.Purged(blocks=reply.blocks))
         case Status():
             m = pb.CoordinatorReply(status=_encode_status(reply))
         case ReportAck():
@@ -266,6 +307,7 @@ _REPLIES: dict[str | None, Callable[[pb.CoordinatorReply], Reply]] = {
     "explained": lambda m: _decode_explained(m.explained),
     "sibling_specs": lambda m: _decode_sibling_specs(m.sibling_specs),
     "pinned": lambda m: Pinned(at_most(m.pinned.blocks, limits.BLOCKS_PER_CALL, "pinned blocks")),
+    "purged": lambda m: Purged(quantity(m.purged.blocks, "purged blocks")),
     "status": lambda m: _decode_status(m.status),
     "report_ack": lambda m: reports.decode_ack(m.report_ack),
 }
@@ -320,8 +362,8 @@ def _encode_store_grant(reply: StoreGrant) -> pb.StoreGrant:
     return pb.StoreGrant(
         counts=[run.count for run in runs],
         decisions=[DECISION.encode[run.decision] for run in runs],
-        shard_of=[_reference(shards, run.shard) for run in runs],
-        miss_of=[_reference(misses, run.miss) for run in runs],
+        shard_of=[reference(shards, run.shard) for run in runs],
+        miss_of=[reference(misses, run.miss) for run in runs],
         shards=[common.encode_address(shard) for shard in shards],
         misses=common.encode_misses(misses),
     )
@@ -344,8 +386,8 @@ def _encode_explained(reply: Explained) -> pb.Explained:
     misses: Interned[Miss] = Interned()
     return pb.Explained(
         counts=[fate.count for fate in reply.fates],
-        plan_of=[_reference(plans, fate.plan) for fate in reply.fates],
-        miss_of=[_reference(misses, fate.miss) for fate in reply.fates],
+        plan_of=[reference(plans, fate.plan) for fate in reply.fates],
+        miss_of=[reference(misses, fate.miss) for fate in reply.fates],
         plans=common.encode_plans(plans),
         misses=common.encode_misses(misses),
     )
@@ -401,8 +443,3 @@ def _decode_status(m: pb.Status) -> Status:
         ),
         counters=reports.decode_counters(m.counters),
     )
-
-
-def _reference(table: Interned[T], value: T | None) -> int:
-    """Index + 1 into the table, 0 for none."""
-    return 0 if value is None else table[value] + 1

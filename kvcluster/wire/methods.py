@@ -24,6 +24,7 @@ from kvcluster.core.messages import (
     AttachShard,
     CoordinatorMessage,
     Done,
+    Drain,
     EndTicket,
     Explain,
     Explained,
@@ -35,6 +36,8 @@ from kvcluster.core.messages import (
     Pinned,
     PrepareLoad,
     PrepareStore,
+    Purge,
+    Purged,
     Refused,
     RenewTicket,
     Reply,
@@ -45,6 +48,7 @@ from kvcluster.core.messages import (
     SiblingSpecs,
     Status,
     StoreGrant,
+    Suspect,
     UnpinBlocks,
 )
 from kvcluster.errors import ProtocolError
@@ -149,18 +153,22 @@ COORDINATOR: Mapping[str, Method] = _table(
         _C.method("Siblings", Siblings, SiblingSpecs, _c.encode_siblings, _c.decode_siblings),
         _C.method("PinBlocks", PinBlocks, Pinned, _c.encode_pin_blocks, _c.decode_pin_blocks),
         _C.method("UnpinBlocks", UnpinBlocks, Pinned, _c.encode_unpin_blocks, _c.decode_unpin_blocks),
+        _C.method("Purge", Purge, Purged, _c.encode_purge, _c.decode_purge),
+        _C.method("Drain", Drain, Done, _c.encode_drain, _c.decode_drain),
         _C.method("GetStatus", GetStatus, Status, _c.encode_get_status, _c.decode_get_status),
         _C.method("Report", Report, ReportAck, reports.encode_report, reports.decode_report),
         _C.method("Inventory", Inventory, ReportAck, reports.encode_inventory, reports.decode_inventory),
         _C.ping(),
     ]
 )
-"""What the coordinator answers, by name. `Report` and `Inventory` are for shards of the cluster alone."""
+"""What the coordinator answers, by name. `Report` and `Inventory` are for shards of the cluster alone, `Drain` for its
+operators."""
 
 SHARD: Mapping[str, Method] = _table(
     [
         _S.method("Attach", AttachShard, AttachedShard, _encode_attach, shard.decode_attach),
         _S.method("Flush", Flush, Done, shard.encode_flush, shard.decode_flush),
+        _S.method("Suspect", Suspect, Done, shard.encode_suspect, shard.decode_suspect),
         _S.ping(),
     ]
 )

@@ -1,8 +1,8 @@
 """What shards tell the coordinator, and what it answers: reports, inventories, orders.
 
-Thousands of events travel in a message, so they are parallel lists: kind, hash, namespace and part for each;
-parent, depth, tier and loss for each page that became readable. Their order is kept, for a page may come and go
-within one message.
+Thousands of events travel in a message, so they are parallel lists: a kind for each; hash, namespace and part for
+each that speaks of a page; parent, depth, tier and loss for each page that became readable. Their order is kept,
+for a page may come and go within one message.
 """
 
 from __future__ import annotations
@@ -14,20 +14,26 @@ from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, CallId, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
     EvictOrder,
+    Farewell,
     GoneEvent,
     Inventory,
     PageEvent,
     PageKey,
+    PullOrder,
+    PurgedEvent,
     Report,
     ReportAck,
     ShardInfo,
     StreamEvent,
+    Tombstone,
 )
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import ProtocolError
-from kvcluster.wire import common
-from kvcluster.wire.common import Interned, agree, at_most, quantity, text
+from kvcluster.wire import common, pages
+from kvcluster.wire.common import EnumCodec, Interned, agree, at_most, numbers, pick, quantity, reference, text
 from kvcluster.wire.v1 import coordinator_pb2 as pb
+
+FAREWELL: EnumCodec[Farewell, pb.Farewell] = EnumCodec(Farewell, pb.Farewell, "FAREWELL_")
 
 COUNTERS = 256
 """Names of counters that one process keeps; there are some twenty."""
@@ -45,6 +51,7 @@ def encode_report(report: Report) -> bytes:
         specs=_encode_specs(report.specs),
         pressure_bytes=report.pressure_bytes,
         order=report.order,
+        pulled=report.pulled,
     ).SerializeToString()
 
 
@@ -60,6 +67,7 @@ def decode_report(data: bytes, call: CallId, tenant: Tenant) -> Report:
         specs=_decode_specs(m.specs),
         pressure_bytes=quantity(m.pressure_bytes, "bytes wanted"),
         order=quantity(m.order, "as an order's number"),
+        pulled=quantity(m.pulled, "as an order's number"),
     )
 
 
@@ -73,6 +81,7 @@ def encode_inventory(inventory: Inventory) -> bytes:
         last=inventory.last,
         pages=_encode_events(inventory.pages),
         specs=_encode_specs(inventory.specs),
+        tombstones=encode_tombstones(inventory.tombstones),
     ).SerializeToString()
 
 
@@ -91,6 +100,7 @@ def decode_inventory(data: bytes, call: CallId, tenant: Tenant) -> Inventory:
         last=m.last,
         pages=cast("tuple[PageEvent, ...]", pages),
         specs=_decode_specs(m.specs),
+        tombstones=decode_tombstones(m.tombstones),
     )
 
 
@@ -104,15 +114,20 @@ def _encode_events(events: Iterable[StreamEvent]) -> pb.Events:
     hashes: list[BlockHash] = []
     namespace_of: list[int] = []
     part_of: list[int] = []
-    pages: list[PageEvent] = []
+    ready: list[PageEvent] = []
+    purges: list[int] = []
     for event in events:
+        if isinstance(event, PurgedEvent):
+            kinds.append(pb.EVENT_KIND_PURGED)
+            purges.append(event.number)
+            continue
         key = event.key
         hashes.append(key.hash)
         namespace_of.append(namespaces[event.namespace])
         part_of.append(parts[key.group, key.part])
         if isinstance(event, PageEvent):
             kinds.append(pb.EVENT_KIND_PAGE)
-            pages.append(event)
+            ready.append(event)
         else:
             kinds.append(pb.EVENT_KIND_CORRUPT if event.corrupt else pb.EVENT_KIND_GONE)
     return pb.Events(
@@ -122,39 +137,46 @@ def _encode_events(events: Iterable[StreamEvent]) -> pb.Events:
         hashes=b"".join(hashes),
         namespace_of=namespace_of,
         part_of=part_of,
-        parents=b"".join([page.parent for page in pages]),
-        depths=[page.depth for page in pages],
-        tiers=[common.TIER.encode[page.tier] for page in pages],
-        losses=[common.LOSS.encode[page.loss] for page in pages],
+        parents=b"".join([page.parent for page in ready]),
+        depths=[page.depth for page in ready],
+        tiers=[common.TIER.encode[page.tier] for page in ready],
+        losses=[common.LOSS.encode[page.loss] for page in ready],
+        purges=purges,
     )
 
 
 def _decode_events(m: pb.Events, most: int) -> tuple[StreamEvent, ...]:
+    kinds = numbers(m.kinds, most, "events in a message")
     hashes = common.decode_hashes(m.hashes, most, "events in a message")
-    agree("events", hashes, m.kinds, m.namespace_of, m.part_of)
     parents = common.decode_hashes(m.parents, most, "parents in a message")
-    agree("pages", parents, m.depths, m.tiers, m.losses)
-    namespaces = common.pick(common.decode_namespaces(m.namespaces, most), m.namespace_of, "a namespace")
-    parts = common.pick(common.decode_parts(m.parts, most), m.part_of, "a part")
+    agree("events", [kind for kind in kinds if kind != pb.EVENT_KIND_PURGED], hashes, m.namespace_of, m.part_of)
+    agree("pages", [kind for kind in kinds if kind == pb.EVENT_KIND_PAGE], parents, m.depths, m.tiers, m.losses)
+    agree("purges", [kind for kind in kinds if kind == pb.EVENT_KIND_PURGED], m.purges)
+    namespaces = pick(common.decode_namespaces(m.namespaces, most), m.namespace_of, "a namespace")
+    parts = pick(common.decode_parts(m.parts, most), m.part_of, "a part")
     tiers = common.TIER.decode_all(m.tiers)
     losses = common.LOSS.decode_all(m.losses)
     at_most(max(m.depths, default=0), limits.TOKENS_PER_SEQUENCE, "as a depth")
-    pages = iter(zip(parents, m.depths, tiers, losses, strict=True))
+    keys = map(_event_key, namespaces, hashes, parts)
+    ready = zip(parents, m.depths, tiers, losses, strict=True)
+    purges = iter(m.purges)
+    # Each list has been counted against the kinds, so none runs out.
     events: list[StreamEvent] = []
-    for kind, block, namespace, (group, part) in zip(m.kinds, hashes, namespaces, parts, strict=True):
-        key = PageKey(block, group, part)
+    for kind in kinds:
         if kind == pb.EVENT_KIND_PAGE:
-            page = next(pages, None)
-            if page is None:
-                raise ProtocolError("fewer pages are described than events speak of")
-            events.append(PageEvent(namespace, key, *page))
+            namespace, key = next(keys)
+            events.append(PageEvent(namespace, key, *next(ready)))
         elif kind in (pb.EVENT_KIND_GONE, pb.EVENT_KIND_CORRUPT):
-            events.append(GoneEvent(namespace, key, kind == pb.EVENT_KIND_CORRUPT))
+            events.append(GoneEvent(*next(keys), kind == pb.EVENT_KIND_CORRUPT))
+        elif kind == pb.EVENT_KIND_PURGED:
+            events.append(PurgedEvent(_stone_number(next(purges))))
         else:
             raise ProtocolError(f"event kind {kind} is not known here; a newer kvcluster sent it: upgrade this side")
-    if next(pages, None) is not None:
-        raise ProtocolError("more pages are described than events speak of")
     return tuple(events)
+
+
+def _event_key(namespace: NamespaceId, block: BlockHash, place: tuple[int, Part]) -> tuple[NamespaceId, PageKey]:
+    return namespace, PageKey(block, *place)
 
 
 def _encode_specs(specs: Iterable[tuple[Tenant, KVSpec]]) -> pb.Specs:
@@ -172,6 +194,46 @@ def _decode_specs(m: pb.Specs) -> tuple[tuple[Tenant, KVSpec], ...]:
     )
 
 
+# ---------------------------------------------------------------------------------------- tombstones
+
+
+def encode_tombstones(stones: Iterable[Tombstone]) -> pb.Tombstones:
+    """What purges leave behind."""
+    texts: Interned[str] = Interned()
+    m = pb.Tombstones()
+    for stone in stones:
+        m.numbers.append(stone.number)
+        m.tenant_of.append(texts[stone.tenant])
+        m.model_of.append(reference(texts, stone.model))
+        m.weights_of.append(reference(texts, stone.weights))
+        m.adapter_of.append(reference(texts, stone.adapter))
+    m.texts.extend(texts)
+    return m
+
+
+def decode_tombstones(m: pb.Tombstones) -> tuple[Tombstone, ...]:
+    """The inverse."""
+    indices = (m.tenant_of, m.model_of, m.weights_of, m.adapter_of)
+    at_most(agree("tombstones", m.numbers, *indices), limits.TOMBSTONES, "tombstones in a message")
+    at_most(len(m.texts), 4 * limits.TOMBSTONES, "texts of tombstones")
+    at_most(max(map(len, m.texts), default=0), limits.SPEC_BYTES, "characters of a tombstone's text")
+    values = [None, *m.texts]
+    return tuple(
+        map(
+            Tombstone,
+            map(_stone_number, m.numbers),
+            [Tenant(text(tenant, "a tenant's name")) for tenant in pick(m.texts, m.tenant_of, "a tenant")],
+            pick(values, m.model_of, "a model"),
+            pick(values, m.weights_of, "weights"),
+            pick(values, m.adapter_of, "an adapter"),
+        )
+    )
+
+
+def _stone_number(value: int) -> int:
+    return quantity(value, "as a tombstone's number")
+
+
 # ---------------------------------------------------------------------------------- infos and answers
 
 
@@ -187,6 +249,7 @@ def encode_info(info: ShardInfo) -> pb.ShardInfo:
         pages=info.pages,
         leases=info.leases,
         counters=encode_counters(info.counters),
+        draining=info.draining,
     )
 
 
@@ -202,6 +265,7 @@ def decode_info(m: pb.ShardInfo) -> ShardInfo:
         pages=quantity(m.pages, "pages"),
         leases=quantity(m.leases, "leases"),
         counters=decode_counters(m.counters),
+        draining=m.draining,
     )
 
 
@@ -223,7 +287,10 @@ def encode_ack(ack: ReportAck) -> pb.ReportAck:
         acked=ack.acked,
         inventory=ack.inventory,
         order=None if ack.order is None else _encode_order(ack.order),
-        leave=ack.leave,
+        pull=None if ack.pull is None else _encode_pull(ack.pull),
+        tombstones=encode_tombstones(ack.tombstones),
+        drain=ack.drain,
+        leave=pb.FAREWELL_UNSPECIFIED if ack.leave is None else FAREWELL.encode[ack.leave],
     )
 
 
@@ -234,7 +301,10 @@ def decode_ack(m: pb.ReportAck) -> ReportAck:
         acked=quantity(m.acked, "as a stream number"),
         inventory=m.inventory,
         order=_decode_order(m.order) if m.HasField("order") else None,
-        leave=m.leave,
+        pull=_decode_pull(m.pull) if m.HasField("pull") else None,
+        tombstones=decode_tombstones(m.tombstones),
+        drain=m.drain,
+        leave=None if m.leave == pb.FAREWELL_UNSPECIFIED else FAREWELL.decode(m.leave),
     )
 
 
@@ -252,5 +322,25 @@ def _decode_order(m: pb.EvictOrder) -> EvictOrder:
     hashes = common.decode_hashes(m.hashes, limits.EVICTIONS_PER_ORDER, "blocks in an order")
     agree("an order", hashes, m.namespace_of)
     namespaces = common.decode_namespaces(m.namespaces, limits.EVICTIONS_PER_ORDER)
-    owners = common.pick(namespaces, m.namespace_of, "a namespace")
+    owners = pick(namespaces, m.namespace_of, "a namespace")
     return EvictOrder(quantity(m.number, "as an order's number"), tuple(zip(owners, hashes, strict=True)))
+
+
+def _encode_pull(pull: PullOrder) -> pb.PullOrder:
+    return pb.PullOrder(
+        number=pull.number,
+        source=common.encode_address(pull.source),
+        tenant=pull.tenant,
+        spec=common.encode_spec(pull.spec),
+        pages=pages.encode_new_pages(pull.pages),
+    )
+
+
+def _decode_pull(m: pb.PullOrder) -> PullOrder:
+    return PullOrder(
+        number=quantity(m.number, "as an order's number"),
+        source=common.decode_address(m.source),
+        tenant=Tenant(text(m.tenant, "a tenant's name")),
+        spec=common.decode_spec(m.spec),
+        pages=pages.decode_new_pages(m.pages, limits.PULL_PAGES, "pages in an order"),
+    )

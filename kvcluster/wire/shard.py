@@ -5,30 +5,28 @@ How those messages are framed is for frames.py to know; what a page's bytes are 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from kvcluster.core import limits
-from kvcluster.core.ids import BlockHash, CallId, Tenant
+from kvcluster.core.ids import CallId, Tenant
 from kvcluster.core.messages import (
     PROTOCOL_VERSION,
     AttachedShard,
     AttachShard,
     Done,
     Flush,
-    NewPage,
-    PageKey,
     PageWant,
     ReadRequest,
     Refused,
     Reply,
+    Suspect,
     WriteRequest,
     Written,
 )
 from kvcluster.core.reasons import Miss
-from kvcluster.core.spec import Part
 from kvcluster.errors import ProtocolError
-from kvcluster.wire import common
-from kvcluster.wire.common import EnumCodec, Interned, agree, at_most, numbers, pick, quantity
+from kvcluster.wire import common, pages
+from kvcluster.wire.common import EnumCodec, Interned, agree, numbers, quantity
 from kvcluster.wire.coordinator import decode_attach_spec
 from kvcluster.wire.v1 import common_pb2
 from kvcluster.wire.v1 import shard_pb2 as pb
@@ -51,6 +49,20 @@ def encode_flush(message: Flush) -> bytes:
 def decode_flush(data: bytes, call: CallId, tenant: Tenant) -> Flush:
     """The inverse."""
     return Flush(call, quantity(common.parse(pb.FlushRequest, data).wait_ns, "nanoseconds"))
+
+
+def encode_suspect(message: Suspect) -> bytes:
+    """Bytes of these pages did not match."""
+    return pb.SuspectRequest(
+        namespace=message.namespace, epoch=message.epoch, keys=pages.encode_keys(message.keys)
+    ).SerializeToString()
+
+
+def decode_suspect(data: bytes, call: CallId, tenant: Tenant) -> Suspect:
+    """The inverse."""
+    m = common.parse(pb.SuspectRequest, data)
+    keys = pages.decode_keys(m.keys, limits.SUSPECTS_PER_CALL, "pages suspected at once")
+    return Suspect(call, tenant, common.decode_namespace(m.namespace), common.epoch(m.epoch), tuple(keys))
 
 
 def encode_reply(reply: Reply) -> bytes:
@@ -95,27 +107,23 @@ def decode_reply(data: bytes) -> Reply:
 
 def encode_read_request(request: ReadRequest) -> bytes:
     """Which layers of which pages are wanted."""
-    hashes: Interned[BlockHash] = Interned()
-    parts: Interned[tuple[int, Part]] = Interned()
     wants = request.wants
     return pb.ReadRequest(
         namespace=request.namespace,
         holder=request.attempt.holder,
         attempt=request.attempt.counter,
         epoch=request.epoch,
-        hash_of=[hashes[want.key.hash] for want in wants],
-        part_of=[parts[want.key.group, want.key.part] for want in wants],
+        keys=pages.encode_keys([want.key for want in wants]),
         layer_starts=[want.layer_start for want in wants],
         layer_stops=[want.layer_stop for want in wants],
-        hashes=b"".join(hashes),
-        parts=common.encode_parts(parts),
     ).SerializeToString()
 
 
 def decode_read_request(data: bytes) -> ReadRequest:
     """The inverse."""
     m = common.parse(pb.ReadRequest, data)
-    keys = _decode_keys(m.hashes, m.parts, m.hash_of, m.part_of, m.layer_starts, m.layer_stops)
+    keys = pages.decode_keys(m.keys, limits.PAGES_PER_CALL, "pages in a call")
+    agree("pages", keys, m.layer_starts, m.layer_stops)
     wants = tuple(map(PageWant, keys, m.layer_starts, m.layer_stops))
     for want in wants:
         if not want.layer_start < want.layer_stop <= want.key.part.layers:
@@ -145,36 +153,24 @@ def decode_read_head(data: bytes) -> list[Miss | None]:
 
 def encode_write_request(request: WriteRequest) -> bytes:
     """Which pages are to be written."""
-    hashes: Interned[BlockHash] = Interned()
-    parts: Interned[tuple[int, Part]] = Interned()
-    pages = request.pages
     return pb.WriteRequest(
         namespace=request.namespace,
         holder=request.attempt.holder,
         attempt=request.attempt.counter,
         epoch=request.epoch,
         wait_ns=request.wait_ns,
-        hash_of=[hashes[page.key.hash] for page in pages],
-        part_of=[parts[page.key.group, page.key.part] for page in pages],
-        parent_of=[hashes[page.parent] for page in pages],
-        depths=[page.depth for page in pages],
-        losses=[common.LOSS.encode[page.loss] for page in pages],
-        hashes=b"".join(hashes),
-        parts=common.encode_parts(parts),
+        pages=pages.encode_new_pages(request.pages),
     ).SerializeToString()
 
 
 def decode_write_request(data: bytes) -> WriteRequest:
     """The inverse."""
     m = common.parse(pb.WriteRequest, data)
-    keys = _decode_keys(m.hashes, m.parts, m.hash_of, m.part_of, m.parent_of, m.depths, m.losses)
-    parents = pick(_decode_table(m.hashes), m.parent_of, "a parent")
-    at_most(max(m.depths, default=0), limits.TOKENS_PER_SEQUENCE, "as a depth")
     return WriteRequest(
         namespace=common.decode_namespace(m.namespace),
         attempt=common.decode_attempt(m.holder, m.attempt),
         epoch=common.epoch(m.epoch),
-        pages=tuple(map(NewPage, keys, parents, m.depths, common.LOSS.decode_all(m.losses))),
+        pages=pages.decode_new_pages(m.pages, limits.PAGES_PER_CALL, "pages in a call"),
         wait_ns=quantity(m.wait_ns, "nanoseconds"),
     )
 
@@ -200,22 +196,3 @@ def decode_write_tail(data: bytes) -> list[Written]:
     """The inverse."""
     outcomes = numbers(common.parse(pb.WriteTail, data).outcomes, limits.PAGES_PER_CALL, "pages in a call")
     return WRITTEN.decode_all(outcomes)
-
-
-def _decode_keys(
-    hashes: bytes,
-    parts: Collection[int],
-    hash_of: Collection[int],
-    part_of: Collection[int],
-    *others: Collection[object],
-) -> list[PageKey]:
-    """The keys of a request's pages, whose number all its lists share."""
-    at_most(agree("pages", hash_of, part_of, *others), limits.PAGES_PER_CALL, "pages in a call")
-    blocks = pick(_decode_table(hashes), hash_of, "a hash")
-    places = pick(common.decode_parts(parts), part_of, "a part")
-    return [PageKey(block, group, part) for block, (group, part) in zip(blocks, places, strict=True)]
-
-
-def _decode_table(hashes: bytes) -> tuple[BlockHash, ...]:
-    """Blocks, and parents, of which a page has one each."""
-    return common.decode_hashes(hashes, 2 * limits.PAGES_PER_CALL, "hashes in a table")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvcluster.config import ServerConfig
 from kvcluster.core import limits
-from kvcluster.core.ids import Tenant
+from kvcluster.core.ids import CLUSTER, Tenant
 from kvcluster.errors import ConfigError, CredentialError
 from kvcluster.runtime.auth import (
     DEFAULT_TENANT,
@@ -21,6 +21,7 @@ from kvcluster.runtime.auth import (
     is_loopback,
     new_token,
     parse_tokens,
+    token_line,
 )
 
 SECRET = "between the actors"
@@ -34,21 +35,44 @@ DIGEST = digest("a token")
 @given(st.dictionaries(tokens, names, min_size=1), st.sampled_from(["\n", "\r\n", "\n\n", "\n# a comment\n", "  \n\t"]))
 def test_what_is_written_in_a_token_file_is_read_from_it(tenants: dict[str, str], between: str) -> None:
     text = between.join(f"sha256:{digest(token)}  {name}" for token, name in tenants.items())
-    assert parse_tokens(text) == {digest(token): Tenant(name) for token, name in tenants.items()}
+    assert parse_tokens(text) == ({digest(token): Tenant(name) for token, name in tenants.items()}, frozenset())
+
+
+@given(st.dictionaries(tokens, st.tuples(names, st.booleans()), min_size=1))
+def test_the_lines_that_are_made_say_who_is_an_operator(made: dict[str, tuple[str, bool]]) -> None:
+    lines = [token_line(token, name, operator=operator) for token, (name, operator) in made.items()]
+    tenants, operators = parse_tokens("\n".join(lines))
+    assert tenants == {digest(token): name for token, (name, _) in made.items()}
+    assert operators == {digest(token) for token, (_, operator) in made.items() if operator}
+
+
+@pytest.mark.parametrize("tenant", ["", "team a", "team operator", "team\n# ", "-team", "t" * 65, "tëam", "team\n"])
+def test_no_line_is_made_for_a_tenant_that_would_say_more_than_a_name(tenant: str) -> None:
+    with pytest.raises(ConfigError, match="is no tenant's name"):
+        token_line("a token", tenant)
+
+
+def test_a_tenant_may_be_called_operator_and_is_none() -> None:
+    assert parse_tokens(f"sha256:{DIGEST} operator") == ({DIGEST: Tenant("operator")}, frozenset())
+    assert parse_tokens(f"sha256:{DIGEST} operator\toperator").operators == {DIGEST}
 
 
 @given(st.text())
 def test_any_text_is_a_token_file_or_a_config_error(text: str) -> None:
     try:
-        assert parse_tokens(text), "a file without tokens would let nobody in"
+        assert parse_tokens(text).tenants, "a file without tokens would let nobody in"
     except ConfigError as error:
         assert "token" in str(error)
 
 
-@given(st.lists(st.sampled_from(["sha256:", DIGEST, DIGEST.upper(), DIGEST[1:], " ", "\t", "\n", "#", "me", "me too"])))
+@given(
+    st.lists(st.sampled_from(["sha256:", DIGEST, DIGEST.upper(), DIGEST[1:], " ", "\t", "\n", "#", "me", "operator"]))
+)
 def test_what_nearly_is_a_token_file_is_one_or_a_config_error(pieces: list[str]) -> None:
     try:
-        assert set(parse_tokens("".join(pieces))) == {DIGEST}
+        tenants, operators = parse_tokens("".join(pieces))
+        assert set(tenants) == {DIGEST}
+        assert operators <= {DIGEST}
     except ConfigError as error:
         assert "token" in str(error)
 
@@ -60,6 +84,9 @@ def test_what_nearly_is_a_token_file_is_one_or_a_config_error(pieces: list[str])
         ("# nobody yet\n\n", "names no token"),
         (f"# me\nsha256:{DIGEST}", "line 2"),
         (f"sha256:{DIGEST} me too", "line 1"),
+        (f"sha256:{DIGEST} me operators", "line 1"),
+        (f"sha256:{DIGEST} me Operator", "line 1"),
+        (f"sha256:{DIGEST} me operator operator", "line 1"),
         (f"{DIGEST} me", "line 1"),
         (f"sha256:{DIGEST.upper()} me", "line 1"),
         (f"sha256:{DIGEST[1:]} me", "line 1"),
@@ -67,6 +94,7 @@ def test_what_nearly_is_a_token_file_is_one_or_a_config_error(pieces: list[str])
         (f"sha256:{DIGEST} {'m' * 65}", "line 1"),
         ("a token me", "kvcluster token"),
         (f"sha256:{DIGEST} me\nsha256:{DIGEST} you", "line 2: this token has a line already"),
+        (f"sha256:{DIGEST} me\nsha256:{DIGEST} me operator", "line 2: this token has a line already"),
     ],
 )
 def test_a_bad_token_file_is_told_by_line(text: str, says: str) -> None:
@@ -76,7 +104,7 @@ def test_a_bad_token_file_is_told_by_line(text: str, says: str) -> None:
 
 def test_one_tenant_may_have_several_tokens() -> None:
     text = f"sha256:{digest('old')} me\nsha256:{digest('new')} me"
-    assert list(parse_tokens(text).values()) == ["me", "me"]
+    assert list(parse_tokens(text).tenants.values()) == ["me", "me"]
 
 
 def test_a_token_never_stands_in_an_error() -> None:
@@ -104,20 +132,27 @@ def test_where_there_are_tokens_one_is_wanted(token: str | None) -> None:
         Authenticator({DIGEST: Tenant("me")}, SECRET).caller(token)
 
 
+def test_whose_line_says_operator_is_one_and_nobody_else_of_the_tenant() -> None:
+    tenants = {digest("mine"): Tenant("me"), digest("my boss's"): Tenant("me")}
+    known = Authenticator(tenants, SECRET, frozenset({digest("my boss's")}))
+    assert known.caller("mine") == Caller(Tenant("me"))
+    assert known.caller("my boss's") == Caller(Tenant("me"), operator=True)
+
+
 def test_the_digest_of_a_token_is_no_token() -> None:
     with pytest.raises(CredentialError):
         Authenticator({DIGEST: Tenant("me")}, SECRET).caller(DIGEST)
 
 
 @pytest.mark.parametrize("token", [None, "", "any"])
-def test_without_a_token_file_everybody_is_the_default_tenant(token: str | None) -> None:
-    assert Authenticator(None, SECRET).caller(token) == Caller(DEFAULT_TENANT)
+def test_without_a_token_file_everybody_is_the_default_tenant_and_its_operator(token: str | None) -> None:
+    assert Authenticator(None, SECRET).caller(token) == Caller(DEFAULT_TENANT, operator=True)
 
 
 @pytest.mark.parametrize("tenants", [None, {DIGEST: Tenant("me")}])
 def test_the_secret_of_the_actors_stands_for_no_tenant(tenants: dict[str, Tenant] | None) -> None:
     known = Authenticator(tenants, SECRET)
-    assert known.caller(SECRET) == Caller(Tenant(""), internal=True)
+    assert known.caller(SECRET) == Caller(CLUSTER, internal=True), "and is no operator's"
     with pytest.raises(CredentialError):
         Authenticator({DIGEST: Tenant("me")}, SECRET).caller(SECRET + "?")
 
@@ -138,9 +173,10 @@ def test_new_tokens_differ_and_can_be_sent() -> None:
 
 def test_tokens_are_read_from_the_configured_file(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
-    path.write_text(f"sha256:{DIGEST}  me\n", encoding="utf-8")
+    path.write_text(f"sha256:{DIGEST}  me\n{token_line('another', 'me', operator=True)}\n", encoding="utf-8")
     known = authenticator(ServerConfig(host="0.0.0.0", token_file=str(path)), SECRET)
     assert known.caller("a token") == Caller(Tenant("me"))
+    assert known.caller("another") == Caller(Tenant("me"), operator=True)
     with pytest.raises(CredentialError):
         known.caller(None)
 
@@ -170,7 +206,7 @@ def test_a_token_file_that_has_no_end_is_a_config_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
 def test_on_loopback_nobody_needs_a_token(host: str) -> None:
     assert is_loopback(host)
-    assert authenticator(ServerConfig(host=host), SECRET).caller(None) == Caller(DEFAULT_TENANT)
+    assert authenticator(ServerConfig(host=host), SECRET).caller(None) == Caller(DEFAULT_TENANT, operator=True)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "192.168.1.1", "localhost.example", "a.host", "", "127"])
@@ -178,7 +214,9 @@ def test_elsewhere_a_server_without_tokens_refuses_to_start_unless_told_so_by_na
     assert not is_loopback(host)
     with pytest.raises(ConfigError, match="--insecure"):
         authenticator(ServerConfig(host=host), SECRET)
-    assert authenticator(ServerConfig(host=host, insecure=True), SECRET).caller(None) == Caller(DEFAULT_TENANT)
+    assert authenticator(ServerConfig(host=host, insecure=True), SECRET).caller(None) == Caller(
+        DEFAULT_TENANT, operator=True
+    )
 
 
 def test_insecure_does_not_make_tokens_worthless(tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ from dataclasses import replace
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.ids import CallId, Epoch, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import CLUSTER, Attempt, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
     AttachShard,
     Done,
+    Drain,
+    EndTicket,
     Flush,
     GetStatus,
     Refused,
@@ -24,6 +26,7 @@ from kvcluster.core.messages import (
     Report,
     ReportAck,
     ShardInfo,
+    Suspect,
 )
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec
@@ -53,6 +56,9 @@ SPEC = KVSpec.uniform(
 INFO = ShardInfo(ShardId("shard-0"), Epoch(1), "", "", 0, 0, 0, 0)
 REPORT = Report(CALL, INFO, Epoch(0), first=1)
 FLUSH = Flush(CALL, wait_ns=1)
+DRAIN = Drain(CALL, ShardId("shard-0"))
+TICKET_END = EndTicket(CALL, Attempt(Holder(b"h" * 16), 1))
+SUSPECT = Suspect(CALL, Tenant("somebody else"), NamespaceId(b"n" * 32), Epoch(1), ())
 
 Ask = Callable[[Callable[[CallId], object], float], Reply]
 
@@ -151,6 +157,54 @@ def test_reports_are_for_the_shards_of_the_cluster_alone() -> None:
             shard.ask(COORDINATOR["GetStatus"], GetStatus(CALL), soon())
     with connected(handlers) as worker, pytest.raises(CredentialError, match="Report"):
         worker.ask(COORDINATOR["Report"], REPORT, soon())
+
+
+def test_what_touches_every_tenant_is_for_operators_alone() -> None:
+    tenants = {digest("mine"): Tenant("me"), digest("my boss's"): Tenant("me")}
+    gate = Gate(Authenticator(tenants, SECRET, frozenset({digest("my boss's")})))
+    asked = []
+
+    def ask(build: Callable[[CallId], object], wait_s: float) -> Reply:
+        asked.append(build(CALL))
+        return Done()
+
+    handlers = unary_handlers(COORDINATOR, gate, ask, operators=frozenset({"Drain"}))
+    with connected(handlers, "mine") as worker:
+        with pytest.raises(CredentialError, match=r"Drain is for operators.*kvcluster token --tenant NAME --operator"):
+            worker.ask(COORDINATOR["Drain"], DRAIN, soon())
+        assert worker.ask(COORDINATOR["EndTicket"], TICKET_END, soon()) == Done(), "all else is for every worker"
+    with connected(handlers, SECRET) as shard, pytest.raises(CredentialError, match="Drain is not for this"):
+        shard.ask(COORDINATOR["Drain"], DRAIN, soon())
+    assert asked == [TICKET_END]
+    with connected(handlers, "my boss's") as operator:
+        assert operator.ask(COORDINATOR["Drain"], DRAIN, soon()) == Done()
+        assert operator.ask(COORDINATOR["EndTicket"], TICKET_END, soon()) == Done()
+    assert asked == [TICKET_END, DRAIN, TICKET_END]
+
+
+def test_without_a_token_file_whoever_reaches_the_server_is_an_operator() -> None:
+    gate = Gate(Authenticator(None, SECRET))
+    handlers = unary_handlers(COORDINATOR, gate, lambda build, wait_s: Done(), operators=frozenset({"Drain"}))
+    with connected(handlers) as anybody:
+        assert anybody.ask(COORDINATOR["Drain"], DRAIN, soon()) == Done()
+
+
+def test_what_is_shared_is_asked_by_workers_and_by_shards_which_speak_for_all() -> None:
+    asked = []
+
+    def ask(build: Callable[[CallId], object], wait_s: float) -> Reply:
+        asked.append(build(CALL))
+        return Done()
+
+    gate = Gate(Authenticator({digest("a token"): Tenant("me")}, SECRET))
+    handlers = unary_handlers(SHARD, gate, ask, shared=frozenset({"Suspect"}))
+    with connected(handlers, "a token") as worker:
+        worker.ask(SHARD["Suspect"], SUSPECT, soon())
+    with connected(handlers, SECRET) as shard:
+        shard.ask(SHARD["Suspect"], SUSPECT, soon())
+        with pytest.raises(CredentialError, match="Flush is not for this"):
+            shard.ask(SHARD["Flush"], FLUSH, soon())
+    assert asked == [replace(SUSPECT, tenant=Tenant("me")), replace(SUSPECT, tenant=CLUSTER)]
 
 
 # ------------------------------------------------------------------------------------------- how trouble is told

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Attempt, CallId, Tenant
+from kvcluster.core.ids import Attempt, CallId, ShardId, Tenant
 from kvcluster.core.messages import (
     Attach,
     Attached,
@@ -17,10 +17,12 @@ from kvcluster.core.messages import (
     BlockFate,
     Decision,
     Done,
+    Drain,
     EndTicket,
     EvictOrder,
     Explain,
     Explained,
+    Farewell,
     Flush,
     GetStatus,
     GoneEvent,
@@ -36,6 +38,10 @@ from kvcluster.core.messages import (
     Plan,
     PrepareLoad,
     PrepareStore,
+    PullOrder,
+    Purge,
+    Purged,
+    PurgedEvent,
     ReadRequest,
     Refused,
     RefusedKind,
@@ -52,8 +58,10 @@ from kvcluster.core.messages import (
     Status,
     StoreGrant,
     StoreRun,
+    Suspect,
     TicketBody,
     Tier,
+    Tombstone,
     UnpinBlocks,
     WriteRequest,
     Written,
@@ -82,7 +90,12 @@ def _ranges(draw: st.DrawFn) -> tuple[int, int]:
 
 
 parts = st.builds(lambda layers, heads: Part(*layers, *heads), _ranges(), _ranges())
-needs = st.builds(Need, parts=st.lists(st.none() | parts, max_size=4).map(tuple), accept=losses)
+needs = st.builds(
+    Need,
+    parts=st.lists(st.none() | parts, max_size=4).map(tuple),
+    accept=losses,
+    avoid=st.lists(words.map(ShardId), max_size=3).map(tuple),
+)
 keys = st.builds(PageKey, hash=hashes, group=group_numbers, part=parts)
 misses = st.builds(Miss, reason=st.sampled_from(MissReason), detail=words)
 refusals = st.builds(Refused, kind=st.sampled_from(RefusedKind), detail=words)
@@ -158,6 +171,7 @@ infos = st.builds(
     pages=quantities,
     leases=quantities,
     counters=counters,
+    draining=st.booleans(),
 )
 page_events = st.builds(
     PageEvent,
@@ -169,8 +183,18 @@ page_events = st.builds(
     loss=losses,
 )
 gone_events = st.builds(GoneEvent, namespace=namespaces, key=keys, corrupt=st.booleans())
+purged_events = st.builds(PurgedEvent, number=quantities)
+_filters = st.fixed_dictionaries(
+    {"model": st.none() | words, "weights": st.none() | words, "adapter": st.none() | words}
+)
+tombstones = st.lists(
+    st.builds(lambda number, tenant, chosen: Tombstone(number, tenant, **chosen), quantities, tenants, _filters),
+    max_size=4,
+).map(tuple)
 owned_specs = st.lists(st.tuples(tenants, specs()), max_size=2).map(tuple)
 orders = st.builds(EvictOrder, number=quantities, blocks=st.lists(st.tuples(namespaces, hashes), max_size=5).map(tuple))
+new_pages = st.lists(st.builds(NewPage, key=keys, parent=hashes, depth=depths, loss=losses), max_size=5).map(tuple)
+pulls = st.builds(PullOrder, number=quantities, source=addresses, tenant=tenants, spec=specs(), pages=new_pages)
 
 read_requests = st.builds(
     ReadRequest,
@@ -193,7 +217,7 @@ write_requests = st.builds(
     namespace=namespaces,
     attempt=attempts,
     epoch=epochs,
-    pages=st.lists(st.builds(NewPage, key=keys, parent=hashes, depth=depths, loss=losses), max_size=5).map(tuple),
+    pages=new_pages,
     wait_ns=quantities,
 )
 read_heads = st.lists(st.none() | misses, max_size=5)
@@ -231,16 +255,21 @@ COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
     "EndTicket": st.builds(EndTicket, call=calls, attempt=attempts),
     "Explain": st.builds(Explain, **_asked, hashes=blocks, need=needs),
     "Siblings": st.builds(Siblings, **_asked),
-    "PinBlocks": st.builds(PinBlocks, **_asked, hashes=blocks, ttl_ns=quantities),
+    "PinBlocks": st.builds(
+        PinBlocks, **_asked, hashes=blocks, ttl_ns=quantities, replicas=st.integers(1, limits.REPLICAS)
+    ),
     "UnpinBlocks": st.builds(UnpinBlocks, **_asked, hashes=blocks),
+    "Purge": st.builds(lambda call, tenant, chosen: Purge(call, tenant, **chosen), calls, tenants, _filters),
+    "Drain": st.builds(Drain, call=calls, shard=words),
     "GetStatus": st.builds(GetStatus, call=calls),
     "Report": st.builds(
         Report,
         **_told,
         first=quantities,
-        events=st.lists(page_events | gone_events, max_size=6).map(tuple),
+        events=st.lists(page_events | gone_events | purged_events, max_size=6).map(tuple),
         pressure_bytes=quantities,
         order=quantities,
+        pulled=quantities,
     ),
     "Inventory": st.builds(
         Inventory,
@@ -249,12 +278,14 @@ COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
         chunk=st.integers(0, 2**32 - 1),
         last=st.booleans(),
         pages=st.lists(page_events, max_size=6).map(tuple),
+        tombstones=tombstones,
     ),
     "Ping": st.none(),
 }
 SHARD_REQUESTS: dict[str, SearchStrategy[Any]] = {
     "Attach": st.builds(AttachShard, call=calls, tenant=tenants, spec=specs()),
     "Flush": st.builds(Flush, call=calls, wait_ns=quantities),
+    "Suspect": st.builds(Suspect, **_asked, epoch=epochs, keys=st.lists(keys, max_size=5).map(tuple)),
     "Ping": st.none(),
 }
 
@@ -265,7 +296,10 @@ acks = st.builds(
     acked=quantities,
     inventory=st.booleans(),
     order=st.none() | orders,
-    leave=st.booleans(),
+    pull=st.none() | pulls,
+    tombstones=tombstones,
+    drain=st.booleans(),
+    leave=st.none() | st.sampled_from(Farewell),
 )
 COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
     "Attach": st.builds(
@@ -284,6 +318,8 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
     "Siblings": st.builds(SiblingSpecs, specs=st.lists(specs(), max_size=3).map(tuple)),
     "PinBlocks": pinned,
     "UnpinBlocks": pinned,
+    "Purge": st.builds(Purged, blocks=quantities),
+    "Drain": dones,
     "GetStatus": st.builds(
         Status,
         epoch=epochs,
@@ -302,5 +338,6 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
 SHARD_REPLIES: dict[str, SearchStrategy[Any]] = {
     "Attach": st.builds(AttachedShard, namespace=namespaces, epoch=epochs, lease_ttl_ns=quantities),
     "Flush": dones,
+    "Suspect": dones,
     "Ping": st.just(Done()),
 }

@@ -19,6 +19,7 @@ from kvcluster.core.messages import (
     AttachedShard,
     Decision,
     Done,
+    Farewell,
     GetStatus,
     LoadGrant,
     Need,
@@ -39,7 +40,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Loss, MissReason
 from kvcluster.core.spec import Part
 from kvcluster.errors import ProtocolError
-from kvcluster.wire import common, coordinator, shard
+from kvcluster.wire import common, coordinator, reports, shard
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method
 from kvcluster.wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.wire import strategies as of
@@ -206,6 +207,7 @@ def test_the_tables_are_the_services_of_the_proto_files(table: Mapping[str, Meth
         (common._REFUSED, RefusedKind, common_pb2.RefusedKind),
         (coordinator.DECISION, Decision, coordinator_pb2.Decision),
         (shard.WRITTEN, Written, shard_pb2.Written),
+        (reports.FAREWELL, Farewell, coordinator_pb2.Farewell),
     ],
 )
 def test_every_value_of_an_enum_travels_but_unspecified(codec: Any, ours: Any, theirs: Any) -> None:
@@ -234,7 +236,7 @@ def _module(kind: Any) -> Any:
 def test_requests_hold_no_repeated_messages() -> None:
     files = (coordinator_pb2.DESCRIPTOR, shard_pb2.DESCRIPTOR)
     requests = [kind for file in files for name, kind in file.message_types_by_name.items() if name.endswith("Request")]
-    assert len(requests) == 15
+    assert len(requests) == 18
     assert [found for kind in requests for found in _repeated_messages(kind)] == []
     assert list(_repeated_messages(common_pb2.Spec.DESCRIPTOR)) == ["Spec.groups", "Spec.extra"], "the check sees"
 

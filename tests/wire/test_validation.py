@@ -15,8 +15,10 @@ from kvcluster.core.messages import (
     AttachedShard,
     BlockFate,
     Decision,
+    Drain,
     EvictOrder,
     Explained,
+    Farewell,
     Flush,
     GoneEvent,
     Inventory,
@@ -30,6 +32,10 @@ from kvcluster.core.messages import (
     Pinned,
     PrepareLoad,
     PrepareStore,
+    PullOrder,
+    Purge,
+    Purged,
+    PurgedEvent,
     ReadRequest,
     RenewTicket,
     Reply,
@@ -44,7 +50,9 @@ from kvcluster.core.messages import (
     Status,
     StoreGrant,
     StoreRun,
+    Suspect,
     Tier,
+    Tombstone,
     WriteRequest,
 )
 from kvcluster.core.reasons import Loss, Miss, MissReason
@@ -68,13 +76,25 @@ PAGE = PageEvent(NAMESPACE, KEY, BLOCK, 3, Tier.DEVICE, Loss.EXACT)
 LOAD = PrepareLoad(CALL, TENANT, NAMESPACE, ATTEMPT, (BLOCK,), Need((PART,)))
 STORE = PrepareStore(CALL, TENANT, NAMESPACE, ATTEMPT, 1, BLOCK, BLOCK, (BLOCK,), ((0, PART),))
 PIN = PinBlocks(CALL, TENANT, NAMESPACE, (BLOCK,), 1)
-REPORT = Report(CALL, INFO, Epoch(1), 1, (PAGE, GoneEvent(NAMESPACE, KEY, False)), ((TENANT, SPEC),))
+PURGE = Purge(CALL, TENANT, "m", "sha256:0", "")
+EVENTS = (PAGE, GoneEvent(NAMESPACE, KEY, False), PurgedEvent(1))
+REPORT = Report(CALL, INFO, Epoch(1), 1, EVENTS, ((TENANT, SPEC),))
+STONES = (Tombstone(1, TENANT), Tombstone(2, TENANT, "m", "m", "m"))
+INVENTORY = Inventory(CALL, INFO, Epoch(1), 1, 0, True, (PAGE,), tombstones=STONES)
+SUSPECT = Suspect(CALL, TENANT, NAMESPACE, Epoch(1), (KEY,))
 READ = ReadRequest(NAMESPACE, ATTEMPT, Epoch(1), (PageWant(KEY, 0, 4),))
 WRITE = WriteRequest(NAMESPACE, ATTEMPT, Epoch(1), (NewPage(KEY, BLOCK, 0),))
 GRANT = LoadGrant(2, (Run(2, ((SOURCE,),)),), 0, None)
 STORED = StoreGrant((StoreRun(1, Decision.WRITE, SHARD_ADDRESS), StoreRun(1, Decision.PENDING)))
 EXPLAINED = Explained((BlockFate(1, ((SOURCE,),), None), BlockFate(1, None, Miss(MissReason.FULL))))
-ACK = ReportAck(Epoch(1), 1, order=EvictOrder(1, ((NAMESPACE, BLOCK),)))
+ACK = ReportAck(
+    Epoch(1),
+    1,
+    order=EvictOrder(1, ((NAMESPACE, BLOCK),)),
+    pull=PullOrder(1, SHARD_ADDRESS, TENANT, SPEC, (NewPage(KEY, BLOCK, 0),)),
+    tombstones=STONES,
+    leave=Farewell.DRAINED,
+)
 STATUS = Status(Epoch(1), "serving", 1, 1, 1, 1, (ShardStatus(INFO, "up", 1),), (("loads", 1),))
 
 
@@ -106,8 +126,14 @@ def _start(name: str) -> tuple[Any, Callable[[Any], object]]:
         case "report":
             return _question(c.ReportRequest, reports.encode_report(REPORT), reports.decode_report)
         case "inventory":
-            data = reports.encode_inventory(Inventory(CALL, INFO, Epoch(1), 1, 0, True, (PAGE,)))
-            return _question(c.InventoryRequest, data, reports.decode_inventory)
+            return _question(c.InventoryRequest, reports.encode_inventory(INVENTORY), reports.decode_inventory)
+        case "purge":
+            return _question(c.PurgeRequest, coordinator.encode_purge(PURGE), coordinator.decode_purge)
+        case "drain":
+            data = coordinator.encode_drain(Drain(CALL, ShardId("s")))
+            return _question(c.DrainRequest, data, coordinator.decode_drain)
+        case "suspect":
+            return _question(s.SuspectRequest, shard.encode_suspect(SUSPECT), shard.decode_suspect)
         case "flush":
             return _question(s.FlushRequest, shard.encode_flush(Flush(CALL, 1)), shard.decode_flush)
         case "read":
@@ -134,7 +160,7 @@ def _start(name: str) -> tuple[Any, Callable[[Any], object]]:
                 "ack": ACK,
                 "status": STATUS,
             }
-            answers |= {"siblings": SiblingSpecs((SPEC,)), "pinned": Pinned(1)}
+            answers |= {"siblings": SiblingSpecs((SPEC,)), "pinned": Pinned(1), "purged": Purged(1)}
             return _stream(c.CoordinatorReply, coordinator.encode_reply(answers[name]), reply)
 
 
@@ -164,7 +190,20 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("store", "parts", [1_024, 0, 1, 0, 1], LimitError, "group 1024"),
     ("store", "loss", 3, ProtocolError, "Loss 3 is not known here"),
     ("store", "host", "h" * 1_025, LimitError, "1025 characters of a host"),
+    ("load", "need.avoid", ["s"] * 257, LimitError, "257 shards to avoid; at most 256"),
+    ("load", "need.avoid", ["s", "s" * 1_025], LimitError, "1025 characters of a shard's name"),
     ("pin", "ttl_ns", HUGE, LimitError, "nanoseconds"),
+    ("pin", "replicas", 0, ProtocolError, "lies on one shard at least"),
+    ("pin", "replicas", 65, LimitError, "65 replicas of a block; at most 64"),
+    ("purge", "model", "m" * 8_193, LimitError, "8201 bytes of model, weights and adapter; at most 8192"),
+    ("purge", "weights", "ß" * 4_097, LimitError, "8195 bytes of model, weights and adapter"),
+    ("purge", "adapter", "a" * 8_193, LimitError, "bytes of model, weights and adapter"),
+    ("drain", "shard", "s" * 1_025, LimitError, "1025 characters of a shard's name"),
+    ("suspect", "namespace", b"", ProtocolError, "a namespace is 32 bytes, not 0"),
+    ("suspect", "epoch", HUGE, LimitError, "as an epoch"),
+    ("suspect", "keys.hashes", b"", ProtocolError, "refers to a hash beyond the 0"),
+    ("suspect", "keys.hashes", bytes(32 * 513), LimitError, "513 hashes in a table; at most 512"),
+    ("suspect", "keys.part_of", [1], ProtocolError, "refers to a part beyond the 1"),
     ("ticket", "holder", b"", ProtocolError, "a holder is 16 bytes, not 0"),
     ("flush", "wait_ns", HUGE, LimitError, "nanoseconds"),
     ("report", "info.shard", "s" * 1_025, LimitError, "characters of a shard's name"),
@@ -175,13 +214,19 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("report", "coordinator", HUGE, LimitError, "as an epoch"),
     ("report", "first", HUGE, LimitError, "as a stream number"),
     ("report", "order", HUGE, LimitError, "as an order's number"),
+    ("report", "pulled", HUGE, LimitError, "as an order's number"),
     ("report", "pressure_bytes", HUGE, LimitError, "bytes wanted"),
     ("report", "events.hashes", b"b" * 32, ProtocolError, "lists of events must be equally long"),
     ("report", "events.hashes", bytes(32 * 4_097), LimitError, "4097 events in a message; at most 4096"),
     ("report", "events.kinds", [1], ProtocolError, "lists of events must be equally long"),
-    ("report", "events.kinds", [1, 1], ProtocolError, "fewer pages are described"),
-    ("report", "events.kinds", [2, 3], ProtocolError, "more pages are described"),
-    ("report", "events.kinds", [1, 7], ProtocolError, "event kind 7 is not known here"),
+    ("report", "events.kinds", [1, 1, 4], ProtocolError, "lists of pages must be equally long"),
+    ("report", "events.kinds", [2, 3, 4], ProtocolError, "lists of pages must be equally long"),
+    ("report", "events.kinds", [1, 4, 4], ProtocolError, "lists of events must be equally long"),
+    ("report", "events.kinds", [2] * 4_097, LimitError, "4097 events in a message; at most 4096"),
+    ("report", "events.purges", [], ProtocolError, "lists of purges must be equally long"),
+    ("report", "events.purges", [1, 2], ProtocolError, "lists of purges must be equally long"),
+    ("report", "events.purges", [HUGE], LimitError, "as a tombstone's number"),
+    ("report", "events.kinds", [1, 7, 4], ProtocolError, "event kind 7 is not known here"),
     ("report", "events.namespaces", b"n" * 33, ProtocolError, "take 32 bytes each"),
     ("report", "events.namespace_of", [0, 1], ProtocolError, "refers to a namespace beyond the 1"),
     ("report", "events.part_of", [0, 2**32 - 1], ProtocolError, "refers to a part beyond the 1"),
@@ -193,22 +238,33 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("report", "specs.tenants", [], ProtocolError, "lists of specs must be equally long"),
     ("report", "specs.tenants", ["t" * 1_025], LimitError, "characters of a tenant's name"),
     ("report", "specs.specs", [b""], SpecError, "model must be named"),
-    ("inventory", "pages.kinds", [2], ProtocolError, "more pages are described"),
+    ("inventory", "pages.kinds", [2], ProtocolError, "lists of pages must be equally long"),
+    ("inventory", "tombstones.numbers", [1], ProtocolError, "lists of tombstones must be equally long"),
+    ("inventory", "tombstones.numbers", [1, HUGE], LimitError, "as a tombstone's number"),
+    ("inventory", "tombstones.texts", [], ProtocolError, "refers to a tenant beyond the 0"),
+    ("inventory", "tombstones.texts", ["t" * 1_025, "m"], LimitError, "1025 characters of a tenant's name"),
+    ("inventory", "tombstones.texts", ["t", "m" * 8_193], LimitError, "8193 characters of a tombstone's text"),
+    ("inventory", "tombstones.texts", ["t"] * 4_097, LimitError, "4097 texts of tombstones; at most 4096"),
+    ("inventory", "tombstones.tenant_of", [0, 2], ProtocolError, "refers to a tenant beyond the 2"),
+    ("inventory", "tombstones.model_of", [0, 3], ProtocolError, "refers to a model beyond"),
+    ("inventory", "tombstones.weights_of", [0, 3], ProtocolError, "refers to weights beyond"),
+    ("inventory", "tombstones.adapter_of", [0, 3], ProtocolError, "refers to an adapter beyond"),
     ("inventory", "upto", HUGE, LimitError, "as a stream number"),
-    ("read", "hash_of", [1], ProtocolError, "refers to a hash beyond the 1"),
-    ("read", "part_of", [1], ProtocolError, "refers to a part beyond the 1"),
-    ("read", "part_of", [], ProtocolError, "lists of pages must be equally long"),
+    ("read", "keys.hash_of", [1], ProtocolError, "refers to a hash beyond the 1"),
+    ("read", "keys.part_of", [1], ProtocolError, "refers to a part beyond the 1"),
+    ("read", "keys.part_of", [], ProtocolError, "lists of pages must be equally long"),
     ("read", "layer_stops", [5], ProtocolError, "layers 0:5 were asked for of a page that has 4"),
     ("read", "layer_starts", [4], ProtocolError, "layers 4:4 were asked for"),
     ("read", "layer_starts", [0, 0], ProtocolError, "lists of pages must be equally long"),
     ("read", "epoch", HUGE, LimitError, "as an epoch"),
     ("read head", "miss_of", [2], ProtocolError, "refers to a miss beyond the 2"),
     ("read head", "miss_of", [0] * 65_537, LimitError, "65537 pages in a call; at most 65536"),
-    ("write", "parent_of", [7], ProtocolError, "refers to a parent beyond the 1"),
-    ("write", "depths", [limits.TOKENS_PER_SEQUENCE + 1], LimitError, "as a depth"),
-    ("write", "losses", [8], ProtocolError, "Loss 8 is not known here"),
+    ("write", "pages.parent_of", [7], ProtocolError, "refers to a parent beyond the 1"),
+    ("write", "pages.parent_of", [], ProtocolError, "lists of pages must be equally long"),
+    ("write", "pages.depths", [limits.TOKENS_PER_SEQUENCE + 1], LimitError, "as a depth"),
+    ("write", "pages.losses", [8], ProtocolError, "Loss 8 is not known here"),
     ("write", "wait_ns", HUGE, LimitError, "nanoseconds"),
-    ("write", "hashes", b"", ProtocolError, "refers to a hash beyond the 0"),
+    ("write", "pages.keys.hashes", b"", ProtocolError, "refers to a hash beyond the 0"),
     ("write head", "outcomes", [7], ProtocolError, "Written 7 is not known here"),
     ("write head", "outcomes", [0] * 65_537, LimitError, "65537 pages in a call"),
     ("write tail", "outcomes", [0], ProtocolError, "Written 0 is not known here"),
@@ -243,6 +299,16 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("ack", "report_ack.order.namespace_of", [1], ProtocolError, "refers to a namespace beyond the 1"),
     ("ack", "report_ack.order.hashes", bytes(32 * 1_025), LimitError, "1025 blocks in an order; at most 1024"),
     ("ack", "report_ack.order.hashes", b"", ProtocolError, "lists of an order must be equally long"),
+    ("ack", "report_ack.pull.number", HUGE, LimitError, "as an order's number"),
+    ("ack", "report_ack.pull.source.epoch", HUGE, LimitError, "as an epoch"),
+    ("ack", "report_ack.pull.source.address", "a" * 1_025, LimitError, "1025 characters of an address"),
+    ("ack", "report_ack.pull.tenant", "t" * 1_025, LimitError, "1025 characters of a tenant's name"),
+    ("ack", "report_ack.pull.spec", b"", SpecError, "model must be named"),
+    ("ack", "report_ack.pull.pages.keys.hash_of", [7], ProtocolError, "refers to a hash beyond the 1"),
+    ("ack", "report_ack.pull.pages.parent_of", [7], ProtocolError, "refers to a parent beyond the 1"),
+    ("ack", "report_ack.tombstones.numbers", [], ProtocolError, "lists of tombstones must be equally long"),
+    ("ack", "report_ack.leave", 9, ProtocolError, "Farewell 9 is not known here"),
+    ("purged", "purged.blocks", HUGE, LimitError, "purged blocks"),
     ("status", "status.state", "s" * 1_025, LimitError, "characters of a state"),
     ("status", "status.uptime_ns", HUGE, LimitError, "nanoseconds"),
     ("status", "status.counters.values", [], ProtocolError, "lists of counters must be equally long"),
@@ -339,15 +405,34 @@ def test_a_store_asks_for_no_more_pages_than_a_call_may_have() -> None:
 
 
 def test_a_read_or_write_of_more_pages_than_a_call_may_have_is_refused() -> None:
-    for name, lists in (
-        ("read", ("hash_of", "part_of", "layer_starts", "layer_stops")),
-        ("write", ("hash_of", "part_of", "parent_of", "depths", "losses")),
-    ):
+    for name in ("read", "write"):
         spoiled, read = _start(name)
-        for field in lists:
-            getattr(spoiled, field).extend([0] * limits.PAGES_PER_CALL)
+        _name_more_pages(spoiled.keys if name == "read" else spoiled.pages.keys, limits.PAGES_PER_CALL)
         with pytest.raises(LimitError, match="65537 pages in a call"):
             read(spoiled)
+
+
+def test_an_order_or_a_suspicion_of_too_many_pages_is_refused() -> None:
+    spoiled, read = _start("ack")
+    _name_more_pages(spoiled.report_ack.pull.pages.keys, limits.PULL_PAGES)
+    with pytest.raises(LimitError, match="1025 pages in an order; at most 1024"):
+        read(spoiled)
+    spoiled, read = _start("suspect")
+    _name_more_pages(spoiled.keys, limits.SUSPECTS_PER_CALL)
+    with pytest.raises(LimitError, match="257 pages suspected at once; at most 256"):
+        read(spoiled)
+
+
+def _name_more_pages(keys: Any, count: int) -> None:
+    keys.hash_of.extend([0] * count)
+    keys.part_of.extend([0] * count)
+
+
+def test_an_acknowledgement_without_a_farewell_lets_the_shard_stay() -> None:
+    spoiled, read = _start("ack")
+    spoiled.report_ack.leave = 0
+    answer = read(spoiled)
+    assert isinstance(answer, ReportAck) and answer.leave is None
 
 
 def test_a_member_that_counts_too_much_is_refused() -> None:

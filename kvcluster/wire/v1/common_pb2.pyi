@@ -137,14 +137,40 @@ class Pair(_message.Message):
     def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
 
 class Need(_message.Message):
-    __slots__ = ("groups", "parts", "accept")
+    __slots__ = ("groups", "parts", "accept", "avoid")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
+    AVOID_FIELD_NUMBER: _ClassVar[int]
     groups: int
     parts: _containers.RepeatedScalarFieldContainer[int]
     accept: Loss
-    def __init__(self, groups: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ..., accept: _Optional[_Union[Loss, str]] = ...) -> None: ...
+    avoid: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, groups: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ..., accept: _Optional[_Union[Loss, str]] = ..., avoid: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class PageKeys(_message.Message):
+    __slots__ = ("hashes", "parts", "hash_of", "part_of")
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    HASH_OF_FIELD_NUMBER: _ClassVar[int]
+    PART_OF_FIELD_NUMBER: _ClassVar[int]
+    hashes: bytes
+    parts: _containers.RepeatedScalarFieldContainer[int]
+    hash_of: _containers.RepeatedScalarFieldContainer[int]
+    part_of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, hashes: _Optional[bytes] = ..., parts: _Optional[_Iterable[int]] = ..., hash_of: _Optional[_Iterable[int]] = ..., part_of: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class NewPages(_message.Message):
+    __slots__ = ("keys", "parent_of", "depths", "losses")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_OF_FIELD_NUMBER: _ClassVar[int]
+    DEPTHS_FIELD_NUMBER: _ClassVar[int]
+    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    keys: PageKeys
+    parent_of: _containers.RepeatedScalarFieldContainer[int]
+    depths: _containers.RepeatedScalarFieldContainer[int]
+    losses: _containers.RepeatedScalarFieldContainer[Loss]
+    def __init__(self, keys: _Optional[_Union[PageKeys, _Mapping]] = ..., parent_of: _Optional[_Iterable[int]] = ..., depths: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[_Union[Loss, str]]] = ...) -> None: ...
 
 class ShardAddress(_message.Message):
     __slots__ = ("shard", "epoch", "address", "host")

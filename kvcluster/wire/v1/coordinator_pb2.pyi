@@ -21,6 +21,13 @@ class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVENT_KIND_PAGE: _ClassVar[EventKind]
     EVENT_KIND_GONE: _ClassVar[EventKind]
     EVENT_KIND_CORRUPT: _ClassVar[EventKind]
+    EVENT_KIND_PURGED: _ClassVar[EventKind]
+
+class Farewell(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAREWELL_UNSPECIFIED: _ClassVar[Farewell]
+    FAREWELL_REPLACED: _ClassVar[Farewell]
+    FAREWELL_DRAINED: _ClassVar[Farewell]
 DECISION_UNSPECIFIED: Decision
 DECISION_WRITE: Decision
 DECISION_COMMITTED: Decision
@@ -30,6 +37,10 @@ EVENT_KIND_UNSPECIFIED: EventKind
 EVENT_KIND_PAGE: EventKind
 EVENT_KIND_GONE: EventKind
 EVENT_KIND_CORRUPT: EventKind
+EVENT_KIND_PURGED: EventKind
+FAREWELL_UNSPECIFIED: Farewell
+FAREWELL_REPLACED: Farewell
+FAREWELL_DRAINED: Farewell
 
 class PingRequest(_message.Message):
     __slots__ = ()
@@ -112,14 +123,16 @@ class SiblingsRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ...) -> None: ...
 
 class PinBlocksRequest(_message.Message):
-    __slots__ = ("namespace", "hashes", "ttl_ns")
+    __slots__ = ("namespace", "hashes", "ttl_ns", "replicas")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     TTL_NS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     hashes: bytes
     ttl_ns: int
-    def __init__(self, namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., ttl_ns: _Optional[int] = ...) -> None: ...
+    replicas: int
+    def __init__(self, namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., ttl_ns: _Optional[int] = ..., replicas: _Optional[int] = ...) -> None: ...
 
 class UnpinBlocksRequest(_message.Message):
     __slots__ = ("namespace", "hashes")
@@ -129,12 +142,28 @@ class UnpinBlocksRequest(_message.Message):
     hashes: bytes
     def __init__(self, namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ...) -> None: ...
 
+class PurgeRequest(_message.Message):
+    __slots__ = ("model", "weights", "adapter")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    weights: str
+    adapter: str
+    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("shard",)
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    shard: str
+    def __init__(self, shard: _Optional[str] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class CoordinatorReply(_message.Message):
-    __slots__ = ("refused", "done", "attached", "load_grant", "store_grant", "explained", "sibling_specs", "pinned", "status", "report_ack")
+    __slots__ = ("refused", "done", "attached", "load_grant", "store_grant", "explained", "sibling_specs", "pinned", "status", "report_ack", "purged")
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +174,7 @@ class CoordinatorReply(_message.Message):
     PINNED_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REPORT_ACK_FIELD_NUMBER: _ClassVar[int]
+    PURGED_FIELD_NUMBER: _ClassVar[int]
     refused: _common_pb2.Refused
     done: _common_pb2.Done
     attached: Attached
@@ -155,7 +185,8 @@ class CoordinatorReply(_message.Message):
     pinned: Pinned
     status: Status
     report_ack: ReportAck
-    def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., load_grant: _Optional[_Union[LoadGrant, _Mapping]] = ..., store_grant: _Optional[_Union[StoreGrant, _Mapping]] = ..., explained: _Optional[_Union[Explained, _Mapping]] = ..., sibling_specs: _Optional[_Union[SiblingSpecs, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ...) -> None: ...
+    purged: Purged
+    def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., load_grant: _Optional[_Union[LoadGrant, _Mapping]] = ..., store_grant: _Optional[_Union[StoreGrant, _Mapping]] = ..., explained: _Optional[_Union[Explained, _Mapping]] = ..., sibling_specs: _Optional[_Union[SiblingSpecs, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., purged: _Optional[_Union[Purged, _Mapping]] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("protocol_version", "namespace", "epoch", "ticket_ttl_ns", "run_blocks", "shards")
@@ -227,6 +258,12 @@ class Pinned(_message.Message):
     blocks: int
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
+class Purged(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
 class ShardStatus(_message.Message):
     __slots__ = ("info", "state", "seen_ns_ago")
     INFO_FIELD_NUMBER: _ClassVar[int]
@@ -266,7 +303,7 @@ class Counters(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., values: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters")
+    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +313,7 @@ class ShardInfo(_message.Message):
     PAGES_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     shard: str
     epoch: int
     address: str
@@ -285,7 +323,8 @@ class ShardInfo(_message.Message):
     pages: int
     leases: int
     counters: Counters
-    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ...) -> None: ...
+    draining: bool
+    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ...) -> None: ...
 
 class Specs(_message.Message):
     __slots__ = ("tenants", "specs")
@@ -296,7 +335,7 @@ class Specs(_message.Message):
     def __init__(self, tenants: _Optional[_Iterable[str]] = ..., specs: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Events(_message.Message):
-    __slots__ = ("namespaces", "parts", "kinds", "hashes", "namespace_of", "part_of", "parents", "depths", "tiers", "losses")
+    __slots__ = ("namespaces", "parts", "kinds", "hashes", "namespace_of", "part_of", "parents", "depths", "tiers", "losses", "purges")
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
@@ -307,6 +346,7 @@ class Events(_message.Message):
     DEPTHS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
+    PURGES_FIELD_NUMBER: _ClassVar[int]
     namespaces: bytes
     parts: _containers.RepeatedScalarFieldContainer[int]
     kinds: _containers.RepeatedScalarFieldContainer[EventKind]
@@ -317,10 +357,27 @@ class Events(_message.Message):
     depths: _containers.RepeatedScalarFieldContainer[int]
     tiers: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
     losses: _containers.RepeatedScalarFieldContainer[_common_pb2.Loss]
-    def __init__(self, namespaces: _Optional[bytes] = ..., parts: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[EventKind, str]]] = ..., hashes: _Optional[bytes] = ..., namespace_of: _Optional[_Iterable[int]] = ..., part_of: _Optional[_Iterable[int]] = ..., parents: _Optional[bytes] = ..., depths: _Optional[_Iterable[int]] = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., losses: _Optional[_Iterable[_Union[_common_pb2.Loss, str]]] = ...) -> None: ...
+    purges: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, namespaces: _Optional[bytes] = ..., parts: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[EventKind, str]]] = ..., hashes: _Optional[bytes] = ..., namespace_of: _Optional[_Iterable[int]] = ..., part_of: _Optional[_Iterable[int]] = ..., parents: _Optional[bytes] = ..., depths: _Optional[_Iterable[int]] = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., losses: _Optional[_Iterable[_Union[_common_pb2.Loss, str]]] = ..., purges: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Tombstones(_message.Message):
+    __slots__ = ("texts", "numbers", "tenant_of", "model_of", "weights_of", "adapter_of")
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_OF_FIELD_NUMBER: _ClassVar[int]
+    MODEL_OF_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_OF_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_OF_FIELD_NUMBER: _ClassVar[int]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    numbers: _containers.RepeatedScalarFieldContainer[int]
+    tenant_of: _containers.RepeatedScalarFieldContainer[int]
+    model_of: _containers.RepeatedScalarFieldContainer[int]
+    weights_of: _containers.RepeatedScalarFieldContainer[int]
+    adapter_of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, texts: _Optional[_Iterable[str]] = ..., numbers: _Optional[_Iterable[int]] = ..., tenant_of: _Optional[_Iterable[int]] = ..., model_of: _Optional[_Iterable[int]] = ..., weights_of: _Optional[_Iterable[int]] = ..., adapter_of: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("info", "coordinator", "first", "events", "specs", "pressure_bytes", "order")
+    __slots__ = ("info", "coordinator", "first", "events", "specs", "pressure_bytes", "order", "pulled")
     INFO_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -328,6 +385,7 @@ class ReportRequest(_message.Message):
     SPECS_FIELD_NUMBER: _ClassVar[int]
     PRESSURE_BYTES_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    PULLED_FIELD_NUMBER: _ClassVar[int]
     info: ShardInfo
     coordinator: int
     first: int
@@ -335,10 +393,11 @@ class ReportRequest(_message.Message):
     specs: Specs
     pressure_bytes: int
     order: int
-    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., first: _Optional[int] = ..., events: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., pressure_bytes: _Optional[int] = ..., order: _Optional[int] = ...) -> None: ...
+    pulled: int
+    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., first: _Optional[int] = ..., events: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., pressure_bytes: _Optional[int] = ..., order: _Optional[int] = ..., pulled: _Optional[int] = ...) -> None: ...
 
 class InventoryRequest(_message.Message):
-    __slots__ = ("info", "coordinator", "upto", "chunk", "last", "pages", "specs")
+    __slots__ = ("info", "coordinator", "upto", "chunk", "last", "pages", "specs", "tombstones")
     INFO_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     UPTO_FIELD_NUMBER: _ClassVar[int]
@@ -346,6 +405,7 @@ class InventoryRequest(_message.Message):
     LAST_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     SPECS_FIELD_NUMBER: _ClassVar[int]
+    TOMBSTONES_FIELD_NUMBER: _ClassVar[int]
     info: ShardInfo
     coordinator: int
     upto: int
@@ -353,7 +413,8 @@ class InventoryRequest(_message.Message):
     last: bool
     pages: Events
     specs: Specs
-    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., upto: _Optional[int] = ..., chunk: _Optional[int] = ..., last: bool = ..., pages: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ...) -> None: ...
+    tombstones: Tombstones
+    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., upto: _Optional[int] = ..., chunk: _Optional[int] = ..., last: bool = ..., pages: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., tombstones: _Optional[_Union[Tombstones, _Mapping]] = ...) -> None: ...
 
 class EvictOrder(_message.Message):
     __slots__ = ("number", "namespaces", "hashes", "namespace_of")
@@ -367,16 +428,36 @@ class EvictOrder(_message.Message):
     namespace_of: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, number: _Optional[int] = ..., namespaces: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., namespace_of: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class PullOrder(_message.Message):
+    __slots__ = ("number", "source", "tenant", "spec", "pages")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    source: _common_pb2.ShardAddress
+    tenant: str
+    spec: bytes
+    pages: _common_pb2.NewPages
+    def __init__(self, number: _Optional[int] = ..., source: _Optional[_Union[_common_pb2.ShardAddress, _Mapping]] = ..., tenant: _Optional[str] = ..., spec: _Optional[bytes] = ..., pages: _Optional[_Union[_common_pb2.NewPages, _Mapping]] = ...) -> None: ...
+
 class ReportAck(_message.Message):
-    __slots__ = ("epoch", "acked", "inventory", "order", "leave")
+    __slots__ = ("epoch", "acked", "inventory", "order", "pull", "tombstones", "drain", "leave")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ACKED_FIELD_NUMBER: _ClassVar[int]
     INVENTORY_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    TOMBSTONES_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     acked: int
     inventory: bool
     order: EvictOrder
-    leave: bool
-    def __init__(self, epoch: _Optional[int] = ..., acked: _Optional[int] = ..., inventory: bool = ..., order: _Optional[_Union[EvictOrder, _Mapping]] = ..., leave: bool = ...) -> None: ...
+    pull: PullOrder
+    tombstones: Tombstones
+    drain: bool
+    leave: Farewell
+    def __init__(self, epoch: _Optional[int] = ..., acked: _Optional[int] = ..., inventory: bool = ..., order: _Optional[_Union[EvictOrder, _Mapping]] = ..., pull: _Optional[_Union[PullOrder, _Mapping]] = ..., tombstones: _Optional[_Union[Tombstones, _Mapping]] = ..., drain: bool = ..., leave: _Optional[_Union[Farewell, str]] = ...) -> None: ...

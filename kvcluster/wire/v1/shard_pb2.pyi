@@ -31,6 +31,16 @@ class FlushRequest(_message.Message):
     wait_ns: int
     def __init__(self, wait_ns: _Optional[int] = ...) -> None: ...
 
+class SuspectRequest(_message.Message):
+    __slots__ = ("namespace", "epoch", "keys")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    epoch: int
+    keys: _common_pb2.PageKeys
+    def __init__(self, namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., keys: _Optional[_Union[_common_pb2.PageKeys, _Mapping]] = ...) -> None: ...
+
 class ShardReply(_message.Message):
     __slots__ = ("refused", "done", "attached")
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -54,28 +64,22 @@ class AttachedShard(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., lease_ttl_ns: _Optional[int] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("namespace", "holder", "attempt", "epoch", "hashes", "parts", "hash_of", "part_of", "layer_starts", "layer_stops")
+    __slots__ = ("namespace", "holder", "attempt", "epoch", "keys", "layer_starts", "layer_stops")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    PARTS_FIELD_NUMBER: _ClassVar[int]
-    HASH_OF_FIELD_NUMBER: _ClassVar[int]
-    PART_OF_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
     LAYER_STARTS_FIELD_NUMBER: _ClassVar[int]
     LAYER_STOPS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     holder: bytes
     attempt: int
     epoch: int
-    hashes: bytes
-    parts: _containers.RepeatedScalarFieldContainer[int]
-    hash_of: _containers.RepeatedScalarFieldContainer[int]
-    part_of: _containers.RepeatedScalarFieldContainer[int]
+    keys: _common_pb2.PageKeys
     layer_starts: _containers.RepeatedScalarFieldContainer[int]
     layer_stops: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[_Iterable[int]] = ..., hash_of: _Optional[_Iterable[int]] = ..., part_of: _Optional[_Iterable[int]] = ..., layer_starts: _Optional[_Iterable[int]] = ..., layer_stops: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[_Union[_common_pb2.PageKeys, _Mapping]] = ..., layer_starts: _Optional[_Iterable[int]] = ..., layer_stops: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReadHead(_message.Message):
     __slots__ = ("miss_of", "misses")
@@ -86,32 +90,20 @@ class ReadHead(_message.Message):
     def __init__(self, miss_of: _Optional[_Iterable[int]] = ..., misses: _Optional[_Iterable[_Union[_common_pb2.Miss, _Mapping]]] = ...) -> None: ...
 
 class WriteRequest(_message.Message):
-    __slots__ = ("namespace", "holder", "attempt", "epoch", "wait_ns", "hashes", "parts", "hash_of", "part_of", "parent_of", "depths", "losses")
+    __slots__ = ("namespace", "holder", "attempt", "epoch", "wait_ns", "pages")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WAIT_NS_FIELD_NUMBER: _ClassVar[int]
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    PARTS_FIELD_NUMBER: _ClassVar[int]
-    HASH_OF_FIELD_NUMBER: _ClassVar[int]
-    PART_OF_FIELD_NUMBER: _ClassVar[int]
-    PARENT_OF_FIELD_NUMBER: _ClassVar[int]
-    DEPTHS_FIELD_NUMBER: _ClassVar[int]
-    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     holder: bytes
     attempt: int
     epoch: int
     wait_ns: int
-    hashes: bytes
-    parts: _containers.RepeatedScalarFieldContainer[int]
-    hash_of: _containers.RepeatedScalarFieldContainer[int]
-    part_of: _containers.RepeatedScalarFieldContainer[int]
-    parent_of: _containers.RepeatedScalarFieldContainer[int]
-    depths: _containers.RepeatedScalarFieldContainer[int]
-    losses: _containers.RepeatedScalarFieldContainer[_common_pb2.Loss]
-    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., wait_ns: _Optional[int] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[_Iterable[int]] = ..., hash_of: _Optional[_Iterable[int]] = ..., part_of: _Optional[_Iterable[int]] = ..., parent_of: _Optional[_Iterable[int]] = ..., depths: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[_Union[_common_pb2.Loss, str]]] = ...) -> None: ...
+    pages: _common_pb2.NewPages
+    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., wait_ns: _Optional[int] = ..., pages: _Optional[_Union[_common_pb2.NewPages, _Mapping]] = ...) -> None: ...
 
 class WriteHead(_message.Message):
     __slots__ = ("outcomes",)
