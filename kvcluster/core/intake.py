@@ -238,7 +238,7 @@ class Intake:
     def _learn(self, tombstones: tuple[Tombstone, ...]) -> list[Effect]:
         """A coordinator that has lost its own learns of purges from whoever carried them out."""
         state = self._state
-        new = [stone for stone in tombstones if state.tombstones.add(stone)]
+        new = state.tombstones.learn(tombstones)
         if not new:
             return []
         for stone in new:

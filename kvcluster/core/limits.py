@@ -62,8 +62,8 @@ SUSPECTS = 1_024
 TOMBSTONES_PER_TENANT = 64
 """Different purges that are remembered of one tenant. One that covers others takes their place."""
 
-TOMBSTONES = 16_384
-"""All of them, in one message: 256 tenants that purge as much as they may."""
+TOMBSTONES = 1_024
+"""All of them, in one message."""
 
 WISHES = 65_536
 """Blocks that are to get another copy: 1,024 hot runs. One more is forgotten, until it is hot again."""

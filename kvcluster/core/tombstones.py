@@ -3,8 +3,7 @@
 The coordinator makes one for each purge, above every number that it knows; each shard carries out those that it
 has not, in order, and says so in its stream. Both keep all of them, since either may be the only one that remembers
 when the other restarts. A purge that names the same namespaces again takes the place of the older, and "clear" the
-place of every purge of its tenant; so there are never more than there are different things to purge. Where there
-would be too many all the same, those of the tenant become one "clear": to forget too much is safe.
+place of every purge of its tenant; so there are never more than there are different things to purge.
 """
 
 from __future__ import annotations
@@ -41,15 +40,31 @@ class Tombstones:
         if any(known.number >= stone.number and _covers(known, stone) for known in self._stones):
             return False
         self._insert(stone)
-        owned = [known for known in self._stones if known.tenant == stone.tenant]
-        if len(owned) > limits.TOMBSTONES_PER_TENANT:
-            self._insert(Tombstone(owned[-1].number, stone.tenant))
         return True
+
+    def learn(self, stones: Iterable[Tombstone]) -> list[Tombstone]:
+        """Takes in what somebody else remembers; those that are new here, to be heeded.
+
+        Where there are more of them than may be, those of the tenant that has most become one "clear": to forget
+        too much is safe.
+        """
+        before = self._stones
+        for stone in stones:
+            self.add(stone)
+        while len(self._stones) > limits.TOMBSTONES:
+            tenants = [stone.tenant for stone in self._stones]
+            owner = max(tenants, key=tenants.count)
+            last = max(stone.number for stone in self._stones if stone.tenant == owner)
+            if tenants.count(owner) == 1:
+                break
+            self._insert(Tombstone(last, owner))
+        return [stone for stone in self._stones if stone not in before]
 
     def admits(self, stone: Tombstone) -> bool:
         """Does it take the place of another, or is there room for one more of its tenant?"""
         owned = [known for known in self._stones if known.tenant == stone.tenant]
-        return len(owned) < limits.TOMBSTONES_PER_TENANT or any(_covers(stone, known) for known in owned)
+        room = len(owned) < limits.TOMBSTONES_PER_TENANT and len(self._stones) < limits.TOMBSTONES
+        return room or any(_covers(stone, known) for known in owned)
 
     def next_number(self, epoch: Epoch) -> int:
         """Above all that are known, and above what earlier coordinators made: their epochs were lower."""
