@@ -224,7 +224,8 @@ class Intake:
             self._replicator.settle(member)
         if self._state.rebuilding:
             return
-        if member.order is None:
+        # What a draining shard holds beyond its watermark is to be moved and not to be lost.
+        if member.order is None and (m.pressure_bytes or not member.draining):
             member.order = self._evictor.order(member, m.pressure_bytes, now)
             member.full = m.pressure_bytes > 0 and member.order is None and not member.cold.cut_short
         if member.pull is None:

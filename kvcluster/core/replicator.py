@@ -113,15 +113,19 @@ class Replicator:
     def drained(self, member: Member) -> bool:
         """Has all that this shard alone holds, and anybody has room for, gone elsewhere?"""
         wishes = self._draining.get(member.slot, {})
-        for wished in list(wishes):
+        for wished in list(islice(wishes, INSPECTED)):
             if not self._lacks(wished, wishes[wished]):
                 del wishes[wished]
-        if any(m.pull is not None and m.pull.source.shard == member.info.shard for m in self._members.all()):
-            return False
         if not wishes:
             return True
-        smallest = min(self._page_bytes(wished) for wished in wishes)
-        return not any(m.takes and self._room(m) >= smallest for m in self._members.all())
+        others = [other for other in self._members.all() if not other.draining]
+        if any(
+            not other.cursor.current or (other.pull is not None and other.pull.source.shard == member.info.shard)
+            for other in others
+        ):
+            return False  # what they will have room for is not known yet
+        smallest = min((self._page_bytes(wished) for wished in islice(wishes, INSPECTED)), default=0)
+        return not any(other.takes and self._room(other) >= smallest for other in others)
 
     # --------------------------------------------------------------------------------------- one order
 
@@ -179,7 +183,7 @@ class Replicator:
         if record is None:
             return False
         staying = self._staying(record)
-        copies = min(wish.copies, sum(member.takes for member in self._members.all()))
+        copies = min(wish.copies, sum(not member.draining for member in self._members.all()))
         return any(len(staying.get((copy.group, copy.part), ())) < copies for copy in record.copies.entries)
 
     def _staying(self, record: BlockRecord) -> dict[tuple[int, object], list[int]]:
