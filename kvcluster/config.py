@@ -24,6 +24,7 @@ else:
     import tomli as tomllib
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 _MAY_BE_ZERO = ("hold_ms", "store_wait_ms")
 
 
@@ -109,7 +110,7 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
     config: Config = _build(Config, _merged(values, overrides or {}), "")
     _check(config)
@@ -120,7 +121,7 @@ def size(text: str | int, name: str = "size") -> int:
     """Bytes of "1GiB", "512 MiB", "4096" or a number. Raises ConfigError."""
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise ConfigError(f"{name}: {text!r} is no size; write bytes, or a number with KiB, MiB, GiB or TiB")

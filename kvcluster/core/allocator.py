@@ -18,6 +18,7 @@ The invariant: used bytes + free slots + free extents + rests == capacity, and n
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 
 from kvcluster.errors import ConfigError
 
@@ -168,6 +169,20 @@ class PageAllocator:
         return free_slots + sum(
             run // width * (width * self.extent_bytes // size) + run % width * self.extent_bytes // size for run in runs
         )
+
+    def extents_lacking(self, counts: Mapping[int, int]) -> int:
+        """How many more free extents it takes to have room for all of these at once: so many pages for each size.
+
+        What each size finds for itself (`room`) two may not find together. Spans are counted at their wished width.
+        """
+        wanted = 0
+        for nbytes, count in counts.items():
+            size = self.size_class(nbytes)
+            held = self._classes.get(size)
+            width = held.width if held is not None else self._width(size)
+            beyond = count - (held.free_slots if held is not None else 0)
+            wanted += max(0, -(-beyond // (width * self.extent_bytes // size))) * width
+        return max(0, wanted - self._free_extents)
 
     def check(self) -> None:
         """Conservation, span by span; for whoever wants to be sure."""

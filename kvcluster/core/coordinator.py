@@ -147,6 +147,10 @@ class Coordinator:
         return self._state.tickets
 
     @property
+    def replicator(self) -> Replicator:
+        return self._replicator
+
+    @property
     def tombstones(self) -> Tombstones:
         return self._state.tombstones
 
@@ -206,11 +210,10 @@ class Coordinator:
         state = self._state
         stone = Tombstone(state.tombstones.next_number(state.epoch), m.tenant, m.model, m.weights, m.adapter)
         if not state.tombstones.admits(stone):
-            return [
-                Answer(m.call, Refused(RefusedKind.LIMIT, "too many different purges are remembered; clear instead"))
-            ]
+            return [Answer(m.call, _TOO_MANY_PURGES)]
         state.tombstones.add(stone)
         buried = state.directory.bury(stone)
+        self._replicator.bury(stone)
         state.counters["purged_blocks"] += len(buried)
         for block in buried:
             state.evicted.add(block, now, MissReason.EVICTED)

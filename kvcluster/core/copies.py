@@ -63,9 +63,15 @@ class CopyBook:
     def __init__(self) -> None:
         self._interned: dict[tuple[Copy, ...], Copies] = {}
         self._alive: dict[int, ShardAddress] = {}
+        self._retired: dict[int, None] = {}
         self._next_slot = 1
         self._version = 1
         self.none = self._intern(())
+
+    @property
+    def version(self) -> int:
+        """Grows whenever a shard goes: what was worked out before may name it."""
+        return self._version
 
     def open_slot(self, address: ShardAddress) -> int:
         """A new slot for a shard incarnation."""
@@ -74,8 +80,15 @@ class CopyBook:
         self._alive[slot] = address
         return slot
 
+    def retire_slot(self, slot: int) -> None:
+        """It is about to die: plans name it only for what nobody else has."""
+        if slot not in self._retired:
+            self._retired[slot] = None
+            self._version += 1
+
     def kill_slot(self, slot: int) -> None:
         """No plan names this slot again."""
+        self._retired.pop(slot, None)
         if self._alive.pop(slot, None) is not None:
             self._version += 1
 
@@ -85,10 +98,6 @@ class CopyBook:
     def address(self, slot: int) -> ShardAddress:
         """Where a living slot is reached."""
         return self._alive[slot]
-
-    def shards(self, copies: Copies) -> int:
-        """On how many shards that are alive any of it lies."""
-        return len(dict.fromkeys(copy.slot for copy in copies.entries if copy.slot in self._alive))
 
     def add(self, copies: Copies, copy: Copy) -> Copies:
         """The set with `copy`, in place of any copy of the same part on that slot."""
@@ -155,8 +164,11 @@ class CopyBook:
         if not alive:
             return None, Miss(MissReason.SHARD_LOST)
         touching = [c for c in alive if c.group == group and c.part.intersect(part)]
-        # The cheapest first: fast tier, little loss; then the one that covers most, then by the age of the shard.
-        touching.sort(key=lambda c: (c.tier, c.loss, -_area(c.part.intersect(part)), direction * c.slot))
+        # What stays before what goes; then the cheapest first: fast tier, little loss; then the one that covers most,
+        # then by the age of the shard.
+        touching.sort(
+            key=lambda c: (c.slot in self._retired, c.tier, c.loss, -_area(c.part.intersect(part)), direction * c.slot)
+        )
         chosen = _tile(part, [c for c in touching if c.loss <= need.accept])
         if chosen is None:
             for loss in Loss:  # by rising loss: what the caller would have to accept at least

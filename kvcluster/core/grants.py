@@ -68,7 +68,8 @@ class Grants:
         if not (m.hold and hashes and self._hold) or state.tickets.full(m.attempt.holder):
             return [Answer(m.call, LoadGrant(found.blocks, found.runs, 0, miss))]
         grant = LoadGrant(found.blocks, found.runs, self._hold, miss)
-        state.tickets.add(Ticket(m.attempt, space.id, grant, now + state.tickets.ttl_ns, hashes=hashes))
+        expires_at = now + state.tickets.ttl_ns
+        state.tickets.add(Ticket(m.attempt, space.id, grant, expires_at, hashes, known=self._known(space)))
         return [Answer(m.call, grant)]
 
     def prepare_store(self, m: PrepareStore, now: int) -> list[Effect]:
@@ -101,7 +102,10 @@ class Grants:
             state.counters[_COUNTED[run.decision]] += 1
         grant = StoreGrant(tuple(runs))
         if writes:
-            state.tickets.add(Ticket(m.attempt, space.id, grant, now + state.tickets.ttl_ns, writes=tuple(writes)))
+            expires_at = now + state.tickets.ttl_ns
+            state.tickets.add(
+                Ticket(m.attempt, space.id, grant, expires_at, writes=tuple(writes), known=self._known(space))
+            )
         return [Answer(m.call, grant)]
 
     def renew(self, m: RenewTicket, now: int) -> list[Effect]:
@@ -163,11 +167,24 @@ class Grants:
     def _answered_before(
         self, attempt: Attempt, space: Space, kind: type[LoadGrant | StoreGrant]
     ) -> LoadGrant | StoreGrant | Refused | None:
-        """What this attempt got when it asked first: the reply was lost on its way."""
+        """What this attempt got when it asked first: the reply was lost on its way.
+
+        Unless a shard has gone since, or the namespace was purged: then it is asked as if for the first time, since
+        no answer may name what is lost or unwanted.
+        """
         ticket = self._state.tickets.get(attempt)
         if ticket is None:
             return None
-        return ticket.answer if ticket.space == space.id and isinstance(ticket.answer, kind) else _OTHER_ATTEMPT
+        if ticket.space != space.id or not isinstance(ticket.answer, kind):
+            return _OTHER_ATTEMPT
+        if ticket.known == self._known(space):
+            return ticket.answer
+        self._state.tickets.end(attempt)
+        self._release(ticket)
+        return None
+
+    def _known(self, space: Space) -> tuple[int, int]:
+        return self._state.book.version, space.purged
 
     def _why_no_store(self, m: PrepareStore) -> Miss | None:
         if self._state.rebuilding:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvcluster.config import CoordinatorConfig
+from kvcluster.core import limits
 from kvcluster.core.eviction import ColdQueue, EvictionPolicy
 from kvcluster.core.evictor import Evictor
 from kvcluster.core.ids import Epoch
@@ -54,7 +55,7 @@ class Intake:
         self._policy = policy
         self._expected = expected
         self._drain = config.drain_ms * MS
-        self._sweep: list[tuple[Iterator[BlockRecord], bool]] = []  # with: is the shard lost, or told anew?
+        self._sweep: list[tuple[Iterator[BlockRecord], int | None]] = []  # with its slot, where what it held is lost
 
     @property
     def sweeping(self) -> bool:
@@ -73,7 +74,7 @@ class Intake:
         self._settle_orders(m, member, now)
         if member.draining and not self._state.rebuilding and self._may_go(m, member, now):
             self._state.members.dismiss(member)
-            self.forget(member)
+            self.forget(member, lost=False)  # what had a place elsewhere is there
             return [self._dismissal(m)]
         return [Answer(m.call, self._ack(member))]
 
@@ -86,8 +87,8 @@ class Intake:
             # All that was known of this shard is told anew: its old slot dies, and with it what is no longer true.
             if state.members.farewell(m.info) is None:
                 again = known is not None and known.info.epoch == m.info.epoch
-                self.forget(state.members.drop(m.info.shard), lost=not again)
-                self._admit(m, now)
+                self.forget(known, lost=not again)
+                self._admit(m, now, known)
         member, effects = self._hear(m, now)
         if member is None:
             return effects
@@ -102,13 +103,13 @@ class Intake:
         return [*effects, Answer(m.call, self._ack(member))]
 
     def forget(self, member: Member | None, *, lost: bool = True) -> None:
-        """A shard incarnation is gone, or (not `lost`) tells anew what it holds. No answer names its slot from now on;
-        records are swept in later steps."""
+        """A shard incarnation is gone, or (not `lost`) is drained or tells anew what it holds. No answer names its slot
+        from now on; records are swept in later steps."""
         if member is not None:
             self._state.members.drop(member.info.shard)
             self._evictor.settle(member)
             self._replicator.settle(member)
-            self._sweep.append((iter(member.cold.drain()), lost))
+            self._sweep.append((iter(member.cold.drain()), member.slot if lost else None))
 
     def sweep_some(self, now: int) -> None:
         """Cleans some records of lost shards; what they leave with fewer copies is to get others."""
@@ -116,7 +117,7 @@ class Intake:
         for _ in range(SWEEP_BLOCKS):
             if not self._sweep:
                 return
-            records, lost = self._sweep[-1]
+            records, slot = self._sweep[-1]
             record = next(records, None)
             if record is None:
                 self._sweep.pop()
@@ -124,11 +125,14 @@ class Intake:
             space = state.directory.known(record.space)
             if space is None or space.index.get(record.hash) is not record:
                 continue
+            before = record.copies
             if space.index.sweep(record):
                 state.evicted.add(record.hash, now, MissReason.SHARD_LOST)
                 space.pinned.pop(record.hash, None)
-            elif lost:
-                self._replicator.want(space, record.hash, state.book.shards(record.copies) + 1)
+            elif slot is not None:
+                self._replicator.repair(space, record, before, slot)
+            else:
+                self._replicator.thinned(record)
 
     # ------------------------------------------------------------------------------------- who speaks
 
@@ -146,7 +150,7 @@ class Intake:
             return None, [Answer(m.call, ReportAck(state.epoch, 0, inventory=True))]
         if member is None or m.info.epoch > member.info.epoch:
             self.forget(member)
-            member = self._admit(m, now)
+            member = self._admit(m, now, member)
         member.info = m.info
         member.seen_at = now
         if m.info.draining and not member.draining:  # an earlier coordinator has told it to
@@ -155,8 +159,11 @@ class Intake:
             state.directory.attach(tenant, spec)
         return member, []
 
-    def _admit(self, m: Report | Inventory, now: int) -> Member:
-        return self._state.members.admit(m.info, ColdQueue(self._policy), now)
+    def _admit(self, m: Report | Inventory, now: int, before: Member | None) -> Member:
+        member = self._state.members.admit(m.info, ColdQueue(self._policy), now)
+        if before is not None and before.drain_until is not None:  # it goes, however often it begins anew
+            self._replicator.drain(member, before.drain_until)
+        return member
 
     def _dismissal(self, m: Report | Inventory) -> Answer:
         state = self._state
@@ -206,12 +213,12 @@ class Intake:
         assert space is not None
         state.counters["corrupt_pages" if event.corrupt else "gone_pages"] += 1
         record = space.index.get(key.hash)
-        before = state.book.shards(record.copies) if record is not None else 0
+        before = record.copies if record is not None else state.book.none
         if space.index.remove(key.hash, member.slot, key.group, key.part):
             state.evicted.add(key.hash, now, MissReason.CORRUPT if event.corrupt else MissReason.EVICTED)
             space.pinned.pop(key.hash, None)
-        elif event.corrupt and before > 1:
-            self._replicator.want(space, key.hash, before)
+        elif event.corrupt and record is not None:
+            self._replicator.repair(space, record, before, member.slot)
 
     def _settle_orders(self, m: Report, member: Member, now: int) -> None:
         """What the shard has done is crossed off; what is to be done next is written down."""
@@ -228,25 +235,34 @@ class Intake:
         if member.order is None and (m.pressure_bytes or not member.draining):
             member.order = self._evictor.order(member, m.pressure_bytes, now)
             member.full = m.pressure_bytes > 0 and member.order is None and not member.cold.cut_short
-        if member.pull is None:
+        # What is made free is for those who wait for it, and a full shard would evict for one copy another.
+        if member.pull is None and member.order is None and not m.pressure_bytes:
             self._replicator.order(member, now)
+            self._state.counters["pulls"] += member.pull is not None
 
     def _may_go(self, m: Report, member: Member, now: int) -> bool:
         """Is a draining shard of no more use? Running transfers end first, and what has a place elsewhere is there."""
         assert member.drain_until is not None
-        return now >= member.drain_until or (not m.info.leases and self._replicator.drained(member))
+        if now >= member.drain_until:
+            return True
+        # A full message may not be all that it has to tell; and who has lost a copy is known when all are swept.
+        told = len(m.events) < limits.REPORTS_PER_MESSAGE and not self._sweep
+        return told and not m.info.leases and self._replicator.drained(member)
 
     def _learn(self, tombstones: tuple[Tombstone, ...]) -> list[Effect]:
-        """A coordinator that has lost its own learns of purges from whoever carried them out."""
+        """A coordinator that has lost its own learns of purges from whoever carried them out; what a shard passed over,
+        it is to carry out too."""
         state = self._state
         new = state.tombstones.learn(tombstones)
-        if not new:
-            return []
-        for stone in new:
+        renewed = state.tombstones.renew(tombstones, state.epoch)
+        for stone in (*new, *renewed):
             state.directory.bury(stone)
-        for member in state.members.all():  # what they told since then is forgotten too: it is asked for again
+            self._replicator.bury(stone)
+        for member in (
+            state.members.all() if new else ()
+        ):  # what they told since is forgotten too: it is asked for again
             member.cursor = ReportCursor()
-        return [Persist(state.tombstones.all())]
+        return [Persist(state.tombstones.all())] if new or renewed else []
 
     def _end_rebuilding_early(self) -> None:
         if sum(member.cursor.current for member in self._state.members.all()) >= self._expected:

@@ -34,6 +34,9 @@ def check_shard(shard: Shard) -> None:
         assert bool(page.sums) == (page.state is not PageState.WRITING), "READY means summed"
     assert end <= pool.allocator.capacity_bytes, "a page lies beyond the arena"
     assert not pins and not writing, "a lease holds pages that are gone"
+    own = shard.own_attempts
+    assert all(attempt in shard.leases for attempt in own), "it reads or pulls without a lease"
+    assert len(set(own)) == len(own), "one lease for two things"
 
 
 def check_coordinator(coordinator: Coordinator) -> None:
@@ -60,4 +63,13 @@ def check_coordinator(coordinator: Coordinator) -> None:
             assert not coordinator.rebuilding, "an order of a coordinator that does not know enough to give one"
             assert member.order.number <= member.orders, "an order that the next will be taken for"
             ordered = len(member.order.blocks)
+        assert member.pull is None or not coordinator.rebuilding, "a pull of a coordinator that does not know enough"
         assert recorded[member.slot] <= len(member.cold) + ordered, "a record that nobody would ever evict"
+    coordinator.replicator.check()
+    for space in coordinator.directory:
+        latest = coordinator.tombstones.latest(space.tenant, space.spec)
+        assert space.purged == latest, "a namespace has not heard of its purge"
+        for member in members:
+            if member.purged < latest:
+                told = any(record.copies.on(member.slot) for record in space.index)
+                assert not told, "what was purged is found again on a shard that has not heard of it"

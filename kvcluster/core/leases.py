@@ -49,6 +49,10 @@ class OwnAttempts:
         self._counter += 1
         return Attempt(self._holder, self._counter)
 
+    def owns(self, attempt: Attempt) -> bool:
+        """Would this be one of them? A worker that says so lies: the name is no secret."""
+        return attempt.holder == self._holder
+
 
 class LeaseBook:
     """The leases of one shard."""

@@ -65,6 +65,9 @@ TOMBSTONES_PER_TENANT = 64
 TOMBSTONES = 1_024
 """All of them, in one message."""
 
+PAST_SHARDS = 1_024
+"""Shards that are remembered as lost, and as drained. A drained one that is forgotten and speaks is drained again."""
+
 WISHES = 65_536
 """Blocks that are to get another copy: 1,024 hot runs. One more is forgotten, until it is hot again."""
 

@@ -8,6 +8,9 @@ further word of that incarnation is answered so. A report of an older incarnatio
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+from kvcluster.core import limits
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.eviction import ColdQueue
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
@@ -15,6 +18,8 @@ from kvcluster.core.index import BlockRecord
 from kvcluster.core.messages import EvictOrder, Farewell, PullOrder, ShardAddress, ShardInfo
 from kvcluster.core.placement import Candidate, choose
 from kvcluster.core.stream import ReportCursor
+
+V = TypeVar("V")
 
 
 class Member:
@@ -112,7 +117,7 @@ class Membership:
     def dismiss(self, member: Member) -> None:
         """It is drained: this incarnation is a member no more, whatever it says."""
         self.drop(member.info.shard)
-        self._dismissed[member.info.shard] = member.info.epoch
+        _note(self._dismissed, member.info.shard, member.info.epoch)
 
     def farewell(self, info: ShardInfo) -> Farewell | None:
         """What an incarnation that is over is to be told."""
@@ -126,10 +131,20 @@ class Membership:
         silent = [member for member in self._members.values() if member.seen_at + self._ttl <= now]
         for member in silent:
             self.drop(member.info.shard)
-            self.lost[member.info.shard] = member.info
+            _note(self.lost, member.info.shard, member.info)
         return silent
 
     def extend(self, late_ns: int) -> None:
         """This process stood still: reports could not be heard."""
         for member in self._members.values():
             member.seen_at += late_ns
+            if member.drain_until is not None:
+                member.drain_until += late_ns
+
+
+def _note(of_past: dict[ShardId, V], shard: ShardId, what: V) -> None:
+    """Remembers a bounded number of shards that are gone, the last ones."""
+    of_past.pop(shard, None)
+    of_past[shard] = what
+    if len(of_past) > limits.PAST_SHARDS:
+        del of_past[next(iter(of_past))]

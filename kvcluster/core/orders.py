@@ -57,6 +57,11 @@ class Orders:
         self.tombstones = Tombstones()
         self.draining = False
 
+    @property
+    def attempt(self) -> Attempt | None:
+        """Under which pages are being pulled."""
+        return self._pulling[1] if self._pulling is not None else None
+
     def begin_anew(self) -> None:
         """Another coordinator counts its orders from 1. A pull of the last one's ends under no number."""
         self.evicted = self.pulled = 0

@@ -14,13 +14,13 @@ from itertools import islice
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
-from kvcluster.core.copies import CopyBook
+from kvcluster.core.copies import Copies, CopyBook
 from kvcluster.core.directory import Directory, Space
 from kvcluster.core.heat import Heat
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member, Membership
-from kvcluster.core.messages import NewPage, PageKey, PullOrder, ShardAddress
+from kvcluster.core.messages import NewPage, PageKey, PullOrder, ShardAddress, Tombstone
 
 MS = 1_000_000
 TRIES = 3
@@ -53,6 +53,7 @@ class Replicator:
         self._wishes: dict[Wished, _Wish] = {}
         self._under_way: dict[int, dict[Wished, _Wish]] = {}  # by the slot of the shard that pulls
         self._draining: dict[int, dict[Wished, _Wish]] = {}  # by the slot of the shard that goes
+        self._stuck: dict[int, int] = {}  # likewise: how many in a row `drained` has seen that nobody has room for
 
     def loaded(self, space: Space, hashes: Sequence[BlockHash], now: int) -> None:
         """A load was promised these blocks, a chain from its first block on."""
@@ -73,6 +74,7 @@ class Replicator:
     def drain(self, member: Member, until: int) -> None:
         """This shard is to go. What it holds now and alone is to go elsewhere; so is what is still written to it."""
         member.drain_until = until
+        self._book.retire_slot(member.slot)
         self._draining.setdefault(member.slot, {})
         records = [record for space in self._directory for record in space.index if record.copies.on(member.slot)]
         # The last used first, and chains from their roots on: what does not fit any more is what would be missed least.
@@ -93,39 +95,89 @@ class Replicator:
         if not target.takes or room <= 0:
             return
         for wishes in (*self._draining.values(), self._wishes):
-            taken = self._pick(target, wishes, min(room, limits.PULL_BYTES))
+            taken = self._pick(target, wishes, room)
             if taken is not None:
                 self._under_way[target.slot] = taken
                 return
+        for wished in list(islice(self._wishes, INSPECTED)):  # none of them is for this shard: others have their turn
+            self._wishes[wished] = self._wishes.pop(wished)
 
     def settle(self, member: Member) -> None:
         """Its pull has ended, or the shard has. What is still wished for goes on the list again."""
         member.pull = None
+        alive = self._book.alive(member.slot)
         for wished, wish in self._under_way.pop(member.slot, {}).items():
             record = self._record(wished)
+            if record is not None and alive and record.copies.on(member.slot):
+                wish.tries = TRIES  # it came: another copy of it is another matter
             if record is None or not wish.tries:
                 continue
             going = [slot for slot in self._draining if record.copies.on(slot)]
             (self._draining[going[0]] if going else self._wishes).setdefault(wished, wish)
-        if not self._book.alive(member.slot):
+        if not alive:
             self._draining.pop(member.slot, None)
+            self._stuck.pop(member.slot, None)
+
+    def bury(self, stone: Tombstone) -> None:
+        """What it names is pulled by nobody any more. A source may not have heard of the purge when a target has, which
+        would then keep for good what was purged."""
+        for member in self._members.all():
+            if member.pull is not None and stone.names(member.pull.tenant, member.pull.spec):
+                self.settle(member)
+
+    def repair(self, space: Space, record: BlockRecord, before: Copies, slot: int) -> None:
+        """It has lost what it had on that shard: pages that lie elsewhere too are to have as many copies as before."""
+        lost = [copy for copy in before.entries if copy.slot == slot and copy not in record.copies.entries]
+        left = [(copy.group, copy.part) for copy in record.copies.entries]
+        copies = max((left.count((copy.group, copy.part)) for copy in lost), default=0)
+        if copies:
+            self.want(space, record.hash, copies + 1)
+        self.thinned(record)
+
+    def thinned(self, record: BlockRecord) -> None:
+        """It has fewer copies. Where a shard that is to go has one, that is no place for it to stay."""
+        for slot, wishes in self._draining.items():
+            if record.copies.on(slot):
+                wishes.setdefault((record.space, record.hash), _Wish(1))
 
     def drained(self, member: Member) -> bool:
         """Has all that this shard alone holds, and anybody has room for, gone elsewhere?"""
+        members = self._members.all()
+        if any(other.pull is not None and other.pull.source.shard == member.info.shard for other in members):
+            return False  # what is on its way is on no list
         wishes = self._draining.get(member.slot, {})
+        stayers = self._stayers()
+        takers = [other for other in members if other.takes and self._room(other) > 0]
         for wished in list(islice(wishes, INSPECTED)):
-            if not self._lacks(wished, wishes[wished]):
+            wish, record = wishes[wished], self._record(wished)
+            if record is None or not self._lacks(record, min(wish.copies, stayers)):
                 del wishes[wished]
-        if not wishes:
-            return True
-        others = [other for other in self._members.all() if not other.draining]
-        if any(
-            not other.cursor.current or (other.pull is not None and other.pull.source.shard == member.info.shard)
-            for other in others
-        ):
-            return False  # what they will have room for is not known yet
-        smallest = min((self._page_bytes(wished) for wished in islice(wishes, INSPECTED)), default=0)
-        return not any(other.takes and self._room(other) >= smallest for other in others)
+            elif any(self._fits(other, record, wish.copies) for other in takers):
+                self._stuck[member.slot] = 0
+                return False
+            else:  # others have their turn
+                wishes[wished] = wishes.pop(wished)
+                self._stuck[member.slot] = self._stuck.get(member.slot, 0) + 1
+        if any(not (other.cursor.current or other.draining) for other in members):
+            return not wishes  # what they will have room for is not known yet
+        return self._stuck.get(member.slot, 0) >= len(wishes)
+
+    def check(self) -> None:
+        """Every order has its wishes and every shard that goes its list; for whoever checks invariants."""
+        members = {member.slot: member for member in self._members.all()}
+        assert list(self._under_way) == [slot for slot in self._under_way if members[slot].pull is not None]
+        for member in members.values():
+            assert (member.slot in self._draining) == member.draining, "a shard goes, and nobody asks what it has"
+            if member.pull is not None:
+                assert member.pull.number <= member.pulls, "a pull that the next will be taken for"
+                assert member.pull.source.shard != member.info.shard, "a shard is to pull from itself"
+                space = member.pull.spec.namespace(member.pull.tenant)
+                wished = self._under_way[member.slot]
+                assert all((space, page.key.hash) in wished for page in member.pull.pages), "pages that nobody wished"
+        assert all(slot in members for slot in (*self._draining, *self._stuck)), "a shard that is gone is drained on"
+        under_way = [wished for wishes in self._under_way.values() for wished in wishes]
+        assert len(set(under_way)) == len(under_way), "two shards pull one block at a time"
+        assert len(self._wishes) <= limits.WISHES + len(members) * limits.PULL_PAGES, "wishes without end"
 
     # --------------------------------------------------------------------------------------- one order
 
@@ -135,24 +187,25 @@ class Replicator:
         taken: dict[Wished, _Wish] = {}
         source: ShardAddress | None = None
         space: Space | None = None
+        stayers, nbytes = self._stayers(), 0
         for wished in list(islice(wishes, INSPECTED)):
             wish, record = wishes[wished], self._record(wished)
-            if record is None or not self._lacks(wished, wish):
+            if record is None or not self._lacks(record, min(wish.copies, stayers)):
                 del wishes[wished]
                 continue
-            if space is not None and record.space != space.id:
+            if (space is not None and record.space != space.id) or self._is_under_way(wished):
                 continue
             found = self._missing(record, wish.copies, target)
             if found is None or (source is not None and found[0] != source):
                 continue
-            of_space = self._directory.known(record.space)
-            assert of_space is not None
-            nbytes = sum(of_space.page_bytes(page.key.group, page.key.part) for page in found[1])
-            if nbytes > room or len(pages) + len(found[1]) > limits.PULL_PAGES:
+            more = self._bytes(record, found[1])
+            if nbytes + more > room:
+                continue  # something smaller may fit
+            if pages and (nbytes + more > limits.PULL_BYTES or len(pages) + len(found[1]) > limits.PULL_PAGES):
                 break
-            room -= nbytes
-            source, space = found[0], of_space
-            pages += found[1]
+            nbytes += more
+            source, space = found[0], self._directory.known(record.space)
+            pages += found[1][: limits.PULL_PAGES]
             wish.tries -= 1
             taken[wished] = wishes.pop(wished)
         if source is None or space is None:
@@ -177,14 +230,27 @@ class Replicator:
             pages.append(NewPage(key, record.parent, record.depth, copy.loss))
         return None if source is None else (self._book.address(source), pages)
 
-    def _lacks(self, wished: Wished, wish: _Wish) -> bool:
-        """Has any page of it fewer copies than wished for, on shards that stay, and could it have more?"""
-        record = self._record(wished)
-        if record is None:
-            return False
+    def _fits(self, target: Member, record: BlockRecord, copies: int) -> bool:
+        """Could this shard take what is missing of it?"""
+        found = self._missing(record, copies, target)
+        return found is not None and self._bytes(record, found[1]) <= self._room(target)
+
+    def _lacks(self, record: BlockRecord, copies: int) -> bool:
+        """Has any page of it fewer copies than that, on shards that stay?"""
         staying = self._staying(record)
-        copies = min(wish.copies, sum(not member.draining for member in self._members.all()))
-        return any(len(staying.get((copy.group, copy.part), ())) < copies for copy in record.copies.entries)
+        return any(
+            len(staying.get((copy.group, copy.part), ())) < copies
+            for copy in record.copies.entries
+            if self._book.alive(copy.slot)
+        )
+
+    def _stayers(self) -> int:
+        """On how many shards anything could lie for longer."""
+        return sum(not member.draining for member in self._members.all())
+
+    def _is_under_way(self, wished: Wished) -> bool:
+        """Does any shard pull it now? Two that are to go may both wish for it."""
+        return any(wished in taken for taken in self._under_way.values())
 
     def _staying(self, record: BlockRecord) -> dict[tuple[int, object], list[int]]:
         """Where each page of it lies, but for shards that are gone or about to go."""
@@ -202,8 +268,8 @@ class Replicator:
         space = self._directory.known(wished[0])
         return space.index.get(wished[1]) if space is not None else None
 
-    def _page_bytes(self, wished: Wished) -> int:
-        """Bytes of the block's smallest page."""
-        record, space = self._record(wished), self._directory.known(wished[0])
-        assert record is not None and space is not None
-        return min(space.page_bytes(copy.group, copy.part) for copy in record.copies.entries)
+    def _bytes(self, record: BlockRecord, pages: Sequence[NewPage]) -> int:
+        """What these pages of it take."""
+        space = self._directory.known(record.space)
+        assert space is not None, "a record of a namespace that is not known"
+        return sum(space.page_bytes(page.key.group, page.key.part) for page in pages)

@@ -16,7 +16,7 @@ from typing import Any
 from kvcluster.config import ShardConfig
 from kvcluster.core import limits
 from kvcluster.core.allocator import PageAllocator
-from kvcluster.core.ids import Epoch, NamespaceId, ShardId
+from kvcluster.core.ids import Attempt, Epoch, NamespaceId, ShardId
 from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import (
     Abort,
@@ -52,6 +52,7 @@ from kvcluster.core.messages import (
     Suspect,
     Tick,
     Tier,
+    Tombstone,
     Unpin,
     Verified,
     Verify,
@@ -94,6 +95,7 @@ class Shard:
         self._orders = Orders(
             self._pool, self._leases, self._spaces, self._waiting, self._uplink, self._own, self._counters
         )
+        self._inventoried: tuple[Tombstone, ...] = ()  # what was carried out before the inventory under way began
         self._over = False
         self._handlers: dict[type, Callable[[Any, int], list[Effect]]] = {
             AttachShard: self._attach,
@@ -141,6 +143,11 @@ class Shard:
     @property
     def leases(self) -> LeaseBook:
         return self._leases
+
+    @property
+    def own_attempts(self) -> list[Attempt]:
+        """Under which it reads its pages again, or pulls others, at present."""
+        return [attempt for attempt in (self._verifier.attempt, self._orders.attempt) if attempt is not None]
 
     # ------------------------------------------------------------------------------------------ workers
 
@@ -221,7 +228,7 @@ class Shard:
         return [Answer(m.call, Done(self._leases.renew(m.attempt, now)))]
 
     def _flush(self, m: Flush, now: int) -> list[Effect]:
-        return self._uplink.flush(m, now)
+        return [Answer(m.call, Done(False))] if self._over else self._uplink.flush(m, now)
 
     def _suspect(self, m: Suspect, now: int) -> list[Effect]:
         space = self._spaces.find(m.namespace, m.tenant)
@@ -240,6 +247,8 @@ class Shard:
             return _UNKNOWN
         if m.epoch != self.epoch:
             return Refused(RefusedKind.STALE, f"this is epoch {self.epoch}, not {m.epoch}")
+        if self._own.owns(m.attempt):
+            return Refused(RefusedKind.BAD, f"attempt {m.attempt} is this shard's own; draw a holder at random")
         if m.attempt in self._leases or self._waiting.waits(m.attempt):
             return Refused(RefusedKind.BAD, f"attempt {m.attempt} has a lease already, or waits for one")
         if self._leases.full(m.attempt.holder):
@@ -341,7 +350,7 @@ class Shard:
         specs = tuple((space.tenant, space.spec) for space in known if space is not None)
         info, coordinator = self._info(), self._uplink.coordinator
         if piece.inventory:
-            stones = self._orders.tombstones.all()
+            stones = self._inventoried
             return Inventory(
                 FROM_SHARD, info, coordinator, piece.upto, piece.chunk, piece.last, piece.pages, specs, stones
             )
@@ -385,6 +394,8 @@ class Shard:
     # ------------------------------------------------------------------------------------------- reports
 
     def _inventory(self) -> list[PageEvent]:
+        # The chunks are sent one by one, and a purge that comes between them is none that these pages have survived.
+        self._inventoried = self._orders.tombstones.all()
         return [_event(page) for page in self._pool.ready()]
 
     def _space(self, namespace: NamespaceId) -> Space:
@@ -405,7 +416,7 @@ class Shard:
             capacity_bytes=allocator.capacity_bytes,
             free_bytes=allocator.free_bytes,
             pages=len(self._pool),
-            leases=len(self._leases),
+            leases=len(self._leases) - (self._verifier.attempt is not None),  # nobody waits for what it reads itself
             counters=tuple(self._counters.items()),
             draining=self._orders.draining,
         )

@@ -20,7 +20,10 @@ Writing = tuple[NamespaceId, BlockHash, int, Part]
 
 @dataclass(slots=True)
 class Ticket:
-    """A promise. `hashes` are held (load) or `writes` are this attempt's to write (store)."""
+    """A promise. `hashes` are held (load) or `writes` are this attempt's to write (store).
+
+    `known` is what the answer rested on: as long as it is the same, the answer may be given again.
+    """
 
     attempt: Attempt
     space: NamespaceId
@@ -28,6 +31,7 @@ class Ticket:
     expires_at: int
     hashes: tuple[BlockHash, ...] = ()
     writes: tuple[Writing, ...] = ()
+    known: tuple[int, int] = (0, 0)
 
 
 class TicketBook:

@@ -9,6 +9,7 @@ place of every purge of its tenant; so there are never more than there are diffe
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Epoch, Tenant
@@ -37,7 +38,7 @@ class Tombstones:
 
     def add(self, stone: Tombstone) -> bool:
         """False where it is known, or a later one says as much. One that is learnt late takes its place in order."""
-        if any(known.number >= stone.number and _covers(known, stone) for known in self._stones):
+        if self._says(stone):
             return False
         self._insert(stone)
         return True
@@ -60,6 +61,19 @@ class Tombstones:
             self._insert(Tombstone(last, owner))
         return [stone for stone in self._stones if stone not in before]
 
+    def renew(self, carried_out: Iterable[Tombstone], epoch: Epoch) -> list[Tombstone]:
+        """Numbers anew those that a shard which has carried out these has not, and would take for old: they were learnt
+        late, or made under a clock that went back. To carry one out twice is safe. Those that were renewed."""
+        theirs = Tombstones(carried_out)
+        renewed: list[Tombstone] = []
+        last = 0
+        for stone in self.all():
+            twice, last = stone.number == last, stone.number
+            if twice or (stone.number <= theirs.highest and not theirs._says(stone)):
+                renewed.append(replace(stone, number=max(self.next_number(epoch), theirs.highest + 1)))
+                self._insert(renewed[-1])
+        return renewed
+
     def admits(self, stone: Tombstone) -> bool:
         """Does it take the place of another, or is there room for one more of its tenant?"""
         owned = [known for known in self._stones if known.tenant == stone.tenant]
@@ -73,6 +87,10 @@ class Tombstones:
     def latest(self, tenant: Tenant, spec: KVSpec) -> int:
         """The number of the last that names this namespace; 0 where none does."""
         return max((stone.number for stone in self._stones if stone.names(tenant, spec)), default=0)
+
+    def _says(self, stone: Tombstone) -> bool:
+        """Is it known, or does a later one say as much?"""
+        return any(known.number >= stone.number and _covers(known, stone) for known in self._stones)
 
     def _insert(self, stone: Tombstone) -> None:
         kept = [known for known in self._stones if not (known.number <= stone.number and _covers(stone, known))]

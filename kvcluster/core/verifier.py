@@ -44,6 +44,11 @@ class Verifier:
             return 0
         return self._next_scrub if self._rate and self._round else None
 
+    @property
+    def attempt(self) -> Attempt | None:
+        """Under which a batch is being read."""
+        return self._reading[0] if self._reading is not None else None
+
     def committed(self, page: Page) -> None:
         """It takes part in the round from now on."""
         if self._rate:

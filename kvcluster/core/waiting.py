@@ -78,10 +78,12 @@ class WaitingRoom:
                 wanted[nbytes] = wanted.get(nbytes, 0) + 1
         allocator = self._pool.allocator
         most = allocator.capacity_bytes
-        lacking = 0
-        for nbytes, count in wanted.items():
-            count = min(count, most // allocator.size_class(nbytes))
-            lacking += max(0, count - allocator.room(nbytes)) * allocator.size_class(nbytes)
+        wanted = {nbytes: min(count, most // allocator.size_class(nbytes)) for nbytes, count in wanted.items()}
+        lacking = sum(
+            max(0, count - allocator.room(nbytes)) * allocator.size_class(nbytes) for nbytes, count in wanted.items()
+        )
+        if len(wanted) > 1:  # what each size finds for itself, they may not find together
+            lacking = max(lacking, allocator.extents_lacking(wanted) * allocator.extent_bytes)
         return min(lacking, most)
 
     def _take(self, those: list[Reserve]) -> list[Reserve]:

@@ -6,6 +6,7 @@ channel ignores proxies of the environment: a cache is on the same network or it
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -134,7 +135,7 @@ class Connection:
 def check_address(address: str) -> None:
     """Raises ConfigError unless this is host:port."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65_536:
+    if not colon or not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65_536:
         raise ConfigError(f"{address!r} is not host:port, such as 127.0.0.1:7070")
 
 

@@ -129,6 +129,8 @@ class TroubledCluster(RuleBasedStateMachine):
             self.world.renew(box, session)
         elif how == "end" or session.waiting:
             self.world.end(box, session)
+        elif session.source is not None:
+            self.world.fetch(box, session)
         else:
             self.world.commit(box, session, range(1 if how == "commit one" else len(session.slots)))
 
@@ -144,10 +146,20 @@ class TroubledCluster(RuleBasedStateMachine):
             self.world.repeat_prepare()
         elif how in ("pin", "unpin"):
             self.world.pin_blocks(of[0], SPECS[of[1]], hashes(of), time_ns if how == "pin" else 0)
-        elif how == "flush":
+        elif how == "flush" and living:
             self.world.flush(living[index % len(living)], time_ns)
         elif self.world.tickets:
             self.world.end_ticket(index % len(self.world.tickets), renew=how == "renew a ticket")
+
+    @rule(index=which, how=st.sampled_from(["purge", "clear", "drain", "rot", "rot", "suspect"]), of=conversations)
+    def operate(self, index: int, how: str, of: Conversation) -> None:
+        living = self.world.living()
+        if how in ("purge", "clear"):
+            self.world.purge(of[0], SPECS[of[1]].model if how == "purge" else None)
+        elif how == "drain":
+            self.world.drain(index)
+        elif living:
+            self.world.suspect(living[index % len(living)], index, rotten=how == "rot")
 
     # --------------------------------------------------------------------------------- what is between them
 

@@ -1,0 +1,313 @@
+"""A coordinator by itself: a test plays its shards and its workers, and every step is checked."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from kvcluster.config import CoordinatorConfig
+from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, ShardId, Tenant
+from kvcluster.core.invariants import check_coordinator
+from kvcluster.core.messages import (
+    Answer,
+    Attach,
+    Attached,
+    BlockFate,
+    CoordinatorMessage,
+    Decision,
+    Done,
+    Effect,
+    EndTicket,
+    Explain,
+    Explained,
+    GetStatus,
+    Inventory,
+    Leave,
+    LoadGrant,
+    Need,
+    PageEvent,
+    PinBlocks,
+    Pinned,
+    PrepareLoad,
+    PrepareStore,
+    RenewTicket,
+    Report,
+    ReportAck,
+    ShardAddress,
+    ShardInfo,
+    Siblings,
+    Status,
+    StoreGrant,
+    StoreRun,
+    StreamEvent,
+    Tick,
+    Tombstone,
+    UnpinBlocks,
+)
+from kvcluster.core.reasons import Loss, MissReason
+from kvcluster.core.spec import Part
+from tests.core.world import (
+    MEMBERSHIP_MS,
+    OURS,
+    PAGE,
+    SECOND,
+    SPEC,
+    THEIRS,
+    WHOLE,
+    attempt,
+    chain,
+    gone,
+    root,
+    whole,
+)
+
+R = TypeVar("R")
+
+
+class Voice:
+    """Plays one incarnation of a shard to a coordinator."""
+
+    def __init__(self, coordinator: LoneCoordinator, shard: str, epoch: int, host: str, capacity_pages: int) -> None:
+        self._to = coordinator
+        self.info = ShardInfo(
+            shard=ShardId(shard),
+            epoch=Epoch(epoch),
+            address=f"{shard}:1",
+            host=host,
+            capacity_bytes=capacity_pages * PAGE,
+            free_bytes=capacity_pages * PAGE,
+            pages=0,
+            leases=0,
+        )
+        self.coordinator = Epoch(0)
+        self.told = 0
+        self.order = 0
+        self.pulled = 0
+        self.tombstones: tuple[Tombstone, ...] = ()
+
+    @property
+    def address(self) -> ShardAddress:
+        return ShardAddress(self.info.shard, self.info.epoch, self.info.address, self.info.host)
+
+    def join(self, *pages: StreamEvent) -> None:
+        """Learns the coordinator's epoch and tells all that it holds."""
+        self.coordinator = self.report().epoch
+        assert not self.inventory(*pages).inventory
+
+    def report(self, *events: StreamEvent, pressure: int = 0, first: int | None = None) -> ReportAck:
+        """The next events; given `first`, the number of the first of them."""
+        message = Report(
+            CallId(0),
+            self.info,
+            self.coordinator,
+            self.told + 1 if first is None else first,
+            events,
+            pressure_bytes=pressure,
+            order=self.order,
+            pulled=self.pulled,
+        )
+        ack = self._to.ask(ReportAck, lambda call: replace(message, call=call))
+        self.told = max(self.told, ack.acked)
+        return ack
+
+    def inventory(self, *pages: StreamEvent, chunk: int = 0, last: bool = True, upto: int | None = None) -> ReportAck:
+        held = tuple(page for page in pages if isinstance(page, PageEvent))
+        upto = self.told if upto is None else upto
+        return self._to.ask(
+            ReportAck,
+            lambda call: Inventory(
+                call,
+                self.info,
+                self.coordinator,
+                upto,
+                chunk,
+                last,
+                held,
+                specs=((OURS, SPEC), (THEIRS, SPEC)),
+                tombstones=self.tombstones,
+            ),
+        )
+
+    def free(self, pages: int) -> None:
+        """From now on it says that it has so much room."""
+        self.info = replace(self.info, free_bytes=pages * PAGE)
+
+
+class LoneCoordinator:
+    """A coordinator. The test plays its shards (`voice`) and its workers."""
+
+    def __init__(self, *, expected: int, epoch: int = 100, **config: Any) -> None:
+        self.now = 50 * SECOND
+        self.config = replace(CoordinatorConfig(), **config)
+        self.core = Coordinator(
+            Epoch(epoch), self.config, membership_ttl_ms=MEMBERSHIP_MS, expected=expected, now=self.now
+        )
+        self.space = SPEC.namespace(OURS)
+        self.left = False
+        self._calls = itertools.count(1)
+
+    @classmethod
+    def serving(cls, *pages: StreamEvent, capacity_pages: int = 100, **config: Any) -> tuple[LoneCoordinator, Voice]:
+        """One that knows our SPEC and one shard, `a`, which holds these pages."""
+        coordinator = cls(expected=1, **config)
+        coordinator.ask(Attached, lambda call: Attach(call, OURS, SPEC))
+        voice = coordinator.voice("a", capacity_pages=capacity_pages)
+        voice.join(*pages)
+        assert not coordinator.core.rebuilding
+        return coordinator, voice
+
+    def voice(self, shard: str, epoch: int = 1, host: str = "", capacity_pages: int = 100) -> Voice:
+        return Voice(self, shard, epoch, host, capacity_pages)
+
+    def step(self, message: CoordinatorMessage) -> list[Effect]:
+        effects = self.core.step(message, self.now)
+        self.left = self.left or any(isinstance(effect, Leave) for effect in effects)
+        check_coordinator(self.core)
+        return effects
+
+    def ask(self, kind: type[R], build: Callable[[CallId], CoordinatorMessage]) -> R:
+        """Every question is answered at once, and once."""
+        call = CallId(next(self._calls))
+        answers = [effect for effect in self.step(build(call)) if isinstance(effect, Answer)]
+        assert [answer.call for answer in answers] == [call]
+        reply = answers[0].reply
+        assert isinstance(reply, kind), reply
+        return reply
+
+    def later(self, passed_ns: int) -> None:
+        """Time passes, and Ticks come as long as one is due."""
+        self.now += passed_ns
+        for _ in range(100):
+            deadline = self.core.next_deadline()
+            if deadline is None or deadline > self.now:
+                return
+            self.step(Tick())
+        raise AssertionError("ticks without end")
+
+    # -------------------------------------------------------------------------------- as its workers
+
+    def load(
+        self, of: Attempt, hashes: Sequence[BlockHash], need: Need | None = None, *, hold: bool = True
+    ) -> LoadGrant:
+        asked = need or whole()
+        return self.ask(LoadGrant, lambda call: PrepareLoad(call, OURS, self.space, of, tuple(hashes), asked, hold))
+
+    def store(
+        self,
+        of: Attempt,
+        hashes: Sequence[BlockHash],
+        *,
+        first: int = 0,
+        parent: BlockHash | None = None,
+        run: BlockHash | None = None,
+        parts: Sequence[tuple[int, Part]] = ((0, WHOLE),),
+        loss: Loss = Loss.EXACT,
+        host: str = "",
+    ) -> list[StoreRun]:
+        """The runs of the grant."""
+        message = PrepareStore(
+            CallId(0),
+            OURS,
+            self.space,
+            of,
+            first,
+            parent or root(),
+            run or hashes[0],
+            tuple(hashes),
+            tuple(parts),
+            loss,
+            host,
+        )
+        return list(self.ask(StoreGrant, lambda call: replace(message, call=call)).runs)
+
+    def explain(self, hashes: Sequence[BlockHash], need: Need | None = None) -> list[BlockFate]:
+        asked = need or whole()
+        return list(self.ask(Explained, lambda call: Explain(call, OURS, self.space, tuple(hashes), asked)).fates)
+
+    def status(self) -> Status:
+        return self.ask(Status, GetStatus)
+
+    def counter(self, name: str) -> int:
+        return dict(self.status().counters)[name]
+
+
+BLOCKS = chain(12)
+A, B, C, D = BLOCKS[:4]
+FORK = chain(12, seed=1)
+"""Another conversation that begins with A."""
+
+
+def reasons(fates: Sequence[BlockFate]) -> list[tuple[int, MissReason | None]]:
+    """How many blocks, and why they are not to be had."""
+    return [(fate.count, fate.miss.reason if fate.miss else None) for fate in fates]
+
+
+def decisions(runs: Sequence[StoreRun]) -> list[tuple[int, Decision]]:
+    return [(run.count, run.decision) for run in runs]
+
+
+def why(grant: LoadGrant) -> MissReason | None:
+    return grant.miss.reason if grant.miss is not None else None
+
+
+def served_by(grant: LoadGrant) -> list[tuple[int, list[str]]]:
+    """How many blocks from which shards."""
+    return [
+        (run.count, [source.shard.shard for of_group in run.plan if of_group for source in of_group])
+        for run in grant.runs
+    ]
+
+
+def ordered(ack: ReportAck) -> list[BlockHash]:
+    return [block for _, block in ack.order.blocks] if ack.order is not None else []
+
+
+def rebuilding(coordinator: LoneCoordinator) -> bool:
+    return coordinator.status().state == "rebuilding"
+
+
+def end_ticket(coordinator: LoneCoordinator, of: Attempt) -> bool:
+    return coordinator.ask(Done, lambda call: EndTicket(call, of)).ok
+
+
+def renew_ticket(coordinator: LoneCoordinator, of: Attempt) -> bool:
+    return coordinator.ask(Done, lambda call: RenewTicket(call, of)).ok
+
+
+def pin(coordinator: LoneCoordinator, hashes: Sequence[BlockHash], ttl_ns: int = 60 * SECOND) -> int:
+    return coordinator.ask(Pinned, lambda call: PinBlocks(call, OURS, coordinator.space, tuple(hashes), ttl_ns)).blocks
+
+
+def unpin(coordinator: LoneCoordinator, hashes: Sequence[BlockHash]) -> int:
+    return coordinator.ask(Pinned, lambda call: UnpinBlocks(call, OURS, coordinator.space, tuple(hashes))).blocks
+
+
+def carry_out(voice: Voice, ack: ReportAck) -> ReportAck:
+    """The shard does as it was ordered, and says so; what it is told then."""
+    assert ack.order is not None
+    voice.order = ack.order.number
+    return voice.report(*map(gone, ordered(ack)))
+
+
+def beat(coordinator: LoneCoordinator, *voices: Voice, until: int) -> None:
+    """Time passes while these shards keep talking."""
+    while coordinator.now < until:
+        coordinator.later(min(SECOND, until - coordinator.now))
+        for voice in voices:
+            voice.report()
+
+
+Question = Callable[[CallId, Tenant, NamespaceId], CoordinatorMessage]
+QUESTIONS: dict[str, Question] = {
+    "load": lambda call, tenant, space: PrepareLoad(call, tenant, space, attempt(1), BLOCKS, whole()),
+    "store": lambda call, tenant, space: PrepareStore(
+        call, tenant, space, attempt(1), 0, root(), A, BLOCKS, ((0, WHOLE),)
+    ),
+    "explain": lambda call, tenant, space: Explain(call, tenant, space, BLOCKS, whole()),
+    "siblings": Siblings,
+    "pin": lambda call, tenant, space: PinBlocks(call, tenant, space, BLOCKS, SECOND),
+    "unpin": lambda call, tenant, space: UnpinBlocks(call, tenant, space, BLOCKS),
+}

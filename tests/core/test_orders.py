@@ -1,0 +1,298 @@
+"""What a shard does because the coordinator says so: evictions, pulls, purges and drains, each of them once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvcluster.core import limits
+from kvcluster.core.ids import BlockHash, Epoch, ShardId
+from kvcluster.core.messages import (
+    Abort,
+    EvictOrder,
+    Farewell,
+    GoneEvent,
+    Leave,
+    NewPage,
+    PageEvent,
+    PageKey,
+    PullOrder,
+    PurgedEvent,
+    ShardAddress,
+    Tombstone,
+    Written,
+)
+from kvcluster.core.reasons import MissReason
+from kvcluster.core.spec import KVSpec
+from tests.core.lone_shard import (
+    A,
+    B,
+    C,
+    D,
+    LoneShard,
+    acknowledged,
+    counters,
+    end,
+    granted,
+    inventory,
+    misses,
+    pinned,
+    report,
+    slots,
+)
+from tests.core.world import (
+    LEFT,
+    OURS,
+    RIGHT,
+    SECOND,
+    SPEC,
+    THEIRS,
+    attempt,
+    key,
+    root,
+)
+
+
+def test_a_condemned_page_stays_with_its_reader_and_is_found_by_no_other() -> None:
+    shard = LoneShard.joined(pages=1)
+    shard.store(attempt(1), A)
+    [read] = pinned(shard.pin(attempt(2), A))
+    shard.order(1, A)
+    assert shard.settle() == [GoneEvent(shard.space, key(A), corrupt=False)]
+    assert misses(shard.pin(attempt(3), A)) == [MissReason.EVICTED]
+    assert shard.core.pool.condemned == 1
+    assert shard.reserve(attempt(4), A) == (Written.FULL,), "its bytes are still being read"
+    assert end(shard, attempt(4), Abort)
+    assert end(shard, attempt(2))
+    [written] = slots(shard.reserve(attempt(5), A))
+    assert written.offset == read.offset
+    assert written.generation > read.generation
+
+
+def test_an_order_takes_all_parts_of_a_block_and_leaves_what_is_being_written() -> None:
+    shard = LoneShard.joined()
+    shard.store(attempt(1), A)
+    shard.reserve(attempt(2), key(B, LEFT), key(B, RIGHT))
+    shard.commit(attempt(2), 0, 1)
+    shard.settle()
+    shard.reserve(attempt(3), C)
+    shard.order(1, B, C, D)
+    assert shard.settle() == [GoneEvent(shard.space, key(B, part), corrupt=False) for part in (LEFT, RIGHT)]
+    assert shard.commit(attempt(3), 0) == (Written.COMMITTED,)
+    assert counters(shard)["evicted"] == 2
+
+
+def test_an_order_for_a_namespace_that_nobody_attached_here_is_carried_out() -> None:
+    shard = LoneShard.joined()
+    shard.later(SECOND)
+    assert shard.sent is not None
+    foreign = EvictOrder(1, ((SPEC.namespace(THEIRS), A),))
+    shard.answer(acknowledged(shard.sent, shard.coordinator, order=foreign))
+    assert report(shard).order == 1
+
+
+def test_an_order_is_carried_out_once_and_said_at_once() -> None:
+    shard = LoneShard.joined()
+    shard.store(attempt(1), A)
+    shard.order(3, A)
+    assert (report(shard).order, report(shard).events) == (3, (GoneEvent(shard.space, key(A), corrupt=False),))
+    shard.settle()
+    shard.store(attempt(2), A)
+    shard.order(3, A)
+    assert pinned(shard.pin(attempt(3), A)), "a repeated order is an old one"
+
+
+# -------------------------------------------------------------------------------------------------- pulls
+
+SOURCE = ShardAddress(ShardId("b"), Epoch(3), "b:1")
+
+
+def pull(number: int, *blocks: BlockHash, spec: KVSpec = SPEC) -> PullOrder:
+    pages = tuple(NewPage(PageKey(block, 0, spec.whole(0)), root(spec), 0) for block in blocks)
+    return PullOrder(number, SOURCE, OURS, spec, pages)
+
+
+def pulled(shard: LoneShard) -> int:
+    """The number of the last pull that has ended, as the next report tells it."""
+    shard.settle()
+    shard.later(SECOND)
+    number = report(shard).pulled
+    shard.settle()
+    return number
+
+
+def test_a_pull_reserves_pages_under_a_lease_of_the_shard_s_own_and_its_commit_ends_it() -> None:
+    shard = LoneShard.joined()
+    shard.hear(pull=pull(1, A, B))
+    [fetch] = shard.fetching
+    assert (fetch.namespace, fetch.source) == (shard.space, SOURCE)
+    assert [slot.key for slot in fetch.slots] == [key(A), key(B)]
+    assert misses(shard.pin(attempt(2), A)) == [MissReason.PENDING]
+    assert pulled(shard) == 0
+    assert shard.commit(fetch.attempt, 0, 1) == (Written.COMMITTED,) * 2
+    assert report(shard).pulled == 1, "it is said at once"
+    assert [event.key for event in shard.settle() if isinstance(event, PageEvent)] == [key(A), key(B)]
+    assert counters(shard)["pulled"] == 2
+
+
+def test_a_pull_is_carried_out_once_however_often_it_is_told() -> None:
+    shard = LoneShard.joined()
+    for _ in range(3):
+        shard.hear(pull=pull(1, A))
+    assert len(shard.fetching) == 1
+    shard.commit(shard.fetching[0].attempt, 0)
+    shard.order(1, A)
+    shard.hear(pull=pull(1, A))
+    assert len(shard.fetching) == 1
+
+
+def test_a_pull_that_finds_nothing_to_do_has_ended() -> None:
+    shard = LoneShard.joined(pages=1)
+    shard.store(attempt(1), A)
+    shard.hear(pull=pull(1, A, B))
+    assert shard.fetching == []
+    assert report(shard).pulled == 1
+
+
+def test_a_pull_of_a_namespace_that_was_never_attached_here_attaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NAMESPACES_PER_TENANT", 2)
+    shard = LoneShard.joined()
+    other, one_too_many = replace(SPEC, weights="sha256:o"), replace(SPEC, weights="sha256:p")
+    shard.hear(pull=pull(1, A, spec=other))
+    shard.commit(shard.fetching[0].attempt, 0)
+    assert report(shard).specs == ((OURS, other),)
+    shard.store(attempt(1), B)
+    shard.hear(pull=pull(2, A, spec=one_too_many))
+    assert len(shard.fetching) == 1
+    assert report(shard).pulled == 2, "this tenant has as many as it may"
+
+
+@pytest.mark.parametrize("how", ["time", "abort", "purge", "a new coordinator", "the end"])
+def test_a_pull_ends_with_its_lease_in_whatever_way_that_ends(how: str) -> None:
+    shard = LoneShard.joined(lease_ttl_ms=1_000)
+    shard.hear(pull=pull(1, A))
+    [fetch] = shard.fetching
+    if how == "time":
+        shard.settle()
+        shard.later(SECOND)
+    elif how == "purge":
+        shard.hear(tombstones=(Tombstone(5, OURS),))
+    elif how == "a new coordinator":
+        shard.later(SECOND // 2)
+        shard.coordinator = Epoch(200)
+        shard.settle()
+    elif how == "the end":
+        shard.hear(leave=Farewell.DRAINED)
+    stopped = how in ("time", "purge", "the end")
+    assert shard.revoked == ([fetch.attempt] if stopped else [])
+    if how == "abort":
+        assert end(shard, fetch.attempt, Abort)
+    else:
+        outcome = shard.commit(fetch.attempt, 0)
+        assert outcome == (Written.LOST if stopped else Written.COMMITTED,)
+    assert not len(shard.core.leases)
+    if how != "the end":
+        assert pulled(shard) == (0 if how == "a new coordinator" else 1)
+        shard.hear(pull=pull(2, B))
+        assert len(shard.fetching) == 2, "the next may begin"
+
+
+def test_a_new_coordinator_s_pull_waits_for_the_one_under_way() -> None:
+    shard = LoneShard.joined()
+    shard.hear(pull=pull(4, A))
+    shard.later(SECOND)
+    shard.coordinator = Epoch(200)
+    shard.settle()
+    shard.hear(pull=pull(1, B))
+    assert len(shard.fetching) == 1
+    shard.commit(shard.fetching[0].attempt, 0)
+    assert pulled(shard) == 0, "it was no pull of this coordinator's"
+    shard.hear(pull=pull(1, B))
+    assert len(shard.fetching) == 2
+
+
+# ------------------------------------------------------------------------------------------------- purges
+
+CLEAR = Tombstone(10, OURS)
+
+
+def test_a_tombstone_condemns_what_is_there_and_stops_what_is_being_written() -> None:
+    shard = LoneShard.joined(pages=3)
+    shard.store(attempt(1), A)
+    shard.reserve(attempt(2), B)
+    shard.pin(attempt(3), A)
+    waiting = shard.reserving(attempt(4), C, D, wait_ns=SECOND)
+    shard.hear(tombstones=(CLEAR,))
+    assert misses(shard.pin(attempt(5), A)) == [MissReason.EVICTED]
+    assert shard.revoked == [attempt(2)], "a reader reads on: its bytes are right"
+    assert granted(shard, waiting) == (Written.LOST,) * 2
+    assert shard.commit(attempt(2), 0) == (Written.LOST,)
+    assert shard.settle() == [PurgedEvent(10)]
+    assert counters(shard)["purged"] == 1
+
+
+def test_a_tombstone_leaves_alone_what_it_does_not_name() -> None:
+    shard = LoneShard.joined()
+    shard.store(attempt(1), A)
+    shard.reserve(attempt(2), B)
+    shard.hear(
+        tombstones=(Tombstone(10, THEIRS), Tombstone(11, OURS, model="another"), Tombstone(12, OURS, adapter="x"))
+    )
+    assert shard.settle() == [PurgedEvent(10), PurgedEvent(11), PurgedEvent(12)]
+    assert shard.commit(attempt(2), 0) == (Written.COMMITTED,)
+    assert pinned(shard.pin(attempt(3), A, B))
+
+
+def test_a_tombstone_is_carried_out_once() -> None:
+    shard = LoneShard.joined()
+    shard.hear(tombstones=(CLEAR,))
+    shard.settle()
+    shard.store(attempt(1), A)
+    shard.hear(tombstones=(CLEAR,))
+    assert shard.settle() == []
+    assert pinned(shard.pin(attempt(2), A)), "what is stored after a purge stays"
+
+
+def test_a_tombstone_and_a_pull_in_one_answer_purge_what_was_there_and_fetch_what_comes() -> None:
+    shard = LoneShard.joined()
+    shard.store(attempt(1), A)
+    shard.hear(tombstones=(CLEAR,), pull=pull(1, A))
+    assert shard.settle() == [PurgedEvent(10)]
+    assert shard.revoked == []
+    assert shard.commit(shard.fetching[0].attempt, 0) == (Written.COMMITTED,)
+
+
+def test_an_inventory_tells_the_tombstones_that_its_pages_have_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "INVENTORY_CHUNK", 1)
+    shard = LoneShard.joined()
+    shard.hear(tombstones=(Tombstone(4, OURS),))
+    shard.settle()
+    shard.store(attempt(1), A, B)
+    shard.hear(inventory=True)
+    assert (inventory(shard).chunk, inventory(shard).tombstones) == (0, (Tombstone(4, OURS),))
+    shard.hear(tombstones=(CLEAR,))
+    told = inventory(shard)
+    assert [page.key for page in told.pages] == [key(B)], "which was there when the inventory began"
+    assert told.tombstones == (Tombstone(4, OURS),)
+    assert shard.settle() == [*told.pages, PurgedEvent(10)]
+    shard.hear(inventory=True)
+    assert (inventory(shard).pages, inventory(shard).tombstones) == ((), (CLEAR,))
+
+
+# ------------------------------------------------------------------------------------------------- drains
+
+
+def test_a_shard_that_is_to_go_says_so_from_then_on_and_serves_until_it_goes() -> None:
+    shard = LoneShard.joined()
+    shard.store(attempt(1), A)
+    shard.hear(drain=True)
+    assert report(shard).info.draining
+    shard.coordinator = Epoch(200)
+    shard.settle()
+    shard.later(SECOND)
+    assert report(shard).info.draining, "so that the next coordinator knows"
+    assert pinned(shard.pin(attempt(2), A))
+    assert slots(shard.reserve(attempt(3), B)), "who was sent here before it was to go"
+    [*_, leave] = shard.hear(leave=Farewell.DRAINED)
+    assert leave == Leave("this shard is drained", for_good=True)

@@ -1,0 +1,251 @@
+"""Who is to have another copy of what: heat, pins and losses, and the pulls that come of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvcluster.core import limits, replicator
+from kvcluster.core.messages import (
+    Purge,
+    Purged,
+    PurgedEvent,
+)
+from tests.core.lone_coordinator import BLOCKS, A, B, C, LoneCoordinator, served_by
+from tests.core.pulling import (
+    homes,
+    lose,
+    others,
+    pull,
+    pull_all,
+    pull_in_vain,
+    purge,
+    want,
+    wanted,
+)
+from tests.core.world import (
+    LEFT,
+    OURS,
+    PAGE,
+    RIGHT,
+    SECOND,
+    attempt,
+    gone,
+    page,
+    pages,
+)
+
+# ------------------------------------------------------------------------------------------- replicas
+
+
+def test_a_hot_run_gets_another_copy_from_who_has_it() -> None:
+    coordinator, one = LoneCoordinator.serving(*pages(BLOCKS[:6]), run_blocks=4, hot_loads=2)
+    [two] = others(coordinator, "b")
+    coordinator.load(attempt(1), BLOCKS[:4])
+    assert two.report().pull is None
+    coordinator.load(attempt(2), BLOCKS[:4])
+    ack = two.report()
+    assert ack.pull is not None
+    assert (ack.pull.number, ack.pull.source, ack.pull.tenant) == (1, one.address, OURS)
+    assert [(new.key.hash, new.parent, new.depth) for new in ack.pull.pages] == [
+        (event.key.hash, event.parent, event.depth) for event in pages(BLOCKS[:4])
+    ]
+    assert two.report().pull == ack.pull, "until it has ended"
+    assert pull(two, ack).pull is None
+    assert coordinator.counter("pulls") == 1
+    assert homes(coordinator, A) == ["a", "b"]
+    assert one.report().pull is None
+
+
+def test_readers_share_the_replicas() -> None:
+    coordinator, _ = LoneCoordinator.serving(*pages([A]))
+    [two] = others(coordinator, "b")
+    two.report(*pages([A]))
+    assert {served_by(coordinator.load(attempt(1, worker), [A]))[0][1][0] for worker in range(2)} == {"a", "b"}
+
+
+def test_one_shard_alone_has_no_replicas_to_make() -> None:
+    coordinator, voice = LoneCoordinator.serving(*pages([A]), hot_loads=1)
+    coordinator.load(attempt(1), [A])
+    assert voice.report().pull is None
+    want(coordinator, 3, A)
+    assert voice.report().pull is None
+    [two] = others(coordinator, "b")
+    assert wanted(two.report()) in ([A], []), "what was pinned may be remembered"
+
+
+@pytest.mark.parametrize("replicas", [2, 5, 8])
+def test_a_pinned_block_lies_on_as_many_shards_as_it_is_to(replicas: int) -> None:
+    coordinator, one = LoneCoordinator.serving(*pages([A]))
+    voices = others(coordinator, "bcdefg")
+    want(coordinator, replicas, A)
+    pull_all(one, *voices)
+    assert len(homes(coordinator, A)) == min(replicas, 7)
+
+
+def test_a_pull_that_brings_nothing_is_tried_again_a_few_times() -> None:
+    coordinator, _ = LoneCoordinator.serving(*pages([A]))
+    [two] = others(coordinator, "b")
+    want(coordinator, 2, A)
+    ack, tried = two.report(), 0
+    while ack.pull is not None:
+        tried += 1
+        ack = pull_in_vain(two, ack)
+    assert tried == replicator.TRIES
+
+
+def test_nothing_is_pulled_into_room_that_would_have_to_be_made() -> None:
+    coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS[:3]), low_free=0.1, high_free=0.1)
+    [two] = others(coordinator, "b", capacity_pages=20)
+    want(coordinator, 2, *BLOCKS[:3])
+    two.free(2)
+    assert two.report().pull is None
+    two.free(4)
+    assert two.report(pressure=PAGE).pull is None, "there are some who wait for room"
+    assert len(wanted(two.report())) == 2
+
+
+def test_an_order_names_a_bounded_number_of_pages_of_one_namespace_and_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PULL_PAGES", 2)
+    coordinator, one = LoneCoordinator.serving(*pages(BLOCKS[:3]))
+    two, three = others(coordinator, "bc")
+    two.report(*pages(BLOCKS)[3:5])
+    want(coordinator, 2, *BLOCKS[:5])
+    first = three.report()
+    assert (wanted(first), first.pull and first.pull.source) == ([A, B], one.address)
+    second = pull(three, first)
+    assert (wanted(second), second.pull and second.pull.source) == ([C], one.address)
+    third = pull(three, second)
+    assert (wanted(third), third.pull and third.pull.source) == (list(BLOCKS[3:5]), two.address)
+
+
+def test_a_block_larger_than_an_order_may_be_goes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PULL_BYTES", PAGE - 1)
+    coordinator, one = LoneCoordinator.serving(*pages([A, B]))
+    [two] = others(coordinator, "b")
+    want(coordinator, 2, A, B)
+    assert pull_all(one, two) == [A, B]
+
+
+def test_what_does_not_fit_is_passed_over_for_what_does() -> None:
+    coordinator, _ = LoneCoordinator.serving(page(A), page(B, LEFT, parent=A, depth=1), low_free=0.0)
+    [two] = others(coordinator, "b")
+    want(coordinator, 2, A, B)
+    two.info = replace(two.info, free_bytes=PAGE - 1)
+    assert wanted(two.report()) == [B]
+
+
+def test_wishes_that_nobody_can_fulfil_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicator, "INSPECTED", 2)
+    coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS[:3]))
+    two, three = others(coordinator, "bc")
+    three.free(0)
+    three.report()
+    want(coordinator, 3, *BLOCKS[:2])
+    two.report(*pages(BLOCKS[:2]))
+    want(coordinator, 2, C)
+    acks = [two.report() for _ in range(3)]
+    assert wanted(acks[-1]) == [C], "the others are only for the third, which is full"
+
+
+def test_a_bounded_number_of_wishes_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "WISHES", 2)
+    coordinator, one = LoneCoordinator.serving(*pages(BLOCKS[:4]))
+    want(coordinator, 2, *BLOCKS[:4])
+    want(coordinator, 3, A)
+    [two] = others(coordinator, "b")
+    assert pull_all(one, two) == [A, B]
+
+
+def test_while_rebuilding_nothing_is_pulled() -> None:
+    coordinator = LoneCoordinator(expected=3)
+    one, two = others(coordinator, "ab")
+    one.report(*pages([A]))
+    want(coordinator, 2, A)
+    assert two.report().pull is None
+    coordinator.voice("c").join()
+    assert wanted(two.report()) == [A]
+
+
+def test_a_target_that_is_lost_is_followed_by_another() -> None:
+    coordinator, one = LoneCoordinator.serving(*pages([A]))
+    two, three = others(coordinator, "bc")
+    want(coordinator, 2, A)
+    assert wanted(two.report()) == [A]
+    assert three.report().pull is None, "it is under way"
+    for _ in range(6):
+        coordinator.later(SECOND)
+        one.report()
+        three.report()
+    assert wanted(three.report()) == [A]
+
+
+# --------------------------------------------------------------------------------------------- repair
+
+
+def test_what_a_lost_shard_leaves_with_fewer_copies_gets_another() -> None:
+    coordinator, one = LoneCoordinator.serving(*pages([A, B]))
+    two, three = others(coordinator, "bc")
+    two.report(*pages([A]))
+    lose(coordinator, one, three)
+    assert pull_all(one, three) == [A], "of B there was one copy, and there is"
+    assert homes(coordinator, A) == ["a", "c"]
+
+
+def test_a_shard_that_tells_its_content_anew_has_lost_nothing() -> None:
+    coordinator, one = LoneCoordinator.serving(*pages([A]))
+    two, three = others(coordinator, "bc")
+    two.report(*pages([A]))
+    two.inventory(*pages([A]))
+    coordinator.later(0)
+    assert pull_all(one, two, three) == []
+
+
+@pytest.mark.parametrize("how", ["it is lost", "it is corrupt"])
+def test_halves_of_a_block_on_two_shards_are_no_replicas(how: str) -> None:
+    coordinator, one = LoneCoordinator.serving(page(A, LEFT))
+    two, three = others(coordinator, "bc")
+    two.report(page(A, RIGHT))
+    if how == "it is lost":
+        lose(coordinator, one, three)
+    else:
+        two.report(gone(A, RIGHT, corrupt=True))
+    assert pull_all(one, three) == []
+
+
+def test_a_replica_found_corrupt_is_replaced_and_one_evicted_is_not() -> None:
+    coordinator, one = LoneCoordinator.serving(*pages([A, B]))
+    [two] = others(coordinator, "b")
+    two.report(*pages([A, B]))
+    two.report(gone(A, corrupt=True), gone(B))
+    assert pull_all(one, two) == [A]
+    assert coordinator.counter("corrupt_pages") == 1
+
+
+# -------------------------------------------------------------------------------------------- purges
+
+
+def test_what_was_purged_is_pulled_by_nobody_any_more() -> None:
+    coordinator, one = LoneCoordinator.serving(*pages([A]))
+    [two] = others(coordinator, "b")
+    want(coordinator, 2, A)
+    assert wanted(two.report()) == [A], "which is lost on its way"
+    assert purge(coordinator) == 1
+    ack = two.report()
+    assert ack.pull is None, "its source has not heard of the purge"
+    assert len(ack.tombstones) == 1
+    two.report(PurgedEvent(ack.tombstones[0].number))
+    two.report(*pages([A]))
+    assert homes(coordinator, A) == ["b"], "stored after the purge"
+    one.report(*pages([A]))
+    assert homes(coordinator, A) == ["b"], "told before its shard has heard of it"
+
+
+def test_a_pull_of_another_namespace_goes_on_after_a_purge() -> None:
+    coordinator, _ = LoneCoordinator.serving(*pages([A]))
+    [two] = others(coordinator, "b")
+    want(coordinator, 2, A)
+    before = two.report().pull
+    coordinator.ask(Purged, lambda call: Purge(call, OURS, model="another"))
+    assert two.report().pull == before
