@@ -25,7 +25,8 @@ from pathlib import Path
 import ray
 
 from kvcluster.actors import cluster
-from kvcluster.actors.own_ray import OBJECT_STORE_BYTES, own_ray
+from kvcluster.actors.coordinator import with_state_dir
+from kvcluster.actors.own_ray import OBJECT_STORE_BYTES, own_ray, pools_bytes
 from kvcluster.config import Config
 from kvcluster.errors import ConfigError, KVClusterError
 
@@ -67,7 +68,7 @@ def up(config: Config, *, starting: Callable[[], object] = lambda: None) -> tupl
         _forget(port)
         starting()
         with own_ray():
-            return _start(config), True
+            return _start(with_state_dir(config, _state_dir(port))), True
 
 
 def find(port: int) -> Running | None:
@@ -91,7 +92,7 @@ def down(port: int) -> bool:
 
 def _start(config: Config) -> Running:
     ray_port, folder = _free_port(), _ray_folder(config.server.port)
-    head = _start_head(ray_port, folder)
+    head = _start_head(ray_port, folder, pools_bytes(config))
     try:
         _wait_for_head(head, ray_port, folder)
         ray.init(
@@ -115,12 +116,13 @@ def _start(config: Config) -> Running:
     return running
 
 
-def _start_head(port: int, folder: Path) -> int:
+def _start_head(port: int, folder: Path, memory: int) -> int:
     """The process id of a new Ray head, which leads a session of its own."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += ["--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false"]
     # Only what the actors need. They take no CPU of Ray's; for each it would keep a process ready.
     command += ["--num-cpus=0", "--include-log-monitor=false", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+    command += [f"--memory={memory}"]
     # Left to itself this takes a port that is always the same, and ends the second Ray of a machine.
     command += [f"--ray-client-server-port={_free_port()}"]
     folder.mkdir(exist_ok=True)
@@ -203,6 +205,11 @@ def _state(port: int) -> Path:
     return _folder() / f"{port}.json"
 
 
+def _state_dir(port: int) -> Path:
+    """Where its coordinator keeps what the next one must know. It goes with the shards, which it is about."""
+    return _folder() / f"{port}.state"
+
+
 def _ray_folder(port: int) -> Path:
     """Where the Ray of that cluster keeps its sockets and logs."""
     return _folder() / str(port)
@@ -215,7 +222,8 @@ def _log(folder: Path) -> Path:
 def _forget(port: int) -> None:
     """Removes all files of a cluster that runs no more."""
     _state(port).unlink(missing_ok=True)
-    shutil.rmtree(_ray_folder(port), ignore_errors=True)
+    for folder in (_ray_folder(port), _state_dir(port)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folder() -> Path:

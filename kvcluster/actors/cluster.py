@@ -2,10 +2,15 @@
 
 The actors restart by themselves when their process dies: a coordinator relearns everything from the shards, a
 shard begins empty under a new epoch.
+
+The coordinator stays on the node that starts the cluster, because clients and shards know it by an address there.
+Shards spread over the nodes, and each claims its pool of Ray's `memory`: when a node is lost, its shards go where they
+fit, and wait for a node where they do not.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import socket
 import time
@@ -13,6 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvcluster.actors.coordinator import CoordinatorActor
 from kvcluster.actors.shard import ShardActor
@@ -20,6 +27,7 @@ from kvcluster.config import Config
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime.auth import authenticator
 
+log = logging.getLogger(__name__)
 NAMESPACE = "kvcluster"
 COORDINATOR_NAME = "coordinator"
 _RESTARTS = -1
@@ -54,13 +62,14 @@ def start(config: Config, *, detached: bool) -> Cluster:
     authenticator(config.server, "")
     secret = secrets.token_urlsafe(32)
     config = replace(config, server=replace(config.server, port=_port(config)))
-    coordinator = _actor(CoordinatorActor, COORDINATOR_NAME, detached, config, secret)
+    here = {"scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)}
+    coordinator = _actor(CoordinatorActor, COORDINATOR_NAME, detached, here, config, secret)
     started: list[Any] = [coordinator]
     try:
         address = _get(coordinator.address)
-        for number in range(config.shards):
+        for number, home in enumerate(_homes(config)):
             name = f"shard-{number}"
-            started.append(_actor(ShardActor, name, detached, name, address, config, secret))
+            started.append(_actor(ShardActor, name, detached, home, name, address, config, secret))
         for shard in started[1:]:
             _get(shard.address)
         _wait_until_up(coordinator, config.shards)
@@ -71,11 +80,33 @@ def start(config: Config, *, detached: bool) -> Cluster:
     return Cluster(address, coordinator, tuple(started[1:]))
 
 
-def _actor(kind: type, name: str, detached: bool, *arguments: Any) -> Any:
-    options: dict[str, Any] = {"namespace": NAMESPACE, "num_cpus": 0, "max_restarts": _RESTARTS}
+def _actor(kind: type, name: str, detached: bool, where: dict[str, Any], *arguments: Any) -> Any:
+    options: dict[str, Any] = {"namespace": NAMESPACE, "num_cpus": 0, "max_restarts": _RESTARTS, **where}
     if detached:  # the others are found by their handles, so that one Ray can hold many clusters
         options |= {"lifetime": "detached", "name": name}
     return ray.remote(kind).options(**options).remote(*arguments)
+
+
+def _homes(config: Config) -> list[dict[str, Any]]:
+    """Where each shard begins, as Ray's options: on the node that has the fewest, of those with room for its pool.
+
+    Where not all find room, they go anywhere and claim nothing. What a node says that it has is a guess from when it
+    was started, unless somebody told it; their arenas find out what there is, and would else never be asked.
+    """
+    pool = config.shard.device_bytes
+    free = {node: int(has.get("memory", 0)) for node, has in available_resources_per_node().items()}
+    taken = dict.fromkeys(free, 0)
+    homes: list[dict[str, Any]] = []
+    for _ in range(config.shards):
+        fitting = [node for node in free if free[node] - taken[node] * pool >= pool]
+        if not fitting:
+            log.warning("Ray's nodes have room for %d of %d shards (ray start --memory)", len(homes), config.shards)
+            return [{"scheduling_strategy": "SPREAD"}] * config.shards
+        node = min(fitting, key=lambda node: (taken[node], -free[node], node))
+        taken[node] += 1
+        # Soft: when the node is lost, it may begin anew on another.
+        homes.append({"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True), "memory": pool})
+    return homes
 
 
 def _get(method: Any) -> Any:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import replace
+from pathlib import Path
 
 from kvcluster.config import Config
 from kvcluster.core.ids import Epoch
+from kvcluster.core.messages import Leave
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.garbage import GarbageKeeper
@@ -16,6 +19,7 @@ from kvcluster.wire.methods import COORDINATOR
 
 log = logging.getLogger(__name__)
 _FOR_SHARDS = frozenset({"Report", "Inventory"})
+_FOR_OPERATORS = frozenset({"Drain"})
 
 
 class CoordinatorActor:
@@ -27,7 +31,7 @@ class CoordinatorActor:
     def __init__(self, config: Config, secret: str) -> None:
         self._host = CoordinatorHost(Epoch(time.time_ns()), config, on_end=end_process)
         gate = Gate(authenticator(config.server, secret))
-        handlers = unary_handlers(COORDINATOR, gate, self._host.ask, _FOR_SHARDS)
+        handlers = unary_handlers(COORDINATOR, gate, self._host.ask, _FOR_SHARDS, operators=_FOR_OPERATORS)
         self._server = Server(handlers, config.server.host, config.server.port, config.server.threads)
         self._garbage = GarbageKeeper()
         self._garbage.start()
@@ -53,7 +57,14 @@ class CoordinatorActor:
         self._garbage.close()
 
 
-def end_process(reason: str) -> None:
+def end_process(leave: Leave) -> None:
     """This incarnation is over; Ray starts the next. There is nothing to save: shards own the truth."""
-    log.warning("ending this process: %s", reason)
+    log.warning("ending this process: %s", leave.reason)
     os._exit(1)
+
+
+def with_state_dir(config: Config, folder: Path) -> Config:
+    """The same, with tombstones in that folder, unless the configuration names another."""
+    if config.coordinator.state_dir:
+        return config
+    return replace(config, coordinator=replace(config.coordinator, state_dir=str(folder)))

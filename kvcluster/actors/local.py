@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ray
 
 from kvcluster.actors import cluster
-from kvcluster.actors.own_ray import OBJECT_STORE_BYTES, own_ray
+from kvcluster.actors.coordinator import with_state_dir
+from kvcluster.actors.own_ray import OBJECT_STORE_BYTES, own_ray, pools_bytes
 from kvcluster.client import Client, connect
-from kvcluster.config import ClientConfig, load
+from kvcluster.config import ClientConfig, Config, load
 from kvcluster.core.spec import KVSpec, Part
 
 
@@ -36,9 +39,11 @@ class LocalCluster:
         return client
 
     def pids(self) -> list[int]:
-        """Process ids of the coordinator and the shards."""
-        actors = (self._running.coordinator, *self._running.shards)
-        pids: list[int] = ray.get([actor.pid.remote() for actor in actors])
+        """Process ids of the coordinator and the shards. A shard that was drained has none."""
+        pids: list[int] = []
+        for asked in [actor.pid.remote() for actor in (self._running.coordinator, *self._running.shards)]:
+            with suppress(ray.exceptions.ActorDiedError):
+                pids.append(ray.get(asked))
         return pids
 
     def close(self) -> None:
@@ -64,8 +69,11 @@ def local(
     # Wrong settings are found out before anything is started.
     cluster.check(settings)
     with ExitStack() as house:
+        # The coordinator stays on this node, so that a folder of this machine is one of its own.
+        folder = house.enter_context(TemporaryDirectory(prefix="kvcluster-", ignore_cleanup_errors=True))
+        settings = with_state_dir(settings, Path(folder))
         if not ray.is_initialized():
-            house.enter_context(_embedded_ray())
+            house.enter_context(_embedded_ray(settings))
         running = LocalCluster(cluster.start(settings, detached=False), settings.client)
         try:
             yield running
@@ -74,7 +82,7 @@ def local(
 
 
 @contextmanager
-def _embedded_ray() -> Iterator[None]:
+def _embedded_ray(config: Config) -> Iterator[None]:
     """A Ray of this process's own, without a dashboard."""
     with own_ray():
         ray.init(
@@ -84,6 +92,7 @@ def _embedded_ray() -> Iterator[None]:
             log_to_driver=False,
             logging_level="error",
             object_store_memory=OBJECT_STORE_BYTES,
+            _memory=pools_bytes(config),
             _node_ip_address="127.0.0.1",
         )
         try:

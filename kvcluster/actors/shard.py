@@ -1,10 +1,13 @@
-"""A shard as a Ray actor: a process with an arena, one gRPC server for pages, and a reporter."""
+"""A shard as a Ray actor: a process with an arena, one gRPC server for pages, and ways to the coordinator and to the
+other shards, which carry the secret that the cluster keeps for itself."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import socket
+import threading
 import time
 
 import grpc
@@ -13,15 +16,19 @@ import ray
 from kvcluster.actors.coordinator import end_process
 from kvcluster.config import Config
 from kvcluster.core.ids import Epoch, ShardId, Tenant
-from kvcluster.core.messages import Inventory, Reply, Report
+from kvcluster.core.messages import Inventory, Leave, Reply, Report, ShardAddress
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.auth import authenticator, is_loopback
 from kvcluster.runtime.server import Gate, Handler, Server, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
-from kvcluster.transport.grpc_pages import page_handlers
+from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
 from kvcluster.transport.rpc import Connection
-from kvcluster.transport.seam import Deadline
+from kvcluster.transport.seam import Deadline, Transport
 from kvcluster.wire.methods import COORDINATOR, SHARD
+
+log = logging.getLogger(__name__)
+_ALSO_FOR_SHARDS = frozenset({"Suspect"})
+_KILL_S = 10.0
 
 
 class ShardActor:
@@ -29,6 +36,8 @@ class ShardActor:
 
     def __init__(self, shard: str, coordinator: str, config: Config, secret: str) -> None:
         _keep_freed_memory()
+        self._me = ray.get_runtime_context().current_actor
+        self._secret = secret
         self._coordinator = Connection(coordinator, secret)
         gate = Gate(authenticator(config.server, secret))
         # The server is bound before the core exists, because the core has to know the address it is reached at.
@@ -41,13 +50,14 @@ class ShardActor:
             address=self._server.address,
             host=socket.gethostname(),
             tell=self._tell,
-            on_end=end_process,
+            open_source=self._open_source,
+            on_end=self._leave,
         )
 
         def tenant_of(context: grpc.ServicerContext) -> Tenant:
             return gate.caller(context).tenant
 
-        handlers.update(unary_handlers(SHARD, gate, self._host.ask))
+        handlers.update(unary_handlers(SHARD, gate, self._host.ask, shared=_ALSO_FOR_SHARDS))
         handlers.update(page_handlers(self._host, tenant_of))
         self._server.start()
         self._host.start()
@@ -66,6 +76,22 @@ class ShardActor:
 
     def _tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:
         return self._coordinator.ask(COORDINATOR[type(message).__name__], message, deadline)
+
+    def _open_source(self, shard: ShardAddress) -> Transport:
+        return GrpcPages(shard.address, self._secret)
+
+    def _leave(self, leave: Leave) -> None:
+        if not leave.for_good:
+            end_process(leave)
+        # Called under the driver's lock, where nothing may take its time.
+        threading.Thread(target=self._leave_for_good, args=(leave,), name="kvcluster-leave", daemon=True).start()
+
+    def _leave_for_good(self, leave: Leave) -> None:
+        """Ray starts anew what merely exits; what is killed like this, it does not."""
+        log.warning("ending this shard for good: %s", leave.reason)
+        ray.kill(self._me, no_restart=True)
+        time.sleep(_KILL_S)
+        end_process(leave)  # Ray's head cannot be reached; it is drained all the same, and the next one starts empty
 
 
 def reachable_host(host: str) -> str:

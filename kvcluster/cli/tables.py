@@ -7,13 +7,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+_COUNTERS = ("evicted", "pulled", "corrupt")
+
 
 def print_status(status: dict[str, Any], address: str) -> None:
     """One line for the cluster, one row a shard."""
     # Wide enough for every column: a terminal that is narrower breaks lines, and what reads a pipe does not care.
-    console = Console(width=max(Console().width, 110), highlight=False)
+    console = Console(width=max(Console().width, 130), highlight=False)
     rate = status["hit_rate"]
-    counters = status["counters"]
+    counters, totals = status["counters"], status["totals"]
     console.print(
         f"[bold]{address}[/bold]  {status['state']}, up {_duration(status['uptime_ns'])}; "
         f"{status['blocks']:,} blocks in {status['namespaces']} namespace(s), {status['tickets']} ticket(s)"
@@ -22,25 +24,53 @@ def print_status(status: dict[str, Any], address: str) -> None:
         f"hit rate {'-' if rate is None else f'{rate:.0%}'} of {counters['asked_blocks']:,} blocks asked for; "
         f"{counters['write_blocks']:,} written, {counters['duplicate_blocks']:,} were there already"
     )
+    console.print(
+        f"{totals.get('verified', 0):,} pages read again, {totals.get('suspected', 0):,} as readers had doubts; "
+        f"{totals.get('corrupt', 0):,} were corrupt; {totals.get('pulled', 0):,} copied between shards"
+    )
+    if status["lost_shards"]:
+        lost = ", ".join(status["lost_shards"])
+        console.print(f"[red]nothing is heard of {lost}[/red]: what lay there alone is a miss")
     table = Table(box=None, pad_edge=False, header_style="dim")
-    numbers = ("used", "of", "pages", "leases", "evicted")
-    for column in ("shard", "state", "tier", "used", "of", "", "pages", "leases", "evicted", "address"):
+    numbers = ("used", "of", "pages", "leases", "evicted", "pulled", "corrupt")
+    for column in (
+        "shard",
+        "state",
+        "tier",
+        "used",
+        "of",
+        "",
+        "pages",
+        "leases",
+        "evicted",
+        "pulled",
+        "corrupt",
+        "address",
+    ):
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
     for shard in status["shards"]:
-        capacity, used = shard["capacity_bytes"], shard["capacity_bytes"] - shard["free_bytes"]
-        table.add_row(
-            shard["shard"],
-            shard["state"],
-            "device",
-            size_text(used),
-            size_text(capacity),
-            _bar(used / capacity if capacity else 0.0),
-            f"{shard['pages']:,}",
-            f"{shard['leases']:,}",
-            f"{shard['counters'].get('evicted', 0):,}",
-            shard["address"],
-        )
+        table.add_row(*_row(shard))
     console.print(table)
+
+
+def _row(shard: dict[str, Any]) -> list[str]:
+    """What a lost shard held and did is history: its row only says where it was."""
+    if shard["state"] == "lost":
+        return [shard["shard"], "[red]lost[/red]", *["-"] * 3, "", *["-"] * 5, shard["address"]]
+    capacity, used = shard["capacity_bytes"], shard["capacity_bytes"] - shard["free_bytes"]
+    state, counters = shard["state"], shard["counters"]
+    return [
+        shard["shard"],
+        f"[yellow]{state}[/yellow]" if state == "draining" else state,
+        "device",
+        size_text(used),
+        size_text(capacity),
+        _bar(used / capacity if capacity else 0.0),
+        f"{shard['pages']:,}",
+        f"{shard['leases']:,}",
+        *(f"{counters.get(name, 0):,}" for name in _COUNTERS),
+        shard["address"],
+    ]
 
 
 def size_text(nbytes: float) -> str:

@@ -9,7 +9,10 @@ from kvcluster.core.messages import Status
 
 
 def status_dict(status: Status) -> dict[str, Any]:
-    """Fit for JSON: counters as a mapping, shards as a list of mappings, `hit_rate` of blocks or None."""
+    """Fit for JSON: counters as a mapping, shards as a list of mappings, `hit_rate` of blocks or None.
+
+    `totals` sums the counters of all shards; `lost_shards` names those of which nothing is heard any more.
+    """
     out = asdict(status)
     out["counters"] = dict(status.counters)
     out["shards"] = [
@@ -21,6 +24,12 @@ def status_dict(status: Status) -> dict[str, Any]:
         }
         for shard in status.shards
     ]
+    totals: dict[str, int] = {}
+    for shard in status.shards:
+        for name, value in shard.info.counters:
+            totals[name] = totals.get(name, 0) + value
+    out["totals"] = totals
+    out["lost_shards"] = [shard.info.shard for shard in status.shards if shard.state == "lost"]
     asked = out["counters"].get("asked_blocks", 0)
     out["hit_rate"] = out["counters"].get("hit_blocks", 0) / asked if asked else None
     return out

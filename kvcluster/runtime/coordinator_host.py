@@ -1,4 +1,4 @@
-"""A coordinator's process without Ray: core and driver."""
+"""A coordinator's process without Ray: core, driver, and the file of what was purged."""
 
 from __future__ import annotations
 
@@ -9,29 +9,34 @@ from collections.abc import Callable
 from kvcluster.config import Config
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import CallId, Epoch
-from kvcluster.core.messages import CoordinatorMessage, Effect, Leave, Reply
+from kvcluster.core.messages import CoordinatorMessage, Effect, Leave, Reply, Tombstone
+from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.runtime.driver import Driver
+from kvcluster.runtime.tombstones import Keeping, NotKept, TombstoneFile
+from kvcluster.transport.seam import Trouble
 
 log = logging.getLogger(__name__)
 
 
 class CoordinatorHost:
-    """One coordinator incarnation."""
+    """One coordinator incarnation. Raises ConfigError where the tombstones of the last cannot be read."""
 
-    def __init__(self, epoch: Epoch, config: Config, *, on_end: Callable[[str], None]) -> None:
+    def __init__(self, epoch: Epoch, config: Config, *, on_end: Callable[[Leave], None]) -> None:
+        file = TombstoneFile(config.coordinator.state_dir) if config.coordinator.state_dir else None
         self.core = Coordinator(
             epoch,
             config.coordinator,
             membership_ttl_ms=config.membership_ttl_ms,
             expected=config.shards,
             now=time.monotonic_ns(),
+            tombstones=file.take_over() if file is not None else (),
         )
         self._on_end = on_end
         self._driver: Driver[CoordinatorMessage] = Driver(
-            self.core,
+            Keeping(self.core, file.write if file is not None else _keep_nothing),
             self._perform,
             stall_ns=config.stall_ms * 1_000_000,
-            on_failure=lambda error: on_end(f"the coordinator failed: {error!r}"),
+            on_failure=lambda error: on_end(Leave(f"the coordinator failed: {error!r}")),
             name="coordinator",
         )
 
@@ -42,7 +47,11 @@ class CoordinatorHost:
         self._driver.close()
 
     def ask(self, build: Callable[[CallId], CoordinatorMessage], wait_s: float) -> Reply:
-        return self._driver.ask(build, wait_s)
+        """As Driver.ask. Raises Trouble as well where what was asked for cannot be promised for good."""
+        reply = self._driver.ask(build, wait_s)
+        if isinstance(reply, NotKept):
+            raise Trouble(Miss(MissReason.SHARD_LOST, reply.detail))
+        return reply
 
     def inspect(self, look: Callable[[], object]) -> object:
         """Calls `look` while the core stands still."""
@@ -51,4 +60,8 @@ class CoordinatorHost:
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Leave):
             log.warning("leaving: %s", effect.reason)
-            self._on_end(effect.reason)
+            self._on_end(effect)
+
+
+def _keep_nothing(stones: tuple[Tombstone, ...]) -> None:
+    """Without a folder the shards alone remember."""

@@ -1,15 +1,13 @@
-"""A shard's process without Ray: core, arena, driver, and the reporter that speaks to the coordinator.
+"""A shard's process without Ray: core, arena, driver, and a thread for each thing that takes its time.
 
-Effects end here: a report is sent by the one reporter thread, a revoked lease stops the session that moves its
-bytes, and `Leave` ends the process. How the coordinator is reached comes in as a function, so that the same host
-runs over gRPC and within a test.
+Effects end here: a report is sent by the reporter, pages are read again by the verifier and brought from other
+shards by the fetcher; a revoked lease stops whoever moves its bytes, and `Leave` ends the process. How the
+coordinator and other shards are reached comes in as functions, so that the same host runs over gRPC and within a test.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -17,6 +15,7 @@ from kvcluster.config import Config
 from kvcluster.core.ids import Attempt, CallId, Epoch, ShardId
 from kvcluster.core.messages import (
     Effect,
+    Fetch,
     Inventory,
     Leave,
     PageSlot,
@@ -30,12 +29,16 @@ from kvcluster.core.messages import (
     Revoke,
     Send,
     ShardMessage,
+    Verify,
 )
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.shard import Shard
 from kvcluster.errors import KVClusterError
 from kvcluster.pages.arena import Arena
 from kvcluster.runtime.driver import Driver
+from kvcluster.runtime.fetching import Fetcher, OpenSource
+from kvcluster.runtime.threads import JobThread
+from kvcluster.runtime.verifying import NICENESS, verify
 from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
 
 log = logging.getLogger(__name__)
@@ -56,7 +59,8 @@ class ShardHost:
         address: str,
         host: str,
         tell: Tell,
-        on_end: Callable[[str], None],
+        open_source: OpenSource,
+        on_end: Callable[[Leave], None],
     ) -> None:
         self.core = Shard(
             shard,
@@ -70,27 +74,35 @@ class ShardHost:
         self._tell = tell
         self._on_end = on_end
         self._report_ms = config.membership_ttl_ms
-        self._outbox: queue.SimpleQueue[Report | Inventory | None] = queue.SimpleQueue()
         self._sessions: dict[Attempt, Callable[[], object]] = {}
+
+        def fail(error: BaseException) -> None:
+            on_end(Leave(f"{shard} failed: {error!r}"))
+
         self._driver: Driver[ShardMessage] = Driver(
             self.core,
             self._perform,
             stall_ns=config.stall_ms * 1_000_000,
-            on_failure=lambda error: on_end(f"{shard} failed: {error!r}"),
+            on_failure=fail,
             name=shard,
         )
-        self._reporter = threading.Thread(target=self._report, name=f"kvcluster-{shard}-reporter", daemon=True)
+        # The core has one report, one batch to verify and one fetch under way at a time.
+        self._fetcher = Fetcher(self, open_source)
+        self._reports = JobThread(self._report, name=f"{shard}-reporter", on_failure=fail)
+        self._verifies = JobThread(self._verify, name=f"{shard}-verifier", on_failure=fail, niceness=NICENESS)
+        self._fetches = JobThread(self._fetcher.fetch, name=f"{shard}-fetcher", on_failure=fail)
 
     def start(self) -> None:
-        self._reporter.start()
+        for thread in (self._reports, self._verifies, self._fetches):
+            thread.start()
         self._driver.start()
 
     def close(self) -> None:
-        """Ends reporting and gives the arena back. The transports' servers are closed before."""
+        """Ends what runs beside the driver and gives the arena back. The transports' servers are closed before."""
         self._driver.close()
-        self._outbox.put(None)
-        if self._reporter.is_alive():
-            self._reporter.join()
+        self._fetcher.close()
+        for thread in (self._reports, self._verifies, self._fetches):
+            thread.close()
         self._arena.close()
 
     # ---------------------------------------------------------------------------------------- PageHost
@@ -125,25 +137,31 @@ class ShardHost:
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Send):
-            self._outbox.put(effect.message)
+            self._reports.submit(effect.message)
         elif isinstance(effect, Revoke):
             stop = self._sessions.get(effect.attempt)
             if stop is not None:
                 stop()
+        elif isinstance(effect, Verify):
+            self._verifies.submit(effect)
+        elif isinstance(effect, Fetch):
+            self._fetches.submit(effect)
         elif isinstance(effect, Leave):
             log.warning("leaving: %s", effect.reason)
-            self._on_end(effect.reason)
+            self._on_end(effect)
 
-    def _report(self) -> None:
-        while True:
-            message = self._outbox.get()
-            if message is None:
-                return
-            try:
-                answer = self._tell(message, Deadline.after_ms(self._report_ms))
-            except (Trouble, KVClusterError) as error:
-                log.info("the coordinator did not answer a report: %s", error)
-                self._driver.tell(ReportFailed())
-                continue
-            assert isinstance(answer, ReportAck)
+    def _report(self, message: Report | Inventory) -> None:
+        try:
+            answer = self._tell(message, Deadline.after_ms(self._report_ms))
+        except (Trouble, KVClusterError) as error:
+            log.info("the coordinator did not answer a report: %s", error)
+            self._driver.tell(ReportFailed())
+            return
+        if isinstance(answer, ReportAck):
             self._driver.tell(ReportAnswered(answer))
+        else:
+            log.warning("the coordinator refused a report: %s", answer)
+            self._driver.tell(ReportFailed())
+
+    def _verify(self, order: Verify) -> None:
+        self._driver.tell(verify(order, self.view))

@@ -3,8 +3,8 @@
     with MemoryCluster(shards=2, device_bytes="64MiB") as cluster:
         client = cluster.client(spec)
 
-Messages are handed over as objects, pages by the memory transport. Shards and the coordinator can be stopped and
-started, to see what an engine makes of it.
+Messages are handed over as objects, pages by the memory transport, from shard to shard as well. Shards and the
+coordinator can be stopped and started, and bits of resident pages flipped, to see what an engine makes of it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvcluster.client.control import CoordinatorPort
 from kvcluster.client.shards import OpenTransport
 from kvcluster.config import Config, load
 from kvcluster.core.coordinator import Coordinator
-from kvcluster.core.ids import Epoch, ShardId, Tenant
+from kvcluster.core.ids import CLUSTER, BlockHash, Epoch, ShardId, Tenant
 from kvcluster.core.invariants import check_coordinator, check_shard
-from kvcluster.core.messages import CoordinatorMessage, Inventory, Reply, Report, ShardAddress
+from kvcluster.core.messages import CoordinatorMessage, Inventory, Leave, PageKey, Reply, Report, ShardAddress
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.shard import Shard
 from kvcluster.core.spec import KVSpec, Part
@@ -66,6 +66,7 @@ class MemoryCluster:
         self.config: Config = load(overrides=below)
         self._coordinator: CoordinatorHost | None = None
         self._shards: dict[ShardId, ShardHost] = {}
+        self._drained: dict[ShardId, ShardHost] = {}
         self._clients: list[Client] = []
         self._epochs = 0
 
@@ -81,8 +82,10 @@ class MemoryCluster:
     ) -> None:
         for client in self._clients:
             client.close()
-        for shard in list(self._shards):
-            self.stop_shard(shard)
+        for host in [*self._shards.values(), *self._drained.values()]:
+            host.close()
+        self._shards.clear()
+        self._drained.clear()
         self.stop_coordinator()
 
     def client(self, spec: KVSpec, *, tenant: str = "default", part: Part | Mapping[int, Part] | None = None) -> Client:
@@ -116,7 +119,7 @@ class MemoryCluster:
 
     def start_coordinator(self) -> None:
         assert self._coordinator is None, "it runs"
-        self._coordinator = CoordinatorHost(self._next_epoch(), self.config, on_end=lambda reason: None)
+        self._coordinator = CoordinatorHost(self._next_epoch(), self.config, on_end=lambda leave: None)
         self._coordinator.start()
 
     def stop_coordinator(self) -> None:
@@ -135,7 +138,8 @@ class MemoryCluster:
             address=shard,
             host="memory",
             tell=self._tell,
-            on_end=lambda reason: None,
+            open_source=self.opener(CLUSTER),
+            on_end=lambda leave: self._on_leave(shard, leave),
         )
         self._shards[shard] = host
         host.start()
@@ -144,6 +148,23 @@ class MemoryCluster:
     def stop_shard(self, shard: ShardId) -> None:
         """Ends it as a crash would: what it held is lost, and nobody is told."""
         self._shards.pop(shard).close()
+
+    def corrupt(self, shard: ShardId, *, block: BlockHash | None = None, bit: int = 0) -> PageKey:
+        """Flips a bit of a page that lies readable on that shard: of that block, or else of the oldest. `bit` counts
+        through the page, and round again. Nobody is told. Raises LookupError where there is no such page."""
+        host = self._shards[shard]
+
+        def flip() -> PageKey:
+            for page in host.core.pool.ready():
+                if block in (None, page.key.hash):
+                    at, within = divmod(bit % (8 * page.nbytes), 8)
+                    host.view(page.slot())[at] ^= 1 << within
+                    return page.key
+            raise LookupError(f"{shard} holds no such page")
+
+        key = host.inspect(flip)
+        assert isinstance(key, PageKey)
+        return key
 
     def wait_until_up(self, timeout_s: float = 10.0) -> None:
         """Until the coordinator knows all running shards in their present incarnations. Raises TimeoutError."""
@@ -172,23 +193,33 @@ class MemoryCluster:
         """Those that run."""
         return dict(self._shards)
 
+    @property
+    def drained(self) -> list[ShardId]:
+        """Those that were told to go, and went."""
+        return list(self._drained)
+
     def check(self) -> None:
         """Raises AssertionError where an invariant of any core is broken."""
         self.running_coordinator().inspect(lambda: check_coordinator(self.coordinator_core()))
-        for shard, host in self._shards.items():
-            host.inspect(lambda shard=shard: check_shard(self.shard_core(shard)))  # type: ignore[misc]
+        for host in self.shards.values():
+            host.inspect(lambda host=host: check_shard(host.core))  # type: ignore[misc]
 
     def idle(self) -> bool:
         """Are no leases and tickets left?"""
-        return not len(self.coordinator_core().tickets) and not any(len(h.core.leases) for h in self._shards.values())
+        return not len(self.coordinator_core().tickets) and not any(len(h.core.leases) for h in self.shards.values())
 
     def _all_up(self) -> bool:
         core = self.coordinator_core()
         up = {member.info.shard: member.info.epoch for member in core.members.all() if member.cursor.current}
-        return not core.rebuilding and all(up.get(shard) == host.core.epoch for shard, host in self._shards.items())
+        return not core.rebuilding and all(up.get(shard) == host.core.epoch for shard, host in self.shards.items())
 
     def _tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:
         return self.running_coordinator().ask(lambda call: replace(message, call=call), deadline.remaining_s())
+
+    def _on_leave(self, shard: ShardId, leave: Leave) -> None:
+        # Under the lock of the driver that says so: what it leaves behind is closed at the end.
+        if leave.for_good:
+            self._drained[shard] = self._shards.pop(shard)
 
     def _next_epoch(self) -> Epoch:
         # Wall-clock time as in a real cluster, but never twice the same.

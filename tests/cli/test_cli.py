@@ -18,6 +18,7 @@ import pytest
 import kvcluster
 from kvcluster.cli.main import main
 from kvcluster.errors import CredentialError
+from kvcluster.runtime.auth import digest, parse_tokens
 from tests.actors.processes import processes, title
 from tests.actors.worker import PATIENT, SPEC, kv, tokens
 from tests.waiting import eventually
@@ -46,7 +47,7 @@ def free_port() -> int:
 # ------------------------------------------------------------------------------------- without a cluster
 
 
-@pytest.mark.parametrize("command", ["up", "down", "status", "demo", "bench", "token"])
+@pytest.mark.parametrize("command", ["up", "down", "status", "drain", "clear", "purge", "demo", "bench", "token"])
 def test_help_lists_every_command_and_explains_each(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"\n    {command} " in help_of(capsys)
     assert help_of(capsys, command).startswith(f"usage: kvcluster {command} ")
@@ -131,8 +132,20 @@ def test_token_makes_a_secret_and_the_line_that_admits_it(capsys: pytest.Capture
 
 
 def test_token_refuses_a_tenant_that_no_file_can_hold(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["token", "--tenant", "team a"]) == 1
-    assert "expected 'sha256:<64 hex digits>  <tenant>'" in capsys.readouterr().err
+    for tenant in ("team a", "team operator"):
+        assert main(["token", "--tenant", tenant]) == 1
+        assert f"{tenant!r} is no tenant's name" in capsys.readouterr().err
+
+
+def test_token_makes_an_operators_line_when_asked_and_only_then(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["token", "--tenant", "ops", "--operator"]) == 0
+    printed = capsys.readouterr().out
+    credential = Credential.parse(printed)
+    assert printed.startswith("token (give it to the operator")
+    tenants, operators = parse_tokens(credential.line)
+    assert (tenants, operators) == ({digest(credential.secret): "ops"}, {digest(credential.secret)})
+    assert main(["token", "--tenant", "ops"]) == 0
+    assert parse_tokens(Credential.parse(capsys.readouterr().out).line).operators == frozenset()
 
 
 # ----------------------------------------------------------------------------- with one, and two tenants
@@ -194,10 +207,12 @@ def test_up_starts_one_cluster_however_many_ask_and_says_how_to_go_on(cluster: U
 def test_status_prints_a_row_a_shard(cluster: Up) -> None:
     done = kvc("status", "--port", cluster.port, token=cluster.tenants["red"].secret)
     assert (done.returncode, done.stderr) == (0, "")
-    head, rates, columns, *rows = done.stdout.splitlines()
+    head, rates, integrity, columns, *rows = done.stdout.splitlines()
     assert head.startswith(f"{cluster.address}  serving, up ")
     assert rates.startswith("hit rate ")
-    assert columns.split() == ["shard", "state", "tier", "used", "of", "pages", "leases", "evicted", "address"]
+    assert integrity.startswith("0 pages read again")
+    counts = ["pages", "leases", "evicted", "pulled", "corrupt"]
+    assert columns.split() == ["shard", "state", "tier", "used", "of", *counts, "address"]
     assert [row.split()[:3] for row in rows] == [["shard-0", "up", "device"], ["shard-1", "up", "device"]]
     assert all("64.0 MiB" in row for row in rows)
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from kvcluster.config import Config, load
-from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, CallId, Epoch, Holder, ShardId, Tenant
+from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, CallId, Epoch, Holder, ShardId
 from kvcluster.core.messages import (
     AttachedShard,
     AttachShard,
     Done,
     Farewell,
     Inventory,
+    Leave,
     NewPage,
     PageKey,
     PageSlot,
+    Purge,
+    Purged,
+    Refused,
     RefusedKind,
     Renew,
     Reply,
@@ -28,69 +30,34 @@ from kvcluster.core.messages import (
     ReportAck,
     Reserve,
     ShardInfo,
+    Suspect,
     WriteGrant,
 )
 from kvcluster.core.reasons import Miss, MissReason
-from kvcluster.core.spec import KVSpec
-from kvcluster.errors import ProtocolError
+from kvcluster.errors import ConfigError, ProtocolError
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.shard_host import ShardHost
-from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
-
-BOUND_S = 20.0
-ME, ATTEMPT = Tenant("me"), Attempt(Holder(bytes(HOLDER_BYTES)), 1)
-SPEC = KVSpec.uniform(
-    model="m", weights="sha256:1", num_layers=2, num_kv_heads=1, head_dim=4, dtype="float16", block_tokens=4
+from kvcluster.runtime.tombstones import NAME
+from kvcluster.transport.seam import RefusedByShard, Trouble
+from tests.runtime.hosts import (
+    BOUND_S,
+    EPOCH,
+    ME,
+    SPACE,
+    SPEC,
+    Coordinator,
+    configured,
+    content,
+    counted,
+    flip,
+    held,
+    new_page,
+    shard,
+    store,
 )
-EPOCH = Epoch(5)
-Answer = Callable[[Report | Inventory], Reply]
+from tests.waiting import eventually
 
-
-def configured(**shard: object) -> Config:
-    quick = {"device_bytes": 2**20, "report_interval_ms": 20, "report_retry_ms": 1}
-    return load(overrides={"shard": {**quick, **shard}})
-
-
-def acknowledge(message: Report | Inventory) -> ReportAck:
-    """A coordinator that is content with everything."""
-    told = message.first + len(message.events) - 1 if isinstance(message, Report) else message.upto
-    return ReportAck(Epoch(1), told)
-
-
-class Coordinator:
-    """Answers reports one after the other: as scripted, then content."""
-
-    def __init__(self, *script: Answer) -> None:
-        self._script = list(script)
-        self.heard: queue.SimpleQueue[Report | Inventory] = queue.SimpleQueue()
-
-    def tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:
-        self.heard.put(message)
-        return (self._script.pop(0) if self._script else acknowledge)(message)
-
-    def wait_for(self, number: int) -> Report | Inventory:
-        """The message of that number, from 1 on."""
-        return [self.heard.get(timeout=BOUND_S) for _ in range(number)][-1]
-
-
-@contextmanager
-def shard(
-    coordinator: Coordinator, *, on_end: Callable[[str], None] = lambda reason: None, **config: object
-) -> Iterator[ShardHost]:
-    host = ShardHost(
-        ShardId("shard-0"),
-        EPOCH,
-        configured(**config),
-        address="here",
-        host="host",
-        tell=coordinator.tell,
-        on_end=on_end,
-    )
-    host.start()
-    try:
-        yield host
-    finally:
-        host.close()
+ATTEMPT = Attempt(Holder(bytes(HOLDER_BYTES)), 2**40)
 
 
 def granted(host: ShardHost) -> PageSlot:
@@ -129,10 +96,67 @@ def test_a_report_that_fails_is_sent_again(error: Exception) -> None:
 
 
 def test_a_shard_whose_successor_is_known_ends_itself() -> None:
-    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[Leave] = queue.SimpleQueue()
     coordinator = Coordinator(lambda message: ReportAck(Epoch(1), 0, leave=Farewell.REPLACED))
     with shard(coordinator, on_end=ended.put):
-        assert "newer incarnation" in ended.get(timeout=BOUND_S)
+        leave = ended.get(timeout=BOUND_S)
+    assert "newer incarnation" in leave.reason
+    assert not leave.for_good, "and Ray starts it anew"
+
+
+def test_a_drained_shard_ends_for_good() -> None:
+    ended: queue.SimpleQueue[Leave] = queue.SimpleQueue()
+    coordinator = Coordinator(lambda message: ReportAck(Epoch(1), 0, leave=Farewell.DRAINED))
+    with shard(coordinator, on_end=ended.put):
+        assert ended.get(timeout=BOUND_S) == Leave("this shard is drained", for_good=True)
+
+
+def test_a_report_that_is_refused_is_sent_again() -> None:
+    coordinator = Coordinator(lambda message: Refused(RefusedKind.BAD, "not now"))
+    with shard(coordinator) as host:
+        coordinator.wait_for(4)
+        assert granted(host).nbytes > 0, "it is a member after all"
+
+
+# ----------------------------------------------------------------------------------------------- integrity
+
+
+def suspect(host: ShardHost, *numbers: int) -> None:
+    keys = tuple(new_page(number).key for number in numbers)
+    assert host.ask(lambda call: Suspect(call, ME, SPACE, EPOCH, keys), BOUND_S) == Done()
+
+
+def test_a_page_that_a_reader_suspects_is_read_again_and_goes_if_it_is_corrupt() -> None:
+    coordinator = Coordinator()
+    with shard(coordinator) as host:
+        coordinator.wait_for(3)
+        store(host, range(1, 6))
+        flip(host, 2)
+        suspect(host, 1, 2)
+        eventually(lambda: counted(host)["verified"] == 2)
+        assert held(host) == {number: content(number) for number in (1, 3, 4, 5)}
+        gone = coordinator.wait_until(lambda report: any(map(corrupt, report.events)))
+    assert [event.key for event in gone.events if corrupt(event)] == [new_page(2).key]
+
+
+def corrupt(event: object) -> bool:
+    return getattr(event, "corrupt", False)
+
+
+def test_a_page_that_rots_unread_is_found_by_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcluster.core.verifier.ROUND_NS", 0)
+    coordinator = Coordinator()
+    with shard(coordinator, scrub_bytes=64 * 2**10) as host:
+        coordinator.wait_for(3)
+        store(host, range(1, 6))
+        eventually(lambda: counted(host)["verified"] >= 10)
+        assert held(host) == {number: content(number) for number in range(1, 6)}
+        flip(host, 3, bit=77)
+        eventually(lambda: counted(host)["corrupt"])
+        assert sorted(held(host)) == [1, 2, 4, 5]
+
+
+# -------------------------------------------------------------------------------------------------- leases
 
 
 def test_a_lease_that_runs_out_stops_whoever_moves_its_bytes() -> None:
@@ -169,11 +193,23 @@ def test_a_page_of_a_shard_that_was_closed_is_lost() -> None:
 
 
 def test_a_mistake_in_the_core_ends_the_process() -> None:
-    ended: list[str] = []
+    ended: list[Leave] = []
     with shard(Coordinator(), on_end=ended.append) as host, pytest.raises(Trouble):
         host.ask(lambda call: Unheard(), BOUND_S)
-    assert len(ended) == 1
-    assert "shard-0 failed" in ended[0]
+    (leave,) = ended
+    assert "shard-0 failed" in leave.reason
+    assert not leave.for_good
+
+
+def test_a_thread_of_a_shard_that_breaks_ends_the_process() -> None:
+    """A shard that reports no more would be held for lost, and hold its memory for ever."""
+    ended: queue.SimpleQueue[Leave] = queue.SimpleQueue()
+
+    def break_it(message: Report | Inventory) -> Reply:
+        raise AssertionError("a mistake")
+
+    with shard(Coordinator(break_it), on_end=ended.put):
+        assert "shard-0 failed: AssertionError('a mistake')" in ended.get(timeout=BOUND_S).reason
 
 
 class Unheard:
@@ -184,7 +220,7 @@ class Unheard:
 
 
 def test_a_coordinator_whose_successor_is_known_ends_itself() -> None:
-    ended: list[str] = []
+    ended: list[Leave] = []
     host = CoordinatorHost(Epoch(1), configured(), on_end=ended.append)
     host.start()
     info = ShardInfo(ShardId("shard-0"), EPOCH, "here", "host", 2**20, 2**20, 0, 0)
@@ -193,16 +229,49 @@ def test_a_coordinator_whose_successor_is_known_ends_itself() -> None:
     assert ended == [], "all its shards have reported: it coordinates"
     host.ask(lambda call: Report(call, info, coordinator=Epoch(2), first=1), BOUND_S)
     host.close()
-    assert ended == ["a newer coordinator is known"]
+    assert ended == [Leave("a newer coordinator is known")]
     with pytest.raises(Trouble, match="is ending"):
         host.ask(lambda call: Report(call, info, Epoch(2), first=1), BOUND_S)
 
 
 def test_a_mistake_in_the_coordinator_ends_the_process() -> None:
-    ended: list[str] = []
+    ended: list[Leave] = []
     host = CoordinatorHost(Epoch(1), configured(), on_end=ended.append)
     with pytest.raises(Trouble, match="coordinator failed"):
         host.ask(lambda call: Unheard(), BOUND_S)
     assert len(ended) == 1
     assert host.inspect(lambda: CallId(1)) == 1, "what is left can still be looked at"
     host.close()
+
+
+def purge(host: CoordinatorHost) -> Reply:
+    return host.ask(lambda call: Purge(call, ME), BOUND_S)
+
+
+def test_a_coordinator_remembers_what_the_last_one_was_told_to_purge(tmp_path: Path) -> None:
+    config = replace(configured(), coordinator=replace(configured().coordinator, state_dir=str(tmp_path)))
+    for epoch in (1, 2):
+        host = CoordinatorHost(Epoch(epoch), config, on_end=lambda leave: None)
+        known = host.core.tombstones.all()
+        assert [stone.tenant for stone in known] == [ME] * (epoch - 1)
+        assert purge(host) == Purged(0)
+        host.close()
+
+
+def test_a_purge_that_cannot_be_kept_is_not_called_done(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    config = replace(configured(), coordinator=replace(configured().coordinator, state_dir=str(folder)))
+    host = CoordinatorHost(Epoch(1), config, on_end=lambda leave: None)
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(Trouble, match="cannot keep what is purged: No such file or directory"):
+        purge(host)
+    (tmp_path / "elsewhere").rename(folder)
+    assert purge(host) == Purged(0), "when there is room again it can be asked once more"
+    host.close()
+
+
+def test_a_coordinator_does_not_start_over_a_file_that_it_cannot_read(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text("torn", encoding="utf-8")
+    config = replace(configured(), coordinator=replace(configured().coordinator, state_dir=str(tmp_path)))
+    with pytest.raises(ConfigError, match="cannot be understood"):
+        CoordinatorHost(Epoch(1), config, on_end=lambda leave: None)

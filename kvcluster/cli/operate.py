@@ -1,0 +1,186 @@
+"""`kvcluster drain | clear | purge`: what is done to a cluster that runs, by its operator or by a tenant."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvcluster.client.control import NO_CALL, NOBODY, GrpcPort, expect
+from kvcluster.client.status import status_dict
+from kvcluster.core.ids import ShardId
+from kvcluster.core.messages import Done, Drain, GetStatus, Purge, Purged, Status
+from kvcluster.errors import CallerError, Unreachable
+from kvcluster.transport.rpc import Connection
+from kvcluster.transport.seam import Deadline, Trouble
+
+DEFAULT_PORT = 7070
+_ANSWER_MS = 10_000
+_POLL_S = 0.5
+_PATIENCE_S = 30.0
+"""How long a coordinator may be away while a drain is watched: it restarts within a few seconds."""
+
+
+def add(commands: Any) -> None:
+    """Adds the three commands."""
+    drain = commands.add_parser("drain", help="copy what a shard holds to others, and let it go", allow_abbrev=False)
+    drain.add_argument("shard", metavar="SHARD", help="its name, as `kvcluster status` shows it")
+    drain.add_argument(
+        "--wait", action=argparse.BooleanOptionalAction, default=True, help="show how far it is until it is gone"
+    )
+    drain.add_argument("--timeout", type=float, default=600.0, metavar="S", help="wait no longer (default 600)")
+    _add_where(drain)
+    drain.set_defaults(run=_drain)
+
+    clear = commands.add_parser("clear", help="forget every block of this tenant, for good", allow_abbrev=False)
+    _add_yes(clear)
+    _add_where(clear)
+    clear.set_defaults(run=_clear)
+
+    purge = commands.add_parser("purge", help="forget the blocks of a model, or of an adapter", allow_abbrev=False)
+    purge.add_argument("--model", help="of this model")
+    purge.add_argument("--weights", help="of these weights")
+    purge.add_argument("--adapter", help="of this adapter; '' means blocks without one")
+    _add_yes(purge)
+    _add_where(purge)
+    purge.set_defaults(run=_purge)
+
+
+def _add_where(command: Any) -> None:
+    where = command.add_mutually_exclusive_group()
+    where.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help=f"a port of this machine (default {DEFAULT_PORT})"
+    )
+    where.add_argument("--address", help="host:port of a coordinator elsewhere")
+    command.add_argument("--token", default=os.environ.get("KVCLUSTER_TOKEN"), help="or KVCLUSTER_TOKEN")
+
+
+def _add_yes(command: Any) -> None:
+    command.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _address(options: argparse.Namespace) -> str:
+    return str(options.address or f"127.0.0.1:{options.port}")
+
+
+@contextmanager
+def _port(options: argparse.Namespace) -> Iterator[GrpcPort]:
+    connection = Connection(_address(options), options.token)
+    try:
+        connection.wait_ready(Deadline.after_ms(_ANSWER_MS))
+        yield GrpcPort(connection)
+    finally:
+        connection.close()
+
+
+# ------------------------------------------------------------------------------------------- forgetting
+
+
+def _clear(options: argparse.Namespace) -> int:
+    return _forget(options, "every block", Purge(NO_CALL, NOBODY))
+
+
+def _purge(options: argparse.Namespace) -> int:
+    filters = {name: getattr(options, name) for name in ("model", "weights", "adapter")}
+    given = {name: value for name, value in filters.items() if value is not None}
+    if not given:
+        raise CallerError(
+            "say what is to be forgotten, with --model, --weights or --adapter; `kvcluster clear` forgets everything"
+        )
+    what = "every block of " + ", ".join(f"{name} {value!r}" for name, value in given.items())
+    return _forget(options, what, Purge(NO_CALL, NOBODY, **filters))
+
+
+def _forget(options: argparse.Namespace, what: str, purge: Purge) -> int:
+    if not options.yes and not _confirmed(f"forget {what} that this credential can see, at {_address(options)}?"):
+        print("nothing was forgotten", file=sys.stderr)
+        return 1
+    with _port(options) as port:
+        purged = expect(Purged, port.ask(purge, Deadline.after_ms(_ANSWER_MS)))
+    print(f"{purged.blocks:,} block(s) forgotten")
+    return 0
+
+
+def _confirmed(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise CallerError("this asks before it forgets anything, and nobody is there to answer; give --yes")
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+# --------------------------------------------------------------------------------------------- draining
+
+
+def _drain(options: argparse.Namespace) -> int:
+    with _port(options) as port:
+        before = _status(port)
+        _ask_to_drain(port, options.shard, before)
+        if options.wait:
+            return _watch(port, options.shard, before, Deadline.after_ms(options.timeout * 1e3))
+    print(f"{options.shard} is draining; `kvcluster status` shows it until it is gone")
+    return 0
+
+
+def _ask_to_drain(port: GrpcPort, shard: str, status: dict[str, Any]) -> None:
+    answer = port.ask(Drain(NO_CALL, ShardId(shard)), Deadline.after_ms(_ANSWER_MS))
+    if not expect(Done, answer).ok:
+        names = ", ".join(known["shard"] for known in status["shards"] if known["state"] != "lost")
+        raise CallerError(f"there is no shard {shard!r} to drain; there is {names or 'none at all'}")
+
+
+def _watch(port: GrpcPort, shard: str, before: dict[str, Any], deadline: Deadline) -> int:
+    """Says how far it is, until it is gone."""
+    patience = Deadline.after_ms(_PATIENCE_S * 1e3)
+    said = ""
+    while deadline.remaining_s():
+        try:
+            status = _status(port)
+            if _shard(status, shard).get("state") == "up":  # a coordinator that has just started may not know of it
+                _ask_to_drain(port, shard, status)
+            patience = Deadline.after_ms(_PATIENCE_S * 1e3)
+        except Trouble as trouble:
+            if not patience.remaining_s():
+                raise Unreachable(f"the coordinator has not answered for {_PATIENCE_S:.0f} s: {trouble}") from None
+        else:
+            line, ended = progress(before, status, shard)
+            if line != said:
+                print(line, file=sys.stdout if ended == 0 else sys.stderr)
+                said = line
+            if ended is not None:
+                return ended
+        time.sleep(_POLL_S)
+    print(f"{shard} drains still; `kvcluster status` shows it until it is gone", file=sys.stderr)
+    return 1
+
+
+def progress(before: dict[str, Any], status: dict[str, Any], shard: str) -> tuple[str, int | None]:
+    """What to say of a drain that began at `before`, and the exit status once it has ended."""
+    was, now = _shard(before, shard), _shard(status, shard)
+    pulled = max(0, _pulled(status, shard) - _pulled(before, shard))  # one of them may have begun anew, at 0
+    copied = f"others have copied {pulled:,} page(s) meanwhile"
+    if not now:
+        # A coordinator that is rebuilding may not have heard of it yet.
+        gone = status["state"] == "serving"
+        return (f"{shard} is gone; {copied}", 0) if gone else ("the coordinator is rebuilding", None)
+    if now["state"] == "lost":
+        return f"{shard} was lost before it was drained; {copied}", 1
+    if was and now["epoch"] != was["epoch"]:
+        return f"{shard} died before it was drained, and has begun anew, empty; {copied}", 1
+    return f"{shard} is draining: {now['pages']:,} page(s) lie there; {copied}", None
+
+
+def _shard(status: dict[str, Any], shard: str) -> dict[str, Any]:
+    """What a status says of this one; nothing where it does not know it."""
+    return next((known for known in status["shards"] if known["shard"] == shard), {})
+
+
+def _status(port: GrpcPort) -> dict[str, Any]:
+    return status_dict(expect(Status, port.ask(GetStatus(NO_CALL), Deadline.after_ms(_ANSWER_MS))))
+
+
+def _pulled(status: dict[str, Any], shard: str) -> int:
+    """Pages that the other shards have been told to copy, in all."""
+    return sum(known["counters"].get("pulled", 0) for known in status["shards"] if known["shard"] != shard)

@@ -1,0 +1,62 @@
+"""`kvcluster simulate`: runs the real core under simulated clocks, networks and faults, seed by seed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    simulate = commands.add_parser(
+        "simulate", help="run the core under simulated clocks, networks and faults", allow_abbrev=False
+    )
+    simulate.add_argument("--seeds", type=_positive, default=100, help="how many (default 100)")
+    simulate.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
+    simulate.add_argument("--jobs", type=_positive, default=len(os.sched_getaffinity(0)), help="processes (all cores)")
+    simulate.add_argument("--bug", metavar="NAME", help="plant this bug first: it has to be found (docs/simulator.md)")
+    simulate.add_argument("--journal", action="store_true", help="print all that happens, seed by seed, and a digest")
+    simulate.set_defaults(run=_simulate)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from kvcluster.testing.sim import runner
+
+    if options.journal:
+        return _print_journals(options)
+    began = time.monotonic()
+    total = runner.Tally()
+    shown = began
+    for tally in runner.run_many(options.first, options.seeds, options.jobs, options.bug):
+        total.add(tally)
+        if sys.stderr.isatty() and time.monotonic() - shown > 1:
+            shown = time.monotonic()
+            print(f"{total.seeds} of {options.seeds} seeds", end="\r", file=sys.stderr, flush=True)
+    for failure in total.failures:
+        print(failure.story)
+    print("\n".join(total.lines(time.monotonic() - began)))
+    return 1 if total.failures else 0
+
+
+def _print_journals(options: argparse.Namespace) -> int:
+    from kvcluster.testing.sim import runner
+
+    for seed in range(options.first, options.first + options.seeds):
+        world, failure = runner.run_seed(seed, options.bug, whole_journal=True)
+        for line in world.journal.lines():
+            print(line)
+        print(f"seed {seed}: {world.steps} steps, journal {world.journal.digest()}")
+        if failure is not None:
+            print(failure.story.splitlines()[-2])
+            return 1
+    return 0

@@ -1,0 +1,175 @@
+"""Fetching pages from another shard: how replicas are made, and how a draining shard is emptied.
+
+Where from and which pages, the coordinator has said; the core has reserved them under a write lease of its own. The
+bytes go straight into the arena, where nobody else looks before they are committed, and each layer is verified there
+against the identity of the page that was reserved: nothing that the source says of itself enters it. What is whole
+and verified is committed, whatever became of the rest; a page that came wrong is reported to its source, which reads
+it again.
+
+A fetch takes no longer than FETCH_S, and no frame of it longer than the lease runs. When the lease is revoked it is
+broken off, and only when nothing is written any more are the pages given back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, suppress
+from types import TracebackType
+
+from kvcluster.core import limits
+from kvcluster.core.ids import HOLDER_BYTES, Attempt, CallId, Holder
+from kvcluster.core.messages import (
+    Abort,
+    Commit,
+    Done,
+    Fetch,
+    PageKey,
+    PageSlot,
+    PageWant,
+    ReadRequest,
+    Renew,
+    ShardAddress,
+    ShardMessage,
+)
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.errors import KVClusterError, ProtocolError
+from kvcluster.pages import checksum, codec
+from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Transport, Trouble
+
+log = logging.getLogger(__name__)
+
+FETCH_S = 60.0
+"""For one order: limits.PULL_BYTES over a network of about a MiB a second. The coordinator had better ask another."""
+
+_PROMPT_S = 5.0
+"""Questions that the core answers at once; the wait only bounds a process that hangs."""
+
+OpenSource = Callable[[ShardAddress], Transport]
+"""Opens a way to another shard that may read for every tenant (ids.CLUSTER)."""
+
+
+class Arrivals:
+    """Where a fetch's layers go: a PageSink over the slots that were reserved for them."""
+
+    def __init__(self, order: Fetch, view: Callable[[PageSlot], memoryview]) -> None:
+        self._slots = order.slots
+        self._view = view
+        self._identities = [checksum.identity(order.namespace, slot.key, codec.RAW) for slot in order.slots]
+        self._sums: list[list[int]] = [[] for _ in order.slots]
+        self._wrong: dict[int, None] = {}
+
+    def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: memoryview) -> None:
+        slot = self._slots[item]
+        layers = slot.key.part.layers
+        layer_bytes = slot.nbytes // layers
+        if layer != len(self._sums[item]) or layer + len(sums) > layers or data.nbytes != len(sums) * layer_bytes:
+            raise ProtocolError(f"page {item} has {layers} layers of {layer_bytes} bytes; other bytes came")
+        if codec_id != codec.RAW:
+            raise ProtocolError(f"page {item} came in codec {codec_id:#06x}, for which no room was reserved")
+        here = self._view(slot)[layer * layer_bytes : layer * layer_bytes + data.nbytes]
+        here[:] = data
+        self._sums[item].extend(sums)
+        if checksum.first_mismatch(self._identities[item], layer, sums, here) is not None:
+            self._wrong[item] = None
+
+    def verified(self) -> dict[int, bytes]:
+        """The packed sums of each page that is whole and right, by its place in the order."""
+        return {
+            item: checksum.pack_sums(sums)
+            for item, (slot, sums) in enumerate(zip(self._slots, self._sums, strict=True))
+            if len(sums) == slot.key.part.layers and item not in self._wrong
+        }
+
+    def wrong(self) -> tuple[PageKey, ...]:
+        """The pages of which bytes came that were not theirs."""
+        return tuple(self._slots[item].key for item in self._wrong)
+
+
+class Fetcher:
+    """Fetches for one shard, one order after the other."""
+
+    def __init__(self, host: PageHost, open_source: OpenSource) -> None:
+        self._host = host
+        self._open = open_source
+        # At the source it is a reader like any other, under a name that nobody can guess and take before.
+        self._holder = Holder(os.urandom(HOLDER_BYTES))
+        self._counter = itertools.count(1)
+        self._closing = False
+        self._current: _Breaker | None = None
+
+    def fetch(self, order: Fetch) -> None:
+        """Carries out one order, and ends its lease."""
+        arrivals = Arrivals(order, self._host.view)
+        try:
+            self._bring(order, arrivals)
+        except (Trouble, RefusedByShard, KVClusterError) as error:
+            # What has come until then is as good as if all had come.
+            log.info("a fetch from %s broke off: %s", order.source.shard, error)
+        verified = arrivals.verified()
+
+        def ending(call: CallId) -> ShardMessage:
+            if verified:
+                return Commit(call, order.attempt, tuple(verified), tuple(verified.values()))
+            return Abort(call, order.attempt)
+
+        with suppress(Trouble):  # this shard is ending
+            self._host.ask(ending, _PROMPT_S)
+
+    def close(self) -> None:
+        """Breaks off what is under way, and lets nothing begin. Any thread may call."""
+        self._closing = True
+        if self._current is not None:
+            self._current.break_off()
+
+    def _bring(self, order: Fetch, arrivals: Arrivals) -> None:
+        deadline = Deadline.after_ms(FETCH_S * 1e3)
+        wants = tuple(PageWant(slot.key, 0, slot.key.part.layers) for slot in order.slots)
+        attempt = Attempt(self._holder, next(self._counter))
+        request = ReadRequest(order.namespace, attempt, order.source.epoch, wants)
+        with closing(self._open(order.source)) as source, _Breaker(source.close) as breaker:
+            self._current = breaker
+            with self._host.on_revoke(order.attempt, breaker.break_off):
+                self._renew(order, breaker)  # it has waited for its turn, perhaps for too long
+                with closing(source.read(request, arrivals, deadline)) as frames:
+                    for _ in frames:
+                        self._renew(order, breaker)
+                wrong = arrivals.wrong()[: limits.SUSPECTS_PER_CALL]
+                if wrong:
+                    prompt = Deadline.after_ms(_PROMPT_S * 1e3)
+                    source.suspect(order.namespace, order.source.epoch, wrong, prompt)
+
+    def _renew(self, order: Fetch, breaker: _Breaker) -> None:
+        """Each frame shows that this is under way. Raises Trouble where it is to end."""
+        renewed = self._host.ask(lambda call: Renew(call, order.attempt), _PROMPT_S) == Done(True)
+        if self._closing or breaker.broken or not renewed:
+            raise Trouble(Miss(MissReason.DEADLINE, "the lease has ended"))
+
+
+class _Breaker(AbstractContextManager["_Breaker"]):
+    """Breaks an exchange off from outside, by a thread of its own: whoever revokes a lease does so under the driver's
+    lock, and to close a connection can take until its reader, which may be waiting for that lock, has noticed."""
+
+    def __init__(self, close: Callable[[], object]) -> None:
+        self._thread = threading.Thread(target=close, name="kvcluster-breaker", daemon=True)
+        self._lock = threading.Lock()
+        self._ended = False
+        self.broken = False
+
+    def break_off(self) -> None:
+        """Does nothing the second time, or once the exchange has ended."""
+        with self._lock:
+            if not self.broken and not self._ended:
+                self.broken = True
+                self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._ended = True
+        if self.broken:
+            self._thread.join()

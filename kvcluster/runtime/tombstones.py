@@ -1,0 +1,188 @@
+"""Tombstones on disk: what a coordinator was told to purge, kept for the coordinator after it.
+
+One small file in `coordinator.state_dir`, replaced whole: written beside itself, synced, renamed, and the folder
+synced; so it is the old one or the new one, whenever the power goes. It carries a digest, since a tombstone that rots
+into another one brings back what was purged. A file that cannot be understood is never passed over, for the same
+reason; what to do about it is a person's decision, and the error says which there are.
+
+It also carries the number of its owner. Each coordinator takes the file over when it starts; one that was cut off
+and does not know yet that it has a successor can then no longer overwrite what the successor wrote.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvcluster.core.ids import Tenant
+from kvcluster.core.messages import Answer, Effect, Persist, Refused, RefusedKind, Tombstone
+from kvcluster.errors import ConfigError
+from kvcluster.runtime.driver import Core
+
+M = TypeVar("M")
+
+NAME = "tombstones"
+_HEAD = re.compile(rb"kvcluster-tombstones 1 (\d{1,18}) ([0-9a-f]{64})\n")
+_FILTERS = ("model", "weights", "adapter")
+
+
+class TombstoneFile:
+    """The file of one coordinator. The folder is made where it is missing."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._owner = 0
+
+    def take_over(self) -> tuple[Tombstone, ...]:
+        """What is kept, in order; from now on this object alone can write. Raises ConfigError where the folder cannot
+        be used or the file cannot be understood."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable(error) from None
+        with self._alone() as folder:
+            owner, stones = self._read()
+            self._owner = owner + 1
+            self._replace(stones, folder)
+            return stones
+
+    def write(self, stones: tuple[Tombstone, ...]) -> None:
+        """Replaces what is kept. It is on disk, or ConfigError says why not and what is there stays."""
+        assert self._owner, "the file has to be taken over first"
+        with self._alone() as folder:
+            owner, _ = self._read()
+            if owner > self._owner:
+                raise ConfigError(f"{self._path} belongs to a newer coordinator by now; this one is over")
+            self._replace(stones, folder)
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / NAME
+
+    @contextmanager
+    def _alone(self) -> Iterator[int]:
+        """One at a time, whichever process: what is read stays true until it is replaced. Gives the folder, opened."""
+        try:
+            folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                yield folder
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise self._unusable(error) from None
+
+    def _read(self) -> tuple[int, tuple[Tombstone, ...]]:
+        try:
+            with self._path.open("rb") as file:
+                data = file.read()
+        except FileNotFoundError:
+            return 0, ()
+        try:
+            return parse(data)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self._path}, which says what was purged, cannot be understood: {error}. Restore it from a copy; or, "
+                "if nothing that was purged may still be wanted gone, remove it and run `kvcluster clear`"
+            ) from None
+
+    def _replace(self, stones: tuple[Tombstone, ...], folder: int) -> None:
+        new = self._folder / f"{NAME}.new"
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(unparse(self._owner, stones))
+            file.flush()
+            os.fsync(file.fileno())
+        new.rename(self._path)
+        os.fsync(folder)
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"coordinator.state_dir {self._folder} cannot keep what is purged: {error.strerror or error}. "
+            "Make room there, or name another folder"
+        )
+
+
+def unparse(owner: int, stones: tuple[Tombstone, ...]) -> bytes:
+    """The content of the file."""
+    body = json.dumps([asdict(stone) for stone in stones], indent=1).encode() + b"\n"
+    return f"kvcluster-tombstones 1 {owner} {_digest(owner, body)}\n".encode() + body
+
+
+def parse(data: bytes) -> tuple[int, tuple[Tombstone, ...]]:
+    """The inverse: owner and tombstones. Raises ValueError for anything that `unparse` did not write."""
+    head = _HEAD.match(data)
+    if head is None:
+        raise ValueError("it does not begin as one of version 1 does")
+    owner, body = int(head[1]), data[head.end() :]
+    if _digest(owner, body) != head[2].decode():
+        raise ValueError("its content is not what its digest says")
+    try:
+        entries = json.loads(body)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(entries, list):
+        raise ValueError("it holds no list")
+    return owner, tuple(_tombstone(entry) for entry in entries)
+
+
+def _tombstone(entry: Any) -> Tombstone:
+    if not isinstance(entry, dict) or set(entry) != {"number", "tenant", *_FILTERS}:
+        raise ValueError("an entry is no tombstone")
+    filters = {name: entry[name] for name in _FILTERS}
+    if (
+        type(entry["number"]) is not int
+        or entry["number"] < 1
+        or not isinstance(entry["tenant"], str)
+        or not all(value is None or isinstance(value, str) for value in filters.values())
+    ):
+        raise ValueError("an entry is no tombstone")
+    return Tombstone(entry["number"], Tenant(entry["tenant"]), **filters)
+
+
+def _digest(owner: int, body: bytes) -> str:
+    return hashlib.sha256(b"%d\n" % owner + body).hexdigest()
+
+
+class NotKept(Refused):
+    """What is answered in place of a promise that could not be made durable."""
+
+
+class Keeping:
+    """A coordinator's core, whose Persist effects are carried out within the step: what comes after one may rely on it.
+    Others wait meanwhile for as long as a disk takes to sync, which is little beside how seldom anybody purges.
+
+    Where `write` raises ConfigError, whoever would have been answered after that gets NotKept instead. The purge has
+    taken place nevertheless, in the core and soon in the shards; it is the promise for all time that is missing, and
+    the next write that succeeds contains it.
+    """
+
+    def __init__(self, core: Core[M], write: Callable[[tuple[Tombstone, ...]], None]) -> None:
+        self._core = core
+        self._write = write
+
+    def step(self, message: Any, now: int) -> list[Effect]:
+        out: list[Effect] = []
+        failure: ConfigError | None = None
+        for effect in self._core.step(message, now):
+            if isinstance(effect, Persist):
+                try:
+                    self._write(effect.tombstones)
+                except ConfigError as error:
+                    failure = error
+            elif failure is not None and isinstance(effect, Answer):
+                out.append(Answer(effect.call, NotKept(RefusedKind.BAD, str(failure))))
+            else:
+                out.append(effect)
+        return out
+
+    def next_deadline(self) -> int | None:
+        return self._core.next_deadline()
