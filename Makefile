@@ -8,13 +8,18 @@ MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
 BENCH_ARGS ?=
+CHAOS_MINUTES ?= 20
+CHAOS_SEED ?= 1
+SOAK_MINUTES ?= 60
+FUZZ_INPUTS ?= 100000
+FUZZ_SEED ?= 0
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 EXTRAS := cluster,transformers,test,dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test check bench fmt proto clean
+.PHONY: help install demo test check bench chaos soak fuzz fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -59,6 +64,16 @@ check: install ## what every change must pass: format, lint, types, import rule,
 bench: install ## measure lookups and transfers (BENCH_ARGS=--json for machines)
 	@$(BIN)/kvcluster bench lookup $(BENCH_ARGS)
 	@$(BIN)/kvcluster bench transfer $(BENCH_ARGS)
+
+chaos: install ## faults on a real cluster under load, best as root (CHAOS_MINUTES=20, CHAOS_SEED=1)
+	@mkdir -p build
+	@$(BIN)/python -m tests.chaos --minutes $(CHAOS_MINUTES) --seed $(CHAOS_SEED) --json build/chaos.json
+
+soak: install ## full load without faults: does memory stay flat? (SOAK_MINUTES=60)
+	@$(BIN)/python -m tests.chaos.soak --minutes $(SOAK_MINUTES)
+
+fuzz: install ## mutate inputs for every parser of outside bytes (FUZZ_INPUTS=1000000 each; FUZZ_SEED=1 for others)
+	@$(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS) --seed $(FUZZ_SEED)
 
 fmt: install ## format, and mend what ruff can mend
 	@$(BIN)/ruff format .

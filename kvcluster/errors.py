@@ -7,11 +7,13 @@
     ├── ConfigError            a configuration, token file or address that cannot be used
     ├── CredentialError        the token is missing or not known to the server
     ├── Unreachable            nothing answered at that address, or not in time
+    │   └── Trouble            the same within an exchange, as a miss (transport/seam.py)
     └── ProtocolError          the other side speaks something else, or an unknown version
 
-Trouble inside the cluster (a dead shard, a full tier, a passed deadline) is none of these: it is a
-miss with a reason, because an engine can always recompute. Each message says what was wrong and
-what to do next.
+Trouble inside the cluster (a dead shard, a full tier, a passed deadline) is no error of a client's calls:
+it is a miss with a reason, because an engine can always recompute. It is raised only where no miss could
+be returned (`hashes`, `attach`), or where "done" would be a lie (`status`, `clear`, `purge`). Each message
+says what was wrong and what to do next.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@ tensors are given to it."""
 
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
-from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Stored
+from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
 from kvcluster.client.ticket import Ticket
 from kvcluster.client.transfer import Transfer
 
-__all__ = ["BlockExplanation", "Client", "Loaded", "Lookup", "Stored", "Ticket", "Transfer", "connect"]
+__all__ = ["BlockExplanation", "Client", "Loaded", "Lookup", "Pinned", "Stored", "Ticket", "Transfer", "connect"]

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcluster.client.results import BlockExplanation, Lookup, Stored
+from kvcluster.client.results import BlockExplanation, Lookup, Pinned, Stored
 
 if TYPE_CHECKING:
     from kvcluster.client.client import Client
@@ -41,11 +41,17 @@ class AsyncClient:
     async def explain(self, token_ids: Sequence[int], **options: Any) -> list[BlockExplanation]:
         return await _on_a_thread(self._client.explain, token_ids, **options)
 
-    async def pin(self, token_ids: Sequence[int], ttl_s: float, **options: Any) -> int:
+    async def pin(self, token_ids: Sequence[int], ttl_s: float, **options: Any) -> Pinned:
         return await _on_a_thread(self._client.pin, token_ids, ttl_s, **options)
 
-    async def unpin(self, token_ids: Sequence[int], **options: Any) -> int:
+    async def unpin(self, token_ids: Sequence[int], **options: Any) -> Pinned:
         return await _on_a_thread(self._client.unpin, token_ids, **options)
+
+    async def clear(self, **options: Any) -> int:
+        return await _on_a_thread(self._client.clear, **options)
+
+    async def purge(self, **options: Any) -> int:
+        return await _on_a_thread(self._client.purge, **options)
 
 
 async def _on_a_thread(call: Callable[..., R], *args: Any, **options: Any) -> R:

@@ -1,37 +1,35 @@
 """The client: what an engine holds. Three levels, each built on the one before; this module has the first two.
 
     1  blocks     prepare_load, redeem, begin_load, begin_store       for engines that hash for themselves
-    2  tokens     lookup, load, store, flush, explain, pin, unpin     blocking; async twins on `client.aio`
+    2  tokens     lookup, load, store, flush, explain, pin, unpin     blocking; async twins on `client.aio`,
+                  clear, purge                                        as of these two
 
-Every call has one deadline. Misuse raises CallerError before anything moves; trouble in the cluster is a miss with a
-reason, and the engine recomputes. Loads have a thread of their own and stores another, so that a load never waits
-behind a store; no event loop is needed.
+Every call has one deadline, which all its parts share. Misuse raises CallerError before anything moves; trouble in the
+cluster is a miss with a reason, and the engine recomputes. All that is raised is of the tree in errors.py. Bytes are
+moved by threads of the client's own (movers.py), and tickets renewed by another: no event loop is needed.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import socket
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcluster.client import loading, storing
+from kvcluster.client import arguments
 from kvcluster.client.control import NO_CALL, NOBODY, Control, CoordinatorPort
 from kvcluster.client.explaining import explain
 from kvcluster.client.lease_keeper import LeaseKeeper
-from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Stored
+from kvcluster.client.movers import Movers
+from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
 from kvcluster.client.shards import OpenTransport, Shards
 from kvcluster.client.status import status_dict
 from kvcluster.client.ticket import Ticket
 from kvcluster.client.transfer import Transfer
 from kvcluster.config import ClientConfig
-from kvcluster.core import hashing, limits
-from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Holder, NamespaceId
+from kvcluster.core import messages
+from kvcluster.core.ids import HOLDER_BYTES, Attempt, BlockHash, Holder, NamespaceId
 from kvcluster.core.messages import (
     Done,
     EndTicket,
@@ -39,27 +37,27 @@ from kvcluster.core.messages import (
     LoadGrant,
     Need,
     PinBlocks,
-    Pinned,
     PrepareLoad,
-    PrepareStore,
+    Purge,
+    Purged,
     RenewTicket,
     Status,
     TicketBody,
     UnpinBlocks,
 )
-from kvcluster.core.placement import run_start
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.errors import CallerError, KVClusterError, LimitError, Unreachable
+from kvcluster.errors import CallerError, KVClusterError, Unreachable
 from kvcluster.transport.seam import Deadline, Trouble
 from kvcluster.wire.frames import decode_ticket
 
 if TYPE_CHECKING:
     from kvcluster.client.aio import AsyncClient
-    from kvcluster.client.memory import Bound
 
 R = TypeVar("R")
 _UNNAMED = NamespaceId(b"")  # filled in by Control, which attaches first
+_HOUSEKEEPING_MS = 2_000
+"""To renew or end a ticket. Both are hints, so that a coordinator which hangs need not keep `close` any longer."""
 
 
 class Client:
@@ -79,23 +77,27 @@ class Client:
         config: ClientConfig | None = None,
     ) -> None:
         self.spec = spec
-        self.parts = _parts(spec, part)
+        self.parts = arguments.parts_of(spec, part)
         self._config = config or ClientConfig()
         self._control = Control(port)
-        self._shards = Shards(open_transport)
+        self._shards = Shards(
+            open_transport, breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms
+        )
         self._holder = Holder(os.urandom(HOLDER_BYTES))
         self._counter = itertools.count(1)
-        self._host = socket.gethostname()
         self._keeper = LeaseKeeper(self._renew, self._end)
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvcluster-load")
-        self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvcluster-store")
-        self._running: dict[Transfer[Any], ThreadPoolExecutor] = {}
-        self._lock = threading.Lock()
-        self._rate: float | None = None  # bytes a second of recent loads
+        self._movers = Movers(
+            self._control,
+            self._shards,
+            self.parts,
+            next_attempt=self._attempt,
+            store_wait_ms=self._config.store_wait_ms,
+        )
         self._closed = False
 
     def attach(self, deadline: Deadline) -> None:
-        """Names the spec to the coordinator. Done by the first call otherwise; `connect` does it to fail early."""
+        """Names the spec to the coordinator. Done by the first call otherwise; `connect` does it to fail early.
+        Raises Trouble (an Unreachable) where it does not answer."""
         self._control.attach(self.spec, deadline)
 
     # ------------------------------------------------------------------------------------ level 1: blocks
@@ -107,12 +109,14 @@ class Client:
         salt: bytes = b"",
         adapter: str | None = None,
         extra_keys: Mapping[int, bytes] | None = None,
+        deadline_ms: float | None = None,
     ) -> list[BlockHash]:
         """Hashes of the full blocks of a token sequence (core/hashing.py). Pure but for the first call of a spec,
-        which asks the cluster for the namespace; raises Trouble (transport/seam.py) where there is none to ask."""
-        spec = self._spec(adapter)
-        root = hashing.root(self._control.namespace(spec, self._call(None)), salt)
-        return hashing.chain(root, token_ids, spec.block_tokens, extra_keys)
+        which asks the cluster for the namespace; raises Trouble (an Unreachable) where there is none to ask."""
+        arguments.check_prompt(token_ids, salt, extra_keys)
+        spec, deadline = self._spec(adapter), self._call(deadline_ms)
+        namespace = self._control.namespace(spec, deadline)
+        return arguments.prompt_hashes(namespace, token_ids, spec.block_tokens, salt, extra_keys)
 
     def prepare_load(
         self,
@@ -127,13 +131,15 @@ class Client:
         `hashes` is the chain from the first block of the sequence. With `whole`, all layers and heads are prepared
         for and not this client's part alone, for other processes to redeem.
         """
-        self._check_hashes(hashes)
+        arguments.check_hashes(hashes)
         spec = self._spec(adapter)
         parts = tuple(spec.whole(g) for g in range(len(spec.groups))) if whole else self.parts
         return self._prepare(spec, hashes, Need(parts), self._call(deadline_ms), hold=True)
 
     def redeem(self, data: bytes) -> Ticket:
         """The ticket that another process of the same credential prepared. Raises ProtocolError if it is none."""
+        if not isinstance(data, bytes):
+            raise CallerError(f"a ticket is redeemed from bytes(ticket), not from a {type(data).__name__}")
         return Ticket(decode_ticket(data), None, lambda: None)
 
     def begin_load(
@@ -143,28 +149,14 @@ class Client:
 
         `into` is a dense tensor `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`, Paged or Buffers (see
         client/memory.py), of this client's part; a list of one a group where the spec has several. It must not be
-        used until the transfer says so. Raises CallerError where it does not fit.
+        used until the transfer says so. The ticket says for which adapter; only a client that redeems one which it
+        has never used names it here. Raises CallerError where something does not fit.
         """
         from kvcluster.client.memory import bind
 
-        spec, deadline = self._spec(adapter), self._call(deadline_ms)
-        return self._load(ticket, bind(into, spec, self.parts, ticket.blocks, writable=True), spec, deadline)
-
-    def _load(self, ticket: Ticket, bound: Bound, spec: KVSpec, deadline: Deadline) -> Transfer[Loaded]:
-        pieces = loading.plan_pieces(ticket.body, spec, self.parts)
-        attempt = self._attempt()
-        transfer: Transfer[Loaded] = Transfer(
-            deadline, lambda miss: Loaded(0, 0, miss), loading.layer_counts(pieces, spec).items()
-        )
-
-        def work() -> Loaded:
-            began = time.monotonic_ns()
-            loaded = loading.load(self._shards, spec, ticket.body, pieces, bound, transfer, attempt, deadline)
-            self._learn_rate(loaded.nbytes, time.monotonic_ns() - began)
-            return loaded
-
-        self._begin(self._loader, transfer, work)
-        return transfer
+        spec, deadline = self._spec_of(ticket, adapter), self._call(deadline_ms)
+        bound = bind(into, spec, self.parts, ticket.blocks, writable=True)
+        return self._movers.load(ticket.body, bound, spec, deadline)
 
     def begin_store(
         self,
@@ -181,40 +173,17 @@ class Client:
         `source_free()`. What others have stored or are storing is not moved. Raises CallerError where the source
         does not fit.
         """
+        arguments.check_hashes(hashes)
+        arguments.check_first(first, hashes)
+        return self._store(hashes, source, first, self._spec(adapter), self._call(deadline_ms))
+
+    def _store(
+        self, hashes: Sequence[BlockHash], source: Any, first: int, spec: KVSpec, deadline: Deadline
+    ) -> Transfer[Stored]:
         from kvcluster.client.memory import bind
 
-        self._check_hashes(hashes)
-        if not 0 <= first <= len(hashes):
-            raise CallerError(f"first={first} does not lie within the {len(hashes)} hashes")
-        spec, deadline = self._spec(adapter), self._call(deadline_ms)
-        new = tuple(hashes[first:])
-        bound = bind(source, spec, self.parts, len(new), writable=False)
-        ticket_attempt, attempt = self._attempt(), self._attempt()
-        wait_ns = self._config.store_wait_ms * 1_000_000
-        transfer: Transfer[Stored] = Transfer(deadline, lambda miss: Stored(0, 0, 0, 0, miss))
-
-        def work() -> Stored:
-            if not new:
-                return Stored(0, 0, 0, 0)
-            run_blocks = self._control.attach(spec, deadline).run_blocks
-            prepare = PrepareStore(
-                call=NO_CALL,
-                tenant=NOBODY,
-                namespace=_UNNAMED,
-                attempt=ticket_attempt,
-                first=first,
-                parent=hashes[first - 1] if first else BlockHash(bytes(HASH_BYTES)),
-                run=hashes[run_start(first, run_blocks)],
-                hashes=new,
-                parts=tuple((group, part) for group, part in enumerate(self.parts) if part is not None),
-                host=self._host,
-            )
-            return storing.store(
-                self._control, self._shards, spec, prepare, bound, transfer, attempt, wait_ns, deadline
-            )
-
-        self._begin(self._storer, transfer, work)
-        return transfer
+        bound = bind(source, spec, self.parts, len(hashes) - first, writable=False)
+        return self._movers.store(hashes, first, bound, spec, deadline)
 
     # ------------------------------------------------------------------------------------ level 2: tokens
 
@@ -234,9 +203,9 @@ class Client:
             return Lookup(0, 0, None, trouble)
         ticket = self._prepare(spec, hashes, Need(self.parts), deadline, hold=False)
         seconds = None
-        if self._rate is not None:
+        if self._movers.rate is not None:
             page_bytes = sum(spec.page_bytes(g, p) for g, p in enumerate(self.parts) if p is not None)
-            seconds = ticket.blocks * page_bytes / self._rate
+            seconds = ticket.blocks * page_bytes / self._movers.rate
         return Lookup(ticket.blocks * spec.block_tokens, ticket.blocks, seconds, ticket.miss)
 
     def load(
@@ -262,7 +231,7 @@ class Client:
         with self._prepare(spec, hashes, Need(self.parts), deadline, hold=True) as ticket:
             if not ticket.blocks:
                 return 0
-            return self._load(ticket, bound, spec, deadline).result().blocks * spec.block_tokens
+            return self._movers.load(ticket.body, bound, spec, deadline).result().blocks * spec.block_tokens
 
     def store(
         self,
@@ -279,17 +248,14 @@ class Client:
         hashes, trouble = self._hash(token_ids, spec, salt, extra_keys, deadline)
         if not hashes:
             return Stored(0, 0, 0, 0, trouble)
-        transfer = self.begin_store(hashes, blocks, adapter=adapter, deadline_ms=deadline.remaining_s() * 1e3)
-        return transfer.result()
+        return self._store(hashes, blocks, 0, spec, deadline).result()
 
     def flush(self, *, deadline_ms: float | None = None) -> bool:
         """Waits until every store so far has ended and what it committed is visible to all. False where the
         deadline came first or a shard could not be asked."""
         deadline = self._call(deadline_ms)
-        with self._lock:
-            stores = [transfer for transfer, executor in self._running.items() if executor is self._storer]
-        ended = [transfer.wait_ended(deadline) for transfer in stores]
-        return self._shards.flush(deadline) and all(ended)
+        ended = self._movers.wait_stored(deadline)
+        return self._shards.flush(deadline) and ended
 
     def explain(
         self,
@@ -309,14 +275,16 @@ class Client:
         token_ids: Sequence[int],
         ttl_s: float,
         *,
+        replicas: int = 1,
         salt: bytes = b"",
         adapter: str | None = None,
         extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
-    ) -> int:
-        """Spares the cached prefix of a prompt from eviction for `ttl_s`, within the share that pins may take.
-        Returns the tokens pinned."""
-        message = PinBlocks(NO_CALL, NOBODY, _UNNAMED, (), int(ttl_s * 1e9))
+    ) -> Pinned:
+        """Spares the cached prefix of a prompt from eviction for `ttl_s`, within the share that pins may take, and
+        keeps it on `replicas` shards as far as there are as many with room."""
+        ttl_ns, replicas = arguments.pin_terms(ttl_s, replicas)
+        message = PinBlocks(NO_CALL, NOBODY, _UNNAMED, (), ttl_ns, replicas)
         return self._pin(message, token_ids, self._spec(adapter), salt, extra_keys, self._call(deadline_ms))
 
     def unpin(
@@ -327,18 +295,37 @@ class Client:
         adapter: str | None = None,
         extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
-    ) -> int:
-        """Lets a pinned prompt be evicted again. Returns the tokens unpinned."""
+    ) -> Pinned:
+        """Lets a pinned prompt be evicted again."""
         message = UnpinBlocks(NO_CALL, NOBODY, _UNNAMED, ())
         return self._pin(message, token_ids, self._spec(adapter), salt, extra_keys, self._call(deadline_ms))
 
+    def clear(self, *, deadline_ms: float | None = None) -> int:
+        """Forgets, for good, every block of this credential's tenant, whatever its spec: how many were known.
+
+        Once it returns no lookup finds what was stored before it was called, whichever process restarts or was cut
+        off. Raises Unreachable where that is not known to hold: call it again.
+        """
+        return self._purge(Purge(NO_CALL, NOBODY), deadline_ms)
+
+    def purge(
+        self,
+        *,
+        model: str | None = None,
+        weights: str | None = None,
+        adapter: str | None = None,
+        deadline_ms: float | None = None,
+    ) -> int:
+        """As `clear`, of the specs alone that have this model, these weights, this adapter ("" for none), as far as
+        they are given: what is to be done when weights or an adapter were replaced under the same name."""
+        arguments.check_filters(model=model, weights=weights, adapter=adapter)
+        return self._purge(Purge(NO_CALL, NOBODY, model, weights, adapter), deadline_ms)
+
     def status(self, *, deadline_ms: float | None = None) -> dict[str, Any]:
-        """The cluster as the coordinator sees it, as plain values. Raises Unreachable where it is not there."""
-        try:
-            status = self._control.say(Status, GetStatus(NO_CALL), self._call(deadline_ms))
-        except Trouble as trouble:
-            raise Unreachable(f"the coordinator does not answer: {trouble.miss}; is the cluster up?") from None
-        return status_dict(status) | {"transports": self._shards.names()}
+        """The cluster as the coordinator sees it, as plain values; and as this client does: `transports` in use and
+        `breakers`, by shard. Raises Unreachable where the coordinator does not answer."""
+        status = self._must_hear(Status, GetStatus(NO_CALL), deadline_ms, "is the cluster up?")
+        return status_dict(status) | {"transports": self._shards.names(), "breakers": self._shards.breakers()}
 
     @property
     def aio(self) -> AsyncClient:
@@ -349,18 +336,11 @@ class Client:
 
     def close(self) -> None:
         """Ends running transfers and gives everything back. May be called again."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            running = list(self._running)
-        for transfer in running:
-            transfer.cancel()
-        # Futures are not cancelled: each transfer has to run to its end, or whoever waits for it would wait in vain.
-        self._loader.shutdown()
-        self._storer.shutdown()
+        if self._closed:
+            return
+        self._closed = True
+        self._movers.close(self._shards.close)
         self._keeper.close()
-        self._shards.close()
         self._control.close()
 
     def __enter__(self) -> Client:
@@ -390,14 +370,14 @@ class Client:
 
     def _end(self, attempt: Attempt) -> bool:
         try:
-            self._control.say(Done, EndTicket(NO_CALL, attempt), self._deadline(None))
+            self._control.say(Done, EndTicket(NO_CALL, attempt), Deadline.after_ms(_HOUSEKEEPING_MS))
         except (Trouble, KVClusterError):
             return False
         return True
 
     def _renew(self, attempt: Attempt) -> bool:
         try:
-            return self._control.say(Done, RenewTicket(NO_CALL, attempt), self._deadline(None)).ok
+            return self._control.say(Done, RenewTicket(NO_CALL, attempt), Deadline.after_ms(_HOUSEKEEPING_MS)).ok
         except Trouble:
             return True  # perhaps the next time
         except KVClusterError:
@@ -411,15 +391,25 @@ class Client:
         salt: bytes,
         extra_keys: Mapping[int, bytes] | None,
         deadline: Deadline,
-    ) -> int:
-        hashes, _ = self._hash(token_ids, spec, salt, extra_keys, deadline)
+    ) -> Pinned:
+        hashes, trouble = self._hash(token_ids, spec, salt, extra_keys, deadline)
         if not hashes:
-            return 0
+            return Pinned(0, 0, trouble)
         try:
-            pinned = self._control.ask(Pinned, spec, replace(message, hashes=tuple(hashes)), deadline)
-        except Trouble:
-            return 0
-        return pinned.blocks * spec.block_tokens
+            pinned = self._control.ask(messages.Pinned, spec, replace(message, hashes=tuple(hashes)), deadline)
+        except Trouble as trouble:
+            return Pinned(0, 0, trouble.miss)
+        return Pinned(pinned.blocks * spec.block_tokens, pinned.blocks)
+
+    def _purge(self, message: Purge, deadline_ms: float | None) -> int:
+        return self._must_hear(Purged, message, deadline_ms, "nothing is known to be forgotten; call it again").blocks
+
+    def _must_hear(self, kind: type[R], message: GetStatus | Purge, deadline_ms: float | None, advice: str) -> R:
+        """Asks what no miss could answer."""
+        try:
+            return self._control.say(kind, message, self._call(deadline_ms))
+        except Trouble as trouble:
+            raise Unreachable(f"the coordinator does not answer: {trouble.miss}; {advice}") from None
 
     def _hash(
         self,
@@ -430,37 +420,40 @@ class Client:
         deadline: Deadline,
     ) -> tuple[list[BlockHash], Miss | None]:
         """The prompt's hashes, or why there are none to ask for."""
-        hashing.token_bytes(token_ids)  # a bad token is the caller's mistake, whether or not a cluster is there
+        arguments.check_prompt(token_ids, salt, extra_keys)
         if len(token_ids) < spec.block_tokens:
             detail = f"{len(token_ids)} tokens fill no block of {spec.block_tokens}"
             return [], Miss(MissReason.BELOW_BLOCK, detail)
         try:
-            root = hashing.root(self._control.namespace(spec, deadline), salt)
+            namespace = self._control.namespace(spec, deadline)
         except Trouble as trouble:
             return [], trouble.miss
-        hashes = hashing.chain(root, token_ids, spec.block_tokens, extra_keys)
-        self._check_hashes(hashes)
+        hashes = arguments.prompt_hashes(namespace, token_ids, spec.block_tokens, salt, extra_keys)
+        arguments.check_hashes(hashes)
         return hashes, None
-
-    def _begin(self, executor: ThreadPoolExecutor, transfer: Transfer[R], work: Callable[[], R]) -> None:
-        with self._lock:
-            self._check_open()
-            self._running[transfer] = executor
-            future = executor.submit(transfer.run, work)
-        future.add_done_callback(lambda _: self._forget(transfer))
-
-    def _forget(self, transfer: Transfer[Any]) -> None:
-        with self._lock:
-            del self._running[transfer]
 
     def _spec(self, adapter: str | None) -> KVSpec:
         return self.spec if adapter is None or adapter == self.spec.adapter else replace(self.spec, adapter=adapter)
 
-    def _check_hashes(self, hashes: Sequence[BlockHash]) -> None:
-        if len(hashes) > limits.BLOCKS_PER_CALL:
-            raise LimitError(f"{len(hashes)} blocks in one call; at most {limits.BLOCKS_PER_CALL} go. Split it")
-        if any(type(block) is not bytes or len(block) != HASH_BYTES for block in hashes):
-            raise CallerError("block hashes are 32 bytes each; make them with client.hashes(...) or hashing.foreign")
+    def _spec_of(self, ticket: Ticket, adapter: str | None) -> KVSpec:
+        """The spec that a ticket was prepared for. Raises CallerError where another is named."""
+        if not isinstance(ticket, Ticket):
+            raise CallerError(f"begin_load takes a ticket of prepare_load or redeem, not a {type(ticket).__name__}")
+        known = self._control.spec_of(ticket.body.namespace)
+        if known is None:
+            spec = self._spec(adapter)
+            if ticket.blocks and self._control.is_attached(spec):
+                raise CallerError(
+                    "this ticket is of another namespace: give the spec and adapter that the ticket was prepared with, "
+                    "and the same credential"
+                )
+            return spec
+        if adapter is not None and adapter != known.adapter:
+            raise CallerError(
+                f"this ticket was prepared for adapter {known.adapter!r}, not {adapter!r}; "
+                "leave it out, since the ticket says it"
+            )
+        return known
 
     def _attempt(self) -> Attempt:
         return Attempt(self._holder, next(self._counter))
@@ -475,20 +468,6 @@ class Client:
             raise CallerError("this client is closed; connect again")
 
     def _deadline(self, deadline_ms: float | None) -> Deadline:
-        return Deadline.after_ms(self._config.deadline_ms if deadline_ms is None else deadline_ms)
-
-    def _learn_rate(self, nbytes: int, took_ns: int) -> None:
-        if nbytes and took_ns:
-            rate = nbytes * 1e9 / took_ns
-            self._rate = rate if self._rate is None else 0.8 * self._rate + 0.2 * rate
-
-
-def _parts(spec: KVSpec, part: Part | Mapping[int, Part] | None) -> tuple[Part | None, ...]:
-    if part is None:
-        return tuple(spec.whole(group) for group in range(len(spec.groups)))
-    by_group = part if isinstance(part, Mapping) else dict.fromkeys(range(len(spec.groups)), part)
-    if not by_group:
-        raise CallerError("part names no group; leave it out to hold everything")
-    for group, of_group in by_group.items():
-        spec.check_part(group, Part(*of_group))
-    return tuple(Part(*by_group[group]) if group in by_group else None for group in range(len(spec.groups)))
+        if deadline_ms is None:
+            return Deadline.after_ms(self._config.deadline_ms)
+        return Deadline.after_ms(arguments.check_deadline_ms(deadline_ms))

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvcluster.core.ids import CallId, NamespaceId, Tenant
 from kvcluster.core.messages import Attach, Attached, CoordinatorMessage, Refused, RefusedKind, Reply
+from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, LimitError, ProtocolError
 from kvcluster.transport.rpc import Connection
@@ -63,6 +64,15 @@ class Control:
             self._attached[spec] = attached
         return attached
 
+    def spec_of(self, namespace: NamespaceId) -> KVSpec | None:
+        """The spec of a namespace that was attached here."""
+        with self._lock:
+            return next((spec for spec, known in self._attached.items() if known.namespace == namespace), None)
+
+    def is_attached(self, spec: KVSpec) -> bool:
+        with self._lock:
+            return spec in self._attached
+
     def namespace(self, spec: KVSpec, deadline: Deadline) -> NamespaceId:
         return self.attach(spec, deadline).namespace
 
@@ -100,5 +110,7 @@ def expect(kind: type[R], answer: Reply) -> R:
     if isinstance(answer, kind):
         return answer
     if isinstance(answer, Refused):
+        if answer.kind in (RefusedKind.UNKNOWN_NAMESPACE, RefusedKind.STALE):  # though it was attached just now
+            raise Trouble(Miss(MissReason.SHARD_LOST, f"the coordinator forgets what it knew: {answer.detail}"))
         raise (LimitError if answer.kind is RefusedKind.LIMIT else CallerError)(answer.detail)
     raise ProtocolError(f"the server answered {type(answer).__name__} where {kind.__name__} belongs")

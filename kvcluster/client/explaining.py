@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from kvcluster.client.arguments import check_prompt, prompt_hashes
 from kvcluster.client.control import NO_CALL, NOBODY, Control
 from kvcluster.client.results import BlockExplanation
-from kvcluster.core import hashing, limits
+from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Explain, Explained, Need, Siblings, SiblingSpecs
 from kvcluster.core.reasons import Loss, Miss, MissReason
@@ -32,11 +33,11 @@ def explain(
     deadline: Deadline,
 ) -> list[BlockExplanation]:
     """One entry a full block, and one for tokens at the end that fill none."""
-    hashing.token_bytes(token_ids)  # a bad token is the caller's mistake, whether or not a cluster is there
+    check_prompt(token_ids, salt, extra_keys)
     tokens = len(token_ids)
     try:
-        root = hashing.root(control.namespace(spec, deadline), salt)
-        hashes = hashing.chain(root, token_ids, spec.block_tokens, extra_keys)
+        namespace = control.namespace(spec, deadline)
+        hashes = prompt_hashes(namespace, token_ids, spec.block_tokens, salt, extra_keys)
         if len(hashes) > limits.BLOCKS_PER_CALL:
             raise LimitError(f"{len(hashes)} blocks in one call; at most {limits.BLOCKS_PER_CALL} go. Explain a part")
         out = _ask(control, spec, Need(parts), hashes, deadline)
@@ -109,10 +110,12 @@ def _cached_tokens(
 ) -> int:
     """How many leading tokens that spec has in any shape."""
     try:
-        root = hashing.root(control.namespace(sibling, deadline), salt)
-        hashes = hashing.chain(root, token_ids, sibling.block_tokens, extra_keys)[: limits.BLOCKS_PER_CALL]
+        namespace = control.namespace(sibling, deadline)
+        hashes = prompt_hashes(namespace, token_ids, sibling.block_tokens, salt, extra_keys)[: limits.BLOCKS_PER_CALL]
         need = Need(tuple(sibling.whole(group) for group in range(len(sibling.groups))), Loss.Q4)
         fates = control.ask(Explained, sibling, Explain(NO_CALL, NOBODY, _UNNAMED, tuple(hashes), need), deadline).fates
+    except Trouble:
+        raise
     except KVClusterError:
         return 0
     blocks = 0

@@ -1,183 +1,341 @@
 """The load job: from a ticket's plan to verified bytes in the caller's memory.
 
-Which pages to read from which shard follows from the ticket alone. Every layer is verified against the hash that
-was asked for before it is put anywhere; one that does not match is a miss of its block, and never a byte.
+Which pages to read from which shard follows from the ticket alone. Every layer is verified against the hash that was
+asked for before it is put anywhere; one that does not match is reported to its shard, and never a byte.
+
+Each shard is read on a thread of its own, since whoever waits for bytes that do not come cannot be woken; this job
+waits for all of them at once. What a shard fails to give is looked for on other shards within the same deadline
+(retry.py), and so is what it has been silent about for a while, which it may still send if nobody else has it. How
+far the load has come stands on one board, under the transfer's gate: it is true at every moment, whoever asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+import queue
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvcluster.client.control import NO_CALL, NOBODY, Control
+from kvcluster.client.pieces import Piece, Pieces, each, layer_counts
 from kvcluster.client.results import Loaded
+from kvcluster.client.retry import Found, RetryPlan
 from kvcluster.client.shards import Shards
-from kvcluster.client.transfer import Transfer
-from kvcluster.core.ids import Attempt
-from kvcluster.core.messages import PageKey, PageWant, ReadRequest, ShardAddress, TicketBody
+from kvcluster.client.transfer import GivenUp, Transfer
+from kvcluster.core import limits
+from kvcluster.core.ids import Attempt, NamespaceId
+from kvcluster.core.messages import Explain, Explained, PageKey, ReadRequest, ShardAddress, TicketBody
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.errors import CallerError, ProtocolError
+from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.pages import checksum, codec
 from kvcluster.transport.seam import Deadline, Trouble
 
 if TYPE_CHECKING:  # it imports torch, which a client without tensors need not have
     from kvcluster.client.memory import Bound
 
+PATIENCE = 4
+"""A shard that sends nothing for this part of the call's time is silent: early enough to read it all from another."""
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One want: for which block, of which group, and what rectangle of it arrives."""
+ASKING = 4
+"""Asking where else blocks lie takes this part of the time left at most: what has come must still be told in time."""
 
-    block: int
-    group: int
-    want: PageWant
+READERS = 16
+"""Shards that a client reads at once. Each that hangs keeps a thread until its call's deadline."""
 
-
-Pieces = dict[ShardAddress, list[_Piece]]
-
-
-def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None]) -> Pieces:
-    """What to read from each shard so that this worker's parts of the ticket's blocks are filled.
-
-    Raises CallerError where the ticket was prepared for less than these parts, ProtocolError where it does not say
-    where all of them lie: what is not asked for would else be taken for loaded.
-    """
-    for group, part in enumerate(parts):
-        prepared = body.need.parts[group]
-        if part is not None and (prepared is None or prepared.intersect(part) != part):
-            raise CallerError(
-                f"this ticket was prepared for {prepared or 'nothing'} of group {group}; this client wants {part}. "
-                "Prepare it with a client that holds both"
-            )
-    pieces: Pieces = {}
-    total = len(body.hashes)
-    at = 0
-    for run in body.runs:
-        for block in range(at, at + run.count):
-            for group, part in enumerate(parts):
-                sources = run.plan[group]
-                needed = spec.groups[group].reuse.blocks_needed(total, spec.block_tokens)
-                if part is None or block < total - needed:
-                    continue
-                missing = part.layers * part.heads
-                for source in sources or ():
-                    both = source.part.intersect(part)
-                    if both is None:
-                        continue
-                    missing -= both.layers * both.heads
-                    first = source.part.layer_start
-                    want = PageWant(
-                        PageKey(body.hashes[block], group, source.part),
-                        both.layer_start - first,
-                        both.layer_stop - first,
-                    )
-                    pieces.setdefault(source.shard, []).append(_Piece(block, group, want))
-                if missing > 0:
-                    raise ProtocolError(f"this ticket does not say where block {block} lies; prepare it anew")
-        at += run.count
-    return pieces
+_CORRUPT = Miss(MissReason.CORRUPT)
+_UNNAMED = NamespaceId(b"")  # filled in by Control
 
 
-def layer_counts(pieces: Pieces, spec: KVSpec) -> dict[int, int]:
-    """How many pieces each model layer waits for."""
-    counts: dict[int, int] = {}
-    for of_shard in pieces.values():
-        for piece in of_shard:
-            for layer in _model_layers(spec, piece, piece.want.layer_start, piece.want.layer_stop):
-                counts[layer] = counts.get(layer, 0) + 1
-    return counts
+class Board:
+    """How far a load has come. Changed under the gate of its transfer; once that is closed it stays as it is."""
+
+    def __init__(self, body: TicketBody, spec: KVSpec, pieces: Pieces) -> None:
+        self.layers = layer_counts(each(pieces), spec)
+        self.nbytes = 0
+        self.why: dict[int, Miss] = {}  # by block, the first thing that went wrong
+        self._left = [0] * len(body.hashes)  # layers of pieces that have not come
+        for piece in each(pieces):
+            self._left[piece.block] += piece.layers
+        # A block that fails in a group that is needed only at the end leaves no boundary that is known to be good.
+        needed = [group for group, part in enumerate(body.need.parts) if part is not None]
+        self._whole_prefix = all(spec.groups[group].reuse.kind == "prefix" for group in needed)
+
+    def came(self, piece: Piece, layers: int, nbytes: int) -> None:
+        self._left[piece.block] -= layers
+        self.nbytes += nbytes
+
+    def moved(self, block: int, more: int) -> None:
+        """So many more layers of pieces are to come, since other pieces stand for one that will not."""
+        self._left[block] += more
+
+    def loaded(self, otherwise: Miss) -> Loaded:
+        """The outcome as it stands. `otherwise` is why a block has not come of which nothing else is known."""
+        failed = {block: self.why.get(block, otherwise) for block, left in enumerate(self._left) if left}
+        if not failed:
+            return Loaded(len(self._left), self.nbytes)
+        first = min(failed)
+        return Loaded(first if self._whole_prefix else 0, self.nbytes, failed[first], failed)
 
 
 class _Sink:
-    """Verifies and places what one shard sends."""
+    """Verifies and places what one shard sends, and knows what it has not sent. Layers of an item come in order."""
 
-    def __init__(
-        self, spec: KVSpec, body: TicketBody, pieces: Sequence[_Piece], into: Bound, transfer: Transfer[Loaded]
-    ) -> None:
-        self._spec = spec
-        self._namespace = body.namespace
+    def __init__(self, load: Load, pieces: Sequence[Piece]) -> None:
+        self._load = load
         self._pieces = pieces
-        self._into = into
-        self._transfer = transfer
-        self.arrived = [0] * len(pieces)
-        self.corrupt = [False] * len(pieces)
-        self.nbytes = 0
+        self._next = [piece.want.layer_start for piece in pieces]
+        self.dropped: dict[int, None] = {}  # items that others bring
+        self.corrupt: dict[int, list[tuple[int, int]]] = {}  # by item, the layers that did not match
+        self.closed = False
+        self.heard_ns = time.monotonic_ns()
 
     def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: memoryview) -> None:
+        load, piece, stop = self._load, self._pieces[item], layer + len(sums)
+        part = piece.want.key.part
+        matches = (
+            codec.check_codec(codec_id) is None
+            and data.nbytes == len(sums) * load.spec.layer_bytes(piece.group, part)
+            and checksum.first_mismatch(
+                checksum.identity(load.body.namespace, piece.want.key, codec_id), layer, sums, data
+            )
+            is None
+        )
+        with load.transfer.gate():
+            load.transfer.check()
+            if self.closed:
+                raise GivenUp(Miss(MissReason.DEADLINE, "read from elsewhere"))
+            self.heard_ns = time.monotonic_ns()
+            if item in self.dropped:
+                return
+            if layer != self._next[item]:
+                raise ProtocolError(f"layer {layer} of a page came where {self._next[item]} belongs")
+            if matches:
+                load.into.put(piece.block, piece.group, piece.cut(layer, stop).rect, data)
+                load.board.came(piece, stop - layer, data.nbytes)
+            else:
+                self.corrupt.setdefault(item, []).append((layer, stop))
+            self._next[item] = stop
+        if matches:
+            load.transfer.arrived(piece.model_layers(load.spec, layer, stop))
+
+    def rests(self, item: int) -> Iterator[Piece]:
+        """What has not come of an item. Under the gate while its shard may still send."""
         piece = self._pieces[item]
-        want, part = piece.want, piece.want.key.part
-        identity = checksum.identity(self._namespace, want.key, codec_id)
-        expected = len(sums) * self._spec.layer_bytes(piece.group, part)
-        if (
-            codec.check_codec(codec_id) is not None
-            or data.nbytes != expected
-            or checksum.first_mismatch(identity, layer, sums, data) is not None
-        ):
-            self.corrupt[item] = True
+        if item in self.dropped:
             return
-        rect = Part(part.layer_start + layer, part.layer_start + layer + len(sums), part.head_start, part.head_stop)
-        with self._transfer.gate():
-            self._transfer.check()
-            self._into.put(piece.block, piece.group, rect, data)
-        self.arrived[item] += len(sums)
-        self.nbytes += data.nbytes
-        self._transfer.arrived(_model_layers(self._spec, piece, layer, layer + len(sums)))
+        for start, stop in [*self.corrupt.get(item, ()), (self._next[item], piece.want.layer_stop)]:
+            if start < stop:
+                yield piece.cut(start, stop)
+
+    def drop(self, item: int) -> None:
+        """Other pieces stand for what is left of it."""
+        self.dropped[item] = None
 
 
-def load(
-    shards: Shards,
-    spec: KVSpec,
-    body: TicketBody,
-    pieces: Pieces,
-    into: Bound,
-    transfer: Transfer[Loaded],
-    attempt: Attempt,
-    deadline: Deadline,
-) -> Loaded:
-    """Reads from all shards, a frame from each in turn, and says how far the prefix is valid."""
-    sinks: list[_Sink] = []
-    reads: list[tuple[list[_Piece], _Sink, Generator[None, None, list[Miss | None]]]] = []
-    for shard, of_shard in pieces.items():
-        sink = _Sink(spec, body, of_shard, into, transfer)
-        request = ReadRequest(body.namespace, attempt, shard.epoch, tuple(piece.want for piece in of_shard))
-        sinks.append(sink)
-        reads.append((of_shard, sink, shards.read(shard, spec, request, sink, deadline)))
-    failed: dict[int, Miss] = {}
-    try:
-        while reads:
-            for read in list(reads):
-                of_shard, sink, progress = read
-                try:
-                    next(progress)
-                    continue
-                except StopIteration as end:
-                    _note_failures(failed, of_shard, sink, end.value)
-                except Trouble as trouble:
-                    _note_failures(failed, of_shard, sink, [trouble.miss] * len(of_shard))
-                reads.remove(read)
-    finally:
-        for _, _, progress in reads:
-            progress.close()
-    nbytes = sum(sink.nbytes for sink in sinks)
-    if not failed:
-        return Loaded(len(body.hashes), nbytes)
-    first = min(failed)
-    # A block that fails in a group that is needed only at the end leaves no boundary that is known to be good.
-    whole_prefix = all(spec.groups[group].reuse.kind == "prefix" for group, p in enumerate(body.need.parts) if p)
-    return Loaded(first if whole_prefix else 0, nbytes, failed[first])
+@dataclass(eq=False, slots=True)
+class _Read:
+    """One shard being read, and how that ended: an outcome for each piece, or an error."""
+
+    shard: ShardAddress
+    pieces: Sequence[Piece]
+    sink: _Sink
+    looked_elsewhere: bool = False
+    abandoned: bool = False  # others bring all that it has not brought
+    outcome: list[Miss | None] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def why(self, item: int) -> Miss:
+        """Why what is left of an item has not come."""
+        if item in self.sink.corrupt:
+            return _CORRUPT
+        if isinstance(self.error, Trouble):
+            return self.error.miss
+        return self.outcome[item] or Miss(MissReason.SHARD_LOST, "the shard sent less than it promised")
 
 
-def _note_failures(
-    failed: dict[int, Miss], pieces: Sequence[_Piece], sink: _Sink, outcome: Sequence[Miss | None]
-) -> None:
-    for item, piece in enumerate(pieces):
-        if sink.arrived[item] == piece.want.layer_stop - piece.want.layer_start:
-            continue
-        miss = Miss(MissReason.CORRUPT) if sink.corrupt[item] else outcome[item]
-        failed.setdefault(piece.block, miss or Miss(MissReason.SHARD_LOST, "the shard sent less than it promised"))
+class Load:
+    """One load. `run` belongs to the client's loading thread."""
+
+    def __init__(
+        self,
+        control: Control,
+        shards: Shards,
+        readers: Executor,
+        spec: KVSpec,
+        body: TicketBody,
+        parts: Sequence[Part | None],
+        into: Bound,
+        board: Board,
+        transfer: Transfer[Loaded],
+        next_attempt: Callable[[], Attempt],
+        deadline: Deadline,
+    ) -> None:
+        self.spec = spec
+        self.body = body
+        self.into = into
+        self.board = board
+        self.transfer = transfer
+        self._control = control
+        self._shards = shards
+        self._readers = readers
+        self._next_attempt = next_attempt
+        self._deadline = deadline
+        self._plan = RetryPlan(body.hashes, parts, body.need.accept)
+        self._reads: list[_Read] = []
+        self._ended: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()  # None: look at the transfer
+
+    def run(self, pieces: Pieces) -> Loaded:
+        """Reads all of it, or what can be had, and says how far the prefix is valid.
+
+        Raises Trouble where nobody waits any more, and what a shard's answer showed to be a mistake.
+        """
+        patience_ns = int(self._deadline.remaining_s() * 1e9) // PATIENCE
+        self.transfer.on_cancel(lambda: self._ended.put(None))
+        try:
+            self._start(pieces)
+            while self._reads:
+                read = self._wait(patience_ns)
+                if read is None:
+                    self.transfer.check()
+                    for silent in self._silent(patience_ns):
+                        self._hurry(silent)
+                elif read in self._reads:
+                    self._reads.remove(read)
+                    self._settle(read)
+        finally:
+            self.transfer.on_cancel(lambda: None)  # so that nothing of this job is kept by what it made
+            with self.transfer.gate():
+                for left in self._reads:
+                    left.sink.closed = True
+            for left in self._reads:
+                self._report(left)
+            self._reads.clear()
+        return self.board.loaded(Miss(MissReason.SHARD_LOST))
+
+    # ----------------------------------------------------------------------------------------- reading
+
+    def _start(self, pieces: Pieces) -> None:
+        attempt = self._next_attempt()
+        for shard, of_shard in pieces.items():
+            read = _Read(shard, of_shard, _Sink(self, of_shard))
+            self._reads.append(read)
+            self._readers.submit(self._drive, read, attempt)
+
+    def _drive(self, read: _Read, attempt: Attempt) -> None:
+        """On a reader's thread: one shard, from its pin to its last byte."""
+        wants = tuple(piece.want for piece in read.pieces)
+        request = ReadRequest(self.body.namespace, attempt, read.shard.epoch, wants)
+        try:
+            progress = self._shards.read(
+                read.shard, self.spec, request, read.sink, self._deadline, abandoned=lambda: read.abandoned
+            )
+            read.outcome = _to_its_end(progress)
+        except Trouble as trouble:
+            read.error = trouble.with_traceback(None)  # its frames would keep the caller's memory
+        except BaseException as error:
+            read.error = error
+        self._ended.put(read)
+
+    def _wait(self, patience_ns: int) -> _Read | None:
+        """A read that has ended; None where it is time to look after the others."""
+        due = [read.sink.heard_ns + patience_ns for read in self._reads if not read.looked_elsewhere]
+        wait_ns = min([self._deadline.at_ns, *due]) - time.monotonic_ns()
+        try:
+            return self._ended.get(timeout=max(0, wait_ns) / 1e9)
+        except queue.Empty:
+            return None
+
+    def _silent(self, patience_ns: int) -> list[_Read]:
+        now = time.monotonic_ns()
+        return [r for r in self._reads if not r.looked_elsewhere and r.sink.heard_ns + patience_ns <= now]
+
+    # ---------------------------------------------------------------------------------- what did not come
+
+    def _settle(self, read: _Read) -> None:
+        """A read has ended: what it did not bring comes from elsewhere, or is why its block failed."""
+        if isinstance(read.error, GivenUp):
+            self.transfer.check()
+        if read.error is not None and not isinstance(read.error, Trouble):
+            raise read.error
+        self._report(read)
+        missing = [(item, rest) for item in range(len(read.pieces)) for rest in read.sink.rests(item)]
+        for item, rest in missing:
+            self.board.why.setdefault(rest.block, read.why(item))
+        rests = [rest for _, rest in missing]
+        found = self._look(read.shard, rests)
+        moved: Pieces = {}
+        with self.transfer.gate():
+            for rest in rests:
+                self._move(rest, found, moved)
+        self._start(moved)
+
+    def _hurry(self, read: _Read) -> None:
+        """Of a silent shard's pieces others bring what they have. What nobody else has is still waited for."""
+        read.looked_elsewhere = True
+        with self.transfer.gate():
+            rests = [rest for item in range(len(read.pieces)) for rest in read.sink.rests(item)]
+        found = self._look(read.shard, rests)
+        moved: Pieces = {}
+        with self.transfer.gate():
+            waiting = False
+            for item in range(len(read.pieces)):
+                rests = list(read.sink.rests(item))
+                if rests and all(self._plan.elsewhere(rest, found) for rest in rests):
+                    read.sink.drop(item)
+                    for rest in rests:
+                        self._move(rest, found, moved)
+                        silent = Miss(MissReason.DEADLINE, f"{read.shard.shard} is silent")
+                        self.board.why.setdefault(rest.block, silent)
+                waiting = waiting or bool(rests and item not in read.sink.dropped)
+            read.abandoned = read.sink.closed = not waiting
+        if read.abandoned:
+            self._reads.remove(read)
+            self._shards.blame(read.shard, Miss(MissReason.DEADLINE, f"{read.shard.shard} is silent"))
+            self._report(read)
+        self._start(moved)
+
+    def _look(self, shard: ShardAddress, rests: Sequence[Piece]) -> Found:
+        """Where else these lie. Nobody who could be asked, or no time to: nowhere."""
+        self._plan.failed(shard.shard, rests)
+        found: Found = {}
+        deadline = self._deadline.share(ASKING)
+        for question in self._plan.questions(rests):
+            explain = Explain(NO_CALL, NOBODY, _UNNAMED, question.hashes, question.need)
+            try:
+                explained = self._control.ask(Explained, self.spec, explain, deadline)
+            except KVClusterError:  # what has come stays known, and so does why the rest has not
+                break
+            found |= self._plan.found(question, explained.fates)
+        return found
+
+    def _move(self, rest: Piece, found: Found, moved: Pieces) -> None:
+        """Puts other pieces in place of this one, if there are any. Under the gate."""
+        placed = self._plan.elsewhere(rest, found)
+        if placed is None:
+            return
+        more = layer_counts((piece for _, piece in placed), self.spec)
+        more = {layer: count - 1 for layer, count in more.items()}  # one is `rest` itself
+        self.board.moved(rest.block, sum(piece.layers for _, piece in placed) - rest.layers)
+        self.transfer.expect(more.items())
+        for shard, piece in placed:
+            moved.setdefault(shard, []).append(piece)
+
+    def _report(self, read: _Read) -> None:
+        """Tells a shard which of its pages did not match here. Nobody waits for that."""
+        keys = dict.fromkeys(read.pieces[item].want.key for item in read.sink.corrupt)
+        if keys:
+            suspects: list[PageKey] = list(keys)[: limits.SUSPECTS_PER_CALL]
+            shard, namespace = read.shard, self.body.namespace
+            self._readers.submit(self._shards.suspect, shard, self.spec, namespace, suspects, self._deadline)
 
 
-def _model_layers(spec: KVSpec, piece: _Piece, start: int, stop: int) -> tuple[int, ...]:
-    first = piece.want.key.part.layer_start
-    return spec.groups[piece.group].layers[first + start : first + stop]
+def _to_its_end(progress: Generator[None, None, list[Miss | None]]) -> list[Miss | None]:
+    while True:
+        try:
+            next(progress)
+        except StopIteration as end:
+            outcome: list[Miss | None] = end.value
+            return outcome

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvcluster.core.reasons import Miss, MissReason
 
@@ -20,12 +21,17 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The leading `blocks` blocks are valid in the destination; what lies behind them there is undefined. `nbytes`
-    were received and verified. `miss` says what went wrong where it is fewer than the ticket promised."""
+    """The leading `blocks` blocks are valid in the destination. `nbytes` were received and verified.
+
+    `failed` names, in order, every block of the ticket that is not whole there, and why; all others were filled, those
+    behind it too. `miss` is the first of these reasons, None where nothing failed. Where a group needs only the blocks
+    before the boundary (reuse "window" or "last"), one failed block leaves no boundary: `blocks` is 0.
+    """
 
     blocks: int
     nbytes: int
     miss: Miss | None = None
+    failed: Mapping[int, Miss] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,17 @@ class Stored:
     deduplicated: int
     pending: int
     nbytes: int
+    miss: Miss | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """The leading `blocks` blocks of a prompt, `tokens` tokens, are spared from now on (or, of an unpin, no longer).
+    Fewer than it has: the rest is not cached, or the share of pins is full. `miss` says why nothing could be asked for,
+    None where the cluster has answered."""
+
+    tokens: int
+    blocks: int
     miss: Miss | None = None
 
 

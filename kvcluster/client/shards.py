@@ -1,36 +1,70 @@
-"""The client's ways to shards: one transport an incarnation, attached before use, kept while it serves."""
+"""The client's ways to shards: one transport an incarnation, attached before use, kept while it serves.
+
+Each incarnation has a breaker (breaker.py): one that failed several exchanges in a row is not asked for a while, so
+that a shard that is gone or hangs costs its callers nothing. A failure is no answer, or none in time; whatever the
+shard says, a refusal too, shows that it lives, and what its user gave up shows nothing.
+"""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Generator
-from typing import Protocol
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from kvcluster.client.breaker import Breaker, Leave
+from kvcluster.client.transfer import GivenUp
 from kvcluster.core.ids import NamespaceId
-from kvcluster.core.messages import ReadRequest, Refused, RefusedKind, ShardAddress, WriteRequest, Written
+from kvcluster.core.messages import PageKey, ReadRequest, Refused, RefusedKind, ShardAddress, WriteRequest, Written
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, KVClusterError, LimitError
 from kvcluster.transport.seam import Deadline, PageSink, PageSource, RefusedByShard, Transport, Trouble
 
 
+class NotAsked(Trouble):
+    """The shard's breaker is open: it has failed so often that it is left alone for a while."""
+
+
 class OpenTransport(Protocol):
-    """Opens the best transport to a shard that both ends have."""
+    """Opens the best transport to a shard that both ends have. Returns at once; raises Trouble where there is none."""
 
     def __call__(self, shard: ShardAddress) -> Transport: ...
 
 
-class Shards:
-    """Transports by shard. A newer epoch replaces the older one's, and never the other way round."""
+@dataclass(slots=True)
+class _Way:
+    """To one incarnation of a shard."""
 
-    def __init__(self, open_transport: OpenTransport) -> None:
+    shard: ShardAddress
+    breaker: Breaker
+    transport: Transport | None = None
+    attached: dict[NamespaceId, None] = field(default_factory=dict)
+
+
+class Shards:
+    """Ways by shard; thread-safe. A newer epoch replaces the older one's, and never the other way round."""
+
+    def __init__(
+        self,
+        open_transport: OpenTransport,
+        *,
+        breaker_failures: int,
+        breaker_ms: int,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self._open = open_transport
-        self._transports: dict[str, tuple[ShardAddress, Transport]] = {}
-        self._attached: set[tuple[ShardAddress, NamespaceId]] = set()
+        self._failures = breaker_failures
+        self._open_ns = breaker_ms * 1_000_000
+        self._clock = clock
+        self._ways: dict[str, _Way] = {}
         self._unflushed: dict[ShardAddress, int] = {}  # written to, and not known to have told: its last write's number
         self._writes = itertools.count()
         self._lock = threading.Lock()
+        self._closed = False
 
     def read(
         self,
@@ -39,14 +73,21 @@ class Shards:
         request: ReadRequest,
         sink: PageSink,
         deadline: Deadline,
+        *,
+        abandoned: Callable[[], bool] = lambda: False,
     ) -> Generator[None, None, list[Miss | None]]:
-        """As Transport.read; attaches first. Raises Trouble, or CallerError where the request was wrong."""
+        """As Transport.read; attaches first. Raises Trouble, or CallerError where the request was wrong.
+
+        Once `abandoned()`, however it ends says nothing of the shard: see `blame`.
+        """
         try:
-            return (yield from self._ready(shard, spec, request.namespace, deadline).read(request, sink, deadline))
+            with self._asked(shard, spec, request.namespace, deadline, abandoned) as transport:
+                return (yield from transport.read(request, sink, deadline))
         except RefusedByShard as refused:
             self._recover(refused.refused, shard, request.namespace)
         try:
-            return (yield from self._ready(shard, spec, request.namespace, deadline).read(request, sink, deadline))
+            with self._asked(shard, spec, request.namespace, deadline, abandoned) as transport:
+                return (yield from transport.read(request, sink, deadline))
         except RefusedByShard as refused:
             raise _error(refused.refused, shard) from None
 
@@ -55,11 +96,13 @@ class Shards:
     ) -> list[Written]:
         """As Transport.write; attaches first. Raises Trouble, or CallerError where the request was wrong."""
         try:
-            outcome = self._ready(shard, spec, request.namespace, deadline).write(request, source, deadline)
+            with self._asked(shard, spec, request.namespace, deadline) as transport:
+                outcome = transport.write(request, source, deadline)
         except RefusedByShard as refused:
             self._recover(refused.refused, shard, request.namespace)
             try:
-                outcome = self._ready(shard, spec, request.namespace, deadline).write(request, source, deadline)
+                with self._asked(shard, spec, request.namespace, deadline) as transport:
+                    outcome = transport.write(request, source, deadline)
             except RefusedByShard as again:
                 raise _error(again.refused, shard) from None
         with self._lock:
@@ -70,16 +113,17 @@ class Shards:
         """Has the coordinator heard of everything written so far? A shard that is late is asked again by the next
         flush; one that is gone is not, since what it held is gone with it."""
         with self._lock:
-            asked = [(shard, number, self._transports.get(shard.shard)) for shard, number in self._unflushed.items()]
+            asked = [(shard, number, self._ways.get(shard.shard)) for shard, number in self._unflushed.items()]
         all_heard = True
-        for shard, number, known in asked:
+        for shard, number, way in asked:
             late = heard = False
             try:
-                if known is not None and known[0] == shard:
-                    heard = known[1].flush(deadline)
+                if way is not None and way.shard == shard and way.transport is not None:
+                    with self._leave(way, deadline):
+                        heard = way.transport.flush(deadline)
                     late = not heard
             except Trouble as trouble:
-                late = trouble.miss.reason is MissReason.DEADLINE
+                late = isinstance(trouble, NotAsked) or trouble.miss.reason is MissReason.DEADLINE
             except KVClusterError:
                 pass
             with self._lock:
@@ -88,58 +132,145 @@ class Shards:
             all_heard = all_heard and heard
         return all_heard
 
+    def suspect(
+        self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, keys: Sequence[PageKey], deadline: Deadline
+    ) -> None:
+        """As Transport.suspect, where that can be done: a report that is lost is made again by the next reader."""
+        with suppress(KVClusterError, RefusedByShard), self._asked(shard, spec, namespace, deadline) as transport:
+            transport.suspect(namespace, shard.epoch, keys, deadline)
+
+    def blame(self, shard: ShardAddress, why: Miss) -> None:
+        """A shard has failed in the eyes of somebody who will not wait for the end of the exchange."""
+        with self._lock:
+            way = self._ways.get(shard.shard)
+            if way is not None and way.shard == shard:
+                leave = way.breaker.ask(self._clock())
+                if not isinstance(leave, Miss):
+                    way.breaker.failed(leave, why, self._clock())
+
     def names(self) -> dict[str, str]:
         """Shard -> the transport in use."""
         with self._lock:
-            return {shard: transport.name for shard, (_, transport) in self._transports.items()}
+            return {shard: way.transport.name for shard, way in self._ways.items() if way.transport is not None}
+
+    def breakers(self) -> dict[str, dict[str, Any]]:
+        """Shard -> its breaker's state, the failures in a row, and for how long nobody will ask."""
+        with self._lock:
+            now = self._clock()
+            return {
+                shard: {
+                    "state": way.breaker.state.value,
+                    "failures": way.breaker.failures,
+                    "open_ms": way.breaker.open_for(now) // 1_000_000,
+                }
+                for shard, way in self._ways.items()
+            }
 
     def close(self) -> None:
+        """Ends what is under way. May be called from any thread, and again."""
         with self._lock:
-            transports = [transport for _, transport in self._transports.values()]
-            self._transports.clear()
-            self._attached.clear()
+            self._closed = True
+            transports = [way.transport for way in self._ways.values() if way.transport is not None]
+            self._ways.clear()
         for transport in transports:
             transport.close()
 
-    def _ready(self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, deadline: Deadline) -> Transport:
+    # ------------------------------------------------------------------------------------------- helpers
+
+    @contextmanager
+    def _asked(
+        self,
+        shard: ShardAddress,
+        spec: KVSpec,
+        namespace: NamespaceId,
+        deadline: Deadline,
+        abandoned: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Transport]:
+        """One exchange with an attached transport. Raises Trouble, at once where the shard's breaker is open."""
+        way = self._way(shard)
+        with self._leave(way, deadline, abandoned):
+            transport = self._opened(way)
+            if namespace not in way.attached:
+                self._attach(way, transport, spec, namespace, deadline)
+            yield transport
+
+    @contextmanager
+    def _leave(self, way: _Way, deadline: Deadline, abandoned: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Tells the way's breaker how what is done within has ended."""
+        deadline.check()  # who comes too late learns nothing of the shard
         with self._lock:
-            known = self._transports.get(shard.shard)
-            if known is not None and known[0].epoch > shard.epoch:  # an old ticket
+            leave = way.breaker.ask(self._clock())
+        if isinstance(leave, Miss):
+            raise NotAsked(Miss(leave.reason, f"{way.shard.shard} {leave.detail}"))
+        try:
+            yield
+        except GivenUp:
+            self._end(way.breaker.gave_up, leave)
+            raise
+        except Trouble as trouble:
+            with self._lock:
+                if abandoned():
+                    way.breaker.gave_up(leave)
+                else:
+                    way.breaker.failed(leave, trouble.miss, self._clock())
+            raise
+        except RefusedByShard:
+            self._end(way.breaker.succeeded, leave)
+            raise
+        except BaseException:
+            self._end(way.breaker.gave_up, leave)
+            raise
+        self._end(way.breaker.succeeded, leave)
+
+    def _end(self, say: Callable[[Leave], None], leave: Leave) -> None:
+        with self._lock:
+            say(leave)
+
+    def _way(self, shard: ShardAddress) -> _Way:
+        with self._lock:
+            way = self._ways.get(shard.shard)
+            if way is not None and way.shard.epoch > shard.epoch:  # an old ticket
                 raise Trouble(_restarted(shard))
-            if known is None or known[0] != shard:
-                if known is not None:
-                    known[1].close()
-                    del self._transports[shard.shard]
-                    self._attached = {pair for pair in self._attached if pair[0] != known[0]}
-                known = self._transports[shard.shard] = (shard, self._open(shard))
-            attached = (shard, namespace) in self._attached
-        if not attached:
-            self._attach(known[1], shard, spec, namespace, deadline)
-        return known[1]
+            if way is None or way.shard != shard:
+                if way is not None and way.transport is not None:
+                    way.transport.close()
+                breaker = Breaker(failures=self._failures, open_ns=self._open_ns)
+                way = self._ways[shard.shard] = _Way(shard, breaker)
+            return way
+
+    def _opened(self, way: _Way) -> Transport:
+        with self._lock:
+            if self._closed:
+                raise GivenUp(Miss(MissReason.SHARD_LOST, "this client is closed"))
+            if way.transport is None:
+                way.transport = self._open(way.shard)
+            return way.transport
 
     def _attach(
-        self, transport: Transport, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, deadline: Deadline
+        self, way: _Way, transport: Transport, spec: KVSpec, namespace: NamespaceId, deadline: Deadline
     ) -> None:
         try:
             answer = transport.attach(spec, deadline)
         except RefusedByShard as refused:
             raise LimitError(refused.refused.detail) from None
-        if answer.epoch != shard.epoch:
-            raise Trouble(_restarted(shard))
+        if answer.epoch != way.shard.epoch:
+            raise RefusedByShard(Refused(RefusedKind.STALE, "another incarnation answers"))
         if answer.namespace != namespace:
             raise CallerError(
-                f"{shard.shard} knows this spec and credential by another namespace: give the spec and adapter that "
-                "the ticket was prepared with, and all servers of the cluster the same token file"
+                f"{way.shard.shard} knows this spec and credential by another namespace: give the spec and adapter "
+                "that the ticket was prepared with, and all servers of the cluster the same token file"
             )
         with self._lock:
-            self._attached.add((shard, namespace))
+            way.attached[namespace] = None
 
     def _recover(self, refused: Refused, shard: ShardAddress, namespace: NamespaceId) -> None:
         """Makes a second try possible, or says why there is none."""
         if refused.kind is not RefusedKind.UNKNOWN_NAMESPACE:
             raise _error(refused, shard) from None
         with self._lock:
-            self._attached.discard((shard, namespace))
+            way = self._ways.get(shard.shard)
+            if way is not None and way.shard == shard:
+                way.attached.pop(namespace, None)
 
 
 def _error(refused: Refused, shard: ShardAddress) -> Exception:

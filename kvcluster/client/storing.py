@@ -95,15 +95,16 @@ def store(
     attempt: Attempt,
     wait_ns: int,
     deadline: Deadline,
+    tally: Tally,
 ) -> Stored:
-    """Asks what to write, writes it shard by shard, and says what became of each block.
+    """Asks what to write, writes it shard by shard, and says what became of each block; `tally` knows how far it is.
 
     `prepare.attempt` names the ticket, `attempt` the leases at shards.
     """
     namespace = control.namespace(spec, deadline)
     by_shard: dict[ShardAddress, list[int]] | None = None  # unknown: a grant may be out there whose answer was lost
     try:
-        by_shard, tally = _sort(control.ask(StoreGrant, spec, prepare, deadline))
+        by_shard = tally.sort(control.ask(StoreGrant, spec, prepare, deadline))
         for number, (shard, blocks) in enumerate(by_shard.items(), 1):
             pages, of_block = _pages(prepare, blocks)
             request = WriteRequest(namespace, attempt, shard.epoch, pages, wait_ns)
@@ -121,8 +122,8 @@ def store(
     return tally.stored()
 
 
-class _Tally:
-    """What became of the blocks so far."""
+class Tally:
+    """What became of the blocks so far. Filled by the storing thread; what stands there is true at every moment."""
 
     def __init__(self) -> None:
         self.blocks = self.deduplicated = self.pending = self.nbytes = 0
@@ -148,27 +149,29 @@ class _Tally:
             else:
                 self.deduplicated += 1
 
+    def sort(self, grant: StoreGrant) -> dict[ShardAddress, list[int]]:
+        """The blocks that each shard is to get. The others are counted."""
+        by_shard: dict[ShardAddress, list[int]] = {}
+        at = 0
+        for run in grant.runs:
+            if run.decision is Decision.WRITE:
+                assert run.shard is not None
+                by_shard.setdefault(run.shard, []).extend(range(at, at + run.count))
+            elif run.decision is Decision.COMMITTED:
+                self.deduplicated += run.count
+            elif run.decision is Decision.PENDING:
+                self.pending += run.count
+            elif run.miss is not None:
+                self.missed(run.miss)
+            at += run.count
+        return by_shard
+
     def stored(self) -> Stored:
         return Stored(self.blocks, self.deduplicated, self.pending, self.nbytes, self._miss)
 
-
-def _sort(grant: StoreGrant) -> tuple[dict[ShardAddress, list[int]], _Tally]:
-    """The blocks that each shard is to get, and a tally of those that are not written."""
-    by_shard: dict[ShardAddress, list[int]] = {}
-    tally = _Tally()
-    at = 0
-    for run in grant.runs:
-        if run.decision is Decision.WRITE:
-            assert run.shard is not None
-            by_shard.setdefault(run.shard, []).extend(range(at, at + run.count))
-        elif run.decision is Decision.COMMITTED:
-            tally.deduplicated += run.count
-        elif run.decision is Decision.PENDING:
-            tally.pending += run.count
-        elif run.miss is not None:
-            tally.missed(run.miss)
-        at += run.count
-    return by_shard, tally
+    def so_far(self, why: Miss) -> Stored:
+        """The outcome where it goes no further for that reason."""
+        return Stored(self.blocks, self.deduplicated, self.pending, self.nbytes, self._miss or why)
 
 
 def _pages(prepare: PrepareStore, blocks: Sequence[int]) -> tuple[tuple[NewPage, ...], list[int]]:

@@ -1,7 +1,8 @@
 """A transfer: a load or store that is under way on the client's own thread.
 
 The caller's memory is touched only while the transfer's gate is open. `result` closes it for good: once it has
-returned, for whatever reason, nothing more is written to the destination or read from the source.
+returned, for whatever reason, nothing more is written to the destination or read from the source. So what had come by
+then is known exactly, and is told even where the deadline came first.
 """
 
 from __future__ import annotations
@@ -16,12 +17,20 @@ from kvcluster.transport.seam import Deadline, Trouble
 R = TypeVar("R")
 
 
-class Transfer(Generic[R]):
-    """Progress and outcome. `R` is Loaded or Stored. Made by the client; safe to use from any thread."""
+class GivenUp(Trouble):
+    """Nobody waits for these bytes any more. It says nothing of whoever moves them."""
 
-    def __init__(self, deadline: Deadline, failed: Callable[[Miss], R], layers: Iterable[tuple[int, int]] = ()) -> None:
+
+class Transfer(Generic[R]):
+    """Progress and outcome. `R` is Loaded or Stored. Made by the client; safe to use from any thread.
+
+    `so_far` is the outcome where it goes no further for that reason; it is asked only after the gate was closed.
+    """
+
+    def __init__(self, deadline: Deadline, so_far: Callable[[Miss], R], layers: Iterable[tuple[int, int]] = ()) -> None:
         self._deadline = deadline
-        self._failed = failed
+        self._so_far = so_far
+        self._wake: Callable[[], object] = lambda: None
         self._changed = threading.Condition()
         self._gate = threading.Lock()
         self._cancelled = False
@@ -60,7 +69,7 @@ class Transfer(Generic[R]):
             return self._source_free or self._ended()
 
     def result(self, deadline_ms: float | None = None) -> R:
-        """Waits for the outcome. Where the deadline comes first, ends the transfer and returns a miss.
+        """Waits for the outcome. Where the deadline comes first, ends the transfer: what had come by then, and a miss.
 
         Raises CallerError, CredentialError or ProtocolError where the transfer showed a mistake.
         """
@@ -73,12 +82,13 @@ class Transfer(Generic[R]):
                 raise self._error
             if self._outcome is not None:
                 return self._outcome
-        return self._failed(Miss(MissReason.DEADLINE))
+        return self._so_far(Miss(MissReason.DEADLINE))
 
     def cancel(self) -> None:
         """Ends it: when this returns, the caller's memory is touched no more."""
         with self._gate:
             self._cancelled = True
+        self._wake()
 
     # ---------------------------------------------------------------------------------- the client's thread
 
@@ -87,10 +97,17 @@ class Transfer(Generic[R]):
         return self._gate
 
     def check(self) -> None:
-        """Raises Trouble when nobody waits for this any more."""
+        """Raises GivenUp when nobody waits for this any more."""
         if self._cancelled:
-            raise Trouble(Miss(MissReason.DEADLINE, "given up"))
-        self._deadline.check()
+            raise GivenUp(Miss(MissReason.DEADLINE, "given up"))
+        if not self._deadline.remaining_s():
+            raise GivenUp(Miss(MissReason.DEADLINE))
+
+    def on_cancel(self, wake: Callable[[], object]) -> None:
+        """Calls `wake` whenever it is cancelled, so that no thread waits on for bytes that nobody wants."""
+        self._wake = wake
+        if self._cancelled:
+            wake()
 
     def arrived(self, layers: Iterable[int]) -> None:
         """One piece of each of these model layers is in place."""
@@ -102,6 +119,12 @@ class Transfer(Generic[R]):
             if woken:
                 self._changed.notify_all()
 
+    def expect(self, layers: Iterable[tuple[int, int]]) -> None:
+        """So many more pieces of these model layers are to arrive, in place of others that will not."""
+        with self._changed:
+            for layer, more in layers:
+                self._pieces[layer] += more
+
     def drained(self) -> None:
         with self._changed:
             self._source_free = True
@@ -111,11 +134,12 @@ class Transfer(Generic[R]):
         """Does the work; whatever comes of it is kept for `result`."""
         try:
             if self._cancelled:
-                self._end(self._failed(Miss(MissReason.DEADLINE, "given up before it began")), None)
+                self._end(self._so_far(Miss(MissReason.DEADLINE, "given up before it began")), None)
             else:
                 self._end(work(), None)
         except Trouble as trouble:
-            self._end(self._failed(trouble.miss), None)
+            self.cancel()
+            self._end(self._so_far(trouble.miss), None)
         except BaseException as error:
             self._end(None, error)
 

@@ -82,9 +82,10 @@ class Orders:
             effects += self._pull(ack.pull, now)
         return effects
 
-    def ended(self, attempt: Attempt) -> None:
-        """The lease of this attempt has ended, perhaps that of a pull."""
+    def ended(self, attempt: Attempt, committed: int = 0) -> None:
+        """The lease of this attempt has ended, perhaps that of a pull, with so many pages that came."""
         if self._pulling is not None and self._pulling[1] == attempt:
+            self._counters["pulled"] += committed
             self._pull_ended(self._pulling[0])
 
     def _evict(self, order: EvictOrder) -> None:
@@ -116,7 +117,6 @@ class Orders:
         attempt = self._own.next()
         self._leases.grant(attempt, LeaseKind.WRITE, list(pages), now)
         self._pulling = (order.number, attempt)
-        self._counters["pulled"] += len(pages)
         return [Fetch(attempt, space.id, order.source, tuple(page.slot() for page in pages))]
 
     def _pull_ended(self, number: int) -> None:

@@ -194,8 +194,8 @@ class Shard:
     def _commit(self, m: Commit, now: int) -> list[Effect]:
         in_time = self._leases.running(m.attempt) and self.member(now)
         lease = self._leases.end(m.attempt)
-        self._orders.ended(m.attempt)
         if lease is None or lease.kind is not LeaseKind.WRITE or not in_time:
+            self._orders.ended(m.attempt)
             self._counters["late"] += 1
             if lease is not None:
                 self._give_back(lease)
@@ -212,6 +212,7 @@ class Shard:
             self._counters["commits"] += 1
             self._uplink.tell(_event(page))
             outcome.append(Written.COMMITTED)
+        self._orders.ended(m.attempt, outcome.count(Written.COMMITTED))
         self._give_back(lease)
         return [Answer(m.call, CommitGrant(tuple(outcome)))]
 

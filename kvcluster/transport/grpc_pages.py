@@ -14,14 +14,16 @@ from typing import TypeVar
 
 import grpc
 
-from kvcluster.core.ids import CallId, Tenant
+from kvcluster.core.ids import CallId, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
     AttachShard,
     Done,
     Flush,
+    PageKey,
     ReadRequest,
     Refused,
+    Suspect,
     WriteRequest,
     Written,
 )
@@ -128,6 +130,12 @@ class GrpcPages:
     def flush(self, deadline: Deadline) -> bool:
         wait_ns = int(deadline.remaining_s() * 0.9e9)
         return self._connection.ask(SHARD["Flush"], Flush(_NO_CALL, wait_ns), deadline) == Done(True)
+
+    def suspect(self, namespace: NamespaceId, epoch: Epoch, keys: Sequence[PageKey], deadline: Deadline) -> None:
+        report = Suspect(_NO_CALL, _NOBODY, namespace, epoch, tuple(keys))
+        answer = self._connection.ask(SHARD["Suspect"], report, deadline)
+        if isinstance(answer, Refused):
+            raise RefusedByShard(answer)
 
     def close(self) -> None:
         self._connection.close()

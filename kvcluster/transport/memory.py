@@ -5,17 +5,19 @@ It uses the very sessions that servers use, so what holds here of leases, checks
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 
-from kvcluster.core.ids import Tenant
+from kvcluster.core.ids import Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
     AttachShard,
     Done,
     Flush,
+    PageKey,
     ReadRequest,
     Refused,
+    Suspect,
     WriteRequest,
     Written,
 )
@@ -46,7 +48,7 @@ class MemoryTransport:
         self, request: ReadRequest, sink: PageSink, deadline: Deadline
     ) -> Generator[None, None, list[Miss | None]]:
         deadline.check()
-        with ReadSession(self._host, self._tenant, request) as session:
+        with ReadSession(self._host, self._tenant, request, deadline=deadline) as session:
             for batch in session.frames():
                 deadline.check()
                 for record in batch:
@@ -57,7 +59,7 @@ class MemoryTransport:
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
         deadline.check()
         request = replace(request, wait_ns=min(request.wait_ns, int(deadline.remaining_s() * 1e9)))
-        with WriteSession(self._host, self._tenant, request) as session:
+        with WriteSession(self._host, self._tenant, request, deadline=deadline) as session:
             for batch in outgoing(request, session.outcome, source):
                 deadline.check()
                 session.accept(batch)
@@ -67,8 +69,15 @@ class MemoryTransport:
 
     def flush(self, deadline: Deadline) -> bool:
         deadline.check()
-        wait_ns = int(deadline.remaining_s() * 1e9)
-        return self._host.ask(lambda call: Flush(call, wait_ns), deadline.remaining_s() + 1.0) == Done(True)
+        wait_ns = int(deadline.remaining_s() * 0.9e9)  # a shard that waits in vain still says so in time
+        return self._host.ask(lambda call: Flush(call, wait_ns), deadline.remaining_s()) == Done(True)
+
+    def suspect(self, namespace: NamespaceId, epoch: Epoch, keys: Sequence[PageKey], deadline: Deadline) -> None:
+        deadline.check()
+        report = (self._tenant, namespace, epoch, tuple(keys))
+        answer = self._host.ask(lambda call: Suspect(call, *report), deadline.remaining_s())
+        if isinstance(answer, Refused):
+            raise RefusedByShard(answer)
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -13,9 +13,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvcluster.core.ids import Attempt, CallId
+from kvcluster.core.ids import Attempt, CallId, Epoch, NamespaceId
 from kvcluster.core.messages import (
     AttachedShard,
+    PageKey,
     PageSlot,
     ReadRequest,
     Refused,
@@ -26,10 +27,11 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec
+from kvcluster.errors import Unreachable
 
 
-class Trouble(Exception):
-    """An exchange with a shard failed. `miss` is what that means for its pages."""
+class Trouble(Unreachable):
+    """An exchange with a shard or the coordinator failed. `miss` is what that means for its pages."""
 
     def __init__(self, miss: Miss) -> None:
         super().__init__(str(miss))
@@ -57,6 +59,11 @@ class Deadline:
     def remaining_s(self) -> float:
         """Seconds left, never negative."""
         return max(0.0, (self.at_ns - time.monotonic_ns()) / 1e9)
+
+    def share(self, parts: int) -> Deadline:
+        """An earlier one: when a `parts`-th of what is left will have passed. For a step that others must follow."""
+        now = time.monotonic_ns()
+        return Deadline(now + max(0, self.at_ns - now) // parts)
 
     def check(self) -> None:
         """Raises Trouble(DEADLINE) once it has passed."""
@@ -87,7 +94,12 @@ class PageSource(Protocol):
 
 
 class Transport(Protocol):
-    """A worker's way to one shard incarnation. Not thread-safe but for `close`."""
+    """A worker's way to one shard incarnation.
+
+    Thread-safe: loads, stores and flushes share one, and none waits for another. A sink, a source and the generator
+    of one `read` belong to the thread that drives them. No call outlasts its deadline by more than the piece that
+    its sink or source has in hand; after `close`, from any thread, each ends with Trouble or as if it were open.
+    """
 
     name: str
 
@@ -104,7 +116,11 @@ class Transport(Protocol):
         """Stores. Returns what became of each page. Raises Trouble or RefusedByShard."""
 
     def flush(self, deadline: Deadline) -> bool:
-        """Has the coordinator heard of everything committed so far?"""
+        """Has the coordinator heard of everything committed so far? Raises Trouble."""
+
+    def suspect(self, namespace: NamespaceId, epoch: Epoch, keys: Sequence[PageKey], deadline: Deadline) -> None:
+        """Reports pages of that incarnation whose bytes did not match their checksums here. It condemns nothing: the
+        shard reads them again. Raises Trouble or RefusedByShard."""
 
     def close(self) -> None: ...
 

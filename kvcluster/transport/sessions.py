@@ -36,7 +36,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
-from kvcluster.transport.seam import PageHost, PageSource, RefusedByShard, Trouble
+from kvcluster.transport.seam import Deadline, PageHost, PageSource, RefusedByShard, Trouble
 from kvcluster.wire.frames import Record
 
 _PROMPT_S = 5.0
@@ -79,17 +79,20 @@ class _Session:
 
     _ending: type[Unpin] | type[Abort]
 
-    def __init__(self, host: PageHost, request: ReadRequest | WriteRequest, stop: Callable[[], object]) -> None:
+    def __init__(
+        self, host: PageHost, request: ReadRequest | WriteRequest, stop: Callable[[], object], deadline: Deadline | None
+    ) -> None:
         self._host = host
         self._attempt = request.attempt
         self._stop = stop
+        self._deadline = deadline
         self._revoked = False
         self._watch = ExitStack()
 
-    def _begin(self, question: Callable[[CallId], ShardMessage], wait_s: float) -> Reply:
+    def _begin(self, question: Callable[[CallId], ShardMessage], room_wait_s: float = 0.0) -> Reply:
         self._watch.enter_context(self._host.on_revoke(self._attempt, self._break_off))
         try:
-            answer = self._host.ask(question, wait_s)
+            answer = self._ask(question, _PROMPT_S + room_wait_s)
         except BaseException:
             self._end()  # what was granted too late to be heard of
             raise
@@ -104,7 +107,7 @@ class _Session:
 
     def _renew(self) -> None:
         if not self._revoked:
-            answer = self._host.ask(lambda call: Renew(call, self._attempt), _PROMPT_S)
+            answer = self._ask(lambda call: Renew(call, self._attempt))
             self._revoked = answer == Done(False)
         if self._revoked:
             raise Trouble(Miss(MissReason.DEADLINE, "the lease ended: too slow"))
@@ -113,7 +116,11 @@ class _Session:
         """Gives the lease back. It is a message under way even where its answer is late; or the shard is over."""
         self._watch.close()
         with suppress(Trouble):
-            self._host.ask(lambda call: self._ending(call, self._attempt), _PROMPT_S)
+            self._ask(lambda call: self._ending(call, self._attempt))
+
+    def _ask(self, question: Callable[[CallId], ShardMessage], wait_s: float = _PROMPT_S) -> Reply:
+        """Waits no longer than whoever waits for this session. What was asked is stepped even where nobody waits."""
+        return self._host.ask(question, wait_s if self._deadline is None else min(wait_s, self._deadline.remaining_s()))
 
 
 class ReadSession(_Session):
@@ -122,9 +129,14 @@ class ReadSession(_Session):
     _ending = Unpin
 
     def __init__(
-        self, host: PageHost, tenant: Tenant, request: ReadRequest, stop: Callable[[], object] = _nothing
+        self,
+        host: PageHost,
+        tenant: Tenant,
+        request: ReadRequest,
+        stop: Callable[[], object] = _nothing,
+        deadline: Deadline | None = None,
     ) -> None:
-        super().__init__(host, request, stop)
+        super().__init__(host, request, stop, deadline)
         self._request = request
         self._tenant = tenant
         self._wants = request.wants
@@ -133,9 +145,7 @@ class ReadSession(_Session):
     def __enter__(self) -> ReadSession:
         r = self._request
         keys = tuple(want.key for want in self._wants)
-        answer = self._begin(
-            lambda call: Pin(call, self._tenant, r.namespace, r.attempt, r.epoch, keys), wait_s=_PROMPT_S
-        )
+        answer = self._begin(lambda call: Pin(call, self._tenant, r.namespace, r.attempt, r.epoch, keys))
         assert isinstance(answer, PinGrant)
         self._pages = answer.pages
         return self
@@ -181,9 +191,14 @@ class WriteSession(_Session):
     _ending = Abort
 
     def __init__(
-        self, host: PageHost, tenant: Tenant, request: WriteRequest, stop: Callable[[], object] = _nothing
+        self,
+        host: PageHost,
+        tenant: Tenant,
+        request: WriteRequest,
+        stop: Callable[[], object] = _nothing,
+        deadline: Deadline | None = None,
     ) -> None:
-        super().__init__(host, request, stop)
+        super().__init__(host, request, stop, deadline)
         self._request = request
         self._tenant = tenant
         self._pages: tuple[PageSlot | Written, ...] = ()
@@ -194,7 +209,7 @@ class WriteSession(_Session):
         r = self._request
         answer = self._begin(
             lambda call: Reserve(call, self._tenant, r.namespace, r.attempt, r.epoch, r.pages, r.wait_ns),
-            wait_s=_PROMPT_S + r.wait_ns / 1e9,
+            room_wait_s=r.wait_ns / 1e9,
         )
         assert isinstance(answer, WriteGrant)
         self._pages = answer.pages
@@ -252,9 +267,7 @@ class WriteSession(_Session):
             if checksum.first_mismatch(identity, 0, whole, self._host.view(slot)) is None:
                 verified[item] = checksum.pack_sums(whole)
         self._finished = True
-        answer = self._host.ask(
-            lambda call: Commit(call, self._attempt, tuple(verified), tuple(verified.values())), _PROMPT_S
-        )
+        answer = self._ask(lambda call: Commit(call, self._attempt, tuple(verified), tuple(verified.values())))
         assert isinstance(answer, CommitGrant)
         committed = dict(zip(verified, answer.pages, strict=True))
         return [

@@ -13,7 +13,17 @@ from typing import Any
 import torch
 
 from kvcluster.client.client import Client
-from kvcluster.core.messages import AttachedShard, CoordinatorMessage, ReadRequest, Reply, ShardAddress, WriteRequest
+from kvcluster.client.results import Loaded, Pinned
+from kvcluster.core.ids import Epoch, NamespaceId
+from kvcluster.core.messages import (
+    AttachedShard,
+    CoordinatorMessage,
+    PageKey,
+    ReadRequest,
+    Reply,
+    ShardAddress,
+    WriteRequest,
+)
 from kvcluster.core.messages import Written as Outcome
 from kvcluster.core.reasons import Miss
 from kvcluster.core.spec import KVSpec, Part
@@ -91,6 +101,16 @@ def unwritten(tensor: torch.Tensor) -> bool:
     return bool((tensor.contiguous().view(torch.uint8) == UNWRITTEN).all())
 
 
+def missed(miss: Miss, blocks: range, nbytes: int = 0) -> Loaded:
+    """A load whose blocks before `blocks` have come, and none of these."""
+    return Loaded(blocks.start, nbytes, miss, dict.fromkeys(blocks, miss))
+
+
+def pinned(blocks: int) -> Pinned:
+    """What is said of so many blocks that are pinned, or are not any more."""
+    return Pinned(blocks * BLOCK, blocks)
+
+
 def counters(client: Client) -> dict[str, Any]:
     """All that the cluster counts of what was asked of it and moved in it."""
     status = client.status()
@@ -129,7 +149,7 @@ def _nothing() -> None:
 @dataclass
 class Steps:
     """What a test does at each step of a transport: before the spec is named, a load, a layer's arrival, a store, a
-    layer's departure and a flush, and after the shard has answered a store."""
+    layer's departure, a flush and a report, and after the shard has answered a store."""
 
     attach: Callable[[], None] = _nothing
     read: Callable[[], None] = _nothing
@@ -138,6 +158,7 @@ class Steps:
     send: Callable[[], None] = _nothing
     written: Callable[[], None] = _nothing
     flush: Callable[[], None] = _nothing
+    suspect: Callable[[], None] = _nothing
 
 
 class Watched:
@@ -173,6 +194,11 @@ class Watched:
         assert not self._closed
         self._steps.flush()
         return self._inner.flush(deadline)
+
+    def suspect(self, namespace: NamespaceId, epoch: Epoch, keys: Sequence[PageKey], deadline: Deadline) -> None:
+        assert not self._closed
+        self._steps.suspect()
+        self._inner.suspect(namespace, epoch, keys, deadline)
 
     def close(self) -> None:
         self._closed = True
@@ -211,11 +237,13 @@ class Port:
     def __init__(self, cluster: MemoryCluster, tenant: str = "default") -> None:
         self._inner = cluster.port(tenant)
         self.asked: list[CoordinatorMessage] = []
+        self.deadlines: list[Deadline] = []
         self.before: Callable[[CoordinatorMessage], None] = lambda message: None
         self.after: Callable[[CoordinatorMessage], None] = lambda message: None
 
     def ask(self, message: CoordinatorMessage, deadline: Deadline) -> Reply:
         self.asked.append(message)
+        self.deadlines.append(deadline)
         self.before(message)
         reply = self._inner.ask(message, deadline)
         self.after(message)

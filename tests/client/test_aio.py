@@ -12,10 +12,23 @@ from kvcluster.client.client import Client
 from kvcluster.client.results import Stored
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
-from tests.client.build import BLOCK, PAGE_BYTES, SPEC, Hold, Steps, kv, prompt, room, same, unwritten, watched_client
+from tests.client.build import (
+    BLOCK,
+    PAGE_BYTES,
+    SPEC,
+    Hold,
+    Steps,
+    kv,
+    pinned,
+    prompt,
+    room,
+    same,
+    unwritten,
+    watched_client,
+)
 
 TOKENS = prompt(3)
-TWINS = ["lookup", "load", "store", "flush", "explain", "pin", "unpin"]
+TWINS = ["lookup", "load", "store", "flush", "explain", "pin", "unpin", "clear", "purge"]
 
 
 def test_there_is_a_twin_of_each_call_that_blocks_on_the_cluster_and_no_other() -> None:
@@ -39,13 +52,15 @@ def test_twins_do_what_the_blocking_calls_do(cluster: MemoryCluster) -> None:
         assert await aio.store(TOKENS, kv(3), salt=b"s") == Stored(3, 0, 0, 3 * PAGE_BYTES)
         assert await aio.flush()
         assert (await aio.lookup(TOKENS, salt=b"s")).tokens == 3 * BLOCK
-        assert await aio.pin(TOKENS, 60.0, salt=b"s") == 3 * BLOCK
-        assert await aio.unpin(TOKENS, salt=b"s") == 3 * BLOCK
+        assert await aio.pin(TOKENS, 60.0, salt=b"s") == pinned(3)
+        assert await aio.unpin(TOKENS, salt=b"s") == pinned(3)
         assert [e.hit for e in await aio.explain(TOKENS, salt=b"s")] == [True] * 3
         assert await aio.load(TOKENS, into, salt=b"s") == 3 * BLOCK
         assert await aio.load(TOKENS, room(3)) == 0
         with pytest.raises(CallerError):
             await aio.load(TOKENS, room(2))
+        assert await aio.purge(weights="sha256:other") == 0
+        assert await aio.clear() == 3
 
     asyncio.run(use())
     assert same(into, kv(3))

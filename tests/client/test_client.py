@@ -166,5 +166,5 @@ def test_a_client_leaves_no_thread_behind(cluster: MemoryCluster) -> None:
         client.flush()
         client.prepare_load(client.hashes(TOKENS))
         assert client.load(TOKENS, room(3)) == 3 * BLOCK
-        assert threading.active_count() == before + 3, "one to load, one to store, one to keep tickets"
+        assert threading.active_count() == before + 4, "to load, to read a shard, to store, to keep tickets"
     assert threading.active_count() == before

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvcluster.client.client import Client
-from kvcluster.client.results import Loaded, Lookup, Stored
+from kvcluster.client.results import Loaded, Lookup, Pinned, Stored
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, ShardId, Tenant
@@ -26,6 +26,8 @@ from tests.client.build import (
     Port,
     Steps,
     kv,
+    missed,
+    pinned,
     prompt,
     room,
     same,
@@ -77,15 +79,16 @@ def check_that_all_miss(client: Client, miss: Miss) -> None:
     assert unwritten(into)
     assert client.store(TOKENS, kv(4)) == Stored(0, 0, 0, 0, miss)
     assert [(e.hit, e.reason, e.detail) for e in client.explain(TOKENS)] == [(False, miss.reason, miss.detail)] * 4
-    assert client.pin(TOKENS, 60.0) == client.unpin(TOKENS) == 0
+    assert client.pin(TOKENS, 60.0) == client.unpin(TOKENS) == Pinned(0, 0, miss)
     hashes = [BlockHash(bytes(32))]
     ticket = client.prepare_load(hashes)
     assert (ticket.blocks, ticket.miss) == (0, miss)
     assert client.begin_load(ticket, into).result() == Loaded(0, 0)
     ticket.release()
     assert client.begin_store(hashes, kv(1)).result() == Stored(0, 0, 0, 0, miss)
-    with pytest.raises(Unreachable, match=miss.reason.value):
-        client.status()
+    for claim in (client.status, client.clear, lambda: client.purge(model="tiny")):
+        with pytest.raises(Unreachable, match=miss.reason.value):
+            claim()
 
 
 def test_without_a_coordinator_every_call_is_a_miss_that_says_so(alone: MemoryCluster) -> None:
@@ -277,7 +280,7 @@ def test_another_incarnation_at_the_same_address_is_not_taken_for_the_old_one(
         if known:
             storing(alone)
         restarted = Miss(MissReason.SHARD_LOST, "shard-0 has restarted")
-        assert client.begin_load(ticket, into).result() == Loaded(0, 0, restarted)
+        assert client.begin_load(ticket, into).result() == missed(restarted, range(4))
         assert unwritten(into)
         ticket.release()
 
@@ -317,7 +320,7 @@ def test_a_shard_that_forgets_the_namespace_again_and_again_is_a_miss(alone: Mem
         assert client.store(prompt(2, seed=1), kv(2)) == Stored(0, 0, 0, 0, miss)
     reading = watched_client(alone, Steps(read=Forgetful(times=2).refuse))
     with reading as client, client.prepare_load(client.hashes(TOKENS)) as ticket:
-        assert client.begin_load(ticket, room(4)).result() == Loaded(0, 0, miss)
+        assert client.begin_load(ticket, room(4)).result() == missed(miss, range(4))
 
 
 @pytest.mark.parametrize(
@@ -477,10 +480,10 @@ def test_pinned_blocks_outlast_pressure_and_go_once_unpinned(start: Start) -> No
 
     client.store(TOKENS, kv(4))
     client.flush()
-    assert client.pin(TOKENS, 600.0) == 4 * BLOCK
+    assert client.pin(TOKENS, 600.0) == pinned(4)
     press(100)
     assert client.lookup(TOKENS).blocks == 4
-    assert client.unpin(TOKENS) == 4 * BLOCK
+    assert client.unpin(TOKENS) == pinned(4)
     press(200)
     assert client.lookup(TOKENS).blocks == 0
 
@@ -491,15 +494,15 @@ def test_pins_take_their_share_and_no_more(start: Start) -> None:
     share = int(0.25 * cluster.shard_core(SHARD).pool.allocator.capacity_bytes) // PAGE_BYTES
     client.store(prompt(2 * share), kv(2 * share))
     client.flush()
-    assert client.pin(prompt(2 * share), 600.0) == share * BLOCK
-    assert client.unpin(prompt(2 * share)) == share * BLOCK
+    assert client.pin(prompt(2 * share), 600.0) == pinned(share)
+    assert client.unpin(prompt(2 * share)) == pinned(share)
 
 
 def test_what_is_not_cached_cannot_be_pinned(alone: MemoryCluster) -> None:
     client = storing(alone)
-    assert client.pin(TOKENS + prompt(1, seed=8), 60.0) == 4 * BLOCK
-    assert client.pin(prompt(2, seed=8), 60.0) == 0
-    assert client.unpin(TOKENS) == 4 * BLOCK
+    assert client.pin(TOKENS + prompt(1, seed=8), 60.0) == pinned(4)
+    assert client.pin(prompt(2, seed=8), 60.0) == pinned(0)
+    assert client.unpin(TOKENS) == pinned(4)
 
 
 # ------------------------------------------------------------------------------------------------ deadlines
@@ -511,10 +514,10 @@ def test_a_deadline_of_nothing_is_a_miss_and_not_an_error(alone: MemoryCluster) 
     assert client.lookup(TOKENS, deadline_ms=0) == Lookup(0, 0, None, late)
     assert client.load(TOKENS, into, deadline_ms=0) == 0
     assert client.store(prompt(2, seed=4), kv(2), deadline_ms=0) == Stored(0, 0, 0, 0, late)
-    assert client.pin(TOKENS, 60.0, deadline_ms=0) == 0
+    assert client.pin(TOKENS, 60.0, deadline_ms=0) == Pinned(0, 0, late)
     assert {e.reason for e in client.explain(TOKENS, deadline_ms=0)} == {MissReason.DEADLINE}
     with client.prepare_load(client.hashes(TOKENS)) as ticket:
-        assert client.begin_load(ticket, into, deadline_ms=0).result() == Loaded(0, 0, late)
+        assert client.begin_load(ticket, into, deadline_ms=0).result() == missed(late, range(4))
     with pytest.raises(Unreachable, match="deadline"):
         client.status(deadline_ms=0)
     assert unwritten(into)

@@ -25,6 +25,7 @@ from tests.client.build import (
     SPEC,
     Port,
     kv,
+    pinned,
     prompt,
     room,
     same,
@@ -111,13 +112,87 @@ def test_an_adapter_goes_along_with_tickets_and_pins(stored: MemoryCluster) -> N
     hashes = client.hashes(TOKENS[: 2 * BLOCK], adapter="sha256:lora")
     assert client.begin_store(hashes, values, adapter="sha256:lora").result().blocks == 2
     client.flush()
-    assert client.pin(TOKENS, 60.0, adapter="sha256:lora") == 2 * BLOCK
-    assert client.unpin(TOKENS) == 0, "that is the prompt without the adapter"
-    assert client.unpin(TOKENS, adapter="sha256:lora") == 2 * BLOCK
-    into = room(2)
+    assert client.pin(TOKENS, 60.0, adapter="sha256:lora") == pinned(2)
+    assert client.unpin(TOKENS) == pinned(0), "that is the prompt without the adapter"
+    assert client.unpin(TOKENS, adapter="sha256:lora") == pinned(2)
     with client.prepare_load(hashes, adapter="sha256:lora") as ticket:
-        assert client.begin_load(ticket, into, adapter="sha256:lora").result().blocks == 2
-    assert same(into, values)
+        for named in ({}, {"adapter": "sha256:lora"}):
+            into = room(2)
+            assert client.begin_load(ticket, into, **named).result().blocks == 2, "the ticket knows what it is for"
+            assert same(into, values)
+        for other in ("", "sha256:another"):
+            with pytest.raises(CallerError, match=f"prepared for adapter 'sha256:lora', not '{other}'"):
+                client.begin_load(ticket, room(2), adapter=other)
+
+
+def test_a_ticket_from_elsewhere_for_an_adapter_is_redeemed_by_naming_it(stored: MemoryCluster) -> None:
+    owner, values = stored.client(SPEC), kv(2, seed=3)
+    hashes = owner.hashes(TOKENS[: 2 * BLOCK], adapter="sha256:lora")
+    assert owner.begin_store(hashes, values, adapter="sha256:lora").result().blocks == 2
+    owner.flush()
+    with owner.prepare_load(hashes, adapter="sha256:lora") as ticket:
+        fresh, used = stored.client(SPEC), stored.client(SPEC)
+        used.lookup(TOKENS)
+        for client in (fresh, used):
+            with pytest.raises(CallerError, match="the spec and adapter that the ticket was prepared with"):
+                client.begin_load(client.redeem(bytes(ticket)), room(2)).result()
+            into = room(2)
+            assert client.begin_load(client.redeem(bytes(ticket)), into, adapter="sha256:lora").result().blocks == 2
+            assert same(into, values)
+
+
+# ---------------------------------------------------------------------------------------------- forgetting
+
+
+def test_a_clear_forgets_everything_of_its_tenant_and_nothing_of_others(stored: MemoryCluster) -> None:
+    client, stranger = stored.client(SPEC), stored.client(SPEC, tenant="stranger")
+    assert stranger.store(TOKENS, kv(4)).blocks == 4
+    assert client.store(TOKENS, kv(4), adapter="sha256:lora").blocks == 4
+    assert stranger.flush() and client.flush()
+    assert client.clear() == 8
+    assert client.lookup(TOKENS).blocks == client.lookup(TOKENS, adapter="sha256:lora").blocks == 0
+    assert client.clear() == 0
+    assert stranger.lookup(TOKENS).blocks == 4
+    stored.wait_until(lambda: sum(len(host.core.pool) for host in stored.shards.values()) == 4)
+    assert client.store(TOKENS, kv(4, seed=2)).blocks == 4, "what is stored later is kept"
+    assert client.flush()
+    into = room(4)
+    assert client.load(TOKENS, into) == 4 * BLOCK
+    assert same(into, kv(4, seed=2))
+
+
+@pytest.mark.parametrize(
+    ("filters", "left"),
+    [
+        ({"model": "tiny"}, []),
+        ({"weights": "sha256:1"}, ["other weights"]),
+        ({"weights": "sha256:1", "adapter": ""}, ["an adapter", "other weights"]),
+        ({"adapter": "sha256:lora"}, ["base", "other weights"]),
+        ({"model": "another"}, ["base", "an adapter", "other weights"]),
+    ],
+    ids=repr,
+)
+def test_a_purge_forgets_what_it_names(stored: MemoryCluster, filters: dict[str, str], left: list[str]) -> None:
+    clients = {
+        "base": stored.client(SPEC),
+        "an adapter": stored.client(spec_of(adapter="sha256:lora")),
+        "other weights": stored.client(spec_of(weights="sha256:2")),
+    }
+    for client in clients.values():
+        client.store(TOKENS, kv(4))
+        assert client.flush()
+    assert clients["base"].purge(**filters) == 4 * (3 - len(left))
+    assert [name for name, client in clients.items() if client.lookup(TOKENS).blocks] == left
+
+
+def test_a_ticket_from_before_a_purge_opens_nothing(stored: MemoryCluster) -> None:
+    client = stored.client(SPEC)
+    with client.prepare_load(client.hashes(TOKENS)) as ticket:
+        client.clear()
+        stored.wait_until(lambda: not client.begin_load(ticket, room(4)).result().blocks)
+        into = room(4)
+        loaded = client.begin_load(ticket, into).result()
+        assert list(loaded.failed) == [0, 1, 2, 3] and unwritten(into)
 
 
 def test_of_several_other_specs_the_most_alike_is_named(stored: MemoryCluster) -> None:
@@ -236,9 +311,9 @@ def test_a_salt_is_a_place_of_its_own(stored: MemoryCluster) -> None:
     into = room(4)
     assert client.load(TOKENS, into, salt=b"s") == 4 * BLOCK
     assert same(into, kv(4, seed=2))
-    assert client.pin(TOKENS, 60.0, salt=b"s") == 4 * BLOCK
-    assert client.unpin(TOKENS) == 0
-    assert client.unpin(TOKENS, salt=b"s") == 4 * BLOCK
+    assert client.pin(TOKENS, 60.0, salt=b"s") == pinned(4)
+    assert client.unpin(TOKENS) == pinned(0)
+    assert client.unpin(TOKENS, salt=b"s") == pinned(4)
 
 
 def test_hashes_of_another_tenant_open_nothing(stored: MemoryCluster) -> None:

@@ -168,6 +168,77 @@ def test_more_blocks_than_a_call_takes_are_refused(desk: Desk, call: Callable[[C
         call(client, [0] * (limits.BLOCKS_PER_CALL + 1) * BLOCK)
 
 
+PROMPTS: list[Callable[..., Any]] = [
+    lambda client, **keys: client.hashes(TOKENS, **keys),
+    lambda client, **keys: client.lookup(TOKENS, **keys),
+    lambda client, **keys: client.load(TOKENS, room(2), **keys),
+    lambda client, **keys: client.store(TOKENS, kv(2), **keys),
+    lambda client, **keys: client.explain(TOKENS, **keys),
+    lambda client, **keys: client.pin(TOKENS, 60.0, **keys),
+    lambda client, **keys: client.unpin(TOKENS, **keys),
+]
+
+
+@pytest.mark.parametrize("call", PROMPTS)
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"salt": "text"}, r"salt is a str; expected bytes: for text give text.encode\(\)"),
+        ({"salt": None}, "salt is None; expected bytes"),
+        ({"salt": bytearray(b"s")}, "salt is a bytearray"),
+        ({"extra_keys": [b"image"]}, "extra_keys is a list; expected a mapping"),
+        ({"extra_keys": {0: "image"}}, r"extra_keys\[0\] is a str; expected bytes"),
+        ({"extra_keys": {-1: b"image"}}, "extra_keys names block -1; expected an index"),
+        ({"extra_keys": {"0": b"image"}}, "extra_keys names block '0'; expected an index"),
+        ({"adapter": 7}, "adapter, rope and extra are text, not 7"),
+        ({"deadline_ms": float("nan")}, "deadline_ms=nan is not a number of milliseconds"),
+        ({"deadline_ms": float("inf")}, "every call ends in time"),
+        ({"deadline_ms": "soon"}, "deadline_ms='soon' is not a number"),
+    ],
+    ids=repr,
+)
+def test_a_prompt_that_is_none_is_refused_in_words(
+    desk: Desk, call: Callable[..., Any], keys: dict[str, Any], match: str
+) -> None:
+    with desk.refuses(match) as client:
+        call(client, **keys)
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1.0, float("nan"), float("inf"), 10**12, "60", None, True], ids=repr)
+def test_a_pin_for_no_time_that_anybody_means_is_refused(desk: Desk, ttl_s: Any) -> None:
+    with desk.refuses("is not a number of seconds above 0") as client:
+        client.pin(TOKENS, ttl_s)
+
+
+@pytest.mark.parametrize("replicas", [0, -1, 65, 1.5, "2", None, True], ids=repr)
+def test_a_pin_on_no_possible_number_of_shards_is_refused(desk: Desk, replicas: Any) -> None:
+    with desk.refuses("is not a number of shards from 1 to 64") as client:
+        client.pin(TOKENS, 60.0, replicas=replicas)
+
+
+def test_a_purge_of_nothing_in_particular_is_refused(desk: Desk) -> None:
+    with desk.refuses(r"purge names nothing: give one of model, weights, adapter, or call clear\(\)") as client:
+        client.purge()
+    with desk.refuses("weights is a int; expected the text that the spec has") as client:
+        client.purge(model="tiny", weights=7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", ["text", None, 7], ids=repr)
+def test_what_is_no_ticket_is_refused(desk: Desk, bad: Any) -> None:
+    with desk.refuses(r"redeemed from bytes\(ticket\)") as client:
+        client.redeem(bad)
+    with desk.refuses("begin_load takes a ticket of prepare_load or redeem") as client:
+        client.begin_load(bad, room(2))
+
+
+@pytest.mark.parametrize("bad", [None, 7, HASH, "text", {HASH: 1}], ids=repr)
+def test_what_is_no_list_of_hashes_is_refused(desk: Desk, bad: Any) -> None:
+    with desk.refuses("block hashes are a list") as client:
+        client.prepare_load(bad)
+    with desk.refuses("block hashes are a list") as client:
+        client.begin_store(bad, kv(2))
+
+
 @pytest.mark.parametrize("bad", [b"short", b"h" * 33, "h" * 32, bytearray(32), None, 7], ids=repr)
 def test_what_are_no_block_hashes_is_refused(desk: Desk, bad: Any) -> None:
     with desk.refuses("32 bytes each") as client:
@@ -184,8 +255,8 @@ def test_more_hashes_than_a_call_takes_are_refused(desk: Desk) -> None:
         client.begin_store(hashes, kv(1))
 
 
-@pytest.mark.parametrize("first", [-1, 3])
-def test_a_first_block_beyond_the_hashes_is_refused(desk: Desk, first: int) -> None:
+@pytest.mark.parametrize("first", [-1, 3, 1.0, None])
+def test_a_first_block_beyond_the_hashes_is_refused(desk: Desk, first: Any) -> None:
     with desk.refuses(f"first={first} does not lie within the 2 hashes") as client:
         client.begin_store([HASH, HASH], kv(2), first=first)
 
@@ -276,6 +347,8 @@ CLOSED_CALLS: list[Callable[[Client, Ticket], Any]] = [
     lambda client, ticket: client.begin_store(ticket.hashes, kv(2)),
     lambda client, ticket: client.flush(),
     lambda client, ticket: client.status(),
+    lambda client, ticket: client.clear(),
+    lambda client, ticket: client.purge(model="tiny"),
 ]
 
 

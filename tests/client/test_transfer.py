@@ -28,6 +28,7 @@ from tests.client.build import (
     Port,
     Steps,
     kv,
+    missed,
     prompt,
     room,
     same,
@@ -110,7 +111,7 @@ def test_waiting_for_a_layer_ends_with_the_transfer(cluster: MemoryCluster) -> N
 
 
 def by_result(transfer: Transfer[Loaded]) -> None:
-    assert transfer.result(deadline_ms=0) == Loaded(0, 0, Miss(MissReason.DEADLINE))
+    assert transfer.result(deadline_ms=0) == missed(Miss(MissReason.DEADLINE), range(1, 3), PAGE_BYTES)
 
 
 def by_cancel(transfer: Transfer[Loaded]) -> None:
@@ -140,7 +141,7 @@ def test_a_load_past_its_deadline_writes_nothing_even_if_nobody_asks_for_its_res
         assert not transfer.wait_layer(0), "until the deadline"
         hold.let_go()
         assert transfer.wait_ended(Deadline.after_ms(BOUND_S * 1e3))
-        assert transfer.result() == Loaded(0, 0, Miss(MissReason.DEADLINE))
+        assert transfer.result() == missed(Miss(MissReason.DEADLINE), range(3))
     assert unwritten(into)
 
 
@@ -238,7 +239,7 @@ def test_a_transfer_given_up_in_the_queue_never_begins(cluster: MemoryCluster) -
         second.cancel()
         hold.let_go()
         assert first.result().blocks == 3
-        assert second.result() == Loaded(0, 0, NEVER_BEGUN)
+        assert second.result() == missed(NEVER_BEGUN, range(3))
     assert hold.calls == 1
     assert unwritten(into)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvcluster.config import CoordinatorConfig, ShardConfig
 from kvcluster.core import hashing
 from kvcluster.core.coordinator import Coordinator
-from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import (
     Abort,
@@ -29,6 +29,7 @@ from kvcluster.core.messages import (
     CoordinatorMessage,
     Decision,
     Done,
+    Drain,
     EndTicket,
     Fetch,
     Flush,
@@ -41,12 +42,15 @@ from kvcluster.core.messages import (
     PageEvent,
     PageKey,
     PageSlot,
+    Persist,
     Pin,
     PinBlocks,
     PinGrant,
     Pinned,
     PrepareLoad,
     PrepareStore,
+    Purge,
+    Purged,
     Refused,
     RefusedKind,
     Renew,
@@ -63,8 +67,10 @@ from kvcluster.core.messages import (
     ShardMessage,
     Stalled,
     StoreGrant,
+    Suspect,
     Tick,
     Tier,
+    Tombstone,
     Unpin,
     UnpinBlocks,
     Verified,
@@ -161,8 +167,17 @@ UNIT_BYTES = 64
 class Session:
     """One lease at a shard, held as a transport's server does: it ends when its mover has stopped, never by time."""
 
-    def __init__(self, of: Attempt, namespace: NamespaceId, keys: Sequence[PageKey], *, writes: bool) -> None:
+    def __init__(
+        self,
+        of: Attempt,
+        namespace: NamespaceId,
+        keys: Sequence[PageKey],
+        *,
+        writes: bool,
+        source: ShardAddress | None = None,
+    ) -> None:
         self.attempt = of
+        self.source = source  # of a pull, which its shard holds by itself
         self.namespace = namespace
         self.keys = keys
         self.writes = writes
@@ -177,7 +192,8 @@ class Box:
     def __init__(self, core: Shard, name: ShardId) -> None:
         self.core = core
         self.name = name
-        self.memory: dict[int, Content] = {}
+        self.memory: dict[int, Content | None] = {}
+        self.made: dict[int, int] = {}  # when the content of a page came into the world, by generation
         self.sessions: dict[Attempt, Session] = {}
         self.unanswered: dict[CallId, Session | None] = {}
         self.letter: Report | Inventory | None = None
@@ -193,6 +209,10 @@ class Box:
 
     def holds(self, slot: PageSlot, content: Content) -> bool:
         return all(self.memory[unit] == content for unit in self.units(slot))
+
+    def rot(self, slot: PageSlot) -> None:
+        """A bit of it flips."""
+        self.memory[self.units(slot)[-1]] = None
 
 
 class Grant(NamedTuple):
@@ -217,9 +237,14 @@ class World:
         self._attempts = itertools.count(1)
         self._epochs = itertools.count(1_000, 10)
         self._names = [ShardId(f"s{number}") for number in range(shards)]
+        self.kept: tuple[Tombstone, ...] = ()
         self.coordinator = self._coordinator(1_000)
         self.boxes = [self._box(name) for name in self._names]
         self.strays: list[Report | Inventory] = []
+        self.rotten: set[tuple[Box, int]] = set()  # pages whose bytes have flipped
+        self.draining: set[ShardId] = set()  # those that were told to go at some time
+        self.purged: dict[NamespaceId, int] = {}  # when that was answered last
+        self._clock = itertools.count(1)  # orders what is made and what is purged
         self.tickets: list[Attempt] = []
         self.grants: list[Grant] = []
         self._last_prepare: tuple[PrepareLoad | PrepareStore, Reply] | None = None
@@ -235,8 +260,17 @@ class World:
             low_free=0.1,
             high_free=0.3,
             pinned_share=0.3,
+            hot_loads=2,
+            drain_ms=3_000,
         )
-        return Coordinator(Epoch(epoch), config, membership_ttl_ms=2_000, expected=len(self._names), now=self.now)
+        return Coordinator(
+            Epoch(epoch),
+            config,
+            membership_ttl_ms=2_000,
+            expected=len(self._names),
+            now=self.now,
+            tombstones=self.kept,
+        )
 
     def _box(self, name: ShardId) -> Box:
         config = ShardConfig(device_bytes=self._pages * PAGE, extent_bytes=PAGE, lease_ttl_ms=2_000)
@@ -250,6 +284,9 @@ class World:
         """Steps the coordinator; the reply if `message` asks anything. One that leaves is started anew."""
         before = {member.slot: member.orders for member in self.coordinator.members.all()}
         effects = self.coordinator.step(message, self.now)
+        for effect in effects:
+            if isinstance(effect, Persist):
+                self.kept = effect.tombstones
         self._check_orders(before)
         if any(isinstance(effect, Leave) for effect in effects):
             self.restart_coordinator(1)
@@ -278,8 +315,9 @@ class World:
                 case Verify(own, spaces, slots):
                     rotten = [at for at, slot in enumerate(slots) if not box.holds(slot, (spaces[at], slot.key))]
                     verdicts.append(Verified(own, tuple(rotten)))
-                case Fetch(own, space, _, slots):
-                    fetching = box.sessions[own] = Session(own, space, [slot.key for slot in slots], writes=True)
+                case Fetch(own, space, source, slots):
+                    keys = [slot.key for slot in slots]
+                    fetching = box.sessions[own] = Session(own, space, keys, writes=True, source=source)
                     fetching.slots = list(slots)
                     for slot in slots:
                         box.write(slot, own)
@@ -316,6 +354,7 @@ class World:
                 assert box.core.member(self.now), "a shard gives out pages that may have been replaced"
                 if session.writes:
                     box.write(slot, session.attempt)
+                    box.made[slot.generation] = next(self._clock)
 
     # ------------------------------------------------------------------------------------------------- mail
 
@@ -492,6 +531,7 @@ class World:
         for block, plan in zip(hashes, plans, strict=False):
             for source in itertools.chain.from_iterable(of_group for of_group in plan if of_group is not None):
                 assert source.shard in members, "no answer names a shard that is lost"
+                self._check_purged(source.shard, spec.namespace(tenant), PageKey(block, source.group, source.part))
                 keys.setdefault(source.shard, []).append(PageKey(block, source.group, source.part))
         if keys:
             self.grants.append(Grant(tenant, spec, keys))
@@ -509,10 +549,14 @@ class World:
                 self.step(box, Pin(self._call(), grant.tenant, space, of, address.epoch, tuple(keys)), session)
 
     def repeat_prepare(self) -> None:
-        """The reply to the last prepare was lost: asked again, it is the same as long as its ticket runs."""
+        """The reply to the last prepare was lost: asked again, it is the same as long as its ticket runs and what it
+        rested on has not changed."""
         if self._last_prepare is not None:
             prepare, reply = self._last_prepare
-            running = self.coordinator.tickets.get(prepare.attempt) is not None
+            ticket = self.coordinator.tickets.get(prepare.attempt)
+            space = self.coordinator.directory.known(prepare.namespace)
+            known = (self.coordinator.book.version, space.purged if space is not None else 0)
+            running = ticket is not None and ticket.known == known
             again = self.ask(replace(prepare, call=self._call()))
             assert again is not None
             assert again == reply or not running
@@ -533,6 +577,52 @@ class World:
         assert isinstance(outcome, CommitGrant)
         assert outcome.pages == (Written.COMMITTED if may else Written.LOST,) * len(whole)
 
+    def fetch(self, box: Box, session: Session) -> None:
+        """A pull comes to its end: what its source still has, and has whole, is committed."""
+        assert session.source is not None
+        source = self._find(session.source)
+        found: dict[int, int] = {}
+        if source is not None:
+            pin = Pin(
+                self._call(), CLUSTER, session.namespace, session.attempt, session.source.epoch, tuple(session.keys)
+            )
+            grant = self.step(source, pin)
+            if isinstance(grant, PinGrant):
+                for at, slot in enumerate(grant.pages):
+                    if isinstance(slot, PageSlot) and source.holds(slot, (session.namespace, slot.key)):
+                        found[at] = source.made[slot.generation]
+                self.step(source, Unpin(self._call(), session.attempt))
+        for at, made in found.items():
+            mine = session.slots[at]
+            assert mine is not None
+            box.made[mine.generation] = made
+        self.commit(box, session, list(found))
+
+    def suspect(self, box: Box, index: int, *, rotten: bool) -> None:
+        """A reader found other bytes in a page of this shard; or only says so."""
+        ready = list(box.core.pool.ready())
+        if ready:
+            page = ready[index % len(ready)]
+            if rotten:
+                box.rot(page.slot())
+                self.rotten.add((box, page.generation))
+            was = (box, page.generation) in self.rotten
+            suspect = Suspect(self._call(), CLUSTER, page.space, box.core.epoch, (page.key,))
+            assert self.step(box, suspect) == Done()
+            assert (page.state is PageState.READY) is not was, "a page is judged by its own bytes alone"
+
+    def purge(self, tenant: Tenant, model: str | None) -> None:
+        """Forgets blocks of that tenant for good: of one model, or all."""
+        assert isinstance(self.ask(Purge(self._call(), tenant, model=model)), Purged)
+        for spec in (SPEC, HYBRID):
+            if model in (None, spec.model):
+                self.purged[spec.namespace(tenant)] = next(self._clock)
+
+    def drain(self, index: int) -> None:
+        shard = self._names[index % len(self._names)]
+        if self.ask(Drain(self._call(), shard)) == Done():
+            self.draining.add(shard)
+
     def end(self, box: Box, session: Session) -> None:
         """A reader is done; a writer gives up, or its session finds that it has gone."""
         kind = Abort if session.writes else Unpin
@@ -551,7 +641,8 @@ class World:
         """Spares blocks for a time, or, where that is 0, no longer."""
         space = spec.namespace(tenant)
         if ttl_ns:
-            reply = self.question(tenant, spec, PinBlocks(self._call(), tenant, space, tuple(hashes), ttl_ns))
+            pin = PinBlocks(self._call(), tenant, space, tuple(hashes), ttl_ns, replicas=2)
+            reply = self.question(tenant, spec, pin)
         else:
             reply = self.question(tenant, spec, UnpinBlocks(self._call(), tenant, space, tuple(hashes)))
         assert isinstance(reply, Pinned)
@@ -580,16 +671,25 @@ class World:
         for box in self.living():
             check_shard(box.core)
             for page in box.core.pool.everything():
-                if page.state is not PageState.WRITING:
+                if page.state is not PageState.WRITING and (box, page.generation) not in self.rotten:
                     assert box.holds(page.slot(), (page.space, page.key)), "a reader would get a wrong byte"
             for session in box.sessions.values():
                 for slot in filter(None, session.slots):
                     mine: Content = session.attempt if session.writes else (session.namespace, slot.key)
+                    if (box, slot.generation) in self.rotten:
+                        continue
                     assert box.holds(slot, mine), "memory under a lease was written by somebody else"
             known = self.coordinator.members.get(box.name)
-            if box.core.member(self.now) and box.member_of is self.coordinator:
+            if box.core.member(self.now) and box.member_of is self.coordinator and box.name not in self.draining:
                 assert known is not None, "a shard serves that the coordinator has given up"
                 assert known.info.epoch >= box.core.epoch
+
+    def _check_purged(self, address: ShardAddress, namespace: NamespaceId, key: PageKey) -> None:
+        """An answer names nothing that was made before its namespace was purged."""
+        box = self._find(address)
+        page = box.core.pool.get(namespace, key) if box is not None else None
+        if box is not None and page is not None and page.state is PageState.READY:
+            assert box.made[page.generation] > self.purged.get(namespace, 0), "what was purged is found again"
 
     def _check_orders(self, before: dict[int, int]) -> None:
         """A new order spares what is promised, and no root goes while its tail could."""
@@ -615,7 +715,10 @@ class World:
         for _ in range(60):
             for box in self.living():
                 for session in list(box.sessions.values()):
-                    self.end(box, session)
+                    if session.source is not None:
+                        self.fetch(box, session)
+                    else:
+                        self.end(box, session)
             self.beat(100 * MS)
             self.check()
         self._check_healed()
@@ -629,7 +732,11 @@ class World:
             for record in space.index:
                 for copy in record.copies.entries:
                     told.setdefault(copy.slot, []).append((space.id, PageKey(record.hash, copy.group, copy.part)))
-        assert sorted(box.name for box in self.living()) == self._names, "an older incarnation lives on"
+        living = sorted(box.name for box in self.living())
+        assert living == [name for name in self._names if name in living], "an older incarnation lives on"
+        # A drain is forgotten where neither the coordinator that was told nor the shard lived until they next spoke.
+        assert set(self._names) - set(living) <= self.draining, "a shard went without being told to"
+        assert not any(member.draining for member in coordinator.members.all()), "a shard drains for ever"
         for box in self.living():
             member = coordinator.members.get(box.name)
             assert member is not None

@@ -92,7 +92,7 @@ class PrefixCache(DynamicCache):
         check_inputs(model, input_ids)
         deadline = Deadline.after_ms(deadline_ms)
         rows = input_ids.tolist()
-        hashes, trouble = _hashes(client, [row[p:] for row, p in zip(rows, paddings, strict=True)], salt)
+        hashes, trouble = _hashes(client, [row[p:] for row, p in zip(rows, paddings, strict=True)], salt, deadline)
         prompts = [_Prompt(*prompt) for prompt in zip(rows, paddings, hashes, strict=True)]
         cache = cls(client, model, prompts, salt)
         if trouble is not None:
@@ -122,7 +122,7 @@ class PrefixCache(DynamicCache):
         if self.get_seq_length() > 0:
             check_kv(self, self._client.spec)
         deadline = Deadline.after_ms(deadline_ms)
-        hashes, trouble = _hashes(self._client, [tokens for _, _, tokens in chains], self._salt)
+        hashes, trouble = _hashes(self._client, [tokens for _, _, tokens in chains], self._salt, deadline)
         total = Stored(0, 0, 0, 0, trouble)
         tried = set(self._shared)
         for (row, padding, _), chain in zip(chains, hashes, strict=True):
@@ -293,10 +293,15 @@ class PrefixCache(DynamicCache):
                 yield row, prompt.padding, prompt.columns[prompt.padding : length]
 
 
-def _hashes(client: Client, rows: Sequence[list[int]], salt: bytes) -> tuple[list[list[BlockHash]], Miss | None]:
+def _hashes(
+    client: Client, rows: Sequence[list[int]], salt: bytes, deadline: Deadline
+) -> tuple[list[list[BlockHash]], Miss | None]:
     """Hashes of each row's full blocks, as many as one call takes; all empty where the cluster cannot be asked."""
     try:
-        return [client.hashes(tokens, salt=salt)[: limits.BLOCKS_PER_CALL] for tokens in rows], None
+        return [
+            client.hashes(tokens, salt=salt, deadline_ms=_rest_ms(deadline))[: limits.BLOCKS_PER_CALL]
+            for tokens in rows
+        ], None
     except Trouble as trouble:
         return [[] for _ in rows], trouble.miss
 

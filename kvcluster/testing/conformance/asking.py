@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvcluster.core.ids import Epoch, NamespaceId
-from kvcluster.core.messages import PageKey, RefusedKind
+from kvcluster.core.messages import PageKey, PageWant, RefusedKind
 from kvcluster.core.reasons import MissReason
 from kvcluster.core.spec import Part
 from kvcluster.testing.conformance.content import (
@@ -15,6 +15,7 @@ from kvcluster.testing.conformance.content import (
     ContentSink,
     ContentSource,
     Reading,
+    load,
     opaque_spec,
     stop_at,
     store,
@@ -82,8 +83,25 @@ class AskingClaims:
         content = Content.of(world, 1, 1, 8)
         transport = world.open()
         store(transport, content)
-        for epoch in (world.epoch - 1, world.epoch + 1):
-            check_refused(transport, content, RefusedKind.STALE, epoch=Epoch(epoch))
+        for epoch in (Epoch(world.epoch - 1), Epoch(world.epoch + 1)):
+            check_refused(transport, content, RefusedKind.STALE, epoch=epoch)
+
+    def test_a_suspicion_of_strangers_or_of_another_incarnation_is_not_heeded(self, world: World) -> None:
+        content = Content.of(world, 1, 1, 8)
+        transport, stranger = world.open(), world.second_tenant()
+        store(transport, content)
+        world.memory(content.namespace, content.keys[0])[0] ^= 1
+        stranger.attach(content.spec, soon())
+        with pytest.raises(RefusedByShard) as refused:
+            stranger.suspect(content.namespace, world.epoch, content.keys, soon())
+        assert refused.value.refused.kind is RefusedKind.UNKNOWN_NAMESPACE
+        transport.suspect(content.namespace, Epoch(world.epoch - 1), content.keys, soon())
+        other = Content.of(world, 1, 1, 8, first=5)
+        store(transport, other)
+        world.memory(other.namespace, other.keys[0])[0] ^= 1
+        transport.suspect(other.namespace, world.epoch, other.keys, soon())
+        world.cluster.wait_until(lambda: world.page(other.namespace, other.keys[0]) is None)
+        assert world.page(content.namespace, content.keys[0]) is not None, "though it is as rotten"
 
     def test_parts_that_the_spec_does_not_have_are_refused(self, world: World) -> None:
         content = Content.of(world, 1, 2, 8)
@@ -95,6 +113,22 @@ class AskingClaims:
             with pytest.raises(RefusedByShard) as refused:
                 transport.write(request, source, soon())
             assert refused.value.refused.kind is RefusedKind.BAD
+
+    def test_a_suspicion_condemns_what_the_shard_itself_finds_rotten_and_nothing_else(self, world: World) -> None:
+        content = Content.of(world, 4, 3, 1_000)
+        transport = world.open()
+        store(transport, content)
+        rotten, sound = content.keys[:2], content.keys[2:]
+        for key in rotten:
+            world.memory(content.namespace, key)[1_500] ^= 1
+        transport.suspect(content.namespace, world.epoch, [*sound, rotten[0]], soon())
+        world.cluster.wait_until(lambda: world.page(content.namespace, rotten[0]) is None)
+        outcome = load(transport, content, [PageWant(key, 0, 1) for key in (rotten[0], *sound)])
+        assert outcome == [MissReason.EVICTED, None, None]
+        assert world.page(content.namespace, rotten[1]) is not None, "which nobody has suspected"
+        transport.suspect(content.namespace, world.epoch, content.keys, soon())
+        world.cluster.wait_until(lambda: world.page(content.namespace, rotten[1]) is None)
+        assert load(transport, content) == [MissReason.EVICTED, MissReason.EVICTED, None, None]
 
     def test_what_is_flushed_is_known_to_the_coordinator(self, world: World) -> None:
         content = Content.of(world, 300, 1, 8)

@@ -246,11 +246,12 @@ def stop_at(number: int) -> Callable[[], None]:
 def every_call(
     transport: Transport, content: Content, deadline: Callable[[], Deadline] = soon
 ) -> list[Callable[[], object]]:
-    """An attach, a load, a store of which nothing is sent, and a flush, to be made in turn."""
+    """An attach, a load, a store of which nothing is sent, a flush and a report, to be made in turn."""
     reading, writing = content.read_request(), content.write_request()
     return [
         lambda: transport.attach(content.spec, deadline()),
         lambda: list(transport.read(reading, ContentSink(content, reading, stop_at(1)), deadline())),
         lambda: transport.write(writing, ContentSource(content, writing, stop_at(1)), deadline()),
         lambda: transport.flush(deadline()),
+        lambda: transport.suspect(reading.namespace, reading.epoch, content.keys, deadline()),
     ]

@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -121,6 +122,34 @@ class MovingClaims:
             """A piece of each."""
         for reading in readings:
             reading.sink.check()
+
+    def test_threads_share_one_transport(self, world: World) -> None:
+        transport, stored = world.open(), Content.of(world, 4, 2, FRAME // 2)
+        store(transport, stored)
+        together = threading.Barrier(4)
+
+        def use(number: int) -> None:
+            mine = Content.of(world, 3, 2, FRAME // 2, first=100 * (number + 1))
+            together.wait(BOUND_S)
+            for _ in range(3):
+                assert load(transport, stored) == [None] * 4
+            store(transport, mine)
+            assert load(transport, mine) == [None] * 3
+            assert transport.flush(soon())
+            transport.suspect(mine.namespace, world.epoch, mine.keys, soon())
+
+        for user in [world.meanwhile(partial(use, number)) for number in range(4)]:
+            user.result(BOUND_S)
+
+    def test_a_load_that_nobody_drives_on_holds_up_no_other_call(self, world: World) -> None:
+        transport, content, new = world.open(), Content.big(world), Content.of(world, 1, 1, 100, first=100)
+        store(transport, content)
+        reading = read_begun(transport, content)
+        store(transport, new)
+        assert transport.flush(soon())
+        assert load(transport, new) == [None]
+        assert reading.finish() == [None] * 16
+        reading.sink.check()
 
     # ------------------------------------------------------------------------- an outcome for every page
 
