@@ -90,7 +90,7 @@ class Grants:
         space.index.touch_ancestors(m.parent, now, now - self._refresh)
         # Each page by itself: a worker may write several parts of one group, and all of them have to be there.
         needs = [Need((None,) * group + (part,), m.loss) for group, part in m.parts]
-        place = cache(lambda run: state.members.place(run, m.host))
+        place = cache(lambda run: state.members.place(run, m.host, space.purged))
         runs: list[StoreRun] = []
         writes: list[Writing] = []
         for at in range(len(m.hashes)):
@@ -160,7 +160,8 @@ class Grants:
         start = run_start(m.first + at, self._run_blocks) - m.first
         member = place(m.run if start <= 0 else m.hashes[start])
         if member is None:
-            return StoreRun(1, Decision.REFUSED, miss=Miss(MissReason.FULL, "no shard has room to make"))
+            late = any(member.takes and member.purged < space.purged for member in self._state.members.all())
+            return StoreRun(1, Decision.REFUSED, miss=_PURGING if late else _NO_ROOM)
         writes += pages
         return StoreRun(1, Decision.WRITE, member.address)
 
@@ -196,6 +197,8 @@ class Grants:
         return None
 
 
+_NO_ROOM = Miss(MissReason.FULL, "no shard has room to make")
+_PURGING = Miss(MissReason.REBUILDING, "the shards carry out a purge at this moment")
 _OTHER_ATTEMPT = Refused(RefusedKind.BAD, "this attempt prepared something else; count on for each prepare")
 _COUNTED = {
     Decision.WRITE: "write_blocks",

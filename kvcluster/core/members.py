@@ -94,14 +94,17 @@ class Membership:
         self.lost.pop(info.shard, None)
         return member
 
-    def place(self, run: BlockHash, host: str) -> Member | None:
-        """The member that takes the run whose first hash is `run`, written from `host`; None where none has room."""
+    def place(self, run: BlockHash, host: str, purged: int) -> Member | None:
+        """The member that takes the run whose first hash is `run`, written from `host`; None where none has room.
+
+        One that has yet to carry out tombstone `purged` would drop what it is given with what it is to forget.
+        """
         candidates = [
             Candidate(
                 shard=member.info.shard,
                 host=member.info.host,
                 weight_bytes=member.info.capacity_bytes,
-                available=member.takes,
+                available=member.takes and member.purged >= purged,
             )
             for member in self._members.values()
         ]

@@ -16,7 +16,7 @@ from typing import Any
 from kvcluster.config import ShardConfig
 from kvcluster.core import limits
 from kvcluster.core.allocator import PageAllocator
-from kvcluster.core.ids import Attempt, Epoch, NamespaceId, ShardId
+from kvcluster.core.ids import CLUSTER, Attempt, Epoch, NamespaceId, ShardId
 from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import (
     Abort,
@@ -243,8 +243,9 @@ class Shard:
         return [Answer(m.call, Done())]
 
     def _check(self, m: Pin | Reserve) -> Refused | None:
-        """What makes a question of a worker unanswerable."""
-        if self._spaces.find(m.namespace, m.tenant) is None:
+        """What makes a question of a worker unanswerable. Another shard reads for all tenants, and writes for none."""
+        by_shard = isinstance(m, Reserve) and m.tenant == CLUSTER
+        if by_shard or self._spaces.find(m.namespace, m.tenant) is None:
             return _UNKNOWN
         if m.epoch != self.epoch:
             return Refused(RefusedKind.STALE, f"this is epoch {self.epoch}, not {m.epoch}")

@@ -18,6 +18,9 @@ from kvcluster.core.messages import (
     PageEvent,
     PageKey,
     PrepareStore,
+    Purge,
+    Purged,
+    PurgedEvent,
     Refused,
     RefusedKind,
     Run,
@@ -310,9 +313,9 @@ def test_a_run_is_placed_once_however_many_blocks_it_has(monkeypatch: pytest.Mon
     placed: list[BlockHash] = []
     place = coordinator.core.members.place
 
-    def noted(run: BlockHash, host: str) -> Member | None:
+    def noted(run: BlockHash, host: str, purged: int) -> Member | None:
         placed.append(run)
-        return place(run, host)
+        return place(run, host, purged)
 
     monkeypatch.setattr(coordinator.core.members, "place", noted)
     assert decisions(coordinator.store(attempt(1), BLOCKS)) == [(12, Decision.WRITE)]
@@ -338,3 +341,12 @@ def test_without_a_shard_whose_content_is_known_nothing_is_stored() -> None:
     [run] = coordinator.store(attempt(1), [A])
     assert run == StoreRun(1, Decision.REFUSED, miss=Miss(MissReason.SHARD_LOST, "no shard is up"))
     assert coordinator.counter("refused_blocks") == 1
+
+
+def test_a_shard_that_has_yet_to_carry_out_a_purge_is_given_nothing_new() -> None:
+    """It would drop what it is given together with what it is to forget."""
+    coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS[:2]))
+    coordinator.ask(Purged, lambda call: Purge(call, OURS))
+    assert decisions(coordinator.store(attempt(1), BLOCKS[:2])) == [(2, Decision.REFUSED)]
+    voice.report(PurgedEvent(coordinator.core.tombstones.highest))
+    assert decisions(coordinator.store(attempt(2), BLOCKS[:2])) == [(2, Decision.WRITE)]

@@ -1,0 +1,126 @@
+"""What a load reads: pieces, each some layers of one page on one shard, cut so that together they fill a worker's part.
+
+Pure geometry over a ticket's plan. A piece knows which block and group it fills, never where in memory that lies nor
+how its bytes travel. Rectangles are in their group's own layers and heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.messages import PageKey, PageWant, ShardAddress, Source, TicketBody
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.errors import CallerError, ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One want: for which block, of which group, and what rectangle of it arrives."""
+
+    block: int
+    group: int
+    want: PageWant
+
+    @property
+    def rect(self) -> Part:
+        part, want = self.want.key.part, self.want
+        first = part.layer_start
+        return Part(first + want.layer_start, first + want.layer_stop, part.head_start, part.head_stop)
+
+    @property
+    def layers(self) -> int:
+        return self.want.layer_stop - self.want.layer_start
+
+    def cut(self, layer_start: int, layer_stop: int) -> Piece:
+        """Only these layers of it, counted as its want counts them."""
+        return replace(self, want=replace(self.want, layer_start=layer_start, layer_stop=layer_stop))
+
+    def model_layers(self, spec: KVSpec, start: int, stop: int) -> tuple[int, ...]:
+        """The model's own numbers of these layers, counted likewise."""
+        first = self.want.key.part.layer_start
+        return spec.groups[self.group].layers[first + start : first + stop]
+
+
+Placed = tuple[ShardAddress, Piece]
+Pieces = dict[ShardAddress, list[Piece]]
+
+
+def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None]) -> Pieces:
+    """What to read from each shard so that this worker's parts of the ticket's blocks are filled.
+
+    Raises CallerError where the ticket was prepared for less than these parts, ProtocolError where it does not say
+    where all of them lie: what is not asked for would else be taken for loaded.
+    """
+    if len(body.need.parts) != len(parts):
+        raise CallerError(
+            f"this ticket was prepared for {len(body.need.parts)} groups of layers; this client's spec has {len(parts)}"
+        )
+    for group, part in enumerate(parts):
+        prepared = body.need.parts[group]
+        if part is not None and (prepared is None or prepared.intersect(part) != part):
+            raise CallerError(
+                f"this ticket was prepared for {prepared or 'nothing'} of group {group}; this client wants {part}. "
+                "Prepare it with a client that holds both"
+            )
+    pieces: Pieces = {}
+    total = len(body.hashes)
+    at = 0
+    for run in body.runs:
+        for block in range(at, at + run.count):
+            for group, part in enumerate(parts):
+                needed = spec.groups[group].reuse.blocks_needed(total, spec.block_tokens)
+                if part is None or block < total - needed:
+                    continue
+                placed = cover(body.hashes[block], block, group, part, run.plan[group] or ())
+                if placed is None:
+                    raise ProtocolError(f"this ticket does not say where block {block} lies; prepare it anew")
+                for shard, piece in placed:
+                    pieces.setdefault(shard, []).append(piece)
+        at += run.count
+    return pieces
+
+
+def cover(name: BlockHash, block: int, group: int, rect: Part, sources: Iterable[Source]) -> list[Placed] | None:
+    """Pieces of these sources, the first first, that together fill `rect`; None where they leave a hole."""
+    left = [rect]
+    placed: list[Placed] = []
+    for source in sources:
+        both = source.part.intersect(rect)
+        rest = [piece for hole in left for piece in _without(hole, source.part)]
+        if both is None or rest == left:
+            continue
+        left = rest
+        first = source.part.layer_start
+        want = PageWant(PageKey(name, group, source.part), both.layer_start - first, both.layer_stop - first)
+        placed.append((source.shard, Piece(block, group, want)))
+    return None if left else placed
+
+
+def each(pieces: Pieces) -> Iterable[Piece]:
+    """The pieces of every shard."""
+    return (piece for of_shard in pieces.values() for piece in of_shard)
+
+
+def layer_counts(pieces: Iterable[Piece], spec: KVSpec) -> dict[int, int]:
+    """How many pieces each model layer waits for."""
+    counts: dict[int, int] = {}
+    for piece in pieces:
+        for layer in piece.model_layers(spec, piece.want.layer_start, piece.want.layer_stop):
+            counts[layer] = counts.get(layer, 0) + 1
+    return counts
+
+
+def _without(hole: Part, filled: Part) -> list[Part]:
+    """What is left of a rectangle: the layers before and behind, and beside them the heads before and behind."""
+    both = hole.intersect(filled)
+    if both is None:
+        return [hole]
+    left = [
+        Part(hole.layer_start, both.layer_start, hole.head_start, hole.head_stop),
+        Part(both.layer_stop, hole.layer_stop, hole.head_start, hole.head_stop),
+        Part(both.layer_start, both.layer_stop, hole.head_start, both.head_start),
+        Part(both.layer_start, both.layer_stop, both.head_stop, hole.head_stop),
+    ]
+    return [part for part in left if part.layers and part.heads]

@@ -1,0 +1,92 @@
+"""The retry plan of a load: which shards have failed which blocks, what to ask for them, what to make of the answer.
+
+A retry is safe because a load changes nothing at a shard and puts nothing into memory that has not been verified. It
+is bounded because no shard is asked twice for a page of one block and group, and none is looked for more than ROUNDS
+times. Who asks, reads and keeps the time is loading.py; nothing here does.
+
+The question is Explain and not PrepareLoad: the blocks that failed are no chain from a sequence's start, and where
+the rest of the chain lies does not matter any more, since it has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvcluster.client.pieces import Piece, Placed, cover
+from kvcluster.core import limits
+from kvcluster.core.ids import BlockHash, ShardId
+from kvcluster.core.messages import BlockFate, Need, Source
+from kvcluster.core.reasons import Loss
+from kvcluster.core.spec import Part
+
+ROUNDS = 3
+"""Three further replicas that fail one after another are no accident; recomputing is cheaper than a fourth."""
+
+Place = tuple[int, int]
+"""A block and a group."""
+
+Found = dict[Place, tuple[Source, ...]]
+"""Where else a group of a block lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Where else do these blocks lie? `need` names the groups that are missing and the shards that have failed."""
+
+    blocks: tuple[int, ...]
+    hashes: tuple[BlockHash, ...]
+    need: Need
+
+
+class RetryPlan:
+    """Of one load: the blocks of its ticket, and the part that its worker wants of each group."""
+
+    def __init__(self, hashes: Sequence[BlockHash], parts: Sequence[Part | None], accept: Loss) -> None:
+        self._hashes = hashes
+        self._parts = parts
+        self._accept = accept
+        self._failed: dict[Place, dict[ShardId, None]] = {}
+        self._rounds: dict[Place, int] = {}
+
+    def failed(self, shard: ShardId, pieces: Iterable[Piece]) -> None:
+        """That shard did not give these, or keeps its reader waiting: it is not asked for them again."""
+        for piece in pieces:
+            self._failed.setdefault((piece.block, piece.group), {})[shard] = None
+
+    def questions(self, pieces: Iterable[Piece]) -> list[Question]:
+        """What to ask so that these may come from elsewhere: one question for all blocks that fare alike."""
+        groups: dict[int, dict[int, None]] = {}
+        for piece in pieces:
+            place = piece.block, piece.group
+            if self._rounds.get(place, 0) < ROUNDS and len(self._failed[place]) <= limits.AVOIDED_SHARDS:
+                groups.setdefault(piece.block, {})[piece.group] = None
+        alike: dict[Need, list[int]] = {}
+        for block in sorted(groups):
+            avoid: dict[ShardId, None] = {}
+            for group in groups[block]:
+                self._rounds[block, group] = self._rounds.get((block, group), 0) + 1
+                avoid |= self._failed[block, group]
+            parts = tuple(part if group in groups[block] else None for group, part in enumerate(self._parts))
+            need = Need(parts, self._accept, tuple(sorted(avoid))[: limits.AVOIDED_SHARDS])
+            alike.setdefault(need, []).append(block)
+        return [Question(tuple(b), tuple(self._hashes[at] for at in b), need) for need, b in alike.items()]
+
+    def found(self, question: Question, fates: Sequence[BlockFate]) -> Found:
+        """Where else they lie, by the answer. A shard that has failed is not believed to serve after all."""
+        found: Found = {}
+        plans = (fate.plan for fate in fates for _ in range(fate.count))
+        for block, plan in zip(question.blocks, plans, strict=False):
+            for group, (part, sources) in enumerate(zip(question.need.parts, plan or (), strict=False)):
+                if part is not None and sources:
+                    failed = self._failed[block, group]
+                    found[block, group] = tuple(s for s in sources if s.shard.shard not in failed)
+        return found
+
+    def elsewhere(self, piece: Piece, found: Found) -> list[Placed] | None:
+        """Pieces that together stand for this one, or None where nothing else serves."""
+        part = self._parts[piece.group]
+        rect = piece.rect.intersect(part) if part is not None else None
+        assert rect is not None, "a piece fills something"
+        sources = found.get((piece.block, piece.group), ())
+        return cover(self._hashes[piece.block], piece.block, piece.group, rect, sources)

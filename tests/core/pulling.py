@@ -1,0 +1,100 @@
+"""Shards that pull, as a test plays them to a coordinator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvcluster.core.ids import BlockHash, CallId
+from kvcluster.core.messages import (
+    Done,
+    Drain,
+    PageEvent,
+    PinBlocks,
+    Pinned,
+    Purge,
+    Purged,
+    ReportAck,
+)
+from tests.core.lone_coordinator import A, LoneCoordinator, Voice
+from tests.core.world import (
+    OURS,
+    SECOND,
+    page,
+)
+
+
+def wanted(ack: ReportAck) -> list[BlockHash]:
+    """The blocks that this shard is to pull."""
+    return [new.key.hash for new in ack.pull.pages] if ack.pull is not None else []
+
+
+def pull(voice: Voice, ack: ReportAck, *came: BlockHash) -> ReportAck:
+    """The shard has done as it was told: these came, all of them where none is named. What it is told then."""
+    assert ack.pull is not None
+    told = [
+        PageEvent(ack.pull.spec.namespace(OURS), new.key, new.parent, new.depth, page(A).tier, new.loss)
+        for new in ack.pull.pages
+        if not came or new.key.hash in came
+    ]
+    voice.pulled = ack.pull.number
+    return voice.report(*told)
+
+
+def pull_in_vain(voice: Voice, ack: ReportAck) -> ReportAck:
+    assert ack.pull is not None
+    voice.pulled = ack.pull.number
+    return voice.report()
+
+
+def pull_all(*voices: Voice) -> list[BlockHash]:
+    """Every shard does what it is told, until nothing is left to do; what was pulled, in order."""
+    out: list[BlockHash] = []
+    for _ in range(50):
+        acks = [(voice, voice.report()) for voice in voices]
+        if not any(ack.pull is not None for _, ack in acks):
+            return out
+        for voice, ack in acks:
+            if ack.pull is not None:
+                out += wanted(ack)
+                pull(voice, ack)
+    raise AssertionError("pulls without end")
+
+
+def drain(coordinator: LoneCoordinator, voice: Voice) -> bool:
+    return coordinator.ask(Done, lambda call: Drain(call, voice.info.shard)).ok
+
+
+def purge(coordinator: LoneCoordinator) -> int:
+    return coordinator.ask(Purged, lambda call: Purge(call, OURS)).blocks
+
+
+def want(coordinator: LoneCoordinator, replicas: int, *blocks: BlockHash) -> None:
+    pin = PinBlocks(CallId(0), OURS, coordinator.space, blocks, 60 * SECOND, replicas)
+    assert coordinator.ask(Pinned, lambda call: replace(pin, call=call)).blocks == len(blocks)
+
+
+def others(coordinator: LoneCoordinator, names: str, capacity_pages: int = 100) -> list[Voice]:
+    voices = [coordinator.voice(name, capacity_pages=capacity_pages) for name in names]
+    for voice in voices:
+        voice.join()
+    return voices
+
+
+def homes(coordinator: LoneCoordinator, block: BlockHash) -> list[str]:
+    """The shards, alive, that the index names for this block."""
+    for space in coordinator.core.directory:
+        record = space.index.get(block)
+        if record is not None:
+            slots = dict.fromkeys(copy.slot for copy in record.copies.entries)
+            alive = [slot for slot in slots if coordinator.core.book.alive(slot)]
+            return sorted(coordinator.core.book.address(slot).shard for slot in alive)
+    return []
+
+
+def lose(coordinator: LoneCoordinator, *staying: Voice) -> None:
+    """All others fall silent, and are lost."""
+    for _ in range(6):
+        coordinator.now += SECOND
+        for voice in staying:
+            voice.report()
+    coordinator.later(0)

@@ -1,0 +1,9 @@
+"""Everything that reads bytes from outside, by name."""
+
+from __future__ import annotations
+
+from tests.fuzz.contract import Parser
+from tests.fuzz.text_parsers import text_parsers
+from tests.fuzz.wire_parsers import wire_parsers
+
+PARSERS: dict[str, Parser] = {parser.name: parser for parser in (*wire_parsers(), *text_parsers())}

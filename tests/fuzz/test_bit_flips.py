@@ -1,0 +1,235 @@
+"""Ten thousand bits flip, where pages lie and while they travel, and no reader is ever given a wrong byte.
+
+The parts are the real ones: a client's loads and stores, sessions, checksums, and frames over gRPC on loopback. Six
+thousand bits flip in the arena and in the sums that stand for a page's header there, two thousand in frames of pages
+on their way to a reader, two thousand in such frames on their way to a shard. Each flip has a load or a store, or at
+least a page, of its own, so that each is known to have been detected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+
+import grpc
+import pytest
+import torch
+
+from kvcluster.client.client import Client
+from kvcluster.config import ClientConfig
+from kvcluster.core.ids import ShardId
+from kvcluster.core.pool import Page
+from kvcluster.core.reasons import MissReason
+from kvcluster.errors import KVClusterError
+from kvcluster.runtime.auth import Authenticator
+from kvcluster.runtime.server import Gate, Server, unary_handlers
+from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.testing import MemoryCluster
+from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
+from kvcluster.transport.rpc import identity
+from kvcluster.wire import frames
+from kvcluster.wire.methods import SHARD
+from tests.client.build import LAYERS, SPEC, UNWRITTEN, counters, kv, prompt, room, same, unwritten
+
+RESIDENT, TO_READER, TO_SHARD, ANYWHERE = 6_000, 2_000, 2_000, 500
+BLOCKS = 50
+_HEADERS = 8 + 20 + 8 * LAYERS
+"""Bytes of a frame before its first page's own."""
+
+_UNDAUNTED = ClientConfig(breaker_failures=10**9)
+"""A shard that fails thousands of times in a row is asked all the same."""
+
+
+def flipped(data: bytes | memoryview, bit: int) -> bytes:
+    out = bytearray(data)
+    out[bit // 8] ^= 1 << bit % 8
+    return bytes(out)
+
+
+def nothing_wrong(into: torch.Tensor, right: torch.Tensor) -> bool:
+    """Is every byte the right one, or not written at all?"""
+    got, true = (tensor.contiguous().view(torch.uint8) for tensor in (into, right))
+    return bool(((got == true) | (got == UNWRITTEN)).all())
+
+
+# --------------------------------------------------------------------------------------------- where they lie
+
+
+def spoil(host: ShardHost, page: Page, rng: Random) -> None:
+    """Flips one bit of a page that lies in the arena: of a layer's bytes or, every fourth time, of its sums."""
+    if rng.random() < 0.25:
+        page.sums = flipped(page.sums, rng.randrange(8 * len(page.sums)))
+    else:
+        view = host.view(page.slot())
+        view[:] = flipped(view, rng.randrange(8 * page.nbytes))
+
+
+def test_every_flip_in_resident_pages_is_detected_by_the_reader_and_then_by_the_shard() -> None:
+    rng = Random(1)
+    with MemoryCluster(device_bytes="4MiB") as cluster:
+        client = cluster.client(SPEC)
+        ((shard, host),) = cluster.shards.items()
+
+        def spoil_all() -> int:
+            return sum(spoil(host, page, rng) is None for page in host.core.pool.ready())
+
+        def condemned() -> bool:
+            return not host.inspect(lambda: list(host.core.pool.ready()))
+
+        for seed in range(RESIDENT // BLOCKS):
+            tokens, right, into = prompt(BLOCKS, seed), kv(BLOCKS, seed), room(BLOCKS)
+            assert client.store(tokens, right).blocks == BLOCKS
+            assert client.flush()
+            assert host.inspect(spoil_all) == BLOCKS
+            ticket = client.prepare_load(client.hashes(tokens))
+            loaded = client.begin_load(ticket, into).result()
+            ticket.release()
+            assert loaded.blocks == loaded.nbytes == 0
+            assert list(loaded.failed) == list(range(BLOCKS))
+            assert all(miss.reason is MissReason.CORRUPT for miss in loaded.failed.values())
+            assert unwritten(into)
+            cluster.wait_until(condemned)
+
+        def all_counted() -> bool:
+            return bool(counters(client)[shard]["corrupt"] == RESIDENT)
+
+        cluster.wait_until(all_counted)
+
+
+# ------------------------------------------------------------------------------------------- while they travel
+
+
+class Wire:
+    """Flips one bit of each frame of those `kinds`, or of a `share` of them; counts."""
+
+    def __init__(self) -> None:
+        self.flips = 0
+        self.kinds: tuple[int, ...] = ()
+        self.share = 1.0
+        self._rng = Random(2)
+
+    def carry(self, frame: bytes) -> bytes:
+        """The frame as it arrives. Half the flips are in headers, which are a small part of it."""
+        if frame[3] not in self.kinds or self._rng.random() >= self.share:
+            return frame
+        self.flips += 1
+        within = _HEADERS if self._rng.random() < 0.5 else len(frame)
+        return flipped(frame, self._rng.randrange(8 * min(within, len(frame))))
+
+
+def spoiled_handlers(
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]], to_reader: Wire, to_shard: Wire
+) -> dict[str, grpc.RpcMethodHandler[bytes, bytes]]:
+    """A shard's side of Read and Write behind two wires."""
+    read, write = handlers[READ].unary_stream, handlers[WRITE].stream_stream
+
+    def spoiled_read(data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        return map(to_reader.carry, read(to_shard.carry(data), context))
+
+    def spoiled_write(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        return map(to_reader.carry, write(map(to_shard.carry, messages), context))
+
+    return {
+        READ: grpc.unary_stream_rpc_method_handler(spoiled_read, identity, identity),
+        WRITE: grpc.stream_stream_rpc_method_handler(spoiled_write, identity, identity),
+    }
+
+
+class Wired:
+    """A cluster of one shard, and a client that reaches it over gRPC and two wires."""
+
+    def __init__(self, cluster: MemoryCluster, client: Client, to_reader: Wire, to_shard: Wire) -> None:
+        ((self.shard, self.host),) = cluster.shards.items()
+        self.cluster, self.client = cluster, client
+        self.to_reader, self.to_shard = to_reader, to_shard
+
+    def load(self, tokens: list[int], into: torch.Tensor) -> int:
+        """Tokens that came; none where the load failed as it may."""
+        try:
+            return self.client.load(tokens, into)
+        except KVClusterError:
+            return 0
+
+    def store(self, tokens: list[int], source: torch.Tensor) -> int:
+        """Blocks that were committed, likewise."""
+        try:
+            return self.client.store(tokens, source).blocks
+        except KVClusterError:
+            return 0
+
+    def ready(self) -> int:
+        """Pages that a reader could get."""
+        number = self.host.inspect(lambda: len(list(self.host.core.pool.ready())))
+        assert isinstance(number, int)
+        return number
+
+    def counted(self, name: str) -> int:
+        return int(counters(self.client)[ShardId(self.shard)][name])
+
+
+@contextmanager
+def wired() -> Iterator[Wired]:
+    to_reader, to_shard = Wire(), Wire()
+    with MemoryCluster(device_bytes="4MiB") as cluster:
+        (host,) = cluster.shards.values()
+        gate = Gate(Authenticator(None, "internal"))
+        pages = page_handlers(host, lambda context: gate.caller(context).tenant)
+        handlers = unary_handlers(SHARD, gate, host.ask) | spoiled_handlers(pages, to_reader, to_shard)
+        server = Server(handlers, "127.0.0.1", 0, threads=8)
+        server.start()
+        client = Client(cluster.port(), lambda shard: GrpcPages(server.address, None), SPEC, config=_UNDAUNTED)
+        try:
+            yield Wired(cluster, client, to_reader, to_shard)
+        finally:
+            client.close()
+            server.close(grace_s=0)
+
+
+@pytest.mark.slow
+def test_every_flip_in_pages_on_their_way_to_a_reader_is_detected() -> None:
+    with wired() as world:
+        tokens, right = prompt(1), kv(1)
+        world.client.store(tokens, right)
+        assert world.client.flush()
+        world.to_reader.kinds = (frames.DATA,)
+        for _ in range(TO_READER):
+            into = room(1)
+            assert world.load(tokens, into) == 0
+            assert unwritten(into)
+        assert world.to_reader.flips == TO_READER
+
+        # The page itself was sound all the time, and whatever its readers reported the shard has not condemned it.
+        world.to_reader.kinds = ()
+        into = room(1)
+        assert world.load(tokens, into) == len(tokens)
+        assert same(into, right)
+        assert world.counted("corrupt") == 0
+
+
+@pytest.mark.slow
+def test_every_flip_in_pages_on_their_way_to_a_shard_is_detected() -> None:
+    with wired() as world:
+        world.to_shard.kinds = (frames.DATA,)
+        for seed in range(TO_SHARD):
+            assert world.store(prompt(1, seed), kv(1, seed)) == 0
+            assert world.ready() == 0
+        assert world.to_shard.flips == TO_SHARD
+        assert world.counted("commits") == 0
+
+
+@pytest.mark.parametrize("way", ["to_reader", "to_shard"])
+def test_a_flip_anywhere_in_an_exchange_gives_nobody_a_wrong_byte(way: str) -> None:
+    """In requests, heads and tails too, where a flip may change what is asked for: then it is not what is given."""
+    anywhere = (frames.HEAD, frames.DATA, frames.TAIL)
+    with wired() as world:
+        wire: Wire = getattr(world, way)
+        wire.share = 0.4  # or no exchange would get beyond its first frame
+        for seed in range(ANYWHERE):
+            tokens, right, into = prompt(2, seed % 40), kv(2, seed % 40), room(2)
+            wire.kinds = anywhere if seed % 2 else ()
+            world.store(tokens, right)
+            wire.kinds = () if seed % 2 else anywhere
+            world.load(tokens, into)
+            assert nothing_wrong(into, right)
+        assert wire.flips > ANYWHERE // 4
