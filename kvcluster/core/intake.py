@@ -99,6 +99,7 @@ class Intake:
         for event in m.pages:
             self._apply(event, member, now)
         if m.last:
+            self._replicator.joined()
             self._end_rebuilding_early()
         return [*effects, Answer(m.call, self._ack(member))]
 

@@ -51,6 +51,7 @@ class Replicator:
         self._book = book
         self._members = members
         self._wishes: dict[Wished, _Wish] = {}
+        self._parked: dict[Wished, _Wish] = {}  # there are too few shards for them at present
         self._under_way: dict[int, dict[Wished, _Wish]] = {}  # by the slot of the shard that pulls
         self._draining: dict[int, dict[Wished, _Wish]] = {}  # by the slot of the shard that goes
         self._stuck: dict[int, int] = {}  # likewise: how many in a row `drained` has seen that nobody has room for
@@ -70,6 +71,13 @@ class Replicator:
             known.copies = max(known.copies, copies)
         elif len(self._wishes) < limits.WISHES:
             self._wishes[wished] = _Wish(copies)
+
+    def joined(self) -> None:
+        """One more shard has told all that it holds: what there were too few of them for may be possible now."""
+        parked, self._parked = self._parked, {}
+        for wished, wish in parked.items():
+            if len(self._wishes) < limits.WISHES:
+                self._wishes.setdefault(wished, wish)
 
     def drain(self, member: Member, until: int) -> None:
         """This shard is to go. What it holds now and alone is to go elsewhere; so is what is still written to it."""
@@ -192,6 +200,8 @@ class Replicator:
             wish, record = wishes[wished], self._record(wished)
             if record is None or not self._lacks(record, min(wish.copies, stayers)):
                 del wishes[wished]
+                if record is not None and self._lacks(record, wish.copies) and len(self._parked) < limits.WISHES:
+                    self._parked[wished] = wish
                 continue
             if (space is not None and record.space != space.id) or self._is_under_way(wished):
                 continue
