@@ -89,6 +89,10 @@ class Replicator:
         records.sort(key=lambda record: (-record.stamp, record.depth))
         for record in records:
             self.committed(record, member)
+            copies = self._most_copies(record, member.slot)
+            space = self._directory.known(record.space)
+            if copies > 1 and space is not None:  # it survives, but with one copy less
+                self.want(space, record.hash, copies)
 
     def committed(self, record: BlockRecord, member: Member) -> None:
         """This block is on that shard now. On one that is to go, it is to have a place elsewhere."""
@@ -118,9 +122,9 @@ class Replicator:
             record = self._record(wished)
             if record is not None and alive and record.copies.on(member.slot):
                 wish.tries = TRIES  # it came: another copy of it is another matter
-            if record is None or not wish.tries:
+            going = [slot for slot in self._draining if record is not None and record.copies.on(slot)]
+            if record is None or not (wish.tries or going):  # what goes is tried until it does
                 continue
-            going = [slot for slot in self._draining if record.copies.on(slot)]
             (self._draining[going[0]] if going else self._wishes).setdefault(wished, wish)
         if not alive:
             self._draining.pop(member.slot, None)
@@ -253,6 +257,12 @@ class Replicator:
             for copy in record.copies.entries
             if self._book.alive(copy.slot)
         )
+
+    def _most_copies(self, record: BlockRecord, slot: int) -> int:
+        """On how many shards the page of it lies that this one shares with most."""
+        pages = [(copy.group, copy.part) for copy in record.copies.entries if self._book.alive(copy.slot)]
+        here = [(copy.group, copy.part) for copy in record.copies.entries if copy.slot == slot]
+        return max(map(pages.count, here), default=0)
 
     def _stayers(self) -> int:
         """On how many shards anything could lie for longer."""
