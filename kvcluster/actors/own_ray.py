@@ -22,16 +22,6 @@ from kvcluster.config import Config
 OBJECT_STORE_BYTES = 80 * 2**20
 """Pages never enter Ray's object store; this is about the least that Ray accepts."""
 
-HEALTH_CHECKS = {
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "500",
-    "RAY_health_check_initial_delay_ms": "500",
-    "RAY_health_check_failure_threshold": "3",
-}
-"""How Ray's head finds out that a node is lost: within 5 s, where by default it takes 14. Its shards start elsewhere
-only then, and until they do what lay on them is a miss. The head reads this when it starts; other nodes need not."""
-
-
 @contextmanager
 def own_ray() -> Iterator[None]:
     """Within it, a Ray that this process starts, or connects to, is its own: others neither reach it nor are asked.
@@ -45,7 +35,6 @@ def own_ray() -> Iterator[None]:
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray has its actors yield to everybody; but here engines wait for them, and leases run.
         "RAY_worker_niceness": "0",
-        **HEALTH_CHECKS,
     }
     before = {name: os.environ.get(name) for name in ours}
     clusters = ray_constants.ENABLE_RAY_CLUSTER

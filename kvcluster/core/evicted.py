@@ -1,7 +1,8 @@
 """What was lost, and when: a bounded memory of fingerprints, so that `explain` can say "evicted 40 s ago".
 
-A fingerprint is the first eight bytes of a block hash. Two blocks with the same one would make an explanation
-wrong, never a byte. The oldest is forgotten when the memory is full.
+A table of fixed size, which takes its memory once and never grows. A block's hash says which cell is its own; what
+was lost later takes the cell of what was lost before. A fingerprint is eight bytes of the hash. Two blocks with the
+same one would make an explanation wrong, never a byte.
 """
 
 from __future__ import annotations
@@ -10,29 +11,39 @@ from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.reasons import Miss, MissReason
 
+_REASONS = (MissReason.EVICTED, MissReason.SHARD_LOST, MissReason.CORRUPT)
+_REASON_BITS = 2
+_EMPTY = 0
+
 
 class EvictedMemory:
-    """Block hash -> when its last copy was lost, and whether by eviction or with its shard."""
+    """Block hash -> when its last copy was lost, and how: evicted, corrupt, or with its shard."""
 
     def __init__(self, capacity: int = limits.EVICTED_FINGERPRINTS) -> None:
         self._capacity = capacity
-        self._lost: dict[bytes, tuple[int, MissReason]] = {}
-
-    def __len__(self) -> int:
-        return len(self._lost)
+        # Two numbers a cell: a fingerprint; and the nanosecond, which fits for seventy years, with the reason below it.
+        self._cells = memoryview(bytearray(16 * capacity)).cast("Q")
 
     def add(self, block: BlockHash, now: int, reason: MissReason) -> None:
-        fingerprint = block[:8]
-        self._lost.pop(fingerprint, None)
-        self._lost[fingerprint] = (now, reason)
-        if len(self._lost) > self._capacity:
-            del self._lost[next(iter(self._lost))]
+        cell, fingerprint = self._find(block)
+        self._cells[cell] = fingerprint
+        self._cells[cell + 1] = now << _REASON_BITS | _REASONS.index(reason)
 
     def forget(self, block: BlockHash) -> None:
         """It is cached again."""
-        self._lost.pop(block[:8], None)
+        cell, fingerprint = self._find(block)
+        if self._cells[cell] == fingerprint:
+            self._cells[cell] = _EMPTY
 
     def why(self, block: BlockHash, now: int) -> Miss | None:
         """The miss that a lost block is answered with, its age in whole seconds."""
-        lost = self._lost.get(block[:8])
-        return None if lost is None else Miss(lost[1], f"{(now - lost[0]) // 1_000_000_000} s ago")
+        cell, fingerprint = self._find(block)
+        if self._cells[cell] != fingerprint:
+            return None
+        lost_at, reason = divmod(self._cells[cell + 1], 1 << _REASON_BITS)
+        return Miss(_REASONS[reason], f"{(now - lost_at) // 1_000_000_000} s ago")
+
+    def _find(self, block: BlockHash) -> tuple[int, int]:
+        """Where this block's cell begins, and its fingerprint."""
+        fingerprint = int.from_bytes(block[:8], "little") or 1  # 0 is an empty cell
+        return 2 * (fingerprint % self._capacity), fingerprint

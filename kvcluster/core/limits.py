@@ -39,7 +39,7 @@ REPORTS_PER_MESSAGE = 4_096
 """As INVENTORY_CHUNK."""
 
 EVICTED_FINGERPRINTS = 262_144
-"""Evicted blocks whose age `explain` can still tell: 8-byte fingerprints, about 30 MiB."""
+"""Cells for evicted blocks whose age `explain` can still tell: 16 bytes each, 4 MiB."""
 
 EVICTIONS_PER_ORDER = 1_024
 """Pages that one order may condemn, so that a step of the shard stays short."""

@@ -1,0 +1,302 @@
+"""Planted bugs: each breaks one promise of the real core or its shells, so that the simulator can show that it sees.
+
+A bug is a patch of the code under test for as long as a run takes. None hides: each is what a tired author might
+write, a forgotten comparison, a missing margin, a step in the wrong order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+
+from kvcluster.core.copies import CopyBook
+from kvcluster.core.directory import Directory
+from kvcluster.core.intake import Intake
+from kvcluster.core.leases import LeaseBook
+from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, Persist, PinGrant, Tick
+from kvcluster.core.orders import Orders
+from kvcluster.core.pool import PageAction, PagePool, PageState
+from kvcluster.core.replicator import Replicator
+from kvcluster.core.shard import Shard
+from kvcluster.core.stream import ReportCursor
+from kvcluster.core.uplink import Uplink
+from kvcluster.errors import CallerError
+from kvcluster.pages import checksum
+from kvcluster.testing.sim.coordinator import CoordinatorProcess
+from kvcluster.testing.sim.driver import CoreProcess
+from kvcluster.testing.sim.shard import ShardProcess
+
+Patch = tuple[Any, str, Any]
+"""Owner, attribute, and what stands there instead."""
+
+BUGS: dict[str, Callable[[], list[Patch]]] = {}
+"""By name. What each forgets, its function says."""
+
+
+def planted(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
+    BUGS[make.__name__.replace("_", "-")] = make
+    return make
+
+
+@contextmanager
+def active(name: str | None) -> Iterator[None]:
+    """The code under test has this bug meanwhile. Raises CallerError where there is none of that name."""
+    if name is not None and name not in BUGS:
+        raise CallerError(f"no bug is named {name!r}; there are {', '.join(BUGS)}")
+    before: list[Patch] = []
+    try:
+        for owner, attribute, instead in BUGS[name]() if name is not None else ():
+            before.append((owner, attribute, owner.__dict__[attribute]))
+            setattr(owner, attribute, instead)
+        yield
+    finally:
+        for owner, attribute, original in reversed(before):
+            setattr(owner, attribute, original)
+
+
+# ---------------------------------------------------------------------------------------------- fences
+
+
+@planted
+def no_epoch_fence() -> list[Patch]:
+    """A shard does not compare the epoch that a worker means with its own."""
+    original = Shard._check
+    return [(Shard, "_check", lambda self, m: original(self, replace(m, epoch=self.epoch)))]
+
+
+@planted
+def no_coordinator_fence() -> list[Patch]:
+    """Shards heed whichever coordinator answers, and an older one does not step down."""
+    answered, hear = Uplink.answered, Intake._hear
+
+    def heed(self: Uplink, ack: Any, now: int) -> bool:
+        return answered(self, replace(ack, epoch=max(ack.epoch, self.coordinator)), now)
+
+    def hear_all(self: Intake, m: Any, now: int) -> Any:
+        return hear(self, replace(m, coordinator=min(m.coordinator, self._state.epoch)), now)
+
+    return [(Uplink, "answered", heed), (Intake, "_hear", hear_all)]
+
+
+@planted
+def no_drift_margin() -> list[Patch]:
+    """A shard counts its term to the last nanosecond, as if all clocks ran alike."""
+    original = Uplink.__init__
+
+    def init(self: Uplink, config: Any, *, membership_ttl_ms: int, everything: Any) -> None:
+        original(self, config, membership_ttl_ms=membership_ttl_ms, everything=everything)
+        self._term = membership_ttl_ms * 1_000_000
+
+    return [(Uplink, "__init__", init)]
+
+
+@planted
+def late_commit() -> list[Patch]:
+    """A lease that has been revoked may still be committed."""
+    return [(LeaseBook, "running", lambda self, attempt: attempt in self)]
+
+
+# ----------------------------------------------------------------------------------------------- pages
+
+
+@planted
+def skipped_unpin() -> list[Patch]:
+    """A page that was condemned while it was read is not unpinned."""
+    original = PagePool.unpin
+
+    def unpin(self: PagePool, page: Any) -> bool:
+        return False if page.state is PageState.CONDEMNED else original(self, page)
+
+    return [(PagePool, "unpin", unpin)]
+
+
+@planted
+def forgotten_generation() -> list[Patch]:
+    """A condemned page is free at once, whoever still reads it."""
+
+    def free(self: PagePool, page: Any) -> bool:
+        if page.state is not PageState.CONDEMNED:
+            return False
+        self._act(page, PageAction.LAST_UNPIN)
+        del self._condemned[page.generation]
+        self.allocator.free(page.offset, page.nbytes)
+        return True
+
+    return [(PagePool, "_free_if_unread", free)]
+
+
+@planted
+def condemned_served() -> list[Patch]:
+    """A page that is condemned and still read is given to one more reader."""
+    original = Shard._pin
+
+    def pin(self: Shard, m: Any, now: int) -> list[Any]:
+        effects = original(self, m, now)
+        lease = next((lease for lease in self.leases.all() if lease.attempt == m.attempt), None)
+        if lease is None:
+            return effects
+        pages = list(effects[0].reply.pages)
+        for at, key in enumerate(m.keys):
+            for page in self.pool.everything():
+                if lease.pages[at] is None and page.state is PageState.CONDEMNED and page.key == key:
+                    page.pins += 1
+                    lease.pages[at], pages[at] = page, page.slot()
+        return [Answer(m.call, PinGrant(tuple(pages))), *effects[1:]]
+
+    return [(Shard, "_pin", pin)]
+
+
+@planted
+def commit_before_verifying() -> list[Patch]:
+    """A store is committed with the writer's sums, and what lies in the page is not looked at."""
+    return [(ShardProcess, "verify", lambda self, namespace, slot, sums: checksum.pack_sums(sums))]
+
+
+@planted
+def lost_abort() -> list[Patch]:
+    """A writer that gives up is thanked and not heard."""
+    original = Shard._end
+
+    def end(self: Shard, m: Any, now: int) -> list[Any]:
+        return [Answer(m.call, Done())] if isinstance(m, Abort) else original(self, m, now)
+
+    return [(Shard, "_end", end)]
+
+
+@planted
+def freed_by_time() -> list[Patch]:
+    """A lease that runs out gives its pages back, whether or not its mover has stopped."""
+    original = Shard._tick
+
+    def tick(self: Shard, m: Any, now: int) -> list[Any]:
+        effects = original(self, m, now)
+        for effect in effects:
+            lease = self.leases.end(effect.attempt) if hasattr(effect, "attempt") else None
+            if lease is not None:
+                self._give_back(lease)
+        return effects
+
+    return [(Shard, "_tick", tick)]
+
+
+@planted
+def condemned_by_word() -> list[Patch]:
+    """A page that a reader suspects is condemned without a look at it."""
+    original = Shard._suspect
+
+    def suspect(self: Shard, m: Any, now: int) -> list[Any]:
+        for key in m.keys:
+            page = self.pool.get(m.namespace, key)
+            if page is not None and page.state is PageState.READY:
+                self.pool.condemn(page)
+                self._uplink.tell(GoneEvent(m.namespace, key, corrupt=True))
+        return original(self, m, now)
+
+    return [(Shard, "_suspect", suspect)]
+
+
+@planted
+def wrong_page_served() -> list[Patch]:
+    """Every so often the bytes of the next page are sent."""
+    original = ShardProcess.load_layer
+
+    def load_layer(self: ShardProcess, item: int, slot: Any, layer: int) -> Any:
+        beyond = slot.offset + slot.nbytes
+        if slot.generation % 16 == 0 and beyond + slot.nbytes <= self.core.pool.allocator.capacity_bytes:
+            slot = replace(slot, offset=beyond)
+        return original(self, item, slot, layer)
+
+    return [(ShardProcess, "load_layer", load_layer)]
+
+
+# ----------------------------------------------------------------------------------------- coordinator
+
+
+@planted
+def stale_inventory() -> list[Patch]:
+    """Chunks of an inventory are taken as they come, whichever inventory they are of."""
+
+    def chunk(self: ReportCursor, chunk: int, *, upto: int, last: bool) -> bool:
+        self._next_chunk = chunk + 1
+        if last:
+            self._next = upto + 1
+        return True
+
+    return [(ReportCursor, "chunk", chunk)]
+
+
+@planted
+def purge_not_on_disk() -> list[Patch]:
+    """A purge is acknowledged and never written down."""
+    original = CoordinatorProcess.perform
+
+    def perform(self: CoordinatorProcess, effect: Any) -> None:
+        if not isinstance(effect, Persist):
+            original(self, effect)
+
+    return [(CoordinatorProcess, "perform", perform)]
+
+
+@planted
+def lost_shard_named() -> list[Patch]:
+    """Plans are kept when a shard is lost."""
+    return [(CopyBook, "kill_slot", lambda self, slot: None)]
+
+
+@planted
+def evicts_while_rebuilding() -> list[Patch]:
+    """A coordinator that knows only some shards orders evictions."""
+    original = Intake._settle_orders
+
+    def settle(self: Intake, m: Any, member: Any, now: int) -> None:
+        until, self._state.rebuild_until = self._state.rebuild_until, None
+        original(self, m, member, now)
+        self._state.rebuild_until = until
+
+    return [(Intake, "_settle_orders", settle)]
+
+
+@planted
+def judged_after_a_stall() -> list[Patch]:
+    """A process that stood still judges deadlines first, and hears what has arrived meanwhile afterwards."""
+    original = CoreProcess.catch_up
+
+    def catch_up(self: CoreProcess) -> None:
+        deadline = self._core.next_deadline()
+        if deadline is not None and deadline <= self.now():
+            self.step(Tick())
+        original(self)
+
+    return [(CoreProcess, "catch_up", catch_up)]
+
+
+@planted
+def forgotten_tombstone() -> list[Patch]:
+    """A purge forgets what is known, and not that it was."""
+    original = Directory.bury
+
+    def bury(self: Directory, stone: Any) -> Any:
+        before = [(space, space.purged) for space in self]
+        buried = original(self, stone)
+        for space, purged in before:
+            space.purged = purged
+        return buried
+
+    return [(Directory, "bury", bury)]
+
+
+@planted
+def purged_writers_go_on() -> list[Patch]:
+    """A shard that carries out a purge lets those go on who write pages of before."""
+    return [(Orders, "_stop_writers", lambda self, space: [])]
+
+
+@planted
+def drained_too_early() -> list[Patch]:
+    """A draining shard is let go before anybody has fetched what it alone holds."""
+    return [(Replicator, "drained", lambda self, member: True)]
+
+

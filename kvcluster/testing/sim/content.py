@@ -1,0 +1,123 @@
+"""What is right: the models, the conversations, and the bytes of every page, as the outside world knows them.
+
+The content of a page follows from its name alone, so that any reader's bytes can be judged without asking the system
+that is judged. All of it is worked out once a process: hash chains and contents are the same for every seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from kvcluster.core import hashing
+from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
+from kvcluster.core.messages import Need, PageKey
+from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
+from kvcluster.pages import checksum
+from kvcluster.pages.codec import RAW
+
+LONGEST = 10
+"""Blocks of the longest conversation."""
+PROMPT = 4
+"""Blocks that all conversations under one system prompt have in common."""
+
+RED, BLUE = Tenant("red"), Tenant("blue")
+
+
+def _plain(model: str, weights: str) -> KVSpec:
+    return KVSpec.uniform(
+        model=model, weights=weights, num_layers=2, num_kv_heads=1, head_dim=8, dtype="uint8", block_tokens=2
+    )
+
+
+@dataclass(frozen=True, eq=False, slots=True)  # there is one of each, so that they hash and compare by identity
+class Model:
+    """A spec of one tenant: a namespace."""
+
+    name: str
+    tenant: Tenant
+    spec: KVSpec
+    space: NamespaceId
+
+    def whole(self) -> tuple[tuple[int, Part], ...]:
+        """All groups, each whole."""
+        return tuple((group, self.spec.whole(group)) for group in range(len(self.spec.groups)))
+
+    def halves(self) -> tuple[tuple[int, Part], ...]:
+        """All groups as two ranks write them, the heads divided; whole where there is one head."""
+        out: list[tuple[int, Part]] = []
+        for group, part in self.whole():
+            if part.heads < 2:
+                out.append((group, part))
+                continue
+            middle = part.heads // 2
+            out.append((group, part._replace(head_stop=middle)))
+            out.append((group, part._replace(head_start=middle)))
+        return tuple(out)
+
+    def need(self) -> Need:
+        return Need(tuple(part for _, part in self.whole()))
+
+
+_WIDE = KVSpec(
+    model="wide",
+    weights="sha256:3",
+    block_tokens=2,
+    groups=(
+        Group((0, 2), (Plane("k", 2, 4, "uint8"), Plane("v", 2, 4, "uint8")), PREFIX),
+        Group((1, 3), (Plane("k", 2, 6, "uint8"), Plane("v", 2, 6, "uint8")), window(4)),
+    ),
+)
+_NEW_WEIGHTS = _plain("m", "sha256:2")
+_SPECS = {"old": _plain("m", "sha256:1"), "new": _NEW_WEIGHTS, "wide": _WIDE}
+
+MODELS: tuple[Model, ...] = tuple(
+    Model(f"{tenant}.{name}", tenant, spec, spec.namespace(tenant))
+    for tenant in (RED, BLUE)
+    for name, spec in _SPECS.items()
+)
+BY_SPACE = {model.space: model for model in MODELS}
+
+
+@cache
+def chain(model: Model, prompt: int, conversation: int) -> tuple[BlockHash, ...]:
+    """The LONGEST blocks of a conversation; it begins with its system prompt."""
+    tokens = [prompt] * (2 * PROMPT) + [1_000 + conversation] * (2 * (LONGEST - PROMPT))
+    return tuple(hashing.chain(hashing.root(model.space), tokens, 2))
+
+
+@cache
+def root(model: Model) -> BlockHash:
+    """What the first block of a conversation follows."""
+    return hashing.root(model.space)
+
+
+class Content(NamedTuple):
+    """The right bytes of a page, and their checksums."""
+
+    data: bytes
+    sums: tuple[int, ...]
+    packed: bytes
+    layer_bytes: int
+
+    def layer(self, layer: int) -> bytes:
+        return self.data[layer * self.layer_bytes : (layer + 1) * self.layer_bytes]
+
+
+@cache
+def content(space: NamespaceId, key: PageKey) -> Content:
+    """What this page holds wherever it is right."""
+    layer_bytes = BY_SPACE[space].spec.layer_bytes(key.group, key.part)
+    layers = key.part.layers
+    name = b"".join((space, key.hash, repr((key.group, *key.part)).encode()))
+    data = hashlib.shake_128(name).digest(layers * layer_bytes)
+    sums = checksum.layer_sums(identity(space, key), 0, layers, memoryview(data))
+    return Content(data, sums, checksum.pack_sums(sums), layer_bytes)
+
+
+@cache
+def identity(space: NamespaceId, key: PageKey) -> int:
+    """As a reader works it out, from what it asked for."""
+    return checksum.identity(space, key, RAW)

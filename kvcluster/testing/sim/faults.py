@@ -1,0 +1,173 @@
+"""What goes wrong: one fault after another while the world works, drawn from those that the seed has.
+
+Everything that stops goes on after a while, what is cut is mended, and what was killed is started anew by a
+supervisor, as Ray does it. Faults overlap.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvcluster.testing.sim.kernel import MS, SECOND, Process
+
+if TYPE_CHECKING:
+    from kvcluster.testing.sim.world import World
+
+Fault = Callable[[], bool]
+"""Does it; False where there was nothing to do it to."""
+
+
+class Faults:
+    """Breaks one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._rng: random.Random = world.rng
+        self._kinds: dict[str, Fault] = {
+            "crash shard": lambda: self._crash(self._shard()),
+            "crash coordinator": lambda: self._crash(world.coordinator),
+            "crash worker": lambda: self._crash(self._rng.choice(world.workers)),
+            "crash node": lambda: self._on_node(self._crash),
+            "stop shard": lambda: self._stop(self._shard()),
+            "stop coordinator": lambda: self._stop(world.coordinator),
+            "stop worker": lambda: self._stop(self._rng.choice(world.workers)),
+            "stop node": lambda: self._on_node(self._stop),
+            "cut both ways": lambda: self._cut(both=True),
+            "cut one way": lambda: self._cut(both=False),
+            "clog": self._clog,
+            "second coordinator": self._second_coordinator,
+            "second shard": self._second_shard,
+            "stale name": self._stale_name,
+            "rot": self._rot,
+            "bad wire": self._bad_wire,
+            "lossy network": self._lossy_network,
+        }
+
+    def begin(self) -> None:
+        if self._world.scenario.faults:
+            self._next()
+
+    def _next(self) -> None:
+        world = self._world
+        world.kernel.at(
+            world.kernel.now + int(world.scenario.fault_ns * self._rng.expovariate(1.0)), None, self._strike
+        )
+
+    def _strike(self) -> None:
+        world = self._world
+        if not world.working:
+            return
+        kind = self._rng.choice(world.scenario.faults)
+        if self._kinds[kind]():
+            world.faults[kind] += 1
+            world.journal.add((world.kernel.now, "world", kind, ()))
+        self._next()
+
+    def _lasts(self) -> int:
+        """Until when: mostly short, sometimes beyond every term there is."""
+        return self._world.kernel.now + int(self._rng.choice((50, 300, 1_000, 3_000)) * MS * (0.5 + self._rng.random()))
+
+    # ------------------------------------------------------------------------------------------ processes
+
+    def _shard(self) -> Process:
+        return self._world.shards[self._rng.choice(self._world.names)]
+
+    def _crash(self, process: Process) -> bool:
+        if process.dead:
+            return False
+        self._world.kill(process)
+        return True
+
+    def _stop(self, process: Process) -> bool:
+        if not process.running:
+            return False
+        process.stop()
+        self._world.kernel.at(self._lasts(), None, process.resume)
+        return True
+
+    def _on_node(self, act: Callable[[Process], bool]) -> bool:
+        node = self._rng.randrange(self._world.scenario.nodes)
+        return any([act(process) for process in self._world.processes() if process.node == node])
+
+    def _second_coordinator(self) -> bool:
+        """Its supervisor takes it for lost, while it is only cut off."""
+        world = self._world
+        if world.scenario.nodes < 2 or world.coordinator.dead:
+            return False
+        old = world.coordinator.node
+        links = self._around(old)
+        world.network.cut(links)
+        world.kernel.at(self._lasts(), None, world.network.mend, links)
+        world.replace_coordinator()
+        return True
+
+    def _second_shard(self) -> bool:
+        """A shard is started anew elsewhere, while its last incarnation is only cut off."""
+        world = self._world
+        shard = world.shards[self._rng.choice(world.names)]
+        if world.scenario.nodes < 2 or shard.dead or shard.shard not in world.names:
+            return False
+        links = self._around(shard.node)
+        world.network.cut(links)
+        world.kernel.at(self._lasts(), None, world.network.mend, links)
+        world.replace_shard(shard)
+        return True
+
+    def _stale_name(self) -> bool:
+        """Somebody is told an older coordinator's address."""
+        world = self._world
+        older = [c for c in world.coordinators if not c.dead and c is not world.coordinator]
+        if not older:
+            return False
+        node = self._rng.randrange(world.scenario.nodes)
+        world.bind(node, self._rng.choice(older))
+        world.kernel.at(self._lasts(), None, world.bind, node, None)
+        return True
+
+    # --------------------------------------------------------------------------------------------- network
+
+    def _around(self, node: int) -> list[tuple[int, int]]:
+        others = [other for other in range(self._world.scenario.nodes) if other != node]
+        return [(node, other) for other in others] + [(other, node) for other in others]
+
+    def _cut(self, *, both: bool) -> bool:
+        world = self._world
+        if world.scenario.nodes < 2:
+            return False
+        nodes = list(range(world.scenario.nodes))
+        self._rng.shuffle(nodes)
+        here, there = nodes[: (size := self._rng.randint(1, len(nodes) - 1))], nodes[size:]
+        links = [(a, b) for a in here for b in there]
+        if both:
+            links += [(b, a) for a, b in links]
+        world.network.cut(links)
+        world.kernel.at(self._lasts(), None, world.network.mend, links)
+        return True
+
+    def _clog(self) -> bool:
+        world = self._world
+        if world.scenario.nodes < 2:
+            return False
+        links = self._around(self._rng.randrange(world.scenario.nodes))
+        world.network.clog([link for link in links if self._rng.random() < 0.7], self._lasts())
+        return True
+
+    def _lossy_network(self) -> bool:
+        network = self._world.network
+        before = network.loss, network.twice
+        network.set_quality(0.15, 0.1)
+        self._world.kernel.at(self._lasts(), None, network.set_quality, *before)
+        return True
+
+    # ----------------------------------------------------------------------------------------------- bytes
+
+    def _rot(self) -> bool:
+        shard = self._world.shards[self._rng.choice(self._world.names)]
+        return not shard.dead and shard.rot()
+
+    def _bad_wire(self) -> bool:
+        world = self._world
+        world.bad_wire_until = max(world.bad_wire_until, min(self._lasts(), world.kernel.now + SECOND))
+        return True

@@ -1,0 +1,94 @@
+"""What happened, in order: kept as tuples, and put into words only when somebody wants to read it.
+
+A line is (instant, who, what, with what). The words hold nothing that differs between two runs of one seed: no
+address of an object, no order of a set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from kvcluster.core.ids import Attempt
+from kvcluster.core.messages import GoneEvent, Need, PageEvent, PageKey, ShardAddress, ShardInfo
+from kvcluster.core.reasons import Miss
+
+TAIL = 200
+
+Entry = tuple[int, str, str, tuple[Any, ...]]
+
+
+class Journal:
+    """The last TAIL lines, or with `whole` all of them."""
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._entries: deque[Entry] = deque(maxlen=None if whole else TAIL)
+        self.add = self._entries.append
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def lines(self, last: int | None = None) -> Iterator[str]:
+        """In words, the oldest first."""
+        skip = 0 if last is None else max(0, len(self._entries) - last)
+        for number, entry in enumerate(self._entries):
+            if number >= skip:
+                yield line(entry)
+
+    def digest(self) -> str:
+        """Equal where two runs did the same."""
+        digest = hashlib.sha256()
+        for text in self.lines():
+            digest.update(text.encode() + b"\n")
+        return digest.hexdigest()
+
+
+def line(entry: Entry) -> str:
+    """One line of a journal."""
+    at, who, what, arguments = entry
+    return f"{at / 1e6:10.3f}  {who:<8} {what:<8} {'  '.join(map(words, arguments))}".rstrip()
+
+
+def words(value: Any) -> str:
+    """Any value of the core, short enough to be read."""
+    if isinstance(value, ShardInfo):
+        return f"{value.shard}:{value.epoch % 10**12} free {value.free_bytes} leases {value.leases}"
+    if isinstance(value, ShardAddress):
+        return f"{value.address}:{value.epoch % 10**12}"
+    if isinstance(value, PageKey):
+        whose = value.part
+        return f"{value.hash.hex()[:6]}/{value.group}:{whose.head_start}-{whose.head_stop}"
+    if isinstance(value, Attempt):
+        return f"#{int.from_bytes(value.holder[-2:], 'big')}.{value.counter}"
+    if isinstance(value, Need):
+        return f"need{' without ' + ' '.join(value.avoid) if value.avoid else ''}"
+    if isinstance(value, PageEvent):
+        return f"+{words(value.key)}"
+    if isinstance(value, GoneEvent):
+        return f"-{words(value.key)}{' corrupt' if value.corrupt else ''}"
+    if isinstance(value, Miss):
+        return value.reason.value
+    if isinstance(value, bytes):
+        return value.hex()[:6] if value else "-"
+    if isinstance(value, Enum):
+        return str(value.name).lower()
+    if value is None or isinstance(value, (int, str)):
+        return str(value)
+    if isinstance(value, list):
+        return "; ".join(map(words, value)) or "nothing"
+    if is_dataclass(value) and not isinstance(value, type):
+        if hasattr(value, "canonical"):  # a spec: its namespace is said elsewhere
+            return "spec"
+        return f"{type(value).__name__}({_joined(getattr(value, field.name) for field in fields(value))})"
+    if isinstance(value, tuple):
+        name = type(value).__name__ if hasattr(value, "_fields") else ""
+        return f"{name}({_joined(value)})"
+    return type(value).__name__
+
+
+def _joined(values: Iterable[Any]) -> str:
+    return " ".join(map(words, values))

@@ -1,0 +1,184 @@
+"""Simulated time: one heap of events, clocks that disagree, processes that stand still or die, and scripts.
+
+An event is due at an instant and belongs to a process. A process that is dead does not hear of it; one that is stopped
+hears of it when it goes on, in the order of arrival. Nothing else happens by itself, and two events of one instant come
+in the order in which they were made: so a run is a function of its seed.
+
+What a process does over time is a *script*: a generator that yields what it waits for and is sent what came. A script
+has no `finally` that acts, because a process that is killed does nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from heapq import heappop, heappush
+from typing import Any
+
+MS = 1_000_000
+SECOND = 1_000 * MS
+
+TIMED_OUT = object()
+"""What a script is sent where nothing came in time."""
+
+
+class Promise:
+    """A value to come, for the one script that waits for it. The first value counts: answers may come twice."""
+
+    __slots__ = ("ready", "value", "waiter")
+
+    def __init__(self) -> None:
+        self.ready = False
+        self.value: Any = None
+        self.waiter: _Task | None = None
+
+    def fulfil(self, value: Any) -> None:
+        if not self.ready:
+            self.ready = True
+            self.value = value
+            if self.waiter is not None:
+                self.waiter.go_on(value)
+
+
+Wait = tuple[Promise | None, int]
+"""What a script yields: a promise, or None, and for how many nanoseconds of its own clock to wait for it at most."""
+Script = Generator[Wait, Any, Any]
+
+
+class Clock:
+    """A machine's clock: ahead by `offset`, and fast by `ppm` millionths."""
+
+    __slots__ = ("_offset", "_rate")
+
+    def __init__(self, offset_ns: int, ppm: int) -> None:
+        self._offset = offset_ns
+        self._rate = 1_000_000 + ppm
+
+    def read(self, at: int) -> int:
+        """What it shows at that instant."""
+        return self._offset + at * self._rate // 1_000_000
+
+    def when(self, shown: int) -> int:
+        """The first instant at which it shows that or more."""
+        return -(-(shown - self._offset) * 1_000_000 // self._rate)
+
+    def lasts(self, nanoseconds: int) -> int:
+        """How long that takes which it measures as so many nanoseconds."""
+        return nanoseconds * 1_000_000 // self._rate
+
+
+class Kernel:
+    """Time, and what is due."""
+
+    __slots__ = ("_heap", "_made", "now")
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._made = 0
+        self._heap: list[tuple[int, int, Process | None, Callable[..., Any], tuple[Any, ...]]] = []
+
+    def at(self, when: int, process: Process | None, act: Callable[..., Any], *arguments: Any) -> None:
+        """Has `process` do this at that instant, or now where that is past; None is the world itself."""
+        self._made += 1
+        heappush(self._heap, (when if when > self.now else self.now, self._made, process, act, arguments))
+
+    def run(self, until: int) -> None:
+        """Everything that is due before `until`; then it is that late."""
+        heap = self._heap
+        while heap and heap[0][0] < until:
+            self.now, _, process, act, arguments = heappop(heap)
+            if process is None or process.running:
+                act(*arguments)
+            elif process.stopped:
+                process.backlog.append((act, arguments))
+        self.now = until
+
+
+class Process:
+    """One incarnation of anything that can be stopped and killed."""
+
+    def __init__(self, kernel: Kernel, name: str, node: int, clock: Clock) -> None:
+        self.kernel = kernel
+        self.name = name
+        self.node = node
+        self.clock = clock
+        self.running = True
+        self.stopped = False
+        self.stopped_at = 0
+        self.backlog: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self.lines: dict[Any, None] = {}  # connections, which its end resets
+
+    @property
+    def dead(self) -> bool:
+        return not (self.running or self.stopped)
+
+    def now(self) -> int:
+        """The instant, by its own clock."""
+        return self.clock.read(self.kernel.now)
+
+    def start(self, script: Script) -> Promise:
+        """Runs a script from now on; its result is promised."""
+        done = Promise()
+        _Task(self, script, done).go_on(None)
+        return done
+
+    def stop(self) -> None:
+        """It stands still: SIGSTOP, a long pause of its machine, a debugger."""
+        if self.running:
+            self.running, self.stopped = False, True
+            self.stopped_at = self.kernel.now
+
+    def resume(self) -> None:
+        """It goes on with what has arrived meanwhile."""
+        if self.stopped:
+            self.running, self.stopped = True, False
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        backlog, self.backlog = self.backlog, []
+        for act, arguments in backlog:
+            if not self.running:
+                return
+            act(*arguments)
+
+    def kill(self) -> None:
+        """It is no more, and says nothing to anybody."""
+        self.running = self.stopped = False
+        self.backlog.clear()
+
+
+class _Task:
+    """A running script. `_waits` numbers what it waits for, so that an old timeout is known for one."""
+
+    __slots__ = ("_done", "_process", "_promise", "_script", "_waits")
+
+    def __init__(self, process: Process, script: Script, done: Promise) -> None:
+        self._process = process
+        self._script = script
+        self._done = done
+        self._waits = 0
+        self._promise: Promise | None = None
+
+    def go_on(self, value: Any) -> None:
+        self._waits += 1
+        if self._promise is not None:
+            self._promise.waiter = None
+        process = self._process
+        while process.running:
+            try:
+                promise, patience_ns = self._script.send(value)
+            except StopIteration as end:
+                self._done.fulfil(end.value)
+                return
+            self._promise = promise
+            if promise is not None and promise.ready:
+                value = promise.value
+                continue
+            if promise is not None:
+                promise.waiter = self
+            kernel = process.kernel
+            kernel.at(kernel.now + process.clock.lasts(patience_ns), process, self._give_up, self._waits)
+            return
+
+    def _give_up(self, waits: int) -> None:
+        if waits == self._waits:
+            self.go_on(TIMED_OUT)

@@ -1,0 +1,139 @@
+"""The second phase: everything is healed, work ends, and within a bounded time all has come to rest.
+
+Then every call is over, the index says what the shards hold, nothing is pinned, leased, promised or awaited, and no
+incarnation but the present ones lives. At last a worker finds what the shards hold, and can store what they do not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvcluster.core.ids import NamespaceId
+from kvcluster.core.messages import Inventory, PageKey
+from kvcluster.testing.sim import content
+from kvcluster.testing.sim.kernel import MS, SECOND, TIMED_OUT, Script
+from kvcluster.testing.sim.oracle import Violation, hold
+
+if TYPE_CHECKING:
+    from kvcluster.testing.sim.world import World
+    from kvcluster.testing.sim.worker import Worker
+
+REST_NS = 20 * SECOND
+"""Every term there is has passed by then, several times over."""
+_LOOK_NS = 200 * MS
+
+
+def come_to_rest(world: World) -> None:
+    """Raises Violation with what is still not so when the time is up."""
+    world.journal.add((world.kernel.now, "world", "heals", ()))
+    world.working = False
+    world.bad_wire_until = 0
+    world.network.heal()
+    for process in list(world.processes()):
+        process.resume()
+    for node in range(world.scenario.nodes):
+        world.bind(node, None)
+    give_up = world.kernel.now + REST_NS
+    while True:
+        world.kernel.run(world.kernel.now + _LOOK_NS)
+        try:
+            _all_is_at_rest(world)
+            break
+        except Violation as not_yet:
+            world.end_superseded()
+            if world.kernel.now >= give_up:
+                raise Violation(f"{REST_NS // SECOND} s after all was healed: {not_yet}") from None
+    world.check()
+    _serve_again(world)
+    world.check()
+
+
+def _all_is_at_rest(world: World) -> None:
+    coordinator = world.coordinator
+    hold(not coordinator.dead and not coordinator.core.rebuilding, "the coordinator is not back")
+    hold(all(worker.idle for worker in world.workers), "a call has not ended")
+    hold(not len(coordinator.core.tickets), "a ticket is left")
+    hold(not coordinator.unanswered(), "somebody waits for the coordinator")
+    living = [shard for shard in world.incarnations.values() if not shard.dead]
+    hold(sorted(shard.shard for shard in living) == sorted(world.names), "a shard is missing, or an old one lives on")
+    told = _told(world)
+    for shard in living:
+        member = coordinator.core.members.get(shard.shard)
+        hold(member is not None, f"{shard.shard} is not known")
+        assert member is not None
+        hold(member.info.epoch == shard.core.epoch and member.cursor.current, f"{shard.shard} is not up")
+        hold(shard.core.member(shard.now()), f"{shard.shard} has no coordinator")
+        hold(not member.draining, f"{shard.shard} has not gone")
+        hold(not len(shard.core.leases), f"{shard.shard} has a lease left")
+        hold(not shard.sessions, f"{shard.shard} has a session left")
+        hold(not shard.unanswered(), f"somebody waits for {shard.shard}")
+        hold(member.pull is None and member.order is None, f"{shard.shard} has an order left")
+        pages = [(page.space, page.key) for page in shard.core.pool.everything()]
+        hold(len(list(shard.core.pool.ready())) == len(pages), f"{shard.shard} has a page that is not READY")
+        hold(all(page.pins == 0 for page in shard.core.pool.everything()), f"{shard.shard} has a pin without an owner")
+        hold(sorted(told.pop(member.slot, [])) == sorted(pages), f"the index is not what {shard.shard} holds")
+    hold(not told, "the index names a shard that is gone")
+
+
+def _told(world: World) -> dict[int, list[tuple[NamespaceId, PageKey]]]:
+    """What the index says, by slot."""
+    told: dict[int, list[tuple[NamespaceId, PageKey]]] = {}
+    for space in world.coordinator.core.directory:
+        for record in space.index:
+            for copy in record.copies.entries:
+                told.setdefault(copy.slot, []).append((space.id, PageKey(record.hash, copy.group, copy.part)))
+    return told
+
+
+def _serve_again(world: World) -> None:
+    """What can be restored by what the shards hold is loaded; what is stored now is found."""
+    worker = world.workers[0]
+    done = worker.start(_last_wishes(worker))
+    world.kernel.run(world.kernel.now + 10 * SECOND)
+    hold(done.ready and done.value is not TIMED_OUT, "the last calls have not ended")
+
+
+def _last_wishes(worker: Worker) -> Script:
+    world = worker.world
+    for model in world.models[:2]:
+        hashes = content.chain(model, 0, 0)
+        expected = _restorable(world, model, hashes)
+        loaded = yield from worker.load(model, hashes, model.need())
+        hold(loaded == expected or _rotten(world), f"{expected} blocks can be loaded, and {loaded} were")
+    for model in world.models:
+        if len(model.whole()) == 1:  # one size of page: whether two sizes fit together, only their shard knows
+            short = content.chain(model, 0, 0)[:1]
+            stored = yield from worker.store(model, short, 0, model.whole(), 300 * MS)
+            hold(stored or _rotten(world), "a block could not be stored in peace")
+            return
+
+
+def _restorable(world: World, model: content.Model, hashes: tuple[bytes, ...]) -> int:
+    """By what the shards hold: the longest boundary at which every group has what it needs before it."""
+    ready = {
+        (page.space, page.key)
+        for shard in world.incarnations.values()
+        if not shard.dead
+        for page in shard.core.pool.ready()
+    }
+    spec = model.spec
+    whole, halves = model.whole(), model.halves()
+
+    def has(block: bytes, group: int) -> bool:
+        return any(
+            all((model.space, PageKey(block, group, part)) in ready for of, part in parts if of == group)
+            for parts in (whole, halves)
+        )
+
+    for boundary in range(len(hashes), 0, -1):
+        if all(
+            has(block, group)
+            for group in range(len(spec.groups))
+            for block in hashes[boundary - spec.groups[group].reuse.blocks_needed(boundary, spec.block_tokens) : boundary]
+        ):
+            return boundary
+    return 0
+
+
+def _rotten(world: World) -> bool:
+    return any(shard.memory.rotten for shard in world.incarnations.values() if not shard.dead)

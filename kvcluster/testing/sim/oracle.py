@@ -1,0 +1,353 @@
+"""The oracle: what nobody inside the system may decide, judged from outside at every step.
+
+It sees all clocks, all memories and all processes at once, and knows the right bytes of every page (content.py). Each
+promise is one method with one sentence, raised as a Violation. It is careful to be right: what a fault explains is no
+violation, and what none explains is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId
+from kvcluster.core.members import Member
+from kvcluster.core.messages import (
+    Answer,
+    Commit,
+    CommitGrant,
+    Decision,
+    Effect,
+    Explain,
+    Explained,
+    Farewell,
+    Inventory,
+    LoadGrant,
+    PageKey,
+    PageSlot,
+    Pin,
+    PinGrant,
+    Plan,
+    PrepareLoad,
+    PrepareStore,
+    Purge,
+    Refused,
+    Report,
+    ReportAck,
+    ReportAnswered,
+    Reserve,
+    Revoke,
+    ShardAddress,
+    ShardInfo,
+    StoreGrant,
+    Suspect,
+    Tick,
+    Verified,
+    WriteGrant,
+    Written,
+)
+from kvcluster.core.pool import PageState
+from kvcluster.testing.sim import content
+from kvcluster.testing.sim.kernel import MS
+from kvcluster.testing.sim.memory import UNIT_BYTES
+from kvcluster.testing.sim.sessions import Layer
+
+if TYPE_CHECKING:
+    from kvcluster.testing.sim.coordinator import CoordinatorProcess
+    from kvcluster.testing.sim.shard import ShardProcess
+    from kvcluster.testing.sim.world import World
+
+Name = tuple[NamespaceId, PageKey]
+
+
+class Violation(AssertionError):
+    """A promise was broken."""
+
+
+def hold(promise: bool, sentence: str) -> None:
+    """Raises where a promise does not hold."""
+    if not promise:
+        raise Violation(sentence)
+
+
+class Oracle:
+    """Judges steps of one world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._ttl = world.scenario.config.membership_ttl_ms * MS
+        self._purged_at: dict[NamespaceId, int] = {}
+        self._copied: dict[Name, None] = {}
+        self._drain_until: dict[tuple[str, ShardAddress], int] = {}  # by the coordinator that lets it go
+        self._of_shard: dict[type, Callable[[ShardProcess, Any, list[Effect]], None]] = {
+            Pin: self._pin,
+            Reserve: self._reserve,
+            Commit: self._commit,
+            ReportAnswered: self._report_answered,
+            Verified: self._verified,
+            Suspect: self._suspect,
+            Tick: self._tick,
+        }
+        self._of_coordinator: dict[type, Callable[[CoordinatorProcess, Any, object, int], None]] = {
+            Report: self._reported,
+            Inventory: self._reported,
+            PrepareLoad: self._load_prepared,
+            Explain: self._explained,
+            PrepareStore: self._store_prepared,
+            Tick: self._judged,
+        }
+
+    # -------------------------------------------------------------------------------------------- readers
+
+    def accepted(self, space: NamespaceId, key: PageKey, layer: Layer) -> None:
+        """A reader has taken these bytes for what it asked for."""
+        right = content.content(space, key).layer(layer.layer)
+        hold(layer.data == right, f"a reader accepted wrong bytes of {key.hash.hex()[:6]}")
+
+    def refused(self, key: PageKey, layer: Layer) -> None:
+        """A reader got bytes that do not match their sum."""
+        hold(not layer.sound, f"bytes of {key.hash.hex()[:6]} that no fault has touched do not match their sum")
+
+    # --------------------------------------------------------------------------------------------- shards
+
+    def shard_stepped(self, shard: ShardProcess, message: object, effects: list[Effect], now: int) -> None:
+        judge = self._of_shard.get(type(message))
+        if judge is not None:
+            judge(shard, message, effects)
+        for effect in effects:
+            if isinstance(effect, Answer):
+                reply = effect.reply
+                if isinstance(reply, WriteGrant):
+                    slots = [page for page in reply.pages if isinstance(page, PageSlot)]
+                    if slots:
+                        self._may_grant(shard, now)
+                        self._nobody_touches(shard, slots)
+                elif isinstance(reply, PinGrant):
+                    self._granted_pins(shard, message, reply, now)
+
+    def _granted_pins(self, shard: ShardProcess, message: object, grant: PinGrant, now: int) -> None:
+        assert isinstance(message, Pin)
+        slots = [page for page in grant.pages if isinstance(page, PageSlot)]
+        for slot in slots:
+            page = shard.core.pool.get(message.namespace, slot.key)
+            hold(
+                page is not None and page.state is PageState.READY and page.generation == slot.generation,
+                f"a page of {slot.key.hash.hex()[:6]} is given to a reader that is not READY",
+            )
+        if slots:
+            self._may_grant(shard, now)
+
+    def _pin(self, shard: ShardProcess, m: Pin, effects: list[Effect]) -> None:
+        if m.epoch != shard.core.epoch or content.BY_SPACE[m.namespace].tenant not in (m.tenant, ""):
+            hold(_refused(effects) or m.tenant == "", "a pin meant for another incarnation or tenant is granted")
+
+    def _reserve(self, shard: ShardProcess, m: Reserve, effects: list[Effect]) -> None:
+        if m.epoch != shard.core.epoch or content.BY_SPACE[m.namespace].tenant != m.tenant:
+            hold(_refused(effects), "a reservation meant for another incarnation or tenant is granted")
+
+    def _may_grant(self, shard: ShardProcess, now: int) -> None:
+        """A shard that may be replaced grants and commits nothing: judged by the clock of its coordinator."""
+        coordinator = shard.coordinator
+        hold(coordinator is not None, "a shard that no coordinator knows grants pages")
+        assert coordinator is not None
+        if not coordinator.dead:
+            heard = coordinator.heard.get((shard.shard, shard.core.epoch))
+            hold(
+                heard is not None and coordinator.now() - heard < self._ttl,
+                "a shard grants or commits pages after its coordinator may have given it up",
+            )
+
+    def _nobody_touches(self, shard: ShardProcess, slots: list[PageSlot]) -> None:
+        """A page under a lease is not overwritten by others: a lease lasts until its mover has stopped."""
+        granted = _units(slots)
+        for session in shard.sessions.values():
+            if session.pages and session.moving:
+                both = granted & _units(page for page in session.pages if page is not None).keys()
+                hold(not both, f"memory that {session.attempt} still {'writes' if session.writes else 'reads'} is reused")
+
+    def _commit(self, shard: ShardProcess, m: Commit, effects: list[Effect]) -> None:
+        reply = effects[0].reply if isinstance(effects[0], Answer) else None
+        assert isinstance(reply, CommitGrant)
+        committed = [index for index, fate in zip(m.indices, reply.pages, strict=True) if fate is Written.COMMITTED]
+        if not committed:
+            return
+        session = shard.sessions[m.attempt]
+        assert session.namespace is not None
+        self._may_grant(shard, shard.now())
+        hold(not session.revoked, "a lease that was revoked is committed")
+        for index in committed:
+            slot = session.pages[index]
+            assert slot is not None
+            right = content.content(session.namespace, slot.key).data
+            hold(shard.memory.view(slot) == right, f"wrong bytes of {slot.key.hash.hex()[:6]} are committed")
+            name = session.namespace, slot.key
+            stored_at = session.stored_at.get(slot.key, self._world.kernel.now)
+            shard.ready[name] = (slot, stored_at)
+            if session.stored_at:
+                self._copied[name] = None
+
+    def _report_answered(self, shard: ShardProcess, m: ReportAnswered, effects: list[Effect]) -> None:
+        ack = m.ack
+        if ack.order is not None or ack.tombstones or ack.leave is not None:
+            if ack.epoch < shard.adopted and ack.leave is None:
+                hold(not self._vanished(shard), "a shard obeys a coordinator that is over")
+            else:
+                for name in self._vanished(shard):
+                    del shard.ready[name]
+
+    def _verified(self, shard: ShardProcess, m: Verified, effects: list[Effect]) -> None:
+        for name in self._vanished(shard):
+            slot, _ = shard.ready.pop(name)
+            hold(shard.memory.is_rotten(slot.offset, slot.nbytes), "a page that is right is condemned as corrupt")
+
+    def _suspect(self, shard: ShardProcess, m: Suspect, effects: list[Effect]) -> None:
+        for key in m.keys:
+            if (m.namespace, key) in shard.ready:
+                hold((m.namespace, key) not in self._vanished(shard), "a page is condemned by a reader's word")
+
+    def _tick(self, shard: ShardProcess, m: Tick, effects: list[Effect]) -> None:
+        if shard.backlog:
+            revoked = any(isinstance(effect, Revoke) for effect in effects)
+            hold(not revoked, "leases are judged before what has arrived meanwhile was heard")
+
+    def mirrors(self, shard: ShardProcess) -> None:
+        """What a shard holds is what was committed and not taken back by an order or a verdict."""
+        ready = {(page.space, page.key) for page in shard.core.pool.ready()}
+        hold(ready == shard.ready.keys(), f"{shard.name} holds pages that were not committed, or lost some by itself")
+
+    def _vanished(self, shard: ShardProcess) -> list[Name]:
+        get = shard.core.pool.get
+        gone: list[Name] = []
+        for name, (slot, _) in shard.ready.items():
+            page = get(*name)
+            if page is None or page.generation != slot.generation:
+                gone.append(name)
+        return gone
+
+    # ------------------------------------------------------------------------------------------ coordinator
+
+    def coordinator_stepped(self, c: CoordinatorProcess, message: object, effects: list[Effect], now: int) -> None:
+        judge = self._of_coordinator.get(type(message))
+        if judge is not None:
+            judge(c, message, _reply(effects), now)
+
+    def _reported(self, c: CoordinatorProcess, m: Report | Inventory, reply: object, now: int) -> None:
+        assert isinstance(reply, ReportAck)
+        c.heard[m.info.shard, m.info.epoch] = now
+        ordered = reply.order is not None or reply.pull is not None
+        hold(not (ordered and c.core.rebuilding), "a coordinator that rebuilds gives orders")
+        if reply.leave is Farewell.DRAINED:
+            self._drained(c, m.info, now)
+        elif m.info.draining:
+            member = c.core.members.get(m.info.shard)
+            if member is not None and member.drain_until is not None:
+                self._drain_until[c.name, member.address] = member.drain_until
+
+    def _load_prepared(self, c: CoordinatorProcess, m: PrepareLoad, reply: object, now: int) -> None:
+        if isinstance(reply, LoadGrant):
+            hold((reply.miss is None) == (reply.blocks == len(m.hashes)), "a miss says why not one more")
+            self._names_members(c, m.namespace, m.hashes, [(run.count, run.plan) for run in reply.runs])
+
+    def _explained(self, c: CoordinatorProcess, m: Explain, reply: object, now: int) -> None:
+        if isinstance(reply, Explained):
+            self._names_members(c, m.namespace, m.hashes, [(fate.count, fate.plan) for fate in reply.fates])
+
+    def _store_prepared(self, c: CoordinatorProcess, m: PrepareStore, reply: object, now: int) -> None:
+        if isinstance(reply, StoreGrant):
+            for run in reply.runs:
+                if run.decision is Decision.WRITE:
+                    hold(not c.core.rebuilding, "a coordinator that rebuilds grants a store")
+                    assert run.shard is not None
+                    self._is_member(c, run.shard)
+
+    def _judged(self, c: CoordinatorProcess, m: Tick, reply: object, now: int) -> None:
+        heard = [entry for entry in c.backlog if entry[0] == c.receive]
+        hold(not heard, "members are judged before what has arrived meanwhile was heard")
+
+    def _names_members(
+        self,
+        c: CoordinatorProcess,
+        space: NamespaceId,
+        hashes: tuple[BlockHash, ...],
+        plans: list[tuple[int, Plan | None]],
+    ) -> None:
+        """No answer names a shard that is held for lost, nor a block that was purged before."""
+        at = 0
+        purged_at = self._purged_at.get(space) if c is self._world.coordinator else None
+        for count, plan in plans:
+            for sources in plan or ():
+                for source in sources or ():
+                    self._is_member(c, source.shard)
+                    if purged_at is not None:
+                        names = [(space, PageKey(block, source.group, source.part)) for block in hashes[at : at + count]]
+                        self._is_newer(source.shard, names, purged_at)
+            at += count
+
+    def _is_member(self, c: CoordinatorProcess, address: ShardAddress) -> None:
+        member = c.core.members.get(address.shard)
+        hold(member is not None and member.address == address, f"an answer names {address.shard}, which is lost")
+
+    def _is_newer(self, address: ShardAddress, names: list[Name], purged_at: int) -> None:
+        shard = self._world.incarnations.get((address.shard, address.epoch))
+        for name in names if shard is not None else ():
+            assert shard is not None
+            known = shard.ready.get(name)
+            hold(known is None or known[1] > purged_at, f"purged block {name[1].hash.hex()[:6]} is found again")
+
+    def _drained(self, c: CoordinatorProcess, info: ShardInfo, now: int) -> None:
+        """A shard that is drained takes nothing with it that another had room for.
+
+        What was copied to another and evicted there has had its place, and was the coldest in it.
+        """
+        shard = self._world.incarnations[info.shard, info.epoch]
+        until = self._drain_until.get((c.name, shard.address))
+        if shard.farewell or until is None or now >= until:
+            return
+        shard.farewell = True
+        room = max((self._room(member) for member in c.core.members.all() if member.takes), default=0)
+        others = [other for other in self._world.incarnations.values() if other is not shard and not other.dead]
+        blocks: dict[tuple[NamespaceId, BlockHash], list[Name]] = {}
+        for name in shard.ready:
+            blocks.setdefault((name[0], name[1].hash), []).append(name)
+        for (space, block), names in blocks.items():
+            slots = [shard.ready[name][0] for name in names]
+            stored_at = max(shard.ready[name][1] for name in names)
+            fits = len(_units(slots)) * UNIT_BYTES <= room
+            rotten = any(shard.memory.is_rotten(slot.offset, slot.nbytes) for slot in slots)
+            if fits and not rotten and stored_at > self._purged_at.get(space, -1):
+                elsewhere = all(name in self._copied or any(name in other.ready for other in others) for name in names)
+                hold(elsewhere, f"{shard.name} is drained and takes {block.hex()[:6]} with it")
+
+    def _room(self, member: Member) -> int:
+        low = self._world.scenario.config.coordinator.low_free
+        return member.info.free_bytes - int(low * member.info.capacity_bytes)
+
+    def purged(self, m: Purge) -> None:
+        """It was answered: from now on nothing of before is found."""
+        for model in content.MODELS:
+            spec = model.spec
+            if model.tenant == m.tenant and all(
+                wanted in (None, value)
+                for wanted, value in ((m.model, spec.model), (m.weights, spec.weights), (m.adapter, spec.adapter))
+            ):
+                self._purged_at[model.space] = self._world.kernel.now
+
+
+def _units(slots: Iterable[PageSlot]) -> dict[int, None]:
+    units: dict[int, None] = {}
+    for slot in slots:
+        for unit in range(slot.offset // UNIT_BYTES, -(-(slot.offset + slot.nbytes) // UNIT_BYTES)):
+            units[unit] = None
+    return units
+
+
+def _reply(effects: list[Effect]) -> object:
+    """The answer to the message that was stepped; a coordinator answers at once, and once."""
+    return next((effect.reply for effect in effects if isinstance(effect, Answer)), None)
+
+
+def _refused(effects: list[Effect]) -> bool:
+    return any(isinstance(effect, Answer) and isinstance(effect.reply, Refused) for effect in effects)
+
+
+Incarnation = tuple[ShardId, Epoch]

@@ -1,0 +1,134 @@
+"""What a seed stands for: how large the cluster is, how it is set, what its workers want and what goes wrong.
+
+Everything is drawn here, before anything runs, but for the course of the run itself. Times are a tenth of the real
+ones and bounds are small, so that a run of some seconds meets each of them.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from kvcluster.config import Config, CoordinatorConfig, ShardConfig
+from kvcluster.testing.sim.kernel import MS, SECOND
+from kvcluster.testing.sim.memory import UNIT_BYTES
+
+DRIFT_PPM = 10_000
+"""A clock is wrong by up to 1 %, so that two of them drift apart by up to 2 %: what a shard's term allows for."""
+
+FAULTS = (
+    *("crash shard", "crash coordinator", "crash worker", "crash node"),
+    *("stop shard", "stop coordinator", "stop worker", "stop node"),
+    *("cut both ways", "cut one way", "clog", "second coordinator", "second shard", "stale name"),
+    *("rot", "bad wire", "lossy network"),
+)
+"""What may go wrong besides. A seed has some of these and not others, so that each is seen without the noise of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One seed's cluster. `faults` come `fault_ns` apart on average; work goes on for `safety_ns`."""
+
+    nodes: int
+    workers: int
+    config: Config
+    limits: dict[str, int]
+    models: int
+    prompts: int
+    halves: bool
+    redeemers: bool
+    drift_ppm: int
+    delay_ns: int
+    loss: float
+    twice: float
+    frame_layers: int
+    frame_ns: int
+    think_ns: int
+    patience_ns: int
+    safety_ns: int
+    fault_ns: int
+    faults: tuple[str, ...]
+
+    @property
+    def stall_ns(self) -> int:
+        return self.config.stall_ms * MS
+
+
+def draw(rng: random.Random) -> Scenario:
+    """A scenario."""
+    shards = rng.choice((1, 2, 2, 3, 3, 4, 5))
+    calm = rng.random() < 0.1
+    faults = () if calm else tuple(fault for fault in FAULTS if rng.random() < 0.4) or ("crash shard",)
+    shaky = rng.random() < 0.5 and not calm
+    return Scenario(
+        nodes=rng.randint(1, shards + 1),
+        workers=rng.randint(1, 4),
+        config=_config(rng, shards),
+        limits=_limits(rng),
+        models=rng.choice((1, 2, 2, 3, 6)),
+        prompts=rng.choice((1, 2, 3)),
+        halves=rng.random() < 0.2,
+        redeemers=rng.random() < 0.25,
+        drift_ppm=rng.choice((0, DRIFT_PPM, DRIFT_PPM)),
+        delay_ns=rng.choice((MS // 5, MS, 5 * MS)),
+        loss=rng.choice((0.002, 0.02)) if shaky else 0.0,
+        twice=rng.choice((0.01, 0.05)) if shaky else 0.0,
+        frame_layers=rng.choice((2, 4, 8)),
+        frame_ns=rng.choice((MS, 10 * MS, 60 * MS)),
+        think_ns=rng.choice((50 * MS, 100 * MS, 200 * MS)),
+        patience_ns=rng.choice((1_500 * MS, 3 * SECOND)),
+        safety_ns=rng.randint(4, 8) * SECOND,
+        fault_ns=rng.choice((250 * MS, 500 * MS, 1_200 * MS)),
+        faults=faults,
+    )
+
+
+def _config(rng: random.Random, shards: int) -> Config:
+    units = rng.choice((8, 16, 32, 64))
+    return Config(
+        shards=shards,
+        membership_ttl_ms=1_200,
+        stall_ms=200,
+        coordinator=CoordinatorConfig(
+            ticket_ttl_ms=1_200,
+            hold_ms=rng.choice((0, 300, 600)),
+            run_blocks=rng.choice((2, 4)),
+            refresh_ms=300,
+            rebuild_grace_ms=rng.choice((300, 900)),
+            low_free=rng.choice((0.0, 0.1)),
+            high_free=0.3,
+            pinned_share=0.3,
+            hot_loads=rng.choice((3, 1_000)),
+            hot_window_ms=2_000,
+            hot_replicas=rng.choice((2, 3)),
+            drain_ms=rng.choice((1_500, 4_000)),
+        ),
+        shard=ShardConfig(
+            device_bytes=units * UNIT_BYTES,
+            extent_bytes=rng.choice((UNIT_BYTES, 2 * UNIT_BYTES)),
+            lease_ttl_ms=800,
+            report_interval_ms=400,
+            report_retry_ms=100,
+            scrub_bytes=rng.choice((0, 20 * UNIT_BYTES)),
+        ),
+    )
+
+
+def _limits(rng: random.Random) -> dict[str, int]:
+    """Bounds of core/limits.py, so low that a run meets them; or as they are."""
+    if rng.random() < 0.5:
+        return {}
+    return {
+        "INVENTORY_CHUNK": rng.choice((2, 5)),
+        "REPORTS_PER_MESSAGE": 3,
+        "STREAM_BACKLOG": rng.choice((5, 40)),
+        "EVICTIONS_PER_ORDER": 3,
+        "WAITING_WRITES": 2,
+        "TICKETS_PER_HOLDER": 4,
+        "LEASES_PER_HOLDER": 6,
+    }
+
+
+def without_faults(scenario: Scenario) -> Scenario:
+    """The same cluster and the same wishes, and nothing goes wrong."""
+    return replace(scenario, faults=(), loss=0.0, twice=0.0)

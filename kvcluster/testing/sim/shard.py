@@ -1,0 +1,238 @@
+"""A shard's process: what runtime/shard_host.py does, on simulated time and memory.
+
+Effects end here. A report is carried to the coordinator by one script at a time, a revoked lease stops its session, a
+Verify is read page by page in the background, a Fetch brings pages from another shard, and Leave ends the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvcluster.core.ids import CLUSTER, Attempt, CallId, Epoch, Holder, NamespaceId, ShardId
+from kvcluster.core.messages import (
+    Abort,
+    Commit,
+    Done,
+    Effect,
+    Fetch,
+    Inventory,
+    Leave,
+    PageKey,
+    PageSlot,
+    PageWant,
+    ReadRequest,
+    Renew,
+    Reply,
+    Report,
+    ReportAck,
+    ReportAnswered,
+    ReportFailed,
+    Revoke,
+    Send,
+    ShardAddress,
+    ShardMessage,
+    Suspect,
+    Verified,
+    Verify,
+)
+from kvcluster.core.pool import Page
+from kvcluster.core.shard import Shard
+from kvcluster.pages import checksum
+from kvcluster.testing.sim import content, sessions
+from kvcluster.testing.sim.driver import CoreProcess
+from kvcluster.testing.sim.kernel import MS, SECOND, Clock, Script
+from kvcluster.testing.sim.memory import Memory, flipped
+from kvcluster.testing.sim.network import Pipe
+from kvcluster.testing.sim.sessions import Layer, Session, Transfer
+
+if TYPE_CHECKING:
+    from kvcluster.testing.sim.coordinator import CoordinatorProcess
+    from kvcluster.testing.sim.world import World
+
+
+class ShardProcess(CoreProcess):
+    """One shard incarnation. Its sessions are all that reads or writes its memory."""
+
+    core: Shard
+
+    def __init__(self, world: World, shard: ShardId, node: int, clock: Clock, epoch: Epoch) -> None:
+        config = world.scenario.config
+        # As with a fixed port: the next incarnation on this node is reached where the last one was.
+        self.address = ShardAddress(shard, epoch, f"{shard}@{node}", f"node-{node}")
+        core = Shard(
+            shard,
+            epoch,
+            config.shard,
+            membership_ttl_ms=config.membership_ttl_ms,
+            address=self.address.address,
+            host=self.address.host,
+        )
+        super().__init__(world, str(shard), node, clock, core)
+        self.core = core
+        self.shard = shard
+        self.memory = Memory(core.pool.allocator.capacity_bytes)
+        self.sessions: dict[Attempt, Session] = {}
+        self.coordinator: CoordinatorProcess | None = None  # whose epoch it has adopted
+        self.adopted = Epoch(0)
+        self.ready: dict[tuple[NamespaceId, PageKey], tuple[PageSlot, int]] = {}  # the oracle's own list
+        self.farewell = False
+
+    # ------------------------------------------------------------------------------------------- sessions
+
+    def serve(self, opening: Transfer, up: Pipe, down: Pipe) -> None:
+        """A worker's connection has arrived."""
+        reads = isinstance(opening.request, ReadRequest)
+        self.start((sessions.read if reads else sessions.write)(self, opening, up, down))
+
+    def begin(self, session: Session) -> bool:
+        """Watches a session for the end of its lease. One at a time: the end of a second would end the first's."""
+        return self.sessions.setdefault(session.attempt, session) is session
+
+    def finish(self, session: Session) -> None:
+        """It moves nothing any more."""
+        del self.sessions[session.attempt]
+
+    def ask_now(self, build: Callable[[CallId], ShardMessage]) -> Reply:
+        """Steps a question that the core answers at once."""
+        replies: list[Reply] = []
+        self.ask(build, replies.append)
+        assert len(replies) == 1, "a question that is answered at once, and once"
+        return replies[0]
+
+    # --------------------------------------------------------------------------------------------- memory
+
+    def load_layer(self, item: int, slot: PageSlot, layer: int) -> Layer:
+        """What a reader is sent: the bytes that lie there, and the sum that was committed with them."""
+        nbytes = slot.nbytes // slot.key.part.layers
+        offset = slot.offset + layer * nbytes
+        data = self.memory.read(offset, nbytes)
+        sound = not self.memory.is_rotten(offset, nbytes)
+        if self.world.wire_flips():
+            data, sound = flipped(self.world.rng, data), False
+        total = checksum.unpack_sums(slot.sums)[layer]
+        return Layer(item, layer, total, data, sound)
+
+    def store_layer(self, slot: PageSlot, layer: Layer) -> None:
+        """What a writer sends goes straight into its page."""
+        nbytes = slot.nbytes // slot.key.part.layers
+        offset = slot.offset + layer.layer * nbytes
+        self.memory.write(offset, layer.data)
+        if not layer.sound:
+            self.memory.spoil(offset, nbytes)
+
+    def verify(self, namespace: NamespaceId, slot: PageSlot, sums: list[int]) -> bytes | None:
+        """The packed sums of a page that holds what they say; None where it does not."""
+        identity = content.identity(namespace, slot.key)
+        if checksum.first_mismatch(identity, 0, sums, self.memory.view(slot)) is not None:
+            return None
+        return checksum.pack_sums(sums)
+
+    def rot(self) -> bool:
+        """A bit of a page that holds something turns over. False where there is none."""
+        pages: list[Page] = list(self.core.pool.everything())
+        if not pages:
+            return False
+        page = self.world.rng.choice(pages)
+        self.memory.flip(self.world.rng, page.offset, page.nbytes)
+        return True
+
+    # -------------------------------------------------------------------------------------------- effects
+
+    def stepped(self, message: object, effects: list[Effect], now: int) -> None:
+        self.world.oracle.shard_stepped(self, message, effects, now)
+
+    def perform(self, effect: Effect) -> None:
+        match effect:
+            case Send(message):
+                self.start(self._report(message))
+            case Revoke(attempt):
+                session = self.sessions.get(attempt)
+                if session is not None:
+                    session.revoke()
+            case Verify():
+                self.start(self._verify(effect))
+            case Fetch():
+                self.start(self._fetch(effect))
+            case Leave():
+                self.world.left(self, for_good=effect.for_good)
+            case _:
+                raise AssertionError(f"a shard does not perform {effect}")
+
+    def _report(self, message: Report | Inventory) -> Script:
+        coordinator = self.world.coordinator_seen_by(self)
+        promise = self.world.network.ask(self, coordinator, lambda call: replace(message, call=call))
+        reply = yield promise, self.world.scenario.config.membership_ttl_ms * MS
+        if not isinstance(reply, ReportAck):
+            self.step(ReportFailed())
+            return
+        if reply.epoch > self.adopted:
+            self.adopted, self.coordinator = reply.epoch, coordinator
+        self.step(ReportAnswered(reply))
+
+    def _verify(self, effect: Verify) -> Script:
+        """In the background, page by page."""
+        session = Session(effect.attempt, None, None, writes=False)
+        session.pages = list(effect.slots)
+        self.begin(session)
+        corrupt: list[int] = []
+        for index, (namespace, slot) in enumerate(zip(effect.namespaces, effect.slots, strict=True)):
+            yield None, self.world.rng.randrange(2 * MS)
+            if self.verify(namespace, slot, list(checksum.unpack_sums(slot.sums))) is None:
+                corrupt.append(index)
+        self.finish(session)
+        self.step(Verified(effect.attempt, tuple(corrupt)))
+
+    def _fetch(self, effect: Fetch) -> Script:
+        """As a worker would, under the cluster's own credential, straight into our pages."""
+        wants = tuple(PageWant(slot.key, 0, slot.key.part.layers) for slot in effect.slots)
+        reader = Attempt(Holder(self.world.rng.randbytes(16)), 1)
+        request = ReadRequest(effect.namespace, reader, effect.source.epoch, wants)
+        patience_ns = 2 * SECOND
+        give_up = self.now() + patience_ns
+        verified: dict[int, bytes] = {}
+        source = self.world.shard_at(effect.source.address)
+        line = None
+        if source is not None:
+            line = self.world.network.connect(self, source, source.serve, Transfer(CLUSTER, request, patience_ns))
+        session = Session(effect.attempt, effect.namespace, line.down if line else None, writes=True)
+        session.pages = list(effect.slots)
+        for slot in effect.slots:
+            known = source.ready.get((effect.namespace, slot.key)) if source is not None else None
+            session.stored_at[slot.key] = known[1] if known is not None else 0
+        self.begin(session)
+        suspects: dict[int, None] = {}
+        arrived: dict[int, dict[int, int]] = {}
+        while line is not None:
+            heard = yield line.down.next(), max(1, give_up - self.now())
+            if isinstance(heard, list) and (not heard or not isinstance(heard[0], Layer)):
+                continue  # the source says for each page whether it comes
+            if not isinstance(heard, list) or session.revoked:
+                break
+            if self.ask_now(lambda call: Renew(call, effect.attempt)) != Done(True):
+                break
+            for layer in heard:
+                self.store_layer(effect.slots[layer.item], layer)
+                arrived.setdefault(layer.item, {})[layer.layer] = layer.total
+        for item, sums in arrived.items():
+            slot = effect.slots[item]
+            if len(sums) == slot.key.part.layers:
+                packed = self.verify(effect.namespace, slot, [sums[layer] for layer in range(len(sums))])
+                if packed is not None:
+                    verified[item] = packed
+                else:
+                    suspects[item] = None
+        if line is not None:
+            line.up.hang_up()
+        session.moving = False
+        if verified:
+            self.ask_now(lambda call: Commit(call, effect.attempt, tuple(verified), tuple(verified.values())))
+        else:
+            self.ask_now(lambda call: Abort(call, effect.attempt))
+        self.finish(session)
+        if suspects and source is not None:
+            keys = tuple(effect.slots[item].key for item in suspects)
+            self.world.network.ask(
+                self, source, lambda call: Suspect(call, CLUSTER, effect.namespace, effect.source.epoch, keys)
+            )

@@ -1,0 +1,215 @@
+"""What engines want: prompts that share a system prompt, conversations that grow, and the odd errand beside them.
+
+Prompts are drawn unevenly, so that some are hot; a conversation is asked for again, longer, by any worker of its
+tenant. Each slot of a worker does one thing after another until the world says that work is over.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from kvcluster.core.messages import (
+    Done,
+    Drain,
+    Explain,
+    Explained,
+    Flush,
+    GetStatus,
+    PinBlocks,
+    Pinned,
+    PrepareLoad,
+    Purge,
+    Purged,
+    Siblings,
+    SiblingSpecs,
+    Status,
+    UnpinBlocks,
+)
+from kvcluster.testing.sim import content
+from kvcluster.testing.sim.content import Model
+from kvcluster.testing.sim.kernel import MS, Script
+from kvcluster.testing.sim.network import BROKEN
+
+if TYPE_CHECKING:
+    from kvcluster.core.ids import BlockHash
+    from kvcluster.testing.sim.world import World
+    from kvcluster.testing.sim.worker import Worker
+
+CONVERSATIONS = 5
+REDEEM_NS = 60 * MS
+"""Between two tickets of a redeemer, on average."""
+_ERRANDS = {
+    "request": 100,
+    "redeem": 8,
+    "lookup": 5,
+    "pin": 6,
+    "unpin": 2,
+    "explain": 3,
+    "flush": 4,
+    "status": 1,
+    "siblings": 1,
+    "purge": 2,
+    "drain": 1,
+}
+_NAMES = list(_ERRANDS)
+_WEIGHTS = list(accumulate(_ERRANDS.values()))
+
+
+def slot(worker: Worker) -> Script:
+    """One thing after another."""
+    world = worker.world
+    rng = world.rng
+    while world.working:
+        yield None, int(2 * world.scenario.think_ns * rng.random())
+        if world.working:
+            name = rng.choices(_NAMES, cum_weights=_WEIGHTS)[0]
+            world.journal.add((world.kernel.now, worker.name, name, ()))
+            yield from _SCRIPTS[name](worker)
+
+
+def redeemer(worker: Worker) -> Script:
+    """Another process of the same engine, which lives on tickets and asks the coordinator nothing."""
+    world = worker.world
+    while world.working:
+        yield None, int(2 * REDEEM_NS * world.rng.random())
+        if world.working:
+            yield from _redeem(worker)
+
+
+def conversation(world: World) -> tuple[Model, tuple[BlockHash, ...]]:
+    """A model and the first blocks of something that is said to it."""
+    rng = world.rng
+    model = world.models[int(len(world.models) * rng.random() ** 2)]
+    prompt = int(world.scenario.prompts * rng.random() ** 2)
+    number = int(CONVERSATIONS * rng.random() ** 1.5)
+    return model, content.chain(model, prompt, number)[: rng.randint(1, content.LONGEST)]
+
+
+def _request(worker: Worker) -> Script:
+    """What an engine does with a prompt: loads what is cached, computes the rest, stores it."""
+    world = worker.world
+    rng = world.rng
+    model, hashes = conversation(world)
+    kept_ns = int(1_500 * MS * rng.random()) if rng.random() < 0.05 else 0
+    loaded = yield from worker.load(model, hashes, model.need(), wait_ns=kept_ns)
+    if loaded < len(hashes) and rng.random() < 0.9:
+        parts = model.halves() if world.scenario.halves else model.whole()
+        wait_ns = rng.choice((0, 200 * MS, 600 * MS))
+        yield from worker.store(model, hashes, loaded, parts, wait_ns)
+
+
+def _redeem(worker: Worker) -> Script:
+    """A ticket that another process prepared, perhaps long ago."""
+    world = worker.world
+    if world.grants:
+        model, wanted = world.rng.choice(world.grants[-8:])
+        reading = yield from worker.read_all(model, wanted, worker.now() + world.scenario.patience_ns)
+        world.count("redeem", "part failed" if reading.failed else "hit")
+
+
+def _lookup(worker: Worker) -> Script:
+    model, hashes = conversation(worker.world)
+    attempt = worker.attempt()
+    reply = yield from worker.question(
+        model,
+        lambda call: PrepareLoad(call, model.tenant, model.space, attempt, hashes, model.need(), hold=False),
+        worker.now() + worker.world.scenario.patience_ns,
+    )
+    worker.world.count("lookup", "answered" if reply is not None else "no answer")
+
+
+def _pin(worker: Worker) -> Script:
+    rng = worker.world.rng
+    model, hashes = conversation(worker.world)
+    ttl_ns, replicas = rng.choice((100, 500, 1_500)) * MS, rng.choice((1, 1, 2, 3))
+    reply = yield from worker.question(
+        model,
+        lambda call: PinBlocks(call, model.tenant, model.space, hashes, ttl_ns, replicas),
+        worker.now() + worker.world.scenario.patience_ns,
+    )
+    worker.world.count("pin", "pinned" if isinstance(reply, Pinned) else "no answer")
+
+
+def _unpin(worker: Worker) -> Script:
+    model, hashes = conversation(worker.world)
+    reply = yield from worker.question(
+        model,
+        lambda call: UnpinBlocks(call, model.tenant, model.space, hashes),
+        worker.now() + worker.world.scenario.patience_ns,
+    )
+    worker.world.count("unpin", "unpinned" if isinstance(reply, Pinned) else "no answer")
+
+
+def _explain(worker: Worker) -> Script:
+    model, hashes = conversation(worker.world)
+    reply = yield from worker.question(
+        model,
+        lambda call: Explain(call, model.tenant, model.space, hashes, model.need()),
+        worker.now() + worker.world.scenario.patience_ns,
+    )
+    worker.world.count("explain", "explained" if isinstance(reply, Explained) else "no answer")
+
+
+def _siblings(worker: Worker) -> Script:
+    model, _ = conversation(worker.world)
+    reply = yield from worker.question(
+        model,
+        lambda call: Siblings(call, model.tenant, model.space),
+        worker.now() + worker.world.scenario.patience_ns,
+    )
+    worker.world.count("siblings", "answered" if isinstance(reply, SiblingSpecs) else "no answer")
+
+
+def _status(worker: Worker) -> Script:
+    reply = yield from worker.ask(GetStatus, worker.now() + worker.world.scenario.patience_ns)
+    worker.world.count("status", "answered" if isinstance(reply, Status) else "no answer")
+
+
+def _flush(worker: Worker) -> Script:
+    """Is what was stored so far known to the coordinator?"""
+    world = worker.world
+    shard = world.shards[world.rng.choice(world.names)]
+    wait_ns = world.scenario.patience_ns // 2
+    promise = world.network.ask(worker, shard, lambda call: Flush(call, wait_ns))
+    reply = yield promise, world.scenario.patience_ns
+    world.count("flush", "all told" if reply == Done(True) else "not all told" if reply == Done(False) else "no answer")
+
+
+def _purge(worker: Worker) -> Script:
+    """New weights, or a tenant that clears everything."""
+    world = worker.world
+    model, _ = conversation(world)
+    weights = model.spec.weights if world.rng.random() < 0.7 else None
+    reply = yield from worker.ask(
+        lambda call: Purge(call, model.tenant, weights=weights), worker.now() + world.scenario.patience_ns
+    )
+    world.count("purge", "purged" if isinstance(reply, Purged) and reply is not BROKEN else "no answer")
+
+
+def _drain(worker: Worker) -> Script:
+    """An operator lets a shard go, but not the last that is to stay."""
+    world = worker.world
+    staying = [name for name in world.names if name not in world.told_to_go]
+    if len(staying) > 1:
+        shard = world.rng.choice(staying)
+        world.told_to_go[shard] = None
+        reply = yield from worker.ask(
+            lambda call: Drain(call, shard), worker.now() + world.scenario.patience_ns
+        )
+        world.count("drain", "begun" if reply == Done(True) else "not known")
+
+
+_SCRIPTS = {
+    "request": _request,
+    "redeem": _redeem,
+    "lookup": _lookup,
+    "pin": _pin,
+    "unpin": _unpin,
+    "explain": _explain,
+    "flush": _flush,
+    "status": _status,
+    "siblings": _siblings,
+    "purge": _purge,
+    "drain": _drain,
+}

@@ -1,0 +1,223 @@
+"""One seed's world: the cores in their processes, on nodes, with their clocks, and whoever starts them anew.
+
+A run has two phases. In the first anything may fail, and the oracle judges every step. Then all is healed, work ends,
+and within a bounded time everything must have come to rest (liveness.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvcluster.core.ids import Epoch, Holder, ShardId
+from kvcluster.core.invariants import check_coordinator, check_shard
+from kvcluster.core.messages import Tombstone
+from kvcluster.testing.sim import content, scenario, workload
+from kvcluster.testing.sim.content import Model
+from kvcluster.testing.sim.coordinator import CoordinatorProcess
+from kvcluster.testing.sim.faults import Faults
+from kvcluster.testing.sim.journal import Journal
+from kvcluster.testing.sim.kernel import MS, SECOND, Clock, Kernel, Process
+from kvcluster.testing.sim.liveness import come_to_rest
+from kvcluster.testing.sim.network import Network
+from kvcluster.testing.sim.oracle import Oracle
+from kvcluster.testing.sim.shard import ShardProcess
+from kvcluster.testing.sim.worker import Keys, Worker
+
+EVERY = 64
+"""Steps between two looks at all invariants."""
+_BIRTH_NS = 10**15
+"""What clocks show when a world begins: epochs are wall-clock time, and never near zero."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a seed did. `faults` by kind, `operations` by what came of them."""
+
+    seed: int
+    steps: int
+    faults: Counter[str]
+    operations: Counter[str]
+
+
+class World:
+    """Everything of one seed. `run` it once."""
+
+    def __init__(self, seed: int, *, whole_journal: bool = False) -> None:
+        self.seed = seed
+        self.rng = rng = random.Random(seed)
+        self.scenario = drawn = scenario.draw(rng)
+        self.kernel = Kernel()
+        self.journal = Journal(whole=whole_journal)
+        self.faults: Counter[str] = Counter()
+        self.operations: Counter[str] = Counter()
+        self.network = Network(
+            self.kernel, rng, self.faults, delay_ns=drawn.delay_ns, loss=drawn.loss, twice=drawn.twice
+        )
+        self.steps = 0
+        self.working = True
+        self.bad_wire_until = 0
+        self._next_check = EVERY
+        self._clocks = [
+            Clock(_BIRTH_NS + rng.randint(-2 * SECOND, 2 * SECOND), drawn.drift_ppm * rng.choice((-1, 1)))
+            for _ in range(drawn.nodes)
+        ]
+        self.models: list[Model] = rng.sample(content.MODELS, drawn.models)
+        self.grants: list[tuple[Model, Keys]] = []
+        self.told_to_go: dict[ShardId, None] = {}
+        self.disk: tuple[Tombstone, ...] = ()
+        self.names = [ShardId(f"s{number}") for number in range(drawn.config.shards)]
+        self.oracle = Oracle(self)
+        self._bound: dict[int, CoordinatorProcess] = {}
+        self.coordinators: list[CoordinatorProcess] = []
+        self.incarnations: dict[tuple[ShardId, Epoch], ShardProcess] = {}
+        self.shards: dict[ShardId, ShardProcess] = {}
+        self.workers: list[Worker] = []
+        self._addresses: dict[str, ShardProcess] = {}
+        self._holders = 0
+        self.start_coordinator(rng.randrange(drawn.nodes))
+        for number, name in enumerate(self.names):
+            self.start_shard(name, number % drawn.nodes)
+        for number in range(drawn.workers):
+            self.workers.append(self._worker(f"w{number}", rng.randrange(drawn.nodes)))
+
+    def run(self) -> Outcome:
+        """Both phases. Raises Violation, or whatever else shows that the core is wrong."""
+        Faults(self).begin()
+        self.kernel.run(self.scenario.safety_ns)
+        come_to_rest(self)
+        return Outcome(self.seed, self.steps, self.faults, self.operations)
+
+    def check(self) -> None:
+        """All invariants of all cores."""
+        for coordinator in self.coordinators:
+            if not coordinator.dead:
+                check_coordinator(coordinator.core)
+        for shard in self.incarnations.values():
+            if not shard.dead:
+                check_shard(shard.core)
+                self.oracle.mirrors(shard)
+
+    def stepped(self) -> None:
+        """One more step of a core."""
+        self.steps += 1
+        if self.steps >= self._next_check:
+            self._next_check = self.steps + EVERY
+            self.kernel.at(self.kernel.now, None, self.check)
+
+    def count(self, operation: str, outcome: str) -> None:
+        self.operations[f"{operation}: {outcome}"] += 1
+
+    def wire_flips(self) -> bool:
+        """Does the wire turn a bit of this layer over?"""
+        if self.kernel.now >= self.bad_wire_until or self.rng.random() > 0.1:
+            return False
+        self.faults["bit flipped on the wire"] += 1
+        return True
+
+    # ------------------------------------------------------------------------------------------- processes
+
+    def processes(self) -> Iterator[Process]:
+        """All that live."""
+        everyone: list[Process] = [*self.coordinators, *self.incarnations.values(), *self.workers]
+        return (process for process in everyone if not process.dead)
+
+    def start_coordinator(self, node: int) -> None:
+        clock = self._clocks[node]
+        epoch = Epoch(clock.read(self.kernel.now))
+        self.coordinator = CoordinatorProcess(self, len(self.coordinators), node, clock, epoch)
+        self.coordinators.append(self.coordinator)
+        self._began(self.coordinator.name, node, epoch)
+        self.coordinator.start_driver()
+
+    def start_shard(self, name: ShardId, node: int) -> None:
+        clock = self._clocks[node]
+        epoch = Epoch(clock.read(self.kernel.now))
+        shard = ShardProcess(self, name, node, clock, epoch)
+        self.shards[name] = self.incarnations[name, epoch] = self._addresses[shard.address.address] = shard
+        self._began(name, node, epoch)
+        shard.start_driver()
+
+    def _worker(self, name: str, node: int) -> Worker:
+        self._holders += 1
+        worker = Worker(self, name, node, self._clocks[node], Holder(self._holders.to_bytes(16, "big")))
+        self._began(name, node, self._holders)
+        for _ in range(self.rng.randint(1, 2)):
+            worker.slots.append(worker.start(workload.slot(worker)))
+        if self.scenario.redeemers:
+            worker.slots.append(worker.start(workload.redeemer(worker)))
+        return worker
+
+    def _began(self, name: str, node: int, epoch: int) -> None:
+        self.journal.add((self.kernel.now, name, "begins", (f"on node {node}, epoch", epoch)))
+
+    def kill(self, process: Process) -> None:
+        """It dies, and its supervisor starts the next, as long as it is the one that should be there."""
+        self.network.reset(process)
+        process.kill()
+        self.journal.add((self.kernel.now, process.name, "dies", ()))
+        delay = self.rng.choice((20, 200, 800, 2_000)) * MS if self.working else 20 * MS
+        self.kernel.at(self.kernel.now + delay, None, self._start_again, process)
+
+    def left(self, process: Process, *, for_good: bool) -> None:
+        """It has ended itself."""
+        self.kill(process)
+        if for_good:
+            assert isinstance(process, ShardProcess)
+            if process is self.shards[process.shard]:
+                self.names.remove(process.shard)
+
+    def _start_again(self, process: Process) -> None:
+        match process:
+            case CoordinatorProcess() if process is self.coordinator:
+                self.start_coordinator(process.node)
+            case ShardProcess() if process is self.shards[process.shard] and process.shard in self.names:
+                self.start_shard(process.shard, process.node)
+            case Worker() if process in self.workers:
+                self.workers[self.workers.index(process)] = self._worker(process.name, process.node)
+
+    def replace_coordinator(self) -> None:
+        """Another one, on another node. Who has the old one's address goes on with that for a while."""
+        old = self.coordinator
+        node = self.rng.choice([node for node in range(self.scenario.nodes) if node != old.node])
+        for other in range(self.scenario.nodes):
+            if other == old.node or self.rng.random() < 0.5:
+                self._bound[other] = old
+        self.start_coordinator(node)
+
+    def replace_shard(self, old: ShardProcess) -> None:
+        """The next incarnation, on another node, while the old one lives."""
+        node = self.rng.choice([node for node in range(self.scenario.nodes) if node != old.node])
+        self.start_shard(old.shard, node)
+
+    def end_superseded(self) -> None:
+        """Supervisors end what they could not reach: coordinators that were replaced, and cut-off incarnations of
+        shards that were let go. Other old shards are the coordinator's to send away."""
+        for coordinator in self.coordinators:
+            if coordinator is not self.coordinator and not coordinator.dead:
+                self.kill(coordinator)
+        for shard in self.incarnations.values():
+            if shard.shard not in self.names and not shard.dead:
+                self.kill(shard)
+
+    def bind(self, node: int, coordinator: CoordinatorProcess | None) -> None:
+        """The coordinator's name means this one on that node; None: the newest again."""
+        if coordinator is None:
+            self._bound.pop(node, None)
+        else:
+            self._bound[node] = coordinator
+
+    def coordinator_seen_by(self, process: Process) -> CoordinatorProcess:
+        """What the coordinator's name means there. A node that can reach the newest learns of it in the end."""
+        bound = self._bound.get(process.node)
+        if bound is None:
+            return self.coordinator
+        if bound.dead or (self.network.reaches(process.node, self.coordinator.node) and self.rng.random() < 0.05):
+            self._bound.pop(process.node, None)
+        return bound
+
+    def shard_at(self, address: str) -> ShardProcess | None:
+        """Who listens there."""
+        return self._addresses.get(address)
