@@ -77,7 +77,7 @@ class Oracle:
         self._world = world
         self._ttl = world.scenario.config.membership_ttl_ms * MS
         self._purged_at: dict[NamespaceId, int] = {}
-        self._copied: dict[Name, None] = {}
+        self._placed: dict[Name, dict[str, int]] = {}  # where each page was committed last, and when
         self._drain_until: dict[tuple[str, ShardAddress], int] = {}  # by the coordinator that lets it go
         self._of_shard: dict[type, Callable[[ShardProcess, Any, list[Effect]], None]] = {
             Pin: self._pin,
@@ -183,8 +183,7 @@ class Oracle:
             name = session.namespace, slot.key
             stored_at = session.stored_at.get(slot.key, self._world.kernel.now)
             shard.ready[name] = (slot, stored_at)
-            if session.stored_at:
-                self._copied[name] = None
+            self._placed.setdefault(name, {})[shard.name] = self._world.kernel.now
 
     def _report_answered(self, shard: ShardProcess, m: ReportAnswered, effects: list[Effect]) -> None:
         ack = m.ack
@@ -297,7 +296,7 @@ class Oracle:
     def _drained(self, c: CoordinatorProcess, info: ShardInfo, now: int) -> None:
         """A shard that is drained takes nothing with it that another had room for.
 
-        What was copied to another and evicted there has had its place, and was the coldest in it.
+        What has come to another since and was evicted there has had its place, and was the coldest in it.
         """
         shard = self._world.incarnations[info.shard, info.epoch]
         until = self._drain_until.get((c.name, shard.address))
@@ -305,7 +304,6 @@ class Oracle:
             return
         shard.farewell = True
         room = max((self._room(member) for member in c.core.members.all() if member.takes), default=0)
-        others = [other for other in self._world.incarnations.values() if other is not shard and not other.dead]
         blocks: dict[tuple[NamespaceId, BlockHash], list[Name]] = {}
         for name in shard.ready:
             blocks.setdefault((name[0], name[1].hash), []).append(name)
@@ -315,8 +313,15 @@ class Oracle:
             fits = len(_units(slots)) * UNIT_BYTES <= room
             rotten = any(shard.memory.is_rotten(slot.offset, slot.nbytes) for slot in slots)
             if fits and not rotten and stored_at > self._purged_at.get(space, -1):
-                elsewhere = all(name in self._copied or any(name in other.ready for other in others) for name in names)
+                elsewhere = all(self._came_elsewhere(name, shard) for name in names)
                 hold(elsewhere, f"{shard.name} is drained and takes {block.hex()[:6]} with it")
+
+    def _came_elsewhere(self, name: Name, shard: ShardProcess) -> bool:
+        """Does it lie on another shard, or has it come to one since it lies here?"""
+        placed = self._placed[name]
+        others = [other for other in self._world.incarnations.values() if other is not shard and not other.dead]
+        since = max((at for where, at in placed.items() if where != shard.name), default=-1)
+        return since >= placed[shard.name] or any(name in other.ready for other in others)
 
     def _room(self, member: Member) -> int:
         low = self._world.scenario.config.coordinator.low_free
