@@ -120,10 +120,12 @@ def _keep_freed_memory() -> None:
     """Tells the allocator of this process to reuse what it freed.
 
     gRPC wants each frame as a fresh bytes object of a megabyte. By default glibc maps and unmaps such blocks, and
-    touching new pages costs more than the copy itself.
+    touching new pages costs more than the copy itself. What is kept is kept by heap, and each thread would have one of
+    its own, which fills to its highest ever: two are enough for threads that wait for Python's lock.
     """
-    m_trim_threshold, m_mmap_threshold = -1, -3
+    m_trim_threshold, m_mmap_threshold, m_arena_max = -1, -3, -8
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(m_mmap_threshold, 64 * 2**20)
         mallopt(m_trim_threshold, 256 * 2**20)
+        mallopt(m_arena_max, 2)
