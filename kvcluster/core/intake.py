@@ -144,6 +144,8 @@ class Intake:
             if not state.rebuilding:  # somebody newer coordinates: this process is over
                 return None, [Answer(m.call, ReportAck(state.epoch, 0)), Leave("a newer coordinator is known")]
             state.epoch = Epoch(m.coordinator + 1)
+            for member in state.members.all():  # each numbers its stream anew for this epoch, after an inventory
+                member.cursor = ReportCursor()
         if state.members.farewell(m.info) is not None:
             return None, [self._dismissal(m)]
         member = state.members.get(m.info.shard)

@@ -216,6 +216,21 @@ def test_a_higher_epoch_reported_while_rebuilding_is_outbid() -> None:
     assert not rebuilding(coordinator)
 
 
+def test_whoever_spoke_before_the_epoch_was_raised_begins_anew() -> None:
+    """Under another epoch streams are numbered from 1 again: an old cursor would skip what is new."""
+    coordinator = LoneCoordinator(expected=3)
+    one, two = coordinator.voice("a"), coordinator.voice("b")
+    one.coordinator = coordinator.core.epoch
+    one.inventory(page(A))
+    one.report(page(B, parent=A, depth=1))
+    two.coordinator = Epoch(500)
+    two.report()
+    one.coordinator, one.told = coordinator.core.epoch, 0
+    one.inventory(page(A), page(B, parent=A, depth=1))
+    one.report(page(C, parent=B, depth=2), first=1)
+    assert coordinator.status().blocks == 3
+
+
 def test_a_higher_epoch_reported_while_serving_ends_this_coordinator() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages([A]))
     voice.coordinator = Epoch(101)

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory
 from kvcluster.core.intake import Intake
@@ -37,6 +36,7 @@ BUGS: dict[str, Callable[[], list[Patch]]] = {}
 
 
 def planted(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
+    """Names a bug after the function that makes its patches."""
     BUGS[make.__name__.replace("_", "-")] = make
     return make
 
@@ -131,7 +131,7 @@ def forgotten_generation() -> list[Patch]:
 @planted
 def condemned_served() -> list[Patch]:
     """A page that is condemned and still read is given to one more reader."""
-    original = Shard._pin
+    original: Callable[..., list[Any]] = Shard._pin
 
     def pin(self: Shard, m: Any, now: int) -> list[Any]:
         effects = original(self, m, now)
@@ -298,5 +298,3 @@ def purged_writers_go_on() -> list[Patch]:
 def drained_too_early() -> list[Patch]:
     """A draining shard is let go before anybody has fetched what it alone holds."""
     return [(Replicator, "drained", lambda self, member: True)]
-
-

@@ -18,9 +18,9 @@ from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
 from kvcluster.pages import checksum
 from kvcluster.pages.codec import RAW
 
-LONGEST = 10
+LONGEST = 8
 """Blocks of the longest conversation."""
-PROMPT = 4
+PROMPT = 3
 """Blocks that all conversations under one system prompt have in common."""
 
 RED, BLUE = Tenant("red"), Tenant("blue")

@@ -89,7 +89,8 @@ class Faults:
 
     def _on_node(self, act: Callable[[Process], bool]) -> bool:
         node = self._rng.randrange(self._world.scenario.nodes)
-        return any([act(process) for process in self._world.processes() if process.node == node])
+        done = [act(process) for process in self._world.processes() if process.node == node]
+        return any(done)
 
     def _second_coordinator(self) -> bool:
         """Its supervisor takes it for lost, while it is only cut off."""

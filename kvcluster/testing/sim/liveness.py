@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvcluster.core.ids import NamespaceId
-from kvcluster.core.messages import Inventory, PageKey
+from kvcluster.core.ids import BlockHash, NamespaceId
+from kvcluster.core.messages import PageKey
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.kernel import MS, SECOND, TIMED_OUT, Script
 from kvcluster.testing.sim.oracle import Violation, hold
 
 if TYPE_CHECKING:
-    from kvcluster.testing.sim.world import World
     from kvcluster.testing.sim.worker import Worker
+    from kvcluster.testing.sim.world import World
 
 REST_NS = 20 * SECOND
 """Every term there is has passed by then, several times over."""
@@ -54,6 +54,7 @@ def _all_is_at_rest(world: World) -> None:
     hold(all(worker.idle for worker in world.workers), "a call has not ended")
     hold(not len(coordinator.core.tickets), "a ticket is left")
     hold(not coordinator.unanswered(), "somebody waits for the coordinator")
+    hold(not any(world.shards[name].dead for name in world.names), "a shard has not been started again")
     living = [shard for shard in world.incarnations.values() if not shard.dead]
     hold(sorted(shard.shard for shard in living) == sorted(world.names), "a shard is missing, or an old one lives on")
     told = _told(world)
@@ -108,7 +109,7 @@ def _last_wishes(worker: Worker) -> Script:
             return
 
 
-def _restorable(world: World, model: content.Model, hashes: tuple[bytes, ...]) -> int:
+def _restorable(world: World, model: content.Model, hashes: tuple[BlockHash, ...]) -> int:
     """By what the shards hold: the longest boundary at which every group has what it needs before it."""
     ready = {
         (page.space, page.key)
@@ -119,7 +120,7 @@ def _restorable(world: World, model: content.Model, hashes: tuple[bytes, ...]) -
     spec = model.spec
     whole, halves = model.whole(), model.halves()
 
-    def has(block: bytes, group: int) -> bool:
+    def has(block: BlockHash, group: int) -> bool:
         return any(
             all((model.space, PageKey(block, group, part)) in ready for of, part in parts if of == group)
             for parts in (whole, halves)
@@ -129,7 +130,9 @@ def _restorable(world: World, model: content.Model, hashes: tuple[bytes, ...]) -
         if all(
             has(block, group)
             for group in range(len(spec.groups))
-            for block in hashes[boundary - spec.groups[group].reuse.blocks_needed(boundary, spec.block_tokens) : boundary]
+            for block in hashes[
+                boundary - spec.groups[group].reuse.blocks_needed(boundary, spec.block_tokens) : boundary
+            ]
         ):
             return boundary
     return 0

@@ -121,7 +121,9 @@ class Network:
         kernel.at(kernel.now + delay, server, server.receive, build, asker, promise)
         if self.twice and self._random() < self.twice:
             self._counts["message twice"] += 1
-            kernel.at(kernel.now + delay + int(200 * MS * self._random()), server, server.receive, build, asker, promise)
+            kernel.at(
+                kernel.now + delay + int(200 * MS * self._random()), server, server.receive, build, asker, promise
+            )
         return promise
 
     def answer(self, server: Process, asker: Process, promise: Promise, reply: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId
+from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Answer,
@@ -163,7 +163,9 @@ class Oracle:
         for session in shard.sessions.values():
             if session.pages and session.moving:
                 both = granted & _units(page for page in session.pages if page is not None).keys()
-                hold(not both, f"memory that {session.attempt} still {'writes' if session.writes else 'reads'} is reused")
+                hold(
+                    not both, f"memory that {session.attempt} still {'writes' if session.writes else 'reads'} is reused"
+                )
 
     def _commit(self, shard: ShardProcess, m: Commit, effects: list[Effect]) -> None:
         reply = effects[0].reply if isinstance(effects[0], Answer) else None
@@ -278,7 +280,9 @@ class Oracle:
                 for source in sources or ():
                     self._is_member(c, source.shard)
                     if purged_at is not None:
-                        names = [(space, PageKey(block, source.group, source.part)) for block in hashes[at : at + count]]
+                        names = [
+                            (space, PageKey(block, source.group, source.part)) for block in hashes[at : at + count]
+                        ]
                         self._is_newer(source.shard, names, purged_at)
             at += count
 
@@ -353,6 +357,3 @@ def _reply(effects: list[Effect]) -> object:
 
 def _refused(effects: list[Effect]) -> bool:
     return any(isinstance(effect, Answer) and isinstance(effect.reply, Refused) for effect in effects)
-
-
-Incarnation = tuple[ShardId, Epoch]

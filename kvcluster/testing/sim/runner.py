@@ -85,12 +85,14 @@ def run(seeds: Sequence[int], bug: str | None = None, *, keep_going: bool = Fals
     """These seeds in this process, up to the first failure or with `keep_going` all of them."""
     tally = Tally()
     began = time.process_time()
-    # Worlds are full of cycles and die young: collecting them in the midst of a seed only costs time.
+    # Worlds are full of cycles and die young: each is collected when it is over, and what lives on is not looked at.
     gc.collect()
+    gc.freeze()
     gc.disable()
     try:
         for seed in seeds:
             world, failure = run_seed(seed, bug)
+            gc.collect()
             tally.steps.append(world.steps)
             tally.faults += world.faults
             tally.operations += world.operations
@@ -100,6 +102,7 @@ def run(seeds: Sequence[int], bug: str | None = None, *, keep_going: bool = Fals
                     break
     finally:
         gc.enable()
+        gc.unfreeze()
     tally.busy_s = time.process_time() - began
     return tally
 

@@ -36,7 +36,6 @@ class Scenario:
     models: int
     prompts: int
     halves: bool
-    redeemers: bool
     drift_ppm: int
     delay_ns: int
     loss: float
@@ -68,7 +67,6 @@ def draw(rng: random.Random) -> Scenario:
         models=rng.choice((1, 2, 2, 3, 6)),
         prompts=rng.choice((1, 2, 3)),
         halves=rng.random() < 0.2,
-        redeemers=rng.random() < 0.25,
         drift_ppm=rng.choice((0, DRIFT_PPM, DRIFT_PPM)),
         delay_ns=rng.choice((MS // 5, MS, 5 * MS)),
         loss=rng.choice((0.002, 0.02)) if shaky else 0.0,
@@ -77,7 +75,7 @@ def draw(rng: random.Random) -> Scenario:
         frame_ns=rng.choice((MS, 10 * MS, 60 * MS)),
         think_ns=rng.choice((50 * MS, 100 * MS, 200 * MS)),
         patience_ns=rng.choice((1_500 * MS, 3 * SECOND)),
-        safety_ns=rng.randint(4, 8) * SECOND,
+        safety_ns=rng.randint(5, 9) * SECOND,
         fault_ns=rng.choice((250 * MS, 500 * MS, 1_200 * MS)),
         faults=faults,
     )

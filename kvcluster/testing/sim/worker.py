@@ -72,6 +72,8 @@ class Worker(Process):
         self.world = world
         self._holder = holder
         self._attempts = 0
+        self._asked = 0
+        self._asking: dict[int, int] = {}  # since when each question under way was asked
         self.slots: list[Promise] = []
         self._attached: dict[Model, None] = {}
         self._attached_shards: dict[tuple[ShardAddress, NamespaceId], None] = {}
@@ -90,8 +92,16 @@ class Worker(Process):
     def ask(self, build: Callable[..., Any], give_up: int) -> Script:
         """One question to the coordinator; None where no answer comes."""
         promise = self.world.network.ask(self, self.world.coordinator_seen_by(self), build)
+        self._asked += 1
+        number = self._asked
+        self._asking[number] = self.now()
         reply = yield promise, max(1, min(give_up - self.now(), self.world.scenario.patience_ns // 2))
+        del self._asking[number]
         return reply if promise.ready and reply is not BROKEN else None
+
+    def unanswered_ns(self) -> int:
+        """For how long the coordinator has not answered a question that is under way."""
+        return self.now() - next(iter(self._asking.values())) if self._asking else 0
 
     def question(self, model: Model, build: Callable[..., Any], give_up: int) -> Script:
         """As `ask`, within a namespace: attaches first, and again where it was forgotten; asks once more where the
@@ -269,9 +279,7 @@ class Worker(Process):
         self.end_ticket(ticket)
         return done
 
-    def _write(
-        self, model: Model, shard: ShardAddress, pages: list[NewPage], wait_ns: int, give_up: int
-    ) -> Script:
+    def _write(self, model: Model, shard: ShardAddress, pages: list[NewPage], wait_ns: int, give_up: int) -> Script:
         """What became of each page."""
         rng, scenario = self.world.rng, self.world.scenario
         lost = [Written.LOST] * len(pages)
@@ -357,6 +365,3 @@ def keys_of(
                     wanted.setdefault(source.shard, []).append(PageKey(hashes[block], group, source.part))
         at += run.count
     return wanted
-
-
-__all__ = ["Promise", "Worker", "keys_of"]

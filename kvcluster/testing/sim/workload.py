@@ -33,11 +33,11 @@ from kvcluster.testing.sim.network import BROKEN
 
 if TYPE_CHECKING:
     from kvcluster.core.ids import BlockHash
-    from kvcluster.testing.sim.world import World
     from kvcluster.testing.sim.worker import Worker
+    from kvcluster.testing.sim.world import World
 
 CONVERSATIONS = 5
-REDEEM_NS = 60 * MS
+REDEEM_NS = 25 * MS
 """Between two tickets of a redeemer, on average."""
 _ERRANDS = {
     "request": 100,
@@ -69,11 +69,16 @@ def slot(worker: Worker) -> Script:
 
 
 def redeemer(worker: Worker) -> Script:
-    """Another process of the same engine, which lives on tickets and asks the coordinator nothing."""
+    """Another process of the same engine, which goes on with tickets of before while nobody coordinates.
+
+    It gives up when the shards' own term has passed. That term is worth a close look: who grants a little longer than
+    he may, does so then.
+    """
     world = worker.world
+    term_ns = world.scenario.config.membership_ttl_ms * MS
     while world.working:
         yield None, int(2 * REDEEM_NS * world.rng.random())
-        if world.working:
+        if term_ns // 4 < worker.unanswered_ns() < term_ns * 5 // 4:
             yield from _redeem(worker)
 
 
@@ -194,9 +199,7 @@ def _drain(worker: Worker) -> Script:
     if len(staying) > 1:
         shard = world.rng.choice(staying)
         world.told_to_go[shard] = None
-        reply = yield from worker.ask(
-            lambda call: Drain(call, shard), worker.now() + world.scenario.patience_ns
-        )
+        reply = yield from worker.ask(lambda call: Drain(call, shard), worker.now() + world.scenario.patience_ns)
         world.count("drain", "begun" if reply == Done(True) else "not known")
 
 

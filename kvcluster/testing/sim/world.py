@@ -146,8 +146,7 @@ class World:
         self._began(name, node, self._holders)
         for _ in range(self.rng.randint(1, 2)):
             worker.slots.append(worker.start(workload.slot(worker)))
-        if self.scenario.redeemers:
-            worker.slots.append(worker.start(workload.redeemer(worker)))
+        worker.slots.append(worker.start(workload.redeemer(worker)))
         return worker
 
     def _began(self, name: str, node: int, epoch: int) -> None:

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvcluster.cli.main import main
+from kvcluster.errors import CallerError
+from kvcluster.testing.sim import bugs, journal, runner, scenario
+from kvcluster.testing.sim.faults import Faults
+from kvcluster.testing.sim.world import World
+
+HINTS = {
+    "no-epoch-fence": 88,
+    "no-coordinator-fence": 40,
+    "no-drift-margin": 0,
+    "late-commit": 56,
+    "condemned-served": 88,
+    "freed-by-time": 0,
+    "condemned-by-word": 40,
+    "stale-inventory": 138,
+    "purge-not-on-disk": 46,
+    "evicts-while-rebuilding": 25,
+    "purged-writers-go-on": 185,
+    "drained-too-early": 100,
+}
+"""Where a bug was found last: looked at first, so that the search is short as long as nothing has changed."""
+
+
+@pytest.mark.parametrize("bug", bugs.BUGS)
+def test_a_planted_bug_is_found_within_500_seeds(bug: str) -> None:
+    first = HINTS.get(bug, 0)
+    tally = runner.run([first, *range(500)], bug)
+    assert tally.failures, f"{bug} was not found: {bugs.BUGS[bug].__doc__}"
+    without = runner.run([tally.failures[0].seed])
+    assert not without.failures, "the seed fails without the bug: what was found is not what was planted"
+
+
+def test_seeds_are_clean_and_have_seen_trouble() -> None:
+    tally = runner.run(range(120))
+    assert not tally.failures, tally.failures[0].story
+    assert tally.seeds == 120
+    assert not set(scenario.FAULTS) - set(tally.faults), "a kind of fault that never came about"
+    for outcome in ("load: hit", "store: committed", "store: full", "suspect: told", "purge: purged", "drain: begun"):
+        assert tally.operations[outcome], f"nobody ever saw {outcome}"
+
+
+def test_the_same_seed_gives_the_same_journal_whatever_the_process_hashes_by() -> None:
+    program = (
+        "from kvcluster.testing.sim import runner\n"
+        "for seed in range(8):\n"
+        "    world, failure = runner.run_seed(seed, whole_journal=True)\n"
+        "    print(seed, world.steps, len(world.journal), world.journal.digest(), failure)\n"
+    )
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
+        for hash_seed in ("1", "2")
+    ]
+    assert told[0] == told[1]
+    assert len({line.split()[3] for line in told[0].splitlines()}) == 8, "each seed has a story of its own"
+
+
+def test_a_failure_is_told_with_all_that_repeats_it() -> None:
+    _, failure = runner.run_seed(4, "wrong-page-served")
+    assert failure is not None
+    lines = failure.story.splitlines()
+    assert 20 < len(lines) <= journal.TAIL + 4
+    assert "seed 4, commit " in failure.story
+    assert "scenario: Scenario(nodes=" in failure.story
+    assert "Violation: " in failure.error and failure.error in failure.story
+    assert lines[-1] == "repeat: kvcluster simulate --first 4 --seeds 1 --bug wrong-page-served --journal"
+    again = runner.run_seed(4, "wrong-page-served")[1]
+    assert again == failure
+
+
+def test_a_bug_is_gone_when_its_run_is_over() -> None:
+    with bugs.active("lost-abort"):
+        assert runner.run_seed(0)[0].steps
+    assert runner.run_seed(0)[1] is None
+
+
+def test_a_bug_that_does_not_exist_is_refused_by_name() -> None:
+    with pytest.raises(CallerError, match="no bug is named 'typo'; there are no-epoch-fence"), bugs.active("typo"):
+        pass
+
+
+def test_processes_share_the_seeds_and_agree_with_one() -> None:
+    def total(jobs: int) -> runner.Tally:
+        tally = runner.Tally()
+        for part in runner.run_many(10, 20, jobs):
+            tally.add(part)
+        return tally
+
+    one, two = total(1), total(2)
+    assert (one.steps, one.faults, one.operations) == (two.steps, two.faults, two.operations)
+    assert one.seeds == 20
+
+
+def test_a_world_in_which_nothing_goes_wrong_serves_everybody() -> None:
+    world = World(3)
+    world.scenario = scenario.without_faults(world.scenario)
+    world.network.heal()
+    Faults(world).begin()
+    outcome = world.run()
+    assert not outcome.faults
+    assert not outcome.operations["load: no answer"] and not outcome.operations["load: part failed"]
+
+
+def test_the_command_closes_with_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--seeds", "3", "--first", "5", "--jobs", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "3 seeds, 0 failed; " in printed
+    assert " a seed in the median; " in printed and " seeds/s and core, " in printed
+    assert "faults: " in printed and "operations: " in printed
+
+
+def test_the_command_fails_with_the_story_where_a_seed_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--seeds", "40", "--jobs", "1", "--bug", "lost-abort"]) == 1
+    printed = capsys.readouterr().out
+    assert "repeat: kvcluster simulate --first" in printed
+    assert ", 1 failed; " in printed
+
+
+def test_the_command_prints_whole_journals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--seeds", "1", "--first", "2", "--journal"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("seed 2: ")
+    assert len(lines) > 200
+    assert lines[0].split() == ["0.000", "c0", "begins", "on", "node", *lines[0].split()[5:]]
+
+
+def test_the_command_refuses_bugs_that_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--seeds", "1", "--jobs", "1", "--bug", "typo"]) == 1
+    assert "no bug is named 'typo'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["simulate", "--seeds", "0"])
