@@ -22,6 +22,7 @@ from kvcluster.config import Config
 OBJECT_STORE_BYTES = 80 * 2**20
 """Pages never enter Ray's object store; this is about the least that Ray accepts."""
 
+
 @contextmanager
 def own_ray() -> Iterator[None]:
     """Within it, a Ray that this process starts, or connects to, is its own: others neither reach it nor are asked.

@@ -144,8 +144,8 @@ class Intake:
             if not state.rebuilding:  # somebody newer coordinates: this process is over
                 return None, [Answer(m.call, ReportAck(state.epoch, 0)), Leave("a newer coordinator is known")]
             state.epoch = Epoch(m.coordinator + 1)
-            for member in state.members.all():  # each numbers its stream anew for this epoch, after an inventory
-                member.cursor = ReportCursor()
+            for known in state.members.all():  # each numbers its stream anew for this epoch, after an inventory
+                known.cursor = ReportCursor()
         if state.members.farewell(m.info) is not None:
             return None, [self._dismissal(m)]
         member = state.members.get(m.info.shard)
@@ -261,10 +261,9 @@ class Intake:
         for stone in (*new, *renewed):
             state.directory.bury(stone)
             self._replicator.bury(stone)
-        for member in (
-            state.members.all() if new else ()
-        ):  # what they told since is forgotten too: it is asked for again
-            member.cursor = ReportCursor()
+        if new:  # what they told since is forgotten too: it is asked for again
+            for member in state.members.all():
+                member.cursor = ReportCursor()
         return [Persist(state.tombstones.all())] if new or renewed else []
 
     def _end_rebuilding_early(self) -> None:
