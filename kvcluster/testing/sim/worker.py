@@ -19,6 +19,8 @@ from kvcluster.core.messages import (
     Decision,
     Done,
     EndTicket,
+    Explain,
+    Explained,
     LoadGrant,
     Need,
     NewPage,
@@ -146,15 +148,7 @@ class Worker(Process):
         for _ in range(ROUNDS):
             if not missing or self.now() >= give_up:
                 break
-            again = Need(need.parts, need.accept, tuple(avoided))
-            other = yield from self._prepare(model, self.attempt(), hashes[: grant.blocks], again, give_up, hold=False)
-            if not isinstance(other, LoadGrant):
-                break
-            retry = keys_of(model, hashes, need, other, total=grant.blocks)
-            wanted = {shard: [key for key in keys if key in missing] for shard, keys in retry.items()}
-            more = yield from self.read_all(model, {shard: keys for shard, keys in wanted.items() if keys}, give_up)
-            missing = {key: None for key in missing if key not in more.whole}
-            avoided |= more.failed
+            missing = yield from self._elsewhere(model, need, missing, avoided, give_up)
         self.end_ticket(ticket)
         if missing:
             self.world.count("load", "part failed")
@@ -163,6 +157,33 @@ class Worker(Process):
         reason = grant.miss.reason.value if grant.miss is not None else "all"
         self.world.count("load", reason if not grant.blocks else "hit" if grant.miss is None else "part hit")
         return grant.blocks
+
+    def _elsewhere(
+        self, model: Model, need: Need, missing: dict[PageKey, None], avoided: dict[ShardId, None], give_up: int
+    ) -> Script:
+        """Reads what is missing from other replicas, as client/retry.py plans it; what is missing still. Shards that
+        fail are added to `avoided`."""
+        wanted: Keys = {}
+        places: dict[tuple[BlockHash, int], list[PageKey]] = {}
+        for group in dict.fromkeys(key.group for key in missing):
+            blocks = tuple(dict.fromkeys(key.hash for key in missing if key.group == group))
+            parts = tuple(part if at == group else None for at, part in enumerate(need.parts))
+            again = Need(parts, need.accept, tuple(avoided))
+            told = yield from self.question(
+                model,
+                lambda call, asked=blocks, again=again: Explain(call, model.tenant, model.space, asked, again),
+                give_up,
+            )
+            plans = [fate.plan for fate in told.fates for _ in range(fate.count)] if isinstance(told, Explained) else []
+            for block, plan in zip(blocks, plans, strict=False):
+                for source in plan[group] or () if plan is not None else ():
+                    key = PageKey(block, group, source.part)
+                    wanted.setdefault(source.shard, []).append(key)
+                    places.setdefault((block, group), []).append(key)
+        more = yield from self.read_all(model, wanted, give_up)
+        avoided |= more.failed
+        found = [place for place, keys in places.items() if all(key in more.whole for key in keys)]
+        return {key: None for key in missing if (key.hash, key.group) not in found}
 
     def _prepare(
         self, model: Model, attempt: Attempt, hashes: Sequence[BlockHash], need: Need, give_up: int, *, hold: bool
@@ -348,12 +369,10 @@ class Worker(Process):
         return None
 
 
-def keys_of(
-    model: Model, hashes: Sequence[BlockHash], need: Need, grant: LoadGrant, *, total: int | None = None
-) -> Keys:
-    """Which pages to read where, by the plan of a grant. Of a group that needs only its last blocks, only those
-    before `total` (by default the granted boundary) are read."""
-    total = grant.blocks if total is None else total
+def keys_of(model: Model, hashes: Sequence[BlockHash], need: Need, grant: LoadGrant) -> Keys:
+    """Which pages to read where, by the plan of a grant. Of a group that needs only its last blocks, only those before
+    the granted boundary are read."""
+    total = grant.blocks
     spec = model.spec
     wanted: Keys = {}
     at = 0

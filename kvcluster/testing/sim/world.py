@@ -22,12 +22,14 @@ from kvcluster.testing.sim.journal import Journal
 from kvcluster.testing.sim.kernel import MS, SECOND, Clock, Kernel, Process
 from kvcluster.testing.sim.liveness import come_to_rest
 from kvcluster.testing.sim.network import Network
-from kvcluster.testing.sim.oracle import Oracle
+from kvcluster.testing.sim.oracle import Oracle, hold
 from kvcluster.testing.sim.shard import ShardProcess
 from kvcluster.testing.sim.worker import Keys, Worker
 
 EVERY = 64
 """Steps between two looks at all invariants."""
+MOST_STEPS = 20_000
+"""Ten times what a long seed takes: beyond it, cores talk without end."""
 _BIRTH_NS = 10**15
 """What clocks show when a world begins: epochs are wall-clock time, and never near zero."""
 
@@ -92,6 +94,7 @@ class World:
 
     def check(self) -> None:
         """All invariants of all cores."""
+        hold(self.steps < MOST_STEPS, f"{MOST_STEPS:,} steps, and no end of them")
         for coordinator in self.coordinators:
             if not coordinator.dead:
                 check_coordinator(coordinator.core)
