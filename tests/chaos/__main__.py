@@ -1,5 +1,5 @@
 """The long form: `python -m tests.chaos --minutes 20 --seed 1 [--json FILE]`. Ends with status 1 where anything is
-wrong that must not be, or a goal was missed."""
+wrong that must not be, a call was late, or a goal was missed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main() -> int:
     print(report.table())
     if options.json is not None:
         options.json.write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
-    return int(bool(report.wrong or report.missed_goals()))
+    return int(bool(report.wrong or report.late or report.missed_goals()))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ GOALS_S = {
 
 @dataclass(slots=True)
 class Report:
-    """`wrong` is everything that must not be: wrong bytes, late calls, what was raised, what was leaked."""
+    """`wrong` is everything that must not be on any machine: wrong bytes, what was raised, what was leaked. `late` are
+    calls that passed their deadline, which must not be either, but belongs to the machine too."""
 
     form: str
     seed: int
@@ -29,6 +30,7 @@ class Report:
     outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
     took_s: dict[str, list[float]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
 
     def took(self, what: str, seconds: float) -> None:
         """How long it took until all was well again."""
@@ -43,8 +45,9 @@ class Report:
                 except ValueError:
                     continue
                 self.outcomes.update(said.get("counts", {}))
-                if "wrong" in said:
-                    self.wrong.append(f"{journal.stem}: {said['wrong']}")
+                for kind, told in (("wrong", self.wrong), ("late", self.late)):
+                    if kind in said:
+                        told.append(f"{journal.stem}: {said[kind]}")
 
     def missed_goals(self) -> list[str]:
         """Goals that some recovery took longer than."""
@@ -63,6 +66,7 @@ class Report:
             "outcomes": dict(self.outcomes),
             "took_s": {what: [round(s, 3) for s in seconds] for what, seconds in self.took_s.items()},
             "wrong": self.wrong,
+            "late": self.late,
             "missed_goals": self.missed_goals(),
         }
 
@@ -76,5 +80,6 @@ class Report:
             middle = sorted(seconds)[len(seconds) // 2]
             lines.append(f"  {len(seconds):>3} {middle:>6.2f} s {max(seconds):>6.2f} s  {what}")
         lines += ["", f"must not be: {len(self.wrong)}"] + [f"  {what}" for what in self.wrong]
+        lines += [f"late calls: {len(self.late)}"] + [f"  {what}" for what in self.late]
         lines += [f"goal missed: {what}" for what in self.missed_goals()]
         return "\n".join(lines)

@@ -16,8 +16,8 @@ SEED = 2
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_no_fault_brings_wrong_bytes_late_calls_errors_or_leaks(capsys: pytest.CaptureFixture[str]) -> None:
-    """How soon all is well again is printed and not judged here: it belongs to the machine too."""
+def test_no_fault_brings_wrong_bytes_errors_or_leaks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Late calls, and how soon all is well again, are printed and not judged here: they belong to the machine too."""
     with capsys.disabled():
         with Run(SEED, say=functools.partial(print, flush=True)) as run:
             run.inflict(one_of_each(SEED, run.stage))

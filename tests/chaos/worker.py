@@ -59,6 +59,11 @@ class Journal:
         with self._lock:
             self._counts[outcome] += number
 
+    def late(self, what: str) -> None:
+        """A call passed its deadline."""
+        with self._lock:
+            self._write({"late": what})
+
     def wrong(self, what: str) -> None:
         """Something that must not be."""
         with self._lock:
@@ -100,7 +105,7 @@ class Caller:
         late_ns = self._watch.late_ns(deadline_ns, taken)
         if late_ns:
             took = f"took {took_ns / 1e6:.0f} ms, {late_ns / 1e6:.0f} ms more than it may"
-            self._journal.wrong(f"{name} with a deadline of {deadline_ms} ms {took}")
+            self._journal.late(f"{name} with a deadline of {deadline_ms} ms {took}")
         elif took_ns > allowed_ns(deadline_ns):
             self._journal.count("calls that were late only by what does not count")
 
