@@ -11,6 +11,8 @@ BENCH_ARGS ?=
 CHAOS_MINUTES ?= 20
 CHAOS_SEED ?= 1
 SOAK_MINUTES ?= 60
+SIM_SEEDS ?= 2000
+SIM_FIRST ?= 0
 FUZZ_INPUTS ?= 100000
 FUZZ_SEED ?= 0
 BIN := .venv/bin
@@ -19,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 EXTRAS := cluster,transformers,test,dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test check bench chaos soak fuzz fmt proto clean
+.PHONY: help install demo test check bench simulate chaos soak fuzz fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +66,9 @@ check: install ## what every change must pass: format, lint, types, import rule,
 bench: install ## measure lookups and transfers (BENCH_ARGS=--json for machines)
 	@$(BIN)/kvcluster bench lookup $(BENCH_ARGS)
 	@$(BIN)/kvcluster bench transfer $(BENCH_ARGS)
+
+simulate: install ## the real core through drawn faults, 2,000 times (SIM_SEEDS=100000, SIM_FIRST=1000 for others)
+	@$(BIN)/kvcluster simulate --seeds $(SIM_SEEDS) --first $(SIM_FIRST)
 
 chaos: install ## faults on a real cluster under load, best as root (CHAOS_MINUTES=20, CHAOS_SEED=1)
 	@mkdir -p build
