@@ -29,6 +29,7 @@ HINTS = {
 """Where a bug was found last: looked at first, so that the search is short as long as nothing has changed."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", bugs.BUGS)
 def test_a_planted_bug_is_found_within_500_seeds(bug: str) -> None:
     first = HINTS.get(bug, 0)
@@ -38,15 +39,17 @@ def test_a_planted_bug_is_found_within_500_seeds(bug: str) -> None:
     assert not without.failures, "the seed fails without the bug: what was found is not what was planted"
 
 
+@pytest.mark.slow
 def test_seeds_are_clean_and_have_seen_trouble() -> None:
-    tally = runner.run(range(120))
+    tally = runner.run(range(100))
     assert not tally.failures, tally.failures[0].story
-    assert tally.seeds == 120
+    assert tally.seeds == 100
     assert not set(scenario.FAULTS) - set(tally.faults), "a kind of fault that never came about"
     for outcome in ("load: hit", "store: committed", "store: full", "suspect: told", "purge: purged", "drain: begun"):
         assert tally.operations[outcome], f"nobody ever saw {outcome}"
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_journal_whatever_the_process_hashes_by() -> None:
     program = (
         "from kvcluster.testing.sim import runner\n"
@@ -93,6 +96,7 @@ def test_a_bug_that_does_not_exist_is_refused_by_name() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_processes_share_the_seeds_and_agree_with_one() -> None:
     def total(jobs: int) -> runner.Tally:
         tally = runner.Tally()
