@@ -26,6 +26,10 @@ MS = 1_000_000
 TRIES = 3
 """How often a wish goes into an order: a source that rots or a target that fills up is no reason to go on for ever."""
 
+RETRY_NS = 250 * MS
+"""A wish that went into an order waits so long for the next. A target whose room is in pieces says at once that nothing
+fitted, and would be told the same again at once, without end."""
+
 INSPECTED = 2_048
 """Wishes looked at for one order: most are for somebody else, or fulfilled."""
 
@@ -33,11 +37,12 @@ Wished = tuple[NamespaceId, BlockHash]
 
 
 class _Wish:
-    __slots__ = ("copies", "tries")
+    __slots__ = ("copies", "not_before", "tries")
 
     def __init__(self, copies: int) -> None:
         self.copies = copies
         self.tries = TRIES
+        self.not_before = 0
 
 
 class Replicator:
@@ -107,7 +112,7 @@ class Replicator:
         if not target.takes or room <= 0:
             return
         for wishes in (*self._draining.values(), self._wishes):
-            taken = self._pick(target, wishes, room)
+            taken = self._pick(target, wishes, room, now)
             if taken is not None:
                 self._under_way[target.slot] = taken
                 return
@@ -116,12 +121,13 @@ class Replicator:
 
     def settle(self, member: Member) -> None:
         """Its pull has ended, or the shard has. What is still wished for goes on the list again."""
+        ordered = member.pull.pages if member.pull is not None else ()
         member.pull = None
         alive = self._book.alive(member.slot)
         for wished, wish in self._under_way.pop(member.slot, {}).items():
             record = self._record(wished)
-            if record is not None and alive and record.copies.on(member.slot):
-                wish.tries = TRIES  # it came: another copy of it is another matter
+            if record is not None and alive and _came(record, member.slot, ordered):
+                wish.tries, wish.not_before = TRIES, 0  # another copy of it is another matter
             going = [slot for slot in self._draining if record is not None and record.copies.on(slot)]
             if record is None or not (wish.tries or going):  # what goes is tried until it does
                 continue
@@ -193,7 +199,7 @@ class Replicator:
 
     # --------------------------------------------------------------------------------------- one order
 
-    def _pick(self, target: Member, wishes: dict[Wished, _Wish], room: int) -> dict[Wished, _Wish] | None:
+    def _pick(self, target: Member, wishes: dict[Wished, _Wish], room: int, now: int) -> dict[Wished, _Wish] | None:
         """Wishes that this shard can fulfil from one source, taken off their list; they are in its order then."""
         pages: list[NewPage] = []
         taken: dict[Wished, _Wish] = {}
@@ -207,7 +213,9 @@ class Replicator:
                 if record is not None and self._lacks(record, wish.copies) and len(self._parked) < limits.WISHES:
                     self._parked[wished] = wish
                 continue
-            if (space is not None and record.space != space.id) or self._is_under_way(wished):
+            if wish.not_before > now or self._is_under_way(wished):
+                continue
+            if space is not None and record.space != space.id:
                 continue
             found = self._missing(record, wish.copies, target)
             if found is None or (source is not None and found[0] != source):
@@ -221,6 +229,7 @@ class Replicator:
             source, space = found[0], self._directory.known(record.space)
             pages += found[1][: limits.PULL_PAGES]
             wish.tries -= 1
+            wish.not_before = now + RETRY_NS
             taken[wished] = wishes.pop(wished)
         if source is None or space is None:
             return None
@@ -293,3 +302,9 @@ class Replicator:
         space = self._directory.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         return sum(space.page_bytes(page.key.group, page.key.part) for page in pages)
+
+
+def _came(record: BlockRecord, slot: int, ordered: Sequence[NewPage]) -> bool:
+    """Does that shard hold all the pages of this block that it was to pull?"""
+    held = [(copy.group, copy.part) for copy in record.copies.entries if copy.slot == slot]
+    return all((page.key.group, page.key.part) in held for page in ordered if page.key.hash == record.hash)

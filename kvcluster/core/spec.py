@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvcluster.core import limits
@@ -305,7 +306,12 @@ class KVSpec:
 
     def namespace(self, tenant: Tenant) -> NamespaceId:
         """The digest of this spec for one tenant: SHA-256 over the canonical bytes and the tenant."""
-        return NamespaceId(hashlib.sha256(self.canonical() + _text(tenant)).digest())
+        return _namespace(self, tenant)
+
+
+@lru_cache(maxsize=1_024)  # asked for with each attach and for each spec in a report, and always the same few
+def _namespace(spec: KVSpec, tenant: Tenant) -> NamespaceId:
+    return NamespaceId(hashlib.sha256(spec.canonical() + _text(tenant)).digest())
 
 
 def differing_fields(one: KVSpec, other: KVSpec) -> tuple[str, ...]:

@@ -91,7 +91,25 @@ def test_a_pull_that_brings_nothing_is_tried_again_a_few_times() -> None:
     ack, tried = two.report(), 0
     while ack.pull is not None:
         tried += 1
-        ack = pull_in_vain(two, ack)
+        assert pull_in_vain(two, ack).pull is None, "not at once: it would be told the same without end"
+        coordinator.later(replicator.RETRY_NS)
+        ack = two.report()
+    assert tried == replicator.TRIES
+
+
+def test_a_pull_that_brings_nothing_to_who_has_another_part_is_not_tried_for_ever() -> None:
+    coordinator, _ = LoneCoordinator.serving(page(A, LEFT), page(A, RIGHT))
+    [two] = others(coordinator, "b")
+    two.report(page(A, LEFT))
+    want(coordinator, 2, A)
+    tried = 0
+    for _ in range(3 * replicator.TRIES):
+        ack = two.report()
+        if ack.pull is not None:
+            assert [new.key.part for new in ack.pull.pages] == [RIGHT]
+            tried += 1
+            pull_in_vain(two, ack)
+        coordinator.later(replicator.RETRY_NS)
     assert tried == replicator.TRIES
 
 
