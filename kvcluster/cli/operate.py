@@ -32,6 +32,7 @@ def add(commands: Any) -> None:
     drain.add_argument(
         "--wait", action=argparse.BooleanOptionalAction, default=True, help="show how far it is until it is gone"
     )
+    _add_yes(drain)
     drain.add_argument("--timeout", type=float, default=600.0, metavar="S", help="wait no longer (default 600)")
     _add_where(drain)
     drain.set_defaults(run=_drain)
@@ -107,7 +108,7 @@ def _forget(options: argparse.Namespace, what: str, purge: Purge) -> int:
 
 def _confirmed(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise CallerError("this asks before it forgets anything, and nobody is there to answer; give --yes")
+        raise CallerError("this asks before anything is lost, and nobody is there to answer; give --yes")
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
@@ -117,11 +118,21 @@ def _confirmed(question: str) -> bool:
 def _drain(options: argparse.Namespace) -> int:
     with _port(options) as port:
         before = _status(port)
+        doubtful = not options.yes and _all_would_be_lost(before, options.shard)
+        if doubtful and not _confirmed(f"{options.shard} is the only shard: what it holds is lost with it. Drain it?"):
+            print("nothing is drained", file=sys.stderr)
+            return 1
         _ask_to_drain(port, options.shard, before)
         if options.wait:
             return _watch(port, options.shard, before, Deadline.after_ms(options.timeout * 1e3))
     print(f"{options.shard} is draining; `kvcluster status` shows it until it is gone")
     return 0
+
+
+def _all_would_be_lost(status: dict[str, Any], shard: str) -> bool:
+    """Does it hold anything, and is there nobody to take it?"""
+    staying = [k for k in status["shards"] if k["shard"] != shard and k["state"] in ("up", "joining")]
+    return not staying and bool(_shard(status, shard).get("pages"))
 
 
 def _ask_to_drain(port: GrpcPort, shard: str, status: dict[str, Any]) -> None:
@@ -182,5 +193,5 @@ def _status(port: GrpcPort) -> dict[str, Any]:
 
 
 def _pulled(status: dict[str, Any], shard: str) -> int:
-    """Pages that the other shards have been told to copy, in all."""
+    """Pages that the other shards have copied, in all."""
     return sum(known["counters"].get("pulled", 0) for known in status["shards"] if known["shard"] != shard)

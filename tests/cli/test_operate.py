@@ -186,6 +186,18 @@ def test_drain_shows_how_far_it_is_until_the_shard_is_gone(
     assert blocks(client) == 80
 
 
+def test_the_last_shard_is_not_drained_unasked(
+    served: Served, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert served.run("drain", "shard-0", token="operator") == 0
+    monkeypatch.setattr(sys, "stdin", Terminal("no\n"))
+    assert served.run("drain", "shard-1", token="operator") == 1
+    assert "shard-1 is the only shard: what it holds is lost with it. Drain it?" in capsys.readouterr().out
+    assert blocks(client) == 80
+    assert served.run("drain", "shard-1", "--yes", token="operator") == 0
+    assert served.cluster.drained == ["shard-0", "shard-1"]
+
+
 def test_drain_that_does_not_wait_says_where_to_look(
     served: Served, client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
