@@ -317,13 +317,19 @@ class Oracle:
             fits = len(_units(slots)) * UNIT_BYTES <= room
             rotten = any(shard.memory.is_rotten(slot.offset, slot.nbytes) for slot in slots)
             if fits and not rotten and stored_at > self._purged_at.get(space, -1):
-                elsewhere = all(self._came_elsewhere(name, shard) for name in names)
+                elsewhere = all(self._came_elsewhere(name, shard, c) for name in names)
                 hold(elsewhere, f"{shard.name} is drained and takes {block.hex()[:6]} with it")
 
-    def _came_elsewhere(self, name: Name, shard: ShardProcess) -> bool:
-        """Does it lie on another shard, or has it come to one since it lies here?"""
+    def _came_elsewhere(self, name: Name, shard: ShardProcess, c: CoordinatorProcess) -> bool:
+        """Does it lie on another shard, or has it come to one since it lies here? That another has died a moment ago, its
+        coordinator cannot know."""
         placed = self._placed[name]
-        others = [other for other in self._world.incarnations.values() if other is not shard and not other.dead]
+        members = [member.address for member in c.core.members.all()]
+        others = [
+            other
+            for other in self._world.incarnations.values()
+            if other is not shard and (not other.dead or other.address in members)
+        ]
         since = max((at for where, at in placed.items() if where != shard.name), default=-1)
         return since >= placed[shard.name] or any(name in other.ready for other in others)
 
