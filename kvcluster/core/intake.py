@@ -220,8 +220,11 @@ class Intake:
         if space.index.remove(key.hash, member.slot, key.group, key.part):
             state.evicted.add(key.hash, now, MissReason.CORRUPT if event.corrupt else MissReason.EVICTED)
             space.pinned.pop(key.hash, None)
-        elif event.corrupt and record is not None:
-            self._replicator.repair(space, record, before, member.slot)
+        elif record is not None:
+            if event.corrupt:
+                self._replicator.repair(space, record, before, member.slot)
+            else:
+                self._replicator.thinned(record)
 
     def _settle_orders(self, m: Report, member: Member, now: int) -> None:
         """What the shard has done is crossed off; what is to be done next is written down."""

@@ -168,6 +168,21 @@ def test_a_block_whose_new_place_is_no_more_is_moved_once_again(how: str) -> Non
     assert wanted(three.report()) == [A]
 
 
+def test_a_block_that_is_evicted_elsewhere_is_not_taken_along_by_the_shard_that_goes() -> None:
+    coordinator, one = LoneCoordinator.serving(*pages([A]))
+    [two] = others(coordinator, "b")
+    two.report(*pages([A]))
+    drain(coordinator, one)
+    one.info = replace(one.info, leases=1)
+    assert one.report().leave is None, "somebody still reads"
+    ack = two.report(gone(A))
+    assert wanted(ack) == [A]
+    one.info = replace(one.info, leases=0)
+    assert one.report().leave is None
+    pull(two, ack)
+    assert one.report().leave is Farewell.DRAINED
+
+
 def test_what_two_shards_hold_that_go_has_as_many_places_afterwards() -> None:
     coordinator, one = LoneCoordinator.serving(*pages([A, B]))
     two, three, four = others(coordinator, "bcd")

@@ -321,7 +321,7 @@ class Oracle:
                 hold(elsewhere, f"{shard.name} is drained and takes {block.hex()[:6]} with it")
 
     def _came_elsewhere(self, name: Name, shard: ShardProcess, c: CoordinatorProcess) -> bool:
-        """Does it lie on another shard, or has it come to one since it lies here? That another has died a moment ago, its
+        """Does it lie on another shard, or has it come to one since it lies here? That another has just died, its
         coordinator cannot know."""
         placed = self._placed[name]
         members = [member.address for member in c.core.members.all()]
