@@ -125,9 +125,11 @@ class Membership:
     def farewell(self, info: ShardInfo) -> Farewell | None:
         """What an incarnation that is over is to be told."""
         member = self._members.get(info.shard)
-        if member is not None and info.epoch < member.info.epoch:
-            return Farewell.REPLACED
-        return Farewell.DRAINED if info.epoch <= self._dismissed.get(info.shard, 0) else None
+        dismissed = self._dismissed.get(info.shard, 0)
+        if info.epoch == dismissed:
+            return Farewell.DRAINED
+        newest = member.info.epoch if member is not None else dismissed
+        return Farewell.REPLACED if info.epoch < newest else None
 
     def drop_silent(self, now: int) -> list[Member]:
         """Those unheard of for the whole term: lost."""
