@@ -1,8 +1,9 @@
 """How long a call took, less the time in which it could not have ended: stopped, or waiting for a CPU.
 
 A deadline binds the product, not the machine. What the calling thread waited for a CPU is told by the kernel
-(`/proc/thread-self/schedstat`). What the whole process stood still is seen by a thread that beats: a beat that comes
-late, by more than that thread waited for a CPU, was held up by a signal.
+(`/proc/thread-self/schedstat`). What the whole process stood still is seen by a thread that beats and needs next to no
+CPU: a beat that comes much too late was held up by a signal, or got no CPU. These two cannot be told apart, since a
+thread that is to be stopped has to be given a CPU first; and neither is the product's doing.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def late_ns(deadline_ns: int, taken: Taken, stops: list[Stop]) -> int:
         for stop in stops
         if stop.began_ns < taken.ended_ns and taken.began_ns < stop.ended_ns
     )
-    return taken.ended_ns - taken.began_ns - taken.waited_ns - stood - allowed_ns(deadline_ns)
+    # The same moment may have been seen by both.
+    return taken.ended_ns - taken.began_ns - max(taken.waited_ns, stood) - allowed_ns(deadline_ns)
 
 
 class Stopwatch:
@@ -91,16 +93,16 @@ class Stopwatch:
             return max(0, late_ns(deadline_ns, taken, list(self._stops)))
 
     def _beat(self) -> None:
-        began, waited = time.monotonic_ns(), waited_for_cpu_ns()
+        began = time.monotonic_ns()
         while not self._ended.wait(BEAT_NS / 1e9):
-            ended, waited_now = time.monotonic_ns(), waited_for_cpu_ns()
-            stopped = ended - began - BEAT_NS - (waited_now - waited)
+            ended = time.monotonic_ns()
+            stopped = ended - began - BEAT_NS
             with self._beaten:
                 if stopped > _STOPPED_NS:
                     self._stops.append(Stop(began, ended, stopped))
                 self._last_ns = ended
                 self._beaten.notify_all()
-            began, waited = ended, waited_now
+            began = ended
         with self._beaten:
             self._beaten.notify_all()
 
