@@ -57,6 +57,8 @@ def _all_is_at_rest(world: World) -> None:
     hold(not any(world.shards[name].dead for name in world.names), "a shard has not been started again")
     living = [shard for shard in world.incarnations.values() if not shard.dead]
     hold(sorted(shard.shard for shard in living) == sorted(world.names), "a shard is missing, or an old one lives on")
+    members = [member.info.shard for member in coordinator.core.members.all()]
+    hold(sorted(members) == sorted(world.names), "a shard that is gone is still a member")
     told = _told(world)
     for shard in living:
         member = coordinator.core.members.get(shard.shard)
