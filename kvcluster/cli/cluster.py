@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 from typing import Any
 
 from kvcluster.cli.screen import needs
-from kvcluster.client.control import NO_CALL, GrpcPort, expect
-from kvcluster.client.status import status_dict
+from kvcluster.cli.where import DEFAULT_PORT, add_where, address_of, coordinator, read_status
 from kvcluster.config import load
-from kvcluster.core.messages import GetStatus, Status
 from kvcluster.errors import Unreachable
-from kvcluster.transport.rpc import Connection
-from kvcluster.transport.seam import Deadline, Trouble
-
-DEFAULT_PORT = 7070
+from kvcluster.transport.seam import Trouble
 
 
 def add(commands: Any) -> None:
@@ -38,12 +32,7 @@ def add(commands: Any) -> None:
     down.set_defaults(run=_down)
 
     status = commands.add_parser("status", help="shards, tiers, use, hit rate and leases", allow_abbrev=False)
-    where = status.add_mutually_exclusive_group()
-    where.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help=f"a port of this machine (default {DEFAULT_PORT})"
-    )
-    where.add_argument("--address", help="host:port of a coordinator elsewhere")
-    status.add_argument("--token", default=os.environ.get("KVCLUSTER_TOKEN"), help="or KVCLUSTER_TOKEN")
+    add_where(status)
     status.add_argument("--json", action="store_true", help="everything, as one JSON object")
     status.set_defaults(run=_status)
 
@@ -84,16 +73,13 @@ def _down(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    address = options.address or f"127.0.0.1:{options.port}"
-    connection = Connection(address, options.token)
+    address = address_of(options)
     try:
         # Unlike `connect`, this does not wait for a cluster to come: whoever asks wants to know how it is now.
-        answer = GrpcPort(connection).ask(GetStatus(NO_CALL), Deadline.after_ms(5_000))
+        with coordinator(options) as port:
+            status = read_status(port, 5_000)
     except Trouble:
         raise Unreachable(f"no cluster answers at {address}; `kvcluster up` starts one") from None
-    finally:
-        connection.close()
-    status = status_dict(expect(Status, answer))
     if options.json:
         print(json.dumps(status, indent=2))
     else:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
+from kvcluster.cli.where import add_where, address_of, coordinator, read_status
 from kvcluster.client.control import NO_CALL, NOBODY, GrpcPort, expect
-from kvcluster.client.status import status_dict
 from kvcluster.core.ids import ShardId
-from kvcluster.core.messages import Done, Drain, GetStatus, Purge, Purged, Status
+from kvcluster.core.messages import Done, Drain, Purge, Purged
 from kvcluster.errors import CallerError, Unreachable
-from kvcluster.transport.rpc import Connection
 from kvcluster.transport.seam import Deadline, Trouble
 
-DEFAULT_PORT = 7070
 _ANSWER_MS = 10_000
 _POLL_S = 0.5
 _PATIENCE_S = 30.0
@@ -34,12 +29,12 @@ def add(commands: Any) -> None:
     )
     _add_yes(drain)
     drain.add_argument("--timeout", type=float, default=600.0, metavar="S", help="wait no longer (default 600)")
-    _add_where(drain)
+    add_where(drain)
     drain.set_defaults(run=_drain)
 
     clear = commands.add_parser("clear", help="forget every block of this tenant, for good", allow_abbrev=False)
     _add_yes(clear)
-    _add_where(clear)
+    add_where(clear)
     clear.set_defaults(run=_clear)
 
     purge = commands.add_parser("purge", help="forget the blocks of a model, or of an adapter", allow_abbrev=False)
@@ -47,35 +42,12 @@ def add(commands: Any) -> None:
     purge.add_argument("--weights", help="of these weights")
     purge.add_argument("--adapter", help="of this adapter; '' means blocks without one")
     _add_yes(purge)
-    _add_where(purge)
+    add_where(purge)
     purge.set_defaults(run=_purge)
-
-
-def _add_where(command: Any) -> None:
-    where = command.add_mutually_exclusive_group()
-    where.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help=f"a port of this machine (default {DEFAULT_PORT})"
-    )
-    where.add_argument("--address", help="host:port of a coordinator elsewhere")
-    command.add_argument("--token", default=os.environ.get("KVCLUSTER_TOKEN"), help="or KVCLUSTER_TOKEN")
 
 
 def _add_yes(command: Any) -> None:
     command.add_argument("--yes", action="store_true", help="do not ask")
-
-
-def _address(options: argparse.Namespace) -> str:
-    return str(options.address or f"127.0.0.1:{options.port}")
-
-
-@contextmanager
-def _port(options: argparse.Namespace) -> Iterator[GrpcPort]:
-    connection = Connection(_address(options), options.token)
-    try:
-        connection.wait_ready(Deadline.after_ms(_ANSWER_MS))
-        yield GrpcPort(connection)
-    finally:
-        connection.close()
 
 
 # ------------------------------------------------------------------------------------------- forgetting
@@ -97,10 +69,10 @@ def _purge(options: argparse.Namespace) -> int:
 
 
 def _forget(options: argparse.Namespace, what: str, purge: Purge) -> int:
-    if not options.yes and not _confirmed(f"forget {what} that this credential can see, at {_address(options)}?"):
+    if not options.yes and not _confirmed(f"forget {what} that this credential can see, at {address_of(options)}?"):
         print("nothing was forgotten", file=sys.stderr)
         return 1
-    with _port(options) as port:
+    with coordinator(options, wait_ms=_ANSWER_MS) as port:
         purged = expect(Purged, port.ask(purge, Deadline.after_ms(_ANSWER_MS)))
     print(f"{purged.blocks:,} block(s) forgotten")
     return 0
@@ -116,8 +88,8 @@ def _confirmed(question: str) -> bool:
 
 
 def _drain(options: argparse.Namespace) -> int:
-    with _port(options) as port:
-        before = _status(port)
+    with coordinator(options, wait_ms=_ANSWER_MS) as port:
+        before = read_status(port, _ANSWER_MS)
         doubtful = not options.yes and _all_would_be_lost(before, options.shard)
         if doubtful and not _confirmed(f"{options.shard} is the only shard: what it holds is lost with it. Drain it?"):
             print("nothing is drained", file=sys.stderr)
@@ -148,7 +120,7 @@ def _watch(port: GrpcPort, shard: str, before: dict[str, Any], deadline: Deadlin
     said = ""
     while deadline.remaining_s():
         try:
-            status = _status(port)
+            status = read_status(port, _ANSWER_MS)
             if _shard(status, shard).get("state") == "up":  # a coordinator that has just started may not know of it
                 _ask_to_drain(port, shard, status)
             patience = Deadline.after_ms(_PATIENCE_S * 1e3)
@@ -186,10 +158,6 @@ def progress(before: dict[str, Any], status: dict[str, Any], shard: str) -> tupl
 def _shard(status: dict[str, Any], shard: str) -> dict[str, Any]:
     """What a status says of this one; nothing where it does not know it."""
     return next((known for known in status["shards"] if known["shard"] == shard), {})
-
-
-def _status(port: GrpcPort) -> dict[str, Any]:
-    return status_dict(expect(Status, port.ask(GetStatus(NO_CALL), Deadline.after_ms(_ANSWER_MS))))
 
 
 def _pulled(status: dict[str, Any], shard: str) -> int:

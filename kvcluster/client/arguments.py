@@ -16,7 +16,6 @@ from kvcluster.errors import CallerError, LimitError
 
 MAX_SECONDS = 10 * 365 * 86_400
 """No time that anybody means is longer, and it fits the wire in nanoseconds."""
-MAX_REPLICAS = 64
 
 
 def check_prompt(token_ids: Sequence[int], salt: bytes, extra_keys: Mapping[int, bytes] | None) -> None:
@@ -67,8 +66,8 @@ def pin_terms(ttl_s: float, replicas: int) -> tuple[int, int]:
     """How long to pin, in nanoseconds, and on how many shards."""
     if not _is_number(ttl_s) or not 0 < ttl_s <= MAX_SECONDS:
         raise CallerError(f"ttl_s={ttl_s!r} is not a number of seconds above 0 and up to {MAX_SECONDS}")
-    if type(replicas) is not int or not 1 <= replicas <= MAX_REPLICAS:
-        raise CallerError(f"replicas={replicas!r} is not a number of shards from 1 to {MAX_REPLICAS}")
+    if type(replicas) is not int or not 1 <= replicas <= limits.REPLICAS:
+        raise CallerError(f"replicas={replicas!r} is not a number of shards from 1 to {limits.REPLICAS}")
     return int(ttl_s * 1e9), replicas
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from kvcluster.core.ids import Attempt
 from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import (
-    Answer,
     Effect,
     EvictOrder,
     Fetch,
@@ -21,14 +20,12 @@ from kvcluster.core.messages import (
     ReportAck,
     Revoke,
     Tombstone,
-    WriteGrant,
-    Written,
 )
 from kvcluster.core.pool import Page, PagePool, PageState
 from kvcluster.core.spaces import Space, Spaces
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.core.uplink import Uplink
-from kvcluster.core.waiting import WaitingRoom
+from kvcluster.core.waiting import WaitingRoom, lost
 
 
 class Orders:
@@ -107,9 +104,8 @@ class Orders:
         pages: list[Page] = []
         for new in order.pages if space is not None else ():
             assert space is not None
-            offer = self._pool.offer(space.id, new, space.spec.page_bytes(new.key.group, new.key.part))
+            offer = space.offer(self._pool, new)
             if isinstance(offer, Page):
-                space.parts[new.key.group, new.key.part] = None
                 pages.append(offer)
         if space is None or not pages:
             self._pull_ended(order.number)
@@ -145,7 +141,5 @@ class Orders:
             for lease in self._leases.writers()
             if any(page is not None and page.space == space.id for page in lease.pages)
         ]
-        effects: list[Effect] = [Revoke(attempt) for attempt in self._leases.revoke(stopped)]
-        for m in self._waiting.withdraw_namespace(space.id):
-            effects.append(Answer(m.call, WriteGrant((Written.LOST,) * len(m.pages))))
-        return effects
+        revoked = [Revoke(attempt) for attempt in self._leases.revoke(stopped)]
+        return [*revoked, *map(lost, self._waiting.withdraw_namespace(space.id))]

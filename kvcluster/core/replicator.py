@@ -21,6 +21,7 @@ from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member, Membership
 from kvcluster.core.messages import NewPage, PageKey, PullOrder, ShardAddress, Tombstone
+from kvcluster.core.spec import Part
 
 MS = 1_000_000
 TRIES = 3
@@ -34,6 +35,9 @@ INSPECTED = 2_048
 """Wishes looked at for one order: most are for somebody else, or fulfilled."""
 
 Wished = tuple[NamespaceId, BlockHash]
+
+Staying = dict[tuple[int, Part], list[int]]
+"""Where each page of a block lies, by group and part: the slots of shards that are neither gone nor about to go."""
 
 
 class _Wish:
@@ -168,9 +172,10 @@ class Replicator:
         takers = [other for other in members if other.takes and self._room(other) > 0]
         for wished in list(islice(wishes, INSPECTED)):
             wish, record = wishes[wished], self._record(wished)
-            if record is None or not self._lacks(record, min(wish.copies, stayers)):
+            staying = self._staying(record) if record is not None else {}
+            if record is None or not self._lacks(record, staying, min(wish.copies, stayers)):
                 del wishes[wished]
-            elif any(self._fits(other, record, wish.copies) for other in takers):
+            elif any(self._fits(other, record, staying, wish.copies) for other in takers):
                 self._stuck[member.slot] = 0
                 return False
             else:  # others have their turn
@@ -208,16 +213,20 @@ class Replicator:
         stayers, nbytes = self._stayers(), 0
         for wished in list(islice(wishes, INSPECTED)):
             wish, record = wishes[wished], self._record(wished)
-            if record is None or not self._lacks(record, min(wish.copies, stayers)):
+            if record is None:
                 del wishes[wished]
-                if record is not None and self._lacks(record, wish.copies) and len(self._parked) < limits.WISHES:
+                continue
+            staying = self._staying(record)
+            if not self._lacks(record, staying, min(wish.copies, stayers)):
+                del wishes[wished]
+                if self._lacks(record, staying, wish.copies) and len(self._parked) < limits.WISHES:
                     self._parked[wished] = wish
                 continue
             if wish.not_before > now or self._is_under_way(wished):
                 continue
             if space is not None and record.space != space.id:
                 continue
-            found = self._missing(record, wish.copies, target)
+            found = self._missing(record, staying, wish.copies, target)
             if found is None or (source is not None and found[0] != source):
                 continue
             more = self._bytes(record, found[1])
@@ -237,11 +246,12 @@ class Replicator:
         target.pull = PullOrder(target.pulls, source, space.tenant, space.spec, tuple(pages))
         return taken
 
-    def _missing(self, record: BlockRecord, copies: int, target: Member) -> tuple[ShardAddress, list[NewPage]] | None:
+    def _missing(
+        self, record: BlockRecord, staying: Staying, copies: int, target: Member
+    ) -> tuple[ShardAddress, list[NewPage]] | None:
         """The pages of this block that `target` could bring nearer to so many copies, and one shard that has them."""
         source: int | None = None
         pages: list[NewPage] = []
-        staying = self._staying(record)
         for copy in record.copies.entries:
             if not self._book.alive(copy.slot) or source not in (None, copy.slot):
                 continue
@@ -253,14 +263,13 @@ class Replicator:
             pages.append(NewPage(key, record.parent, record.depth, copy.loss))
         return None if source is None else (self._book.address(source), pages)
 
-    def _fits(self, target: Member, record: BlockRecord, copies: int) -> bool:
+    def _fits(self, target: Member, record: BlockRecord, staying: Staying, copies: int) -> bool:
         """Could this shard take what is missing of it?"""
-        found = self._missing(record, copies, target)
+        found = self._missing(record, staying, copies, target)
         return found is not None and self._bytes(record, found[1]) <= self._room(target)
 
-    def _lacks(self, record: BlockRecord, copies: int) -> bool:
+    def _lacks(self, record: BlockRecord, staying: Staying, copies: int) -> bool:
         """Has any page of it fewer copies than that, on shards that stay?"""
-        staying = self._staying(record)
         return any(
             len(staying.get((copy.group, copy.part), ())) < copies
             for copy in record.copies.entries
@@ -281,9 +290,9 @@ class Replicator:
         """Does any shard pull it now? Two that are to go may both wish for it."""
         return any(wished in taken for taken in self._under_way.values())
 
-    def _staying(self, record: BlockRecord) -> dict[tuple[int, object], list[int]]:
+    def _staying(self, record: BlockRecord) -> Staying:
         """Where each page of it lies, but for shards that are gone or about to go."""
-        staying: dict[tuple[int, object], list[int]] = {}
+        staying: Staying = {}
         for copy in record.copies.entries:
             if self._book.alive(copy.slot) and copy.slot not in self._draining:
                 staying.setdefault((copy.group, copy.part), []).append(copy.slot)

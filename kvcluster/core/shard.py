@@ -66,7 +66,7 @@ from kvcluster.core.spaces import Space, Spaces
 from kvcluster.core.stream import Piece
 from kvcluster.core.uplink import FROM_SHARD, Uplink
 from kvcluster.core.verifier import Verifier
-from kvcluster.core.waiting import WaitingRoom
+from kvcluster.core.waiting import WaitingRoom, lost
 
 _COUNTERS = (
     *("commits", "duplicates", "evicted", "aborted", "revoked", "late", "full"),
@@ -183,7 +183,7 @@ class Shard:
         if refused is not None:
             return [Answer(m.call, refused)]
         if not self.member(now):
-            return [_lost(m)]
+            return [lost(m)]
         wait_ns = min(m.wait_ns, self._leases.ttl_ns)
         if wait_ns > 0 and self._waiting.must_wait(m):
             self._waiting.add(m, now + wait_ns)
@@ -223,7 +223,7 @@ class Shard:
             self._give_back(lease)
             return [Answer(m.call, Done())]
         gone = self._waiting.withdraw(m.attempt)
-        return [*map(_lost, gone), Answer(m.call, Done(bool(gone)))]
+        return [*map(lost, gone), Answer(m.call, Done(bool(gone)))]
 
     def _renew(self, m: Renew, now: int) -> list[Effect]:
         return [Answer(m.call, Done(self._leases.renew(m.attempt, now)))]
@@ -280,10 +280,8 @@ class Shard:
         return Answer(m.call, WriteGrant(tuple(offer.slot() if isinstance(offer, Page) else offer for offer in offers)))
 
     def _offer(self, space: Space, new: NewPage) -> Page | Written:
-        offer = self._pool.offer(space.id, new, space.spec.page_bytes(new.key.group, new.key.part))
-        if isinstance(offer, Page):
-            space.parts[new.key.group, new.key.part] = None
-        elif offer is Written.DUPLICATE:
+        offer = space.offer(self._pool, new)
+        if offer is Written.DUPLICATE:
             self._counters["duplicates"] += 1
         elif offer is Written.FULL:
             self._counters["full"] += 1
@@ -292,7 +290,7 @@ class Shard:
     def _serve_waiting(self, now: int) -> list[Effect]:
         """Reservations that now find room, in order of arrival; and whoever has waited long enough gets what fits."""
         if not self.member(now):
-            return [_lost(m) for m in self._waiting.everyone()]
+            return [lost(m) for m in self._waiting.everyone()]
         effects: list[Effect] = []
         while (m := self._waiting.next_served(now)) is not None:
             effects.append(self._grant_write(m, now))
@@ -429,11 +427,6 @@ _FAREWELLS = {
     Farewell.REPLACED: "a newer incarnation of this shard is known to the coordinator",
     Farewell.DRAINED: "this shard is drained",
 }
-
-
-def _lost(m: Reserve) -> Answer:
-    """Nothing of this reservation may be written here, or nobody is left to write it."""
-    return Answer(m.call, WriteGrant((Written.LOST,) * len(m.pages)))
 
 
 def _event(page: Page) -> PageEvent:

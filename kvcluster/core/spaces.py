@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, NamespaceId, Tenant
+from kvcluster.core.messages import NewPage, Written
+from kvcluster.core.pool import Page, PagePool
 from kvcluster.core.spec import KVSpec, Part
 
 
@@ -23,6 +25,13 @@ class Space:
         self.tenant = tenant
         self.spec = spec
         self.parts: dict[tuple[int, Part], None] = {}
+
+    def offer(self, pool: PagePool, new: NewPage) -> Page | Written:
+        """A page of this namespace to write, or what became of the wish for one (PagePool.offer)."""
+        offer = pool.offer(self.id, new, self.spec.page_bytes(new.key.group, new.key.part))
+        if isinstance(offer, Page):
+            self.parts[new.key.group, new.key.part] = None
+        return offer
 
 
 class Spaces:

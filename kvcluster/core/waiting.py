@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, CallId, NamespaceId
-from kvcluster.core.messages import Reserve
+from kvcluster.core.messages import Answer, Reserve, WriteGrant, Written
 from kvcluster.core.pool import PagePool
 from kvcluster.core.spaces import Spaces
 
@@ -90,3 +90,8 @@ class WaitingRoom:
         for m in those:
             del self._waiting[m.call]
         return those
+
+
+def lost(m: Reserve) -> Answer:
+    """Nothing of this reservation may be written here, or nobody is left to write it."""
+    return Answer(m.call, WriteGrant((Written.LOST,) * len(m.pages)))
