@@ -1,7 +1,7 @@
 """The load job: from a ticket's plan to verified bytes in the caller's memory.
 
-Which pages to read from which shard follows from the ticket alone. Every layer is verified against the hash that was
-asked for before it is put anywhere; one that does not match is reported to its shard, and never a byte.
+Which pages to read from which shard follows from the ticket alone. Every layer is verified, where it has come to lie,
+against the hash that was asked for; one that does not match has not come, and is reported to its shard.
 
 Each shard is read on a thread of its own, since whoever waits for bytes that do not come cannot be woken; this job
 waits for all of them at once. What a shard fails to give is looked for on other shards within the same deadline
@@ -31,7 +31,7 @@ from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.pages import checksum, codec
-from kvcluster.transport.seam import Deadline, Trouble
+from kvcluster.transport.seam import Deadline, Payload, Trouble
 
 if TYPE_CHECKING:  # it imports torch, which a client without tensors need not have
     from kvcluster.client.memory import Bound
@@ -81,7 +81,11 @@ class Board:
 
 
 class _Sink:
-    """Verifies and places what one shard sends, and knows what it has not sent. Layers of an item come in order."""
+    """Places and verifies what one shard sends, and knows what it has not sent. Layers of an item come in order.
+
+    What does not verify may lie in the caller's memory, but is never told to have come: its block has failed, unless
+    another shard's bytes take the place of these.
+    """
 
     def __init__(self, load: Load, pieces: Sequence[Piece]) -> None:
         self._load = load
@@ -90,36 +94,76 @@ class _Sink:
         self.dropped: dict[int, None] = {}  # items that others bring
         self.corrupt: dict[int, list[tuple[int, int]]] = {}  # by item, the layers that did not match
         self.closed = False
+        self._staging = memoryview(b"")
         self.heard_ns = time.monotonic_ns()
 
-    def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: memoryview) -> None:
-        load, piece, stop = self._load, self._pieces[item], layer + len(sums)
+    def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
+        load, piece = self._load, self._pieces[item]
         part = piece.want.key.part
-        matches = (
-            codec.check_codec(codec_id) is None
-            and data.nbytes == len(sums) * load.spec.layer_bytes(piece.group, part)
-            and checksum.first_mismatch(
-                checksum.identity(load.body.namespace, piece.want.key, codec_id), layer, sums, data
-            )
-            is None
-        )
-        with load.transfer.gate():
-            load.transfer.check()
-            if self.closed:
-                raise GivenUp(Miss(MissReason.DEADLINE, "read from elsewhere"))
-            self.heard_ns = time.monotonic_ns()
-            if item in self.dropped:
+        layer_bytes = load.spec.layer_bytes(piece.group, part)
+        if codec.check_codec(codec_id) is not None or data.nbytes != len(sums) * layer_bytes:
+            with load.transfer.gate():
+                if self._wanted(item, layer):
+                    self._note(item, layer, layer + len(sums), data.nbytes, matches=False)
+            return
+        identity = checksum.identity(load.body.namespace, piece.want.key, codec_id)
+        step = max(1, limits.CHUNK_BYTES // layer_bytes)
+        for at in range(0, len(sums), step):
+            these = sums[at : at + step]
+            if not self._take(item, layer + at, these, identity, data):
                 return
-            if layer != self._next[item]:
-                raise ProtocolError(f"layer {layer} of a page came where {self._next[item]} belongs")
-            if matches:
-                load.into.put(piece.block, piece.group, piece.cut(layer, stop).rect, data)
-                load.board.came(piece, stop - layer, data.nbytes)
-            else:
-                self.corrupt.setdefault(item, []).append((layer, stop))
-            self._next[item] = stop
+
+    def _take(self, item: int, layer: int, sums: Sequence[int], identity: int, data: Payload) -> bool:
+        """Some layers into the caller's memory, and verified there; or first beside it, where it is strided. False
+        where others bring them."""
+        load, piece, stop = self._load, self._pieces[item], layer + len(sums)
+        rect = piece.cut(layer, stop).rect
+        nbytes = len(sums) * load.spec.layer_bytes(piece.group, piece.want.key.part)
+        place = load.into.place(piece.block, piece.group, rect)
+        view = self._beside(nbytes) if place is None else place
+        got = 0
+        while True:
+            with load.transfer.gate():
+                if not self._wanted(item, layer):
+                    return False
+                got += data.read_into(view[got:])
+                if got < nbytes:
+                    matches = None
+                else:
+                    matches = checksum.first_mismatch(identity, layer, sums, view) is None
+                    if matches and place is None:
+                        load.into.put(piece.block, piece.group, rect, view)
+                    self._note(item, layer, stop, nbytes, matches=matches)
+            if matches is not None:
+                break
+            data.wait()
         if matches:
             load.transfer.arrived(piece.model_layers(load.spec, layer, stop))
+        return True
+
+    def _wanted(self, item: int, layer: int) -> bool:
+        """Is it still this sink that brings those layers? Under the gate. Raises GivenUp where nobody wants any."""
+        self._load.transfer.check()
+        if self.closed:
+            raise GivenUp(Miss(MissReason.DEADLINE, "read from elsewhere"))
+        self.heard_ns = time.monotonic_ns()
+        if item in self.dropped:
+            return False
+        if layer != self._next[item]:
+            raise ProtocolError(f"layer {layer} of a page came where {self._next[item]} belongs")
+        return True
+
+    def _note(self, item: int, start: int, stop: int, nbytes: int, *, matches: bool) -> None:
+        if matches:
+            self._load.board.came(self._pieces[item], stop - start, nbytes)
+        else:
+            self.corrupt.setdefault(item, []).append((start, stop))
+        self._next[item] = stop
+
+    def _beside(self, nbytes: int) -> memoryview:
+        if self._staging.nbytes < nbytes:
+            self._staging = memoryview(bytearray(nbytes))
+        return self._staging[:nbytes]
 
     def rests(self, item: int) -> Iterator[Piece]:
         """What has not come of an item. Under the gate while its shard may still send."""

@@ -117,8 +117,25 @@ def bind(
     return Bound(tuple(regions), given)
 
 
+class Staging:
+    """Where bytes lie between two places: one buffer, as large as the largest piece so far. Of one thread."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(b"")
+
+    def room(self, nbytes: int) -> memoryview:
+        """That many bytes, in which what was asked for before may have lain."""
+        if self._buffer.nbytes < nbytes:
+            self._buffer = memoryview(bytearray(nbytes))
+        return self._buffer[:nbytes]
+
+
 class Bound:
-    """Checked memory of one call. It keeps the caller's objects alive; use it from one thread at a time."""
+    """Checked memory of one call. It keeps the caller's objects alive.
+
+    Any number of threads may use it at once, as long as no two write the same place; each gathers into a Staging of
+    its own.
+    """
 
     def __init__(self, regions: tuple[Region | None, ...], owners: object) -> None:
         self._regions = regions
@@ -139,16 +156,22 @@ class Bound:
         if both is not None:
             region.write(block, rect, both, data)
 
-    def get(self, block: int, group: int, layer_start: int, layer_stop: int) -> memoryview:
+    def place(self, block: int, group: int, rect: Part) -> memoryview | None:
+        """Where `rect` of a page lies here, as `put` would write it; None where that is not one run of bytes."""
+        region = self._regions[group]
+        assert region is not None
+        return region.place(block, rect) if region.part.intersect(rect) == rect else None
+
+    def get(self, block: int, group: int, layer_start: int, layer_stop: int, staging: Staging) -> memoryview:
         """Those layers of the bound part, read-only, in page layout; layers are counted in the group.
 
-        Without a copy where the memory lies so (Dense, Buffers), otherwise gathered into one buffer: what
-        is returned is valid until the next `get`.
+        Without a copy where the memory lies so (Dense, Buffers), otherwise gathered into `staging`: what is
+        returned is valid until that is used again.
         """
         region = self._regions[group]
         assert region is not None
         assert region.part.layer_start <= layer_start < layer_stop <= region.part.layer_stop
-        return region.read(block, layer_start, layer_stop)
+        return region.read(block, layer_start, layer_stop, staging)
 
 
 class Region(Protocol):
@@ -160,8 +183,12 @@ class Region(Protocol):
     def write(self, block: int, rect: Part, both: Part, data: memoryview) -> None:
         """Puts the rectangle `both` out of `data`, which is `rect` in page layout."""
 
-    def read(self, block: int, layer_start: int, layer_stop: int) -> memoryview:
-        """Those layers in page layout."""
+    def place(self, block: int, rect: Part) -> memoryview | None:
+        """The bytes of `rect`, which lies within the part, where they are one run in page layout."""
+        ...
+
+    def read(self, block: int, layer_start: int, layer_stop: int, staging: Staging) -> memoryview:
+        """Those layers in page layout; in `staging` where they do not lie so."""
         ...
 
 
@@ -185,6 +212,14 @@ class Pages:
         start = (both.layer_start - rect.layer_start) * layer_bytes
         page[into : into + nbytes] = data[start : start + nbytes]
 
+    def place(self, block: int, rect: Part) -> memoryview | None:
+        part = self.part
+        if rect.head_start != part.head_start or rect.head_stop != part.head_stop:
+            return None
+        layer_bytes = part.heads * self.head_bytes
+        start = (rect.layer_start - part.layer_start) * layer_bytes
+        return self._pages[block][start : start + rect.layers * layer_bytes]
+
     def write_heads(self, page: memoryview, rect: Part, both: Part, data: memoryview) -> None:
         """As `write`, where the heads of `rect` are not those of the part: row by row."""
         part = self.part
@@ -199,7 +234,7 @@ class Pages:
                     into += part.heads * row
                     start += rect.heads * row
 
-    def read(self, block: int, layer_start: int, layer_stop: int) -> memoryview:
+    def read(self, block: int, layer_start: int, layer_stop: int, staging: Staging) -> memoryview:
         layer_bytes = self.part.heads * self.head_bytes
         start, stop = layer_start - self.part.layer_start, layer_stop - self.part.layer_start
         return self._pages[block][start * layer_bytes : stop * layer_bytes].toreadonly()

@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvcluster.client.memory import Ask, Dense, Paged, Pages, Region, kind
+from kvcluster.client.memory import Ask, Dense, Paged, Pages, Region, Staging, kind
 from kvcluster.core.spec import DTYPE_BYTES, Part, Plane
 from kvcluster.errors import CallerError
 
@@ -113,18 +113,18 @@ class _Strided:
         self._geometry = geometry
         self._runs = runs
         self._rows = rows
-        self._staging = bytearray()
 
     def write(self, block: int, rect: Part, both: Part, data: memoryview) -> None:
         pages = [_cut(page, rect, both) for page in self._geometry.arrived(data, rect)]
         for into, page in self._pairs(block, both, pages):
             _copy(into, page)
 
-    def read(self, block: int, layer_start: int, layer_stop: int) -> memoryview:
-        if not self._staging:
-            self._staging = bytearray(self.part.layers * self.part.heads * self.head_bytes)
+    def place(self, block: int, rect: Part) -> memoryview | None:
+        return None
+
+    def read(self, block: int, layer_start: int, layer_stop: int, staging: Staging) -> memoryview:
         both = self.part._replace(layer_start=layer_start, layer_stop=layer_stop)
-        gathered = memoryview(self._staging)[: both.layers * both.heads * self.head_bytes]
+        gathered = staging.room(both.layers * both.heads * self.head_bytes)
         for source, page in self._pairs(block, both, self._geometry.views(gathered, both)):
             _copy(page, source)
         return gathered.toreadonly()

@@ -96,6 +96,36 @@ MESSAGE_BYTES = 64 * 1024 * 1024
 FRAME_BYTES = 1024 * 1024
 """What a sender aims at for one frame of pages: gRPC is fastest between one and two MiB."""
 
+RECORD_BYTES = 512 * 1024
+"""What a sender aims at for one run of layers of one page: each costs some microseconds of Python at either end, and
+the smaller they are, the sooner the first layers of all pages of a load are there."""
+
+CHUNK_BYTES = 256 * 1024
+"""What is copied before it is verified: small enough to be in the cache still."""
+
+STREAM_BYTES = 4 * 1024 * 1024
+"""What each of several exchanges with one shard must have to move before a transfer is divided among them: a request, a
+lease and its end cost some tenths of a millisecond, which are less than a tenth of moving this much."""
+
+STORES_QUEUED = TICKETS_PER_HOLDER
+"""Stores of one client that are under way or wait: one for each request that an engine runs. One more is a miss."""
+
+STORES_QUEUED_BYTES = 4 * 1024 * 1024 * 1024
+"""All that they are to move: a few seconds of a fast network. Whoever stores faster than that for long wants to have
+its memory back, and not in minutes. One store alone may have more."""
+
+TOKEN_BYTES = 4_096
+"""One credential, as it opens a stream: more than any that is made, and little to read from a stranger."""
+
+WORDS_BYTES = 4_096
+"""What a stream says of its failure before it ends."""
+
+STREAMS = 256
+"""Connections that a shard keeps open besides gRPC's: each has a thread. Two of each of a hundred workers, and more."""
+
+TRANSPORTS = 16
+"""What a shard says of, offered or not: four times as many as there are."""
+
 TOKEN_FILE_BYTES = 1024 * 1024
 """Ten thousand credentials."""
 

@@ -16,7 +16,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, suppress
 from types import TracebackType
 
@@ -27,8 +27,6 @@ from kvcluster.core.messages import (
     Commit,
     Done,
     Fetch,
-    PageKey,
-    PageSlot,
     PageWant,
     ReadRequest,
     Renew,
@@ -36,8 +34,8 @@ from kvcluster.core.messages import (
     ShardMessage,
 )
 from kvcluster.core.reasons import Miss, MissReason
-from kvcluster.errors import KVClusterError, ProtocolError
-from kvcluster.pages import checksum, codec
+from kvcluster.errors import KVClusterError
+from kvcluster.transport.arrivals import Arrivals
 from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Transport, Trouble
 
 log = logging.getLogger(__name__)
@@ -50,43 +48,6 @@ _PROMPT_S = 5.0
 
 OpenSource = Callable[[ShardAddress], Transport]
 """Opens a way to another shard that may read for every tenant (ids.CLUSTER)."""
-
-
-class Arrivals:
-    """Where a fetch's layers go: a PageSink over the slots that were reserved for them."""
-
-    def __init__(self, order: Fetch, view: Callable[[PageSlot], memoryview]) -> None:
-        self._slots = order.slots
-        self._view = view
-        self._identities = [checksum.identity(order.namespace, slot.key, codec.RAW) for slot in order.slots]
-        self._sums: list[list[int]] = [[] for _ in order.slots]
-        self._wrong: dict[int, None] = {}
-
-    def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: memoryview) -> None:
-        slot = self._slots[item]
-        layers = slot.key.part.layers
-        layer_bytes = slot.nbytes // layers
-        if layer != len(self._sums[item]) or layer + len(sums) > layers or data.nbytes != len(sums) * layer_bytes:
-            raise ProtocolError(f"page {item} has {layers} layers of {layer_bytes} bytes; other bytes came")
-        if codec_id != codec.RAW:
-            raise ProtocolError(f"page {item} came in codec {codec_id:#06x}, for which no room was reserved")
-        here = self._view(slot)[layer * layer_bytes : layer * layer_bytes + data.nbytes]
-        here[:] = data
-        self._sums[item].extend(sums)
-        if checksum.first_mismatch(self._identities[item], layer, sums, here) is not None:
-            self._wrong[item] = None
-
-    def verified(self) -> dict[int, bytes]:
-        """The packed sums of each page that is whole and right, by its place in the order."""
-        return {
-            item: checksum.pack_sums(sums)
-            for item, (slot, sums) in enumerate(zip(self._slots, self._sums, strict=True))
-            if len(sums) == slot.key.part.layers and item not in self._wrong
-        }
-
-    def wrong(self) -> tuple[PageKey, ...]:
-        """The pages of which bytes came that were not theirs."""
-        return tuple(self._slots[item].key for item in self._wrong)
 
 
 class Fetcher:
@@ -103,7 +64,7 @@ class Fetcher:
 
     def fetch(self, order: Fetch) -> None:
         """Carries out one order, and ends its lease."""
-        arrivals = Arrivals(order, self._host.view)
+        arrivals = Arrivals(order.namespace, dict(enumerate(order.slots)), self._host.view)
         try:
             self._bring(order, arrivals)
         except (Trouble, RefusedByShard, KVClusterError) as error:

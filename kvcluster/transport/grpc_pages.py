@@ -20,6 +20,8 @@ from kvcluster.core.messages import (
     AttachShard,
     Done,
     Flush,
+    GetOffers,
+    Offers,
     PageKey,
     ReadRequest,
     Refused,
@@ -31,7 +33,7 @@ from kvcluster.core.reasons import Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.rpc import Connection, identity, status_of
-from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Trouble
+from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, Present, RefusedByShard, Trouble
 from kvcluster.transport.sessions import ReadSession, WriteSession, outgoing
 from kvcluster.wire import frames
 from kvcluster.wire.methods import SHARD
@@ -47,6 +49,7 @@ class GrpcPages:
     """A worker's way to a shard over gRPC."""
 
     name = "grpc"
+    streams = 1
 
     def __init__(self, address: str, token: str | None) -> None:
         self._connection = Connection(address, token)
@@ -79,7 +82,7 @@ class GrpcPages:
                     ):
                         raise ProtocolError(f"{address} sent layers that were not asked for, or not in order")
                     expected[record.item] = stop
-                    sink.receive(record.item, record.layer, record.codec, record.sums, record.data)
+                    sink.receive(record.item, record.layer, record.codec, record.sums, Present(record.data))
                 yield
             return outcome
         except grpc.RpcError as error:
@@ -126,6 +129,14 @@ class GrpcPages:
         finally:
             granted.put(None)
             stream.cancel()
+
+    def offers(self, deadline: Deadline) -> Offers:
+        """Which data paths the shard serves beside this one. Raises Trouble, or RefusedByShard."""
+        answer = self._connection.ask(SHARD["GetOffers"], GetOffers(_NO_CALL), deadline)
+        if isinstance(answer, Refused):
+            raise RefusedByShard(answer)
+        assert isinstance(answer, Offers)
+        return answer
 
     def flush(self, deadline: Deadline) -> bool:
         wait_ns = int(deadline.remaining_s() * 0.9e9)
@@ -182,7 +193,9 @@ def page_handlers(
             with WriteSession(host, tenant, request, stop=context.cancel) as session:
                 yield frames.encode_write_head(session.outcome)
                 for message in messages:
-                    session.accept(frames.parse(message))
+                    session.alive()
+                    for record in frames.parse(message):
+                        session.receive(record.item, record.layer, record.codec, record.sums, Present(record.data))
                 yield frames.encode_write_tail(session.finish())
         except RefusedByShard as refused:
             yield frames.encode_refused(refused.refused)

@@ -23,7 +23,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.reasons import Miss
 from kvcluster.core.spec import KVSpec
-from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, RefusedByShard
+from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, Present, RefusedByShard
 from kvcluster.transport.sessions import ReadSession, WriteSession, outgoing
 
 
@@ -31,6 +31,7 @@ class MemoryTransport:
     """A worker's way to a shard of the same process."""
 
     name = "memory"
+    streams = 1
 
     def __init__(self, host: PageHost, tenant: Tenant) -> None:
         self._host = host
@@ -52,7 +53,7 @@ class MemoryTransport:
             for batch in session.frames():
                 deadline.check()
                 for record in batch:
-                    sink.receive(record.item, record.layer, record.codec, record.sums, record.data)
+                    sink.receive(record.item, record.layer, record.codec, record.sums, Present(record.data))
                 yield
             return session.outcome
 
@@ -62,7 +63,9 @@ class MemoryTransport:
         with WriteSession(self._host, self._tenant, request, deadline=deadline) as session:
             for batch in outgoing(request, session.outcome, source):
                 deadline.check()
-                session.accept(batch)
+                session.alive()
+                for record in batch:
+                    session.receive(record.item, record.layer, record.codec, record.sums, Present(record.data))
             source.drained()
             deadline.check()
             return session.finish()

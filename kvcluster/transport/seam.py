@@ -65,18 +65,50 @@ class Deadline:
         now = time.monotonic_ns()
         return Deadline(now + max(0, self.at_ns - now) // parts)
 
-    def check(self) -> None:
+    def check(self, detail: str = "") -> None:
         """Raises Trouble(DEADLINE) once it has passed."""
         if time.monotonic_ns() >= self.at_ns:
-            raise Trouble(Miss(MissReason.DEADLINE))
+            raise Trouble(Miss(MissReason.DEADLINE, detail))
+
+
+class Payload(Protocol):
+    """The bytes of some layers on their way: read once, from the first to the last."""
+
+    nbytes: int
+
+    def read_into(self, view: memoryview) -> int:
+        """Copies the next bytes, as many as are there and `view` has room for; 0 where `wait` is to be called. Never
+        blocks, so that it can be called under a lock."""
+
+    def wait(self) -> None:
+        """Until more are there. Raises Trouble at the deadline, or where no more will come."""
+
+
+class Present:
+    """A payload that lies in memory already, its own or somebody else's."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.nbytes = data.nbytes
+        self._data = data
+        self._at = 0
+
+    def read_into(self, view: memoryview) -> int:
+        start, stop = self._at, min(self._at + view.nbytes, self.nbytes)
+        view[: stop - start] = self._data[start:stop]
+        self._at = stop
+        return stop - start
+
+    def wait(self) -> None:
+        """Everything is there."""
 
 
 class PageSink(Protocol):
     """Where a load's layers go."""
 
-    def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: memoryview) -> None:
-        """`len(sums)` layers of `wants[item]`, from its page's layer `layer` on. `data` is not written by
-        anybody during the call, and not valid after it. The sink verifies it."""
+    def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
+        """`len(sums)` layers of `wants[item]`, from its page's layer `layer` on. The sink reads them into memory of
+        its own, and verifies them there and not before: until it has read them anybody may change them. What it
+        leaves unread the transport skips."""
 
 
 class PageSource(Protocol):
@@ -93,18 +125,18 @@ class PageSource(Protocol):
         """Nothing more will be asked for: the memory behind the source may be overwritten."""
 
 
-class Transport(Protocol):
-    """A worker's way to one shard incarnation.
+class DataPath(Protocol):
+    """A worker's way to move pages to and from one shard incarnation.
 
-    Thread-safe: loads, stores and flushes share one, and none waits for another. A sink, a source and the generator
-    of one `read` belong to the thread that drives them. No call outlasts its deadline by more than the piece that
-    its sink or source has in hand; after `close`, from any thread, each ends with Trouble or as if it were open.
+    Thread-safe: loads and stores share one, and none waits for another. A sink, a source and the generator of one
+    `read` belong to the thread that drives them. No call outlasts its deadline by more than the piece that its sink or
+    source has in hand; after `close`, from any thread, each ends with Trouble or as if it were open.
     """
 
     name: str
 
-    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
-        """Names the spec to the shard. Raises Trouble or RefusedByShard."""
+    streams: int
+    """How many exchanges at once with one shard make it fastest."""
 
     def read(
         self, request: ReadRequest, sink: PageSink, deadline: Deadline
@@ -115,14 +147,21 @@ class Transport(Protocol):
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
         """Stores. Returns what became of each page. Raises Trouble or RefusedByShard."""
 
+    def close(self) -> None: ...
+
+
+class Transport(DataPath, Protocol):
+    """A worker's whole way to one shard incarnation: a data path, and the questions beside it."""
+
+    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
+        """Names the spec to the shard. Raises Trouble or RefusedByShard."""
+
     def flush(self, deadline: Deadline) -> bool:
         """Has the coordinator heard of everything committed so far? Raises Trouble."""
 
     def suspect(self, namespace: NamespaceId, epoch: Epoch, keys: Sequence[PageKey], deadline: Deadline) -> None:
         """Reports pages of that incarnation whose bytes did not match their checksums here. It condemns nothing: the
         shard reads them again. Raises Trouble or RefusedByShard."""
-
-    def close(self) -> None: ...
 
 
 class PageHost(Protocol):

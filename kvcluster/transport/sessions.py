@@ -36,7 +36,8 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
-from kvcluster.transport.seam import Deadline, PageHost, PageSource, RefusedByShard, Trouble
+from kvcluster.transport.arrivals import Arrivals
+from kvcluster.transport.seam import Deadline, PageHost, PageSource, Payload, RefusedByShard, Trouble
 from kvcluster.wire.frames import Record
 
 _PROMPT_S = 5.0
@@ -141,6 +142,8 @@ class ReadSession(_Session):
         self._tenant = tenant
         self._wants = request.wants
         self._pages: tuple[PageSlot | Miss, ...] = ()
+        self.granted: dict[int, PageSlot] = {}
+        """The pages that are pinned, by their place among the wants."""
 
     def __enter__(self) -> ReadSession:
         r = self._request
@@ -148,6 +151,7 @@ class ReadSession(_Session):
         answer = self._begin(lambda call: Pin(call, self._tenant, r.namespace, r.attempt, r.epoch, keys))
         assert isinstance(answer, PinGrant)
         self._pages = answer.pages
+        self.granted = {item: page for item, page in enumerate(self._pages) if isinstance(page, PageSlot)}
         return self
 
     def __exit__(
@@ -160,29 +164,37 @@ class ReadSession(_Session):
         return [page if isinstance(page, Miss) else None for page in self._pages]
 
     def frames(self) -> Iterator[list[Record]]:
-        """All wanted layers in order, in batches of about FRAME_BYTES. The records view the arena."""
+        """All wanted layers in the order of their use, in batches of about FRAME_BYTES. The records view the arena.
+
+        The first layers of every page come before the second of any, so that who waits for a layer waits for it alone.
+        """
         batch: list[Record] = []
         room = limits.FRAME_BYTES
-        for item, (slot, want) in enumerate(zip(self._pages, self._wants, strict=True)):
-            if isinstance(slot, Miss):
-                continue
+        sums = {item: checksum.unpack_sums(slot.sums) for item, slot in self.granted.items()}
+        for _, item, layer, count in self._in_order_of_use():
+            slot = self.granted[item]
             layer_bytes = slot.nbytes // slot.key.part.layers
-            sums = checksum.unpack_sums(slot.sums)
-            view = self._host.view(slot)
-            layer = want.layer_start
-            while layer < want.layer_stop:
-                count = min(want.layer_stop - layer, max(1, room // layer_bytes))
-                data = view[layer * layer_bytes : (layer + count) * layer_bytes]
-                batch.append(Record(item, layer, codec.RAW, tuple(sums[layer : layer + count]), data))
-                layer += count
-                room -= count * layer_bytes
-                if room < layer_bytes:
-                    self._renew()
-                    yield batch
-                    batch, room = [], limits.FRAME_BYTES
+            if batch and room < count * layer_bytes:
+                self._renew()
+                yield batch
+                batch, room = [], limits.FRAME_BYTES
+            data = self._host.view(slot)[layer * layer_bytes : (layer + count) * layer_bytes]
+            batch.append(Record(item, layer, codec.RAW, sums[item][layer : layer + count], data))
+            room -= count * layer_bytes
         if batch:
             self._renew()
             yield batch
+
+    def _in_order_of_use(self) -> list[tuple[int, int, int, int]]:
+        """(layer within the group, item, layer within the page, layers) of each record."""
+        records = []
+        for item, slot in self.granted.items():
+            want, part = self._wants[item], slot.key.part
+            step = max(1, limits.RECORD_BYTES // (slot.nbytes // part.layers))
+            for layer in range(want.layer_start, want.layer_stop, step):
+                count = min(step, want.layer_stop - layer)
+                records.append((part.layer_start + layer, item, layer, count))
+        return sorted(records)
 
 
 class WriteSession(_Session):
@@ -202,8 +214,10 @@ class WriteSession(_Session):
         self._request = request
         self._tenant = tenant
         self._pages: tuple[PageSlot | Written, ...] = ()
-        self._sums: dict[int, list[int | None]] = {}
+        self._arrivals = Arrivals(request.namespace, {}, host.view)
         self._finished = False
+        self.granted: dict[int, PageSlot] = {}
+        """The pages that are to be written, by their place in the request."""
 
     def __enter__(self) -> WriteSession:
         r = self._request
@@ -213,9 +227,8 @@ class WriteSession(_Session):
         )
         assert isinstance(answer, WriteGrant)
         self._pages = answer.pages
-        for item, page in enumerate(self._pages):
-            if isinstance(page, PageSlot):
-                self._sums[item] = [None] * page.key.part.layers
+        self.granted = {item: page for item, page in enumerate(self._pages) if isinstance(page, PageSlot)}
+        self._arrivals = Arrivals(r.namespace, self.granted, self._host.view)
         return self
 
     def __exit__(
@@ -231,41 +244,29 @@ class WriteSession(_Session):
         """For each page None where it is to be sent, else why not."""
         return [page if isinstance(page, Written) else None for page in self._pages]
 
-    def accept(self, records: Sequence[Record]) -> None:
-        """Copies layers into their pages. Raises ProtocolError for what was not asked for."""
+    def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
+        """Takes layers into their page, as a PageSink. Raises ProtocolError for what was not asked for."""
+        self._arrivals.receive(item, layer, codec_id, sums, data)
+
+    def written(self, item: int, sums: Sequence[int]) -> None:
+        """The worker has written the whole page in place, and writes it no more. Raises as `receive`."""
+        self._arrivals.written(item, sums)
+
+    def alive(self) -> None:
+        """The worker has shown that it lives. Raises Trouble where its lease has ended."""
         self._renew()
-        for record in records:
-            slot = self._pages[record.item] if record.item < len(self._pages) else None
-            if not isinstance(slot, PageSlot):
-                raise ProtocolError(f"bytes came for page {record.item}, which was not to be sent")
-            layers = slot.key.part.layers
-            layer_bytes = slot.nbytes // layers
-            count = len(record.sums)
-            if record.layer + count > layers or record.data.nbytes != count * layer_bytes:
-                raise ProtocolError(f"page {record.item} has {layers} layers of {layer_bytes} bytes; other bytes came")
-            if codec.check_codec(record.codec) is not None:
-                raise ProtocolError(f"page {record.item} came in codec {record.codec:#06x}, which is not known here")
-            start = record.layer * layer_bytes
-            self._host.view(slot)[start : start + record.data.nbytes] = record.data
-            self._sums[record.item][record.layer : record.layer + count] = record.sums
 
     def finish(self) -> list[Written]:
-        """Verifies what lies in the pages now against the writer's checksums, and commits what matches.
+        """Commits what matched the writer's checksums.
 
         Raises ProtocolError, and commits nothing, where not all has come: the writer broke off, and the end of its
         stream cannot always be told from its being cut.
         """
         self._renew()
-        verified: dict[int, bytes] = {}
-        for item, sums in self._sums.items():
-            slot = self._pages[item]
-            assert isinstance(slot, PageSlot)
-            identity = checksum.identity(self._request.namespace, slot.key, codec.RAW)
-            whole = [layer_sum for layer_sum in sums if layer_sum is not None]
-            if len(whole) < len(sums):
-                raise ProtocolError(f"the store ended before page {item} was whole")
-            if checksum.first_mismatch(identity, 0, whole, self._host.view(slot)) is None:
-                verified[item] = checksum.pack_sums(whole)
+        missing = self._arrivals.missing()
+        if missing is not None:
+            raise ProtocolError(f"the store ended before page {missing} was whole")
+        verified = self._arrivals.verified()
         self._finished = True
         answer = self._ask(lambda call: Commit(call, self._attempt, tuple(verified), tuple(verified.values())))
         assert isinstance(answer, CommitGrant)

@@ -50,28 +50,53 @@ class Record(NamedTuple):
 
 def pack(records: Sequence[Record]) -> bytes:
     """A frame of pages. The payloads are copied once, into the frame."""
-    pieces: list[bytes | memoryview] = [_HEADER.pack(MAGIC, FRAME_VERSION, DATA, len(records))]
-    nbytes = 0
-    for item, layer, codec, sums, data in records:
-        layers, size = len(sums), memoryview(data).nbytes
-        assert layers > 0 and size % layers == 0, "whole layers only"
-        pieces.append(struct.pack(f"<IHHHHQ{layers}Q", item, layer, layers, codec, 0, size, *sums))
-        nbytes += len(pieces[-1]) + size
-    assert _HEADER.size + nbytes <= limits.MESSAGE_BYTES, "a frame that nobody would take"
+    heads = [encode_head(record) for record in records]
+    pieces: list[bytes | memoryview] = [_HEADER.pack(MAGIC, FRAME_VERSION, DATA, len(records)), *heads]
     pieces += [record.data for record in records]
-    return b"".join(pieces)
+    frame = b"".join(pieces)
+    assert len(frame) <= limits.MESSAGE_BYTES, "a frame that nobody would take"
+    return frame
 
 
 def parse(data: bytes) -> list[Record]:
     """The records of a frame of pages. Their `data` are views of this message: nothing is copied."""
-    count = _records(data, DATA)
+    heads, at = decode_heads(data, _HEADER.size, _records(data, DATA))
+    end = at + sum(head.nbytes for head in heads)
+    if end != len(data):
+        raise ProtocolError(f"a frame of {len(data)} bytes was announced as one of {end}")
+    view = memoryview(data)
+    records = []
+    for item, layer, codec, sums, nbytes in heads:
+        records.append(Record(item, layer, codec, sums, view[at : at + nbytes]))
+        at += nbytes
+    return records
+
+
+class RecordHead(NamedTuple):
+    """What is said of a record before its `nbytes` bytes come."""
+
+    item: int
+    layer: int
+    codec: int
+    sums: tuple[int, ...]
+    nbytes: int
+
+
+def encode_head(record: Record) -> bytes:
+    """The header of a record."""
+    item, layer, codec, sums, data = record
+    layers, nbytes = len(sums), data.nbytes
+    assert layers > 0 and nbytes % layers == 0, "whole layers only"
+    return struct.pack(f"<IHHHHQ{layers}Q", item, layer, layers, codec, 0, nbytes, *sums)
+
+
+def decode_heads(data: bytes, at: int, count: int) -> tuple[list[RecordHead], int]:
+    """So many headers of records, which begin at `at`, and where they end."""
     size = len(data)
-    # Each record takes this much, so that a lie about their number is found before it costs anything.
-    if count * (_RECORD.size + _SUM_BYTES) > size - _HEADER.size:
+    # Each takes this much, so that a lie about their number is found before it costs anything.
+    if count * (_RECORD.size + _SUM_BYTES) > size - at:
         raise ProtocolError(f"a frame of {size} bytes cannot hold {count} records")
-    described = []
-    at = _HEADER.size
-    payload = 0
+    heads = []
     for _ in range(count):
         if at + _RECORD.size > size:
             raise ProtocolError("a frame ends within the header of a record")
@@ -81,17 +106,9 @@ def parse(data: bytes) -> list[Record]:
             raise ProtocolError(f"a record of {nbytes} bytes for {layers} layers from {layer} on cannot be")
         if nbytes > limits.LAYER_BYTES * layers or at + _SUM_BYTES * layers > size:
             raise ProtocolError(f"a record of {nbytes} bytes for {layers} layers is larger than may be")
-        described.append((item, layer, codec, struct.unpack_from(f"<{layers}Q", data, at), nbytes))
+        heads.append(RecordHead(item, layer, codec, struct.unpack_from(f"<{layers}Q", data, at), nbytes))
         at += _SUM_BYTES * layers
-        payload += nbytes
-    if at + payload != size:
-        raise ProtocolError(f"a frame of {size} bytes was announced as one of {at + payload}")
-    view = memoryview(data)
-    records = []
-    for item, layer, codec, sums, nbytes in described:
-        records.append(Record(item, layer, codec, sums, view[at : at + nbytes]))
-        at += nbytes
-    return records
+    return heads, at
 
 
 # ----------------------------------------------------------------------------------- heads and tails

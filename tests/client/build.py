@@ -28,7 +28,7 @@ from kvcluster.core.messages import Written as Outcome
 from kvcluster.core.reasons import Miss
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Deadline, PageSink, PageSource, Transport
+from kvcluster.transport.seam import Deadline, PageSink, PageSource, Payload, Transport
 
 BOUND_S = 20.0
 """How long anything may take before a test fails; nothing is expected to take a tenth of it."""
@@ -210,7 +210,7 @@ class _Sink:
         self._inner = inner
         self._steps = steps
 
-    def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: memoryview) -> None:
+    def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
         self._steps.receive()
         self._inner.receive(item, layer, codec, sums, data)
 

@@ -24,8 +24,9 @@ from kvcluster.errors import CredentialError
 from kvcluster.pages import codec
 from kvcluster.runtime import fetching
 from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.transport.arrivals import read_whole
 from kvcluster.transport.memory import MemoryTransport
-from kvcluster.transport.seam import Deadline, PageSink, RefusedByShard, Trouble
+from kvcluster.transport.seam import Deadline, PageSink, Payload, Present, RefusedByShard, Trouble
 from tests.runtime.hosts import (
     BOUND_S,
     EPOCH,
@@ -89,9 +90,13 @@ class Changing:
         self._item = item
         self._change = change
 
-    def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: memoryview) -> None:
-        what = (item, layer, codec, sums, data)
-        self._sink.receive(*(self._change(*what) if item == self._item else what))  # type: ignore[arg-type]
+    def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
+        if item == self._item:
+            came = memoryview(bytearray(data.nbytes))
+            read_whole(data, came)
+            item, layer, codec, sums, came = self._change(item, layer, codec, sums, came)  # type: ignore[assignment]
+            data = Present(came)
+        self._sink.receive(item, layer, codec, sums, data)
 
 
 class Pair:

@@ -17,7 +17,8 @@ from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import Group, KVSpec, Plane
 from kvcluster.pages import checksum, codec
 from kvcluster.testing.conformance.world import ONE, soon
-from kvcluster.transport.seam import Deadline, Transport
+from kvcluster.transport.arrivals import read_whole
+from kvcluster.transport.seam import Deadline, Payload, Transport
 
 Pieces = Generator[None, None, list[Miss | None]]
 
@@ -136,16 +137,17 @@ class ContentSink:
         self.got: dict[tuple[int, int], bytes] = {}
         self.corrupt: list[tuple[int, int]] = []
 
-    def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: memoryview) -> None:
+    def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
         key = self._wants[item].key
         identity = checksum.identity(self._content.namespace, key, codec_id)
         nbytes = self._content.spec.layer_bytes(key.group, key.part)
         assert data.nbytes == nbytes * len(sums), "whole layers"
         for at, expected in enumerate(sums, layer):
-            copy = bytes(data[(at - layer) * nbytes : (at - layer + 1) * nbytes])
+            copy = bytearray(nbytes)
+            read_whole(data, memoryview(copy))
             assert (item, at) not in self.got, "every layer comes once"
-            if checksum.layer_sum(identity, at, copy) == expected:
-                self.got[item, at] = copy
+            if checksum.layer_sum(identity, at, bytes(copy)) == expected:
+                self.got[item, at] = bytes(copy)
             else:
                 self.corrupt.append((item, at))
         self._after_receive()

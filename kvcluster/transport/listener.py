@@ -1,0 +1,132 @@
+"""The listening side of links: accepts connections, asks each for its credential, and serves it on a thread of its own.
+
+It knows nothing of pages: what is done with a link is for `serve`. At most limits.STREAMS connections are open at once;
+one more is told so and closed. A connection that does not say who it is within HELLO_S is closed as well, so that a
+stranger costs little. What `serve` raises ends its connection, in words where they can still be sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable
+
+from kvcluster.core import limits
+from kvcluster.core.ids import Tenant
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.errors import KVClusterError, ProtocolError
+from kvcluster.transport.link import Link
+from kvcluster.transport.seam import Deadline, Trouble
+from kvcluster.wire.streams import Kind
+
+log = logging.getLogger(__name__)
+
+HELLO_S = 5.0
+"""For the handshake. Whoever connects speaks first."""
+
+_FAREWELL_MS = 200
+_BACKLOG = 128
+
+TenantOf = Callable[[str | None], Tenant]
+"""Token -> tenant; raises CredentialError."""
+
+Serve = Callable[[Link, Tenant], None]
+"""Serves one connection until it ends. Raises Trouble when the other side has gone, which is the usual end."""
+
+
+class Listener:
+    """Owns a listening socket from construction to `close`."""
+
+    def __init__(self, listening: socket.socket, tenant_of: TenantOf, serve: Serve, *, name: str) -> None:
+        listening.listen(_BACKLOG)
+        self._listening = listening
+        self._tenant_of = tenant_of
+        self._serve = serve
+        self._name = name
+        self._links: dict[Link, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._accepting = threading.Thread(target=self._accept, name=f"kvcluster-{name}", daemon=True)
+
+    def start(self) -> None:
+        self._accepting.start()
+
+    def close(self) -> None:
+        """Accepts no more, ends every connection, and waits for the threads. May be called again."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+            links = dict(self._links)
+        if not first:
+            return
+        with contextlib.suppress(OSError):  # wakes accept
+            self._listening.shutdown(socket.SHUT_RDWR)
+        for link in links:
+            link.shut()
+        for thread in links.values():
+            thread.join()
+        if self._accepting.ident is not None:
+            self._accepting.join()
+        self._listening.close()
+
+    # ------------------------------------------------------------------------------------------ threads
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connected, address = self._listening.accept()
+            except OSError as error:
+                if self._closed:
+                    return
+                # Out of descriptors, or a peer that has gone already: neither is a reason to listen no more.
+                log.warning("%s could not accept a connection: %s", self._name, error)
+                if not self._pause():
+                    return
+                continue
+            self._begin(Link(connected, f"{self._name} peer {address or 'here'}"))
+
+    def _pause(self) -> bool:
+        """Not at once again. False where this is being closed."""
+        waiting = threading.Event()
+        waiting.wait(0.05)
+        return not self._closed
+
+    def _begin(self, link: Link) -> None:
+        thread = threading.Thread(target=self._run, args=(link,), name=f"kvcluster-{self._name}-link", daemon=True)
+        with self._lock:
+            full = len(self._links) >= limits.STREAMS
+            if not full and not self._closed:
+                self._links[link] = thread
+                thread.start()
+                return
+        if full:
+            log.warning("%s has %d connections, as many as may be", self._name, limits.STREAMS)
+            lost = Trouble(Miss(MissReason.SHARD_LOST, f"this shard has {limits.STREAMS} connections already"))
+            link.fail(lost, Deadline.after_ms(_FAREWELL_MS))
+        link.close()
+
+    def _run(self, link: Link) -> None:
+        try:
+            self._handle(link)
+        except Trouble as trouble:
+            log.debug("%s: a connection ended: %s", self._name, trouble)
+            link.fail(trouble, Deadline.after_ms(_FAREWELL_MS))
+        except KVClusterError as error:
+            log.info("%s: ending a connection: %s", self._name, error)
+            link.fail(error, Deadline.after_ms(_FAREWELL_MS))
+        except Exception:
+            log.exception("%s: a connection broke", self._name)
+            link.fail(ProtocolError("the shard failed; its log says how"), Deadline.after_ms(_FAREWELL_MS))
+        finally:
+            with self._lock:
+                del self._links[link]
+            link.close()
+
+    def _handle(self, link: Link) -> None:
+        _, body = link.receive(Kind.HELLO, deadline=Deadline.after_ms(HELLO_S * 1e3))
+        try:
+            token = body.decode() or None
+        except UnicodeDecodeError:
+            raise ProtocolError("a token that is not UTF-8") from None
+        self._serve(link, self._tenant_of(token))

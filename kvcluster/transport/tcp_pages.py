@@ -1,0 +1,295 @@
+"""Pages over plain sockets: out of the arena with sendmsg, into the destination with recv_into, no copy between.
+
+One connection carries one exchange at a time and is kept for the next; as many exchanges as there are threads go on at
+once, each on a connection of its own. A connection on which anything went wrong is closed, by which the other side
+learns that the exchange is over: the shard gives its pages back at once. Control (attach, flush, suspect) is not here:
+it goes over gRPC.
+
+    load    -> READ   <- HEAD, PAGES ..., DONE
+    store   -> WRITE  <- HEAD  -> PAGES ..., DONE  <- TAIL
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import replace
+from typing import TypeVar
+
+from kvcluster.core.ids import Tenant
+from kvcluster.core.messages import ReadRequest, WriteRequest, Written
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
+from kvcluster.transport.link import Link, dial
+from kvcluster.transport.listener import Listener, TenantOf
+from kvcluster.transport.rpc import check_address
+from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Trouble
+from kvcluster.transport.sessions import ReadSession, WriteSession, outgoing
+from kvcluster.wire import streams
+from kvcluster.wire.streams import Kind
+
+T = TypeVar("T")
+
+_BUFFER_BYTES = 2**20
+"""Of a socket, each way, which Linux doubles: what is under way on a link of 10 GB/s with 0.2 ms between its ends."""
+
+_IDLE = 8
+"""Connections kept for later, to one shard: more were opened only for a burst of threads."""
+
+_NEXT_S = 3_600.0
+"""How long a shard keeps a connection on which nothing is asked."""
+
+_LONGEST_S = 60.0
+"""A caller that says it has more time than this gets this much: no thread of a shard waits for ever."""
+
+
+class TcpPages:
+    """A worker's data path to a shard over TCP. Connects when it is first used."""
+
+    name = "tcp"
+    streams = 2
+
+    def __init__(self, address: str, token: str | None) -> None:
+        check_address(address)
+        self.address = address
+        self._token = token
+        self._idle: list[Link] = []
+        self._busy: dict[Link, None] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def connect(self, deadline: Deadline) -> None:
+        """Has a connection ready. Raises Trouble, CredentialError or ProtocolError."""
+        self._keep(self._link(deadline))
+
+    def read(
+        self, request: ReadRequest, sink: PageSink, deadline: Deadline
+    ) -> Generator[None, None, list[Miss | None]]:
+        link = self._link(deadline)
+        try:
+            link.send(Kind.READ, streams.encode_read(request, _remaining_ns(deadline)), deadline)
+            outcome = self._head(link, streams.decode_read_head, len(request.wants), deadline)
+            # Where each page goes on: a layer that came twice would hide one that did not come.
+            expected = [want.layer_start for want in request.wants]
+            while True:
+                kind, body = link.receive(Kind.PAGES, Kind.DONE, deadline=deadline)
+                if kind is Kind.DONE:
+                    break
+                for head in streams.decode_pages(body):
+                    stop = head.layer + len(head.sums)
+                    if (
+                        head.item >= len(expected)
+                        or outcome[head.item] is not None
+                        or head.layer != expected[head.item]
+                        or stop > request.wants[head.item].layer_stop
+                    ):
+                        raise ProtocolError(f"{self.address} sent layers that were not asked for, or not in order")
+                    expected[head.item] = stop
+                    payload = link.incoming(head.nbytes, deadline)
+                    sink.receive(head.item, head.layer, head.codec, head.sums, payload)
+                    payload.skip()
+                yield
+        except RefusedByShard:
+            self._keep(link)
+            raise
+        except BaseException as error:
+            self._discard(link)
+            raise self._why(error, deadline) from None
+        self._keep(link)
+        return outcome
+
+    def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
+        link = self._link(deadline)
+        try:
+            link.send(Kind.WRITE, streams.encode_write(request, _remaining_ns(deadline)), deadline)
+            outcome = self._head(link, streams.decode_write_head, len(request.pages), deadline)
+            for batch in outgoing(request, outcome, source):
+                link.send(Kind.PAGES, streams.encode_pages(batch), deadline, [record.data for record in batch])
+            source.drained()
+            link.send(Kind.DONE, b"", deadline)
+            _, body = link.receive(Kind.TAIL, deadline=deadline)
+            tail = streams.decode_write_tail(body)
+            if len(tail) != len(request.pages):
+                raise ProtocolError(f"{self.address} answered for {len(tail)} pages of {len(request.pages)}")
+        except RefusedByShard:
+            self._keep(link)
+            raise
+        except BaseException as error:
+            self._discard(link)
+            raise self._why(error, deadline) from None
+        self._keep(link)
+        return tail
+
+    def close(self) -> None:
+        """Ends what is under way. May be called from any thread, and again."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            busy = list(self._busy)
+        for link in idle:
+            link.close()
+        for link in busy:
+            link.shut()
+
+    # ----------------------------------------------------------------------------------------- helpers
+
+    def _head(self, link: Link, decode: Callable[[bytes], list[T]], asked: int, deadline: Deadline) -> list[T]:
+        kind, body = link.receive(Kind.HEAD, Kind.REFUSED, deadline=deadline)
+        if kind is Kind.REFUSED:
+            raise RefusedByShard(streams.decode_refused(body))
+        outcome = decode(body)
+        if len(outcome) != asked:
+            raise ProtocolError(f"{self.address} answered for {len(outcome)} pages of {asked}")
+        return outcome
+
+    def _why(self, error: BaseException, deadline: Deadline) -> BaseException:
+        """A shard that closes a connection in the middle can seldom say why. One that takes another is there: then
+        it has broken off because the lease had ended."""
+        if not isinstance(error, Trouble) or error.miss.reason is not MissReason.SHARD_LOST or self._is_closed():
+            return error
+        try:
+            self.connect(deadline.share(2))
+        except (Trouble, KVClusterError):
+            return error
+        late = f"{self.address}: it broke off, since the lease had ended: this side is too slow"
+        return Trouble(Miss(MissReason.DEADLINE, late))
+
+    def _link(self, deadline: Deadline) -> Link:
+        """An idle connection that is still open, or a new one."""
+        deadline.check(self.address)
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise self._was_closed()
+                link = self._idle.pop() if self._idle else None
+                if link is not None:
+                    self._busy[link] = None
+            if link is None:
+                break
+            if link.is_quiet():
+                return link
+            self._discard(link)  # the shard has closed it meanwhile
+        link, _ = dial(_connected(self.address, deadline), self.address, self._token, deadline)
+        with self._lock:
+            self._busy[link] = None
+        if self._is_closed():  # meanwhile
+            self._discard(link)
+            raise self._was_closed()
+        return link
+
+    def _is_closed(self) -> bool:
+        with self._lock:
+            return self._closed
+
+    def _was_closed(self) -> Trouble:
+        return Trouble(Miss(MissReason.SHARD_LOST, f"{self.address}: this connection was closed"))
+
+    def _keep(self, link: Link) -> None:
+        with self._lock:
+            if not self._closed and len(self._idle) < _IDLE:
+                self._busy.pop(link, None)
+                self._idle.append(link)
+                return
+        self._discard(link)
+
+    def _discard(self, link: Link) -> None:
+        with self._lock:
+            self._busy.pop(link, None)
+        link.close()
+
+
+def _connected(address: str, deadline: Deadline) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    try:
+        connected = socket.create_connection((host.strip("[]"), int(port)), timeout=deadline.remaining_s() or 1e-3)
+    except TimeoutError:
+        raise Trouble(Miss(MissReason.DEADLINE, f"{address}: it does not answer")) from None
+    except OSError as error:
+        raise Trouble(Miss(MissReason.SHARD_LOST, f"{address}: {error.strerror or error}")) from None
+    _tune(connected)
+    return connected
+
+
+def _tune(connected: socket.socket) -> None:
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        with suppress(OSError):
+            connected.setsockopt(socket.SOL_SOCKET, buffer, _BUFFER_BYTES)
+
+
+def _remaining_ns(deadline: Deadline) -> int:
+    return int(deadline.remaining_s() * 1e9)
+
+
+# ------------------------------------------------------------------------------------------- server
+
+
+class TcpServer:
+    """A shard's side. Listens on `listen_host`; port 0 takes a free one, and `address` says which."""
+
+    def __init__(self, host: PageHost, tenant_of: TenantOf, listen_host: str, port: int = 0) -> None:
+        self._host = host
+        family = socket.AF_INET6 if ":" in listen_host else socket.AF_INET
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((listen_host, port))
+        except OSError as error:
+            listening.close()
+            raise ConfigError(f"cannot listen on {listen_host}:{port}: {error.strerror or error}") from None
+        bound = listening.getsockname()[1]
+        self.address = f"[{listen_host}]:{bound}" if ":" in listen_host else f"{listen_host}:{bound}"
+        self._listener = Listener(listening, tenant_of, self._serve, name="tcp")
+
+    def start(self) -> None:
+        self._listener.start()
+
+    def close(self) -> None:
+        """Ends every exchange, and waits until none moves a byte. May be called again."""
+        self._listener.close()
+
+    def _serve(self, link: Link, tenant: Tenant) -> None:
+        link.tune(_tune)
+        link.send(Kind.WELCOME, b"", Deadline.after_ms(_LONGEST_S * 1e3))
+        while True:
+            kind, body = link.receive(Kind.READ, Kind.WRITE, deadline=Deadline.after_ms(_NEXT_S * 1e3))
+            try:
+                if kind is Kind.READ:
+                    self._read(link, tenant, body)
+                else:
+                    self._write(link, tenant, body)
+            except RefusedByShard as refused:
+                link.send(Kind.REFUSED, streams.encode_refused(refused.refused), _bounded(int(_LONGEST_S * 1e9)))
+
+    def _read(self, link: Link, tenant: Tenant, body: bytes) -> None:
+        request, remaining_ns = streams.decode_read(body)
+        deadline = _bounded(remaining_ns)
+        with ReadSession(self._host, tenant, request, stop=link.shut, deadline=deadline) as session:
+            link.send(Kind.HEAD, streams.encode_read_head(session.outcome), deadline)
+            for batch in session.frames():
+                link.send(Kind.PAGES, streams.encode_pages(batch), deadline, [record.data for record in batch])
+        link.send(Kind.DONE, b"", deadline)
+
+    def _write(self, link: Link, tenant: Tenant, body: bytes) -> None:
+        request, remaining_ns = streams.decode_write(body)
+        deadline = _bounded(remaining_ns)
+        request = replace(request, wait_ns=min(request.wait_ns, remaining_ns))
+        with WriteSession(self._host, tenant, request, stop=link.shut, deadline=deadline) as session:
+            link.send(Kind.HEAD, streams.encode_write_head(session.outcome), deadline)
+            while True:
+                kind, body = link.receive(Kind.PAGES, Kind.DONE, deadline=deadline)
+                if kind is Kind.DONE:
+                    break
+                session.alive()
+                for head in streams.decode_pages(body):
+                    payload = link.incoming(head.nbytes, deadline)
+                    session.receive(head.item, head.layer, head.codec, head.sums, payload)
+            tail = session.finish()
+        link.send(Kind.TAIL, streams.encode_write_tail(tail), deadline)
+
+
+def _bounded(remaining_ns: int) -> Deadline:
+    return Deadline.after_ms(min(remaining_ns / 1e6, _LONGEST_S * 1e3))
