@@ -27,7 +27,7 @@ from kvcluster.transport.listener import Listener, TenantOf
 from kvcluster.transport.rpc import check_address
 from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Trouble
 from kvcluster.transport.sessions import ReadSession, WriteSession, outgoing
-from kvcluster.wire import streams
+from kvcluster.wire import shard, streams
 from kvcluster.wire.streams import Kind
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class TcpPages:
         link = self._link(deadline)
         try:
             link.send(Kind.READ, streams.encode_read(request, _remaining_ns(deadline)), deadline)
-            outcome = self._head(link, streams.decode_read_head, len(request.wants), deadline)
+            outcome = self._head(link, shard.decode_read_head, len(request.wants), deadline)
             # Where each page goes on: a layer that came twice would hide one that did not come.
             expected = [want.layer_start for want in request.wants]
             while True:
@@ -104,13 +104,13 @@ class TcpPages:
         link = self._link(deadline)
         try:
             link.send(Kind.WRITE, streams.encode_write(request, _remaining_ns(deadline)), deadline)
-            outcome = self._head(link, streams.decode_write_head, len(request.pages), deadline)
+            outcome = self._head(link, shard.decode_write_head, len(request.pages), deadline)
             for batch in outgoing(request, outcome, source):
                 link.send(Kind.PAGES, streams.encode_pages(batch), deadline, [record.data for record in batch])
             source.drained()
             link.send(Kind.DONE, b"", deadline)
             _, body = link.receive(Kind.TAIL, deadline=deadline)
-            tail = streams.decode_write_tail(body)
+            tail = shard.decode_write_tail(body)
             if len(tail) != len(request.pages):
                 raise ProtocolError(f"{self.address} answered for {len(tail)} pages of {len(request.pages)}")
         except RefusedByShard:
@@ -268,7 +268,7 @@ class TcpServer:
         request, remaining_ns = streams.decode_read(body)
         deadline = _bounded(remaining_ns)
         with ReadSession(self._host, tenant, request, stop=link.shut, deadline=deadline) as session:
-            link.send(Kind.HEAD, streams.encode_read_head(session.outcome), deadline)
+            link.send(Kind.HEAD, shard.encode_read_head(session.outcome), deadline)
             for batch in session.frames():
                 link.send(Kind.PAGES, streams.encode_pages(batch), deadline, [record.data for record in batch])
         link.send(Kind.DONE, b"", deadline)
@@ -278,7 +278,7 @@ class TcpServer:
         deadline = _bounded(remaining_ns)
         request = replace(request, wait_ns=min(request.wait_ns, remaining_ns))
         with WriteSession(self._host, tenant, request, stop=link.shut, deadline=deadline) as session:
-            link.send(Kind.HEAD, streams.encode_write_head(session.outcome), deadline)
+            link.send(Kind.HEAD, shard.encode_write_head(session.outcome), deadline)
             while True:
                 kind, body = link.receive(Kind.PAGES, Kind.DONE, deadline=deadline)
                 if kind is Kind.DONE:
@@ -288,7 +288,7 @@ class TcpServer:
                     payload = link.incoming(head.nbytes, deadline)
                     session.receive(head.item, head.layer, head.codec, head.sums, payload)
             tail = session.finish()
-        link.send(Kind.TAIL, streams.encode_write_tail(tail), deadline)
+        link.send(Kind.TAIL, shard.encode_write_tail(tail), deadline)
 
 
 def _bounded(remaining_ns: int) -> Deadline:

@@ -8,7 +8,7 @@ sent out of, and received into, the memory where they lie. Little-endian:
     HELLO     the token, UTF-8                  the first frame of whoever connects
     WELCOME   what that transport has to tell   the answer
     READ      remaining time in ns u64, ReadRequest        WRITE likewise, with a WriteRequest
-    HEAD, TAIL, REFUSED                         as in frames.py
+    HEAD, TAIL, REFUSED                         as in frames.py: what wire/shard.py encodes
     PAGES     records u32, a header for each; the bytes of all records follow
     DONE      nothing: the last frame of a side that has no more to say in this exchange
     FAILED    code u8, words in UTF-8           instead of any answer; the connection is closed then
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from kvcluster.core import limits
-from kvcluster.core.messages import ReadRequest, Refused, WriteRequest, Written
+from kvcluster.core.messages import ReadRequest, Refused, WriteRequest
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, KVClusterError, LimitError, ProtocolError, Unreachable
 from kvcluster.wire import common, shard
@@ -62,6 +62,8 @@ def encode_header(kind: Kind, nbytes: int) -> bytes:
 
 def decode_header(data: bytes) -> tuple[Kind, int]:
     """Kind and body bytes. What claims more than its kind may have is refused before anything is made room for."""
+    if len(data) != HEADER.size:
+        raise ProtocolError(f"the header of a frame has {HEADER.size} bytes, not {len(data)}")
     magic, version, kind, nbytes = HEADER.unpack(data)
     if magic != MAGIC:
         raise ProtocolError(f"no frame of kvcluster begins with {magic:#06x}; is this another service?")
@@ -111,37 +113,7 @@ def _remaining_ns(body: bytes) -> int:
     return common.quantity(remaining, "nanoseconds")
 
 
-# ------------------------------------------------------------------------------------- heads and tails
-
-
-def encode_read_head(outcome: Sequence[Miss | None]) -> bytes:
-    """For each want None where its layers follow, else why not."""
-    return shard.encode_read_head(outcome)
-
-
-def decode_read_head(body: bytes) -> list[Miss | None]:
-    """The inverse."""
-    return shard.decode_read_head(body)
-
-
-def encode_write_head(outcome: Sequence[Written | None]) -> bytes:
-    """For each page None where it is to be sent, else what became of it."""
-    return shard.encode_write_head(outcome)
-
-
-def decode_write_head(body: bytes) -> list[Written | None]:
-    """The inverse."""
-    return shard.decode_write_head(body)
-
-
-def encode_write_tail(outcome: Sequence[Written]) -> bytes:
-    """What became of each page."""
-    return shard.encode_write_tail(outcome)
-
-
-def decode_write_tail(body: bytes) -> list[Written]:
-    """The inverse."""
-    return shard.decode_write_tail(body)
+# ------------------------------------------------------------------------------------------- refusals
 
 
 def encode_refused(refused: Refused) -> bytes:

@@ -40,7 +40,7 @@ from kvcluster.testing.conformance.world import BOUND_S, ONE, TWO, Pause, soon
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Trouble
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
-from kvcluster.wire import streams
+from kvcluster.wire import shard, streams
 from kvcluster.wire.frames import Record
 from kvcluster.wire.streams import HEADER, Kind
 
@@ -403,7 +403,7 @@ def frame(kind: Kind, body: bytes = b"") -> bytes:
 
 
 WELCOME = frame(Kind.WELCOME)
-HEAD_OF_TWO = frame(Kind.HEAD, streams.encode_read_head([None, None]))
+HEAD_OF_TWO = frame(Kind.HEAD, shard.encode_read_head([None, None]))
 
 
 def piece(item: int, layer: int, layers: int = 1) -> bytes:
@@ -413,9 +413,9 @@ def piece(item: int, layer: int, layers: int = 1) -> bytes:
 @pytest.mark.parametrize(
     "answer",
     [
-        frame(Kind.HEAD, streams.encode_read_head([None])),
-        frame(Kind.HEAD, streams.encode_read_head([None] * 3)),
-        frame(Kind.TAIL, streams.encode_write_tail([Written.COMMITTED] * 2)),
+        frame(Kind.HEAD, shard.encode_read_head([None])),
+        frame(Kind.HEAD, shard.encode_read_head([None] * 3)),
+        frame(Kind.TAIL, shard.encode_write_tail([Written.COMMITTED] * 2)),
         b"nonsense",
         HEAD_OF_TWO + b"nonsense",
         HEAD_OF_TWO + piece(2, 0),
@@ -424,7 +424,7 @@ def piece(item: int, layer: int, layers: int = 1) -> bytes:
         HEAD_OF_TWO + piece(0, 0, layers=3),
         HEAD_OF_TWO + piece(1, 0, layers=2) + piece(1, 2),
         HEAD_OF_TWO + claiming(2**40),
-        frame(Kind.HEAD, streams.encode_read_head([None, Miss(MissReason.EVICTED)])) + piece(1, 0),
+        frame(Kind.HEAD, shard.encode_read_head([None, Miss(MissReason.EVICTED)])) + piece(1, 0),
     ],
 )
 def test_a_shard_that_answers_a_load_wrongly_is_a_protocol_error(answer: bytes) -> None:
@@ -440,11 +440,11 @@ def test_a_shard_that_answers_a_load_wrongly_is_a_protocol_error(answer: bytes) 
 @pytest.mark.parametrize(
     "answer",
     [
-        frame(Kind.HEAD, streams.encode_write_head([None])),
-        frame(Kind.HEAD, streams.encode_write_head([None] * 3)),
-        frame(Kind.HEAD, streams.encode_write_head([None] * 2)) + frame(Kind.TAIL, streams.encode_write_tail([])),
-        frame(Kind.HEAD, streams.encode_write_head([None] * 2)) * 2,
-        frame(Kind.TAIL, streams.encode_write_tail([Written.COMMITTED] * 2)),
+        frame(Kind.HEAD, shard.encode_write_head([None])),
+        frame(Kind.HEAD, shard.encode_write_head([None] * 3)),
+        frame(Kind.HEAD, shard.encode_write_head([None] * 2)) + frame(Kind.TAIL, shard.encode_write_tail([])),
+        frame(Kind.HEAD, shard.encode_write_head([None] * 2)) * 2,
+        frame(Kind.TAIL, shard.encode_write_tail([Written.COMMITTED] * 2)),
         b"nonsense",
     ],
 )

@@ -1,0 +1,112 @@
+"""The readers of plain sockets: the header of a frame, requests, the headers of pages, and failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvcluster.core.messages import ReadRequest, WriteRequest
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.errors import CallerError, CredentialError, KVClusterError, LimitError, ProtocolError, SpecError
+from kvcluster.pages import codec
+from kvcluster.wire import streams
+from kvcluster.wire.frames import Record, RecordHead
+from tests.fuzz.contract import Parser, trees
+from tests.fuzz.trees import Kind, Node, fields, message
+from tests.fuzz.wire_parsers import drawn
+from tests.wire import strategies as of
+
+_ERRORS = (ProtocolError, LimitError, SpecError)
+_HEAD = (4, 2, 2, 2, 2, 8)
+_SHAPES = [[], [(1, 0)], [(1, 8)], [(2, 6)], [(1, 4), (3, 3)], [(2, 4)] * 5]
+"""PAGES frames by their records, each of so many layers and bytes."""
+
+
+def stream_parsers() -> Iterator[Parser]:
+    """All of them."""
+    yield Parser("stream header", streams.decode_header, _headers, _ERRORS, lambda read: streams.encode_header(*read))
+    yield Parser(
+        "stream read",
+        streams.decode_read,
+        lambda: trees([streams.encode_read(request, 7) for request in drawn(of.read_requests)], _request),
+        _ERRORS,
+        _write_request,
+    )
+    yield Parser(
+        "stream write",
+        streams.decode_write,
+        lambda: trees([streams.encode_write(request, 7) for request in drawn(of.write_requests)], _request),
+        _ERRORS,
+        _write_request,
+    )
+    yield Parser("stream pages", streams.decode_pages, lambda: trees(_bodies(), _pages), _ERRORS, _write_pages)
+    yield Parser("stream failure", _read_failure, lambda: trees(_failures(), _failure), _ERRORS)
+
+
+def _headers() -> list[Any]:
+    return trees(
+        [streams.encode_header(kind, 0) for kind in streams.Kind],
+        lambda data: Node(Kind.MANY, children=fields(data, (2, 1, 1, 4))),
+    )
+
+
+def _request(data: bytes) -> Node:
+    return Node(Kind.MANY, children=[*fields(data, (8,)), message(data[8:])])
+
+
+def _write_request(read: tuple[ReadRequest | WriteRequest, int]) -> bytes:
+    request, remaining_ns = read
+    if isinstance(request, ReadRequest):
+        return streams.encode_read(request, remaining_ns)
+    return streams.encode_write(request, remaining_ns)
+
+
+def _bodies() -> list[bytes]:
+    return [
+        streams.encode_pages(
+            [
+                Record(item, item, codec.RAW, tuple(range(layers)), memoryview(bytes(nbytes)))
+                for item, (layers, nbytes) in enumerate(shape)
+            ]
+        )
+        for shape in _SHAPES
+    ]
+
+
+def _pages(data: bytes) -> Node:
+    nodes = fields(data, (4,))
+    at = 4
+    for _ in range(int.from_bytes(data[:4], "little")):
+        layers = int.from_bytes(data[at + 6 : at + 8], "little")
+        nodes.append(Node(Kind.MANY, children=fields(data[at:], _HEAD + (8,) * layers)))
+        at += 20 + 8 * layers
+    return Node(Kind.MANY, children=nodes)
+
+
+def _write_pages(heads: list[RecordHead]) -> bytes:
+    """With views of no bytes where the heads speak of very many: an encoder looks at their length alone."""
+    return streams.encode_pages([Record(*head[:4], _Length(head.nbytes)) for head in heads])  # type: ignore[arg-type]
+
+
+class _Length:
+    """All that an encoder of heads asks of a record's bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+def _failures() -> list[bytes]:
+    errors: list[KVClusterError] = [
+        kind("what was wrong") for kind in (ProtocolError, CallerError, LimitError, CredentialError)
+    ]
+    lost = [streams.Broken(Miss(reason, "words")) for reason in (MissReason.DEADLINE, MissReason.SHARD_LOST)]
+    return [streams.encode_failure(error) for error in [*errors, *lost]]
+
+
+def _failure(data: bytes) -> Node:
+    return Node(Kind.MANY, children=[*fields(data, (1,)), Node(Kind.BYTES, data[1:])])
+
+
+def _read_failure(data: bytes) -> tuple[str, str]:
+    error = streams.decode_failure(data)
+    return type(error).__name__, str(error)

@@ -1,0 +1,110 @@
+"""Frames on a plain socket: what is written is read again, and what claims too much is refused before it costs."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcluster.core import limits
+from kvcluster.core.messages import ReadRequest, Refused, WriteRequest
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.errors import (
+    CallerError,
+    ConfigError,
+    CredentialError,
+    KVClusterError,
+    LimitError,
+    ProtocolError,
+    SpecError,
+)
+from kvcluster.wire import streams
+from kvcluster.wire.frames import Record
+from kvcluster.wire.streams import Broken, Kind
+from tests.wire import strategies as of
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_header_says_what_follows_and_how_much(kind: Kind) -> None:
+    data = streams.encode_header(kind, 0)
+    assert len(data) == 8
+    assert streams.decode_header(data) == (kind, 0)
+
+
+def test_the_layout_is_the_one_that_is_documented() -> None:
+    assert streams.encode_header(Kind.PAGES, 0x01020304) == bytes.fromhex("4b53 01 08 04030201")
+    body = streams.encode_pages([Record(7, 3, 0x0102, (2**64 - 1, 0), memoryview(b"abcd"))])
+    assert body == bytes.fromhex("01000000 07000000 0300 0200 0201 0000 0400000000000000") + b"\xff" * 8 + bytes(8)
+    assert streams.encode_failure(LimitError("no")) == b"\x02no"
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"GET / HT", "another service"),
+        (struct.pack("<HBBI", streams.MAGIC, 2, 1, 0), "version 1 of kvcluster's streams, the other side version 2"),
+        (struct.pack("<HBBI", streams.MAGIC, 1, 0, 0), "kind 0"),
+        (struct.pack("<HBBI", streams.MAGIC, 1, Kind.DONE, 1), "larger than may be"),
+        (struct.pack("<HBBI", streams.MAGIC, 1, Kind.HELLO, limits.TOKEN_BYTES + 1), "larger than may be"),
+        (struct.pack("<HBBI", streams.MAGIC, 1, Kind.READ, limits.MESSAGE_BYTES + 1), "larger than may be"),
+    ],
+)
+def test_a_header_that_makes_no_sense_is_refused_in_words(data: bytes, says: str) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        streams.decode_header(data)
+
+
+@given(of.read_requests, st.integers(0, 2**62))
+def test_a_load_goes_with_the_time_that_its_caller_has(request: ReadRequest, remaining_ns: int) -> None:
+    assert streams.decode_read(streams.encode_read(request, remaining_ns)) == (request, remaining_ns)
+
+
+@given(of.write_requests, st.integers(0, 2**62))
+def test_a_store_goes_with_the_time_that_its_caller_has(request: WriteRequest, remaining_ns: int) -> None:
+    assert streams.decode_write(streams.encode_write(request, remaining_ns)) == (request, remaining_ns)
+
+
+@given(of.refusals)
+def test_a_refusal_arrives_as_it_was(refused: Refused) -> None:
+    assert streams.decode_refused(streams.encode_refused(refused)) == refused
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 16)), max_size=5))
+def test_pages_are_announced_as_they_will_come(shape: list[tuple[int, int, int]]) -> None:
+    sent = [Record(i, i, 1, tuple(range(n)), memoryview(bytes(n * size))) for i, n, size in shape]
+    heads = streams.decode_pages(streams.encode_pages(sent))
+    assert [(*head[:4], head.nbytes) for head in heads] == [(*record[:4], record.data.nbytes) for record in sent]
+
+
+@given(st.binary(max_size=64))
+def test_any_other_bytes_are_a_protocol_error_and_nothing_else(data: bytes) -> None:
+    for decode in (streams.decode_pages, streams.decode_read, streams.decode_write, streams.decode_refused):
+        try:
+            decode(data)
+        except (ProtocolError, LimitError, SpecError):
+            """As documented."""
+
+
+@pytest.mark.parametrize("kind", [ProtocolError, CallerError, LimitError, CredentialError])
+def test_an_error_is_raised_again_as_what_it_was(kind: type[KVClusterError]) -> None:
+    error = streams.decode_failure(streams.encode_failure(kind("because")))
+    assert type(error) is kind
+    assert str(error) == "because"
+
+
+@pytest.mark.parametrize("reason", [MissReason.DEADLINE, MissReason.SHARD_LOST])
+def test_trouble_is_told_as_the_miss_that_it_amounts_to(reason: MissReason) -> None:
+    error = streams.decode_failure(streams.encode_failure(Broken(Miss(reason, "because"))))
+    assert isinstance(error, Broken)
+    assert error.miss == Miss(reason, "because")
+
+
+def test_an_error_of_another_kind_keeps_its_words_and_no_frame_of_words_is_too_long() -> None:
+    error = streams.decode_failure(streams.encode_failure(ConfigError("strange")))
+    assert isinstance(error, ProtocolError)
+    assert "strange" in str(error)
+    assert len(streams.encode_failure(ConfigError("x" * 10**6))) <= limits.WORDS_BYTES
+    with pytest.raises(ProtocolError, match="empty"):
+        streams.decode_failure(b"")
