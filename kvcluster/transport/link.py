@@ -16,6 +16,7 @@ import select
 import socket
 from collections.abc import Callable, Sequence
 
+from kvcluster.core import limits
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.seam import Deadline, Trouble
@@ -40,6 +41,7 @@ class Link:
         self._socket = connected
         self._poll = select.poll()
         self._wanted = 0
+        self._least = 1
         self._fds: list[int] = []
 
     def tune(self, tune: Callable[[socket.socket], None]) -> None:
@@ -130,8 +132,11 @@ class Link:
         """What is there, at most len(view); 0 where nothing is. Raises Trouble at the end of the stream."""
         return self._receive_into(view) if view.nbytes else 0
 
-    def wait_readable(self, deadline: Deadline) -> None:
-        """Until something is there, or the end of the stream is. Raises Trouble(DEADLINE)."""
+    def wait_readable(self, deadline: Deadline, least: int = 1) -> None:
+        """Until so many bytes are there, or the end of the stream is. Raises Trouble(DEADLINE)."""
+        if least != self._least:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            self._least = least
         self._wait(select.POLLIN, deadline)
 
     def _why(self, lost: Trouble, deadline: Deadline) -> KVClusterError:
@@ -153,7 +158,7 @@ class Link:
         while view:
             got = self._receive_into(view)
             if not got:
-                self._wait(select.POLLIN, deadline)
+                self.wait_readable(deadline)
             view = view[got:]
         return data
 
@@ -219,7 +224,8 @@ class Incoming:
         return got
 
     def wait(self) -> None:
-        self._link.wait_readable(self._deadline)
+        # To be woken for every packet would cost more than the bytes.
+        self._link.wait_readable(self._deadline, min(self._left, limits.CHUNK_BYTES))
 
     def skip(self) -> None:
         """Throws away what has not been read."""
