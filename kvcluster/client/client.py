@@ -167,11 +167,12 @@ class Client:
         adapter: str | None = None,
         deadline_ms: float | None = None,
     ) -> Transfer[Stored]:
-        """Begins to store `hashes[first:]`, whose KV lies in `source` (as `into` of begin_load).
+        """Begins to store `hashes[first:]`, whose KV lies in `source` (as `into` of begin_load). Returns at once.
 
         `hashes` is the chain from the first block of the sequence. `source` must stay as it is until
-        `source_free()`. What others have stored or are storing is not moved. Raises CallerError where the source
-        does not fit.
+        `source_free()`. What others have stored or are storing is not moved. Where more stores of this client wait
+        than may (limits.STORES_QUEUED), this one has ended already, with a miss `full`. Raises CallerError where the
+        source does not fit.
         """
         arguments.check_hashes(hashes)
         arguments.check_first(first, hashes)

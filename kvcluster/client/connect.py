@@ -11,7 +11,7 @@ from kvcluster.core.messages import ShardAddress
 from kvcluster.core.reasons import MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import Unreachable
-from kvcluster.transport.grpc_pages import GrpcPages
+from kvcluster.transport.choice import choose, own_attempts
 from kvcluster.transport.rpc import Connection
 from kvcluster.transport.seam import Deadline, Transport, Trouble
 
@@ -34,8 +34,10 @@ def connect(
     connection = Connection(address, token)
     deadline = Deadline.after_ms(config.connect_ms)
 
+    next_attempt = own_attempts()
+
     def open_transport(shard: ShardAddress) -> Transport:
-        return GrpcPages(shard.address, token)
+        return choose(shard, token, next_attempt, takes=config.transports)
 
     try:
         connection.wait_ready(deadline)

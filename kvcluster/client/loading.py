@@ -1,40 +1,40 @@
 """The load job: from a ticket's plan to verified bytes in the caller's memory.
 
-Which pages to read from which shard follows from the ticket alone. Every layer is verified, where it has come to lie,
-against the hash that was asked for; one that does not match has not come, and is reported to its shard.
+Which pages to read from which shard follows from the ticket alone. Each shard is read on a thread of its own, or on a
+few where its transport is faster so: whoever waits for bytes that do not come cannot be woken, and while one waits
+others verify and copy. This job waits for all of them at once. What bytes go through is sink.py; how far the load has
+come stands on one board (board.py).
 
-Each shard is read on a thread of its own, since whoever waits for bytes that do not come cannot be woken; this job
-waits for all of them at once. What a shard fails to give is looked for on other shards within the same deadline
-(retry.py), and so is what it has been silent about for a while, which it may still send if nobody else has it. How
-far the load has come stands on one board, under the transfer's gate: it is true at every moment, whoever asks.
+What a read fails to give is looked for on other shards within the same deadline (retry.py), and so is what it has been
+silent about for a while, which it may still bring if nobody else has it. Layers that did not match their checksums are
+read from elsewhere likewise, and reported to their shard.
 """
 
 from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from kvcluster.client.board import Board
 from kvcluster.client.control import NO_CALL, NOBODY, Control
-from kvcluster.client.pieces import Piece, Pieces, each, layer_counts
+from kvcluster.client.memory import Bound
+from kvcluster.client.pieces import Piece, Pieces
 from kvcluster.client.results import Loaded
 from kvcluster.client.retry import Found, RetryPlan
 from kvcluster.client.shards import Shards
+from kvcluster.client.shares import share_out
+from kvcluster.client.sink import Sink
 from kvcluster.client.transfer import GivenUp, Transfer
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, NamespaceId
 from kvcluster.core.messages import Explain, Explained, PageKey, ReadRequest, ShardAddress, TicketBody
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.errors import KVClusterError, ProtocolError
-from kvcluster.pages import checksum, codec
-from kvcluster.transport.seam import Deadline, Payload, Trouble
-
-if TYPE_CHECKING:  # it imports torch, which a client without tensors need not have
-    from kvcluster.client.memory import Bound
+from kvcluster.errors import KVClusterError
+from kvcluster.transport.seam import Deadline, Trouble
 
 PATIENCE = 4
 """A shard that sends nothing for this part of the call's time is silent: early enough to read it all from another."""
@@ -42,150 +42,21 @@ PATIENCE = 4
 ASKING = 4
 """Asking where else blocks lie takes this part of the time left at most: what has come must still be told in time."""
 
-READERS = 16
-"""Shards that a client reads at once. Each that hangs keeps a thread until its call's deadline."""
+READERS = 32
+"""Exchanges by which a client reads at once: sixteen shards, by two streams each. Threads are started as they are
+needed, and each that hangs is kept until its call's deadline."""
 
 _CORRUPT = Miss(MissReason.CORRUPT)
 _UNNAMED = NamespaceId(b"")  # filled in by Control
 
 
-class Board:
-    """How far a load has come. Changed under the gate of its transfer; once that is closed it stays as it is."""
-
-    def __init__(self, body: TicketBody, spec: KVSpec, pieces: Pieces) -> None:
-        self.layers = layer_counts(each(pieces), spec)
-        self.nbytes = 0
-        self.why: dict[int, Miss] = {}  # by block, the first thing that went wrong
-        self._left = [0] * len(body.hashes)  # layers of pieces that have not come
-        for piece in each(pieces):
-            self._left[piece.block] += piece.layers
-        # A block that fails in a group that is needed only at the end leaves no boundary that is known to be good.
-        needed = [group for group, part in enumerate(body.need.parts) if part is not None]
-        self._whole_prefix = all(spec.groups[group].reuse.kind == "prefix" for group in needed)
-
-    def came(self, piece: Piece, layers: int, nbytes: int) -> None:
-        self._left[piece.block] -= layers
-        self.nbytes += nbytes
-
-    def moved(self, block: int, more: int) -> None:
-        """So many more layers of pieces are to come, since other pieces stand for one that will not."""
-        self._left[block] += more
-
-    def loaded(self, otherwise: Miss) -> Loaded:
-        """The outcome as it stands. `otherwise` is why a block has not come of which nothing else is known."""
-        failed = {block: self.why.get(block, otherwise) for block, left in enumerate(self._left) if left}
-        if not failed:
-            return Loaded(len(self._left), self.nbytes)
-        first = min(failed)
-        return Loaded(first if self._whole_prefix else 0, self.nbytes, failed[first], failed)
-
-
-class _Sink:
-    """Places and verifies what one shard sends, and knows what it has not sent. Layers of an item come in order.
-
-    What does not verify may lie in the caller's memory, but is never told to have come: its block has failed, unless
-    another shard's bytes take the place of these.
-    """
-
-    def __init__(self, load: Load, pieces: Sequence[Piece]) -> None:
-        self._load = load
-        self._pieces = pieces
-        self._next = [piece.want.layer_start for piece in pieces]
-        self.dropped: dict[int, None] = {}  # items that others bring
-        self.corrupt: dict[int, list[tuple[int, int]]] = {}  # by item, the layers that did not match
-        self.closed = False
-        self._staging = memoryview(b"")
-        self.heard_ns = time.monotonic_ns()
-
-    def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
-        load, piece = self._load, self._pieces[item]
-        part = piece.want.key.part
-        layer_bytes = load.spec.layer_bytes(piece.group, part)
-        if codec.check_codec(codec_id) is not None or data.nbytes != len(sums) * layer_bytes:
-            with load.transfer.gate():
-                if self._wanted(item, layer):
-                    self._note(item, layer, layer + len(sums), data.nbytes, matches=False)
-            return
-        identity = checksum.identity(load.body.namespace, piece.want.key, codec_id)
-        step = max(1, limits.CHUNK_BYTES // layer_bytes)
-        for at in range(0, len(sums), step):
-            these = sums[at : at + step]
-            if not self._take(item, layer + at, these, identity, data):
-                return
-
-    def _take(self, item: int, layer: int, sums: Sequence[int], identity: int, data: Payload) -> bool:
-        """Some layers into the caller's memory, and verified there; or first beside it, where it is strided. False
-        where others bring them."""
-        load, piece, stop = self._load, self._pieces[item], layer + len(sums)
-        rect = piece.cut(layer, stop).rect
-        nbytes = len(sums) * load.spec.layer_bytes(piece.group, piece.want.key.part)
-        place = load.into.place(piece.block, piece.group, rect)
-        view = self._beside(nbytes) if place is None else place
-        got = 0
-        while True:
-            with load.transfer.gate():
-                if not self._wanted(item, layer):
-                    return False
-                got += data.read_into(view[got:])
-                if got < nbytes:
-                    matches = None
-                else:
-                    matches = checksum.first_mismatch(identity, layer, sums, view) is None
-                    if matches and place is None:
-                        load.into.put(piece.block, piece.group, rect, view)
-                    self._note(item, layer, stop, nbytes, matches=matches)
-            if matches is not None:
-                break
-            data.wait()
-        if matches:
-            load.transfer.arrived(piece.model_layers(load.spec, layer, stop))
-        return True
-
-    def _wanted(self, item: int, layer: int) -> bool:
-        """Is it still this sink that brings those layers? Under the gate. Raises GivenUp where nobody wants any."""
-        self._load.transfer.check()
-        if self.closed:
-            raise GivenUp(Miss(MissReason.DEADLINE, "read from elsewhere"))
-        self.heard_ns = time.monotonic_ns()
-        if item in self.dropped:
-            return False
-        if layer != self._next[item]:
-            raise ProtocolError(f"layer {layer} of a page came where {self._next[item]} belongs")
-        return True
-
-    def _note(self, item: int, start: int, stop: int, nbytes: int, *, matches: bool) -> None:
-        if matches:
-            self._load.board.came(self._pieces[item], stop - start, nbytes)
-        else:
-            self.corrupt.setdefault(item, []).append((start, stop))
-        self._next[item] = stop
-
-    def _beside(self, nbytes: int) -> memoryview:
-        if self._staging.nbytes < nbytes:
-            self._staging = memoryview(bytearray(nbytes))
-        return self._staging[:nbytes]
-
-    def rests(self, item: int) -> Iterator[Piece]:
-        """What has not come of an item. Under the gate while its shard may still send."""
-        piece = self._pieces[item]
-        if item in self.dropped:
-            return
-        for start, stop in [*self.corrupt.get(item, ()), (self._next[item], piece.want.layer_stop)]:
-            if start < stop:
-                yield piece.cut(start, stop)
-
-    def drop(self, item: int) -> None:
-        """Other pieces stand for what is left of it."""
-        self.dropped[item] = None
-
-
 @dataclass(eq=False, slots=True)
 class _Read:
-    """One shard being read, and how that ended: an outcome for each piece, or an error."""
+    """One exchange with a shard, and how it ended: an outcome for each piece, or an error."""
 
     shard: ShardAddress
     pieces: Sequence[Piece]
-    sink: _Sink
+    sink: Sink
     looked_elsewhere: bool = False
     abandoned: bool = False  # others bring all that it has not brought
     outcome: list[Miss | None] = field(default_factory=list)
@@ -217,11 +88,11 @@ class Load:
         next_attempt: Callable[[], Attempt],
         deadline: Deadline,
     ) -> None:
-        self.spec = spec
-        self.body = body
-        self.into = into
-        self.board = board
-        self.transfer = transfer
+        self._spec = spec
+        self._body = body
+        self._into = into
+        self._board = board
+        self._transfer = transfer
         self._control = control
         self._shards = shards
         self._readers = readers
@@ -237,44 +108,51 @@ class Load:
         Raises Trouble where nobody waits any more, and what a shard's answer showed to be a mistake.
         """
         patience_ns = int(self._deadline.remaining_s() * 1e9) // PATIENCE
-        self.transfer.on_cancel(lambda: self._ended.put(None))
+        self._transfer.on_cancel(lambda: self._ended.put(None))
         try:
             self._start(pieces)
             while self._reads:
                 read = self._wait(patience_ns)
                 if read is None:
-                    self.transfer.check()
+                    self._transfer.check()
                     for silent in self._silent(patience_ns):
                         self._hurry(silent)
                 elif read in self._reads:
                     self._reads.remove(read)
                     self._settle(read)
         finally:
-            self.transfer.on_cancel(lambda: None)  # so that nothing of this job is kept by what it made
-            with self.transfer.gate():
-                for left in self._reads:
-                    left.sink.closed = True
+            self._transfer.on_cancel(lambda: None)  # so that nothing of this job is kept by what it made
             for left in self._reads:
+                with left.sink.gate:
+                    left.sink.close()
                 self._report(left)
             self._reads.clear()
-        return self.board.loaded(Miss(MissReason.SHARD_LOST))
+        return self._board.loaded(Miss(MissReason.SHARD_LOST))
 
     # ----------------------------------------------------------------------------------------- reading
 
     def _start(self, pieces: Pieces) -> None:
-        attempt = self._next_attempt()
+        spare = READERS - len(self._reads)
+        started: list[_Read] = []
         for shard, of_shard in pieces.items():
-            read = _Read(shard, of_shard, _Sink(self, of_shard))
-            self._reads.append(read)
-            self._readers.submit(self._drive, read, attempt)
+            most = min(self._shards.streams(shard), spare // len(pieces))
+            sizes = [piece.nbytes(self._spec) for piece in of_shard]
+            for run in share_out(sizes, most):
+                share = of_shard[run.start : run.stop]
+                sink = Sink(self._body.namespace, self._spec, self._into, share, self._board, self._transfer)
+                started.append(_Read(shard, share, sink))
+        self._reads += started
+        for read in started:
+            self._readers.submit(self._drive, read)
 
-    def _drive(self, read: _Read, attempt: Attempt) -> None:
-        """On a reader's thread: one shard, from its pin to its last byte."""
+    def _drive(self, read: _Read) -> None:
+        """On a reader's thread: one exchange, from its pin to its last byte."""
         wants = tuple(piece.want for piece in read.pieces)
-        request = ReadRequest(self.body.namespace, attempt, read.shard.epoch, wants)
+        # An attempt of its own: the shard keeps one lease an attempt.
+        request = ReadRequest(self._body.namespace, self._next_attempt(), read.shard.epoch, wants)
         try:
             progress = self._shards.read(
-                read.shard, self.spec, request, read.sink, self._deadline, abandoned=lambda: read.abandoned
+                read.shard, self._spec, request, read.sink, self._deadline, abandoned=lambda: read.abandoned
             )
             read.outcome = _to_its_end(progress)
         except Trouble as trouble:
@@ -301,43 +179,46 @@ class Load:
     def _settle(self, read: _Read) -> None:
         """A read has ended: what it did not bring comes from elsewhere, or is why its block failed."""
         if isinstance(read.error, GivenUp):
-            self.transfer.check()
+            self._transfer.check()
         if read.error is not None and not isinstance(read.error, Trouble):
             raise read.error
         self._report(read)
         missing = [(item, rest) for item in range(len(read.pieces)) for rest in read.sink.rests(item)]
         for item, rest in missing:
-            self.board.why.setdefault(rest.block, read.why(item))
+            self._board.failed(rest.block, read.why(item))
         rests = [rest for _, rest in missing]
         found = self._look(read.shard, rests)
         moved: Pieces = {}
-        with self.transfer.gate():
-            for rest in rests:
-                self._move(rest, found, moved)
+        for rest in rests:
+            self._move(rest, found, moved)
         self._start(moved)
 
     def _hurry(self, read: _Read) -> None:
-        """Of a silent shard's pieces others bring what they have. What nobody else has is still waited for."""
+        """Of a silent exchange's pieces others bring what they have. What nobody else has is still waited for."""
         read.looked_elsewhere = True
-        with self.transfer.gate():
-            rests = [rest for item in range(len(read.pieces)) for rest in read.sink.rests(item)]
+        sink, items = read.sink, range(len(read.pieces))
+        with sink.gate:
+            rests = [rest for item in items for rest in sink.rests(item)]
         found = self._look(read.shard, rests)
+        silent = Miss(MissReason.DEADLINE, f"{read.shard.shard} is silent")
         moved: Pieces = {}
-        with self.transfer.gate():
-            waiting = False
-            for item in range(len(read.pieces)):
-                rests = list(read.sink.rests(item))
+        waiting = False
+        with sink.gate:
+            for item in items:
+                rests = list(sink.rests(item))
                 if rests and all(self._plan.elsewhere(rest, found) for rest in rests):
-                    read.sink.drop(item)
+                    sink.drop(item)
                     for rest in rests:
                         self._move(rest, found, moved)
-                        silent = Miss(MissReason.DEADLINE, f"{read.shard.shard} is silent")
-                        self.board.why.setdefault(rest.block, silent)
-                waiting = waiting or bool(rests and item not in read.sink.dropped)
-            read.abandoned = read.sink.closed = not waiting
+                        self._board.failed(rest.block, silent)
+                else:
+                    waiting = waiting or bool(rests)
+            read.abandoned = not waiting
+            if read.abandoned:
+                sink.close()
         if read.abandoned:
             self._reads.remove(read)
-            self._shards.blame(read.shard, Miss(MissReason.DEADLINE, f"{read.shard.shard} is silent"))
+            self._shards.blame(read.shard, silent)
             self._report(read)
         self._start(moved)
 
@@ -349,21 +230,18 @@ class Load:
         for question in self._plan.questions(rests):
             explain = Explain(NO_CALL, NOBODY, _UNNAMED, question.hashes, question.need)
             try:
-                explained = self._control.ask(Explained, self.spec, explain, deadline)
+                explained = self._control.ask(Explained, self._spec, explain, deadline)
             except KVClusterError:  # what has come stays known, and so does why the rest has not
                 break
             found |= self._plan.found(question, explained.fates)
         return found
 
     def _move(self, rest: Piece, found: Found, moved: Pieces) -> None:
-        """Puts other pieces in place of this one, if there are any. Under the gate."""
+        """Puts other pieces in its place, if there are any. Under the gate of a sink that may still bring it."""
         placed = self._plan.elsewhere(rest, found)
         if placed is None:
             return
-        more = layer_counts((piece for _, piece in placed), self.spec)
-        more = {layer: count - 1 for layer, count in more.items()}  # one is `rest` itself
-        self.board.moved(rest.block, sum(piece.layers for _, piece in placed) - rest.layers)
-        self.transfer.expect(more.items())
+        self._board.moved(rest, (piece for _, piece in placed))
         for shard, piece in placed:
             moved.setdefault(shard, []).append(piece)
 
@@ -372,8 +250,8 @@ class Load:
         keys = dict.fromkeys(read.pieces[item].want.key for item in read.sink.corrupt)
         if keys:
             suspects: list[PageKey] = list(keys)[: limits.SUSPECTS_PER_CALL]
-            shard, namespace = read.shard, self.body.namespace
-            self._readers.submit(self._shards.suspect, shard, self.spec, namespace, suspects, self._deadline)
+            shard, namespace = read.shard, self._body.namespace
+            self._readers.submit(self._shards.suspect, shard, self._spec, namespace, suspects, self._deadline)
 
 
 def _to_its_end(progress: Generator[None, None, list[Miss | None]]) -> list[Miss | None]:

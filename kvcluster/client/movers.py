@@ -1,8 +1,11 @@
-"""The threads that move a client's bytes: one for loads, one for stores, and readers that a load sets on its shards.
+"""The threads that move a client's bytes: one for loads, one for stores, and the readers and writers of their shards.
 
 Loads never wait behind stores, loads are served in order, and so are stores. A reader waits for one shard's bytes and
-nothing else, so that a shard which sends none keeps nobody but its reader (loading.py). Every thread ends its work by
-the deadline of the call that it works for.
+nothing else, so that a shard which sends none keeps nobody but its reader (loading.py); a writer likewise (storing.py).
+Every thread ends its work by the deadline of the call that it works for.
+
+Whoever begins a transfer waits for nothing. Stores that wait in line are bounded in number and bytes: one more ends at
+once with a miss, since an engine must get its memory back and has nothing to gain from waiting.
 """
 
 from __future__ import annotations
@@ -12,27 +15,36 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
+from kvcluster.client.board import Board
 from kvcluster.client.control import NO_CALL, NOBODY, Control
-from kvcluster.client.loading import READERS, Board, Load
+from kvcluster.client.loading import READERS, Load
+from kvcluster.client.memory import Bound
 from kvcluster.client.pieces import plan_pieces
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.shards import Shards
-from kvcluster.client.storing import Tally, store
+from kvcluster.client.storing import WRITERS, Store, Tally
 from kvcluster.client.transfer import Transfer
+from kvcluster.core import limits
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import PrepareStore, TicketBody
 from kvcluster.core.placement import run_start
+from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError
 from kvcluster.transport.seam import Deadline
 
-if TYPE_CHECKING:  # it imports torch, which a client without tensors need not have
-    from kvcluster.client.memory import Bound
-
-R = TypeVar("R")
 _UNNAMED = NamespaceId(b"")  # filled in by Control
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is under way or waits: on which thread, and how many bytes it is to move at most."""
+
+    executor: ThreadPoolExecutor
+    nbytes: int
 
 
 class Movers:
@@ -58,7 +70,8 @@ class Movers:
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvcluster-load")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kvcluster-read")
         self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvcluster-store")
-        self._running: dict[Transfer[Any], ThreadPoolExecutor] = {}
+        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="kvcluster-write")
+        self._running: dict[Transfer[Any], _Job] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -66,7 +79,7 @@ class Movers:
         """As Client.begin_load, into checked memory."""
         pieces = plan_pieces(body, spec, self._parts)
         board = Board(body, spec, pieces)
-        transfer: Transfer[Loaded] = Transfer(deadline, board.loaded, board.layers.items())
+        transfer: Transfer[Loaded] = Transfer(deadline, board.loaded, board.layer_left)
         load = Load(
             control=self._control,
             shards=self._shards,
@@ -87,7 +100,8 @@ class Movers:
             self._learn_rate(loaded.nbytes, time.monotonic_ns() - began)
             return loaded
 
-        self._begin(self._loader, transfer, work)
+        with self._lock:
+            self._begin(self._loader, transfer, lambda: transfer.run(work))
         return transfer
 
     def store(
@@ -95,9 +109,23 @@ class Movers:
     ) -> Transfer[Stored]:
         """As Client.begin_store, out of checked memory."""
         new = tuple(hashes[first:])
-        ticket_attempt, attempt = self._next_attempt(), self._next_attempt()
+        ticket_attempt = self._next_attempt()
+        parts = tuple((group, part) for group, part in enumerate(self._parts) if part is not None)
+        nbytes = len(new) * sum(spec.page_bytes(group, part) for group, part in parts)
         tally = Tally()
         transfer: Transfer[Stored] = Transfer(deadline, tally.so_far)
+        job = Store(
+            control=self._control,
+            shards=self._shards,
+            writers=self._writers,
+            spec=spec,
+            source=bound,
+            tally=tally,
+            transfer=transfer,
+            next_attempt=self._next_attempt,
+            wait_ns=self._store_wait_ns,
+            deadline=deadline,
+        )
 
         def work() -> Stored:
             if not new:
@@ -112,29 +140,27 @@ class Movers:
                 parent=hashes[first - 1] if first else BlockHash(bytes(HASH_BYTES)),
                 run=hashes[run_start(first, run_blocks)],
                 hashes=new,
-                parts=tuple((group, part) for group, part in enumerate(self._parts) if part is not None),
+                parts=parts,
                 host=self._host,
             )
-            return store(
-                self._control,
-                self._shards,
-                spec,
-                prepare,
-                bound,
-                transfer,
-                attempt,
-                self._store_wait_ns,
-                deadline,
-                tally,
-            )
+            return job.run(prepare)
 
-        self._begin(self._storer, transfer, work)
+        def run() -> None:
+            transfer.run(work)
+            job.end()
+
+        with self._lock:
+            full = self._why_full(nbytes)
+            if full is None:
+                self._begin(self._storer, transfer, run, nbytes)
+        if full is not None:
+            transfer.run(lambda: tally.so_far(full))
         return transfer
 
     def wait_stored(self, deadline: Deadline) -> bool:
         """Waits for the stores that were begun so far; False where the deadline comes first."""
         with self._lock:
-            stores = [transfer for transfer, executor in self._running.items() if executor is self._storer]
+            stores = [transfer for transfer, job in self._running.items() if job.executor is self._storer]
         return all(transfer.wait_ended(deadline) for transfer in stores)
 
     def close(self, break_off: Callable[[], object]) -> None:
@@ -146,20 +172,36 @@ class Movers:
             transfer.cancel()
         break_off()
         # Futures are not cancelled: each transfer has to run to its end, or whoever waits for it would wait in vain.
-        for threads in (self._loader, self._storer, self._readers):
+        for threads in (self._loader, self._storer, self._readers, self._writers):
             threads.shutdown()
 
-    def _begin(self, executor: ThreadPoolExecutor, transfer: Transfer[R], work: Callable[[], R]) -> None:
-        with self._lock:
-            if self._closed:
-                raise CallerError("this client is closed; connect again")
-            self._running[transfer] = executor
-            future = executor.submit(transfer.run, work)
-        future.add_done_callback(lambda _: self._forget(transfer))
+    def _begin(
+        self, executor: ThreadPoolExecutor, transfer: Transfer[Any], run: Callable[[], None], nbytes: int = 0
+    ) -> None:
+        """Under the lock."""
+        if self._closed:
+            raise CallerError("this client is closed; connect again")
+        self._running[transfer] = _Job(executor, nbytes)
+        executor.submit(self._run, transfer, run)
 
-    def _forget(self, transfer: Transfer[Any]) -> None:
-        with self._lock:
-            del self._running[transfer]
+    def _run(self, transfer: Transfer[Any], run: Callable[[], None]) -> None:
+        try:
+            run()
+        finally:
+            with self._lock:
+                del self._running[transfer]
+
+    def _why_full(self, nbytes: int) -> Miss | None:
+        """Why no store of that size may be begun now. Under the lock."""
+        waiting = [job.nbytes for job in self._running.values() if job.executor is self._storer]
+        if not waiting:
+            return None
+        if len(waiting) >= limits.STORES_QUEUED:
+            return Miss(MissReason.FULL, f"{len(waiting)} stores of this client wait already; store less often")
+        if sum(waiting) + nbytes > limits.STORES_QUEUED_BYTES:
+            detail = f"stores of {sum(waiting) >> 20} MiB of this client wait already; store less, or less often"
+            return Miss(MissReason.FULL, detail)
+        return None
 
     def _learn_rate(self, nbytes: int, took_ns: int) -> None:
         if nbytes and took_ns:

@@ -25,9 +25,13 @@ class Piece:
 
     @property
     def rect(self) -> Part:
-        part, want = self.want.key.part, self.want
+        return self.rect_of(self.want.layer_start, self.want.layer_stop)
+
+    def rect_of(self, layer_start: int, layer_stop: int) -> Part:
+        """The rectangle of some of its layers, counted as its want counts them."""
+        part = self.want.key.part
         first = part.layer_start
-        return Part(first + want.layer_start, first + want.layer_stop, part.head_start, part.head_stop)
+        return Part(first + layer_start, first + layer_stop, part.head_start, part.head_stop)
 
     @property
     def layers(self) -> int:
@@ -37,10 +41,14 @@ class Piece:
         """Only these layers of it, counted as its want counts them."""
         return replace(self, want=replace(self.want, layer_start=layer_start, layer_stop=layer_stop))
 
-    def model_layers(self, spec: KVSpec, start: int, stop: int) -> tuple[int, ...]:
-        """The model's own numbers of these layers, counted likewise."""
+    def model_layers(self, spec: KVSpec) -> tuple[int, ...]:
+        """The model's own numbers of its layers."""
         first = self.want.key.part.layer_start
-        return spec.groups[self.group].layers[first + start : first + stop]
+        return spec.groups[self.group].layers[first + self.want.layer_start : first + self.want.layer_stop]
+
+    def nbytes(self, spec: KVSpec) -> int:
+        """What arrives."""
+        return self.layers * spec.layer_bytes(self.group, self.want.key.part)
 
 
 Placed = tuple[ShardAddress, Piece]
@@ -66,26 +74,50 @@ def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None]) ->
             )
     pieces: Pieces = {}
     total = len(body.hashes)
+    first_needed = [
+        None if part is None else total - group.reuse.blocks_needed(total, spec.block_tokens)
+        for group, part in zip(spec.groups, parts, strict=True)
+    ]
     at = 0
     for run in body.runs:
+        # The blocks of a run lie alike, so where each of them is cut is worked out once.
+        cuts = [None if part is None else _cuts(part, run.plan[group] or ()) for group, part in enumerate(parts)]
         for block in range(at, at + run.count):
-            for group, part in enumerate(parts):
-                needed = spec.groups[group].reuse.blocks_needed(total, spec.block_tokens)
-                if part is None or block < total - needed:
+            for group, first in enumerate(first_needed):
+                if first is None or block < first:
                     continue
-                placed = cover(body.hashes[block], block, group, part, run.plan[group] or ())
-                if placed is None:
+                of_group = cuts[group]
+                if of_group is None:
                     raise ProtocolError(f"this ticket does not say where block {block} lies; prepare it anew")
-                for shard, piece in placed:
-                    pieces.setdefault(shard, []).append(piece)
+                for cut in of_group:
+                    pieces.setdefault(cut.shard, []).append(cut.piece(body.hashes[block], block, group))
         at += run.count
     return pieces
 
 
 def cover(name: BlockHash, block: int, group: int, rect: Part, sources: Iterable[Source]) -> list[Placed] | None:
     """Pieces of these sources, the first first, that together fill `rect`; None where they leave a hole."""
+    cuts = _cuts(rect, sources)
+    return None if cuts is None else [(cut.shard, cut.piece(name, block, group)) for cut in cuts]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Some layers of a page of that part on that shard, whichever block it is of."""
+
+    shard: ShardAddress
+    part: Part
+    layer_start: int
+    layer_stop: int
+
+    def piece(self, name: BlockHash, block: int, group: int) -> Piece:
+        return Piece(block, group, PageWant(PageKey(name, group, self.part), self.layer_start, self.layer_stop))
+
+
+def _cuts(rect: Part, sources: Iterable[Source]) -> list[_Cut] | None:
+    """As `cover`, of any block that lies so."""
     left = [rect]
-    placed: list[Placed] = []
+    cuts: list[_Cut] = []
     for source in sources:
         both = source.part.intersect(rect)
         rest = [piece for hole in left for piece in _without(hole, source.part)]
@@ -93,9 +125,8 @@ def cover(name: BlockHash, block: int, group: int, rect: Part, sources: Iterable
             continue
         left = rest
         first = source.part.layer_start
-        want = PageWant(PageKey(name, group, source.part), both.layer_start - first, both.layer_stop - first)
-        placed.append((source.shard, Piece(block, group, want)))
-    return None if left else placed
+        cuts.append(_Cut(source.shard, source.part, both.layer_start - first, both.layer_stop - first))
+    return None if left else cuts
 
 
 def each(pieces: Pieces) -> Iterable[Piece]:
@@ -105,10 +136,15 @@ def each(pieces: Pieces) -> Iterable[Piece]:
 
 def layer_counts(pieces: Iterable[Piece], spec: KVSpec) -> dict[int, int]:
     """How many pieces each model layer waits for."""
-    counts: dict[int, int] = {}
+    # Thousands of pieces have the layers of only a few, so that those are counted first.
+    alike: dict[tuple[int, ...], int] = {}
     for piece in pieces:
-        for layer in piece.model_layers(spec, piece.want.layer_start, piece.want.layer_stop):
-            counts[layer] = counts.get(layer, 0) + 1
+        layers = piece.model_layers(spec)
+        alike[layers] = alike.get(layers, 0) + 1
+    counts: dict[int, int] = {}
+    for layers, count in alike.items():
+        for layer in layers:
+            counts[layer] = counts.get(layer, 0) + count
     return counts
 
 

@@ -15,13 +15,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvcluster.client.breaker import Breaker, Leave
+from kvcluster.client.breaker import Breaker, Leave, State
 from kvcluster.client.transfer import GivenUp
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import PageKey, ReadRequest, Refused, RefusedKind, ShardAddress, WriteRequest, Written
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, KVClusterError, LimitError
+from kvcluster.transport.choice import Choice
 from kvcluster.transport.seam import Deadline, PageSink, PageSource, RefusedByShard, Transport, Trouble
 
 
@@ -132,6 +133,15 @@ class Shards:
             all_heard = all_heard and heard
         return all_heard
 
+    def streams(self, shard: ShardAddress) -> int:
+        """How many exchanges at once make the way to that shard fastest. One where nothing is known of it yet, and
+        while its breaker waits for a single one to show whether it answers."""
+        with self._lock:
+            way = self._ways.get(shard.shard)
+            if way is None or way.shard != shard or way.transport is None or way.breaker.state is not State.CLOSED:
+                return 1
+            return way.transport.streams
+
     def suspect(
         self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, keys: Sequence[PageKey], deadline: Deadline
     ) -> None:
@@ -148,10 +158,14 @@ class Shards:
                 if not isinstance(leave, Miss):
                     way.breaker.failed(leave, why, self._clock())
 
-    def names(self) -> dict[str, str]:
-        """Shard -> the transport in use."""
+    def names(self) -> dict[str, dict[str, Any]]:
+        """Shard -> the transport in use, and of each one before it why it is not."""
         with self._lock:
-            return {shard: way.transport.name for shard, way in self._ways.items() if way.transport is not None}
+            open_ways = {shard: way.transport for shard, way in self._ways.items() if way.transport is not None}
+        return {
+            shard: {"name": way.name, "refused": way.refused() if isinstance(way, Choice) else {}}
+            for shard, way in open_ways.items()
+        }
 
     def breakers(self) -> dict[str, dict[str, Any]]:
         """Shard -> its breaker's state, the failures in a row, and for how long nobody will ask."""

@@ -1,14 +1,16 @@
-"""A transfer: a load or store that is under way on the client's own thread.
+"""A transfer: a load or store that is under way on the client's own threads.
 
-The caller's memory is touched only while the transfer's gate is open. `result` closes it for good: once it has
-returned, for whatever reason, nothing more is written to the destination or read from the source. So what had come by
-then is known exactly, and is told even where the deadline came first.
+The caller's memory is touched only behind gates, one for each thread that moves bytes, so that none waits for
+another. `result` closes them all for good: once it has returned, for whatever reason, nothing more is written to the
+destination. So what had come by then is known exactly, and is told even where the deadline came first. A transport may
+still read what it was handed of a source; a page that changes under it fails its checksum, and is not committed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from kvcluster.core.reasons import Miss, MissReason
@@ -24,18 +26,21 @@ class GivenUp(Trouble):
 class Transfer(Generic[R]):
     """Progress and outcome. `R` is Loaded or Stored. Made by the client; safe to use from any thread.
 
-    `so_far` is the outcome where it goes no further for that reason; it is asked only after the gate was closed.
+    `so_far` is the outcome where it goes no further for that reason; it is asked only after the gates were closed.
+    `layer_left` says how many pieces of a model layer have not arrived; whoever makes that 0 calls `layer_came`.
     """
 
-    def __init__(self, deadline: Deadline, so_far: Callable[[Miss], R], layers: Iterable[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self, deadline: Deadline, so_far: Callable[[Miss], R], layer_left: Callable[[int], int] = lambda layer: 0
+    ) -> None:
         self._deadline = deadline
         self._so_far = so_far
+        self._layer_left = layer_left
         self._wake: Callable[[], object] = lambda: None
         self._changed = threading.Condition()
-        self._gate = threading.Lock()
+        self._gates: list[threading.Lock] = []
         self._cancelled = False
         self._source_free = False
-        self._pieces = dict(layers)  # model layer -> pieces that have not arrived
         self._outcome: R | None = None
         self._error: BaseException | None = None
 
@@ -48,15 +53,14 @@ class Transfer(Generic[R]):
 
     def layer_done(self, layer: int) -> bool:
         """Has everything that was asked for of this model layer arrived, verified?"""
-        with self._changed:
-            return self._pieces.get(layer, 0) == 0
+        return self._layer_left(layer) == 0
 
     def wait_layer(self, layer: int, deadline_ms: float | None = None) -> bool:
         """Waits until `layer_done(layer)`; False where the transfer ended or the deadline passed without it."""
         deadline = self._deadline if deadline_ms is None else Deadline.after_ms(deadline_ms)
         with self._changed:
-            self._changed.wait_for(lambda: self._pieces.get(layer, 0) == 0 or self._ended(), deadline.remaining_s())
-            return self._pieces.get(layer, 0) == 0
+            self._changed.wait_for(lambda: self.layer_done(layer) or self._ended(), deadline.remaining_s())
+            return self.layer_done(layer)
 
     def wait_ended(self, deadline: Deadline) -> bool:
         """Waits until it has ended, well or not; False where the deadline comes first."""
@@ -85,22 +89,27 @@ class Transfer(Generic[R]):
         return self._so_far(Miss(MissReason.DEADLINE))
 
     def cancel(self) -> None:
-        """Ends it: when this returns, the caller's memory is touched no more."""
-        with self._gate:
-            self._cancelled = True
+        """Ends it: when this returns, the caller's memory is written no more."""
+        self._cancelled = True
+        for gate in list(self._gates):  # a later one lets nobody through, since `check` comes first
+            with gate:
+                pass
         self._wake()
 
-    # ---------------------------------------------------------------------------------- the client's thread
+    # --------------------------------------------------------------------------------- the client's threads
 
     def gate(self) -> threading.Lock:
-        """Held while the caller's memory is touched; `check` must be called within."""
-        return self._gate
+        """A new gate, for one thread that moves bytes: held while it touches the caller's memory, for one chunk at a
+        time. `check` must be called within, before anything is touched."""
+        gate = threading.Lock()
+        self._gates.append(gate)
+        return gate
 
     def check(self) -> None:
         """Raises GivenUp when nobody waits for this any more."""
         if self._cancelled:
             raise GivenUp(Miss(MissReason.DEADLINE, "given up"))
-        if not self._deadline.remaining_s():
+        if time.monotonic_ns() >= self._deadline.at_ns:
             raise GivenUp(Miss(MissReason.DEADLINE))
 
     def on_cancel(self, wake: Callable[[], object]) -> None:
@@ -109,23 +118,13 @@ class Transfer(Generic[R]):
         if self._cancelled:
             wake()
 
-    def arrived(self, layers: Iterable[int]) -> None:
-        """One piece of each of these model layers is in place."""
+    def layer_came(self) -> None:
+        """Some layer is whole now: whoever waits for one looks again. No lock of the caller's own may be held."""
         with self._changed:
-            woken = False
-            for layer in layers:
-                self._pieces[layer] -= 1
-                woken = woken or self._pieces[layer] == 0
-            if woken:
-                self._changed.notify_all()
-
-    def expect(self, layers: Iterable[tuple[int, int]]) -> None:
-        """So many more pieces of these model layers are to arrive, in place of others that will not."""
-        with self._changed:
-            for layer, more in layers:
-                self._pieces[layer] += more
+            self._changed.notify_all()
 
     def drained(self) -> None:
+        """The source has been read to its end, or will be read no further."""
         with self._changed:
             self._source_free = True
             self._changed.notify_all()

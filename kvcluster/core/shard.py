@@ -29,10 +29,12 @@ from kvcluster.core.messages import (
     Effect,
     Farewell,
     Flush,
+    GetOffers,
     GoneEvent,
     Inventory,
     Leave,
     NewPage,
+    Offers,
     PageEvent,
     PageSlot,
     Pin,
@@ -82,6 +84,8 @@ class Shard:
     ) -> None:
         self._shard = shard
         self.epoch = epoch
+        self.offers = Offers(epoch)
+        """What its shell serves, told before the first step. It means nothing here."""
         self._address = address
         self._host = host
         self._pool = PagePool(PageAllocator(config.device_bytes, config.extent_bytes))
@@ -99,6 +103,7 @@ class Shard:
         self._over = False
         self._handlers: dict[type, Callable[[Any, int], list[Effect]]] = {
             AttachShard: self._attach,
+            GetOffers: lambda m, now: [Answer(m.call, self.offers)],
             Pin: self._pin,
             Unpin: self._end,
             Reserve: self._reserve,

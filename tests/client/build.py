@@ -149,7 +149,8 @@ def _nothing() -> None:
 @dataclass
 class Steps:
     """What a test does at each step of a transport: before the spec is named, a load, a layer's arrival, a store, a
-    layer's departure, a flush and a report, and after the shard has answered a store."""
+    layer's departure, a flush and a report, and after the shard has answered a store. `streams` is what it says of
+    itself."""
 
     attach: Callable[[], None] = _nothing
     read: Callable[[], None] = _nothing
@@ -159,6 +160,7 @@ class Steps:
     written: Callable[[], None] = _nothing
     flush: Callable[[], None] = _nothing
     suspect: Callable[[], None] = _nothing
+    streams: int = 1
 
 
 class Watched:
@@ -166,6 +168,7 @@ class Watched:
 
     def __init__(self, inner: Transport, steps: Steps) -> None:
         self.name = inner.name
+        self.streams = steps.streams
         self._inner = inner
         self._steps = steps
         self._closed = False

@@ -103,7 +103,7 @@ def test_status_tells_shards_counters_and_hit_rate_as_plain_values(cluster: Memo
     assert sum(shard["pages"] for shard in status["shards"]) == 3
     used = sum(shard["capacity_bytes"] - shard["free_bytes"] for shard in status["shards"])
     assert used >= 3 * PAGE_BYTES, "and what is left over behind them in their extents"
-    assert list(status["transports"].values()) == ["memory"]
+    assert list(status["transports"].values()) == [{"name": "memory", "refused": {}}]
 
 
 def test_a_lookup_estimates_the_load_once_there_was_one(cluster: MemoryCluster) -> None:

@@ -40,6 +40,7 @@ class Stopwatch:
         self._inner = inner
         self._given = given
         self.name = inner.name
+        self.streams = inner.streams
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._inner, name)

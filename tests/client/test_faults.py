@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,14 +10,14 @@ import pytest
 from kvcluster.client.client import Client
 from kvcluster.client.results import Loaded, Lookup, Pinned, Stored
 from kvcluster.config import ClientConfig
-from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, ShardId, Tenant
-from kvcluster.core.messages import EndTicket, PrepareLoad, Refused, RefusedKind
+from kvcluster.core.messages import EndTicket, PrepareLoad, Refused, RefusedKind, WriteRequest
+from kvcluster.core.messages import Written as Outcome
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import CallerError, LimitError, Unreachable
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.memory import MemoryTransport
-from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
+from kvcluster.transport.seam import Deadline, PageSource, RefusedByShard, Trouble
 from tests.client.build import (
     BLOCK,
     BOUND_S,
@@ -25,6 +26,7 @@ from tests.client.build import (
     Hold,
     Port,
     Steps,
+    Watched,
     kv,
     missed,
     pinned,
@@ -387,20 +389,39 @@ def test_no_layer_is_called_done_of_which_a_block_is_bad(alone: MemoryCluster) -
     assert not transfer.wait_layer(0)
 
 
-def test_a_block_that_arrives_changed_is_not_committed(alone: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "FRAME_BYTES", 1)  # a layer a frame
-    hold = Hold(at=2)
-    with watched_client(alone, Steps(send=hold)) as client:
-        transfer = client.begin_store(client.hashes(TOKENS), kv(4))
-        hold.wait_reached()
-        first, *_ = alone.shard_core(SHARD).pool.everything()
-        alone.shards[SHARD].view(first.slot())[0] ^= 1
-        hold.let_go()
+class Spoiling(Watched):
+    """A way on which one bit of the first page of every store is turned."""
+
+    def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Outcome]:
+        return super().write(request, SpoiledSource(source), deadline)
+
+
+class SpoiledSource:
+    def __init__(self, inner: PageSource) -> None:
+        self._inner = inner
+
+    def layer_bytes(self, item: int) -> int:
+        return self._inner.layer_bytes(item)
+
+    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
+        sums, data = self._inner.send(item, layer, layers)
+        changed = bytearray(data)
+        changed[-1] ^= item == 0
+        return sums, memoryview(changed)
+
+    def drained(self) -> None:
+        self._inner.drained()
+
+
+def test_a_block_that_arrives_changed_is_not_committed(alone: MemoryCluster) -> None:
+    open_transport = alone.opener()
+    with Client(alone.port(), lambda shard: Spoiling(open_transport(shard), Steps()), SPEC) as client:
         changed = Miss(MissReason.CORRUPT, "what arrived did not match its checksum")
-        assert transfer.result() == Stored(3, 0, 0, 4 * PAGE_BYTES, changed)
+        assert client.store(TOKENS, kv(4)) == Stored(3, 0, 0, 4 * PAGE_BYTES, changed)
         assert client.flush()
-        assert client.lookup(TOKENS).blocks == 0
-        assert client.store(TOKENS, kv(4)) == Stored(1, 3, 0, PAGE_BYTES)
+    client = alone.client(SPEC)
+    assert client.lookup(TOKENS).blocks == 0
+    assert client.store(TOKENS, kv(4)) == Stored(1, 3, 0, PAGE_BYTES)
 
 
 # -------------------------------------------------------------------------------------------------- room

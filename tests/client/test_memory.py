@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.memory import Bound, Buffers, Dense, Paged, bind
+from kvcluster.client.memory import Bound, Buffers, Dense, Paged, Staging, bind
 from kvcluster.core.spec import DTYPE_BYTES, Group, KVSpec, Part, Plane
 from kvcluster.errors import CallerError, ProtocolError, SpecError
 
@@ -263,7 +263,7 @@ def test_get_gathers_what_the_layout_says(memory: tuple[Case, Any, Row], data: s
         block = data.draw(st.integers(0, case.blocks - 1))
         start = data.draw(st.integers(case.part.layer_start, case.part.layer_stop - 1))
         stop = data.draw(st.integers(start + 1, case.part.layer_stop))
-        got = bound.get(block, 0, start, stop)
+        got = bound.get(block, 0, start, stop, Staging())
         assert got.readonly
         assert bytes(got) == case.page(row, block, case.part._replace(layer_start=start, layer_stop=stop))
 
@@ -302,7 +302,7 @@ def test_what_is_put_in_pieces_is_got_back(memory: tuple[Case, Any, Row], data: 
             layer_start=case.part.layer_start + layer, layer_stop=case.part.layer_start + layer + 1
         )
         bound.put(block, 0, rect, memoryview(page)[layer * layer_bytes : (layer + 1) * layer_bytes])
-    assert bytes(bound.get(block, 0, case.part.layer_start, case.part.layer_stop)) == page
+    assert bytes(bound.get(block, 0, case.part.layer_start, case.part.layer_stop, Staging())) == page
 
 
 @pytest.mark.parametrize("layout", K_AND_V)
@@ -319,7 +319,7 @@ def test_pages_larger_than_torch_copies_alone_arrive_whole(layout: Layout, heads
     bound.put(0, 0, heads, memoryview(page))
     assert case.page(row, 0, heads) == page
     assert case.page(row, 0, others) == kept
-    assert bytes(bound.get(0, 0, 0, 3)) == case.page(row, 0, spec.whole(0))
+    assert bytes(bound.get(0, 0, 0, 3, Staging())) == case.page(row, 0, spec.whole(0))
 
 
 SPEC = KVSpec.uniform(
@@ -345,7 +345,7 @@ def test_dense_and_buffers_are_read_without_a_copy() -> None:
         (tensor, 5, lambda: tensor.fill_(1)),
         (Buffers([one_page]), 1, lambda: one_page.__setitem__(slice(None), b"\1" * PAGE_BYTES)),
     ):
-        view = bind(memory, SPEC, (WHOLE,), blocks, writable=False).get(0, 0, 1, 3)
+        view = bind(memory, SPEC, (WHOLE,), blocks, writable=False).get(0, 0, 1, 3, Staging())
         assert not any(view)
         change()
         assert any(view)
@@ -353,9 +353,53 @@ def test_dense_and_buffers_are_read_without_a_copy() -> None:
 
 def test_caches_allocated_as_one_are_read_without_a_copy() -> None:
     whole = torch.zeros(SHAPE, dtype=torch.bfloat16)
-    view = bind(Paged(list(whole.unbind(1)), [4]), SPEC, (WHOLE,), 1, writable=False).get(0, 0, 0, 3)
+    view = bind(Paged(list(whole.unbind(1)), [4]), SPEC, (WHOLE,), 1, writable=False).get(0, 0, 0, 3, Staging())
     whole[4] = 1
     assert all(view[1::2])
+
+
+@pytest.mark.parametrize("layout", K_AND_V)
+def test_what_one_thread_has_gathered_stays_while_another_gathers(layout: Layout) -> None:
+    case = Case(SPEC, WHOLE, 5, seed=4)
+    memory, row = layout(case, random.Random(4))
+    bound = case.bind(memory, writable=False)
+    one, other = Staging(), Staging()
+    first = bound.get(1, 0, 0, 3, one)
+    second = bound.get(2, 0, 0, 3, other)
+    assert bytes(first) == case.page(row, 1, WHOLE)
+    assert bytes(second) == case.page(row, 2, WHOLE)
+
+
+def test_a_buffer_beside_is_as_large_as_the_largest_piece_and_used_again() -> None:
+    staging = Staging()
+    large = staging.room(100)
+    assert (len(large), len(staging.room(10))) == (100, 10)
+    staging.room(10)[:] = b"x" * 10
+    assert bytes(large[:11]) == b"x" * 10 + b"\0"
+
+
+@given(memories(), st.data())
+def test_a_place_is_where_put_would_write(memory: tuple[Case, Any, Row], data: st.DataObject) -> None:
+    case, given, row = memory
+    bound = case.bind(given, writable=True)
+    block, rect = data.draw(st.integers(0, case.blocks - 1)), data.draw(parts(case.part))
+    place = bound.place(block, 0, rect)
+    if place is not None:
+        page = random.Random(case.seed + 1).randbytes(case.spec.page_bytes(0, rect))
+        place[:] = page
+        assert case.page(row, block, rect) == page
+
+
+def test_only_what_is_one_run_of_bytes_has_a_place() -> None:
+    dense = bind(torch.zeros(SHAPE, dtype=torch.bfloat16), SPEC, (WHOLE,), 5, writable=True)
+    assert dense.place(2, 0, Part(1, 3, 0, 4)) is not None
+    assert dense.place(2, 0, Part(1, 3, 0, 2)) is None, "some heads of a page lie apart"
+    paged = bind(Paged(layers(), range(5)), SPEC, (WHOLE,), 5, writable=True)
+    assert paged.place(2, 0, WHOLE) is None
+    some = Part(0, 2, 0, 4)
+    part = bind(Buffers([bytearray(SPEC.page_bytes(0, some))]), SPEC, (some,), 1, writable=True)
+    assert part.place(0, 0, some) is not None
+    assert part.place(0, 0, WHOLE) is None, "not all of it is wanted"
 
 
 def test_a_bound_keeps_its_memory_alive() -> None:
@@ -403,7 +447,7 @@ def test_a_source_may_be_watched_by_autograd_read_only_expanded_or_repeated() ->
         Paged([(one[:, 0, 0], one[:, 0, 0])] * 3, [0] * 5),
         Buffers([ones] * 5),
     ):
-        assert bytes(bind(memory, SPEC, (WHOLE,), 5, writable=False).get(4, 0, 0, 3)) == ones
+        assert bytes(bind(memory, SPEC, (WHOLE,), 5, writable=False).get(4, 0, 0, 3, Staging())) == ones
 
 
 def test_a_destination_may_have_more_room_than_is_needed() -> None:
@@ -412,7 +456,7 @@ def test_a_destination_may_have_more_room_than_is_needed() -> None:
     for memory in (tensor, Paged(list(tensor.unbind(1)), [3, 2, 1]), Buffers([bytearray(PAGE_BYTES) for _ in "abc"])):
         bound = bind(memory, SPEC, (WHOLE,), 2, writable=True)
         bound.put(1, 0, WHOLE, page)
-        assert bound.get(1, 0, 0, 3) == page
+        assert bound.get(1, 0, 0, 3, Staging()) == page
 
 
 @pytest.mark.parametrize("memory", [torch.zeros(0, *SHAPE[1:], dtype=torch.bfloat16), Buffers([])])
@@ -427,7 +471,7 @@ def test_each_group_has_its_own_memory() -> None:
     kv, states = torch.zeros(SHAPE, dtype=torch.bfloat16), torch.zeros(5, 1, 24, dtype=torch.uint8)
     bound = bind([kv, states], spec, (WHOLE, spec.whole(1)), 5, writable=True)
     bound.put(3, 1, spec.whole(1), memoryview(b"x" * 24))
-    assert bytes(bound.get(3, 1, 0, 1)) == b"x" * 24
+    assert bytes(bound.get(3, 1, 0, 1, Staging())) == b"x" * 24
     assert states.sum() == 24 * ord("x")
     assert kv.sum() == 0
     bind([None, states], spec, (None, spec.whole(1)), 5, writable=True)
@@ -446,7 +490,7 @@ def test_bytes_of_another_length_are_refused_and_nothing_is_written(length: int)
         bound = bind(memory, SPEC, (WHOLE,), 5, writable=True)
         with pytest.raises(ProtocolError, match=f"take {PAGE_BYTES} bytes, but {length} came"):
             bound.put(0, 0, WHOLE, memoryview(b"x" * length))
-        assert not any(bound.get(0, 0, 0, 3))
+        assert not any(bound.get(0, 0, 0, 3, Staging()))
 
 
 # ------------------------------------------------------------------------------------------- misuse

@@ -140,6 +140,12 @@ class _Noting(Watched):
         return super().read(request, sink, deadline)
 
 
+def a_layer_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards send the first layer of every block, each by itself, then the second, and so on."""
+    monkeypatch.setattr(limits, "FRAME_BYTES", 1)
+    monkeypatch.setattr(limits, "RECORD_BYTES", 1)
+
+
 def failing(miss: Miss = LOST, after: int = 0) -> Callable[[], None]:
     """Lets so many calls pass, and no more."""
     calls = Hold(at=10**9)
@@ -190,18 +196,18 @@ def test_a_page_gone_bad_comes_from_elsewhere_and_its_shard_finds_it(doubled: Me
 def test_of_a_page_that_came_in_part_only_the_rest_is_read_from_elsewhere(
     doubled: MemoryCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "FRAME_BYTES", 1)  # a layer a frame
+    a_layer_a_frame(monkeypatch)
     with Bench(doubled) as bench:
-        bench.steps[bench.first].receive = failing(after=LAYERS + 1)
+        bench.steps[bench.first].receive = failing(after=4 + 1)
         assert bench.load() == WHOLE, "no byte more than all of it"
         ranges = [(want.layer_start, want.layer_stop) for want in bench.wants(bench.second)]
-        assert ranges == [(1, LAYERS), (0, LAYERS), (0, LAYERS)]
+        assert ranges == [(2, LAYERS), (1, LAYERS), (1, LAYERS), (1, LAYERS)]
 
 
 def test_layers_are_done_once_the_last_of_them_came_from_elsewhere(
     doubled: MemoryCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "FRAME_BYTES", 1)
+    a_layer_a_frame(monkeypatch)
     hold = Hold(at=2)
     with Bench(doubled) as bench:
         bench.steps[bench.first].receive = failing(after=4 * LAYERS - 2)

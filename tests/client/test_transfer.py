@@ -44,8 +44,9 @@ NEVER_BEGUN = Miss(MissReason.DEADLINE, "given up before it began")
 
 @pytest.fixture
 def cluster(start: Start, monkeypatch: pytest.MonkeyPatch) -> MemoryCluster:
-    """One shard, which sends and takes a layer a frame, and has TOKENS."""
+    """One shard, which sends and takes a layer of a page a frame, and has TOKENS."""
     monkeypatch.setattr(limits, "FRAME_BYTES", 1)
+    monkeypatch.setattr(limits, "RECORD_BYTES", 1)
     running = start(shards=1, device_bytes="1MiB")
     with watched_client(running) as client:
         assert client.store(TOKENS, kv(3)).blocks == 3
@@ -87,13 +88,26 @@ def test_a_layer_may_be_used_while_others_are_still_under_way(cluster: MemoryClu
 
 
 def test_a_layer_is_done_when_it_has_come_of_every_block(cluster: MemoryCluster) -> None:
-    hold = Hold(at=2 * LAYERS + 1)  # of three blocks, the last is still to come
+    hold = Hold(at=3)  # of the first layer, that of the last block is still to come
     with loading(cluster, room(3), hold) as transfer:
         hold.wait_reached()
         assert not any(transfer.layer_done(layer) for layer in range(LAYERS))
         hold.let_go()
         assert transfer.wait_layer(0)
         assert transfer.result().blocks == 3
+
+
+def test_the_first_layer_of_all_blocks_comes_before_the_second_of_any(cluster: MemoryCluster) -> None:
+    """Who waits for a layer waits for it alone: an engine computes it while the others are under way."""
+    hold, into = Hold(at=3 + 1), room(3)
+    with loading(cluster, into, hold) as transfer:
+        assert transfer.wait_layer(0), "though nothing behind it comes"
+        hold.wait_reached()
+        assert same(into[:, :1], kv(3)[:, :1]) and unwritten(into[:, 1:])
+        assert not transfer.layer_done(1) and not transfer.done()
+        hold.let_go()
+        assert transfer.result() == Loaded(3, 3 * PAGE_BYTES)
+    assert same(into, kv(3))
 
 
 def test_waiting_for_a_layer_ends_with_the_transfer(cluster: MemoryCluster) -> None:
@@ -111,7 +125,7 @@ def test_waiting_for_a_layer_ends_with_the_transfer(cluster: MemoryCluster) -> N
 
 
 def by_result(transfer: Transfer[Loaded]) -> None:
-    assert transfer.result(deadline_ms=0) == missed(Miss(MissReason.DEADLINE), range(1, 3), PAGE_BYTES)
+    assert transfer.result(deadline_ms=0) == missed(Miss(MissReason.DEADLINE), range(3), 3 * PAGE_BYTES // LAYERS)
 
 
 def by_cancel(transfer: Transfer[Loaded]) -> None:
@@ -122,7 +136,7 @@ def by_cancel(transfer: Transfer[Loaded]) -> None:
 def test_nothing_is_written_once_a_load_was_given_up(
     cluster: MemoryCluster, give_up: Callable[[Transfer[Loaded]], None]
 ) -> None:
-    hold, into = Hold(at=LAYERS + 1), room(3)
+    hold, into = Hold(at=3 + 1), room(3)
     with loading(cluster, into, hold) as transfer:
         hold.wait_reached()
         give_up(transfer)
@@ -131,7 +145,7 @@ def test_nothing_is_written_once_a_load_was_given_up(
         assert transfer.wait_ended(Deadline.after_ms(BOUND_S * 1e3))
         assert transfer.result().miss == GIVEN_UP
     assert same(into, before)
-    assert same(into[:1], kv(3)[:1]) and unwritten(into[1:])
+    assert same(into[:, :1], kv(3)[:, :1]) and unwritten(into[:, 1:])
 
 
 def test_a_load_past_its_deadline_writes_nothing_even_if_nobody_asks_for_its_result(cluster: MemoryCluster) -> None:

@@ -11,7 +11,10 @@ from kvcluster.core.messages import (
     Abort,
     Done,
     Flush,
+    GetOffers,
     NewPage,
+    Offer,
+    Offers,
     PageEvent,
     PageKey,
     PageSlot,
@@ -52,6 +55,17 @@ from tests.core.world import (
     key,
     root,
 )
+
+# -------------------------------------------------------------------------------------------- what it offers
+
+
+def test_a_shard_passes_on_what_its_shell_serves_before_anybody_attaches() -> None:
+    shard = LoneShard()
+    assert shard.ask(Offers, GetOffers) == Offers(shard.epoch)
+    told = Offers(shard.epoch, (Offer("tcp", "here:1"),), (("shm", "for some reason"),))
+    shard.core.offers = told
+    assert shard.ask(Offers, GetOffers) == told
+
 
 # -------------------------------------------------------------------------------------- the life of a page
 

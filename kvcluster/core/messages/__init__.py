@@ -7,7 +7,8 @@ outside only through wire/, which has validated their shapes and bounds; the cor
     worker -> coordinator   Attach, PrepareLoad, PrepareStore, RenewTicket, EndTicket, Explain, Siblings,
                             PinBlocks, UnpinBlocks, Purge, Drain, GetStatus           coordinator.py
     shard  -> coordinator   Report, Inventory                                         reports.py
-    worker -> shard         AttachShard, Pin, Unpin, Reserve, Commit, Abort, Renew, Flush, Suspect    shard.py
+    worker -> shard         AttachShard, GetOffers, Pin, Unpin, Reserve, Commit, Abort,
+                            Renew, Flush, Suspect                                     shard.py
     a transport's exchange  ReadRequest, WriteRequest, TicketBody                     exchange.py
     driver -> both          Tick, Stalled;   driver -> shard   ReportAnswered, ReportFailed, Verified
 """
@@ -85,7 +86,10 @@ from kvcluster.core.messages.shard import (
     Commit,
     CommitGrant,
     Flush,
+    GetOffers,
     NewPage,
+    Offer,
+    Offers,
     PageSlot,
     Pin,
     PinGrant,
@@ -183,6 +187,7 @@ Reply = (
     | Purged
     | Status
     | AttachedShard
+    | Offers
     | PinGrant
     | WriteGrant
     | CommitGrant
@@ -212,6 +217,7 @@ CoordinatorMessage = (
 
 ShardMessage = (
     AttachShard
+    | GetOffers
     | Pin
     | Unpin
     | Reserve
@@ -250,6 +256,7 @@ __all__ = [
     "Farewell",
     "Fetch",
     "Flush",
+    "GetOffers",
     "GetStatus",
     "GoneEvent",
     "Inventory",
@@ -257,6 +264,8 @@ __all__ = [
     "LoadGrant",
     "Need",
     "NewPage",
+    "Offer",
+    "Offers",
     "PageEvent",
     "PageKey",
     "PageSlot",

@@ -30,6 +30,30 @@ class AttachedShard:
 
 
 @dataclass(frozen=True, slots=True)
+class GetOffers:
+    """By which transports are your pages moved? Answered by Offers."""
+
+    call: CallId
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A transport that a shard serves, and where. What its address means is for that transport to know."""
+
+    transport: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """What a shard incarnation serves beside gRPC, and in `refused`, by transport, why not the rest."""
+
+    epoch: Epoch
+    offers: tuple[Offer, ...] = ()
+    refused: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PageSlot:
     """A page under a lease: where its bytes lie in the arena, and what they are."""
 

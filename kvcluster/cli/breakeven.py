@@ -1,0 +1,318 @@
+"""`kvcluster breakeven`: is loading KV from a cluster faster than computing it, by which path, and from where on?
+
+The model's config.json tells the bytes of a token, the prefill rate is given, and the paths are measured: random blocks
+of the model's own sizes are stored under a name of their own, loaded over each path in turn, and purged. A small load
+and a large one tell a path's fixed time from its rate. The verdict is that of core/breakeven.py, which connectors ask
+for each request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from kvcluster.cli.where import add_where, address_of
+from kvcluster.client.client import Client
+from kvcluster.client.connect import connect
+from kvcluster.client.memory import Buffers
+from kvcluster.config import TRANSPORTS, ClientConfig
+from kvcluster.core import limits
+from kvcluster.core.breakeven import Breakeven, LinkRate
+from kvcluster.core.model_config import read_kv
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.spec import DTYPE_BYTES, Group, KVSpec
+from kvcluster.errors import ConfigError, KVClusterError, Unreachable
+from kvcluster.transport.seam import Deadline
+
+MODEL = "kvcluster-breakeven"
+"""What the blocks are stored under: always the same, so that purging leaves one tombstone and not one a run."""
+
+_TOKENS = 1_024
+_STORED_BYTES = 256 * 2**20
+"""What is stored unless --tokens asks for more: it may push others' cold blocks out."""
+
+_LONG_NS = 300_000_000
+"""A load that takes as long is large enough to tell a rate by."""
+
+_DEADLINE_MS = 60_000
+"""Of one load or store: what takes longer is no use to anybody."""
+
+_PATIENCE_MS = 10_000
+_PAUSE_S = 0.1
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    breakeven = commands.add_parser(
+        "breakeven", help="is loading faster than computing, and from how many tokens on?", allow_abbrev=False
+    )
+    breakeven.add_argument("--model", required=True, metavar="CONFIG", help="its config.json, or the folder of it")
+    breakeven.add_argument(
+        "--prefill", required=True, type=_rate, metavar="TOKENS_PER_S", help="what the engine computes a second"
+    )
+    breakeven.add_argument("--block-tokens", type=_positive, default=16, metavar="N", help="of a block (default 16)")
+    breakeven.add_argument("--dtype", choices=[name for name in DTYPE_BYTES if name != "opaque"], help="of the KV")
+    breakeven.add_argument(
+        "--tokens",
+        type=_positive,
+        metavar="N",
+        help=f"measure with so many at most (default {_TOKENS:,}, or what {_STORED_BYTES >> 20} MiB hold)",
+    )
+    breakeven.add_argument("--rounds", type=_positive, default=5, help="turns of each measurement (default 5)")
+    breakeven.add_argument("--json", action="store_true", help="the figures, as one JSON object")
+    add_where(breakeven)
+    breakeven.set_defaults(run=_run)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _rate(text: str) -> int:
+    """Half a token a second more or less changes no verdict worth having."""
+    try:
+        rate = round(float(text))
+    except (ValueError, OverflowError):
+        rate = 0
+    if rate < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens a second, at least 1")
+    return rate
+
+
+def _run(options: argparse.Namespace) -> int:
+    read = read_kv(_config(Path(options.model)), options.dtype)
+    spec = KVSpec(
+        model=MODEL, weights=f"random:{os.urandom(16).hex()}", block_tokens=options.block_tokens, groups=read.groups
+    )
+    even = Breakeven(spec, [spec.whole(group) for group in range(len(spec.groups))], options.prefill)
+    try:
+        measured = measure(address_of(options), options.token, even, _blocks(spec, options.tokens), options.rounds)
+    except Unreachable as error:
+        raise Unreachable(f"{error}; this measures a cluster that runs: name it with --port or --address") from None
+    figures = {
+        "model": options.model,
+        "groups": [_group_text(group) for group in spec.groups],
+        "assumed": list(read.assumed),
+        "block_tokens": spec.block_tokens,
+        "token_bytes": spec.token_bytes,
+        "prefill_tokens_per_s": options.prefill,
+        "paths": measured,
+    }
+    print(json.dumps(figures, indent=2) if options.json else "\n".join(lines(figures)))
+    return 0 if any(path["why"] is None for path in measured) else 1
+
+
+# ----------------------------------------------------------------------------------------- what is said
+
+
+def lines(figures: Mapping[str, Any]) -> list[str]:
+    """The figures for a person."""
+    out = [f"{figures['model']}: {'; '.join(figures['groups'])}", *(f"  {what}" for what in figures["assumed"])]
+    block_kib = figures["token_bytes"] * figures["block_tokens"] / 1024
+    out.append(
+        f"{figures['token_bytes'] / 1024:,.1f} KiB a token, {block_kib:,.1f} KiB a block of {figures['block_tokens']}; "
+        f"computed: {figures['prefill_tokens_per_s']:,} tokens/s, as given"
+    )
+    out.append("")
+    out.append(f"{'path':<6}{'GB/s':>8}{'fixed ms':>10}{'tokens/s loaded':>17}{'of computed':>13}  verdict")
+    chosen = ""
+    for path in figures["paths"]:
+        if path["why"] is not None:
+            out.append(f"{path['path']:<6}{'-':>8}{'-':>10}{'-':>17}{'-':>13}  {path['why']}")
+            continue
+        loaded = path["loaded_tokens_per_s"]
+        out.append(
+            f"{path['path']:<6}{path['bytes_per_s'] / 1e9:>8.3f}{path['fixed_ms']:>10.2f}{loaded:>17,.0f}"
+            f"{loaded / figures['prefill_tokens_per_s']:>13.2f}  {verdict(path['pays_from_tokens'])}"
+        )
+        chosen = chosen or f"a client here takes {path['path']}; {verdict(path['pays_from_tokens'])}"
+    return [*out, "", chosen or "no path could be measured: see `kvcluster status`"]
+
+
+def verdict(least_tokens: int | None) -> str:
+    """What a crossing means."""
+    return "never: computing is faster" if least_tokens is None else f"loads pay from {least_tokens:,} tokens on"
+
+
+def _group_text(group: Group) -> str:
+    planes = " and ".join(f"{plane.name} [{plane.heads} x {plane.dim}, {plane.dtype}]" for plane in group.planes)
+    reuse = f" over a window of {group.reuse.tokens:,} tokens" if group.reuse.kind == "window" else ""
+    return f"{len(group.layers)} layers of {planes}{reuse}"
+
+
+# ----------------------------------------------------------------------------------------- what is measured
+
+
+def measure(address: str, token: str | None, even: Breakeven, blocks: int, rounds: int) -> list[dict[str, Any]]:
+    """Every path's figures, or why it has none. They take turns; medians of `rounds` turns count. Raises
+    KVClusterError where the cluster cannot be asked."""
+    with ExitStack() as house:
+        content = _Content(even.spec, blocks)
+        paths: list[_Path] = []
+        for name in TRANSPORTS:
+            config = ClientConfig(deadline_ms=_DEADLINE_MS, transports=(name,))
+            client = house.enter_context(connect(address, even.spec, token=token, config=config))
+            if not paths:
+                house.callback(_forget, client)
+            paths.append(_Path(name, client, content))
+        for path in paths:
+            path.warm_up()
+        for _ in range(rounds):
+            for path in paths:
+                path.take_turn()
+        content.check()
+        return [path.figures(even) for path in paths]
+
+
+class _Path:
+    """One path: a client that takes no other, and how long its loads took."""
+
+    def __init__(self, name: str, client: Client, content: _Content) -> None:
+        self._name = name
+        self._client = client
+        self._content = content
+        self._hashes = client.hashes(content.tokens)
+        self._large = 1
+        self._took: dict[int, list[int]] = {}
+        self._why: str | None = None
+
+    def warm_up(self) -> None:
+        """Stores what is not there yet, and finds out how much makes a load long enough."""
+        try:
+            self._store(1)
+            self._load(1)
+            took = self._load(1)
+            while took < _LONG_NS and self._large < self._content.blocks:
+                self._large = min(4 * self._large, self._content.blocks)
+                self._store(self._large)
+                took = self._load(self._large)
+        except _Missed as missed:
+            self._why = self._refused() or str(missed)
+
+    def take_turn(self) -> None:
+        """One small load and one large."""
+        try:
+            for blocks in (1, self._large):
+                if self._why is None:
+                    self._took.setdefault(blocks, []).append(self._load(blocks))
+        except _Missed as missed:
+            self._why = str(missed)
+
+    def figures(self, even: Breakeven) -> dict[str, Any]:
+        if self._why is not None:
+            return {"path": self._name, "why": self._why}
+        step = even.spec.block_tokens
+        small, large = (
+            (even.nbytes(blocks * step), int(statistics.median(self._took[blocks]))) for blocks in (1, self._large)
+        )
+        link = LinkRate.through(small, large)
+        return {
+            "path": self._name,
+            "why": None,
+            "measured_tokens": self._large * step,
+            "bytes_per_s": link.bytes_per_s,
+            "fixed_ms": link.fixed_ns / 1e6,
+            "loaded_tokens_per_s": link.bytes_per_s / even.spec.token_bytes,
+            "pays_from_tokens": even.least_tokens(link),
+        }
+
+    def _store(self, blocks: int) -> None:
+        """Those that are not there yet. Waits while the shards carry out a purge, which may be that of the last run."""
+        patience = Deadline.after_ms(_PATIENCE_MS)
+        while True:
+            stored = self._client.begin_store(self._hashes[:blocks], self._content.source(blocks)).result()
+            if stored.blocks + stored.deduplicated == blocks and self._client.flush():
+                return
+            if stored.miss is None or stored.miss.reason is not MissReason.REBUILDING or not patience.remaining_s():
+                raise self._missed("stored", stored.miss, blocks)
+            time.sleep(_PAUSE_S)
+
+    def _load(self, blocks: int) -> int:
+        """How long it took, from asking where they are."""
+        room = self._content.room(blocks)
+        began = time.perf_counter_ns()
+        with self._client.prepare_load(self._hashes[:blocks]) as ticket:
+            loaded = self._client.begin_load(ticket, room).result()
+            took = time.perf_counter_ns() - began
+        if loaded.blocks < blocks:
+            raise self._missed("loaded", loaded.miss or ticket.miss, blocks)
+        return took
+
+    def _missed(self, what: str, why: Miss | None, blocks: int) -> Exception:
+        if why is not None and why.reason in (MissReason.FULL, MissReason.EVICTED):
+            return KVClusterError(f"the cluster has no room for {blocks} blocks of this model; give a smaller --tokens")
+        return _Missed(f"nothing is {what}: {why or 'the cluster does not say why'}")
+
+    def _refused(self) -> str | None:
+        """Why the client refuses the only path that it may take, to some shard; None where it does not."""
+        ways = self._client.status()["transports"].values()
+        return next((way["refused"][self._name] for way in ways if self._name in way["refused"]), None)
+
+
+class _Missed(Exception):
+    """A block did not go or come by this path."""
+
+
+class _Content:
+    """Random blocks, and room for as many: for each group buffers, as a spec with several groups wants them."""
+
+    def __init__(self, spec: KVSpec, blocks: int) -> None:
+        self.blocks = blocks
+        self.tokens = range(blocks * spec.block_tokens)
+        self._spec = spec
+        sizes = [spec.page_bytes(group, spec.whole(group)) for group in range(len(spec.groups))]
+        self._pages = [[os.urandom(size) for _ in range(blocks)] for size in sizes]
+        self._room = [[bytearray(size) for _ in range(blocks)] for size in sizes]
+
+    def source(self, blocks: int) -> list[Buffers]:
+        return [Buffers(pages[:blocks]) for pages in self._pages]
+
+    def room(self, blocks: int) -> list[Buffers]:
+        return [Buffers(pages[:blocks]) for pages in self._room]
+
+    def check(self) -> None:
+        """Raises KVClusterError where anything lies in the room but what was stored, or nothing at all."""
+        for pages, room in zip(self._pages, self._room, strict=True):
+            for page, loaded in zip(pages, room, strict=True):
+                if loaded not in (page, bytes(len(page))):
+                    raise KVClusterError("what was loaded is not what was stored: do not use this cluster")
+
+
+def _forget(client: Client) -> None:
+    try:
+        client.purge(model=MODEL, deadline_ms=_PATIENCE_MS)
+    except Unreachable as error:
+        print(f"kvcluster: blocks of {MODEL} are left, and go when room is needed: {error}", file=sys.stderr)
+
+
+# --------------------------------------------------------------------------------------------- helpers
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} holds no settings but {type(config).__name__}")
+    return config
+
+
+def _blocks(spec: KVSpec, tokens: int | None) -> int:
+    """How many to measure with at most."""
+    if tokens is None:
+        tokens = min(_TOKENS, int(_STORED_BYTES / spec.token_bytes))
+    return max(1, min(tokens // spec.block_tokens, limits.BLOCKS_PER_CALL))

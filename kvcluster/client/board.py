@@ -1,0 +1,72 @@
+"""The board of a load: how far it has come, for every block and every layer. True at every moment, whoever asks.
+
+Readers of several shards write on it at once, each when bytes lie verified in the caller's memory and never before.
+It knows counts and reasons, and no bytes. What is counted falls to zero exactly when everything has come: pieces that
+are replaced by others go on counting until those have come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from kvcluster.client.pieces import Piece, Pieces, each, layer_counts
+from kvcluster.client.results import Loaded
+from kvcluster.core.messages import TicketBody
+from kvcluster.core.reasons import Miss
+from kvcluster.core.spec import KVSpec
+
+
+class Board:
+    """Of one load. Thread-safe. Once the gates of its transfer are closed it stays as it is."""
+
+    def __init__(self, body: TicketBody, spec: KVSpec, pieces: Pieces) -> None:
+        self._spec = spec
+        self._lock = threading.Lock()  # held for counting only, never while bytes move
+        self._nbytes = 0
+        self._why: dict[int, Miss] = {}  # by block, the first thing that went wrong
+        self._layers = layer_counts(each(pieces), spec)  # model layer -> pieces that have not arrived
+        self._left = [0] * len(body.hashes)  # by block, layers of pieces that have not come
+        for piece in each(pieces):
+            self._left[piece.block] += piece.layers
+        # A block that fails in a group that is needed only at the end leaves no boundary that is known to be good.
+        needed = [group for group, part in enumerate(body.need.parts) if part is not None]
+        self._whole_prefix = all(spec.groups[group].reuse.kind == "prefix" for group in needed)
+
+    def layer_left(self, layer: int) -> int:
+        """Pieces of this model layer that have not come."""
+        return self._layers.get(layer, 0)
+
+    def came(self, block: int, layers: Sequence[int], nbytes: int) -> bool:
+        """These model layers of a piece of that block are in place. True where one of them is whole by that."""
+        left = self._layers
+        whole = False
+        with self._lock:
+            self._left[block] -= len(layers)
+            self._nbytes += nbytes
+            for layer in layers:
+                left[layer] -= 1
+                whole = whole or not left[layer]
+        return whole
+
+    def moved(self, rest: Piece, others: Iterable[Piece]) -> None:
+        """These stand for `rest` from now on, which will not come."""
+        others = list(others)
+        with self._lock:
+            self._left[rest.block] += sum(piece.layers for piece in others) - rest.layers
+            for layer, count in layer_counts(others, self._spec).items():
+                self._layers[layer] += count - 1  # one is `rest` itself
+
+    def failed(self, block: int, why: Miss) -> None:
+        """Something went wrong with that block. What went wrong first is told, unless it comes after all."""
+        with self._lock:
+            self._why.setdefault(block, why)
+
+    def loaded(self, otherwise: Miss) -> Loaded:
+        """The outcome as it stands. `otherwise` is why a block has not come of which nothing else is known."""
+        with self._lock:
+            failed = {block: self._why.get(block, otherwise) for block, left in enumerate(self._left) if left}
+            if not failed:
+                return Loaded(len(self._left), self._nbytes)
+            first = min(failed)
+            return Loaded(first if self._whole_prefix else 0, self._nbytes, failed[first], failed)

@@ -1,0 +1,184 @@
+"""The sink of one exchange of a load: it takes layers into the caller's memory, verifies them there, and counts them.
+
+Bytes are read straight to where they belong if that is one run of bytes. A strided destination gets them from a buffer
+beside it, verified before they are put. Either way a chunk is verified while it is still in the cache.
+
+What does not verify may lie in the caller's memory, but is never told to have come: its block has failed, unless
+another shard's bytes take the place of these. A bulk load is made of many thousand records, so what holds for all
+records of a page is worked out once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvcluster.client.board import Board
+from kvcluster.client.memory import Bound, Staging
+from kvcluster.client.pieces import Piece
+from kvcluster.client.results import Loaded
+from kvcluster.client.transfer import GivenUp, Transfer
+from kvcluster.core import limits
+from kvcluster.core.ids import NamespaceId
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.spec import KVSpec
+from kvcluster.errors import ProtocolError
+from kvcluster.pages import checksum, codec
+from kvcluster.transport.seam import Payload
+
+
+@dataclass(eq=False, slots=True)
+class _Target:
+    """Where one piece goes, and what it must be."""
+
+    piece: Piece
+    start: int  # its layers, counted from its page's first
+    stop: int
+    layer_bytes: int
+    step: int  # layers that are verified at once
+    place: memoryview | None  # where it lies, if that is one run of bytes
+    model_layers: tuple[int, ...]  # the model's own numbers of its layers
+    identities: dict[int, int]  # by codec
+
+
+class Sink:
+    """Of one exchange with one shard: a PageSink. The layers of an item come in order.
+
+    Its gate is held by the thread that brings bytes while it touches memory, and by whoever asks for what has not come
+    (`rests`) or gives that to others (`drop`, `close`): so no two exchanges ever write the same place.
+    """
+
+    def __init__(
+        self,
+        namespace: NamespaceId,
+        spec: KVSpec,
+        into: Bound,
+        pieces: Sequence[Piece],
+        board: Board,
+        transfer: Transfer[Loaded],
+    ) -> None:
+        self.gate = transfer.gate()
+        self.heard_ns = time.monotonic_ns()
+        self.corrupt: dict[int, list[tuple[int, int]]] = {}  # by item, the layers that did not match
+        self._namespace = namespace
+        self._spec = spec
+        self._into = into
+        self._pieces = pieces
+        self._board = board
+        self._transfer = transfer
+        self._targets: list[_Target | None] = [None] * len(pieces)
+        self._next = [piece.want.layer_start for piece in pieces]
+        self._dropped: dict[int, None] = {}  # items that others bring
+        self._closed = False
+        self._staging = Staging()
+
+    # --------------------------------------------------------------------------------------- what comes
+
+    def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
+        target = self._targets[item] or self._target(item)
+        stop = layer + len(sums)
+        if stop > target.stop:
+            raise ProtocolError(f"layers to {stop} of a page came of which those to {target.stop} were asked for")
+        if codec.check_codec(codec_id) is not None or data.nbytes != len(sums) * target.layer_bytes:
+            self._take_none(item, layer, stop)
+            return
+        identity = target.identities.get(codec_id)
+        if identity is None:
+            identity = checksum.identity(self._namespace, target.piece.want.key, codec_id)
+            target.identities[codec_id] = identity
+        for at in range(0, len(sums), target.step):
+            if not self._take(item, target, layer + at, sums[at : at + target.step], identity, data):
+                return
+
+    def _take(self, item: int, target: _Target, layer: int, sums: Sequence[int], identity: int, data: Payload) -> bool:
+        """Some layers into the caller's memory, and verified. False where others bring them."""
+        stop, place = layer + len(sums), target.place
+        nbytes = len(sums) * target.layer_bytes
+        if place is None:
+            view = self._staging.room(nbytes)
+        else:
+            at = (layer - target.start) * target.layer_bytes
+            view = place[at : at + nbytes]
+        got, whole = 0, False
+        while True:
+            with self.gate:
+                if not self._wanted(item, layer):
+                    return False
+                got += data.read_into(view[got:] if got else view)
+                if got == nbytes:
+                    whole = self._verify(item, target, layer, sums, identity, view)
+                    self._next[item] = stop
+                    break
+            data.wait()
+        if whole:
+            self._transfer.layer_came()
+        return True
+
+    def _verify(
+        self, item: int, target: _Target, layer: int, sums: Sequence[int], identity: int, view: memoryview
+    ) -> bool:
+        """Counts what has come, if it is what was asked for. True where some layer is there of every block by that."""
+        stop = layer + len(sums)
+        if checksum.first_mismatch(identity, layer, sums, view) is not None:
+            self.corrupt.setdefault(item, []).append((layer, stop))
+            return False
+        piece = target.piece
+        if target.place is None:
+            self._into.put(piece.block, piece.group, piece.rect_of(layer, stop), view)
+        layers = target.model_layers[layer - target.start : stop - target.start]
+        return self._board.came(piece.block, layers, view.nbytes)
+
+    def _take_none(self, item: int, layer: int, stop: int) -> None:
+        """What came cannot be what was asked for."""
+        with self.gate:
+            if self._wanted(item, layer):
+                self.corrupt.setdefault(item, []).append((layer, stop))
+                self._next[item] = stop
+
+    def _wanted(self, item: int, layer: int) -> bool:
+        """Is it still this sink that brings those layers? Under the gate. Raises GivenUp where nobody wants any."""
+        self._transfer.check()
+        if self._closed:
+            raise GivenUp(Miss(MissReason.DEADLINE, "read from elsewhere"))
+        self.heard_ns = time.monotonic_ns()
+        if item in self._dropped:
+            return False
+        if layer != self._next[item]:
+            raise ProtocolError(f"layer {layer} of a page came where {self._next[item]} belongs")
+        return True
+
+    def _target(self, item: int) -> _Target:
+        piece = self._pieces[item]
+        want, part = piece.want, piece.want.key.part
+        layer_bytes = self._spec.layer_bytes(piece.group, part)
+        target = self._targets[item] = _Target(
+            piece,
+            want.layer_start,
+            want.layer_stop,
+            layer_bytes,
+            max(1, limits.CHUNK_BYTES // layer_bytes),
+            self._into.place(piece.block, piece.group, piece.rect),
+            piece.model_layers(self._spec),
+            {},
+        )
+        return target
+
+    # ------------------------------------------------------------------------------ what has not come
+
+    def rests(self, item: int) -> Iterator[Piece]:
+        """What has not come of an item. Under the gate while its shard may still send."""
+        piece = self._pieces[item]
+        if item in self._dropped:
+            return
+        for start, stop in [*self.corrupt.get(item, ()), (self._next[item], piece.want.layer_stop)]:
+            if start < stop:
+                yield piece.cut(start, stop)
+
+    def drop(self, item: int) -> None:
+        """Other pieces stand for what is left of it. Under the gate."""
+        self._dropped[item] = None
+
+    def close(self) -> None:
+        """Nothing more is taken. Under the gate."""
+        self._closed = True

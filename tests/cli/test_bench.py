@@ -1,0 +1,284 @@
+"""`kvcluster bench transfer`: everything runs and is compared; what fails is left out, or ends it, in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcluster.cli.bench.transfer import floors, goals, table, turns
+from kvcluster.cli.bench.transfer.goals import KIB64, MIB2, verdicts
+from kvcluster.cli.bench.transfer.processes import CpuClock, PartyError, probe
+from kvcluster.cli.bench.transfer.turns import FLOOR, PEER, TRANSPORT, Lane, Plan
+from kvcluster.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+OURS = ("shm", "tcp", "grpc")
+PEERS = ("redis", "lmcache", "mooncake", "nixl")
+HIDE = "import sys; sys.modules[{0!r}] = None; from kvcluster.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`kvcluster bench transfer ARGUMENTS`, as small as it can be."""
+    small = ["--rounds", "1", "--moved", "1MiB", "--pages", "64KiB"]
+    command = [sys.executable, "-m", "kvcluster.cli.main", "bench", "transfer", *small, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+# ------------------------------------------------------------------------------------------ from end to end
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_every_path_loads_and_stores_what_is_compared(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    nobody = tmp_path / "nobody"
+    nobody.mkdir()
+    done = bench("--json", "--clients", "2", "1", "--peers", str(nobody), "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["setting"].keys() >= {"python", "machine", "cores"}
+    assert (figures["rounds"], figures["moved_bytes"], figures["left_out"]) == (1, 2**20, {})
+    expected = [*floors.PATHS, *OURS, *(f"client {name}" for name in OURS)]
+    assert [(row["clients"], row["path"], row["operation"]) for row in figures["paths"]] == [
+        (clients, path, operation) for clients in (1, 2) for path in expected for operation in ("load", "store")
+    ]
+    assert {row["page_bytes"] for row in figures["paths"]} == {KIB64}
+    assert all(row[name] > 0 for row in figures["paths"] for name in ("gb_per_s", "gb_per_cpu_s", *turns.RATIOS))
+    assert [row["path"] for row in figures["latencies"]] == ["raw TCP x1", *OURS]
+    assert all(0 < row["p50_ms"] <= row["p99_ms"] for row in figures["latencies"])
+    judged = {verdict["goal"]: verdict["met"] for verdict in figures["verdicts"]}
+    assert judged["shm load, 64 KiB: of memcpy"] is not None
+    assert judged["tcp load, 2 MiB: of raw TCP with two streams"] is None, "2 MiB was not measured"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--paths", "carrier-pigeon"], "there is no path 'carrier-pigeon'; there is shm, tcp, grpc, lmcache, "),
+        (["--pages", "1KiB"], "pages of 1024 bytes are not measured; these are: 64 KiB, 2 MiB, 16 MiB"),
+        (["--moved", "much"], "--moved: 'much' is no size"),
+        (["--plot", "no/such/folder/picture.png"], "cannot draw into no/such/folder/picture.png"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_anything_starts(
+    arguments: Sequence[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "transfer", *arguments]) == 1
+    assert capsys.readouterr().err.startswith(f"kvcluster: {sentence}")
+
+
+def test_a_picture_without_matplotlib_says_what_to_install() -> None:
+    command = [sys.executable, "-c", HIDE.format("matplotlib"), "bench", "transfer", "--plot", "picture.png"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "kvcluster: this needs matplotlib, which is not installed: pip install 'kvcluster[bench]'\n"
+
+
+# ----------------------------------------------------------------------------------- parties that misbehave
+
+DRIVER = """
+import os
+from contextlib import contextmanager
+WAYS = ("honest", "brings nothing", "brings a wrong byte", "refuses", "dies")
+PATHS = {way: {"over": "memory", "note": "a test"} for way in WAYS}
+
+def missing():
+    return None
+
+@contextmanager
+def serve(paths, work):
+    print("a library that prints")
+    yield {"at": {"paths": paths}, "pids": []}
+
+def connect(path, work, at):
+    assert path in at["paths"]
+    return Store(path, work)
+
+class Store:
+    def __init__(self, way, work):
+        self.way, self.work, self.batches = way, work, {}
+
+    def store(self, batch):
+        print("a library that prints")
+        if self.way == "refuses" and batch:
+            raise OSError("no room")
+        if self.way == "dies" and batch:
+            print("out of memory")
+            os._exit(3)
+        self.batches[batch] = bytes(self.work.source)
+
+    def load(self, batch):
+        if self.way != "brings nothing":
+            self.work.into[:] = self.batches[batch]
+        if self.way == "brings a wrong byte" and batch:
+            self.work.into[-1] ^= 1
+
+    def forget(self, batch):
+        del self.batches[batch]
+
+    def close(self):
+        pass
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> str:
+    file = tmp_path / "fake_driver.py"
+    file.write_text(DRIVER, encoding="utf-8")
+    return str(file)
+
+
+def run(*lanes: Lane, clients: Sequence[int] = (1,)) -> turns.Figures:
+    """One small page size, these lanes beside the floors."""
+    bounds = [Lane(floors.__name__, path, FLOOR, a["over"], a["note"]) for path, a in floors.PATHS.items()]
+    return turns.run(Plan([*bounds, *lanes], [KIB64], clients, 1, 2**18, 20, sys.executable))
+
+
+def test_a_peer_that_fails_is_left_out_with_its_own_words_and_the_others_are_measured(driver: str) -> None:
+    ways = probe(driver, sys.executable)["paths"]
+    figures = run(*(Lane(driver, way, PEER, "memory", "a test") for way in ways), clients=(1, 2))
+    assert figures.left_out == {
+        "brings nothing": "what was loaded is not what was stored",
+        "brings a wrong byte": "what was loaded is not what was stored",
+        "refuses": "OSError: no room",
+        "dies": "it ended: out of memory",
+    }
+    rows = [(row["path"], row["clients"], row["operation"]) for row in figures.paths if row["level"] == PEER]
+    assert rows == [("honest", clients, operation) for clients in (1, 2) for operation in ("load", "store")]
+
+
+@pytest.mark.parametrize("way", ["brings nothing", "brings a wrong byte", "refuses", "dies"])
+def test_a_path_of_our_own_that_fails_ends_the_run(driver: str, way: str) -> None:
+    with pytest.raises(PartyError, match=way):
+        run(Lane(driver, way, TRANSPORT, "memory", "a test"))
+
+
+def test_a_ratio_is_to_the_floor_with_as_many_clients_doing_the_same(driver: str) -> None:
+    figures = run(Lane(driver, "honest", PEER, "memory", "a test"), clients=(1, 2))
+    rates = {(row["path"], row["clients"], row["operation"]): row["gb_per_s"] for row in figures.paths}
+    for row in figures.paths:
+        for ratio, floor in turns.RATIOS.items():
+            base = rates[floor, row["clients"], row["operation"]]
+            assert row[ratio] == pytest.approx(row["gb_per_s"] / base)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_driver_of_a_peer_says_what_it_offers_or_what_is_missing(name: str) -> None:
+    about = probe(str(ROOT / "benchmarks" / f"{name}_driver.py"), sys.executable)
+    assert about["paths"], about["missing"]
+    assert all(path.startswith(name) and a.keys() == {"over", "note"} for path, a in about["paths"].items())
+    assert about["missing"] is None or "no " in about["missing"]
+
+
+def test_a_driver_that_cannot_be_read_is_missing_and_says_why(tmp_path: Path) -> None:
+    broken = tmp_path / "broken_driver.py"
+    broken.write_text("import a_package_that_nobody_has\n", encoding="utf-8")
+    assert "a_package_that_nobody_has" in probe(str(broken), sys.executable)["missing"]
+    assert "cannot run it" in probe(str(broken), str(tmp_path / "no-python"))["missing"]
+
+
+def test_the_clock_of_a_process_is_its_cpu_time() -> None:
+    before = time.process_time_ns()
+    measured = CpuClock(os.getpid()).now_ns()
+    assert before <= measured <= time.process_time_ns()
+
+
+def test_a_process_that_has_gone_takes_no_more_time() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        clock = CpuClock(child.pid)
+        child.communicate(b"\n")
+    assert clock.now_ns() == 0
+
+
+# -------------------------------------------------------------------------------------------------- verdicts
+
+
+def row(path: str, gb_per_s: float, *, page_bytes: int = MIB2, operation: str = "load", **more: Any) -> dict[str, Any]:
+    base = {"clients": 1, "level": TRANSPORT, "over": "memory", "gb_per_cpu_s": None, "note": "a test"}
+    ratios = {"of_memcpy": 0.5, "of_checked_copy": 0.8, "of_raw_tcp_1": 1.5, "of_raw_tcp_2": 0.9}
+    return {
+        **base,
+        **ratios,
+        "path": path,
+        "gb_per_s": gb_per_s,
+        "page_bytes": page_bytes,
+        "operation": operation,
+        **more,
+    }
+
+
+def judged(paths: Sequence[dict[str, Any]], latencies: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    return {verdict["goal"]: (verdict["figure"], verdict["met"]) for verdict in verdicts(paths, latencies)}
+
+
+def test_a_goal_is_met_from_its_bound_on() -> None:
+    verdict = judged([row("tcp", 2.0, of_raw_tcp_2=0.9), row("tcp", 2.0, of_raw_tcp_2=0.8999, operation="store")])
+    assert verdict["tcp load, 2 MiB: of raw TCP with two streams"] == (0.9, True)
+    assert verdict["tcp store, 2 MiB: of raw TCP with two streams"] == (0.8999, False)
+
+
+def test_a_goal_without_its_figure_is_open() -> None:
+    assert set(judged([]).values()) == {(None, None)}
+    other_size = judged([row("shm", 2.0, page_bytes=16 * 2**20)])
+    assert other_size["shm load, 2 MiB: of memcpy"] == (None, None)
+
+
+def test_goals_are_about_one_client() -> None:
+    assert set(judged([row("shm", 9.0, clients=2), row("redis tcp", 1.0, clients=4, level=PEER)]).values()) == {
+        (None, None)
+    }
+
+
+def test_whole_calls_are_beside_the_best_peer_that_may_use_the_same_wires() -> None:
+    peers = [row("nixl ucx", 2.0, level=PEER), row("redis tcp", 1.0, level=PEER, over="tcp")]
+    verdict = judged([row("client shm", 5.0), row("client tcp", 1.2), *peers])
+    assert verdict["whole load, 2 MiB, same host: times the best peer (nixl ucx)"] == (2.5, True)
+    assert verdict["whole load, 2 MiB, over TCP: times the best peer (redis tcp)"] == (1.2, False)
+    assert verdict["whole store, 2 MiB, over TCP: times the best peer"] == (None, None)
+
+
+def test_times_of_single_pages_are_bounded_by_themselves_or_by_a_raw_round_trip() -> None:
+    taken = [("shm", MIB2, 0.5), ("shm", KIB64, 0.31), ("tcp", MIB2, 2.6), ("raw TCP x1", MIB2, 2.0)]
+    latencies = [{"path": path, "page_bytes": size, "p50_ms": p50} for path, size, p50 in taken]
+    verdict = judged([], latencies)
+    assert verdict["shm, one page of 2 MiB: median, ms"] == (0.5, True)
+    assert verdict["shm, one page of 64 KiB: median, ms"] == (0.31, False)
+    assert verdict["tcp, one page of 2 MiB: median, times a raw socket's round trip"] == (1.3, True)
+
+
+def test_the_table_shows_every_row_note_and_verdict() -> None:
+    rows = [row("memcpy", 9.0), row("shm", 7.0, operation="store", of_memcpy=0.2, clients=2, gb_per_cpu_s=1.25)]
+    latencies = [{"page_bytes": MIB2, "path": "shm", "p50_ms": 0.4, "p99_ms": 1.5, "loads": 400}]
+    figures = {
+        "rounds": 7,
+        "moved_bytes": 64 * 2**20,
+        "paths": rows,
+        "latencies": latencies,
+        "left_out": {"redis unix": "no redis-server on the path"},
+        "verdicts": verdicts(rows, latencies),
+    }
+    text = "\n".join(table.lines(figures))
+    assert "64 MiB a client and turn, 7 turns" in text
+    assert "2 MiB pages, 1 client\n" in text
+    assert "2 MiB pages, 2 clients\n" in text
+    (stored,) = [line for line in text.splitlines() if line.startswith("shm              store")]
+    assert stored.split()[2:] == ["7.00", "0.20", "0.80", "1.50", "0.90", "1.25"]
+    assert "  shm              over memory; a test" in text
+    assert "redis unix: no redis-server on the path" in text
+    assert "  met        0.40  at most 0.5    shm, one page of 2 MiB: median, ms" in text
+    assert "  open          -  at least 0.85  shm load, 2 MiB: of memcpy and one checksum pass" in text
+
+
+def test_every_goal_is_about_a_path_and_a_floor_that_are_measured() -> None:
+    floor_names = {*turns.RATIOS}
+    assert all(goal.path in OURS and goal.of in floor_names for goal in goals.RATIOS)
+    assert all(goal.path in OURS and goal.times in (None, *floors.PATHS) for goal in goals.TIMES)

@@ -1,0 +1,301 @@
+"""`kvcluster doctor` as a person meets it: what it finds, what it advises, and what it ends with."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from kvcluster.cli import doctor
+from kvcluster.cli.diagnosis import print_diagnosis
+from kvcluster.cli.doctor import examine
+from kvcluster.cli.main import main
+from kvcluster.cli.where import read_status
+from kvcluster.client.control import GrpcPort
+from kvcluster.config import ServerConfig
+from kvcluster.core.ids import CallId, Tenant
+from kvcluster.core.messages import PROTOCOL_VERSION, CoordinatorMessage, Offer, Offers, Reply
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.errors import CredentialError
+from kvcluster.runtime.auth import Authenticator, digest
+from kvcluster.runtime.offering import serve_paths
+from kvcluster.runtime.server import Gate, Server, unary_handlers
+from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.testing import MemoryCluster
+from kvcluster.transport.grpc_pages import page_handlers
+from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.rpc import Connection
+from kvcluster.transport.seam import Trouble
+from kvcluster.transport.tcp_pages import TcpPages, TcpServer
+from kvcluster.wire.methods import COORDINATOR, SHARD
+from tests.transport.frail import Frail
+
+HERE = "memory"
+"""Where the shards of a MemoryCluster say that they are."""
+
+
+class Served:
+    """A cluster of this process whose coordinator and shards can be reached as those of a real one."""
+
+    def __init__(self, cluster: MemoryCluster) -> None:
+        self.cluster = cluster
+        self.auth = Authenticator({digest("default"): Tenant("default")}, "secret")
+        gate = Gate(self.auth)
+        self._closing: list[Callable[[], object]] = []
+        self.coordinator = self._serve(unary_handlers(COORDINATOR, gate, self._ask))
+        self.address = self.coordinator.address
+        self.shards: dict[str, Server] = {}
+        self.tcp: dict[str, TcpServer] = {}
+        for name, host in cluster.shards.items():
+            handlers = unary_handlers(SHARD, gate, host.ask)
+            handlers |= page_handlers(host, lambda context: gate.caller(context).tenant)
+            self.shards[name] = self._serve(handlers)
+            self._offer(name, host)
+        known = {server.address for server in self.shards.values()}
+        cluster.wait_until(lambda: {shard["address"] for shard in self.status()} == known)
+
+    def status(self) -> list[dict[str, Any]]:
+        members = self.cluster.coordinator_core().members.all()
+        return [{"address": member.info.address} for member in members]
+
+    def _offer(self, name: str, host: ShardHost) -> None:
+        """What this shard would tell of itself, were it a process of its own."""
+        paths = serve_paths(host, self.auth, ServerConfig(), "127.0.0.1", {"tcp": TcpServer})
+        self._closing.append(paths.close)
+        (tcp,) = paths.servers
+        assert isinstance(tcp, TcpServer)
+        self.tcp[name] = tcp
+
+        def tell() -> None:
+            host.core.offers = paths.offers
+            host.core._address = self.shards[name].address
+
+        host.inspect(tell)
+
+    def _serve(self, handlers: Any) -> Server:
+        server = Server(handlers, "127.0.0.1", 0, threads=4)
+        server.start()
+        self._closing.append(lambda: server.close(grace_s=0))
+        return server
+
+    def _ask(self, build: Callable[[CallId], CoordinatorMessage], wait_s: float) -> Reply:
+        return self.cluster.running_coordinator().ask(build, wait_s)
+
+    def close(self) -> None:
+        for close in self._closing:
+            close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with MemoryCluster(shards=2, device_bytes="4MiB") as cluster:
+        served = Served(cluster)
+        try:
+            yield served
+        finally:
+            served.close()
+
+
+def paths_of(shard: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {path["transport"]: path for path in shard["transports"]}
+
+
+# --------------------------------------------------------------------------------------------- all is well
+
+
+def test_of_a_cluster_that_is_well_it_says_by_which_transports_each_shard_is_reached(served: Served) -> None:
+    found = examine(served.address, "default", openers={"tcp": TcpPages})
+    assert found["healthy"]
+    assert found["verdict"] == "all 2 shard(s) can be reached: 2 by tcp"
+    coordinator = found["coordinator"]
+    assert (coordinator["protocol_version"], coordinator["credential"]) == (PROTOCOL_VERSION, "accepted")
+    for shard in found["shards"]:
+        paths = paths_of(shard)
+        assert list(paths) == ["shm", "tcp", "grpc"], "in the order of choice"
+        assert (shard["chosen"], shard["reachable"]) == ("tcp", True)
+        for name in ("tcp", "grpc"):
+            assert paths[name]["works"] and paths[name]["connect_ms"] > 0 and paths[name]["trip_ms"] > 0
+        assert paths["shm"]["why"] == "this client cannot use it on this platform"
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_it_leaves_nothing_behind(served: Served) -> None:
+    assert examine(served.address, "default", openers={"tcp": TcpPages})["healthy"]
+    with closing(Connection(served.address, "default")) as connection:
+        assert read_status(GrpcPort(connection), 10_000)["namespaces"] == 0
+    served.cluster.wait_until_idle()
+    served.cluster.check()
+
+
+def test_the_command_ends_with_0_and_prints_a_page(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--address", served.address, "--token", "default"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{served.address}  answers, protocol version {PROTOCOL_VERSION}, credential accepted, serv")
+    assert "all 2 shard(s) can be reached" in said.splitlines()[-1]
+    assert {line.split()[0] for line in said.splitlines() if line.startswith("shard-")} == {"shard-0", "shard-1"}
+
+
+def test_for_machines_it_prints_json_and_nothing_else(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json", "--address", served.address, "--token", "default"]) == 0
+    assert json.loads(capsys.readouterr().out)["healthy"] is True
+
+
+# ------------------------------------------------------------------------------------------- what is refused
+
+
+def offering(served: Served, *offers: Offer, refused: tuple[tuple[str, str], ...] = ()) -> None:
+    """Every shard says that it offers these."""
+    for host in served.cluster.shards.values():
+
+        def tell(host: ShardHost = host) -> None:
+            host.core.offers = Offers(host.core.epoch, offers, refused)
+
+        host.inspect(tell)
+
+
+def test_what_a_shard_does_not_offer_is_told_in_its_own_words(served: Served) -> None:
+    offering(served, refused=(("shm", "the token file names several tenants"),))
+    found = examine(served.address, "default", openers={"shm": TcpPages, "tcp": TcpPages}, here=HERE)
+    assert found["verdict"] == "all 2 shard(s) can be reached: 2 by grpc"
+    paths = paths_of(found["shards"][0])
+    assert paths["shm"]["why"] == "the token file names several tenants"
+    assert "all tokens are of one tenant" in paths["shm"]["advice"]
+    assert paths["tcp"]["why"] == "not offered by the shard"
+
+
+def test_shared_memory_is_for_the_same_host(served: Served) -> None:
+    offering(served, Offer("shm", "@name"))
+    found = examine(served.address, "default", openers={"shm": TcpPages}, here="elsewhere")
+    assert paths_of(found["shards"][0])["shm"]["why"] == "another host: the shard is on memory, and this is elsewhere"
+
+
+def test_a_transport_that_fails_is_told_with_what_to_do(served: Served) -> None:
+    for server in served.tcp.values():
+        server.close()
+    (host, *_) = served.cluster.shards.values()
+    shm = Frail("shm", MemoryTransport(host, Tenant("default")))
+    shm.opening = CredentialError("this shard runs as another user")
+    offering(served, Offer("shm", "at shm"), Offer("tcp", served.tcp["shard-0"].address))
+    found = examine(served.address, "default", openers={"shm": shm.open, "tcp": TcpPages}, here=HERE)
+    assert found["healthy"], "gRPC takes their place"
+    paths = paths_of(found["shards"][0])
+    assert paths["shm"]["why"] == "this shard runs as another user"
+    assert "as the user of the shard" in paths["shm"]["advice"]
+    assert "Connection refused" in paths["tcp"]["why"]
+    assert "firewalls" in paths["tcp"]["advice"]
+    assert shm.closed == shm.opened
+
+
+def test_a_shard_that_hangs_when_asked_for_its_offers_is_still_reached(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(*_: object) -> Offers:
+        raise Trouble(Miss(MissReason.DEADLINE, "too late"))
+
+    monkeypatch.setattr("kvcluster.transport.grpc_pages.GrpcPages.offers", silent)
+    found = examine(served.address, "default", openers={"tcp": TcpPages})
+    assert found["healthy"]
+    assert paths_of(found["shards"][0])["tcp"]["why"] == "the shard does not say what it offers: too late"
+
+
+# ----------------------------------------------------------------------------------------- what is not there
+
+
+def test_a_shard_that_cannot_be_reached_is_named_and_the_status_is_1(
+    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "PATIENCE_MS", 500)
+    served.shards["shard-1"].close(grace_s=0)
+    assert main(["doctor", "--address", served.address, "--token", "default"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "of 2 shard(s), shard-1 cannot be reached: what lies there is a miss"
+    )
+    found = examine(served.address, "default", openers={"tcp": TcpPages})
+    shard = next(shard for shard in found["shards"] if shard["shard"] == "shard-1")
+    paths = paths_of(shard)
+    assert (shard["reachable"], shard["chosen"], paths["grpc"]["works"]) == (False, None, False)
+    assert paths["tcp"]["why"] == "control goes over gRPC, which does not work"
+
+
+def test_a_lost_shard_is_not_tried(served: Served) -> None:
+    served.cluster.stop_shard(next(iter(served.cluster.shards)))
+    lost = lambda: any(shard["state"] == "lost" for shard in examine(served.address, "default")["shards"])  # noqa: E731
+    served.cluster.wait_until(lost)
+    found = examine(served.address, "default", openers={"tcp": TcpPages})
+    shard = next(shard for shard in found["shards"] if shard["state"] == "lost")
+    assert (shard["transports"], shard["why"]) == ([], "the coordinator hears nothing of it any more")
+    assert not found["healthy"]
+
+
+def test_without_shards_nothing_is_well(served: Served) -> None:
+    for shard in list(served.cluster.shards):
+        served.cluster.stop_shard(shard)
+    served.cluster.stop_coordinator()
+    served.cluster.start_coordinator()
+    found = examine(served.address, "default")
+    assert (found["healthy"], found["verdict"]) == (
+        False,
+        "the coordinator knows of no shard: nothing can be stored",
+    )
+
+
+@pytest.mark.parametrize(("token", "why"), [("stranger", "not one that the cluster knows"), (None, "wants a token")])
+def test_a_credential_that_is_not_accepted_is_told_with_where_to_get_one(
+    served: Served, token: str | None, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = examine(served.address, token)
+    assert (found["coordinator"]["reachable"], found["coordinator"]["credential"]) == (True, "refused")
+    assert why in found["coordinator"]["why"] and why in found["verdict"]
+    assert "kvcluster token" in found["coordinator"]["advice"]
+    print_diagnosis(found)
+    assert "What to do: give --token, or KVCLUSTER_TOKEN" in capsys.readouterr().out
+
+
+def test_another_version_of_the_protocol_is_told_with_what_to_install(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcluster.wire.methods.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+    found = examine(served.address, "default")
+    assert found["coordinator"]["protocol_version"] is None
+    assert "version" in found["coordinator"]["why"]
+    assert "install the same release" in found["coordinator"]["advice"]
+
+
+@pytest.mark.parametrize(
+    ("advice", "address"), [("`kvcluster up` starts a cluster here", None), ("give --address host:port", "nonsense")]
+)
+def test_where_nothing_listens_it_says_what_to_do(
+    advice: str, address: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "PATIENCE_MS", 100)
+    if address is None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = f"127.0.0.1:{server.getsockname()[1]}"
+    assert main(["doctor", "--address", address]) == 1
+    first, why, what, verdict = capsys.readouterr().out.splitlines()
+    assert first == f"{address}  does not answer"
+    assert verdict == f"this machine cannot use the cluster: {why}"
+    assert what.startswith(f"What to do: {advice}")
+
+
+def test_where_something_else_listens_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server({}, "127.0.0.1", 0, threads=2)
+    server.start()
+    try:
+        found = examine(server.address, None)
+    finally:
+        server.close(grace_s=0)
+    assert "does not speak kvcluster" in found["coordinator"]["why"]
+    assert "nothing else listens at that port" in found["coordinator"]["advice"]
+
+
+def test_a_coordinator_that_answers_nothing_of_its_state_is_told_to_hang(served: Served) -> None:
+    served.cluster.stop_coordinator()
+    found = examine(served.address, "default")
+    assert (found["coordinator"]["reachable"], found["healthy"]) == (True, False)
+    assert "hangs or has just died" in found["coordinator"]["advice"]
+    served.cluster.start_coordinator()
