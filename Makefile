@@ -18,7 +18,7 @@ FUZZ_SEED ?= 0
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-EXTRAS := cluster,transformers,test,dev
+EXTRAS := cluster,transformers,bench,test,dev
 say = @printf '==> %s\n'
 
 .PHONY: help install demo test check bench simulate chaos soak fuzz fmt proto clean
@@ -63,7 +63,7 @@ check: install ## what every change must pass: format, lint, types, import rule,
 	  --cov=kvcluster/core --cov-report=term --cov-report=json:build/coverage.json
 	@$(BIN)/python tools/tidy.py --coverage build/coverage.json
 
-bench: install ## measure lookups and transfers (BENCH_ARGS=--json for machines)
+bench: install ## measure lookups and transfers (BENCH_ARGS=--json for machines; see docs/benchmarks.md)
 	@$(BIN)/kvcluster bench lookup $(BENCH_ARGS)
 	@$(BIN)/kvcluster bench transfer $(BENCH_ARGS)
 

@@ -25,6 +25,9 @@ else:
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
+TRANSPORTS = ("shm", "tcp", "grpc")
+"""Ways to move pages, the fastest first: that is the order in which they are tried, wherever they are named."""
+
 _MAY_BE_ZERO = ("hold_ms", "store_wait_ms")
 
 
@@ -67,25 +70,29 @@ class ShardConfig:
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Where to listen, and who may ask. Without a `token_file` the only tenant is `default`, and `host` must be a
-    loopback address unless `insecure` says that this is meant."""
+    loopback address unless `insecure` says that this is meant. `transports`: by which a shard lets its pages be moved;
+    control goes over grpc, so that it is always one of them."""
 
     host: str = "127.0.0.1"
     port: int = 7070
     token_file: str = ""
     insecure: bool = False
     threads: int = 16
+    transports: tuple[str, ...] = TRANSPORTS
 
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
     """`deadline_ms`: of one call, however many parts it has. `store_wait_ms`: how long a store may wait for room.
-    `breaker_failures`: after so many in a row a shard is not asked for `breaker_ms`, then for twice as long."""
+    `breaker_failures`: after so many in a row a shard is not asked for `breaker_ms`, then for twice as long.
+    `transports`: by which it lets pages be moved, whichever else a shard offers."""
 
     deadline_ms: int = 10_000
     connect_ms: int = 5_000
     store_wait_ms: int = 2_000
     breaker_failures: int = 3
     breaker_ms: int = 500
+    transports: tuple[str, ...] = TRANSPORTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +164,10 @@ def _value(value: Any, default: Any, name: str) -> Any:
     if name.endswith("_bytes"):
         return size(value, name)
     wanted = type(default)
+    if wanted is tuple:
+        if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+            raise ConfigError(f"{name} must be a list of texts, such as {list(default)!r}, not {value!r}")
+        return tuple(value)
     if wanted is float and type(value) is int:
         return float(value)
     if type(value) is not wanted:
@@ -178,6 +189,8 @@ def _check(config: Config) -> None:
             1 <= c.hot_replicas <= 64,
             "coordinator.hot_replicas must be between 1 and 64; 1 makes no copies of hot blocks",
         ),
+        ("grpc" in config.server.transports, "server.transports must name grpc, since control goes over it"),
+        (bool(config.client.transports), f"client.transports must name one of {', '.join(TRANSPORTS)}"),
         (config.client.breaker_failures >= 1, "client.breaker_failures must be at least 1"),
         (s.device_bytes >= 4_096, "shard.device_bytes must hold at least a page; give 64MiB or more"),
         (
@@ -186,6 +199,10 @@ def _check(config: Config) -> None:
         ),
         (s.lease_ttl_ms >= 100, "shard.lease_ttl_ms under 100 ends leases of workers that are merely busy"),
     ]
+    for prefix, names in (("server", config.server.transports), ("client", config.client.transports)):
+        for name in names:
+            known = f"{prefix}.transports: there is no {name!r}; there is {', '.join(TRANSPORTS)}"
+            rules.append((name in TRANSPORTS, known))
     sections: dict[str, Any] = {"": config, "coordinator.": c, "shard.": s, "client.": config.client}
     for prefix, section in sections.items():
         for name in (f.name for f in fields(section) if f.name.endswith("_ms")):

@@ -35,6 +35,12 @@ def test_a_file_sets_what_it_names_and_nothing_else(tmp_path: Path) -> None:
     assert config.load(str(path)) == loaded
 
 
+def test_transports_are_a_list_in_a_file(tmp_path: Path) -> None:
+    loaded = config.load(written(tmp_path, '[client]\ntransports = ["tcp", "grpc"]\n'))
+    assert loaded.client.transports == ("tcp", "grpc")
+    assert loaded.server.transports == ("shm", "tcp", "grpc")
+
+
 def test_overrides_win_key_by_key(tmp_path: Path) -> None:
     path = written(tmp_path, "shards = 3\n[server]\nport = 7071\nthreads = 4\n")
     loaded = config.load(path, {"server": {"port": 7072}, "client": {"deadline_ms": 50}})
@@ -76,6 +82,11 @@ def test_an_unknown_setting_is_refused_by_name(values: dict[str, Any], named: st
         ({"coordinator": {"low_free": "5 %"}}, r"coordinator\.low_free must be of type float"),
         ({"coordinator": {"low_free": True}}, r"coordinator\.low_free must be of type float"),
         ({"shard": 3}, "shard must be a table of settings, not 3"),
+        (
+            {"client": {"transports": "tcp"}},
+            r"client\.transports must be a list of texts, such as \['shm'",
+        ),
+        ({"client": {"transports": [1]}}, r"client\.transports must be a list of texts"),
         ({"shard": {"device_bytes": "much"}}, r"shard\.device_bytes: 'much' is no size"),
         ({"shard": {"device_bytes": True}}, r"shard\.device_bytes: True is no size"),
     ],
@@ -94,6 +105,10 @@ def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], name
         ("server", "port", -1, "between 0 and 65535"),
         ("server", "port", 65_536, "between 0 and 65535"),
         ("server", "threads", 1, "server.threads must be at least 2"),
+        ("server", "transports", ["shm", "tcp"], "server.transports must name grpc, since control goes over it"),
+        ("server", "transports", ["grpc", "rdma"], "server.transports: there is no 'rdma'; there is shm, tcp, grpc"),
+        ("client", "transports", [], "client.transports must name one of shm, tcp, grpc"),
+        ("client", "transports", ["udp"], "client.transports: there is no 'udp'; there is shm, tcp, grpc"),
         ("coordinator", "low_free", -0.1, "low_free <= high_free"),
         ("coordinator", "low_free", 0.2, "low_free <= high_free"),
         ("coordinator", "low_free", float("nan"), "low_free <= high_free"),
@@ -127,6 +142,8 @@ def test_what_cannot_work_is_refused_with_the_rule_it_breaks(section: str, key: 
         ("server", "port", 0),
         ("server", "port", 65_535),
         ("server", "threads", 2),
+        ("server", "transports", ("grpc",)),
+        ("client", "transports", ("tcp",)),
         ("coordinator", "low_free", 0.1),
         ("coordinator", "high_free", 0.9),
         ("coordinator", "pinned_share", 0),

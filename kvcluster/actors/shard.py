@@ -1,5 +1,5 @@
-"""A shard as a Ray actor: a process with an arena, one gRPC server for pages, and ways to the coordinator and to the
-other shards, which carry the secret that the cluster keeps for itself."""
+"""A shard as a Ray actor: a process with an arena, a gRPC server, servers of the faster data paths beside it, and ways
+to the coordinator and to the other shards, which carry the secret that the cluster keeps for itself."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from kvcluster.core.ids import Epoch, ShardId, Tenant
 from kvcluster.core.messages import Inventory, Leave, Reply, Report, ShardAddress
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.auth import authenticator, is_loopback
+from kvcluster.runtime.offering import serve_paths
 from kvcluster.runtime.server import Gate, Handler, Server, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
-from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
+from kvcluster.transport.choice import choose, own_attempts
+from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.rpc import Connection
 from kvcluster.transport.seam import Deadline, Transport
 from kvcluster.wire.methods import COORDINATOR, SHARD
 
 log = logging.getLogger(__name__)
-_ALSO_FOR_SHARDS = frozenset({"Suspect"})
+_ALSO_FOR_SHARDS = frozenset({"GetOffers", "Suspect"})
 _KILL_S = 10.0
 
 
@@ -39,7 +41,10 @@ class ShardActor:
         self._me = ray.get_runtime_context().current_actor
         self._secret = secret
         self._coordinator = Connection(coordinator, secret)
-        gate = Gate(authenticator(config.server, secret))
+        self._takes = config.server.transports
+        self._next_attempt = own_attempts()
+        auth = authenticator(config.server, secret)
+        gate = Gate(auth)
         # The server is bound before the core exists, because the core has to know the address it is reached at.
         handlers: dict[str, Handler] = {}
         self._server = Server(handlers, reachable_host(config.server.host), 0, config.server.threads)
@@ -59,8 +64,9 @@ class ShardActor:
 
         handlers.update(unary_handlers(SHARD, gate, self._host.ask, shared=_ALSO_FOR_SHARDS))
         handlers.update(page_handlers(self._host, tenant_of))
+        self._paths = serve_paths(self._host, auth, config.server, self._server.host)
         self._server.start()
-        self._host.start()
+        self._host.start(self._paths.offers)
 
     def address(self) -> str:
         return self._server.address
@@ -71,6 +77,7 @@ class ShardActor:
     def stop(self) -> None:
         """Ends serving; the process is ended by whoever asked."""
         self._server.close()
+        self._paths.close()
         self._host.close()
         self._coordinator.close()
 
@@ -78,7 +85,7 @@ class ShardActor:
         return self._coordinator.ask(COORDINATOR[type(message).__name__], message, deadline)
 
     def _open_source(self, shard: ShardAddress) -> Transport:
-        return GrpcPages(shard.address, self._secret)
+        return choose(shard, self._secret, self._next_attempt, takes=self._takes)
 
     def _leave(self, leave: Leave) -> None:
         if not leave.for_good:

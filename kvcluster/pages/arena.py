@@ -1,20 +1,28 @@
 """Arena: the memory that a shard's pages lie in. It owns the bytes and knows nothing of pages.
 
-One anonymous private mapping, made once and populated at once where the platform can: copying into cold
-memory is several times slower, and a pool that does not fit should fail at the start, not under load. It
-begins on a page of the system's, so that the allocator's aligned offsets are aligned addresses. Which range is
-whose is the allocator's business.
+One mapping, made once and populated at once where the platform can: copying into cold memory is several times
+slower, and a pool that does not fit should fail at the start, not under load. It begins on a page of the
+system's, so that the allocator's aligned offsets are aligned addresses. Which range is whose is the allocator's
+business.
+
+Where the system has memory files, the memory is one: it has no name and lies in no directory, other processes of
+this host map it by a descriptor that they are handed (mapping.py), and it goes with the last of them. Its size is
+sealed, so that nobody who maps it can find it gone under his feet. Elsewhere it is this process's own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 from pathlib import Path
 from types import TracebackType
 
 from kvcluster.errors import ConfigError
+
+FILE_NAME = "kvcluster-arena"
+"""As /proc shows it among the mappings of a process."""
 
 _CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -33,10 +41,11 @@ class Arena:
         limit = _memory_bytes()
         if nbytes > limit:
             raise ConfigError(_refusal(nbytes, f"this machine or container has {limit >> 20} MiB in all"))
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+        self._file = _memory_file()
         try:
-            self._map = mmap.mmap(-1, nbytes, flags=flags)
+            self._map = _mapped(self._file, nbytes)
         except OSError as error:
+            self._close_file()
             raise ConfigError(_refusal(nbytes, error.strerror or str(error))) from error
         self._whole = memoryview(self._map)
         self.nbytes = nbytes
@@ -50,11 +59,30 @@ class Arena:
         """As `view`, but nothing can be written through it."""
         return self.view(offset, nbytes).toreadonly()
 
+    def open(self, *, writable: bool) -> int:
+        """A new descriptor by which another process maps this memory; the caller closes it.
+
+        What was opened for reading cannot be mapped for writing. Raises ConfigError where this is no memory file.
+        """
+        if self._file is None:
+            raise ConfigError("this arena cannot be shared: the system has no memory files, or it is closed")
+        access = os.O_RDWR if writable else os.O_RDONLY
+        try:
+            return os.open(f"/proc/self/fd/{self._file}", access | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(f"this arena cannot be shared: {error.strerror} (is /proc mounted?)") from None
+
     def close(self) -> None:
         """Gives the memory back, or leaves that to the last view still in use. May be called again."""
+        self._close_file()
         self._whole.release()
         with contextlib.suppress(BufferError):  # views are out: the mapping goes when they do
             self._map.close()
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
 
     def __enter__(self) -> Arena:
         return self
@@ -63,6 +91,26 @@ class Arena:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _memory_file() -> int | None:
+    """A file of this name that lies in memory alone, or None where the system has no such thing, or refuses it."""
+    with contextlib.suppress(AttributeError, OSError):
+        return os.memfd_create(FILE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    return None
+
+
+def _mapped(file: int | None, nbytes: int) -> mmap.mmap:
+    """So much memory, populated. Raises OSError."""
+    populate = getattr(mmap, "MAP_POPULATE", 0)
+    if file is None:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | populate)
+    os.ftruncate(file, nbytes)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    memory = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | populate)
+    # What could not be populated says nothing until it is touched, and then the process dies of it.
+    os.posix_fallocate(file, 0, nbytes)
+    return memory
 
 
 def _memory_bytes() -> int:

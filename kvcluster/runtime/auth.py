@@ -55,6 +55,11 @@ class Authenticator:
         self._operators = operators
         self._internal = digest(internal_secret)
 
+    @property
+    def one_tenant(self) -> bool:
+        """Are all callers of one tenant, but for the cluster's own?"""
+        return self._tenants is None or len(set(self._tenants.values())) == 1
+
     def caller(self, token: str | None) -> Caller:
         """Raises CredentialError where the token is missing or unknown."""
         hashed = digest(token) if token else ""

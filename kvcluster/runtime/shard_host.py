@@ -18,6 +18,7 @@ from kvcluster.core.messages import (
     Fetch,
     Inventory,
     Leave,
+    Offers,
     PageSlot,
     Refused,
     RefusedKind,
@@ -48,7 +49,7 @@ Tell = Callable[[Report | Inventory, Deadline], Reply]
 
 
 class ShardHost:
-    """One shard incarnation. Implements PageHost (transport/seam.py)."""
+    """One shard incarnation. Implements PageHost (transport/seam.py) and ShmHost (transport/shm_server.py)."""
 
     def __init__(
         self,
@@ -92,7 +93,9 @@ class ShardHost:
         self._verifies = JobThread(self._verify, name=f"{shard}-verifier", on_failure=fail, niceness=NICENESS)
         self._fetches = JobThread(self._fetcher.fetch, name=f"{shard}-fetcher", on_failure=fail)
 
-    def start(self) -> None:
+    def start(self, offers: Offers | None = None) -> None:
+        """`offers` are the transports that serve it beside gRPC, for whoever asks."""
+        self.core.offers = offers or self.core.offers
         for thread in (self._reports, self._verifies, self._fetches):
             thread.start()
         self._driver.start()
@@ -105,7 +108,7 @@ class ShardHost:
             thread.close()
         self._arena.close()
 
-    # ---------------------------------------------------------------------------------------- PageHost
+    # ------------------------------------------------------------------------------- PageHost and ShmHost
 
     def ask(self, build: Callable[[CallId], ShardMessage], wait_s: float) -> Reply:
         return self._driver.ask(build, wait_s)
@@ -115,6 +118,17 @@ class ShardHost:
             return self._arena.view(slot.offset, slot.nbytes)
         except ValueError:
             raise Trouble(Miss(MissReason.SHARD_LOST, "the shard is ending")) from None
+
+    @property
+    def arena_bytes(self) -> int:
+        return self._arena.nbytes
+
+    @property
+    def lease_ttl_ns(self) -> int:
+        return self.core.leases.ttl_ns
+
+    def open_arena(self, *, writable: bool) -> int:
+        return self._arena.open(writable=writable)
 
     def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
         return self._watched(attempt, stop)

@@ -28,8 +28,8 @@ _BUFFERS = 1_024
 
 _MOST_FDS = 4
 
-_LAST_WORDS_MS = 50
-"""A side that has closed the connection said why before, if it could."""
+_LAST_WORDS_MS = 1_000
+"""A side that takes no more says why, if it can, and then closes the connection: it is seldom waited for so long."""
 
 
 class Link:
@@ -43,6 +43,9 @@ class Link:
         self._wanted = 0
         self._least = 1
         self._fds: list[int] = []
+        self._process: int | None = None
+        self.ended = False
+        """Has the other side been seen to end the stream, or to end?"""
 
     def tune(self, tune: Callable[[socket.socket], None]) -> None:
         """Has the socket's options set."""
@@ -114,6 +117,18 @@ class Link:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    def hush(self) -> None:
+        """Hears no more than has come; what is sent still goes out. Any thread may call."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
+    def end_with(self, process: int) -> None:
+        """Takes the other side's process, as a descriptor: its end is the end of the stream, whoever else may have
+        inherited the socket."""
+        assert self._process is None
+        self._process = process
+        self._poll.register(process, select.POLLIN)
+
     def is_quiet(self) -> bool:
         """Is it open, with nothing to read? What lies idle is looked at before it is used again."""
         poll = select.poll()
@@ -124,6 +139,9 @@ class Link:
         """Gives the socket back."""
         for fd in self.take_fds():
             os.close(fd)
+        process, self._process = self._process, None
+        if process is not None:
+            os.close(process)
         self._socket.close()
 
     # ------------------------------------------------------------------------------------------- helpers
@@ -143,7 +161,7 @@ class Link:
         """Why this side's bytes are not taken any more: in the other's own words, where it has left some."""
         if not deadline.remaining_s():
             return Trouble(Miss(MissReason.DEADLINE, self.peer))
-        words = Deadline.after_ms(_LAST_WORDS_MS)
+        words = min(deadline, Deadline.after_ms(_LAST_WORDS_MS), key=lambda one: one.at_ns)
         try:
             kind, nbytes = streams.decode_header(bytes(self._exactly(HEADER.size, words)))
             if kind is Kind.FAILED:
@@ -179,8 +197,10 @@ class Link:
         except BlockingIOError:
             return 0
         except OSError as error:
+            self.ended = True
             raise self._lost(error) from None
         if not got:
+            self.ended = True
             raise Trouble(Miss(MissReason.SHARD_LOST, f"{self.peer} closed the connection"))
         return got
 
@@ -201,8 +221,12 @@ class Link:
             self._poll.register(self._socket, event)
             self._wanted = event
         # Rounded up, so that a wait of less than a millisecond does not spin.
-        if not self._poll.poll(int(deadline.remaining_s() * 1e3) + 1):
+        ready = self._poll.poll(int(deadline.remaining_s() * 1e3) + 1)
+        if not ready:
             raise Trouble(Miss(MissReason.DEADLINE, self.peer))
+        if all(fd == self._process for fd, _ in ready):
+            self.ended = True
+            raise Trouble(Miss(MissReason.SHARD_LOST, f"{self.peer} has ended"))
         deadline.check(self.peer)
 
     def _lost(self, error: OSError) -> Trouble:

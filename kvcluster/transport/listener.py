@@ -36,11 +36,25 @@ Serve = Callable[[Link, Tenant], None]
 """Serves one connection until it ends. Raises Trouble when the other side has gone, which is the usual end."""
 
 
+def _anybody(link: Link) -> None:
+    """Whoever connects is listened to."""
+
+
 class Listener:
     """Owns a listening socket from construction to `close`."""
 
-    def __init__(self, listening: socket.socket, tenant_of: TenantOf, serve: Serve, *, name: str) -> None:
+    def __init__(
+        self,
+        listening: socket.socket,
+        tenant_of: TenantOf,
+        serve: Serve,
+        *,
+        name: str,
+        admit: Callable[[Link], None] = _anybody,
+    ) -> None:
+        """`admit` is asked of each connection before it is listened to, and raises what is to be said to it."""
         listening.listen(_BACKLOG)
+        self._admit = admit
         self._listening = listening
         self._tenant_of = tenant_of
         self._serve = serve
@@ -124,6 +138,7 @@ class Listener:
             link.close()
 
     def _handle(self, link: Link) -> None:
+        self._admit(link)
         _, body = link.receive(Kind.HELLO, deadline=Deadline.after_ms(HELLO_S * 1e3))
         try:
             token = body.decode() or None

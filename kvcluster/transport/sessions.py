@@ -8,7 +8,7 @@ last byte has been moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 
@@ -20,6 +20,7 @@ from kvcluster.core.messages import (
     CommitGrant,
     Done,
     PageSlot,
+    PageWant,
     Pin,
     PinGrant,
     ReadRequest,
@@ -102,6 +103,10 @@ class _Session:
             raise RefusedByShard(answer)
         return answer
 
+    def alive(self) -> None:
+        """The worker has shown that it lives. Raises Trouble where its lease has ended."""
+        self._renew()
+
     def _break_off(self) -> None:
         self._revoked = True
         self._stop()
@@ -171,7 +176,8 @@ class ReadSession(_Session):
         batch: list[Record] = []
         room = limits.FRAME_BYTES
         sums = {item: checksum.unpack_sums(slot.sums) for item, slot in self.granted.items()}
-        for _, item, layer, count in self._in_order_of_use():
+        layer_bytes_of = {item: slot.nbytes // slot.key.part.layers for item, slot in self.granted.items()}
+        for item, layer, count in in_order_of_use(self._wants, layer_bytes_of):
             slot = self.granted[item]
             layer_bytes = slot.nbytes // slot.key.part.layers
             if batch and room < count * layer_bytes:
@@ -185,16 +191,19 @@ class ReadSession(_Session):
             self._renew()
             yield batch
 
-    def _in_order_of_use(self) -> list[tuple[int, int, int, int]]:
-        """(layer within the group, item, layer within the page, layers) of each record."""
-        records = []
-        for item, slot in self.granted.items():
-            want, part = self._wants[item], slot.key.part
-            step = max(1, limits.RECORD_BYTES // (slot.nbytes // part.layers))
-            for layer in range(want.layer_start, want.layer_stop, step):
-                count = min(step, want.layer_stop - layer)
-                records.append((part.layer_start + layer, item, layer, count))
-        return sorted(records)
+
+def in_order_of_use(wants: Sequence[PageWant], layer_bytes: Mapping[int, int]) -> list[tuple[int, int, int]]:
+    """(item, layer within its page, layers) of each record: what a load moves at a time.
+
+    Of the items that `layer_bytes` names; the first layers of every page come before the second of any.
+    """
+    records = []
+    for item, nbytes in layer_bytes.items():
+        want = wants[item]
+        first, step = want.key.part.layer_start, max(1, limits.RECORD_BYTES // nbytes)
+        for layer in range(want.layer_start, want.layer_stop, step):
+            records.append((first + layer, item, layer, min(step, want.layer_stop - layer)))
+    return [(item, layer, count) for _, item, layer, count in sorted(records)]
 
 
 class WriteSession(_Session):
@@ -252,9 +261,9 @@ class WriteSession(_Session):
         """The worker has written the whole page in place, and writes it no more. Raises as `receive`."""
         self._arrivals.written(item, sums)
 
-    def alive(self) -> None:
-        """The worker has shown that it lives. Raises Trouble where its lease has ended."""
-        self._renew()
+    def leave(self) -> None:
+        """The worker has not stopped, and nobody will see it stop: its pages are nobody else's while the arena is."""
+        self._finished = True
 
     def finish(self) -> list[Written]:
         """Commits what matched the writer's checksums.

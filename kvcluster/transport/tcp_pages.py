@@ -12,7 +12,6 @@ it goes over gRPC.
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +21,7 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import ReadRequest, WriteRequest, Written
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
+from kvcluster.transport.connections import Connections
 from kvcluster.transport.link import Link, dial
 from kvcluster.transport.listener import Listener, TenantOf
 from kvcluster.transport.rpc import check_address
@@ -34,9 +34,6 @@ T = TypeVar("T")
 
 _BUFFER_BYTES = 2**20
 """Of a socket, each way, which Linux doubles: what is under way on a link of 10 GB/s with 0.2 ms between its ends."""
-
-_IDLE = 8
-"""Connections kept for later, to one shard: more were opened only for a burst of threads."""
 
 _NEXT_S = 3_600.0
 """How long a shard keeps a connection on which nothing is asked."""
@@ -54,20 +51,18 @@ class TcpPages:
     def __init__(self, address: str, token: str | None) -> None:
         check_address(address)
         self.address = address
-        self._token = token
-        self._idle: list[Link] = []
-        self._busy: dict[Link, None] = {}
-        self._lock = threading.Lock()
-        self._closed = False
+        self._links: Connections[Link] = Connections(
+            address, lambda deadline: dial(_connected(address, deadline), address, token, deadline)[0]
+        )
 
     def connect(self, deadline: Deadline) -> None:
         """Has a connection ready. Raises Trouble, CredentialError or ProtocolError."""
-        self._keep(self._link(deadline))
+        self._links.keep(self._links.take(deadline))
 
     def read(
         self, request: ReadRequest, sink: PageSink, deadline: Deadline
     ) -> Generator[None, None, list[Miss | None]]:
-        link = self._link(deadline)
+        link = self._links.take(deadline)
         try:
             link.send(Kind.READ, streams.encode_read(request, _remaining_ns(deadline)), deadline)
             outcome = self._head(link, shard.decode_read_head, len(request.wants), deadline)
@@ -92,16 +87,16 @@ class TcpPages:
                     payload.skip()
                 yield
         except RefusedByShard:
-            self._keep(link)
+            self._links.keep(link)
             raise
         except BaseException as error:
-            self._discard(link)
+            self._links.discard(link)
             raise self._why(error, deadline) from None
-        self._keep(link)
+        self._links.keep(link)
         return outcome
 
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
-        link = self._link(deadline)
+        link = self._links.take(deadline)
         try:
             link.send(Kind.WRITE, streams.encode_write(request, _remaining_ns(deadline)), deadline)
             outcome = self._head(link, shard.decode_write_head, len(request.pages), deadline)
@@ -114,24 +109,17 @@ class TcpPages:
             if len(tail) != len(request.pages):
                 raise ProtocolError(f"{self.address} answered for {len(tail)} pages of {len(request.pages)}")
         except RefusedByShard:
-            self._keep(link)
+            self._links.keep(link)
             raise
         except BaseException as error:
-            self._discard(link)
+            self._links.discard(link)
             raise self._why(error, deadline) from None
-        self._keep(link)
+        self._links.keep(link)
         return tail
 
     def close(self) -> None:
         """Ends what is under way. May be called from any thread, and again."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-            busy = list(self._busy)
-        for link in idle:
-            link.close()
-        for link in busy:
-            link.shut()
+        self._links.close()
 
     # ----------------------------------------------------------------------------------------- helpers
 
@@ -147,7 +135,7 @@ class TcpPages:
     def _why(self, error: BaseException, deadline: Deadline) -> BaseException:
         """A shard that closes a connection in the middle can seldom say why. One that takes another is there: then
         it has broken off because the lease had ended."""
-        if not isinstance(error, Trouble) or error.miss.reason is not MissReason.SHARD_LOST or self._is_closed():
+        if not isinstance(error, Trouble) or error.miss.reason is not MissReason.SHARD_LOST:
             return error
         try:
             self.connect(deadline.share(2))
@@ -155,49 +143,6 @@ class TcpPages:
             return error
         late = f"{self.address}: it broke off, since the lease had ended: this side is too slow"
         return Trouble(Miss(MissReason.DEADLINE, late))
-
-    def _link(self, deadline: Deadline) -> Link:
-        """An idle connection that is still open, or a new one."""
-        deadline.check(self.address)
-        while True:
-            with self._lock:
-                if self._closed:
-                    raise self._was_closed()
-                link = self._idle.pop() if self._idle else None
-                if link is not None:
-                    self._busy[link] = None
-            if link is None:
-                break
-            if link.is_quiet():
-                return link
-            self._discard(link)  # the shard has closed it meanwhile
-        link, _ = dial(_connected(self.address, deadline), self.address, self._token, deadline)
-        with self._lock:
-            self._busy[link] = None
-        if self._is_closed():  # meanwhile
-            self._discard(link)
-            raise self._was_closed()
-        return link
-
-    def _is_closed(self) -> bool:
-        with self._lock:
-            return self._closed
-
-    def _was_closed(self) -> Trouble:
-        return Trouble(Miss(MissReason.SHARD_LOST, f"{self.address}: this connection was closed"))
-
-    def _keep(self, link: Link) -> None:
-        with self._lock:
-            if not self._closed and len(self._idle) < _IDLE:
-                self._busy.pop(link, None)
-                self._idle.append(link)
-                return
-        self._discard(link)
-
-    def _discard(self, link: Link) -> None:
-        with self._lock:
-            self._busy.pop(link, None)
-        link.close()
 
 
 def _connected(address: str, deadline: Deadline) -> socket.socket:

@@ -13,11 +13,12 @@ to it; Refused may come instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvcluster.core.ids import CallId, Tenant
 from kvcluster.core.messages import (
+    PROTOCOL_VERSION,
     Attach,
     Attached,
     AttachedShard,
@@ -29,9 +30,11 @@ from kvcluster.core.messages import (
     Explain,
     Explained,
     Flush,
+    GetOffers,
     GetStatus,
     Inventory,
     LoadGrant,
+    Offers,
     PinBlocks,
     Pinned,
     PrepareLoad,
@@ -53,6 +56,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.errors import ProtocolError
 from kvcluster.wire import coordinator, reports, shard
+from kvcluster.wire.v1 import coordinator_pb2
 
 Question = CoordinatorMessage | ShardMessage
 Q = TypeVar("Q", bound=Question)
@@ -167,9 +171,21 @@ operators."""
 SHARD: Mapping[str, Method] = _table(
     [
         _S.method("Attach", AttachShard, AttachedShard, _encode_attach, shard.decode_attach),
+        _S.method("GetOffers", GetOffers, Offers, shard.encode_get_offers, shard.decode_get_offers),
         _S.method("Flush", Flush, Done, shard.encode_flush, shard.decode_flush),
         _S.method("Suspect", Suspect, Done, shard.encode_suspect, shard.decode_suspect),
         _S.ping(),
     ]
 )
 """What a shard answers, by name, beside Read and Write."""
+
+
+def version_question() -> Method:
+    """Attach, naming nothing: a coordinator that speaks this version of the protocol answers CallerError, any other
+    ProtocolError, since versions are compared before anything else is read; and nothing of it is kept."""
+
+    def encode_request(message: Question | None) -> bytes:
+        assert message is None, "it names nothing"
+        return coordinator_pb2.AttachRequest(protocol_version=PROTOCOL_VERSION).SerializeToString()
+
+    return replace(COORDINATOR["Attach"], encode_request=encode_request)

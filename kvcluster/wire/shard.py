@@ -15,6 +15,9 @@ from kvcluster.core.messages import (
     AttachShard,
     Done,
     Flush,
+    GetOffers,
+    Offer,
+    Offers,
     PageWant,
     ReadRequest,
     Refused,
@@ -51,6 +54,17 @@ def decode_flush(data: bytes, call: CallId, tenant: Tenant) -> Flush:
     return Flush(call, quantity(common.parse(pb.FlushRequest, data).wait_ns, "nanoseconds"))
 
 
+def encode_get_offers(message: GetOffers) -> bytes:
+    """Which transports?"""
+    return pb.GetOffersRequest().SerializeToString()
+
+
+def decode_get_offers(data: bytes, call: CallId, tenant: Tenant) -> GetOffers:
+    """The inverse."""
+    common.parse(pb.GetOffersRequest, data)
+    return GetOffers(call)
+
+
 def encode_suspect(message: Suspect) -> bytes:
     """Bytes of these pages did not match."""
     return pb.SuspectRequest(
@@ -80,6 +94,16 @@ def encode_reply(reply: Reply) -> bytes:
                 lease_ttl_ns=reply.lease_ttl_ns,
             )
             m = pb.ShardReply(attached=attached)
+        case Offers():
+            offers = pb.Offers(
+                protocol_version=PROTOCOL_VERSION,
+                epoch=reply.epoch,
+                transports=[offer.transport for offer in reply.offers],
+                addresses=[offer.address for offer in reply.offers],
+                refused=[transport for transport, _ in reply.refused],
+                reasons=[why for _, why in reply.refused],
+            )
+            m = pb.ShardReply(offers=offers)
         case _:
             raise AssertionError(f"{type(reply).__name__} is no answer that a shard sends")
     return m.SerializeToString()
@@ -98,8 +122,22 @@ def decode_reply(data: bytes) -> Reply:
             common.check_version(a.protocol_version)
             lease_ttl_ns = quantity(a.lease_ttl_ns, "nanoseconds")
             return AttachedShard(common.decode_namespace(a.namespace), common.epoch(a.epoch), lease_ttl_ns)
+        case "offers":
+            common.check_version(m.offers.protocol_version)
+            return _decode_offers(m.offers)
         case _:
             raise ProtocolError("the shard's answer is empty, or of a kind that is not known here: upgrade this side")
+
+
+def _decode_offers(m: pb.Offers) -> Offers:
+    agree("offers", m.transports, m.addresses)
+    agree("refusals", m.refused, m.reasons)
+    common.at_most(len(m.transports) + len(m.refused), limits.TRANSPORTS, "transports of a shard")
+    transports = [common.text(name, "a transport's name") for name in (*m.transports, *m.refused)]
+    said = [common.text(word, "an offer") for word in (*m.addresses, *m.reasons)]
+    offered = len(m.transports)
+    offers = tuple(map(Offer, transports[:offered], said[:offered]))
+    return Offers(common.epoch(m.epoch), offers, tuple(zip(transports[offered:], said[offered:], strict=True)))
 
 
 # -------------------------------------------------------------------------------------------- reading

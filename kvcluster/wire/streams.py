@@ -12,6 +12,8 @@ sent out of, and received into, the memory where they lie. Little-endian:
     PAGES     records u32, a header for each; the bytes of all records follow
     DONE      nothing: the last frame of a side that has no more to say in this exchange
     FAILED    code u8, words in UTF-8           instead of any answer; the connection is closed then
+    GRANT, WRITTEN, RENEW                       of shm alone (shm_frames.py)
+    ABORT     nothing: in shm, a worker has stopped writing, and what it wrote is not to be kept
 
 Everything here raises ProtocolError or LimitError for what is not as it should be.
 """
@@ -50,9 +52,13 @@ class Kind(IntEnum):
     PAGES = 8
     DONE = 9
     FAILED = 10
+    GRANT = 11
+    WRITTEN = 12
+    RENEW = 13
+    ABORT = 14
 
 
-_MOST = {Kind.HELLO: limits.TOKEN_BYTES, Kind.FAILED: limits.WORDS_BYTES, Kind.DONE: 0}
+_MOST = {Kind.HELLO: limits.TOKEN_BYTES, Kind.FAILED: limits.WORDS_BYTES, Kind.DONE: 0, Kind.RENEW: 1, Kind.ABORT: 0}
 
 
 def encode_header(kind: Kind, nbytes: int) -> bytes:

@@ -126,7 +126,7 @@ def test_a_worker_killed_mid_store_leaves_neither_lease_nor_page(cluster: LocalC
 
 def test_a_worker_that_freezes_mid_store_loses_its_lease_and_is_told(cluster: LocalCluster, client: Client) -> None:
     pages, revoked = total(client, "pages"), counted(client, "revoked")
-    with start_worker("store", cluster.address, 6, 64, "SIGSTOP", 40) as worker:
+    with start_worker("store", cluster.address, 6, 64, "SIGSTOP", 40, "tcp") as worker:
         try:
             eventually(lambda: counted(client, "revoked") > revoked)
             eventually(lambda: total(client, "leases") == 0)

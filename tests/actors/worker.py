@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,8 +66,8 @@ def redeem(address: str, ticket: str, layer_start: str, layer_stop: str, head_st
         say(blocks=loaded.blocks, digest=digest(out))
 
 
-def store(address: str, seed: str, blocks: str, halt: str, halt_at: str) -> None:
-    """Stores, and sends itself a signal when that many pages were gathered to be sent."""
+def store(address: str, seed: str, blocks: str, halt: str, halt_at: str, transport: str = "shm") -> None:
+    """Stores by one transport, and sends itself a signal when that many pages were gathered to be sent."""
     gathered, layer_sums = itertools.count(1), checksum.layer_sums
 
     def counted(*arguments: Any) -> Any:
@@ -75,7 +76,7 @@ def store(address: str, seed: str, blocks: str, halt: str, halt_at: str) -> None
         return layer_sums(*arguments)
 
     checksum.layer_sums = counted
-    with kvcluster.connect(address, SPEC, config=PATIENT) as client:
+    with kvcluster.connect(address, SPEC, config=replace(PATIENT, transports=(transport,))) as client:
         prompt, source = tokens(int(seed), int(blocks)), kv(int(seed), int(blocks))
         stored = client.store(prompt, source)
         say(blocks=stored.blocks, miss=str(stored.miss))

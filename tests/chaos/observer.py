@@ -19,6 +19,7 @@ from typing import Any
 
 from kvcluster.client import Client
 from kvcluster.client.memory import Buffers
+from kvcluster.config import TRANSPORTS
 from tests.chaos.content import PAGE_BYTES, SPEC, lonely, right_bytes, wrong
 from tests.chaos.stopwatch import Stopwatch
 from tests.chaos.worker import Caller, Journal, connected
@@ -150,7 +151,7 @@ def main(address: str, token: str, path: str) -> None:
         journal = Journal(house.enter_context(open(path, "a", encoding="utf-8")))
         house.callback(lambda: journal.say(ended=True))
         watch = house.enter_context(Stopwatch())
-        client = house.enter_context(connected(address, token or None, journal, threading.Event()))
+        client = house.enter_context(connected(address, token or None, TRANSPORTS, journal, threading.Event()))
         observer = Observer(client, journal, Caller(journal, watch))
         for line in sys.stdin:
             question = json.loads(line)

@@ -31,7 +31,10 @@ from tests.chaos.niceness import NODE, set_niceness
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
-HEAD, NODES, WORKERS = "head", ("one", "two"), ("east", "west")
+HEAD, NODES = "head", ("one", "two")
+WORKERS = {"near": HEAD, "far": "far"}
+"""Where each worker is: one shares its host, and so its memory, with a shard; the other reaches all by network."""
+
 HEALTH_CHECKS = {
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "500",
@@ -78,10 +81,10 @@ class Site(Protocol):
 
 
 class Nodes:
-    """Three nodes and two workers' hosts in network namespaces."""
+    """Three nodes and a worker's host in network namespaces."""
 
     form = "three nodes in network namespaces"
-    hosts = (HEAD, *NODES, *WORKERS)
+    hosts = (HEAD, *NODES, *(host for host in WORKERS.values() if host != HEAD))
     nodes = NODES
 
     def __init__(self, settings: Mapping[str, Any]) -> None:

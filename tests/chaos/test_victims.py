@@ -8,20 +8,26 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from kvcluster.core.ids import BlockHash
+from kvcluster.pages import arena
+from kvcluster.pages.arena import Arena
 from tests.actors.processes import ROOT
 from tests.chaos.content import PAGE_BYTES, lonely, prompt, right_bytes, wrong
-from tests.chaos.victims import flip_bits, listener
+from tests.chaos.victims import flip_bits, holds, listener
 
 ARENA_BYTES = 2**20
 HERE, GONE = BlockHash(bytes(32)), BlockHash(b"\1" * 32)
 
 
-def test_one_bit_of_the_page_is_flipped_in_the_other_process_and_none_of_an_absent_one() -> None:
-    command = [sys.executable, "-m", "tests.chaos.test_victims"]
+@pytest.mark.parametrize("kind", ["memory file", "own"])
+def test_one_bit_of_the_page_is_flipped_in_the_other_process_and_none_of_an_absent_one(kind: str) -> None:
+    command = [sys.executable, "-m", "tests.chaos.test_victims", kind]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as child:
         assert child.stdin is not None and child.stdout is not None
         assert child.stdout.readline() == b"began\n"
+        assert holds(child.pid, [HERE], ARENA_BYTES) and not holds(child.pid, [HERE, GONE], ARENA_BYTES)
         assert flip_bits(child.pid, [HERE, GONE], random.Random(1), ARENA_BYTES) == 1
         child.stdin.write(b"\n")
         child.stdin.close()
@@ -55,17 +61,18 @@ def test_a_page_of_another_block_is_told_from_the_right_one() -> None:
     assert len(pages[0]) == PAGE_BYTES
 
 
-def _child() -> None:
+def _child(kind: str) -> None:
     """Has an arena with a page in it, and says what is in that page when asked."""
-    import mmap
-
-    with mmap.mmap(-1, 2 * ARENA_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as arena:
-        arena[PAGE_BYTES : 2 * PAGE_BYTES] = right_bytes(HERE)
+    if kind == "own":
+        arena._memory_file = lambda: None
+    with Arena(2 * ARENA_BYTES) as memory:
+        page = memory.view(PAGE_BYTES, PAGE_BYTES)
+        page[:] = right_bytes(HERE)
         sys.stdout.write("began\n")
         sys.stdout.flush()
         sys.stdin.readline()
-        sys.stdout.buffer.write(arena[PAGE_BYTES : 2 * PAGE_BYTES])
+        sys.stdout.buffer.write(page)
 
 
 if __name__ == "__main__":
-    _child()
+    _child(sys.argv[1])

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvcluster.core.ids import BlockHash
+from kvcluster.pages.arena import FILE_NAME
 from tests.actors.processes import title
 from tests.chaos.content import PAGE_BYTES, right_bytes
 
@@ -87,9 +88,10 @@ def _open_files(pid: int) -> Iterator[str]:
 
 
 def _mappings(pid: int, at_least: int) -> Iterator[tuple[int, int]]:
-    """Private writable memory in pieces of that size: the arena is one, or lies within one."""
+    """Writable memory in pieces of that size: an arena, or, where it is no memory file, what it lies within."""
     for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines():
-        where, access, _, _, inode, *_ = line.split()
+        where, access, _, _, inode, *name = line.split()
         start, stop = (int(address, 16) for address in where.split("-"))
-        if access == "rw-p" and inode == "0" and stop - start >= at_least:
+        is_arena = access == "rw-s" and FILE_NAME in "".join(name)
+        if (is_arena or (access == "rw-p" and inode == "0")) and stop - start >= at_least:
             yield start, stop

@@ -1,7 +1,8 @@
 """A worker of a chaos run: loads and stores without pause, checks every byte and every deadline, and writes it down.
 
-`python -m tests.chaos.worker ADDRESS TOKEN SEED FILE` runs until SIGTERM. Every half second it appends to FILE what it
-has seen since, as one line of JSON, and at once what must not be; so what is lost when it is killed is half a second.
+`python -m tests.chaos.worker ADDRESS TOKEN SEED TRANSPORTS FILE` runs until SIGTERM. Every half second it appends to
+FILE what it has seen since, as one line of JSON, and at once what must not be; so what is lost when it is killed is
+half a second.
 Its prompts are few and known to all workers, so that one loads what another has stored.
 """
 
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, TextIO, TypeVar
 
@@ -44,7 +45,6 @@ _MAY_BE_UNREACHABLE = ("status", "clear")
 """Calls that have no miss to answer with."""
 
 _SAY_S = 0.5
-_CONNECT = ClientConfig(connect_ms=2_000)
 
 
 class Journal:
@@ -210,18 +210,21 @@ def _room(blocks: int) -> list[bytearray]:
     return [bytearray(PAGE_BYTES) for _ in range(blocks)]
 
 
-def connected(address: str, token: str | None, journal: Journal, ended: threading.Event) -> Client:
+def connected(
+    address: str, token: str | None, transports: Sequence[str], journal: Journal, ended: threading.Event
+) -> Client:
     """A client, as soon as the cluster lets one in."""
+    config = ClientConfig(connect_ms=2_000, transports=tuple(transports))
     while True:
         try:
-            return kvcluster.connect(address, SPEC, token=token, config=_CONNECT)
+            return kvcluster.connect(address, SPEC, token=token, config=config)
         except Unreachable:
             journal.count("connect: unreachable")
             if ended.wait(0.1):
                 raise
 
 
-def main(address: str, token: str, seed: str, path: str) -> None:
+def main(address: str, token: str, seed: str, transports: str, path: str) -> None:
     """Loads and stores until SIGTERM."""
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
@@ -229,7 +232,7 @@ def main(address: str, token: str, seed: str, path: str) -> None:
         journal = Journal(house.enter_context(open(path, "a", encoding="utf-8")))
         house.callback(lambda: journal.say(ended=True))
         watch = house.enter_context(Stopwatch())
-        client = house.enter_context(connected(address, token or None, journal, ended))
+        client = house.enter_context(connected(address, token or None, transports.split(","), journal, ended))
 
         def work(number: int) -> None:
             load = Load(client, journal, Caller(journal, watch), int(seed) * THREADS + number, ended)
@@ -243,6 +246,8 @@ def main(address: str, token: str, seed: str, path: str) -> None:
         for thread in threads:
             thread.start()
         while not ended.wait(_SAY_S):
+            for way in client._shards.names().values():
+                journal.count(f"half seconds with a shard reached over {way['name']}")
             journal.say()
         for thread in threads:
             thread.join()

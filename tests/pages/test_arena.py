@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,68 @@ def test_what_the_system_refuses_is_refused_with_its_reason(monkeypatch: pytest.
     monkeypatch.setattr(arena, "_memory_bytes", lambda: 2**62)
     with pytest.raises(ConfigError, match="Cannot allocate memory"):
         Arena(2**61)
+
+
+# ------------------------------------------------------------------------------------------ as a memory file
+
+
+def test_its_size_is_sealed() -> None:
+    with Arena(10_000) as memory:
+        descriptor = memory.open(writable=True)
+        assert os.fstat(descriptor).st_size == 10_000
+        for nbytes in (9_999, 10_001):
+            with pytest.raises(PermissionError):
+                os.ftruncate(descriptor, nbytes)
+        os.close(descriptor)
+
+
+def test_it_lies_in_no_directory_and_what_is_handed_out_is_not_inherited() -> None:
+    with Arena(64) as memory:
+        descriptor = memory.open(writable=False)
+        assert os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{arena.FILE_NAME}")
+        assert not os.get_inheritable(descriptor)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.write(descriptor, b"x")
+        os.close(descriptor)
+
+
+def test_a_descriptor_keeps_the_memory_after_the_close_and_none_is_given_after_it() -> None:
+    with Arena(64) as memory:
+        memory.view(0, 4)[:] = b"kept"
+        descriptor = memory.open(writable=False)
+    assert os.pread(descriptor, 4, 0) == b"kept"
+    os.close(descriptor)
+    with pytest.raises(ConfigError, match="cannot be shared"):
+        memory.open(writable=False)
+
+
+def refuse(*arguments: object) -> int:
+    raise OSError(38, "Function not implemented")
+
+
+def test_where_the_system_has_no_memory_files_the_memory_is_this_processs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for hide in (
+        lambda: monkeypatch.setattr(os, "memfd_create", refuse),
+        lambda: monkeypatch.delattr(os, "memfd_create"),
+    ):
+        hide()
+        with Arena(10_000) as memory:
+            memory.view(9_996, 4)[:] = b"page"
+            assert bytes(memory.read_only_view(9_994, 6)) == b"\0\0page"
+            with pytest.raises(ConfigError, match="cannot be shared"):
+                memory.open(writable=False)
+
+
+def test_memory_that_is_not_there_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ConfigError, match="Function not implemented\\); lower device_bytes"):
+        Arena(10_000)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_without_proc_it_cannot_be_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Arena(64) as memory:
+        monkeypatch.setattr(os, "open", refuse)
+        with pytest.raises(ConfigError, match="is /proc mounted"):
+            memory.open(writable=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -179,3 +181,29 @@ def test_a_failure_is_told_as_trouble_with_the_name_of_who_had_it(pair: Pair) ->
     with pytest.raises(Trouble) as trouble:
         pair.far.receive(Kind.HEAD, deadline=soon())
     assert trouble.value.miss == Miss(MissReason.DEADLINE, "far: the lease ended")
+
+
+def test_who_is_hushed_hears_the_end_and_can_still_be_heard(pair: Pair) -> None:
+    pair.near.hush()
+    with pytest.raises(Trouble):
+        pair.near.receive(Kind.READ, deadline=soon())
+    assert pair.near.ended
+    pair.near.send(Kind.DONE, b"", soon())
+    assert pair.far.receive(Kind.DONE, deadline=soon()) == (Kind.DONE, b"")
+    assert not pair.far.ended
+
+
+def test_the_end_of_the_other_sides_process_is_the_end_of_its_stream_once_what_it_said_is_heard(pair: Pair) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        pair.far.end_with(os.pidfd_open(process.pid))
+        pair.near.send(Kind.READ, b"last", soon())
+        with pytest.raises(Trouble) as late:
+            pair.far.receive(Kind.READ, deadline=soon())
+            pair.far.receive(Kind.READ, deadline=Deadline.after_ms(20))
+        assert late.value.miss.reason is MissReason.DEADLINE and not pair.far.ended
+        pair.near.send(Kind.READ, b"words", soon())
+        process.communicate(b"\n")
+    assert pair.far.receive(Kind.READ, deadline=soon()) == (Kind.READ, b"words")
+    with pytest.raises(Trouble, match="has ended") as gone:
+        pair.far.receive(Kind.READ, deadline=soon())
+    assert gone.value.miss.reason is MissReason.SHARD_LOST and pair.far.ended

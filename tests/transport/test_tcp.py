@@ -296,10 +296,10 @@ def test_a_connection_is_used_again_and_one_that_the_shard_has_closed_is_not(wor
     transport = world.open()
     store(transport, content)
     assert load(transport, content) == [None] * 2
-    (link,) = transport.path._idle  # type: ignore[attr-defined]
+    (link,) = transport.path._links._idle  # type: ignore[attr-defined]
     link.shut()
     assert load(transport, content) == [None] * 2
-    assert link not in transport.path._idle  # type: ignore[attr-defined]
+    assert link not in transport.path._links._idle  # type: ignore[attr-defined]
 
 
 def test_a_refusal_leaves_the_connection_to_the_next_call(world: World) -> None:
@@ -308,7 +308,7 @@ def test_a_refusal_leaves_the_connection_to_the_next_call(world: World) -> None:
         with pytest.raises(RefusedByShard) as refused:
             load(transport, content)
         assert refused.value.refused.kind is RefusedKind.UNKNOWN_NAMESPACE
-    assert len(transport.path._idle) == 1  # type: ignore[attr-defined]
+    assert len(transport.path._links._idle) == 1  # type: ignore[attr-defined]
     store(transport, content)
 
 

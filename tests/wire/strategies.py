@@ -24,12 +24,15 @@ from kvcluster.core.messages import (
     Explained,
     Farewell,
     Flush,
+    GetOffers,
     GetStatus,
     GoneEvent,
     Inventory,
     LoadGrant,
     Need,
     NewPage,
+    Offer,
+    Offers,
     PageEvent,
     PageKey,
     PageWant,
@@ -284,6 +287,7 @@ COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
 }
 SHARD_REQUESTS: dict[str, SearchStrategy[Any]] = {
     "Attach": st.builds(AttachShard, call=calls, tenant=tenants, spec=specs()),
+    "GetOffers": st.builds(GetOffers, call=calls),
     "Flush": st.builds(Flush, call=calls, wait_ns=quantities),
     "Suspect": st.builds(Suspect, **_asked, epoch=epochs, keys=st.lists(keys, max_size=5).map(tuple)),
     "Ping": st.none(),
@@ -337,6 +341,12 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
 }
 SHARD_REPLIES: dict[str, SearchStrategy[Any]] = {
     "Attach": st.builds(AttachedShard, namespace=namespaces, epoch=epochs, lease_ttl_ns=quantities),
+    "GetOffers": st.builds(
+        Offers,
+        epoch=epochs,
+        offers=st.lists(st.builds(Offer, transport=words, address=words), max_size=4).map(tuple),
+        refused=st.lists(st.tuples(words, words), max_size=4).map(tuple),
+    ),
     "Flush": dones,
     "Suspect": dones,
     "Ping": st.just(Done()),

@@ -14,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
+    PROTOCOL_VERSION,
     AttachedShard,
     Decision,
     Done,
@@ -23,6 +25,8 @@ from kvcluster.core.messages import (
     GetStatus,
     LoadGrant,
     Need,
+    Offer,
+    Offers,
     PageEvent,
     PageKey,
     Pinned,
@@ -39,9 +43,9 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.reasons import Loss, MissReason
 from kvcluster.core.spec import Part
-from kvcluster.errors import ProtocolError
+from kvcluster.errors import CallerError, LimitError, ProtocolError
 from kvcluster.wire import common, coordinator, reports, shard
-from kvcluster.wire.methods import COORDINATOR, SHARD, Method
+from kvcluster.wire.methods import COORDINATOR, SHARD, Method, version_question
 from kvcluster.wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.wire import strategies as of
 
@@ -126,6 +130,23 @@ def test_a_ping_is_empty_both_ways() -> None:
         for decode in (ping.decode_reply, lambda data, ping=ping: ping.decode_request(data, CALL, TENANT)):
             with pytest.raises(ProtocolError, match="a Ping is empty"):
                 decode(b"x")
+
+
+def test_versions_are_compared_of_a_question_that_names_nothing() -> None:
+    question, asked = version_question(), COORDINATOR["Attach"]
+    with pytest.raises(CallerError, match="model must be named"):
+        asked.decode_request(question.encode_request(None), CALL, TENANT)
+    newer = coordinator_pb2.AttachRequest(protocol_version=PROTOCOL_VERSION + 1).SerializeToString()
+    with pytest.raises(ProtocolError, match="install the same release"):
+        asked.decode_request(newer, CALL, TENANT)
+
+
+def test_a_shard_speaks_of_a_bounded_number_of_transports() -> None:
+    offers = tuple(Offer(f"t{number}", "") for number in range(limits.TRANSPORTS))
+    reply = Offers(Epoch(1), offers)
+    assert shard.decode_reply(shard.encode_reply(reply)) == reply
+    with pytest.raises(LimitError, match="17 transports of a shard; at most 16"):
+        shard.decode_reply(shard.encode_reply(Offers(Epoch(1), offers, (("one more", "why"),))))
 
 
 # ------------------------------------------------------------------------------- what the bytes cost
@@ -236,7 +257,7 @@ def _module(kind: Any) -> Any:
 def test_requests_hold_no_repeated_messages() -> None:
     files = (coordinator_pb2.DESCRIPTOR, shard_pb2.DESCRIPTOR)
     requests = [kind for file in files for name, kind in file.message_types_by_name.items() if name.endswith("Request")]
-    assert len(requests) == 18
+    assert len(requests) == 19
     assert [found for kind in requests for found in _repeated_messages(kind)] == []
     assert list(_repeated_messages(common_pb2.Spec.DESCRIPTOR)) == ["Spec.groups", "Spec.extra"], "the check sees"
 

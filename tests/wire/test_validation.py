@@ -25,6 +25,8 @@ from kvcluster.core.messages import (
     LoadGrant,
     Need,
     NewPage,
+    Offer,
+    Offers,
     PageEvent,
     PageKey,
     PageWant,
@@ -149,6 +151,9 @@ def _start(name: str) -> tuple[Any, Callable[[Any], object]]:
         case "attached shard":
             data = shard.encode_reply(AttachedShard(NAMESPACE, Epoch(1), 1))
             return _stream(s.ShardReply, data, shard.decode_reply)
+        case "offers":
+            offers = Offers(Epoch(1), (Offer("tcp", "a:1"),), (("shm", "why"),))
+            return _stream(s.ShardReply, shard.encode_reply(offers), shard.decode_reply)
         case "attached":
             attached = Attached(NAMESPACE, Epoch(1), 1, 64, (SHARD_ADDRESS,))
             return _stream(c.CoordinatorReply, coordinator.encode_reply(attached), reply)
@@ -271,6 +276,13 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("attached shard", "attached.protocol_version", 2, ProtocolError, "version 1 .* version 2"),
     ("attached shard", "attached.namespace", b"", ProtocolError, "a namespace is 32 bytes"),
     ("attached shard", "attached.lease_ttl_ns", HUGE, LimitError, "nanoseconds"),
+    ("offers", "offers.protocol_version", 2, ProtocolError, "version 1 .* version 2"),
+    ("offers", "offers.epoch", HUGE, LimitError, "as an epoch"),
+    ("offers", "offers.transports", ["tcp", "tcp"], ProtocolError, "lists of offers must be equally long"),
+    ("offers", "offers.addresses", [], ProtocolError, "lists of offers must be equally long"),
+    ("offers", "offers.addresses", ["a" * 1_025], LimitError, "1025 characters of an offer"),
+    ("offers", "offers.reasons", [], ProtocolError, "lists of refusals must be equally long"),
+    ("offers", "offers.refused", ["t" * 1_025], LimitError, "1025 characters of a transport's name"),
     ("attached", "attached.protocol_version", 2, ProtocolError, "version 1 .* version 2"),
     ("attached", "attached.run_blocks", 0, ProtocolError, "a run has at least one block"),
     ("attached", "attached.ticket_ttl_ns", HUGE, LimitError, "nanoseconds"),

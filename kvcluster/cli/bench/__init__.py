@@ -10,10 +10,14 @@ import argparse
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvcluster.cli.screen import needs
+from kvcluster.config import size
+from kvcluster.errors import ConfigError
 
 
 def add(commands: Any) -> None:
@@ -22,11 +26,33 @@ def add(commands: Any) -> None:
     kinds = bench.add_subparsers(dest="kind", metavar="KIND", required=True)
     lookup = kinds.add_parser("lookup", help="the prefix index, and lookups over gRPC", allow_abbrev=False)
     lookup.add_argument("--blocks", type=int, nargs="+", default=[10_000, 100_000, 1_000_000, 2_000_000])
-    transfer = kinds.add_parser("transfer", help="loads and stores of pages beside raw TCP", allow_abbrev=False)
-    transfer.add_argument("--rounds", type=int, default=7, help="turns of each measurement (default 7)")
+    transfer = kinds.add_parser("transfer", help="loads and stores of pages, by every path", allow_abbrev=False)
+    _add_transfer(transfer)
     for kind, run in ((lookup, _lookup), (transfer, _transfer)):
         kind.add_argument("--json", action="store_true", help="the figures, as one JSON object")
         kind.set_defaults(run=run)
+
+
+def _add_transfer(transfer: Any) -> None:
+    option = transfer.add_argument
+    option("--quick", action="store_true", help="a first impression: 3 turns of 32 MiB, one client")
+    option("--rounds", type=_positive, help="turns of each measurement (default 7)")
+    option("--moved", metavar="SIZE", help="what a client moves in a turn (default 64MiB)")
+    option("--pages", nargs="+", metavar="SIZE", help="sizes of pages (default 64KiB 2MiB 16MiB)")
+    option("--clients", nargs="+", type=_positive, metavar="N", help="numbers of client processes (default 1 2 4)")
+    option("--paths", nargs="+", metavar="PATH", default=[], help="of shm, tcp, grpc and the peers (default all)")
+    option("--peers", metavar="FOLDER", help="with drivers of peers (default: benchmarks/ of a checkout)")
+    option(
+        "--peer-python", default=sys.executable, metavar="PYTHON", help="in whose environment the peers are installed"
+    )
+    option("--plot", metavar="FILE", help="draw the figures into a PNG")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
 
 
 def _lookup(options: argparse.Namespace) -> int:
@@ -37,14 +63,44 @@ def _lookup(options: argparse.Namespace) -> int:
 
 def _transfer(options: argparse.Namespace) -> int:
     with needs("cluster", "ray", "torch"):
-        from kvcluster.cli.bench import transfer
-    return _print(lambda: transfer.measure(options.rounds), transfer.lines, as_json=options.json)
+        from kvcluster.cli.bench.transfer import measuring, table
+    draw = _drawing(options.plot) if options.plot else None  # what is missing is said before anything is measured
+    quick = options.quick
+
+    def measure() -> dict[str, Any]:
+        return measuring.measure(
+            rounds=options.rounds or (3 if quick else 7),
+            moved_bytes=size(options.moved or ("32MiB" if quick else "64MiB"), "--moved"),
+            sizes=[size(text, "--pages") for text in options.pages] if options.pages else measuring.SIZES,
+            clients=sorted(set(options.clients or ((1,) if quick else measuring.CLIENTS))),
+            paths=options.paths,
+            single_pages=100 if quick else 400,
+            peers=Path(options.peers) if options.peers else measuring.peers_folder(),
+            peer_python=options.peer_python,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+
+    return _print(measure, table.lines, as_json=options.json, draw=draw)
+
+
+def _drawing(file: str) -> Callable[[Mapping[str, Any]], None]:
+    with needs("bench", "matplotlib"):
+        from kvcluster.cli.bench.transfer.picture import draw
+    if not Path(file).absolute().parent.is_dir():
+        raise ConfigError(f"cannot draw into {file}: there is no such folder")
+    return lambda figures: draw(figures, file)
 
 
 def _print(
-    measure: Callable[[], dict[str, Any]], lines: Callable[[Mapping[str, Any]], list[str]], *, as_json: bool
+    measure: Callable[[], dict[str, Any]],
+    lines: Callable[[Mapping[str, Any]], list[str]],
+    *,
+    as_json: bool,
+    draw: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> int:
     figures = {"setting": setting(), **measure()}
+    if draw is not None:
+        draw(figures)
     if as_json:
         print(json.dumps(figures, indent=2))
     else:

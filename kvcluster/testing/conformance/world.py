@@ -53,7 +53,8 @@ class Served(Protocol):
 
 
 class WatchedHost:
-    """A shard host that tells whenever it was asked something or has revoked a lease. Implements PageHost."""
+    """A shard host that tells whenever it was asked something or has revoked a lease. Implements PageHost
+    and ShmHost."""
 
     def __init__(self, host: ShardHost) -> None:
         self._host = host
@@ -80,6 +81,17 @@ class WatchedHost:
 
     def view(self, slot: PageSlot) -> memoryview:
         return self._host.view(slot)
+
+    @property
+    def arena_bytes(self) -> int:
+        return self._host.arena_bytes
+
+    @property
+    def lease_ttl_ns(self) -> int:
+        return self._host.lease_ttl_ns
+
+    def open_arena(self, *, writable: bool) -> int:
+        return self._host.open_arena(writable=writable)
 
     def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
         def stop_and_note() -> None:
@@ -212,7 +224,7 @@ class World:
 
 
 @contextmanager
-def open_world(serve: Callable[[PageHost], Served]) -> Iterator[World]:
+def open_world(serve: Callable[[WatchedHost], Served]) -> Iterator[World]:
     """A world whose shard is reached by what `serve` puts before it; checked at the end of a test that passes."""
     # Room is made when a test asks for it, and pages are verified when somebody suspects them; not before.
     unasked = {"coordinator": {"low_free": 0.0, "high_free": 0.0}, "shard": {"scrub_bytes": 0}}

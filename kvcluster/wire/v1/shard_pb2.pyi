@@ -41,15 +41,37 @@ class SuspectRequest(_message.Message):
     keys: _common_pb2.PageKeys
     def __init__(self, namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., keys: _Optional[_Union[_common_pb2.PageKeys, _Mapping]] = ...) -> None: ...
 
+class GetOffersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ShardReply(_message.Message):
-    __slots__ = ("refused", "done", "attached")
+    __slots__ = ("refused", "done", "attached", "offers")
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    OFFERS_FIELD_NUMBER: _ClassVar[int]
     refused: _common_pb2.Refused
     done: _common_pb2.Done
     attached: AttachedShard
-    def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[AttachedShard, _Mapping]] = ...) -> None: ...
+    offers: Offers
+    def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[AttachedShard, _Mapping]] = ..., offers: _Optional[_Union[Offers, _Mapping]] = ...) -> None: ...
+
+class Offers(_message.Message):
+    __slots__ = ("protocol_version", "epoch", "transports", "addresses", "refused", "reasons")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    REASONS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    epoch: int
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    refused: _containers.RepeatedScalarFieldContainer[str]
+    reasons: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., addresses: _Optional[_Iterable[str]] = ..., refused: _Optional[_Iterable[str]] = ..., reasons: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AttachedShard(_message.Message):
     __slots__ = ("protocol_version", "namespace", "epoch", "lease_ttl_ns")

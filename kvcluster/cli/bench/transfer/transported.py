@@ -1,0 +1,202 @@
+"""Pages between two processes through a transport alone: pinned, moved, verified, unpinned.
+
+The other side is a real shard with its sessions, in a process of its own, behind the servers of all three transports.
+What a client adds is left out: no lookup, no ticket, no choice of a shard. Pages are read straight into place and
+verified there by `Arrivals`, which does for a shard's arena what a client's sink does for a caller's memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from kvcluster.cli.bench.transfer import pages
+from kvcluster.cli.bench.transfer.party import Path, Work
+from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, Tenant
+from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, ReadRequest, WriteRequest, Written
+from kvcluster.core.reasons import Loss
+from kvcluster.errors import KVClusterError
+from kvcluster.pages import checksum, codec
+from kvcluster.runtime.auth import Authenticator
+from kvcluster.runtime.server import Gate, Server, unary_handlers
+from kvcluster.testing.cluster import MemoryCluster
+from kvcluster.transport.arrivals import Arrivals
+from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
+from kvcluster.transport.seam import DataPath, Deadline
+from kvcluster.transport.shm_pages import ShmPages
+from kvcluster.transport.shm_server import ShmServer
+from kvcluster.transport.tcp_pages import TcpPages, TcpServer
+from kvcluster.wire.methods import SHARD
+
+_NOTE = "checksums and pins; no lookup"
+PATHS = {
+    "shm": {"over": "memory", "note": _NOTE},
+    "tcp": {"over": "tcp", "note": f"{_NOTE}; two streams"},
+    "grpc": {"over": "tcp", "note": f"{_NOTE}; one stream"},
+}
+_OPEN: dict[str, Callable[[str, str | None], DataPath]] = {"shm": ShmPages, "tcp": TcpPages, "grpc": GrpcPages}
+_SPARE_BYTES = 64 * 2**20
+_CALL_MS = 60_000
+_LEASE_MS = 60_000
+"""A client that is not scheduled for a while is slow here, and not cut off."""
+
+
+def missing() -> str | None:
+    """Nothing can be."""
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ client
+
+
+def connect(path: str, work: Work, at: Any) -> Path:
+    """A transport to the shard at those addresses."""
+    return _Transported(_OPEN[path](at[path], None), GrpcPages(at["grpc"], None), work, Epoch(at["epoch"]))
+
+
+class _Source:
+    """A store's pages, straight out of the client's memory."""
+
+    def __init__(self, work: Work, namespace: NamespaceId, keys: Sequence[PageKey], first: int) -> None:
+        self._work = work
+        self._layer_bytes = work.page_bytes // keys[0].part.layers
+        self._identities = [checksum.identity(namespace, key, codec.RAW) for key in keys]
+        self._first = first
+
+    def layer_bytes(self, item: int) -> int:
+        return self._layer_bytes
+
+    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
+        start = (self._first + item) * self._work.page_bytes + layer * self._layer_bytes
+        data = self._work.source[start : start + layers * self._layer_bytes]
+        return checksum.layer_sums(self._identities[item], layer, layers, data), data
+
+    def drained(self) -> None:
+        """The source stays as it is."""
+
+
+class _Transported:
+    """A batch is divided among as many exchanges as the transport says make it fastest."""
+
+    def __init__(self, path: DataPath, control: GrpcPages, work: Work, epoch: Epoch) -> None:
+        self._path = path
+        self._control = control
+        self._work = work
+        self._epoch = epoch
+        self._holder = Holder(os.urandom(HOLDER_BYTES))
+        self._attempts = iter(range(1, 2**62))
+        self._pool = ThreadPoolExecutor(path.streams)
+        share = -(-work.pages // path.streams)
+        self._shares = [range(at, min(at + share, work.pages)) for at in range(0, work.pages, share)]
+        self._attach()
+
+    def load(self, batch: int) -> None:
+        self._each_share(lambda share: self._read(batch, share))
+
+    def load_page(self, batch: int, number: int) -> None:
+        self._read(batch, range(number, number + 1))
+
+    def store(self, batch: int) -> None:
+        self._each_share(lambda share: self._write(batch, share))
+
+    def forget(self, batch: int) -> None:
+        """The shard has purged it; a namespace of which it holds nothing may have been forgotten as well."""
+        self._attach()
+
+    def close(self) -> None:
+        self._path.close()
+        self._control.close()
+        self._pool.shutdown()
+
+    def _attach(self) -> None:
+        for adapter in (pages.KEPT, pages.PASSING):
+            self._control.attach(pages.spec(self._work.page_bytes, adapter), self._deadline())
+
+    def _each_share(self, move: Callable[[range], None]) -> None:
+        if len(self._shares) == 1:
+            move(self._shares[0])  # without the wake-up of a thread, which a client's own call would not need
+        else:
+            list(self._pool.map(move, self._shares))
+
+    def _read(self, batch: int, share: range) -> None:
+        work = self._work
+        namespace, keys = self._named(batch, share)
+        slots = {
+            item: PageSlot(key, number * work.page_bytes, work.page_bytes, 0, Loss.EXACT)
+            for item, (key, number) in enumerate(zip(keys, share, strict=True))
+        }
+        sink = Arrivals(namespace, slots, lambda slot: work.into[slot.offset : slot.offset + slot.nbytes])
+        wants = tuple(PageWant(key, 0, key.part.layers) for key in keys)
+        request = ReadRequest(namespace, self._attempt(), self._epoch, wants)
+        for _ in self._path.read(request, sink, self._deadline()):
+            """The sink has it."""
+        if sink.missing() is not None or sink.wrong():
+            raise KVClusterError(f"a load of {len(keys)} pages brought less, or other bytes")
+
+    def _write(self, batch: int, share: range) -> None:
+        namespace, keys = self._named(batch, share)
+        new = tuple(NewPage(key, BlockHash(bytes(HASH_BYTES)), 0) for key in keys)
+        request = WriteRequest(namespace, self._attempt(), self._epoch, new, wait_ns=_CALL_MS * 1_000_000)
+        source = _Source(self._work, namespace, keys, share.start)
+        outcome = self._path.write(request, source, self._deadline())
+        if outcome != [Written.COMMITTED] * len(keys):
+            raise KVClusterError(f"a store of {len(keys)} pages ended as {outcome[0]} and the like")
+
+    def _named(self, batch: int, share: range) -> tuple[NamespaceId, list[PageKey]]:
+        spec = pages.spec(self._work.page_bytes, pages.PASSING if batch else pages.KEPT)
+        who = self._path.name.encode().ljust(8) + bytes([self._work.client]) + batch.to_bytes(8, "big")
+        hashes = [BlockHash((who + number.to_bytes(8, "big")).ljust(HASH_BYTES, b"\0")) for number in share]
+        return spec.namespace(_TENANT), [PageKey(each, 0, spec.whole(0)) for each in hashes]
+
+    def _attempt(self) -> Attempt:
+        return Attempt(self._holder, next(self._attempts))
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after_ms(_CALL_MS)
+
+
+# ------------------------------------------------------------------------------------------------- shard
+
+_TENANT = Tenant("default")
+
+
+@contextmanager
+def serve(paths: Sequence[str], work: Work) -> Iterator[dict[str, Any]]:
+    """A shard with a coordinator, as far as it needs one, behind the servers of these transports."""
+    room = work.nbytes * work.clients * (len(paths) + 1) + _SPARE_BYTES
+    quiet = {
+        "coordinator": {"low_free": 0.0, "high_free": 0.0},  # what is loaded all the time is not evicted
+        "shard": {"scrub_bytes": 0, "lease_ttl_ms": _LEASE_MS},
+    }
+    with MemoryCluster(device_bytes=room, config=quiet) as cluster:
+        (host,) = cluster.shards.values()
+        authenticator = Authenticator(None, os.urandom(16).hex())
+        gate = Gate(authenticator)
+
+        def tenant_of(token: str | None) -> Tenant:
+            return authenticator.caller(token).tenant
+
+        handlers = unary_handlers(SHARD, gate, host.ask) | page_handlers(host, lambda c: gate.caller(c).tenant)
+        servers: dict[str, Any] = {"grpc": Server(handlers, "127.0.0.1", 0, threads=16)}
+        if "tcp" in paths:
+            servers["tcp"] = TcpServer(host, tenant_of, "127.0.0.1")
+        if "shm" in paths:
+            servers["shm"] = ShmServer(host, tenant_of)
+        kept = work.pages * work.clients * len(paths)
+        purger = cluster.client(pages.spec(work.page_bytes, pages.PASSING), tenant=_TENANT)
+
+        def forget() -> None:
+            purger.purge(adapter=pages.PASSING)
+            cluster.wait_until(lambda: host.inspect(lambda: len(host.core.pool) <= kept) is True, timeout_s=30)
+
+        try:
+            for server in servers.values():
+                server.start()
+            addresses = {name: server.address for name, server in servers.items()}
+            yield {"at": addresses | {"epoch": host.core.epoch}, "pids": [], "forget": forget}
+        finally:
+            for server in servers.values():
+                server.close()

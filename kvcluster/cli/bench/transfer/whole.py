@@ -1,0 +1,118 @@
+"""Whole calls: `client.load` and `client.store` on a real cluster, from the tokens to the bytes in the caller's tensor.
+
+Hashes, lookup, ticket, pins, verification, commit and report are all in it: what an engine pays. The cluster is that of
+`kvcluster.local()`, with one shard and the settings that it has by default.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import kvcluster
+from kvcluster.cli.bench.transfer import pages
+from kvcluster.cli.bench.transfer.party import Path, Work
+from kvcluster.client import Client
+from kvcluster.config import ClientConfig
+from kvcluster.errors import KVClusterError
+
+_NOTE = "everything: hashes, lookup, ticket, pins, checksums, commit"
+PATHS = {
+    "client shm": {"over": "memory", "note": _NOTE},
+    "client tcp": {"over": "tcp", "note": _NOTE},
+    "client grpc": {"over": "tcp", "note": _NOTE},
+}
+_CALL_MS = 60_000
+_PURGED_S = 30.0
+
+
+def missing() -> str | None:
+    """Nothing can be."""
+    return None
+
+
+def connect(path: str, work: Work, at: Any) -> Path:
+    """A client that takes no other transport."""
+    torch.set_num_threads(1)
+    name = path.removeprefix("client ")
+    config = ClientConfig(deadline_ms=_CALL_MS, transports=(name,))
+    client = kvcluster.connect(at, pages.spec(work.page_bytes), config=config)
+    return _Whole(client, name, work)
+
+
+class _Whole:
+    """Batch 0 is kept; every other is of the adapter that is purged."""
+
+    def __init__(self, client: Client, transport: str, work: Work) -> None:
+        self._client = client
+        self._transport = transport
+        spec = client.spec
+        self._work = work
+        self._rest = list(range(2, work.pages * spec.block_tokens))
+        shape = (work.pages, *pages.shape(work.page_bytes))
+        self._source, self._into = (
+            torch.frombuffer(memory, dtype=torch.bfloat16).view(shape) for memory in (work.source, work.into)
+        )
+
+    def load(self, batch: int) -> None:
+        tokens = self._tokens(batch)
+        loaded = self._client.load(tokens, self._into, adapter=_adapter(batch))
+        if loaded != len(tokens):
+            why = self._client.explain(tokens, adapter=_adapter(batch))
+            raise KVClusterError(f"{loaded} of {len(tokens)} tokens were loaded; the last: {why[-1]}")
+
+    def store(self, batch: int) -> None:
+        stored = self._client.store(self._tokens(batch), self._source, adapter=_adapter(batch))
+        if stored.blocks != self._work.pages:
+            raise KVClusterError(f"{self._work.pages} blocks were to be stored: {stored}")
+        if not batch:
+            self._check_transport()
+
+    def flush(self) -> None:
+        """What was stored can be looked up once the shard has told the coordinator."""
+        if not self._client.flush():
+            raise KVClusterError("what was stored cannot be looked up yet")
+
+    def forget(self, batch: int) -> None:
+        """Whoever serves has purged it."""
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _tokens(self, batch: int) -> list[int]:
+        # Nobody else has this prompt: what another has stored would not be stored again.
+        who = self._work.client * len(PATHS) + list(PATHS).index(f"client {self._transport}")
+        return [who, batch, *self._rest]
+
+    def _check_transport(self) -> None:
+        used = self._client.status()["transports"]
+        if not all(self._transport in str(transport) for transport in used.values()):
+            raise KVClusterError(f"{self._transport} was asked for, and these were used: {used}")
+
+
+def _adapter(batch: int) -> str:
+    return pages.PASSING if batch else pages.KEPT
+
+
+@contextmanager
+def serve(paths: Sequence[str], work: Work) -> Iterator[dict[str, Any]]:
+    """The cluster. `pids` are its coordinator and its shard."""
+    per_batch = work.nbytes * work.clients
+    # Twice what is there at most, so that nothing is evicted: low_free is a share of the whole.
+    with kvcluster.local(shards=1, device_bytes=max(256 * 2**20, 2 * per_batch * (len(paths) + 1))) as cluster:
+        purger = cluster.client(pages.spec(work.page_bytes, pages.PASSING))
+        kept = work.pages * work.clients * len(paths)
+
+        def forget() -> None:
+            purger.purge(adapter=pages.PASSING)
+            until = time.monotonic() + _PURGED_S
+            while sum(shard["pages"] for shard in purger.status()["shards"]) > kept:
+                if time.monotonic() > until:
+                    raise KVClusterError(f"what was purged is still there after {_PURGED_S:.0f} s")
+                time.sleep(0.02)
+
+        yield {"at": cluster.address, "pids": cluster.pids(), "forget": forget}

@@ -1,0 +1,216 @@
+"""`kvcluster doctor`: can this machine use that cluster, and by which transports? If not, why, and what is to be done.
+
+It goes the way of a client, one step after the other, and stops at the first that fails: the coordinator's address, its
+protocol, the credential, what it knows of shards; then each shard by itself, and to it each transport by itself, tried
+with a real exchange. What it finds is a tree of plain values (`examine`), shown as a page or as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from typing import Any
+
+from kvcluster.cli.screen import needs
+from kvcluster.cli.where import add_where, address_of, read_status
+from kvcluster.client.control import GrpcPort
+from kvcluster.config import TRANSPORTS
+from kvcluster.core.ids import Attempt, Epoch
+from kvcluster.core.messages import PROTOCOL_VERSION, Offers
+from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError, ProtocolError
+from kvcluster.transport.choice import OPENERS, own_attempts
+from kvcluster.transport.grpc_pages import GrpcPages
+from kvcluster.transport.paths import Opener, not_offered, not_taken, said, try_path
+from kvcluster.transport.rpc import Connection
+from kvcluster.transport.seam import DataPath, Deadline, RefusedByShard, Trouble
+from kvcluster.wire.methods import version_question
+
+PATIENCE_MS = 3_000
+"""For each thing that is tried: a person waits, and what takes longer is of no use to an engine."""
+
+_TRIPS = 5
+"""The quickest of so many is what the way takes; the others had to wait for somebody."""
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    doctor = commands.add_parser(
+        "doctor", help="say whether this machine can use a cluster, and by which transports", allow_abbrev=False
+    )
+    add_where(doctor)
+    doctor.add_argument("--json", action="store_true", help="for machines")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    found = examine(address_of(options), options.token)
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        with needs("cluster", "rich", instead="or give --json"):
+            from kvcluster.cli.diagnosis import print_diagnosis
+        print_diagnosis(found)
+    return 0 if found["healthy"] else 1
+
+
+def examine(
+    address: str, token: str | None, *, openers: Mapping[str, Opener] = OPENERS, here: str | None = None
+) -> dict[str, Any]:
+    """Everything that was found, fit for JSON. `healthy` where every shard can be reached from here."""
+    here = socket.gethostname() if here is None else here
+    coordinator, status = _examine_coordinator(address, token)
+    shards = [_examine_shard(shard, token, openers, here) for shard in status.get("shards", ())]
+    found = {"address": address, "here": here, "coordinator": coordinator, "shards": shards}
+    healthy, verdict = _verdict(coordinator, shards)
+    return found | {"healthy": healthy, "verdict": verdict}
+
+
+# ------------------------------------------------------------------------------------------ the coordinator
+
+
+def _examine_coordinator(address: str, token: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was found, and the status that it gave."""
+    found: dict[str, Any] = {
+        "reachable": False,
+        "protocol_version": None,
+        "credential": None,
+        "state": None,
+        "why": None,
+        "advice": None,
+    }
+    try:
+        with closing(Connection(address, token)) as connection:
+            connection.wait_ready(Deadline.after_ms(PATIENCE_MS))
+            found["reachable"] = True
+            with suppress(CallerError):  # the version was understood, and what it asked was nothing
+                connection.ask(version_question(), None, Deadline.after_ms(PATIENCE_MS))
+            found |= {"protocol_version": PROTOCOL_VERSION, "credential": "accepted"}
+            status = read_status(GrpcPort(connection), PATIENCE_MS)
+            found["state"] = status["state"]
+            return found, status
+    except KVClusterError as error:
+        if isinstance(error, CredentialError):
+            found["credential"] = "refused"
+        return found | {"why": said(error), "advice": _advice(error, address)}, {}
+
+
+def _advice(error: Exception, address: str) -> str:
+    """What whoever reads this can do about it."""
+    if isinstance(error, ConfigError):
+        return "give --address host:port, as the coordinator's `kvcluster up` printed it"
+    if isinstance(error, CredentialError):
+        return "give --token, or KVCLUSTER_TOKEN; the operator of the cluster makes tokens with `kvcluster token`"
+    if isinstance(error, ProtocolError):
+        return "install the same release here and in the cluster, and see that nothing else listens at that port"
+    loopback = address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
+    if isinstance(error, Trouble):
+        return "the coordinator hangs or has just died: see its log, and try again in a few seconds"
+    if loopback:
+        return "`kvcluster up` starts a cluster here; --address names one elsewhere"
+    return (
+        "see that the coordinator runs there (`kvcluster status` on its machine), that it was started with a --host "
+        "that others can reach, and that no firewall stands between"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ one shard
+
+
+def _examine_shard(
+    shard: Mapping[str, Any], token: str | None, openers: Mapping[str, Opener], here: str
+) -> dict[str, Any]:
+    found = {name: shard[name] for name in ("shard", "epoch", "address", "host", "state")}
+    tried: list[dict[str, Any]] = []
+    why = "the coordinator hears nothing of it any more" if shard["state"] == "lost" else None
+    if why is None:
+        try:
+            with closing(GrpcPages(shard["address"], token)) as control:
+                tried = _examine_paths(shard, control, token, openers, here)
+        except ConfigError as error:
+            why = said(error)
+    works = [path["transport"] for path in tried if path["works"]]
+    return found | {"reachable": "grpc" in works, "chosen": next(iter(works), None), "transports": tried, "why": why}
+
+
+def _examine_paths(
+    shard: Mapping[str, Any], control: GrpcPages, token: str | None, openers: Mapping[str, Opener], here: str
+) -> list[dict[str, Any]]:
+    """Of every transport, in the order of choice, whether it works from here."""
+    epoch, next_attempt = Epoch(shard["epoch"]), own_attempts()
+    grpc = _tried("grpc", lambda: GrpcPages(shard["address"], token), epoch, next_attempt)
+    offers: Offers | None = None
+    silence = "control goes over gRPC, which does not work"
+    if grpc["works"]:
+        try:
+            offers = control.offers(Deadline.after_ms(PATIENCE_MS))
+        except (KVClusterError, RefusedByShard) as error:
+            silence = f"the shard does not say what it offers: {said(error)}"
+    found = []
+    for name in (one for one in TRANSPORTS if one != "grpc"):
+        why = not_taken(name, TRANSPORTS, openers)
+        if why is None:
+            why = silence if offers is None else not_offered(name, offers, shard["host"], here)
+        if why is None and offers is not None:
+            address = next(offer.address for offer in offers.offers if offer.transport == name)
+            found.append(_tried(name, lambda: openers[name](address, token), epoch, next_attempt))  # noqa: B023
+        else:
+            found.append(_untried(name, why, _WHERE[name]))
+    return [*found, grpc]
+
+
+def _tried(
+    name: str, opened: Callable[[], DataPath], epoch: Epoch, next_attempt: Callable[[], Attempt]
+) -> dict[str, Any]:
+    """A connection, and a few round trips through all of it."""
+    took_ms: list[float] = []
+    try:
+        with closing(opened()) as path:
+            for _ in range(1 + _TRIPS):
+                began = time.monotonic_ns()
+                try_path(path, epoch, next_attempt(), Deadline.after_ms(PATIENCE_MS))
+                took_ms.append(round((time.monotonic_ns() - began) / 1e6, 3))
+    except KVClusterError as error:
+        return _untried(name, said(error), _BROKEN[name])
+    connect_ms, *trips_ms = took_ms
+    return _untried(name, None, None) | {"works": True, "connect_ms": connect_ms, "trip_ms": min(trips_ms)}
+
+
+def _untried(name: str, why: str | None, advice: str | None) -> dict[str, Any]:
+    return {"transport": name, "works": False, "connect_ms": None, "trip_ms": None, "why": why, "advice": advice}
+
+
+_WHERE = {
+    "shm": "it is for workers on the shard's own host, where all tokens are of one tenant and server.transports names "
+    "it; the shard's log says if it could not be served",
+    "tcp": "the cluster's configuration names it in server.transports; the shard's log says if it could not listen",
+}
+"""Where a transport is to be had that is not offered."""
+
+_BROKEN = {
+    "shm": "run the worker as the user of the shard, and in its network namespace (in Kubernetes: the same pod, or "
+    "hostNetwork for both)",
+    "tcp": "let connections through to that address, in firewalls and network policies; until then there is gRPC",
+    "grpc": "let connections through to that address, in firewalls and network policies; see the shard's log",
+}
+"""What to do where one is offered and does not work."""
+
+
+def _verdict(coordinator: Mapping[str, Any], shards: list[dict[str, Any]]) -> tuple[bool, str]:
+    """Is all well, and the one line that says so."""
+    if coordinator["why"] is not None:
+        return False, f"this machine cannot use the cluster: {coordinator['why']}"
+    if not shards:
+        return False, "the coordinator knows of no shard: nothing can be stored"
+    lost = [shard["shard"] for shard in shards if not shard["reachable"]]
+    if lost:
+        return False, f"of {len(shards)} shard(s), {', '.join(lost)} cannot be reached: what lies there is a miss"
+    counts: dict[str, int] = {}
+    for shard in shards:
+        counts[shard["chosen"]] = counts.get(shard["chosen"], 0) + 1
+    return True, f"all {len(shards)} shard(s) can be reached: " + ", ".join(
+        f"{counts[name]} by {name}" for name in TRANSPORTS if name in counts
+    )

@@ -1,0 +1,103 @@
+"""Offering: the servers of data paths beside a shard's gRPC server, and what workers are told of them.
+
+A path that the configuration names and that can be served here is offered with its address; of every other the reason
+is told, so that nobody has to guess why it is slow. A shard that can serve none of them still serves gRPC.
+
+Shared memory maps the whole arena into its workers, where no shard stands between one tenant's pages and another's. It
+is therefore offered only where all workers are of one tenant.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcluster.config import TRANSPORTS, ServerConfig
+from kvcluster.core.ids import Tenant
+from kvcluster.core.messages import Offer, Offers
+from kvcluster.errors import KVClusterError
+from kvcluster.runtime.auth import Authenticator
+from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.transport.listener import TenantOf
+from kvcluster.transport.shm_server import ShmServer
+from kvcluster.transport.tcp_pages import TcpServer
+
+log = logging.getLogger(__name__)
+
+
+class PathServer(Protocol):
+    """Serves one data path, from `start` to `close`."""
+
+    @property
+    def address(self) -> str:
+        """Where, as its dialler understands it."""
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Serve = Callable[[ShardHost, TenantOf, str], PathServer]
+"""Shard, credentials, the address to listen at -> a server. Raises OSError or KVClusterError where it cannot be."""
+
+SERVERS: Mapping[str, Serve] = {"shm": lambda host, tenant_of, _: ShmServer(host, tenant_of), "tcp": TcpServer}
+
+_WHY_CHARS = 512
+"""Of a reason that is told: well within what the wire takes."""
+
+
+@dataclass(slots=True)
+class PathServers:
+    """The servers of one shard incarnation, started, and what to tell of them."""
+
+    offers: Offers
+    servers: list[PathServer]
+
+    def close(self) -> None:
+        """Ends what they serve. May be called again."""
+        for server in self.servers:
+            server.close()
+
+
+def serve_paths(
+    host: ShardHost,
+    auth: Authenticator,
+    config: ServerConfig,
+    listen_host: str,
+    servers: Mapping[str, Serve] = SERVERS,
+) -> PathServers:
+    """Starts whatever can be served before this shard."""
+    started: list[PathServer] = []
+    offered: list[Offer] = []
+    refused: list[tuple[str, str]] = []
+
+    def tenant_of(token: str | None) -> Tenant:
+        return auth.caller(token).tenant
+
+    for name in (one for one in TRANSPORTS if one != "grpc"):
+        why = _why_not(name, auth, config, servers)
+        if why is not None:
+            refused.append((name, why))
+            continue
+        try:
+            server = servers[name](host, tenant_of, listen_host)
+            server.start()
+        except (OSError, KVClusterError) as error:
+            log.warning("%s is not served: %s", name, error)
+            refused.append((name, f"the shard cannot serve it: {error}"[:_WHY_CHARS]))
+        else:
+            started.append(server)
+            offered.append(Offer(name, server.address))
+    return PathServers(Offers(host.core.epoch, tuple(offered), tuple(refused)), started)
+
+
+def _why_not(name: str, auth: Authenticator, config: ServerConfig, servers: Mapping[str, Serve]) -> str | None:
+    if name not in config.transports:
+        return "the shard's configuration leaves it out"
+    if name not in servers:
+        return "the shard cannot serve it on its platform"
+    if name == "shm" and not auth.one_tenant:
+        return "the token file names several tenants, and shared memory would let them read one another's pages"
+    return None

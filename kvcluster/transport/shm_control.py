@@ -1,0 +1,216 @@
+"""The worker's end of shm's control: one connection, the arena that came with it, and whose turn it is to speak.
+
+Connections of one data path share the arena's mappings, of which there is one for reading and, once something is
+stored, one for writing. A mapping goes with the last connection, exchange or view that refers to it, so that nobody
+keeps the memory of a shard that has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+import weakref
+from enum import Enum
+
+from kvcluster.core import limits
+from kvcluster.core.messages import ReadRequest, WriteRequest, Written
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.errors import ProtocolError
+from kvcluster.pages.mapping import Mapping
+from kvcluster.transport.link import Link, dial
+from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
+from kvcluster.wire import shm_frames, streams
+from kvcluster.wire.shm_frames import Place
+from kvcluster.wire.streams import Kind
+
+_RENEWALS = 8
+"""A worker shows this often within a lease that it lives, however slow its sink or source is."""
+
+_CREDENTIALS = struct.Struct("3i")
+"""Of a unix socket's other side: process, user, group."""
+
+
+class Turn(Enum):
+    """How a connection stands. Only one that is IDLE can be kept for another exchange."""
+
+    IDLE = "no exchange is under way"
+    OURS = "an exchange is, and the shard waits for our next frame"
+    THEIRS = "an answer is to come, or the stream has broken within a frame"
+
+
+class Control:
+    """One connection. `shut` may be called from any thread; all else belongs to one thread at a time."""
+
+    def __init__(self, link: Link, welcome: shm_frames.Welcome, maps: Maps) -> None:
+        self.arena = maps.get(link, welcome.arena_bytes, writable=False)
+        self.turn = Turn.IDLE
+        self._link = link
+        self._maps = maps
+        self._writable: Mapping | None = None
+        self._renew_ns = welcome.lease_ttl_ns // _RENEWALS
+        self._said_ns = 0
+        self._unbroken = threading.Lock()  # held while a chunk is on its way into the arena
+        self._shut = False
+
+    # ------------------------------------------------------------------------------------------ frames
+
+    def ask_to_read(self, request: ReadRequest, deadline: Deadline) -> tuple[list[Miss | None], dict[int, Place]]:
+        """The outcome for each want, and where what was granted lies. Raises Trouble, RefusedByShard, ProtocolError."""
+        body = self._ask(Kind.READ, streams.encode_read(request, _remaining_ns(deadline)), deadline)
+        answer = shm_frames.decode_read_grant(body, request.wants, self.arena.nbytes)
+        self.turn = Turn.OURS
+        return answer
+
+    def ask_to_write(self, request: WriteRequest, deadline: Deadline) -> tuple[list[Written | None], dict[int, Place]]:
+        """As `ask_to_read`. The first time, the arena is mapped for writing."""
+        body = self._ask(Kind.WRITE, streams.encode_write(request, _remaining_ns(deadline)), deadline)
+        if self._writable is None:
+            self._writable = self._maps.get(self._link, self.arena.nbytes, writable=True)
+        answer = shm_frames.decode_write_grant(body, request.pages, self.arena.nbytes)
+        self.turn = Turn.OURS
+        return answer
+
+    def say(self, kind: Kind, body: bytes, deadline: Deadline, *, then: Turn = Turn.OURS) -> None:
+        """Sends a frame, after which it is `then`."""
+        self.turn = Turn.THEIRS
+        self._link.send(kind, body, deadline)
+        self._said_ns = time.monotonic_ns()
+        self.turn = then
+
+    def hear(self, kind: Kind, deadline: Deadline, *, then: Turn) -> bytes:
+        """The body of the next frame, which has to be of that kind; after it, it is `then`."""
+        self.turn = Turn.THEIRS
+        _, body = self._link.receive(kind, deadline=deadline)
+        self.turn = then
+        return body
+
+    def listen(self, deadline: Deadline) -> None:
+        """Raises what the shard has to say: unasked it speaks only when the exchange is over."""
+        deadline.check(self._link.peer)
+        if not self._link.is_quiet():
+            self.hear(Kind.FAILED, deadline, then=Turn.THEIRS)
+
+    def renew(self, deadline: Deadline, *, at_once: bool = False) -> bool:
+        """Says that this side lives, where it has not been heard of for a while; waits for no answer. Was it said?"""
+        due = at_once or time.monotonic_ns() - self._said_ns >= self._renew_ns
+        if due:
+            self.listen(deadline)
+            self.say(Kind.RENEW, shm_frames.encode_renew(answer=False), deadline)
+        return due
+
+    def _ask(self, kind: Kind, body: bytes, deadline: Deadline) -> bytes:
+        self.say(kind, body, deadline, then=Turn.THEIRS)
+        kind, body = self._link.receive(Kind.GRANT, Kind.REFUSED, deadline=deadline)
+        if kind is Kind.REFUSED:
+            self.turn = Turn.IDLE
+            raise RefusedByShard(streams.decode_refused(body))
+        return body
+
+    # ------------------------------------------------------------------------------------------- bytes
+
+    def copy(self, data: memoryview, offset: int) -> None:
+        """Into the arena, at a place that was granted. Raises Trouble where this is closed meanwhile."""
+        assert self._writable is not None and self.turn is Turn.OURS
+        page = self._writable.view(offset, data.nbytes)
+        for at in range(0, data.nbytes, limits.CHUNK_BYTES):
+            with self._unbroken:
+                if self._shut:
+                    raise Trouble(Miss(MissReason.SHARD_LOST, f"{self._link.peer}: this connection was closed"))
+                _put(page[at : at + limits.CHUNK_BYTES], data[at : at + limits.CHUNK_BYTES])
+
+    # ------------------------------------------------------------------------------------- a connection
+
+    def is_quiet(self) -> bool:
+        return self._link.is_quiet()
+
+    def shut(self) -> None:
+        """Waits for the chunk in hand: at the end of the stream the shard gives to others what was being written."""
+        with self._unbroken:
+            self._shut = True
+            self._link.shut()
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class Maps:
+    """The mappings of one arena that connections share."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: weakref.WeakValueDictionary[bool, Mapping] = weakref.WeakValueDictionary()
+
+    def get(self, link: Link, nbytes: int, *, writable: bool) -> Mapping:
+        """What is mapped already, or now by the descriptor that has just come. Raises ProtocolError or Trouble."""
+        fds = link.take_fds()
+        try:
+            if len(fds) != 1:
+                raise ProtocolError(f"{link.peer} sent {len(fds)} descriptors, where that of its arena belongs")
+            with self._lock:
+                known = self._known.get(writable)
+                if known is None:
+                    known = self._known[writable] = Mapping(fds[0], nbytes, writable=writable)
+            return known
+        except OSError as error:
+            raise _lost(link.peer, str(error)) from None
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+def reach(address: str, token: str | None, maps: Maps, deadline: Deadline) -> Control:
+    """A new connection. Raises Trouble, CredentialError or ProtocolError."""
+    connected = _connected(address, deadline)
+    link, body = dial(connected, address, token, deadline)
+    try:
+        return Control(link, shm_frames.decode_welcome(body), maps)
+    except BaseException:
+        link.close()
+        raise
+
+
+def _connected(address: str, deadline: Deadline) -> socket.socket:
+    if not hasattr(socket, "AF_UNIX") or not hasattr(socket, "SO_PEERCRED"):
+        raise _lost(address, "this platform has no shared memory of the kind that is needed")
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.settimeout(deadline.remaining_s() or 1e-3)
+        connected.connect("\0" + address[1:])
+        # Before anything is said: anybody may take a name that nobody has, and wait there for tokens.
+        _, user = peer_of(connected)
+        if user != os.getuid():
+            raise _lost(address, f"another user: the shard runs as {user}, and this process as {os.getuid()}")
+        return connected
+    except BaseException as error:
+        connected.close()
+        if isinstance(error, TimeoutError):
+            raise Trouble(Miss(MissReason.DEADLINE, f"{address}: it does not answer")) from None
+        if isinstance(error, ConnectionRefusedError):
+            raise _lost(address, "nobody listens: it has ended, or is of another host or network namespace") from None
+        if isinstance(error, OSError):
+            raise _lost(address, error.strerror or str(error)) from None
+        raise
+
+
+def peer_of(connected: socket.socket) -> tuple[int, int]:
+    """Process and user at the other side of a unix socket, as the system saw them when it was connected. The process
+    is 0 where it is not visible from here."""
+    process, user, _ = _CREDENTIALS.unpack(
+        connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return process, user
+
+
+def _put(into: memoryview, data: memoryview) -> None:
+    into[:] = data
+
+
+def _lost(address: str, why: str) -> Trouble:
+    return Trouble(Miss(MissReason.SHARD_LOST, f"{address}: {why}"))
+
+
+def _remaining_ns(deadline: Deadline) -> int:
+    return int(deadline.remaining_s() * 1e9)

@@ -1,0 +1,181 @@
+"""Pages through shared memory: a worker on the shard's host maps its arena, and each page is copied once.
+
+Control goes over a unix socket, a connection for each exchange that is under way; the bytes of pages never do. What is
+copied out of the arena is verified where it has come to lie, like anything that came from elsewhere: a reader that
+stood still past its lease finds another page there, which does not verify. A writer stands still for as long as it
+likes: the shard gives its pages to nobody before it has said that it has stopped, or its connection has ended
+(shm_server.py). So no connection is ended while a byte is on its way into the arena.
+
+    load    -> READ   <- GRANT  -> RENEW ..., DONE
+    store   -> WRITE  <- GRANT  -> WRITTEN or RENEW ..., DONE  <- TAIL     or ABORT in the place of DONE
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+
+from kvcluster.core import limits
+from kvcluster.core.messages import ReadRequest, WriteRequest, Written
+from kvcluster.core.reasons import Miss
+from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
+from kvcluster.pages import codec
+from kvcluster.transport.borrowed import Borrowed, borrow
+from kvcluster.transport.connections import Connections
+from kvcluster.transport.seam import Deadline, PageSink, PageSource, Present
+from kvcluster.transport.sessions import in_order_of_use
+from kvcluster.transport.shm_control import Control, Maps, Turn, reach
+from kvcluster.wire import shard, shm_frames
+from kvcluster.wire.shm_frames import Place
+from kvcluster.wire.streams import Kind
+
+RENEW_BYTES = 4 * limits.FRAME_BYTES
+"""A reader says so often that it lives: what that costs both sides is lost beside the copy of so much."""
+
+_FAREWELL_MS = 200
+
+_NAME_BYTES = 100
+"""Of the 108 that the name of a unix socket may have."""
+
+
+class ShmPages:
+    """A worker's data path to a shard of its own host and user. Connects, and maps, when it is first used.
+
+    Where that cannot be, Trouble says why: another host or network namespace, another user, a platform without it.
+    """
+
+    name = "shm"
+    streams = 1
+
+    def __init__(self, address: str, token: str | None) -> None:
+        if not address.startswith("@") or not 1 < len(address.encode()) <= _NAME_BYTES or "\0" in address:
+            raise ConfigError(f"{address!r} is no address of shared memory; those look like @name")
+        self.address = address
+        maps = Maps()
+        self._connections: Connections[Control] = Connections(
+            address, lambda deadline: reach(address, token, maps, deadline)
+        )
+
+    def connect(self, deadline: Deadline) -> None:
+        """Has a connection ready, and the arena mapped. Raises Trouble, CredentialError or ProtocolError."""
+        self._connections.keep(self._connections.take(deadline))
+
+    def read(
+        self, request: ReadRequest, sink: PageSink, deadline: Deadline
+    ) -> Generator[None, None, list[Miss | None]]:
+        control = self._connections.take(deadline)
+        try:
+            outcome, places = control.ask_to_read(request, deadline)
+            yield from _pieces(control, request, places, sink, deadline)
+            control.say(Kind.DONE, b"", deadline, then=Turn.IDLE)
+            return outcome
+        finally:
+            self._end(control, Kind.DONE)
+
+    def borrow(self, request: ReadRequest, deadline: Deadline) -> Borrowed:
+        """What is wanted, where it lies in the arena, without a copy: see Borrowed. Raises as `read`."""
+        control = self._connections.take(deadline)
+        try:
+            return borrow(control, request, deadline, end=lambda: self._end(control, Kind.DONE))
+        except BaseException:
+            self._end(control, Kind.DONE)
+            raise
+
+    def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
+        control = self._connections.take(deadline)
+        try:
+            _, places = control.ask_to_write(request, deadline)
+            _store(control, request, places, source, deadline)
+            source.drained()
+            control.say(Kind.DONE, b"", deadline, then=Turn.THEIRS)
+            tail = shard.decode_write_tail(control.hear(Kind.TAIL, deadline, then=Turn.IDLE))
+            if len(tail) != len(request.pages):
+                raise ProtocolError(f"{self.address} answered for {len(tail)} pages of {len(request.pages)}")
+            return tail
+        finally:
+            self._end(control, Kind.ABORT)
+
+    def tidy(self) -> None:
+        """Lets go of the memory of a shard that has ended, as far as nobody views it: for whoever holds this for long
+        without using it."""
+        self._connections.tidy()
+
+    def close(self) -> None:
+        """Ends what is under way, when the chunk in hand is copied. May be called from any thread, and again."""
+        self._connections.close()
+
+    def _end(self, control: Control, last: Kind) -> None:
+        """Of an exchange that has not come to its end: by that frame where the shard waits for one, else with its
+        connection."""
+        if control.turn is Turn.OURS:
+            try:
+                control.say(last, b"", Deadline.after_ms(_FAREWELL_MS), then=Turn.IDLE)
+            except KVClusterError:
+                """It is the shard that has ended it."""
+        if control.turn is Turn.IDLE:
+            self._connections.keep(control)
+        else:
+            self._connections.discard(control)
+
+
+def _pieces(
+    control: Control, request: ReadRequest, places: Mapping[int, Place], sink: PageSink, deadline: Deadline
+) -> Generator[None, None, None]:
+    """Hands the sink what was granted, in the order of use; yields after each piece of about FRAME_BYTES."""
+    piece = unsaid = 0
+    layer_bytes_of = {item: place.layer_bytes for item, place in places.items()}
+    for item, layer, count in in_order_of_use(request.wants, layer_bytes_of):
+        offset, layer_bytes, sums = places[item]
+        nbytes = count * layer_bytes
+        if piece and piece + nbytes > limits.FRAME_BYTES:
+            yield
+            control.listen(deadline)
+            piece = 0
+        deadline.check()
+        if control.renew(deadline, at_once=unsaid >= RENEW_BYTES):
+            unsaid = 0
+        first = layer - request.wants[item].layer_start
+        data = control.arena.view(offset + layer * layer_bytes, nbytes)
+        sink.receive(item, layer, codec.RAW, sums[first : first + count], Present(data))
+        piece, unsaid = piece + nbytes, unsaid + nbytes
+    if piece:
+        yield
+        control.listen(deadline)
+
+
+def _store(
+    control: Control, request: WriteRequest, places: Mapping[int, Place], source: PageSource, deadline: Deadline
+) -> None:
+    """Page after page from the source into the arena. Each is told when it is whole, small ones together, so that the
+    shard verifies one while the next is copied."""
+    written: list[tuple[int, list[int]]] = []
+    nbytes = 0
+    for item, place in places.items():
+        layers = request.pages[item].key.part.layers
+        if source.layer_bytes(item) != place.layer_bytes:
+            raise ProtocolError(f"page {item} has layers of {source.layer_bytes(item)} bytes, not {place.layer_bytes}")
+        written.append((item, _store_page(control, item, layers, place, source, deadline)))
+        nbytes += layers * place.layer_bytes
+        if nbytes >= limits.FRAME_BYTES:
+            control.listen(deadline)
+            control.say(Kind.WRITTEN, shm_frames.encode_written(written), deadline)
+            written, nbytes = [], 0
+    if written:
+        control.say(Kind.WRITTEN, shm_frames.encode_written(written), deadline)
+
+
+def _store_page(
+    control: Control, item: int, layers: int, place: Place, source: PageSource, deadline: Deadline
+) -> list[int]:
+    """Copies a page, and returns its sums. Chunk by chunk: what the source has read to make its sums is still in the
+    cache when it is copied."""
+    sums: list[int] = []
+    step = max(1, limits.CHUNK_BYTES // place.layer_bytes)
+    for layer in range(0, layers, step):
+        count = min(step, layers - layer)
+        these, data = source.send(item, layer, count)
+        assert data.nbytes == count * place.layer_bytes, "a source gives what it is asked for"
+        deadline.check()
+        control.copy(data, place.offset + layer * place.layer_bytes)
+        sums += these
+        control.renew(deadline)
+    return sums

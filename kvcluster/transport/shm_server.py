@@ -1,0 +1,196 @@
+"""The shard's side of shm: grants leases over a unix socket, and sees them to their end. The bytes move without it.
+
+The socket has an abstract name, so that a crash leaves no file, and speaks to processes of this user only. A
+connection brings a descriptor of the arena for reading, and one for writing when something is first stored over it.
+
+A page under a write lease is in the hands of a worker, who may stand still for any time and then write on. So its lease
+ends only when the worker has said that it has stopped, or can write no more: its stream has ended, which it does not
+end before it has stopped, or its process has, which is watched by itself, since a child that was forked has the stream
+open as well. A lease that ran out commits nothing, and frees nothing before that. While the shard itself is ending
+nobody sees a worker stop, and its pages stay as they are until the arena goes.
+
+A reader's lease does end with its time: what it reads after that does not verify.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from dataclasses import replace
+from typing import Protocol
+
+from kvcluster.core.ids import Tenant
+from kvcluster.core.messages import WriteRequest
+from kvcluster.errors import CredentialError, KVClusterError, ProtocolError
+from kvcluster.transport.link import Link
+from kvcluster.transport.listener import Listener, TenantOf
+from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Trouble
+from kvcluster.transport.sessions import ReadSession, WriteSession
+from kvcluster.transport.shm_control import peer_of
+from kvcluster.wire import shard, shm_frames, streams
+from kvcluster.wire.streams import Kind
+
+_NEXT_S = 3_600.0
+"""How long a shard keeps a connection on which nothing is asked; a lease ends long before."""
+
+_LONGEST_S = 60.0
+"""For a small frame to be taken: no thread of a shard waits for ever on a worker that takes none."""
+
+_FAREWELL_MS = 200
+
+_SO_PEERPIDFD = 77  # Linux 6.5; Python does not name it
+
+
+class ShmHost(PageHost, Protocol):
+    """A PageHost whose arena other processes may map."""
+
+    @property
+    def arena_bytes(self) -> int: ...
+
+    @property
+    def lease_ttl_ns(self) -> int:
+        """How long a lease runs that is not renewed."""
+
+    def open_arena(self, *, writable: bool) -> int:
+        """A new descriptor of the arena; the caller closes it. Raises ConfigError where there is none to be had."""
+
+
+class ShmServer:
+    """Listens from its construction on, at `address`, a name that nobody had. Raises ConfigError where this platform or
+    arena cannot be shared."""
+
+    def __init__(self, host: ShmHost, tenant_of: TenantOf) -> None:
+        os.close(host.open_arena(writable=False))  # what cannot be handed out is not to be offered
+        self._host = host
+        self._closing = False
+        name = f"kvcluster-{secrets.token_hex(16)}"
+        self.address = f"@{name}"
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening.bind(f"\0{name}")
+        self._listener = Listener(listening, tenant_of, self._serve, name="shm", admit=_admit)
+
+    def start(self) -> None:
+        self._listener.start()
+
+    def close(self) -> None:
+        """Ends every exchange. Workers that write may write on: their pages are nobody else's any more. May be called
+        again."""
+        self._closing = True
+        self._listener.close()
+
+    # ------------------------------------------------------------------------------------------ serving
+
+    def _serve(self, link: Link, tenant: Tenant) -> None:
+        host = self._host
+        welcome = shm_frames.Welcome(host.arena_bytes, host.lease_ttl_ns)
+        self._send_arena(link, Kind.WELCOME, shm_frames.encode_welcome(welcome), _bounded(_LONGEST_S), writable=False)
+        has_stored = False
+        while True:
+            kind, body = link.receive(Kind.READ, Kind.WRITE, deadline=_bounded(_NEXT_S))
+            try:
+                if kind is Kind.READ:
+                    self._read(link, tenant, body)
+                else:
+                    self._write(link, tenant, body, first=not has_stored)
+                    has_stored = True
+            except RefusedByShard as refused:
+                link.send(Kind.REFUSED, streams.encode_refused(refused.refused), _bounded(_LONGEST_S))
+
+    def _read(self, link: Link, tenant: Tenant, body: bytes) -> None:
+        request, remaining_ns = streams.decode_read(body)
+        with ReadSession(self._host, tenant, request, stop=link.hush) as session:
+            grant = shm_frames.encode_read_grant(request.wants, session.outcome, session.granted)
+            try:
+                link.send(Kind.GRANT, grant, _bounded(remaining_ns / 1e9))
+                while True:
+                    kind, body = link.receive(Kind.RENEW, Kind.DONE, deadline=_bounded(_NEXT_S))
+                    if kind is Kind.DONE:
+                        return
+                    session.alive()
+                    if shm_frames.decode_renew(body):
+                        link.send(Kind.RENEW, shm_frames.encode_renew(answer=True), _bounded(_LONGEST_S))
+            except Trouble:
+                session.alive()  # says so where it was not the worker that went, but its lease that ended
+                raise
+
+    def _write(self, link: Link, tenant: Tenant, body: bytes, *, first: bool) -> None:
+        request, remaining_ns = streams.decode_write(body)
+        deadline = _bounded(remaining_ns / 1e9)
+        request = replace(request, wait_ns=min(request.wait_ns, remaining_ns))
+        with WriteSession(self._host, tenant, request, deadline=deadline) as session:
+            try:
+                grant = shm_frames.encode_write_grant(session.outcome, session.granted)
+                if first:
+                    self._send_arena(link, Kind.GRANT, grant, deadline, writable=True)
+                else:
+                    link.send(Kind.GRANT, grant, deadline)
+                whole = self._until_written(link, session, request, deadline)
+            except BaseException as error:
+                self._until_stopped(link, error)
+                if self._closing:
+                    session.leave()
+                raise
+            if not whole:
+                return
+            tail = session.finish()
+        link.send(Kind.TAIL, shard.encode_write_tail(tail), deadline)
+
+    def _until_written(self, link: Link, session: WriteSession, request: WriteRequest, deadline: Deadline) -> bool:
+        """Verifies pages as they are written, until the worker has stopped. False where it has given up."""
+        while True:
+            kind, body = link.receive(Kind.WRITTEN, Kind.RENEW, Kind.DONE, Kind.ABORT, deadline=deadline)
+            if kind is Kind.DONE or kind is Kind.ABORT:
+                return kind is Kind.DONE
+            session.alive()
+            if kind is Kind.RENEW:
+                shm_frames.decode_renew(body)
+                continue
+            for item, sums in shm_frames.decode_written(body, request.pages):
+                session.written(item, sums)
+
+    def _until_stopped(self, link: Link, error: BaseException) -> None:
+        """Tells the worker why its store has ended, and returns when it can write no more: however long that takes."""
+        words = error if isinstance(error, KVClusterError) else ProtocolError("the shard failed; its log says how")
+        link.fail(words, Deadline.after_ms(_FAREWELL_MS))
+        while not link.ended:
+            with contextlib.suppress(KVClusterError):
+                kind, _ = link.receive(Kind.WRITTEN, Kind.RENEW, Kind.DONE, Kind.ABORT, deadline=_bounded(_NEXT_S))
+                if kind is Kind.DONE or kind is Kind.ABORT:
+                    return
+
+    def _send_arena(self, link: Link, kind: Kind, body: bytes, deadline: Deadline, *, writable: bool) -> None:
+        descriptor = self._host.open_arena(writable=writable)
+        try:
+            link.send_fds(kind, body, [descriptor], deadline)
+        finally:
+            os.close(descriptor)
+
+
+def _admit(link: Link) -> None:
+    """Processes of this user only, and each for as long as it lives."""
+
+    def look(connected: socket.socket) -> None:
+        process, user = peer_of(connected)
+        if user != os.getuid():
+            raise CredentialError(f"shared memory is for processes of user {os.getuid()}, and this one is of {user}")
+        descriptor = _process_of(connected, process)
+        if descriptor is not None:
+            link.end_with(descriptor)
+
+    link.tune(look)
+
+
+def _process_of(connected: socket.socket, process: int) -> int | None:
+    """A descriptor of the process at the other side. None where the system gives none: then only the end of the stream
+    tells of its end, and that comes late where it has forked."""
+    with contextlib.suppress(OSError):
+        return connected.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    with contextlib.suppress(OSError, AttributeError):
+        return os.pidfd_open(process) if process else None
+    return None
+
+
+def _bounded(seconds: float) -> Deadline:
+    return Deadline.after_ms(min(seconds, _NEXT_S) * 1e3)

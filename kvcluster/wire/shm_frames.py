@@ -1,0 +1,200 @@
+"""What the frames of shm hold that others have not: where granted pages lie in the arena, and what was written there.
+
+A grant names thousands of pages, so it is arrays: little-endian, one entry a page that was granted, in order.
+
+    WELCOME   arena bytes u64, ns that a lease runs u64; the descriptor of the arena comes with it
+    GRANT     bytes of the head u32, the head (ReadHead or WriteHead), offsets u64[], page bytes u64[];
+              after a READ, the checksums u64[] of the layers that each page was asked for
+    WRITTEN   pages u32, their places among the pages of the request u32[], the checksums u64[] of all their layers
+    RENEW     u8, 1 where an answer is wanted: RENEW, u8 1
+
+A worker knows its arena only by what it has mapped: what does not lie within that, or is no page of the layers that it
+asked for, is refused. Everything here raises ProtocolError or LimitError for what is not as it should be.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from kvcluster.core import limits
+from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, Written
+from kvcluster.core.reasons import Miss
+from kvcluster.errors import LimitError, ProtocolError
+from kvcluster.wire import shard
+from kvcluster.wire.common import quantity
+
+T = TypeVar("T")
+
+_WELCOME = struct.Struct("<QQ")
+_COUNT = struct.Struct("<I")
+_SUM_BYTES = 8
+_PAGE_BYTES = 16
+
+
+class Welcome(NamedTuple):
+    """What a shard tells of itself: how large its arena is, and how long a lease runs that is not renewed."""
+
+    arena_bytes: int
+    lease_ttl_ns: int
+
+
+class Place(NamedTuple):
+    """Where a page lies in the arena, how many bytes each of its layers has, and the sums of those asked for."""
+
+    offset: int
+    layer_bytes: int
+    sums: tuple[int, ...]
+
+
+def encode_welcome(welcome: Welcome) -> bytes:
+    """The body of a WELCOME."""
+    return _WELCOME.pack(*welcome)
+
+
+def decode_welcome(body: bytes) -> Welcome:
+    """The inverse."""
+    if len(body) != _WELCOME.size:
+        raise ProtocolError(f"a WELCOME of {len(body)} bytes tells nothing of an arena")
+    arena_bytes, lease_ttl_ns = _WELCOME.unpack(body)
+    return Welcome(quantity(arena_bytes, "bytes"), quantity(lease_ttl_ns, "nanoseconds"))
+
+
+# ---------------------------------------------------------------------------------------------- grants
+
+
+def encode_read_grant(
+    wants: Sequence[PageWant], outcome: Sequence[Miss | None], granted: Mapping[int, PageSlot]
+) -> bytes:
+    """Where each page lies that is not a miss. Raises LimitError where that is more than a frame may hold."""
+    sums = [
+        granted[item].sums[_SUM_BYTES * want.layer_start : _SUM_BYTES * want.layer_stop]
+        for item, want in enumerate(wants)
+        if item in granted
+    ]
+    return _grant(shard.encode_read_head(outcome), granted.values(), sums)
+
+
+def decode_read_grant(
+    body: bytes, wants: Sequence[PageWant], arena_bytes: int
+) -> tuple[list[Miss | None], dict[int, Place]]:
+    """The inverse: the outcome for each want, and where those lie that were granted, by their place among the wants."""
+    head, at = _head(body)
+    outcome = _of_length(shard.decode_read_head(head), len(wants))
+    items = [item for item, miss in enumerate(outcome) if miss is None]
+    ranges = [wants[item].layer_stop - wants[item].layer_start for item in items]
+    spots, at = _spots(body, at, [wants[item].key for item in items], arena_bytes)
+    _check_end(body, at + _SUM_BYTES * sum(ranges))
+    places = {}
+    for item, layers, (offset, layer_bytes) in zip(items, ranges, spots, strict=True):
+        places[item] = Place(offset, layer_bytes, struct.unpack_from(f"<{layers}Q", body, at))
+        at += _SUM_BYTES * layers
+    return outcome, places
+
+
+def encode_write_grant(outcome: Sequence[Written | None], granted: Mapping[int, PageSlot]) -> bytes:
+    """Where each page is to be written that is not answered already. Raises as `encode_read_grant`."""
+    return _grant(shard.encode_write_head(outcome), granted.values(), ())
+
+
+def decode_write_grant(
+    body: bytes, pages: Sequence[NewPage], arena_bytes: int
+) -> tuple[list[Written | None], dict[int, Place]]:
+    """The inverse, as `decode_read_grant`; without sums."""
+    head, at = _head(body)
+    outcome = _of_length(shard.decode_write_head(head), len(pages))
+    items = [item for item, fate in enumerate(outcome) if fate is None]
+    spots, at = _spots(body, at, [pages[item].key for item in items], arena_bytes)
+    _check_end(body, at)
+    return outcome, {item: Place(*spot, ()) for item, spot in zip(items, spots, strict=True)}
+
+
+def _grant(head: bytes, slots: Iterable[PageSlot], sums: Iterable[bytes]) -> bytes:
+    offsets, sizes = [slot.offset for slot in slots], [slot.nbytes for slot in slots]
+    arrays = struct.pack(f"<{2 * len(offsets)}Q", *offsets, *sizes)
+    body = b"".join([_COUNT.pack(len(head)), head, arrays, *sums])
+    if len(body) > limits.MESSAGE_BYTES:
+        raise LimitError(f"an answer about {len(offsets)} pages takes {len(body)} bytes; ask for fewer at once")
+    return body
+
+
+def _head(body: bytes) -> tuple[bytes, int]:
+    """The message in a grant, and where its arrays begin."""
+    nbytes = _COUNT.unpack_from(body)[0] if len(body) >= _COUNT.size else len(body)
+    at = _COUNT.size + nbytes
+    if at > len(body):
+        raise ProtocolError("a GRANT ends before it says what was granted")
+    return body[_COUNT.size : at], at
+
+
+def _spots(body: bytes, at: int, keys: Sequence[PageKey], arena_bytes: int) -> tuple[list[tuple[int, int]], int]:
+    """Offset and bytes of a layer of each of these pages, and where what follows them begins."""
+    end = at + _PAGE_BYTES * len(keys)
+    if end > len(body):
+        raise ProtocolError(f"a GRANT of {len(body)} bytes cannot say where {len(keys)} pages lie")
+    numbers = struct.unpack_from(f"<{2 * len(keys)}Q", body, at)
+    spots = []
+    for key, offset, nbytes in zip(keys, numbers[: len(keys)], numbers[len(keys) :], strict=True):
+        layers = key.part.layers
+        if not nbytes or nbytes % layers or nbytes > limits.LAYER_BYTES * layers:
+            raise ProtocolError(f"a page of {nbytes} bytes for {layers} layers cannot be")
+        if offset + nbytes > arena_bytes:
+            raise ProtocolError(f"a page at {offset} of {nbytes} bytes is outside an arena of {arena_bytes}")
+        spots.append((offset, nbytes // layers))
+    return spots, end
+
+
+def _of_length(outcome: list[T], asked: int) -> list[T]:
+    if len(outcome) != asked:
+        raise ProtocolError(f"a GRANT answers for {len(outcome)} pages of {asked}")
+    return outcome
+
+
+def _check_end(body: bytes, end: int) -> None:
+    if len(body) != end:
+        raise ProtocolError(f"a GRANT of {len(body)} bytes was announced as one of {end}")
+
+
+# ---------------------------------------------------------------------------------------------- stores
+
+
+def encode_written(pages: Sequence[tuple[int, Sequence[int]]]) -> bytes:
+    """Pages by their place in the request, and the checksums of all layers of each."""
+    items = [item for item, _ in pages]
+    sums = [layer_sum for _, sums in pages for layer_sum in sums]
+    return struct.pack(f"<{1 + len(items)}I{len(sums)}Q", len(items), *items, *sums)
+
+
+def decode_written(body: bytes, pages: Sequence[NewPage]) -> list[tuple[int, tuple[int, ...]]]:
+    """The inverse, for a request of these pages."""
+    count = _COUNT.unpack_from(body)[0] if len(body) >= _COUNT.size else len(body)
+    at = _COUNT.size * (1 + count)
+    if at > len(body):
+        raise ProtocolError(f"a WRITTEN of {len(body)} bytes cannot name {count} pages")
+    items = struct.unpack_from(f"<{count}I", body, _COUNT.size)
+    if any(item >= len(pages) for item in items):
+        raise ProtocolError(f"a WRITTEN names a page beyond the {len(pages)} of its request")
+    layers = [pages[item].key.part.layers for item in items]
+    if at + _SUM_BYTES * sum(layers) != len(body):
+        raise ProtocolError(f"a WRITTEN of {len(body)} bytes has not one sum for each of {sum(layers)} layers")
+    written = []
+    for item, count in zip(items, layers, strict=True):
+        written.append((item, struct.unpack_from(f"<{count}Q", body, at)))
+        at += _SUM_BYTES * count
+    return written
+
+
+# ---------------------------------------------------------------------------------------------- leases
+
+
+def encode_renew(*, answer: bool) -> bytes:
+    """A worker lives; or, from a shard, its lease does."""
+    return bytes([answer])
+
+
+def decode_renew(body: bytes) -> bool:
+    """Is an answer wanted?"""
+    if body not in (b"\0", b"\1"):
+        raise ProtocolError("a RENEW says whether an answer is wanted, and nothing else")
+    return body == b"\1"

@@ -1,0 +1,721 @@
+"""The choice among data paths: which is used, why the others are not, and what becomes of a call whose path breaks."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from kvcluster.core import limits
+from kvcluster.core.ids import Epoch, ShardId, Tenant
+from kvcluster.core.messages import (
+    Abort,
+    Offer,
+    Offers,
+    PageWant,
+    ReadRequest,
+    Refused,
+    RefusedKind,
+    Reserve,
+    ShardAddress,
+    Written,
+)
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.errors import CallerError, ConfigError, CredentialError, ProtocolError
+from kvcluster.pages import codec
+from kvcluster.runtime.auth import Authenticator, digest
+from kvcluster.runtime.server import Gate, Server, unary_handlers
+from kvcluster.testing.conformance import TransportConformance, World, open_world
+from kvcluster.testing.conformance.content import Content, ContentSink, ContentSource, Stop, load, read, store
+from kvcluster.testing.conformance.world import ONE, TWO, Pause, soon
+from kvcluster.transport.choice import PAUSES_S, Choice, choose, own_attempts
+from kvcluster.transport.grpc_pages import page_handlers
+from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.paths import TRY_MS
+from kvcluster.transport.seam import Deadline, PageHost, PageSink, Present, RefusedByShard, Trouble
+from kvcluster.transport.tcp_pages import TcpServer
+from kvcluster.wire.methods import SHARD
+from tests.transport.frail import HERE, Ways, broken
+
+LEAVES_OUT = "this client's configuration leaves it out"
+
+
+class _Memory:
+    """Nothing stands between a shard and its worker here."""
+
+    def __init__(self, host: PageHost) -> None:
+        self._host = host
+
+    def open(self, tenant: Tenant) -> MemoryTransport:
+        return MemoryTransport(self._host, tenant)
+
+    def close(self) -> None:
+        """Nothing listens."""
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with open_world(_Memory) as world:
+        yield world
+
+
+@pytest.fixture
+def stored(world: World) -> Content:
+    """Three pages of four layers that lie in the shard, each a record."""
+    content = Content.of(world, 3, 4, 100)
+    store(world.open(), content)
+    return content
+
+
+# ------------------------------------------------------------------------------------------ which is used
+
+
+@pytest.mark.parametrize(
+    ("offered", "takes", "used", "refused"),
+    [
+        (("tcp", "shm"), ("grpc", "tcp", "shm"), "shm", {}),
+        (("tcp",), ("shm", "tcp", "grpc"), "tcp", {"shm": "not offered by the shard"}),
+        (("tcp", "shm"), ("tcp", "grpc"), "tcp", {"shm": LEAVES_OUT}),
+        (("shm",), ("tcp", "grpc"), "grpc", {"shm": LEAVES_OUT, "tcp": "not offered by the shard"}),
+        ((), ("shm", "tcp", "grpc"), "grpc", dict.fromkeys(("shm", "tcp"), "not offered by the shard")),
+    ],
+)
+def test_the_first_of_shm_tcp_grpc_that_both_ends_name_moves_the_pages(
+    world: World, stored: Content, offered: tuple[str, ...], takes: tuple[str, ...], used: str, refused: dict[str, str]
+) -> None:
+    ways = Ways(world, offered=offered, takes=takes)
+    assert (ways.choice.name, ways.choice.refused()) == ("grpc", {}), "nothing was looked at yet"
+    assert load(ways.choice, stored) == [None] * 3
+    assert (ways.choice.name, ways.choice.streams) == (used, 1 if used == "grpc" else 3)
+    assert ways.choice.refused() == refused
+    assert [path.name for path in ways.all if path.reads] == [used]
+
+
+def test_a_shard_says_why_it_does_not_offer_something(world: World, stored: Content) -> None:
+    ways = Ways(world, offered=("tcp",), refused={"shm": "several tenants"})
+    load(ways.choice, stored)
+    assert ways.choice.refused() == {"shm": "several tenants"}
+
+
+def test_shared_memory_of_another_host_is_not_tried(world: World, stored: Content) -> None:
+    ways = Ways(world, shard_host="far away")
+    load(ways.choice, stored)
+    assert ways.choice.refused() == {"shm": f"another host: the shard is on far away, and this is {HERE}"}
+    assert (ways.shm.opened, ways.choice.name) == (0, "tcp")
+
+
+def test_what_this_end_cannot_open_is_passed_over(world: World, stored: Content) -> None:
+    ways = Ways(world, openers={})
+    load(ways.choice, stored)
+    assert ways.choice.refused() == dict.fromkeys(("shm", "tcp"), "this client cannot use it on this platform")
+
+
+def test_where_grpc_is_not_taken_either_the_trouble_names_every_reason(world: World, stored: Content) -> None:
+    ways = Ways(world, offered=(), takes=("tcp",))
+    with pytest.raises(Trouble, match=r"no transport leads to shard-0: shm: .* out; tcp: not offered .*; grpc: .* out"):
+        load(ways.choice, stored)
+    with pytest.raises(Trouble, match="no transport leads to shard-0"):
+        ways.choice.write(stored.write_request(), ContentSource(stored, stored.write_request()), soon())
+    assert not ways.grpc.reads and not ways.grpc.writes
+    assert ways.choice.name == "none"
+
+
+def test_control_goes_over_grpc_whatever_moves_the_pages(world: World, stored: Content) -> None:
+    ways = Ways(world)
+    attached = ways.choice.attach(stored.spec, soon())
+    assert attached.epoch == world.epoch
+    assert ways.choice.flush(soon())
+    ways.choice.suspect(stored.namespace, world.epoch, stored.keys, soon())
+    assert ways.shm.opened == ways.tcp.opened == 0
+
+
+# ---------------------------------------------------------------------------------------------- trying
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (broken("refused by 10.0.0.1"), "refused by 10.0.0.1"),
+        (Trouble(Miss(MissReason.DEADLINE)), "deadline"),
+        (CredentialError("another user"), "another user"),
+        (ProtocolError("an older release"), "an older release"),
+        (ConfigError("no address"), "no address"),
+    ],
+)
+def test_a_path_that_does_not_open_is_left_alone_for_a_while_and_then_tried_again(
+    world: World, stored: Content, error: Exception, why: str
+) -> None:
+    ways = Ways(world)
+    ways.shm.opening = error
+    for _ in range(3):
+        assert load(ways.choice, stored) == [None] * 3
+    assert (ways.choice.name, ways.choice.refused()) == ("tcp", {"shm": why})
+    assert (ways.shm.opened, ways.shm.closed, ways.tcp.opened) == (1, 1, 1)
+    ways.later()
+    load(ways.choice, stored)
+    assert (ways.shm.opened, ways.choice.name) == (2, "tcp")
+    ways.later()
+    ways.shm.opening = None
+    load(ways.choice, stored)
+    assert (ways.choice.name, ways.choice.refused()) == ("shm", {})
+    assert ways.tcp.closed == 1, "nobody uses it any more"
+
+
+def test_what_is_offered_is_asked_once(world: World, stored: Content) -> None:
+    ways = Ways(world)
+    ways.shm.opening = broken()
+    for _ in range(3):
+        load(ways.choice, stored)
+        ways.later()
+    assert ways.grpc.asked == 1
+
+
+@pytest.mark.parametrize("error", [broken("gone"), RefusedByShard(Refused(RefusedKind.BAD, "gone"))])
+def test_where_a_shard_does_not_say_what_it_offers_grpc_is_used_meanwhile(
+    world: World, stored: Content, error: Exception
+) -> None:
+    ways = Ways(world)
+    ways.grpc.opening = error
+    assert load(ways.choice, stored) == [None] * 3
+    assert (ways.choice.name, ways.choice.refused()) == ("grpc", {"shm": "gone", "tcp": "gone"})
+    ways.grpc.opening = None
+    ways.later()
+    load(ways.choice, stored)
+    assert ways.choice.name == "shm"
+
+
+def test_what_another_incarnation_offers_is_not_used(world: World, stored: Content) -> None:
+    ways = Ways(world)
+    ways.grpc.told = replace(ways.grpc.told, epoch=Epoch(world.epoch + 1))
+    load(ways.choice, stored)
+    assert ways.choice.refused() == dict.fromkeys(("shm", "tcp"), "shard-0 has restarted")
+
+
+def test_a_trial_takes_a_share_of_the_calls_time_and_no_more_than_a_second(world: World, stored: Content) -> None:
+    ways = Ways(world)
+    ways.shm.opening = broken()
+    deadline = soon()
+    read(ways.choice, stored, deadline=deadline).finish()
+    assert all(trial.remaining_s() <= TRY_MS / 1e3 for trial in ways.shm.trials + ways.tcp.trials)
+    hurried = Ways(world)
+    deadline = Deadline.after_ms(TRY_MS)
+    with suppress(Trouble):
+        read(hurried.choice, stored, deadline=deadline).finish()
+    assert all(2 * (deadline.at_ns - trial.at_ns) > TRY_MS * 1_000_000 for trial in hurried.shm.trials)
+    assert hurried.shm.trials
+
+
+def test_a_caller_in_a_hurry_learns_nothing_of_a_path_and_the_next_one_tries_it_again(
+    world: World, stored: Content
+) -> None:
+    ways = Ways(world)
+    ways.shm.opening = Trouble(Miss(MissReason.DEADLINE))
+    read(ways.choice, stored, deadline=Deadline.after_ms(TRY_MS)).finish()
+    assert ways.choice.name == "tcp"
+    ways.shm.opening = None
+    load(ways.choice, stored)
+    assert ways.choice.name == "shm"
+
+
+def test_a_path_is_opened_once_however_many_come_at_the_same_time(world: World, stored: Content) -> None:
+    ways, together = Ways(world), threading.Barrier(4)
+
+    def begin() -> list[MissReason | None]:
+        together.wait()
+        return load(ways.choice, stored)
+
+    outcomes = [world.meanwhile(begin) for _ in range(4)]
+    assert [outcome.result() for outcome in outcomes] == [[None] * 3] * 4
+    assert (ways.shm.opened, ways.grpc.asked) == (1, 1)
+
+
+# --------------------------------------------------------------------------------- a load whose path breaks
+
+
+@pytest.mark.parametrize("breaks_in_wait", [True, False])
+@pytest.mark.parametrize("at", [0, 1, 99, 100, 101, 399, 400, 401, 650, 800, 1_199, 1_200])
+def test_a_load_goes_on_where_its_path_broke_off_and_every_layer_comes_once(
+    world: World, stored: Content, at: int, breaks_in_wait: bool
+) -> None:
+    ways = Ways(world)
+    ways.shm.read_bytes, ways.shm.breaks_in_wait = at, breaks_in_wait
+    assert load(ways.choice, stored) == [None] * 3
+    assert load(ways.choice, stored) == [None] * 3
+    assert len(ways.shm.reads) == 1, "it is left alone"
+    assert (ways.choice.name, ways.choice.refused()) == ("tcp", {"shm": "the wire is cut"})
+    assert not ways.grpc.reads
+    assert ways.shm.closed == 1
+
+
+@pytest.mark.parametrize("at", [0, 50, 450, 1_000])
+@pytest.mark.parametrize("then", [0, 10, 333, 700])
+def test_a_load_survives_the_second_path_as_well(world: World, stored: Content, at: int, then: int) -> None:
+    ways = Ways(world)
+    ways.shm.read_bytes, ways.tcp.read_bytes = at, then
+    ways.shm.breaks_in_wait = ways.tcp.breaks_in_wait = True
+    assert load(ways.choice, stored) == [None] * 3
+    attempts = [request.attempt for path in ways.all for request in path.reads]
+    assert len(set(attempts)) == len(attempts), "each try is an attempt of its own"
+
+
+def test_only_what_has_not_come_is_asked_again(world: World, stored: Content) -> None:
+    ways = Ways(world)
+    ways.shm.read_bytes, ways.shm.breaks_in_wait = 450, True  # in the first layer of the second page
+    wants = [PageWant(key, 1, 4) for key in stored.keys]
+    assert load(ways.choice, stored, wants) == [None] * 3
+    broken_record, rest = ways.tcp.reads
+    assert [(want.key, want.layer_start, want.layer_stop) for want in broken_record.wants] == [(stored.keys[1], 1, 4)]
+    assert [(want.key, want.layer_start, want.layer_stop) for want in rest.wants] == [(stored.keys[2], 1, 4)]
+
+
+def test_misses_of_a_load_that_goes_on_are_told_for_the_page_that_the_caller_asked_for(
+    world: World, stored: Content
+) -> None:
+    unknown = Content.of(world, 1, 4, 100, first=50)
+    wants = [PageWant(key, 0, 4) for key in (stored.keys[0], *unknown.keys, *stored.keys[1:])]
+    ways = Ways(world)
+    ways.shm.read_bytes = 500
+    reading = read(ways.choice, stored, wants)
+    assert [miss and miss.reason for miss in reading.finish()] == [None, MissReason.EVICTED, None, None]
+    assert len(reading.sink.got) == 12
+
+
+def evict(world: World, content: Content, item: int) -> None:
+    page = world.page(content.namespace, content.keys[item])
+    assert page is not None
+    world.host.inspect(lambda: world.host.core.pool.condemn(page))
+
+
+def test_a_page_that_went_while_its_record_was_broken_is_a_miss_and_the_others_come(
+    world: World, stored: Content
+) -> None:
+    ways = Ways(world)
+    ways.shm.read_bytes, ways.shm.breaks_in_wait = 450, True
+    ways.shm.on_break = lambda: evict(world, stored, 1)
+    reading = read(ways.choice, stored)
+    assert [miss and miss.reason for miss in reading.finish()] == [None, MissReason.EVICTED, None]
+    reading.sink.check(without=[1])
+
+
+def test_a_copy_that_took_the_place_of_a_broken_page_is_not_mixed_with_it(world: World, stored: Content) -> None:
+    other = Content(world, stored.spec, stored.keys[1:2], seed=9)
+    ways = Ways(world)
+    ways.shm.read_bytes, ways.shm.breaks_in_wait = 450, True
+
+    def replaced() -> None:
+        evict(world, stored, 1)
+        store(world.open(), other)
+
+    ways.shm.on_break = replaced
+    reading = read(ways.choice, stored)
+    assert [miss and miss.detail for miss in reading.finish()] == [None, "another copy took its place", None]
+    assert not reading.sink.corrupt
+
+
+def test_a_broken_record_that_comes_back_larger_is_not_kept(world: World, stored: Content) -> None:
+    ways = Ways(world)
+    ways.shm.read_bytes, ways.shm.breaks_in_wait = 450, True
+    ways.tcp.read = ways.grpc.read = _swollen  # type: ignore[method-assign]
+    with pytest.raises(ProtocolError, match="larger than it was before"):
+        read(ways.choice, stored).finish()
+
+
+def _swollen(request: ReadRequest, sink: PageSink, deadline: Deadline) -> Generator[None, None, list[Miss | None]]:
+    """A path by which every record is larger than what was asked for."""
+    for item, want in enumerate(request.wants):
+        layers = want.layer_stop - want.layer_start
+        sink.receive(item, want.layer_start, codec.RAW, (0,) * layers, Present(memoryview(bytes(101 * layers))))
+    yield
+    return [None] * len(request.wants)
+
+
+@pytest.mark.parametrize("error", [ProtocolError("nonsense"), CredentialError("no longer")])
+def test_a_path_that_talks_nonsense_has_failed_as_well(world: World, stored: Content, error: Exception) -> None:
+    ways = Ways(world)
+    ways.shm.read_bytes, ways.shm.error = 450, error
+    assert load(ways.choice, stored) == [None] * 3
+    assert ways.choice.refused() == {"shm": str(error)}
+
+
+class GivenUp(Trouble):
+    """As whoever does not want the bytes any more raises."""
+
+
+@pytest.mark.parametrize("error", [GivenUp(Miss(MissReason.DEADLINE)), ProtocolError("mine"), Stop()])
+def test_what_the_sink_raises_ends_the_load_and_is_no_fault_of_the_path(
+    world: World, stored: Content, error: Exception
+) -> None:
+    ways = Ways(world)
+
+    def end() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        read(ways.choice, stored, after_receive=end).finish()
+    assert raised.value is error
+    assert (ways.choice.name, ways.choice.refused()) == ("shm", {})
+    assert not ways.tcp.reads
+
+
+def test_a_shard_that_is_gone_is_told_as_grpc_tells_it(world: World, stored: Content) -> None:
+    ways = Ways(world)
+    for path in ways.all:
+        path.read_bytes, path.error = 100, broken(f"{path.name} is cut")
+    with pytest.raises(Trouble, match="grpc is cut"):
+        read(ways.choice, stored).finish()
+    assert ways.choice.refused() == {"shm": "shm is cut", "tcp": "tcp is cut"}
+
+
+def out_of_time(deadline: Deadline) -> None:
+    """As a path that waits until its deadline."""
+    threading.Event().wait(deadline.remaining_s())
+    deadline.check()
+
+
+def test_a_call_whose_time_is_up_does_not_go_on_and_the_path_is_tried_before_it_is_used_again(
+    world: World, stored: Content
+) -> None:
+    ways = Ways(world)
+    load(ways.choice, stored)
+    ways.shm.on_read = out_of_time
+    with pytest.raises(Trouble) as trouble:
+        read(ways.choice, stored, deadline=Deadline.after_ms(20)).finish()
+    assert trouble.value.miss.reason is MissReason.DEADLINE
+    assert not ways.tcp.reads
+    ways.shm.on_read = lambda deadline: None
+    load(ways.choice, stored)
+    assert (ways.shm.opened, ways.shm.closed, ways.choice.name) == (2, 1, "shm")
+
+
+def test_a_lease_that_ended_ends_the_call_since_no_path_is_to_blame(world: World, stored: Content) -> None:
+    ways = Ways(world)
+    ways.shm.read_bytes, ways.shm.error = 450, Trouble(Miss(MissReason.DEADLINE, "the lease ended: too slow"))
+    with pytest.raises(Trouble, match="the lease ended"):
+        read(ways.choice, stored).finish()
+    assert not ways.tcp.reads and ways.choice.refused() == {}
+    ways.shm.read_bytes = None
+    assert load(ways.choice, stored) == [None] * 3
+    assert ways.choice.name == "shm"
+
+
+def test_a_refusal_is_an_answer_and_no_reason_to_ask_over_another_path(world: World, stored: Content) -> None:
+    ways = Ways(world)
+    request = replace(stored.read_request(), epoch=Epoch(world.epoch + 1))
+    with pytest.raises(RefusedByShard) as refused:
+        list(ways.choice.read(request, ContentSink(stored, request), soon()))
+    assert refused.value.refused.kind is RefusedKind.STALE
+    assert not ways.tcp.reads and ways.choice.name == "shm"
+
+
+def test_a_refusal_after_something_has_come_is_trouble_since_nobody_may_begin_anew(
+    world: World, stored: Content
+) -> None:
+    ways = Ways(world)
+    ways.shm.read_bytes = 500
+
+    def refuse(deadline: Deadline) -> None:
+        if ways.shm.reads:
+            raise RefusedByShard(Refused(RefusedKind.UNKNOWN_NAMESPACE, "attach first"))
+
+    ways.tcp.on_read = ways.grpc.on_read = refuse
+    with pytest.raises(Trouble, match="refuses to go on: attach first"):
+        read(ways.choice, stored).finish()
+
+
+def test_a_caller_that_stops_reading_gives_its_pins_back(world: World, stored: Content) -> None:
+    ways = Ways(world)
+    big = Content.big(world, first=100)
+    store(world.open(), big)
+    reading = read(ways.choice, big)
+    next(reading.pieces)
+    reading.pieces.close()
+    world.wait_until_unleased()
+    assert ways.choice.refused() == {}
+
+
+def test_a_path_that_failed_is_closed_only_when_its_last_exchange_has_ended(world: World) -> None:
+    ways = Ways(world)
+    ways.shm.portion = ways.tcp.portion = limits.CHUNK_BYTES
+    big = Content.big(world, first=100)
+    store(world.open(), big)
+    slow = read(ways.choice, big)
+    next(slow.pieces)
+    ways.shm.read_bytes = limits.FRAME_BYTES
+    assert load(ways.choice, big) == [None] * 16
+    assert (ways.choice.name, ways.shm.closed) == ("tcp", 0)
+    assert slow.finish() == [None] * 16
+    assert ways.shm.closed == 1
+
+
+def test_many_loads_at_once_survive_paths_that_come_and_break(world: World, stored: Content) -> None:
+    ways = Ways(world)
+    ways.shm.read_bytes, ways.tcp.read_bytes = 450, 700
+
+    def again_and_again() -> list[list[MissReason | None]]:
+        outcomes = []
+        for _ in range(10):
+            ways.later()
+            outcomes.append(load(ways.choice, stored))
+        return outcomes
+
+    under_way = [world.meanwhile(again_and_again) for _ in range(4)]
+    assert [loads.result() for loads in under_way] == [[[None] * 3] * 10] * 4
+    assert len(ways.shm.reads) > 1 and len(ways.tcp.reads) > 1, "each was tried again and broke again"
+
+
+def test_closing_ends_every_path_and_the_calls_after_it(world: World, stored: Content) -> None:
+    ways = Ways(world)
+    load(ways.choice, stored)
+    ways.choice.close()
+    assert (ways.shm.closed, ways.grpc.closed) == (1, 1)
+    with pytest.raises(Trouble, match="this connection was closed"):
+        load(ways.choice, stored)
+
+
+def test_what_breaks_since_it_was_closed_goes_on_nowhere(world: World, stored: Content) -> None:
+    ways = Ways(world)
+    ways.shm.read_bytes, ways.shm.on_break = 500, ways.choice.close
+    with pytest.raises(Trouble, match="the wire is cut"):
+        read(ways.choice, stored).finish()
+    assert not ways.tcp.reads
+
+
+# -------------------------------------------------------------------------------- a store whose path breaks
+
+
+def written(ways: Ways, content: Content, before_send: Callable[[], object] = lambda: None) -> list[Written]:
+    """Stores all of it by the choice. The source was drained once, at the end."""
+    ways.choice.attach(content.spec, soon())
+    request = content.write_request()
+    source = ContentSource(content, request, before_send)
+    outcome = ways.choice.write(request, source, soon())
+    assert source.drained_calls == 1
+    return outcome
+
+
+@pytest.fixture
+def new(world: World) -> Content:
+    """Three pages of two frames each that the shard has never seen."""
+    return Content.of(world, 3, 2, limits.FRAME_BYTES, first=10)
+
+
+@pytest.mark.parametrize("pieces", range(7))
+def test_a_store_is_sent_anew_over_the_next_path(world: World, new: Content, pieces: int) -> None:
+    ways = Ways(world)
+    ways.shm.pieces = pieces
+    assert written(ways, new) == [Written.COMMITTED] * 3
+    assert (ways.choice.name, ways.choice.refused()) == ("tcp", {"shm": "the wire is cut"})
+    assert load(ways.choice, new) == [None] * 3
+
+
+def test_pages_that_a_try_committed_whose_answer_was_lost_are_ours(world: World, new: Content) -> None:
+    theirs = Content(world, new.spec, new.keys[:1], seed=10)
+    theirs.layers[new.keys[0]] = new.layers[new.keys[0]]
+    store(world.open(), theirs)
+    ways = Ways(world)
+    ways.shm.commit_lost = True
+    assert written(ways, new) == [Written.DUPLICATE, Written.COMMITTED, Written.COMMITTED]
+    assert load(ways.choice, new) == [None] * 3
+
+
+def hold(world: World, content: Content) -> Callable[[], object]:
+    """Somebody else begins to write these pages; what lets them go."""
+    attempt = world.attempt()
+    pages = content.write_request().pages
+    reserve = lambda call: Reserve(call, ONE, content.namespace, attempt, world.epoch, pages)  # noqa: E731
+    world.host.ask(reserve, 20.0)
+    return lambda: world.host.ask(lambda call: Abort(call, attempt), 20.0)
+
+
+def test_a_page_that_a_dying_try_holds_is_asked_for_again_until_it_is_free(world: World, new: Content) -> None:
+    ways = Ways(world)
+    let_go: list[Callable[[], object]] = []
+    ways.shm.write = lambda request, source, deadline: _dies(world, new, let_go)  # type: ignore[method-assign]
+    ways.on_pause = lambda: let_go[0]() if len(ways.pauses) == 2 else None
+    assert written(ways, new) == [Written.COMMITTED] * 3
+    assert ways.pauses == list(PAUSES_S[:2])
+
+
+def _dies(world: World, content: Content, let_go: list[Callable[[], object]]) -> list[Written]:
+    """A path that breaks, and whose shard has yet to notice."""
+    let_go.append(hold(world, content))
+    raise broken()
+
+
+def test_a_page_that_stays_pending_is_told_so_after_a_few_tries(world: World, new: Content) -> None:
+    ways = Ways(world)
+    let_go: list[Callable[[], object]] = []
+    ways.shm.write = lambda request, source, deadline: _dies(world, new, let_go)  # type: ignore[method-assign]
+    assert written(ways, new) == [Written.PENDING] * 3
+    assert ways.pauses == list(PAUSES_S)
+    attempts = [request.attempt for request in ways.tcp.writes]
+    assert len(set(attempts)) == len(PAUSES_S) + 1
+    let_go[0]()
+
+
+def test_what_somebody_else_writes_is_pending_at_once(world: World, new: Content) -> None:
+    ways = Ways(world)
+    ways.choice.attach(new.spec, soon())
+    let_go = hold(world, Content(world, new.spec, new.keys[1:2]))
+    assert written(ways, new) == [Written.COMMITTED, Written.PENDING, Written.COMMITTED]
+    assert not ways.pauses and not ways.tcp.writes
+    let_go()
+
+
+def test_what_is_known_of_a_store_is_told_even_if_the_rest_cannot_be_asked_again(world: World, new: Content) -> None:
+    ways, part = Ways(world, offered=("tcp",)), Content(world, new.spec, new.keys[:1])
+    let_go: list[Callable[[], object]] = []
+    ways.tcp.write = lambda request, source, deadline: _dies(world, part, let_go)  # type: ignore[method-assign]
+    ways.on_pause = lambda: setattr(ways.grpc, "commit_lost", True)
+    assert written(ways, new) == [Written.PENDING, Written.COMMITTED, Written.COMMITTED]
+    let_go[0]()
+
+
+def test_the_source_is_asked_only_for_what_was_granted(world: World, new: Content) -> None:
+    store(world.open(), Content(world, new.spec, new.keys[1:2]))
+    ways = Ways(world)
+    ways.shm.pieces = 1
+    ways.choice.attach(new.spec, soon())
+    request = new.write_request()
+    source = ContentSource(new, request)
+    outcome = ways.choice.write(request, source, soon())
+    assert outcome == [Written.COMMITTED, Written.DUPLICATE, Written.COMMITTED]
+    assert source.sent == [0, 0, 0, 2, 2]
+
+
+@pytest.mark.parametrize("error", [GivenUp(Miss(MissReason.DEADLINE)), Stop(), CallerError("mine")])
+def test_what_the_source_raises_ends_the_store_and_is_no_fault_of_the_path(
+    world: World, new: Content, error: Exception
+) -> None:
+    ways, calls = Ways(world), itertools.count()
+
+    def end() -> None:
+        if next(calls) == 2:
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        written(ways, new, end)
+    assert raised.value is error
+    assert ways.choice.refused() == {} and not ways.tcp.writes
+    world.wait_until_unleased()
+
+
+def test_a_store_to_a_shard_that_is_gone_is_told_as_grpc_tells_it(world: World, new: Content) -> None:
+    ways = Ways(world)
+    for path in ways.all:
+        path.pieces, path.error = 2, broken(f"{path.name} is cut")
+    ways.choice.attach(new.spec, soon())
+    request = new.write_request()
+    source = ContentSource(new, request)
+    with pytest.raises(Trouble, match="grpc is cut"):
+        ways.choice.write(request, source, soon())
+    assert not source.drained_calls
+
+
+def test_over_the_last_path_a_source_is_free_before_the_store_has_ended(world: World, new: Content) -> None:
+    ways, pause = Ways(world, offered=()), Pause()
+    ways.choice.attach(new.spec, soon())
+    request = new.write_request()
+    source = ContentSource(new, request)
+    drained = source.drained
+
+    def drained_and_wait() -> None:
+        drained()
+        pause()
+
+    source.drained = drained_and_wait  # type: ignore[method-assign]
+    under_way = world.meanwhile(lambda: ways.choice.write(request, source, soon()))
+    pause.wait_reached()
+    assert not under_way.done()
+    pause.release()
+    assert under_way.result() == [Written.COMMITTED] * 3
+    assert source.drained_calls == 1
+
+
+# ------------------------------------------------------------------------------------------ real sockets
+
+
+class Served:
+    """A shard's gRPC server and its TCP server on loopback, with a token for tenant one."""
+
+    def __init__(self, host: PageHost) -> None:
+        auth = Authenticator({digest(f"token of {tenant}"): tenant for tenant in (ONE, TWO)}, "secret")
+        gate = Gate(auth)
+        handlers = unary_handlers(SHARD, gate, host.ask) | page_handlers(host, lambda c: gate.caller(c).tenant)
+        self.epoch = Epoch(0)
+        self.grpc = Server(handlers, "127.0.0.1", 0, threads=8)
+        self.tcp = TcpServer(host, lambda token: auth.caller(token).tenant, "127.0.0.1")
+        self.grpc.start()
+        self.tcp.start()
+
+    def open(self, tenant: Tenant) -> Choice:
+        shard = ShardAddress(ShardId("shard-0"), self.epoch, self.grpc.address, "anywhere")
+        return choose(shard, f"token of {tenant}", own_attempts())
+
+    def close(self) -> None:
+        self.tcp.close()
+        self.grpc.close(grace_s=0)
+
+    def told(self, epoch: Epoch) -> Offers:
+        self.epoch = epoch
+        return Offers(epoch, (Offer("tcp", self.tcp.address),), (("shm", "not here"),))
+
+
+@pytest.fixture
+def real() -> Iterator[tuple[World, Served]]:
+    served: list[Served] = []
+
+    def serve(host: PageHost) -> Served:
+        served.append(Served(host))
+        return served[0]
+
+    with open_world(serve) as world:
+        world.host.core.offers = served[0].told(world.epoch)
+        yield world, served[0]
+
+
+class TestChoice(TransportConformance):
+    """A choice is a transport like any other: over TCP here, with gRPC behind it."""
+
+    @pytest.fixture
+    def world(self, real: tuple[World, Served]) -> World:
+        return real[0]
+
+
+def test_over_real_sockets_pages_go_over_tcp_until_it_goes_and_then_over_grpc(real: tuple[World, Served]) -> None:
+    world, served = real
+    choice = world.open()
+    assert isinstance(choice, Choice)
+    first, second = Content.big(world), Content.of(world, 3, 2, limits.FRAME_BYTES, first=100)
+    store(choice, first)
+    assert (choice.name, choice.streams, list(choice.refused())) == ("tcp", 2, ["shm"])
+    reading = read(choice, first)
+    next(reading.pieces)
+    served.tcp.close()
+    assert reading.finish() == [None] * 16
+    reading.sink.check()
+    assert choice.name == "grpc"
+    assert choice.refused().keys() == {"shm", "tcp"}
+    store(choice, second)
+    assert load(choice, second) == [None] * 3
+
+
+def test_over_real_sockets_a_store_goes_on_as_well(real: tuple[World, Served]) -> None:
+    world, served = real
+    content, calls = Content.big(world), itertools.count()
+    choice = world.open()
+    choice.attach(content.spec, soon())
+    request = content.write_request()
+
+    def cut() -> None:
+        if next(calls) == 5:
+            served.tcp.close()
+
+    source = ContentSource(content, request, cut)
+    assert choice.write(request, source, soon()) == [Written.COMMITTED] * 16
+    assert load(choice, content) == [None] * 16
+    assert choice.name == "grpc"

@@ -1,0 +1,702 @@
+"""Pages through shared memory: what every transport holds, who may have it, and what neither side takes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvcluster.core import limits
+from kvcluster.core.messages import RefusedKind, Written
+from kvcluster.core.pool import PageState
+from kvcluster.core.reasons import MissReason
+from kvcluster.errors import ConfigError, CredentialError, LimitError, ProtocolError
+from kvcluster.pages import arena, checksum, codec
+from kvcluster.pages.arena import Arena
+from kvcluster.pages.mapping import Mapping
+from kvcluster.testing.conformance import TransportConformance, World, open_world
+from kvcluster.testing.conformance.content import (
+    Content,
+    ContentSink,
+    ContentSource,
+    load,
+    read,
+    read_begun,
+    store,
+    write,
+)
+from kvcluster.testing.conformance.world import BOUND_S, ONE, Pause, soon
+from kvcluster.transport import shm_control
+from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
+from kvcluster.transport.shm_pages import ShmPages
+from kvcluster.transport.shm_server import ShmServer
+from kvcluster.wire import shm_frames, streams
+from kvcluster.wire.shm_frames import Welcome
+from kvcluster.wire.streams import Kind
+from tests.transport.shm_served import Raw, Served, path, token, unserved
+from tests.waiting import eventually
+
+ROOT = Path(__file__).parents[2]
+FRAME = limits.FRAME_BYTES
+EVICTED = MissReason.EVICTED
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with open_world(Served) as world:
+        yield world
+
+
+class TestShm(TransportConformance):
+    """On the fixture of this module."""
+
+
+# ------------------------------------------------------------------- what a shard does with what is no frame
+
+TERABYTE = struct.pack("<HBBI", streams.MAGIC, streams.STREAM_VERSION, Kind.READ, 2**32 - 1)
+OTHER_VERSION = struct.pack("<HBBI", streams.MAGIC, streams.STREAM_VERSION + 1, Kind.READ, 0)
+OTHER_KIND = struct.pack("<HBBI", streams.MAGIC, streams.STREAM_VERSION, 99, 0)
+
+
+@pytest.mark.parametrize("hello", [True, False])
+@pytest.mark.parametrize(
+    ("first", "says"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "another service"),
+        (bytes(64), "another service"),
+        (OTHER_VERSION, "install the same release"),
+        (OTHER_KIND, "kind 99"),
+        (TERABYTE, "may be|belongs"),
+        (streams.encode_header(Kind.PAGES, 4), "belongs"),
+    ],
+)
+def test_what_is_no_frame_is_refused_in_words_and_closed(world: World, hello: bool, first: bytes, says: str) -> None:
+    with Raw(world, hello=hello) as peer:
+        peer.send_bytes(first)
+        with pytest.raises(ProtocolError, match=says):
+            raise peer.refusal()
+        assert peer.is_closed()
+
+
+def written(*items: int, layers: int = 2, wrong: int = 0) -> bytes:
+    """A WRITTEN frame of these pages, whose sums are those of nothing."""
+    body = shm_frames.encode_written([(item, (0,) * layers) for item in items]) + bytes(wrong)
+    return streams.encode_header(Kind.WRITTEN, len(body)) + body
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        (b"nonsense", "another service"),
+        (written(7), "beyond the 3"),
+        (written(2), "was not to be"),
+        (written(0, 0), "was not to be"),
+        (written(0, layers=3), "one sum for each"),
+        (written(0, wrong=1), "one sum for each"),
+        (streams.encode_header(Kind.WRITTEN, 4) + b"\xff\xff\xff\xff", "cannot name"),
+        (streams.encode_header(Kind.RENEW, 1) + b"\7", "and nothing else"),
+        (streams.encode_header(Kind.TAIL, 0), "belongs"),
+    ],
+)
+def test_after_nonsense_in_a_store_its_pages_are_kept_until_the_peer_has_gone(
+    world: World, second: bytes, says: str
+) -> None:
+    content = Content.of(world, 3, 2, 100)
+    transport = world.open()
+    transport.attach(content.spec, soon())
+    request = content.write_request(keys=content.keys[2:])
+    assert transport.write(request, ContentSource(content, request), soon()) == [Written.COMMITTED]
+    with Raw(world) as peer:
+        peer.send(Kind.WRITE, streams.encode_write(content.write_request(), 10**10))
+        assert peer.frame()[0] is Kind.GRANT
+        peer.send_bytes(second)
+        with pytest.raises(ProtocolError, match=says):
+            raise peer.refusal()
+        pages = [world.page(content.namespace, key) for key in content.keys[:2]]
+        assert [page and page.state for page in pages] == [PageState.WRITING] * 2, "it may write still"
+    world.wait_until_unleased()
+    assert load(transport, content) == [EVICTED, EVICTED, None]
+
+
+def test_a_store_that_ends_before_all_is_written_commits_nothing(world: World) -> None:
+    content = Content.of(world, 2, 2, 100)
+    transport = world.open()
+    transport.attach(content.spec, soon())
+    with Raw(world) as peer:
+        peer.send(Kind.WRITE, streams.encode_write(content.write_request(), 10**10))
+        assert peer.frame()[0] is Kind.GRANT
+        peer.send_bytes(written(0))
+        peer.send(Kind.DONE)
+        with pytest.raises(ProtocolError, match="before page 1 was whole"):
+            raise peer.refusal()
+        world.wait_until_unleased()
+    assert load(transport, content) == [EVICTED] * 2
+
+
+@pytest.mark.parametrize("kind", [Kind.READ, Kind.WRITE])
+@pytest.mark.parametrize("cut", range(0, 400, 27))
+def test_a_peer_that_ends_at_any_byte_leaves_nothing_behind(world: World, kind: Kind, cut: int) -> None:
+    content = Content.of(world, 1, 2, 100)
+    transport = world.open()
+    transport.attach(content.spec, soon())
+    if kind is Kind.READ:
+        body = streams.encode_read(content.read_request(), 10**10)
+        rest = streams.encode_header(Kind.RENEW, 1) + shm_frames.encode_renew(answer=True)
+    else:
+        body = streams.encode_write(content.write_request(), 10**10)
+        rest = written(0)
+    everything = streams.encode_header(kind, len(body)) + body + rest
+    with Raw(world) as peer:
+        peer.send_bytes(everything[: len(everything) * cut // 400])
+        peer.end()
+        assert peer.is_closed()
+    world.wait_until_unleased()
+    assert world.host.core.pool.allocator.used_bytes == 0
+
+
+def test_an_answer_about_more_pages_than_a_frame_holds_is_a_limit_error(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = Content.of(world, 1, 400, 1)
+    transport = world.open()
+    store(transport, content)
+    monkeypatch.setattr(limits, "MESSAGE_BYTES", 2_000)
+    with pytest.raises(LimitError, match="ask for fewer"):
+        load(transport, content)
+
+
+# ------------------------------------------------------------------------------------------------ who may have it
+
+
+def test_a_token_comes_first_and_has_to_be_known(world: World) -> None:
+    for wrong in ("", "of somebody else", token(ONE)[:-1]):
+        stranger = ShmPages(world.served.address, wrong)  # type: ignore[attr-defined]
+        with pytest.raises(CredentialError):
+            stranger.connect(soon())
+        stranger.close()
+
+
+def in_a_child(function: str, *arguments: object) -> str:
+    """What that function of this module prints, in a process of its own."""
+    command = f"from {__name__} import {function}; {function}(*{arguments!r})"
+    return subprocess.check_output([sys.executable, "-c", command], text=True, cwd=ROOT, timeout=60)
+
+
+def connect_as_somebody_else(address: str) -> None:
+    os.setuid(65_534)  # which takes root, as network namespaces do
+    try:
+        ShmPages(address, token(ONE)).connect(soon())
+    except Trouble as trouble:
+        print(trouble.miss.reason.value, trouble)
+    # One that does not ask whose the shard is, and sends its token:
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect("\0" + address[1:])
+        peer.settimeout(BOUND_S)
+        header = peer.recv(streams.HEADER.size)
+        kind, nbytes = streams.decode_header(header)
+        print(kind.name, streams.decode_failure(peer.recv(nbytes)))
+
+
+def test_another_user_is_refused_by_either_side_in_words(world: World) -> None:
+    said = in_a_child("connect_as_somebody_else", world.served.address)  # type: ignore[attr-defined]
+    mine, theirs = said.splitlines()
+    assert mine.startswith("shard_lost") and "another user" in mine
+    assert theirs.startswith("FAILED") and f"of user {os.getuid()}, and this one is of 65534" in theirs
+
+
+def test_where_nobody_listens_the_reason_says_what_that_may_mean() -> None:
+    nobody = ShmPages("@kvcluster-nobody", None)
+    with pytest.raises(Trouble, match="another host or network namespace") as trouble:
+        nobody.connect(soon())
+    assert trouble.value.miss.reason is MissReason.SHARD_LOST
+
+
+def test_a_platform_without_such_sockets_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(socket, "SO_PEERCRED")
+    with pytest.raises(Trouble, match="this platform"):
+        ShmPages("@kvcluster-nobody", None).connect(soon())
+
+
+@pytest.mark.parametrize("address", ["", "@", "name", "127.0.0.1:7070", "@na\0me", "@" + "x" * 100])
+def test_an_address_that_is_none_is_a_config_error(address: str) -> None:
+    with pytest.raises(ConfigError, match="@name"):
+        ShmPages(address, None)
+
+
+def test_an_arena_that_is_no_memory_file_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_memory_file", lambda: None)
+
+    def serve(host: object) -> Served:
+        with pytest.raises(ConfigError, match="cannot be shared"):
+            ShmServer(host, lambda given: ONE)  # type: ignore[arg-type]
+        raise ConfigError("as the test has it")
+
+    with pytest.raises(ConfigError, match="as the test"), open_world(serve):
+        """It does not come so far."""
+
+
+def serve_where_dev_shm_is_full() -> None:
+    """Stores and loads, in a mount namespace whose /dev/shm has no room left."""
+    with pytest.raises(OSError, match="No space left"):
+        Path("/dev/shm/full").write_bytes(bytes(2**20))
+    with open_world(Served) as world:
+        content = Content.big(world)
+        transport = world.open()
+        store(transport, content)
+        assert load(transport, content) == [None] * 16
+    print("stored and loaded")
+
+
+def test_a_full_dev_shm_is_of_no_consequence() -> None:
+    mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm"
+    python = f"{sys.executable} -c 'from {__name__} import serve_where_dev_shm_is_full as s; s()'"
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", f"{mount} && {python}"]
+    assert subprocess.check_output(command, text=True, cwd=ROOT, timeout=60) == "stored and loaded\n"
+
+
+# ------------------------------------------------------------------------------------ what else may listen there
+
+
+@contextmanager
+def answering(answer: Callable[[socket.socket], object]) -> Iterator[ShmPages]:
+    """A way to something that is perhaps no shard: it does that with everybody who comes."""
+    with socket.socket(socket.AF_UNIX) as server:
+        name = f"kvcluster-test-{os.urandom(8).hex()}"
+        server.bind(f"\0{name}")
+        server.listen()
+
+        def serve() -> None:
+            while True:
+                try:
+                    peer, _ = server.accept()
+                except OSError:
+                    return
+                with peer:
+                    peer.settimeout(BOUND_S)
+                    answer(peer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        way = ShmPages(f"@{name}", None)
+        try:
+            yield way
+        finally:
+            way.close()
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def frame(kind: Kind, body: bytes = b"") -> bytes:
+    return streams.encode_header(kind, len(body)) + body
+
+
+class Shard:
+    """What greets with an arena, and answers the frames that come with these, one after another; then it hangs up."""
+
+    def __init__(self, *answers: bytes, arena_bytes: int = 4_096, lease_ttl_ns: int = 10**12) -> None:
+        self.heard: list[Kind] = []
+        self._answers = answers
+        self._welcome = frame(Kind.WELCOME, shm_frames.encode_welcome(Welcome(arena_bytes, lease_ttl_ns)))
+
+    def __call__(self, peer: socket.socket) -> None:
+        with Arena(4_096) as memory:
+            self._hear(peer)
+            self._send(peer, self._welcome, memory.open(writable=False))
+            for answer in self._answers:
+                while self._hear(peer) in (Kind.RENEW, Kind.WRITTEN):
+                    """What nobody waits for an answer to."""
+                self._send(peer, answer, memory.open(writable=True))
+
+    def _hear(self, peer: socket.socket) -> Kind:
+        kind, nbytes = streams.decode_header(peer.recv(streams.HEADER.size, socket.MSG_WAITALL))
+        peer.recv(nbytes, socket.MSG_WAITALL)
+        self.heard.append(kind)
+        return kind
+
+    def _send(self, peer: socket.socket, data: bytes, descriptor: int) -> None:
+        first_store = self.heard.count(Kind.WRITE) == 1 and self.heard[-1] is Kind.WRITE
+        fds = [descriptor] if self.heard == [Kind.HELLO] or first_store else []
+        try:
+            if fds:
+                socket.send_fds(peer, [data], fds)
+            else:
+                peer.sendall(data)
+        finally:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("answer", [b"", b"\0" * 64, b"HTTP/1.1 400 Bad Request\r\n\r\n", OTHER_VERSION])
+def test_something_else_that_listens_there_is_told_as_such(answer: bytes) -> None:
+    def greet(peer: socket.socket) -> None:
+        peer.recv(4_096)
+        peer.sendall(answer)
+
+    with answering(greet) as way, pytest.raises((Trouble, ProtocolError)):
+        way.connect(soon())
+
+
+def test_something_that_says_nothing_is_trouble_by_the_deadline() -> None:
+    def nothing(peer: socket.socket) -> None:
+        while peer.recv(4_096):
+            """Until it goes."""
+
+    with answering(nothing) as way, pytest.raises(Trouble) as trouble:
+        way.connect(Deadline.after_ms(50))
+    assert trouble.value.miss.reason is MissReason.DEADLINE
+
+
+def greeting(body: bytes, *files: int) -> Callable[[socket.socket], object]:
+    """Somebody who greets with these descriptors."""
+
+    def greet(peer: socket.socket) -> None:
+        peer.recv(4_096)
+        socket.send_fds(peer, [frame(Kind.WELCOME, body)], files)
+
+    return greet
+
+
+def test_an_arena_that_is_none_or_smaller_than_it_says_is_refused(tmp_path: Path) -> None:
+    welcome = shm_frames.encode_welcome(Welcome(4_096, 10**9))
+    terabyte = shm_frames.encode_welcome(Welcome(2**40, 10**9))
+    file = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    os.ftruncate(file, 4_096)
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 4_096)
+    with Arena(4_096) as memory:
+        good = memory.open(writable=False)
+        for body, files, says in [
+            (welcome, [], "0 descriptors"),
+            (welcome, [good, good], "2 descriptors"),
+            (welcome, [good] * 5, "more descriptors"),
+            (welcome, [file], "no memory file|may shrink"),
+            (welcome, [unsealed], "may shrink"),
+            (terabyte, [good], "has 4096"),
+            (shm_frames.encode_welcome(Welcome(0, 0)), [good], "of 0 bytes"),
+            (b"", [good], "nothing of an arena"),
+        ]:
+            with answering(greeting(body, *files)) as way, pytest.raises(ProtocolError, match=says):
+                way.connect(soon())
+    for descriptor in (file, unsealed, good):
+        os.close(descriptor)
+
+
+CONTENT = unserved(2, 3, 8)
+HEAD = shm_frames.encode_read_grant([], [None] * 2, {})[4:]
+WRITE_HEAD = shm_frames.encode_write_grant([None] * 2, {})[4:]
+
+
+def grant(*numbers: int, head: bytes = HEAD) -> bytes:
+    """A GRANT of pages at these offsets and of these sizes; and so many sums as are left."""
+    return frame(Kind.GRANT, struct.pack("<I", len(head)) + head + struct.pack(f"<{len(numbers)}Q", *numbers))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        frame(Kind.GRANT),
+        frame(Kind.GRANT, b"\xff\xff\xff\xff"),
+        frame(Kind.DONE),
+        frame(Kind.GRANT, b"\2\0\0\0\xff\xff"),
+        grant(),
+        grant(0, 24, 24),
+        grant(0, 24, 24, 24),
+        grant(0, 24, 24, 24, *[0] * 5),
+        grant(0, 24, 24, 24, *[0] * 7),
+        grant(0, 24, 24, 25, *[0] * 6),
+        grant(0, 24, 24, 0, *[0] * 6),
+        grant(0, 4_080, 24, 24, *[0] * 6),
+        grant(0, 2**64 - 8, 24, 24, *[0] * 6),
+        grant(0, 24, 24, 2**40 * 3, *[0] * 6),
+    ],
+)
+def test_a_shard_that_answers_a_load_wrongly_is_told_and_nothing_is_handed_out(answer: bytes) -> None:
+    with answering(Shard(answer)) as way:
+        request = CONTENT.read_request()
+        sink = ContentSink(CONTENT, request)
+        with pytest.raises((ProtocolError, Trouble)):
+            list(way.read(request, sink, soon()))
+        assert not sink.got and not sink.corrupt
+
+
+GOOD_GRANT = grant(0, 24, 24, 24, head=WRITE_HEAD)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [b""],
+        [frame(Kind.GRANT)],
+        [grant(0, 24, 24, head=WRITE_HEAD)],
+        [grant(0, 24, 24, 24, 0, head=WRITE_HEAD)],
+        [grant(0, 24, 24, 48, head=WRITE_HEAD)],
+        [grant(0, 4_080, 24, 24, head=WRITE_HEAD)],
+        [GOOD_GRANT, b""],
+        [GOOD_GRANT, frame(Kind.GRANT)],
+        [GOOD_GRANT, frame(Kind.TAIL, b"nonsense")],
+        [GOOD_GRANT, frame(Kind.TAIL)],
+    ],
+)
+def test_a_shard_that_answers_a_store_wrongly_is_told(answers: list[bytes]) -> None:
+    request = CONTENT.write_request()
+    with answering(Shard(*answers)) as way, pytest.raises((ProtocolError, Trouble)):
+        way.write(request, ContentSource(CONTENT, request), soon())
+
+
+def test_a_worker_shows_that_it_lives_however_little_it_moves() -> None:
+    shard = Shard(grant(0, 24, 24, 24, *[0] * 6), b"", lease_ttl_ns=0)
+    request = CONTENT.read_request()
+    with answering(shard) as way:
+        sink = ContentSink(CONTENT, request)
+        list(way.read(request, sink, soon()))
+        assert len(sink.corrupt) == 6, "zeros are nobody's"
+    assert shard.heard.count(Kind.RENEW) == 2, "a record each"
+
+
+# ------------------------------------------------------------------------------------------------- connections
+
+
+def test_a_load_that_is_given_up_leaves_its_connection_and_its_mapping_to_the_next(world: World) -> None:
+    content = Content.big(world)
+    store(world.open(), content)
+    file = file_of(world)
+    with opened(world) as way:
+        for _ in range(3):
+            request = content.read_request()
+            pieces = way.read(request, ContentSink(content, request), soon())
+            next(pieces)
+            assert mappings(file) == 4, "the shard's, two of the first store, and one more"
+            pieces.close()
+            with pytest.raises(ZeroDivisionError):
+                list(way.read(request, ContentSink(content, request, lambda: 1 // 0), soon()))
+        assert len(threads()) == 2, "that of the first store, and one more"
+        world.wait_until_unleased()
+
+
+def test_a_store_that_is_given_up_frees_its_pages_and_leaves_its_connection(world: World) -> None:
+    content, transport = Content.of(world, 2, 2, FRAME // 2), world.open()
+    with pytest.raises(ZeroDivisionError):
+        write(transport, content, lambda: 1 // 0)
+    world.wait_until_unleased()
+    assert world.host.core.pool.allocator.used_bytes == 0
+    store(transport, content)
+    assert len(threads()) == 1
+
+
+def test_a_refusal_leaves_the_connection_to_the_next_call(world: World) -> None:
+    content, transport = Content.of(world, 1, 1, 8), world.open()
+    for _ in range(2):
+        with pytest.raises(RefusedByShard) as refused:
+            load(transport, content)
+        assert refused.value.refused.kind is RefusedKind.UNKNOWN_NAMESPACE
+    assert len(threads()) == 1
+    store(transport, content)
+
+
+def threads() -> list[threading.Thread]:
+    """Those of the server's connections."""
+    return [thread for thread in threading.enumerate() if thread.name == "kvcluster-shm-link"]
+
+
+@contextmanager
+def opened(world: World) -> Iterator[ShmPages]:
+    way = path(world)
+    try:
+        yield way
+    finally:
+        way.close()
+
+
+def file_of(world: World) -> int:
+    """The number of the memory file of its arena."""
+    descriptor = world.host.open_arena(writable=False)
+    number = os.fstat(descriptor).st_ino
+    os.close(descriptor)
+    return number
+
+
+def mappings(file: int) -> int:
+    """How often this process has mapped it, the shard's own time included."""
+    gc.collect()  # what a traceback refers to is let go when that is
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return sum(arena.FILE_NAME in line and line.split()[4] == str(file) for line in lines)
+
+
+def test_when_all_is_closed_the_memory_is_given_back(world: World) -> None:
+    file, content, transport = file_of(world), Content.of(world, 2, 2, 1_000), world.open()
+    store(transport, content)
+    assert load(transport, content) == [None] * 2
+    assert mappings(file) == 3, "the shard's own, and here one for reading and one for writing"
+    transport.close()
+    assert mappings(file) == 1
+
+
+def test_the_memory_of_a_shard_that_has_gone_is_let_go_by_whoever_learns_of_it(world: World) -> None:
+    file, content, transport = file_of(world), Content.of(world, 2, 2, 1_000), world.open()
+    store(transport, content)
+    world.cut()
+    assert mappings(file) == 2
+    with pytest.raises(Trouble):
+        load(transport, content)
+    assert mappings(file) == 0
+
+
+def test_the_memory_of_a_shard_that_has_gone_is_let_go_by_who_is_asked_to_look(world: World) -> None:
+    file = file_of(world)
+    with opened(world) as way:
+        way.connect(soon())
+        way.tidy()
+        assert mappings(file) == 2
+        world.cut()
+        assert mappings(file) == 1
+        way.tidy()
+        assert mappings(file) == 0
+
+
+# ----------------------------------------------------------------------------------------- writers in the middle
+
+
+@contextmanager
+def stopped_in_a_chunk(monkeypatch: pytest.MonkeyPatch, at: int) -> Iterator[Pause]:
+    """Whoever copies that chunk into an arena stands still before its first byte."""
+    pause, put = Pause(at), shm_control._put
+
+    def put_later(into: memoryview, data: memoryview) -> None:
+        pause()
+        put(into, data)
+
+    monkeypatch.setattr(shm_control, "_put", put_later)
+    yield pause
+    pause.release()
+
+
+def test_a_transport_that_is_closed_under_a_store_ends_it_only_when_the_chunk_is_copied(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, transport = Content.of(world, 3, 2, FRAME // 2), world.open()
+    with stopped_in_a_chunk(monkeypatch, at=5) as pause:
+        under_way = world.meanwhile(lambda: write(transport, content))
+        pause.wait_reached()
+        closing = world.meanwhile(transport.close)
+        world.expire_leases()  # which is as good as waiting: the shard has looked at everything since
+        states = world.host.inspect(lambda: [page.state for page in world.host.core.pool.everything()])
+        assert states == [PageState.WRITING] * 3
+        assert not closing.done()
+        pause.release()
+        closing.result(BOUND_S)
+        with pytest.raises(Trouble) as trouble:
+            under_way.result(BOUND_S)
+    assert trouble.value.miss.reason in (MissReason.SHARD_LOST, MissReason.DEADLINE)
+    world.wait_until_unleased()
+    assert world.host.core.pool.allocator.used_bytes == 0
+
+
+def test_a_writer_that_stands_still_keeps_its_pages_though_its_lease_has_ended(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, transport = Content.of(world, 2, 2, FRAME // 2), world.open()
+    room = world.host.core.pool.allocator.room(FRAME)
+    others = Content.of(world, room, 2, FRAME // 2, first=100)
+    with stopped_in_a_chunk(monkeypatch, at=6) as pause:
+        under_way = world.meanwhile(lambda: write(transport, content))
+        pause.wait_reached()
+        world.expire_leases()
+        fates = write(world.open(), others, lambda: None)
+        assert fates == [Written.COMMITTED] * (room - 2) + [Written.FULL] * 2
+        pause.release()
+        with pytest.raises(Trouble) as trouble:
+            under_way.result(BOUND_S)
+    assert trouble.value.miss.reason is MissReason.DEADLINE
+    world.wait_until_unleased()
+    assert load(transport, others) == [None] * (room - 2) + [EVICTED] * 2
+    assert load(transport, content) == [EVICTED] * 2
+
+
+def test_a_writer_that_stands_still_keeps_its_pages_though_its_deadline_has_passed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, transport = Content.of(world, 2, 2, FRAME // 2), world.open()
+    with stopped_in_a_chunk(monkeypatch, at=6) as pause:
+        under_way = world.meanwhile(lambda: write(transport, content, deadline=Deadline.after_ms(2_000)))
+        pause.wait_reached()
+        (control,) = transport.path._connections._busy  # type: ignore[attr-defined]
+        eventually(lambda: not control.is_quiet())  # the shard has said that this is over
+        states = world.host.inspect(lambda: [page.state for page in world.host.core.pool.everything()])
+        assert states == [PageState.WRITING] * 2
+        pause.release()
+        with pytest.raises(Trouble) as trouble:
+            under_way.result(BOUND_S)
+    assert trouble.value.miss.reason is MissReason.DEADLINE
+    world.wait_until_unleased()
+    assert world.host.core.pool.allocator.used_bytes == 0
+
+
+def test_a_server_that_ends_frees_no_page_that_may_be_written_still(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, transport = Content.of(world, 2, 2, FRAME // 2), world.open()
+    with stopped_in_a_chunk(monkeypatch, at=6) as pause:
+        under_way = world.meanwhile(lambda: write(transport, content))
+        pause.wait_reached()
+        world.served.close()
+        states = world.host.inspect(lambda: [page.state for page in world.host.core.pool.everything()])
+        assert states == [PageState.WRITING] * 2
+        pause.release()
+        with pytest.raises(Trouble):
+            under_way.result(BOUND_S)
+    world.cut()
+
+
+def test_who_writes_on_after_it_has_said_that_a_page_is_whole_gives_nobody_a_wrong_byte(world: World) -> None:
+    content, transport = Content.of(world, 1, 2, 1_000), world.open()
+    transport.attach(content.spec, soon())
+    request = content.write_request()
+    (key,) = content.keys
+    page = b"".join(content.layers[key])
+    identity = checksum.identity(content.namespace, key, codec.RAW)
+    with Raw(world) as peer:
+        peer.send(Kind.WRITE, streams.encode_write(request, 10**10))
+        kind, body = peer.frame()
+        assert kind is Kind.GRANT
+        nbytes = world.host.arena_bytes
+        _, places = shm_frames.decode_write_grant(body, request.pages, nbytes)
+        memory = Mapping(peer.fds[-1], nbytes, writable=True).view(places[0].offset, len(page))
+        memory[:] = page
+        sums = checksum.layer_sums(identity, 0, 2, memoryview(page))
+        peer.send(Kind.WRITTEN, shm_frames.encode_written([(0, sums)]))
+        peer.send(Kind.RENEW, shm_frames.encode_renew(answer=False))
+        peer.send(Kind.DONE)
+        assert peer.frame()[0] is Kind.TAIL
+        memory[1_500] ^= 1
+    reading = read(transport, content)
+    assert reading.finish() == [None]
+    assert reading.sink.corrupt == [(0, 1)]
+
+
+def test_what_is_changed_before_the_shard_has_looked_is_corrupt(world: World) -> None:
+    content, transport = Content.of(world, 2, 2, 1_000), world.open()
+    transport.attach(content.spec, soon())
+    request = content.write_request()
+    source = ContentSource(content, request, lies_about=[1])
+    assert transport.write(request, source, soon()) == [Written.COMMITTED, Written.CORRUPT]
+    assert load(transport, content) == [None, EVICTED]
+
+
+def test_an_attempt_of_a_load_may_hold_no_other_lease_meanwhile(world: World) -> None:
+    content, transport = Content.big(world), world.open()
+    store(transport, content)
+    reading = read_begun(transport, content)
+    again = replace(content.read_request(), attempt=reading.request.attempt)
+    with opened(world) as way, pytest.raises(RefusedByShard):
+        list(way.read(again, ContentSink(content, again), soon()))
+    assert reading.finish() == [None] * 16

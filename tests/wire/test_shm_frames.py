@@ -1,0 +1,152 @@
+"""What a shard tells of its arena is read as it was meant, and what lies outside what was mapped is refused."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcluster.core import limits
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, ReadRequest, Written
+from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.spec import Part
+from kvcluster.errors import LimitError, ProtocolError
+from kvcluster.pages.checksum import pack_sums, unpack_sums
+from kvcluster.wire import shm_frames
+from kvcluster.wire.shm_frames import Place, Welcome
+from tests.wire import strategies as of
+
+ARENA_BYTES = 2**30
+
+
+def slot(draw: st.DrawFn, key: PageKey) -> PageSlot:
+    layers = key.part.layers
+    nbytes = layers * draw(st.integers(1, 4_096))
+    offset = draw(st.integers(0, ARENA_BYTES - nbytes))
+    return PageSlot(key, offset, nbytes, 1, Loss.EXACT, pack_sums(sums_of(offset, layers)))
+
+
+def sums_of(seed: int, layers: int) -> tuple[int, ...]:
+    """Any: there may be very many, which no strategy should draw one by one."""
+    return unpack_sums(random.Random(seed).randbytes(8 * layers))
+
+
+@given(st.data(), of.read_requests)
+def test_what_a_reader_was_granted_is_read_as_it_was_meant(data: st.DataObject, request: ReadRequest) -> None:
+    outcome = [data.draw(st.none() | of.misses) for _ in request.wants]
+    granted = {item: slot(data.draw, want.key) for item, want in enumerate(request.wants) if outcome[item] is None}
+    body = shm_frames.encode_read_grant(request.wants, outcome, granted)
+    read, places = shm_frames.decode_read_grant(body, request.wants, ARENA_BYTES)
+    assert read == outcome
+    assert list(places) == list(granted)
+    for item, (offset, layer_bytes, sums) in places.items():
+        want, page = request.wants[item], granted[item]
+        assert (offset, layer_bytes * want.key.part.layers) == (page.offset, page.nbytes)
+        assert pack_sums(sums) == page.sums[8 * want.layer_start : 8 * want.layer_stop]
+
+
+@given(st.data(), of.new_pages)
+def test_what_a_writer_was_granted_and_says_to_have_written_likewise(
+    data: st.DataObject, pages: tuple[NewPage, ...]
+) -> None:
+    outcome = [data.draw(st.none() | st.sampled_from(Written)) for _ in pages]
+    granted = {item: slot(data.draw, page.key) for item, page in enumerate(pages) if outcome[item] is None}
+    read, places = shm_frames.decode_write_grant(shm_frames.encode_write_grant(outcome, granted), pages, ARENA_BYTES)
+    assert read == outcome
+    expected = {item: Place(page.offset, page.nbytes // page.key.part.layers, ()) for item, page in granted.items()}
+    assert places == expected
+    written = [(item, sums_of(item, pages[item].key.part.layers)) for item in granted]
+    assert shm_frames.decode_written(shm_frames.encode_written(written), pages) == written
+
+
+@given(st.builds(Welcome, of.quantities, of.quantities))
+def test_a_welcome_is_read_as_it_was_meant(welcome: Welcome) -> None:
+    assert shm_frames.decode_welcome(shm_frames.encode_welcome(welcome)) == welcome
+
+
+KEY = PageKey(BlockHash(bytes(32)), 0, Part(0, 3, 0, 1))
+WANTS = [PageWant(KEY, 1, 3)]
+PAGES = [NewPage(KEY, KEY.hash, 1)]
+GONE = Miss(MissReason.EVICTED)
+
+
+def test_the_layout_is_the_one_that_is_documented() -> None:
+    page = PageSlot(KEY, 0x0102, 24, 1, Loss.EXACT, pack_sums((1, 2, 3)))
+    head = shm_frames.encode_read_grant(WANTS, [None], {})[4:]
+    assert shm_frames.encode_read_grant(WANTS, [None], {0: page}) == (
+        struct.pack("<I", len(head)) + head + struct.pack("<4Q", 0x0102, 24, 2, 3)
+    )
+    assert shm_frames.encode_written([(7, (1, 2**64 - 1))]) == struct.pack("<2I2Q", 1, 7, 1, 2**64 - 1)
+    assert shm_frames.encode_welcome(Welcome(5, 6)) == struct.pack("<2Q", 5, 6)
+    assert [shm_frames.encode_renew(answer=answer) for answer in (False, True)] == [b"\0", b"\1"]
+
+
+def grant(*numbers: int, outcome: list[Miss | None] | None = None) -> bytes:
+    head = shm_frames.encode_read_grant(WANTS, [None] if outcome is None else outcome, {})
+    return head + struct.pack(f"<{len(numbers)}Q", *numbers)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "before it says"),
+        (b"\xff" * 4, "before it says"),
+        (grant(0, 24, 1, 2, outcome=[]), "0 pages of 1"),
+        (grant(0, 24, 1, 2, outcome=[None, None]), "2 pages of 1"),
+        (grant(), "cannot say where 1 pages lie"),
+        (grant(0), "cannot say where 1 pages lie"),
+        (grant(0, 24, 1), "announced as one of"),
+        (grant(0, 24, 1, 2, 3), "announced as one of"),
+        (grant(0, outcome=[GONE]), "announced as one of"),
+        (grant(0, 0, 1, 2), "cannot be"),
+        (grant(0, 25, 1, 2), "cannot be"),
+        (grant(0, 3 * (limits.LAYER_BYTES + 1), 1, 2), "cannot be"),
+        (grant(80, 24, 1, 2), "outside an arena of 100"),
+        (grant(2**64 - 24, 24, 1, 2), "outside an arena of 100"),
+    ],
+)
+def test_a_grant_that_cannot_be_is_refused(body: bytes, says: str) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        shm_frames.decode_read_grant(body, WANTS, 100)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "cannot name"),
+        (struct.pack("<I", 1), "cannot name 1"),
+        (struct.pack("<I", 2**32 - 1), "cannot name"),
+        (struct.pack("<2I", 1, 1), "beyond the 1"),
+        (struct.pack("<2I", 1, 0), "one sum for each of 3"),
+        (struct.pack("<2I2Q", 1, 0, 1, 2), "one sum for each of 3"),
+        (struct.pack("<2I4Q", 1, 0, 1, 2, 3, 4), "one sum for each of 3"),
+        (struct.pack("<IQ", 0, 1), "one sum for each of 0"),
+    ],
+)
+def test_a_word_of_pages_that_cannot_be_is_refused(body: bytes, says: str) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        shm_frames.decode_written(body, PAGES)
+
+
+@pytest.mark.parametrize("body", [b"", b"\2", b"\0\0"])
+def test_a_renewal_says_one_thing(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="whether an answer is wanted"):
+        shm_frames.decode_renew(body)
+
+
+@pytest.mark.parametrize("body", [b"", bytes(15), bytes(17)])
+def test_a_welcome_has_one_length(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="tells nothing"):
+        shm_frames.decode_welcome(body)
+
+
+def test_a_grant_is_no_larger_than_a_frame_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = PageSlot(KEY, 0, 24, 1, Loss.EXACT, pack_sums((1, 2, 3)))
+    nbytes = len(shm_frames.encode_read_grant(WANTS, [None], {0: page}))
+    monkeypatch.setattr(limits, "MESSAGE_BYTES", nbytes - 1)
+    with pytest.raises(LimitError, match="ask for fewer"):
+        shm_frames.encode_read_grant(WANTS, [None], {0: page})
