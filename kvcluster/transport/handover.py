@@ -166,8 +166,8 @@ class RestOfStore:
             raise
 
     def drained(self) -> None:
-        """As PageSource. Whoever waits to overwrite the source waits for this, and a path that takes every byte and then
-        breaks is rare: its store is not made again. One that was made again already may have to be once more."""
+        """As PageSource. Whoever waits to overwrite the source waits for this, and a path seldom takes every byte and
+        then breaks: its store is not made again. One that was made again already may have to be once more."""
         if not self._doubtful:
             self._drained = self.is_over = True
             self._source.drained()

@@ -52,6 +52,7 @@ class Control:
         self._writable: Mapping | None = None
         self._renew_ns = welcome.lease_ttl_ns // _RENEWALS
         self._said_ns = 0
+        self._owner = os.getpid()
         self._unbroken = threading.Lock()  # held while a chunk is on its way into the arena
         self._shut = False
 
@@ -76,6 +77,7 @@ class Control:
     def say(self, kind: Kind, body: bytes, deadline: Deadline, *, then: Turn = Turn.OURS) -> None:
         """Sends a frame, after which it is `then`."""
         self.turn = Turn.THEIRS
+        self._check_process()
         self._link.send(kind, body, deadline)
         self._said_ns = time.monotonic_ns()
         self.turn = then
@@ -109,11 +111,18 @@ class Control:
             raise RefusedByShard(streams.decode_refused(body))
         return body
 
+    def _check_process(self) -> None:
+        """A child that was forked in the middle of an exchange must neither go on with it nor end it: the shard would
+        take its word for that of whoever writes."""
+        if os.getpid() != self._owner:
+            raise _lost(self._link.peer, "this exchange is of the process that this one was forked from")
+
     # ------------------------------------------------------------------------------------------- bytes
 
     def copy(self, data: memoryview, offset: int) -> None:
         """Into the arena, at a place that was granted. Raises Trouble where this is closed meanwhile."""
         assert self._writable is not None and self.turn is Turn.OURS
+        self._check_process()
         page = self._writable.view(offset, data.nbytes)
         for at in range(0, data.nbytes, limits.CHUNK_BYTES):
             with self._unbroken:

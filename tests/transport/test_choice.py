@@ -512,14 +512,23 @@ def test_a_store_is_sent_anew_over_the_next_path(world: World, new: Content, pie
     assert load(ways.choice, new) == [None] * 3
 
 
-def test_pages_that_a_try_committed_whose_answer_was_lost_are_ours(world: World, new: Content) -> None:
-    theirs = Content(world, new.spec, new.keys[:1], seed=10)
-    theirs.layers[new.keys[0]] = new.layers[new.keys[0]]
-    store(world.open(), theirs)
+def test_pages_that_a_second_try_committed_whose_answer_was_lost_are_ours(world: World, new: Content) -> None:
+    ways = Ways(world)
+    ways.shm.pieces, ways.tcp.commit_lost = 1, True
+    assert written(ways, new) == [Written.COMMITTED] * 3
+    assert load(ways.choice, new) == [None] * 3
+
+
+def test_a_source_that_was_told_that_it_is_free_is_not_asked_again(world: World, new: Content) -> None:
     ways = Ways(world)
     ways.shm.commit_lost = True
-    assert written(ways, new) == [Written.DUPLICATE, Written.COMMITTED, Written.COMMITTED]
-    assert load(ways.choice, new) == [None] * 3
+    ways.choice.attach(new.spec, soon())
+    request = new.write_request()
+    source = ContentSource(new, request)
+    with pytest.raises(Trouble):
+        ways.choice.write(request, source, soon())
+    assert source.drained_calls == 1
+    assert len(source.sent) == 6, "every piece once"
 
 
 def hold(world: World, content: Content) -> Callable[[], object]:

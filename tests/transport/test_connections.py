@@ -33,13 +33,13 @@ class Fake:
 class Opened:
     """Connections that count who is opened."""
 
-    def __init__(self, before: Callable[[], object] = lambda: None) -> None:
+    def __init__(self) -> None:
         self.all: list[Fake] = []
-        self._before = before
+        self.before: Callable[[], object] = lambda: None
         self.connections: Connections[Fake] = Connections("shard", self._connect)
 
     def _connect(self, deadline: Deadline) -> Fake:
-        self._before()
+        self.before()
         self.all.append(Fake(len(self.all)))
         return self.all[-1]
 
@@ -117,7 +117,8 @@ def test_closing_ends_what_lies_idle_and_wakes_what_is_under_way() -> None:
 
 
 def test_what_is_opened_while_all_is_closed_is_closed_too() -> None:
-    opened = Opened(before=lambda: opened.connections.close())
+    opened = Opened()
+    opened.before = opened.connections.close
     with pytest.raises(Trouble, match="was closed"):
         opened.take()
     assert [one.done for one in opened.all] == [["shut", "closed"]]

@@ -176,8 +176,8 @@ def test_a_child_that_inherits_the_connection_of_a_killed_writer_keeps_no_page(w
     assert world.host.core.pool.allocator.used_bytes == 0
 
 
-def fork_between_loads(address: str, epoch: int) -> None:
-    """A child tries to use what its parent has open, and closes it; the parent goes on."""
+def fork_within_exchanges(address: str, epoch: int) -> None:
+    """A child tries to use what its parent has open, ends what its parent has begun, and closes all of it."""
     content = mine(epoch)
     way = ShmPages(address, token(ONE))
 
@@ -191,25 +191,39 @@ def fork_between_loads(address: str, epoch: int) -> None:
         sink.check()
         return "loaded"
 
+    def fork() -> None:
+        if len(source.sent) == 5 and not os.fork():
+            raise ZeroDivisionError
+
+    writing = content.write_request()
+    source = ContentSource(content, writing, fork)
+    try:
+        outcome = way.write(writing, source, soon())
+    except ZeroDivisionError:
+        print(loaded(), flush=True)
+        way.close()
+        os._exit(0)
+    os.wait()
+    print(outcome == [Written.COMMITTED] * MINE, flush=True)
     request = content.read_request()
     under_way = way.read(request, ContentSink(content, request), soon())
     next(under_way)
-    child = os.fork()
-    if not child:
-        print(loaded(), flush=True)
-        way.close()
+    (control,) = way._connections._busy
+    if not os.fork():
         under_way.close()
+        way.close()
         os._exit(0)
-    os.waitpid(child, 0)
+    os.wait()
     list(under_way)
-    print(loaded(), flush=True)
+    print(loaded(), control in way._connections._idle, flush=True)
 
 
 def test_what_is_open_is_of_no_use_to_a_forked_child_and_none_the_worse_for_it(world: World) -> None:
-    store(world.open(), mine(world.epoch))
-    with worker(world, "fork_between_loads") as forked:
+    world.open().attach(mine(world.epoch).spec, soon())
+    with worker(world, "fork_within_exchanges") as forked:
         assert "forked from" in forked.says()
-        assert forked.says() == "loaded"
+        assert forked.says() == "True", "the child's failure has aborted nothing"
+        assert forked.says() == "loaded True", "nor ended a load"
         forked.end()
 
 

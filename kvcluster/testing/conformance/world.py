@@ -22,7 +22,7 @@ from kvcluster.core.pool import Page, PageState
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing.cluster import MemoryCluster
-from kvcluster.transport.seam import Deadline, PageHost, Transport, Trouble
+from kvcluster.transport.seam import Deadline, Transport, Trouble
 
 T = TypeVar("T")
 
