@@ -54,13 +54,14 @@ def layer_sum(identity: int, layer: int, data: memoryview | bytes) -> int:
 def layer_sums(identity: int, first_layer: int, layers: int, data: memoryview) -> tuple[int, ...]:
     """The checksums of `layers` layers of equal length, which `data`, flat bytes, holds one after the other."""
     step = _layer_bytes(layers, data)
-    seed = identity + step * _B
-    return tuple(
-        [
-            xxh3_64_intdigest(data[i * step : (i + 1) * step], (seed + (first_layer + i) * _A) & _MASK)
-            for i in range(layers)
-        ]
-    )
+    seed = (identity + first_layer * _A + step * _B) & _MASK
+    sums = []
+    at = 0
+    for _ in range(layers):
+        sums.append(xxh3_64_intdigest(data[at : at + step], seed))
+        at += step
+        seed = (seed + _A) & _MASK
+    return tuple(sums)
 
 
 def first_mismatch(identity: int, first_layer: int, sums: Sequence[int], data: memoryview) -> int | None:
@@ -70,9 +71,13 @@ def first_mismatch(identity: int, first_layer: int, sums: Sequence[int], data: m
     the page's own first layer.
     """
     step = _layer_bytes(len(sums), data)
-    for i, expected in enumerate(sums):
-        if layer_sum(identity, first_layer + i, data[i * step : (i + 1) * step]) != expected:
-            return first_layer + i
+    seed = (identity + first_layer * _A + step * _B) & _MASK
+    at = 0
+    for layer, expected in enumerate(sums, first_layer):
+        if xxh3_64_intdigest(data[at : at + step], seed) != expected:
+            return layer
+        at += step
+        seed = (seed + _A) & _MASK
     return None
 
 
