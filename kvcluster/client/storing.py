@@ -81,16 +81,26 @@ class _Source:
         return self._spec.layer_bytes(key.group, key.part)
 
     def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
+        with self._gate:
+            data = self._get(item, layer, layers)
+            return checksum.layer_sums(self._identity[1], layer, layers, data), data
+
+    def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
+        with self._gate:
+            data = self._get(item, layer, layers)
+            into[:] = data
+            return checksum.layer_sums(self._identity[1], layer, layers, data)
+
+    def _get(self, item: int, layer: int, layers: int) -> memoryview:
+        """Under the gate."""
+        self._transfer.check()
         key = self._pages[item].key
         if self._identity[0] != item:
             self._identity = item, checksum.identity(self._namespace, key, RAW)
         first = key.part.layer_start + layer
-        with self._gate:
-            self._transfer.check()
-            data = self._source.get(self._blocks[item], key.group, first, first + layers, self._staging)
-            sums = checksum.layer_sums(self._identity[1], layer, layers, data)
+        data = self._source.get(self._blocks[item], key.group, first, first + layers, self._staging)
         self.nbytes += data.nbytes
-        return sums, data
+        return data
 
     def drained(self) -> None:
         self._on_drained(self)

@@ -48,7 +48,7 @@ class Borrowed:
 
     def renew(self, deadline: Deadline) -> None:
         """Says that they are still used: to be called now and then, several times within a lease. Waits for nothing."""
-        self._while_it_lives(lambda: self._control.renew(deadline, at_once=True))
+        self._while_it_lives(lambda: self._control.renew_now(deadline))
 
     def valid(self, deadline: Deadline) -> bool:
         """Was every view that of its page until now? One round trip, which renews the lease; False where the shard

@@ -8,7 +8,8 @@ sink, which then reads on where it was. What the sink or the source itself raise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from kvcluster.core.ids import Attempt
@@ -157,10 +158,21 @@ class RestOfStore:
 
     def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
         """As PageSource."""
+        with self._asking(item) as own:
+            return self._source.send(own, layer, layers)
+
+    def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
+        """As PageSource."""
+        with self._asking(item) as own:
+            return self._source.copy(own, layer, layers, into)
+
+    @contextmanager
+    def _asking(self, item: int) -> Iterator[int]:
+        """The item as the caller counts it, whose source is asked within."""
         own = self._items[item]
         self._sent[own] = None
         try:
-            return self._source.send(own, layer, layers)
+            yield own
         except BaseException:
             self.is_over = True
             raise

@@ -121,6 +121,10 @@ class PageSource(Protocol):
         """Checksums and bytes of `layers` layers of page `item`, from its layer `layer` on. The bytes stay valid
         until the next call."""
 
+    def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
+        """As `send`, with the bytes copied into memory of the transport. What is summed are the source's own bytes,
+        once copying has brought them into the cache."""
+
     def drained(self) -> None:
         """Nothing more will be asked for: the memory behind the source may be overwritten."""
 

@@ -13,9 +13,10 @@ import struct
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 
-from kvcluster.core import limits
 from kvcluster.core.messages import ReadRequest, WriteRequest, Written
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import ProtocolError
@@ -95,13 +96,15 @@ class Control:
         if not self._link.is_quiet():
             self.hear(Kind.FAILED, deadline, then=Turn.THEIRS)
 
-    def renew(self, deadline: Deadline, *, at_once: bool = False) -> bool:
-        """Says that this side lives, where it has not been heard of for a while; waits for no answer. Was it said?"""
-        due = at_once or time.monotonic_ns() - self._said_ns >= self._renew_ns
-        if due:
-            self.listen(deadline)
-            self.say(Kind.RENEW, shm_frames.encode_renew(answer=False), deadline)
-        return due
+    def renew(self, deadline: Deadline) -> None:
+        """Says that this side lives, where it has not been heard of for a while; waits for no answer."""
+        if time.monotonic_ns() - self._said_ns >= self._renew_ns:
+            self.renew_now(deadline)
+
+    def renew_now(self, deadline: Deadline) -> None:
+        """As `renew`, whether it was heard of or not."""
+        self.listen(deadline)
+        self.say(Kind.RENEW, shm_frames.encode_renew(answer=False), deadline)
 
     def _ask(self, kind: Kind, body: bytes, deadline: Deadline) -> bytes:
         self.say(kind, body, deadline, then=Turn.THEIRS)
@@ -119,16 +122,16 @@ class Control:
 
     # ------------------------------------------------------------------------------------------- bytes
 
-    def copy(self, data: memoryview, offset: int) -> None:
-        """Into the arena, at a place that was granted. Raises Trouble where this is closed meanwhile."""
+    @contextmanager
+    def place(self, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """A place in the arena that was granted, to be written within the block, which `shut` waits for: a chunk at a
+        time. Raises Trouble where this is closed."""
         assert self._writable is not None and self.turn is Turn.OURS
         self._check_process()
-        page = self._writable.view(offset, data.nbytes)
-        for at in range(0, data.nbytes, limits.CHUNK_BYTES):
-            with self._unbroken:
-                if self._shut:
-                    raise Trouble(Miss(MissReason.SHARD_LOST, f"{self._link.peer}: this connection was closed"))
-                _put(page[at : at + limits.CHUNK_BYTES], data[at : at + limits.CHUNK_BYTES])
+        with self._unbroken:
+            if self._shut:
+                raise Trouble(Miss(MissReason.SHARD_LOST, f"{self._link.peer}: this connection was closed"))
+            yield self._writable.view(offset, nbytes)
 
     # ------------------------------------------------------------------------------------- a connection
 
@@ -211,10 +214,6 @@ def peer_of(connected: socket.socket) -> tuple[int, int]:
         connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
     return process, user
-
-
-def _put(into: memoryview, data: memoryview) -> None:
-    into[:] = data
 
 
 def _lost(address: str, why: str) -> Trouble:

@@ -28,8 +28,9 @@ from kvcluster.wire import shard, shm_frames
 from kvcluster.wire.shm_frames import Place
 from kvcluster.wire.streams import Kind
 
-RENEW_BYTES = 4 * limits.FRAME_BYTES
-"""A reader says so often that it lives: what that costs both sides is lost beside the copy of so much."""
+WRITTEN_BYTES = 4 * limits.FRAME_BYTES
+"""So much is told to be written at once. To wake the shard costs the writer as much as to copy 256 KiB, and what it has
+to verify when all is written should be little."""
 
 _FAREWELL_MS = 200
 
@@ -121,7 +122,7 @@ def _pieces(
     control: Control, request: ReadRequest, places: Mapping[int, Place], sink: PageSink, deadline: Deadline
 ) -> Generator[None, None, None]:
     """Hands the sink what was granted, in the order of use; yields after each piece of about FRAME_BYTES."""
-    piece = unsaid = 0
+    piece = 0
     layer_bytes_of = {item: place.layer_bytes for item, place in places.items()}
     for item, layer, count in in_order_of_use(request.wants, layer_bytes_of):
         offset, layer_bytes, sums = places[item]
@@ -131,12 +132,11 @@ def _pieces(
             control.listen(deadline)
             piece = 0
         deadline.check()
-        if control.renew(deadline, at_once=unsaid >= RENEW_BYTES):
-            unsaid = 0
+        control.renew(deadline)
         first = layer - request.wants[item].layer_start
         data = control.arena.view(offset + layer * layer_bytes, nbytes)
         sink.receive(item, layer, codec.RAW, sums[first : first + count], Present(data))
-        piece, unsaid = piece + nbytes, unsaid + nbytes
+        piece += nbytes
     if piece:
         yield
         control.listen(deadline)
@@ -155,7 +155,7 @@ def _store(
             raise ProtocolError(f"page {item} has layers of {source.layer_bytes(item)} bytes, not {place.layer_bytes}")
         written.append((item, _store_page(control, item, layers, place, source, deadline)))
         nbytes += layers * place.layer_bytes
-        if nbytes >= limits.FRAME_BYTES:
+        if nbytes >= WRITTEN_BYTES:
             control.listen(deadline)
             control.say(Kind.WRITTEN, shm_frames.encode_written(written), deadline)
             written, nbytes = [], 0
@@ -166,16 +166,13 @@ def _store(
 def _store_page(
     control: Control, item: int, layers: int, place: Place, source: PageSource, deadline: Deadline
 ) -> list[int]:
-    """Copies a page, and returns its sums. Chunk by chunk: what the source has read to make its sums is still in the
-    cache when it is copied."""
+    """Copies a page chunk by chunk, and returns its sums."""
     sums: list[int] = []
     step = max(1, limits.CHUNK_BYTES // place.layer_bytes)
     for layer in range(0, layers, step):
         count = min(step, layers - layer)
-        these, data = source.send(item, layer, count)
-        assert data.nbytes == count * place.layer_bytes, "a source gives what it is asked for"
         deadline.check()
-        control.copy(data, place.offset + layer * place.layer_bytes)
-        sums += these
+        with control.place(place.offset + layer * place.layer_bytes, count * place.layer_bytes) as into:
+            sums += source.copy(item, layer, count, into)
         control.renew(deadline)
     return sums

@@ -11,6 +11,7 @@ it goes over gRPC.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -35,6 +36,9 @@ T = TypeVar("T")
 _BUFFER_BYTES = 2**20
 """Of a socket, each way, which Linux doubles: what is under way on a link of 10 GB/s with 0.2 ms between its ends."""
 
+_STREAMS = 2 if (os.cpu_count() or 1) > 2 else 1
+"""One thread in Python can drive about 3 GB/s. A second one needs a core for itself and one for the kernel's part."""
+
 _NEXT_S = 3_600.0
 """How long a shard keeps a connection on which nothing is asked."""
 
@@ -46,7 +50,7 @@ class TcpPages:
     """A worker's data path to a shard over TCP. Connects when it is first used."""
 
     name = "tcp"
-    streams = 2
+    streams = _STREAMS
 
     def __init__(self, address: str, token: str | None) -> None:
         check_address(address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from types import SimpleNamespace
+from typing import Any
 
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, Tenant
 from kvcluster.errors import KVClusterError
@@ -24,13 +25,25 @@ def token(tenant: Tenant) -> str:
     return f"token of {tenant}"
 
 
+class _ShortLease:
+    """A host whose workers are told that leases run for no time at all, so that they renew with every chunk."""
+
+    lease_ttl_ns = 0
+
+    def __init__(self, host: ShmHost) -> None:
+        self._host = host
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._host, name)
+
+
 class Served:
     """A server before a shard, with a token for each tenant."""
 
     def __init__(self, host: ShmHost) -> None:
         authenticator = Authenticator({digest(token(tenant)): tenant for tenant in (ONE, TWO)}, "a secret")
         self._host = host
-        self._server = ShmServer(host, lambda given: authenticator.caller(given).tenant)
+        self._server = ShmServer(_ShortLease(host), lambda given: authenticator.caller(given).tenant)
         self._server.start()
         self.address = self._server.address
 

@@ -34,8 +34,8 @@ from kvcluster.testing.conformance.content import (
     write,
 )
 from kvcluster.testing.conformance.world import BOUND_S, ONE, Pause, soon
-from kvcluster.transport import shm_control
 from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
+from kvcluster.transport.shm_control import Control
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.wire import shard, shm_frames, streams
@@ -576,13 +576,15 @@ def test_the_memory_of_a_shard_that_has_gone_is_let_go_by_who_is_asked_to_look(w
 @contextmanager
 def stopped_in_a_chunk(monkeypatch: pytest.MonkeyPatch, at: int) -> Iterator[Pause]:
     """Whoever copies that chunk into an arena stands still before its first byte."""
-    pause, put = Pause(at), shm_control._put
+    pause, place = Pause(at), Control.place
 
-    def put_later(into: memoryview, data: memoryview) -> None:
-        pause()
-        put(into, data)
+    @contextmanager
+    def place_later(control: Control, offset: int, nbytes: int) -> Iterator[memoryview]:
+        with place(control, offset, nbytes) as into:
+            pause()
+            yield into
 
-    monkeypatch.setattr(shm_control, "_put", put_later)
+    monkeypatch.setattr(Control, "place", place_later)
     yield pause
     pause.release()
 
@@ -614,7 +616,7 @@ def test_a_writer_that_stands_still_keeps_its_pages_though_its_lease_has_ended(
     content, transport = Content.of(world, 2, 2, FRAME // 2), world.open()
     room = world.host.core.pool.allocator.room(FRAME)
     others = Content.of(world, room, 2, FRAME // 2, first=100)
-    with stopped_in_a_chunk(monkeypatch, at=6) as pause:
+    with stopped_in_a_chunk(monkeypatch, at=3) as pause:
         under_way = world.meanwhile(lambda: write(transport, content))
         pause.wait_reached()
         world.expire_leases()
@@ -633,7 +635,7 @@ def test_a_writer_that_stands_still_keeps_its_pages_though_its_deadline_has_pass
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content, transport = Content.of(world, 2, 2, FRAME // 2), world.open()
-    with stopped_in_a_chunk(monkeypatch, at=6) as pause:
+    with stopped_in_a_chunk(monkeypatch, at=3) as pause:
         under_way = world.meanwhile(lambda: write(transport, content, deadline=Deadline.after_ms(2_000)))
         pause.wait_reached()
         (control,) = transport.path._connections._busy  # type: ignore[attr-defined]
@@ -652,7 +654,7 @@ def test_a_server_that_ends_frees_no_page_that_may_be_written_still(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content, transport = Content.of(world, 2, 2, FRAME // 2), world.open()
-    with stopped_in_a_chunk(monkeypatch, at=6) as pause:
+    with stopped_in_a_chunk(monkeypatch, at=3) as pause:
         under_way = world.meanwhile(lambda: write(transport, content))
         pause.wait_reached()
         world.served.close()

@@ -20,8 +20,8 @@ from kvcluster.core.reasons import MissReason
 from kvcluster.testing.conformance import World, open_world
 from kvcluster.testing.conformance.content import Content, ContentSink, ContentSource, load, store, write
 from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
-from kvcluster.transport import shm_control
 from kvcluster.transport.seam import Trouble
+from kvcluster.transport.shm_control import Control
 from kvcluster.transport.shm_pages import ShmPages
 from tests.transport.shm_served import Served, token, unserved
 
@@ -90,14 +90,16 @@ def states(world: World) -> list[PageState]:
 
 def stop_myself_before_chunk(number: int) -> None:
     """This process is stopped with that chunk in hand: it is written after it was let go on."""
-    put, chunks = shm_control._put, iter(range(1, 1_000))
+    place, chunks = Control.place, iter(range(1, 1_000))
 
-    def put_later(into: memoryview, data: memoryview) -> None:
-        if next(chunks) == number:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        put(into, data)
+    @contextmanager
+    def place_and_stop(control: Control, offset: int, nbytes: int) -> Iterator[memoryview]:
+        with place(control, offset, nbytes) as into:
+            if next(chunks) == number:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            yield into
 
-    shm_control._put = put_later
+    Control.place = place_and_stop  # type: ignore[method-assign]
 
 
 def store_and_stop(address: str, epoch: int) -> None:

@@ -70,9 +70,17 @@ class _Source:
         return self._layer_bytes
 
     def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
-        start = (self._first + item) * self._work.page_bytes + layer * self._layer_bytes
-        data = self._work.source[start : start + layers * self._layer_bytes]
+        data = self._bytes(item, layer, layers)
         return checksum.layer_sums(self._identities[item], layer, layers, data), data
+
+    def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
+        data = self._bytes(item, layer, layers)
+        into[:] = data
+        return checksum.layer_sums(self._identities[item], layer, layers, data)
+
+    def _bytes(self, item: int, layer: int, layers: int) -> memoryview:
+        start = (self._first + item) * self._work.page_bytes + layer * self._layer_bytes
+        return self._work.source[start : start + layers * self._layer_bytes]
 
     def drained(self) -> None:
         """The source stays as it is."""
