@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+# The claims of shipped suites, whose asserts pytest rewrites only where it is told before they are imported.
+pytest.register_assert_rewrite("kvcluster.testing.conformance")
 
 # A slow machine is no failure: neither an example nor the making of one is timed.
 _untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

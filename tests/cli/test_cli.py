@@ -51,7 +51,8 @@ def free_port() -> int:
     "command", ["up", "down", "status", "doctor", "drain", "clear", "purge", "demo", "bench", "breakeven", "token"]
 )
 def test_help_lists_every_command_and_explains_each(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"\n    {command} " in help_of(capsys)
+    listed = [line.split()[0] for line in help_of(capsys).splitlines() if line.startswith("    ") and line[4] != " "]
+    assert command in listed
     assert help_of(capsys, command).startswith(f"usage: kvcluster {command} ")
 
 

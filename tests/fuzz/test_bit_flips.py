@@ -28,7 +28,7 @@ from kvcluster.runtime.auth import DEFAULT_TENANT, Authenticator
 from kvcluster.runtime.server import Gate, Server, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
-from kvcluster.testing.conformance.over import Over
+from kvcluster.testing.over import Over
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
 from kvcluster.transport.link import Link
 from kvcluster.transport.memory import MemoryTransport

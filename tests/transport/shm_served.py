@@ -12,8 +12,8 @@ from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.testing.conformance import World
 from kvcluster.testing.conformance.content import Content
-from kvcluster.testing.conformance.over import Over
 from kvcluster.testing.conformance.world import BOUND_S, ONE, TWO
+from kvcluster.testing.over import Over
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmHost, ShmServer

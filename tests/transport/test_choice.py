@@ -37,7 +37,7 @@ from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.paths import TRY_MS
 from kvcluster.transport.seam import Deadline, PageHost, PageSink, Present, RefusedByShard, Trouble
-from kvcluster.transport.tcp_pages import TcpServer
+from kvcluster.transport.tcp_pages import TcpPages, TcpServer
 from kvcluster.wire.methods import SHARD
 from tests.transport.frail import HERE, Ways, broken
 
@@ -701,7 +701,7 @@ def test_over_real_sockets_pages_go_over_tcp_until_it_goes_and_then_over_grpc(re
     assert isinstance(choice, Choice)
     first, second = Content.big(world), Content.of(world, 3, 2, limits.FRAME_BYTES, first=100)
     store(choice, first)
-    assert (choice.name, choice.streams, list(choice.refused())) == ("tcp", 2, ["shm"])
+    assert (choice.name, choice.streams, list(choice.refused())) == ("tcp", TcpPages.streams, ["shm"])
     reading = read(choice, first)
     next(reading.pieces)
     served.tcp.close()

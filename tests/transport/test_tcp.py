@@ -35,8 +35,8 @@ from kvcluster.testing.conformance.content import (
     store,
     write,
 )
-from kvcluster.testing.conformance.over import Over
 from kvcluster.testing.conformance.world import BOUND_S, ONE, TWO, Pause, soon
+from kvcluster.testing.over import Over
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Trouble
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
