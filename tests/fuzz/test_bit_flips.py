@@ -1,9 +1,9 @@
 """Ten thousand bits flip, where pages lie and while they travel, and no reader is ever given a wrong byte.
 
-The parts are the real ones: a client's loads and stores, sessions, checksums, and frames over gRPC and TCP on loopback.
-Six thousand bits flip in the arena and in the sums that stand for a page there, two thousand in frames of pages
-on their way to a reader, two thousand in such frames on their way to a shard. Each flip has a load or a store, or at
-least a page, of its own, so that each is known to have been detected.
+The parts are the real ones: a client's loads and stores, sessions, checksums, frames over gRPC and TCP on loopback, and
+what is said of pages over shared memory. Six thousand bits flip in the arena and in the sums that stand for a page
+there, over each of three transports 700 on their way to a reader and 700 on their way to a shard. Each flip has a load
+or a store, or at least a page, of its own, so that each is known to have been detected.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ from kvcluster.transport.link import Link
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.rpc import identity
 from kvcluster.transport.seam import Deadline, Transport
+from kvcluster.transport.shm_pages import ShmPages
+from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
 from kvcluster.wire import frames, streams
 from kvcluster.wire.methods import SHARD
 from tests.client.build import LAYERS, SPEC, counters, kv, prompt, room, same
 
-RESIDENT, TO_READER, TO_SHARD, ANYWHERE = 6_000, 1_000, 1_000, 250
-"""Of the last three as many over each of two transports."""
+RESIDENT, TO_READER, TO_SHARD, ANYWHERE = 6_000, 700, 700, 250
+"""Of the last three as many over each transport."""
 
 BLOCKS = 50
 _HEADERS = 8 + 20 + 8 * LAYERS
@@ -152,13 +154,26 @@ def over_grpc(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]
 
 @contextmanager
 def over_tcp(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]:
-    """A server whose links go over two wires, and control beside it that is sound."""
+    """Links that go over two wires, and control beside them that is sound."""
     server = TcpServer(host, lambda token: DEFAULT_TENANT, "127.0.0.1")
+    with _over(server, to_reader, to_shard):
+        yield lambda shard: Over(MemoryTransport(host, DEFAULT_TENANT), TcpPages(server.address, None))
 
+
+@contextmanager
+def over_shm(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]:
+    """The same, where the bytes of pages go past the wires, and what is said of them over these."""
+    server = ShmServer(host, lambda token: DEFAULT_TENANT)
+    with _over(server, to_reader, to_shard):
+        yield lambda shard: Over(MemoryTransport(host, DEFAULT_TENANT), ShmPages(server.address, None))
+
+
+@contextmanager
+def _over(server: TcpServer | ShmServer, to_reader: Wire, to_shard: Wire) -> Iterator[None]:
     def send(
         link: Link, kind: streams.Kind, body: bytes, deadline: Deadline, payloads: Sequence[memoryview] = ()
     ) -> None:
-        wire = to_reader if link.peer.startswith("tcp peer") else to_shard
+        wire = to_reader if " peer " in link.peer else to_shard
         frame = b"".join([streams.encode_header(kind, len(body)), body, *payloads])
         left = memoryview(wire.carry(frame))
         while left:
@@ -171,7 +186,7 @@ def over_tcp(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Link, "send", send)
         try:
-            yield lambda shard: Over(MemoryTransport(host, DEFAULT_TENANT), TcpPages(server.address, None))
+            yield
         finally:
             server.close()
 
@@ -179,6 +194,7 @@ def over_tcp(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]:
 _FRAMES: dict[object, tuple[Kinds, Kinds]] = {
     over_grpc: ((frames.DATA,), (frames.HEAD, frames.DATA, frames.TAIL)),
     over_tcp: ((streams.Kind.PAGES,), tuple(streams.Kind)),
+    over_shm: ((streams.Kind.GRANT, streams.Kind.WRITTEN), tuple(streams.Kind)),
 }
 
 
@@ -218,7 +234,7 @@ class Wired:
         return int(counters(self.client)[ShardId(self.shard)][name])
 
 
-@pytest.fixture(params=[over_grpc, over_tcp], ids=["grpc", "tcp"])
+@pytest.fixture(params=[over_grpc, over_tcp, over_shm], ids=["grpc", "tcp", "shm"])
 def wired(request: pytest.FixtureRequest) -> Iterator[Wired]:
     to_reader, to_shard = Wire(), Wire()
     with MemoryCluster(device_bytes="4MiB") as cluster:
