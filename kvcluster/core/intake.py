@@ -143,7 +143,9 @@ class Intake:
         if m.coordinator > state.epoch:
             if not state.rebuilding:  # somebody newer coordinates: this process is over
                 return None, [Answer(m.call, ReportAck(state.epoch, 0)), Leave("a newer coordinator is known")]
-            state.epoch = Epoch(m.coordinator + 1)
+            # Not merely the next: two that know of the same one would both take it, and never learn of one another.
+            # The low bits of an epoch, which began as nanoseconds, are as good as drawn.
+            state.epoch = Epoch(m.coordinator + 1 + state.epoch % 65_536)
             for known in state.members.all():  # each numbers its stream anew for this epoch, after an inventory
                 known.cursor = ReportCursor()
         if state.members.farewell(m.info) is not None:

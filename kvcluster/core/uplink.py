@@ -101,7 +101,8 @@ class Uplink:
             self._holdoff = False
             return False
         self._member_until = sent_at + self._term
-        self._next_report = now + self._interval
+        # From when it was asked, as the term is: after an answer that came late the next must not.
+        self._next_report = max(now, sent_at + self._interval)
         self._holdoff = False
         if ack.inventory:
             self._stream.owe_inventory()

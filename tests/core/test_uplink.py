@@ -242,6 +242,16 @@ def test_news_are_told_at_once_and_else_a_heartbeat_when_it_is_due() -> None:
     assert [event.key for event in report(shard).events] == [key(A)]
 
 
+def test_after_an_answer_that_came_late_the_next_heartbeat_does_not() -> None:
+    shard = LoneShard.joined()
+    shard.later(500 * MS)
+    assert shard.sent is not None
+    shard.later(MEMBERSHIP_MS * MS * 9 // 10)
+    shard.answer()
+    shard.later(0)
+    assert report(shard).events == (), "or its term would end before it is due"
+
+
 def test_what_failed_is_sent_again_no_sooner_than_the_retry_however_urgent() -> None:
     shard = LoneShard.joined()
     shard.reserve(attempt(1), A, B)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from kvcluster.core.ids import BlockHash, NamespaceId
+from kvcluster.core.ids import BlockHash, NamespaceId, ShardId
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Answer,
@@ -79,6 +79,7 @@ class Oracle:
         self._purged_at: dict[NamespaceId, int] = {}
         self._placed: dict[Name, dict[str, int]] = {}  # where each page was committed last, and when
         self._drain_until: dict[tuple[str, ShardAddress], int] = {}  # by the coordinator that lets it go
+        self._others_had: dict[tuple[str, ShardAddress], dict[Name, None]] = {}  # when that began
         self._of_shard: dict[type, Callable[[ShardProcess, Any, list[Effect]], None]] = {
             Pin: self._pin,
             Reserve: self._reserve,
@@ -243,6 +244,7 @@ class Oracle:
             member = c.core.members.get(m.info.shard)
             if member is not None and member.drain_until is not None:
                 self._drain_until[c.name, member.address] = member.drain_until
+                self._others_had.setdefault((c.name, member.address), self._had_by_others(member.info.shard))
 
     def _load_prepared(self, c: CoordinatorProcess, m: PrepareLoad, reply: object, now: int) -> None:
         if isinstance(reply, LoadGrant):
@@ -300,7 +302,8 @@ class Oracle:
     def _drained(self, c: CoordinatorProcess, info: ShardInfo, now: int) -> None:
         """A shard that is drained takes nothing with it that another had room for.
 
-        What has come to another since and was evicted there has had its place, and was the coldest in it.
+        What lay on another when that began, or has come to one since, and was evicted there has had its place, and was
+        the coldest in it.
         """
         shard = self._world.incarnations[info.shard, info.epoch]
         until = self._drain_until.get((c.name, shard.address))
@@ -320,9 +323,15 @@ class Oracle:
                 elsewhere = all(self._came_elsewhere(name, shard, c) for name in names)
                 hold(elsewhere, f"{shard.name} is drained and takes {block.hex()[:6]} with it")
 
+    def _had_by_others(self, drained: ShardId) -> dict[Name, None]:
+        living = [shard for shard in self._world.incarnations.values() if shard.name != drained and not shard.dead]
+        return {name: None for shard in living for name in shard.ready}
+
     def _came_elsewhere(self, name: Name, shard: ShardProcess, c: CoordinatorProcess) -> bool:
-        """Does it lie on another shard, or has it come to one since it lies here? That another has just died, its
-        coordinator cannot know."""
+        """Does it lie on another shard, did it when the drain began, or has it come to one since it lies here? That
+        another has just died, its coordinator cannot know."""
+        if name in self._others_had.get((c.name, shard.address), {}):
+            return True
         placed = self._placed[name]
         members = [member.address for member in c.core.members.all()]
         others = [
