@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvcluster import errors
     from kvcluster.actors.local import local
-    from kvcluster.client import BlockExplanation, Client, Loaded, Lookup, Stored, Ticket, Transfer, connect
+    from kvcluster.client import (
+        BlockExplanation,
+        BorrowedBlocks,
+        Client,
+        Loaded,
+        Lookup,
+        Stored,
+        Ticket,
+        Transfer,
+        connect,
+    )
     from kvcluster.client.memory import Buffers, Dense, Paged
     from kvcluster.core.reasons import Loss, Miss, MissReason
     from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Part, Plane, window
@@ -27,7 +37,17 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "kvcluster.actors.local": ("local",),
-    "kvcluster.client": ("BlockExplanation", "Client", "Loaded", "Lookup", "Stored", "Ticket", "Transfer", "connect"),
+    "kvcluster.client": (
+        "BlockExplanation",
+        "BorrowedBlocks",
+        "Client",
+        "Loaded",
+        "Lookup",
+        "Stored",
+        "Ticket",
+        "Transfer",
+        "connect",
+    ),
     "kvcluster.client.memory": ("Buffers", "Dense", "Paged"),
     "kvcluster.core.reasons": ("Loss", "Miss", "MissReason"),
     "kvcluster.core.spec": ("LAST", "PREFIX", "Group", "KVSpec", "Part", "Plane", "window"),
@@ -39,6 +59,7 @@ __all__ = [
     "LAST",
     "PREFIX",
     "BlockExplanation",
+    "BorrowedBlocks",
     "Buffers",
     "Client",
     "Dense",

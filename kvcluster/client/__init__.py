@@ -1,10 +1,22 @@
 """What an engine holds: `connect`, the Client and what its calls return. Nothing here imports torch until blocks of
 tensors are given to it."""
 
+from kvcluster.client.borrowing import BorrowedBlocks
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
 from kvcluster.client.ticket import Ticket
 from kvcluster.client.transfer import Transfer
 
-__all__ = ["BlockExplanation", "Client", "Loaded", "Lookup", "Pinned", "Stored", "Ticket", "Transfer", "connect"]
+__all__ = [
+    "BlockExplanation",
+    "BorrowedBlocks",
+    "Client",
+    "Loaded",
+    "Lookup",
+    "Pinned",
+    "Stored",
+    "Ticket",
+    "Transfer",
+    "connect",
+]

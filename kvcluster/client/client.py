@@ -1,6 +1,7 @@
 """The client: what an engine holds. Three levels, each built on the one before; this module has the first two.
 
-    1  blocks     prepare_load, redeem, begin_load, begin_store       for engines that hash for themselves
+    1  blocks     prepare_load, redeem, begin_load, begin_store,      for engines that hash for themselves
+                  borrow
     2  tokens     lookup, load, store, flush, explain, pin, unpin     blocking; async twins on `client.aio`,
                   clear, purge                                        as of these two
 
@@ -18,6 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcluster.client import arguments
+from kvcluster.client.borrowing import BorrowedBlocks, Borrower
 from kvcluster.client.control import NO_CALL, NOBODY, Control, CoordinatorPort
 from kvcluster.client.explaining import explain
 from kvcluster.client.lease_keeper import LeaseKeeper
@@ -93,6 +95,7 @@ class Client:
             next_attempt=self._attempt,
             store_wait_ms=self._config.store_wait_ms,
         )
+        self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=self._deadline)
         self._closed = False
 
     def attach(self, deadline: Deadline) -> None:
@@ -157,6 +160,12 @@ class Client:
         spec, deadline = self._spec_of(ticket, adapter), self._call(deadline_ms)
         bound = bind(into, spec, self.parts, ticket.blocks, writable=True)
         return self._movers.load(ticket.body, bound, spec, deadline)
+
+    def borrow(self, ticket: Ticket, *, adapter: str | None = None, deadline_ms: float | None = None) -> BorrowedBlocks:
+        """The ticket's blocks where they lie, without a copy, as far as their shards are reached over shared memory:
+        see BorrowedBlocks, which is to be closed. `adapter` as in begin_load."""
+        spec, deadline = self._spec_of(ticket, adapter, by="borrow"), self._call(deadline_ms)
+        return self._borrower.borrow(ticket.body, spec, deadline)
 
     def begin_store(
         self,
@@ -341,6 +350,7 @@ class Client:
             return
         self._closed = True
         self._movers.close(self._shards.close)
+        self._borrower.close()  # after whoever hangs in asking a shard was broken off
         self._keeper.close()
         self._control.close()
 
@@ -436,10 +446,10 @@ class Client:
     def _spec(self, adapter: str | None) -> KVSpec:
         return self.spec if adapter is None or adapter == self.spec.adapter else replace(self.spec, adapter=adapter)
 
-    def _spec_of(self, ticket: Ticket, adapter: str | None) -> KVSpec:
+    def _spec_of(self, ticket: Ticket, adapter: str | None, *, by: str = "begin_load") -> KVSpec:
         """The spec that a ticket was prepared for. Raises CallerError where another is named."""
         if not isinstance(ticket, Ticket):
-            raise CallerError(f"begin_load takes a ticket of prepare_load or redeem, not a {type(ticket).__name__}")
+            raise CallerError(f"{by} takes a ticket of prepare_load or redeem, not a {type(ticket).__name__}")
         known = self._control.spec_of(ticket.body.namespace)
         if known is None:
             spec = self._spec(adapter)

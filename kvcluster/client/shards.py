@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from kvcluster.core.messages import PageKey, ReadRequest, Refused, RefusedKind, 
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, KVClusterError, LimitError
+from kvcluster.transport.borrowed import Borrowed, Lends, NotLent
 from kvcluster.transport.choice import Choice
 from kvcluster.transport.seam import Deadline, PageSink, PageSource, RefusedByShard, Transport, Trouble
 
@@ -110,6 +111,20 @@ class Shards:
             self._unflushed[shard] = next(self._writes)
         return outcome
 
+    def borrow(
+        self, shard: ShardAddress, spec: KVSpec, request: ReadRequest, deadline: Deadline, *, until: ExitStack
+    ) -> Borrowed:
+        """As Lends.borrow, until that stack is closed; attaches first. Raises NotLent where the way to the shard cannot
+        lend, Trouble, or CallerError where the request was wrong."""
+        try:
+            return self._borrow(shard, spec, request, deadline, until)
+        except RefusedByShard as refused:
+            self._recover(refused.refused, shard, request.namespace)
+        try:
+            return self._borrow(shard, spec, request, deadline, until)
+        except RefusedByShard as refused:
+            raise _error(refused.refused, shard) from None
+
     def flush(self, deadline: Deadline) -> bool:
         """Has the coordinator heard of everything written so far? A shard that is late is asked again by the next
         flush; one that is gone is not, since what it held is gone with it."""
@@ -190,6 +205,14 @@ class Shards:
             transport.close()
 
     # ------------------------------------------------------------------------------------------- helpers
+
+    def _borrow(
+        self, shard: ShardAddress, spec: KVSpec, request: ReadRequest, deadline: Deadline, until: ExitStack
+    ) -> Borrowed:
+        with self._asked(shard, spec, request.namespace, deadline) as transport:
+            if not isinstance(transport, Lends):
+                raise NotLent(f"its pages come over {transport.name}")
+            return until.enter_context(transport.borrow(request, deadline))
 
     @contextmanager
     def _asked(

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from kvcluster.client.memory import Ask, Dense, Paged, Pages, Region, Staging, kind
-from kvcluster.core.spec import DTYPE_BYTES, Part, Plane
+from kvcluster.core.spec import DTYPE_BYTES, KVSpec, Part, Plane
 from kvcluster.errors import CallerError
 
-__all__ = ["Tensor", "bind_tensors"]
+__all__ = ["Tensor", "bind_tensors", "page_tensor"]
 
 _DTYPES: dict[str, torch.dtype] = {
     name: torch.uint8 if name == "opaque" else getattr(torch, name) for name in DTYPE_BYTES
@@ -56,6 +56,23 @@ def bind_tensors(ask: Ask, memory: object) -> Region:
         if isinstance(memory, Paged):
             return _bind_paged(ask, memory)
     raise CallerError(f"{ask.name} is {kind(memory)}; expected a torch tensor, Dense, Paged or Buffers")
+
+
+def page_tensor(spec: KVSpec, group: int, part: Part, page: memoryview | None) -> Tensor | None:
+    """A page's bytes in place as `[layers, planes, block_tokens, heads, dim]`; they stay in memory as long as it does.
+    Raises CallerError where the group's planes do not make one tensor, whether or not there is a page."""
+    planes = spec.groups[group].planes
+    if not _joinable(planes) or planes[0].dtype == "opaque":
+        raise CallerError(
+            f"the planes of group {group} differ in dim or dtype, or are opaque: no tensor has them. Take page(block)"
+        )
+    if page is None:
+        return None
+    # A view of our own: torch keeps a reference to it and not to its buffer, so that nobody else may release it.
+    with torch.inference_mode(False):
+        flat = torch.frombuffer(memoryview(page), dtype=torch.uint8)
+        shape = (part.layers, len(planes), spec.block_tokens, part.heads, planes[0].dim)
+        return flat.view(_DTYPES[planes[0].dtype]).view(shape)
 
 
 class _Geometry:

@@ -22,6 +22,7 @@ from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, NamespaceId
 from kvcluster.core.messages import AttachedShard, PageKey, ReadRequest, ShardAddress, WriteRequest, Written
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec
+from kvcluster.transport.borrowed import Borrowed, Lends, NotLent
 from kvcluster.transport.grpc_pages import GrpcPages
 from kvcluster.transport.handover import FAILURES, Gone, Held, Record, RestOfLoad, RestOfStore
 from kvcluster.transport.paths import Control, Opener, Paths, said
@@ -134,6 +135,22 @@ class Choice:
                     break
                 self._pause(pause_s)
         return rest.outcome()
+
+    @contextmanager
+    def borrow(self, request: ReadRequest, deadline: Deadline) -> Iterator[Borrowed]:
+        """As Lends (borrowed.py), while the path in use lends: no other could go on with what this one began."""
+        with self._path(deadline) as path:
+            if not isinstance(path, Lends):
+                why = "".join(f"; {name}: {reason}" for name, reason in self.refused().items())
+                raise NotLent(f"its pages come over {path.name}{why}")
+            try:
+                lent = path.borrow(request, deadline)
+            except FAILURES as error:
+                if not self._goes_on(path, error, deadline):
+                    raise
+                raise NotLent(f"{path.name}: {said(error)}") from None  # of the shard itself it says nothing
+            with lent as borrowed:
+                yield borrowed
 
     def _whole(self, request: ReadRequest, record: Record, deadline: Deadline) -> memoryview:
         """A record that has broken, as it is over the next path; the time to copy it once is all that it costs."""

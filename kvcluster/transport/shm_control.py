@@ -51,6 +51,7 @@ class Control:
         self._link = link
         self._maps = maps
         self._writable: Mapping | None = None
+        self.lease_ttl_ns = welcome.lease_ttl_ns
         self._renew_ns = welcome.lease_ttl_ns // _RENEWALS
         self._said_ns = 0
         self._owner = os.getpid()

@@ -13,7 +13,9 @@ from kvcluster.testing.conformance import World, open_world
 from kvcluster.testing.conformance.content import Content, ContentSource, load, store
 from kvcluster.testing.conformance.world import BOUND_S, soon
 from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
+from kvcluster.transport.shm_control import Turn
 from kvcluster.transport.shm_pages import ShmPages
+from kvcluster.wire.streams import Kind
 from tests.transport.shm_served import Served, path
 
 
@@ -93,6 +95,25 @@ def test_renewing_keeps_it_and_waits_for_nothing(world: World, way: ShmPages) ->
         world.watched.wait_until(lambda: (world.lease_expiry() or 0) > begun, "the lease is renewed")
 
 
+def test_renewing_does_not_wait_for_a_thread_that_asks_whether_it_was_valid(world: World, way: ShmPages) -> None:
+    content, asking, go_on = stored(world), threading.Event(), threading.Event()
+    with way.borrow(content.read_request(), soon()) as borrowed:
+        control = borrowed._control
+        hear = control.hear
+
+        def held(kind: Kind, deadline: Deadline, *, then: Turn) -> bytes:
+            asking.set()
+            assert go_on.wait(BOUND_S)
+            return hear(kind, deadline, then=then)
+
+        control.hear = held  # type: ignore[method-assign]
+        valid = world.meanwhile(lambda: borrowed.valid(soon()))
+        assert asking.wait(BOUND_S)
+        assert borrowed.renew(soon()), "that thread renews it"
+        go_on.set()
+        assert valid.result(BOUND_S)
+
+
 def test_asking_whether_it_was_valid_renews_it(world: World, way: ShmPages) -> None:
     content = stored(world)
     with way.borrow(content.read_request(), soon()) as borrowed:
@@ -106,7 +127,7 @@ def test_after_its_lease_has_ended_it_is_not_valid_and_never_again(world: World,
     with way.borrow(content.read_request(), soon()) as borrowed:
         world.expire_leases()
         assert not borrowed.valid(soon())
-        borrowed.renew(soon())
+        assert not borrowed.renew(soon())
         assert not borrowed.valid(soon())
         world.wait_until_unleased()
         view = borrowed.views[0]
