@@ -130,9 +130,11 @@ class Replicator:
         alive = self._book.alive(member.slot)
         for wished, wish in self._under_way.pop(member.slot, {}).items():
             record = self._record(wished)
+            going = [slot for slot in self._draining if record is not None and record.copies.on(slot)]
             if record is not None and alive and _came(record, member.slot, ordered):
                 wish.tries, wish.not_before = TRIES, 0  # another copy of it is another matter
-            going = [slot for slot in self._draining if record is not None and record.copies.on(slot)]
+                if not going and not self._lacks(record, self._staying(record), min(wish.copies, self._stayers())):
+                    continue  # it has what was wished for: if that is evicted soon, it is not to be brought again
             if record is None or not (wish.tries or going):  # what goes is tried until it does
                 continue
             (self._draining[going[0]] if going else self._wishes).setdefault(wished, wish)

@@ -241,6 +241,17 @@ def test_a_replica_found_corrupt_is_replaced_and_one_evicted_is_not() -> None:
     assert coordinator.counter("corrupt_pages") == 1
 
 
+def test_a_copy_that_is_evicted_as_soon_as_it_has_come_is_not_brought_again() -> None:
+    coordinator, _ = LoneCoordinator.serving(*pages([A]))
+    [two] = others(coordinator, "b")
+    want(coordinator, 2, A)
+    ack = two.report()
+    assert wanted(ack) == [A] and ack.pull is not None
+    two.pulled = ack.pull.number
+    two.report(*pages([A]), pressure=PAGE)
+    assert two.report(gone(A)).pull is None
+
+
 # -------------------------------------------------------------------------------------------- purges
 
 

@@ -33,11 +33,12 @@ def come_to_rest(world: World) -> None:
         process.resume()
     for node in range(world.scenario.nodes):
         world.bind(node, None)
-    give_up = world.kernel.now + REST_NS
+    healed_at = world.kernel.now
+    give_up = healed_at + REST_NS
     while True:
         world.kernel.run(world.kernel.now + _LOOK_NS)
         try:
-            _all_is_at_rest(world)
+            _all_is_at_rest(world, healed_at)
             break
         except Violation as not_yet:
             world.end_superseded()
@@ -48,7 +49,7 @@ def come_to_rest(world: World) -> None:
     world.check()
 
 
-def _all_is_at_rest(world: World) -> None:
+def _all_is_at_rest(world: World, healed_at: int) -> None:
     coordinator = world.coordinator
     hold(not coordinator.dead and not coordinator.core.rebuilding, "the coordinator is not back")
     hold(all(worker.idle for worker in world.workers), "a call has not ended")
@@ -66,6 +67,11 @@ def _all_is_at_rest(world: World) -> None:
         assert member is not None
         hold(member.info.epoch == shard.core.epoch and member.cursor.current, f"{shard.shard} is not up")
         hold(shard.core.member(shard.now()), f"{shard.shard} has no coordinator")
+        # A report that was lost before is awaited for longer than a shard may be silent.
+        silent_ns = coordinator.now() - coordinator.heard[shard.shard, shard.core.epoch]
+        hold(silent_ns < world.kernel.now - healed_at, f"{shard.shard} has not been heard of since")
+        late = any(member.purged < space.purged for space in coordinator.core.directory)
+        hold(not late, f"{shard.shard} has a purge to carry out")
         hold(not member.draining, f"{shard.shard} has not gone")
         hold(not len(shard.core.leases), f"{shard.shard} has a lease left")
         hold(not shard.sessions, f"{shard.shard} has a session left")
@@ -107,9 +113,7 @@ def _last_wishes(worker: Worker) -> Script:
         if len(model.whole()) == 1:  # one size of page: whether two sizes fit together, only their shard knows
             short = content.chain(model, 0, 0)[:1]
             stored = False
-            for _ in range(
-                6
-            ):  # room is asked for by reports, and one that was lost before the healing is still awaited
+            for _ in range(6):  # room is asked for by reports
                 stored = stored or (yield from worker.store(model, short, 0, model.whole(), 300 * MS))
             hold(stored or _rotten(world), "a block could not be stored in peace")
             return
