@@ -212,10 +212,11 @@ class Client:
         if not hashes:
             return Lookup(0, 0, None, trouble)
         ticket = self._prepare(spec, hashes, Need(self.parts), deadline, hold=False)
+        link = self._movers.learned.known()
+        page_bytes = sum(spec.page_bytes(g, p) for g, p in enumerate(self.parts) if p is not None)
         seconds = None
-        if self._movers.rate is not None:
-            page_bytes = sum(spec.page_bytes(g, p) for g, p in enumerate(self.parts) if p is not None)
-            seconds = ticket.blocks * page_bytes / self._movers.rate
+        if link is not None:
+            seconds = link.load_ns(ticket.blocks * page_bytes) / 1e9 if ticket.blocks else 0.0
         return Lookup(ticket.blocks * spec.block_tokens, ticket.blocks, seconds, ticket.miss)
 
     def load(

@@ -23,6 +23,7 @@ from kvcluster.client.control import NO_CALL, NOBODY, Control
 from kvcluster.client.loading import READERS, Load
 from kvcluster.client.memory import Bound
 from kvcluster.client.pieces import plan_pieces
+from kvcluster.client.rates import LearnedRate
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.shards import Shards
 from kvcluster.client.storing import WRITERS, Store, Tally
@@ -59,8 +60,8 @@ class Movers:
         next_attempt: Callable[[], Attempt],
         store_wait_ms: int,
     ) -> None:
-        self.rate: float | None = None
-        """Bytes a second of recent loads; None before the first."""
+        self.learned = LearnedRate()
+        """Of recent loads, of which one ends at a time."""
         self._control = control
         self._shards = shards
         self._parts = parts
@@ -97,7 +98,8 @@ class Movers:
         def work() -> Loaded:
             began = time.monotonic_ns()
             loaded = load.run(pieces)
-            self._learn_rate(loaded.nbytes, time.monotonic_ns() - began)
+            ended = time.monotonic_ns()
+            self.learned.learn(loaded.nbytes, ended - began, ended)
             return loaded
 
         with self._lock:
@@ -202,8 +204,3 @@ class Movers:
             detail = f"stores of {sum(waiting) >> 20} MiB of this client wait already; store less, or less often"
             return Miss(MissReason.FULL, detail)
         return None
-
-    def _learn_rate(self, nbytes: int, took_ns: int) -> None:
-        if nbytes and took_ns:
-            rate = nbytes * 1e9 / took_ns
-            self.rate = rate if self.rate is None else 0.8 * self.rate + 0.2 * rate
