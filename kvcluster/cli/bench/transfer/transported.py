@@ -34,7 +34,7 @@ from kvcluster.wire.methods import SHARD
 _NOTE = "checksums and pins; no lookup"
 PATHS = {
     "shm": {"over": "memory", "note": _NOTE},
-    "tcp": {"over": "tcp", "note": f"{_NOTE}; two streams"},
+    "tcp": {"over": "tcp", "note": f"{_NOTE}; streams: {TcpPages.streams}"},
     "grpc": {"over": "tcp", "note": f"{_NOTE}; one stream"},
 }
 _OPEN: dict[str, Callable[[str, str | None], DataPath]] = {"shm": ShmPages, "tcp": TcpPages, "grpc": GrpcPages}
