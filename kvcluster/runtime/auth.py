@@ -83,8 +83,10 @@ def digest(token: str) -> str:
 
 
 def new_token() -> str:
-    """A random token of 256 bits."""
-    return secrets.token_urlsafe(32)
+    """A random token of 256 bits. It does not begin with a dash, which a command line would take for an option."""
+    while (token := secrets.token_urlsafe(32)).startswith("-"):
+        """One of sixty-four does."""
+    return token
 
 
 def token_line(token: str, tenant: str, *, operator: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 import pytest
@@ -225,3 +226,9 @@ def test_insecure_does_not_make_tokens_worthless(tmp_path: Path) -> None:
     known = authenticator(ServerConfig(token_file=str(path), insecure=True), SECRET)
     with pytest.raises(CredentialError):
         known.caller(None)
+
+
+def test_a_new_token_can_be_given_on_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = iter(["-like-an-option", "--worse", "good-"])
+    monkeypatch.setattr(secrets, "token_urlsafe", lambda nbytes: next(drawn))
+    assert new_token() == "good-"
