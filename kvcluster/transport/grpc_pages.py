@@ -34,7 +34,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.rpc import Connection, identity, status_of
 from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, Present, RefusedByShard, Trouble
-from kvcluster.transport.sessions import ReadSession, WriteSession, outgoing
+from kvcluster.transport.sessions import Asked, ReadSession, WriteSession, check_length, outgoing
 from kvcluster.wire import frames
 from kvcluster.wire.methods import SHARD
 
@@ -68,20 +68,11 @@ class GrpcPages:
         stream = self._connection.read_stream(READ, frames.encode_read_request(request), deadline)
         try:
             outcome = _unless_refused(frames.decode_read_head(next(stream)))
-            _check_length(outcome, request.wants, address)
-            # Where each page goes on: a layer that came twice would hide one that did not come.
-            expected = [want.layer_start for want in request.wants]
+            check_length(outcome, request.wants, address)
+            asked = Asked(request, outcome, address)
             for message in stream:
                 for record in frames.parse(message):
-                    stop = record.layer + len(record.sums)
-                    if (
-                        record.item >= len(expected)
-                        or outcome[record.item] is not None
-                        or record.layer != expected[record.item]
-                        or stop > request.wants[record.item].layer_stop
-                    ):
-                        raise ProtocolError(f"{address} sent layers that were not asked for, or not in order")
-                    expected[record.item] = stop
+                    asked.check(record.item, record.layer, len(record.sums))
                     sink.receive(record.item, record.layer, record.codec, record.sums, Present(record.data))
                 yield
             return outcome
@@ -115,10 +106,10 @@ class GrpcPages:
         stream = self._connection.write_stream(WRITE, messages(), deadline)
         try:
             head = _unless_refused(frames.decode_write_head(next(stream)))
-            _check_length(head, request.pages, address)
+            check_length(head, request.pages, address)
             granted.put(head)
             tail = _unless_refused(frames.decode_write_tail(next(stream)))
-            _check_length(tail, request.pages, address)
+            check_length(tail, request.pages, address)
             return tail
         except grpc.RpcError as error:
             if failed:
@@ -156,11 +147,6 @@ def _unless_refused(answer: T | Refused) -> T:
     if isinstance(answer, Refused):
         raise RefusedByShard(answer)
     return answer
-
-
-def _check_length(outcome: Sequence[object], asked: Sequence[object], address: str) -> None:
-    if len(outcome) != len(asked):
-        raise ProtocolError(f"{address} answered for {len(outcome)} pages of {len(asked)}")
 
 
 # ------------------------------------------------------------------------------------------- server

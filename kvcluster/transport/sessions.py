@@ -72,6 +72,37 @@ def outgoing(request: WriteRequest, outcome: Sequence[Written | None], source: P
         yield batch
 
 
+class Asked:
+    """What a load asked of a shard, to hold its answer to: layers that were asked for, in order, each once.
+
+    A layer that came twice would hide one that did not come.
+    """
+
+    def __init__(self, request: ReadRequest, outcome: Sequence[Miss | None], address: str) -> None:
+        self._wants = request.wants
+        self._outcome = outcome
+        self._address = address
+        self._next = [want.layer_start for want in request.wants]
+
+    def check(self, item: int, layer: int, layers: int) -> None:
+        """Raises ProtocolError unless these layers of that item are the ones that come next of it."""
+        stop = layer + layers
+        if (
+            item >= len(self._next)
+            or self._outcome[item] is not None
+            or layer != self._next[item]
+            or stop > self._wants[item].layer_stop
+        ):
+            raise ProtocolError(f"{self._address} sent layers that were not asked for, or not in order")
+        self._next[item] = stop
+
+
+def check_length(outcome: Sequence[object], asked: Sequence[object], address: str) -> None:
+    """Raises ProtocolError where a shard has not answered for exactly the pages that it was asked for."""
+    if len(outcome) != len(asked):
+        raise ProtocolError(f"{address} answered for {len(outcome)} pages of {len(asked)}")
+
+
 def _nothing() -> None:
     """How to stop what cannot be stopped from outside."""
 

@@ -22,7 +22,7 @@ from kvcluster.pages import codec
 from kvcluster.transport.borrowed import Borrowed, borrow
 from kvcluster.transport.connections import Connections
 from kvcluster.transport.seam import Deadline, PageSink, PageSource, Present
-from kvcluster.transport.sessions import in_order_of_use
+from kvcluster.transport.sessions import check_length, in_order_of_use
 from kvcluster.transport.shm_control import Control, Maps, Turn, reach
 from kvcluster.wire import shard, shm_frames
 from kvcluster.wire.shm_frames import Place
@@ -89,8 +89,7 @@ class ShmPages:
             source.drained()
             control.say(Kind.DONE, b"", deadline, then=Turn.THEIRS)
             tail = shard.decode_write_tail(control.hear(Kind.TAIL, deadline, then=Turn.IDLE))
-            if len(tail) != len(request.pages):
-                raise ProtocolError(f"{self.address} answered for {len(tail)} pages of {len(request.pages)}")
+            check_length(tail, request.pages, self.address)
             return tail
         finally:
             self._end(control, Kind.ABORT)

@@ -13,21 +13,21 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Generator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import ReadRequest, WriteRequest, Written
 from kvcluster.core.reasons import Miss, MissReason
-from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
+from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.transport.connections import Connections
 from kvcluster.transport.link import Link, dial
 from kvcluster.transport.listener import Listener, TenantOf
 from kvcluster.transport.rpc import check_address
 from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Trouble
-from kvcluster.transport.sessions import ReadSession, WriteSession, outgoing
+from kvcluster.transport.sessions import Asked, ReadSession, WriteSession, check_length, outgoing
 from kvcluster.wire import shard, streams
 from kvcluster.wire.streams import Kind
 
@@ -66,60 +66,33 @@ class TcpPages:
     def read(
         self, request: ReadRequest, sink: PageSink, deadline: Deadline
     ) -> Generator[None, None, list[Miss | None]]:
-        link = self._links.take(deadline)
-        try:
+        with self._exchange(deadline) as link:
             link.send(Kind.READ, streams.encode_read(request, _remaining_ns(deadline)), deadline)
-            outcome = self._head(link, shard.decode_read_head, len(request.wants), deadline)
-            # Where each page goes on: a layer that came twice would hide one that did not come.
-            expected = [want.layer_start for want in request.wants]
+            outcome = self._head(link, shard.decode_read_head, request.wants, deadline)
+            asked = Asked(request, outcome, self.address)
             while True:
                 kind, body = link.receive(Kind.PAGES, Kind.DONE, deadline=deadline)
                 if kind is Kind.DONE:
-                    break
+                    return outcome
                 for head in streams.decode_pages(body):
-                    stop = head.layer + len(head.sums)
-                    if (
-                        head.item >= len(expected)
-                        or outcome[head.item] is not None
-                        or head.layer != expected[head.item]
-                        or stop > request.wants[head.item].layer_stop
-                    ):
-                        raise ProtocolError(f"{self.address} sent layers that were not asked for, or not in order")
-                    expected[head.item] = stop
+                    asked.check(head.item, head.layer, len(head.sums))
                     payload = link.incoming(head.nbytes, deadline)
                     sink.receive(head.item, head.layer, head.codec, head.sums, payload)
                     payload.skip()
                 yield
-        except RefusedByShard:
-            self._links.keep(link)
-            raise
-        except BaseException as error:
-            self._links.discard(link)
-            raise self._why(error, deadline) from None
-        self._links.keep(link)
-        return outcome
 
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
-        link = self._links.take(deadline)
-        try:
+        with self._exchange(deadline) as link:
             link.send(Kind.WRITE, streams.encode_write(request, _remaining_ns(deadline)), deadline)
-            outcome = self._head(link, shard.decode_write_head, len(request.pages), deadline)
+            outcome = self._head(link, shard.decode_write_head, request.pages, deadline)
             for batch in outgoing(request, outcome, source):
                 link.send(Kind.PAGES, streams.encode_pages(batch), deadline, [record.data for record in batch])
             source.drained()
             link.send(Kind.DONE, b"", deadline)
             _, body = link.receive(Kind.TAIL, deadline=deadline)
             tail = shard.decode_write_tail(body)
-            if len(tail) != len(request.pages):
-                raise ProtocolError(f"{self.address} answered for {len(tail)} pages of {len(request.pages)}")
-        except RefusedByShard:
-            self._links.keep(link)
-            raise
-        except BaseException as error:
-            self._links.discard(link)
-            raise self._why(error, deadline) from None
-        self._links.keep(link)
-        return tail
+            check_length(tail, request.pages, self.address)
+            return tail
 
     def close(self) -> None:
         """Ends what is under way. May be called from any thread, and again."""
@@ -127,13 +100,28 @@ class TcpPages:
 
     # ----------------------------------------------------------------------------------------- helpers
 
-    def _head(self, link: Link, decode: Callable[[bytes], list[T]], asked: int, deadline: Deadline) -> list[T]:
+    @contextmanager
+    def _exchange(self, deadline: Deadline) -> Iterator[Link]:
+        """A connection for one exchange, kept where that ends well or is refused, and else closed."""
+        link = self._links.take(deadline)
+        try:
+            yield link
+        except RefusedByShard:
+            self._links.keep(link)
+            raise
+        except BaseException as error:
+            self._links.discard(link)
+            raise self._why(error, deadline) from None
+        self._links.keep(link)
+
+    def _head(
+        self, link: Link, decode: Callable[[bytes], list[T]], asked: Sequence[object], deadline: Deadline
+    ) -> list[T]:
         kind, body = link.receive(Kind.HEAD, Kind.REFUSED, deadline=deadline)
         if kind is Kind.REFUSED:
             raise RefusedByShard(streams.decode_refused(body))
         outcome = decode(body)
-        if len(outcome) != asked:
-            raise ProtocolError(f"{self.address} answered for {len(outcome)} pages of {asked}")
+        check_length(outcome, asked, self.address)
         return outcome
 
     def _why(self, error: BaseException, deadline: Deadline) -> BaseException:
