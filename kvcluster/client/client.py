@@ -12,8 +12,6 @@ moved by threads of the client's own (movers.py), and tickets renewed by another
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,7 +29,7 @@ from kvcluster.client.ticket import Ticket
 from kvcluster.client.transfer import Transfer
 from kvcluster.config import ClientConfig
 from kvcluster.core import messages
-from kvcluster.core.ids import HOLDER_BYTES, Attempt, BlockHash, Holder, NamespaceId
+from kvcluster.core.ids import Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import (
     Done,
     EndTicket,
@@ -50,6 +48,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError, KVClusterError, Unreachable
+from kvcluster.transport.choice import own_attempts
 from kvcluster.transport.seam import Deadline, Trouble
 from kvcluster.wire.frames import decode_ticket
 
@@ -85,8 +84,7 @@ class Client:
         self._shards = Shards(
             open_transport, breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms
         )
-        self._holder = Holder(os.urandom(HOLDER_BYTES))
-        self._counter = itertools.count(1)
+        self._attempt = own_attempts()
         self._keeper = LeaseKeeper(self._renew, self._end)
         self._movers = Movers(
             self._control,
@@ -466,9 +464,6 @@ class Client:
                 "leave it out, since the ticket says it"
             )
         return known
-
-    def _attempt(self) -> Attempt:
-        return Attempt(self._holder, next(self._counter))
 
     def _call(self, deadline_ms: float | None) -> Deadline:
         """The deadline of a call that begins now. Raises CallerError where the client is closed."""

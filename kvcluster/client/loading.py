@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -34,7 +34,7 @@ from kvcluster.core.messages import Explain, Explained, PageKey, ReadRequest, Sh
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError
-from kvcluster.transport.seam import Deadline, Trouble
+from kvcluster.transport.seam import Deadline, Trouble, to_its_end
 
 PATIENCE = 4
 """A shard that sends nothing for this part of the call's time is silent: early enough to read it all from another."""
@@ -154,7 +154,7 @@ class Load:
             progress = self._shards.read(
                 read.shard, self._spec, request, read.sink, self._deadline, abandoned=lambda: read.abandoned
             )
-            read.outcome = _to_its_end(progress)
+            read.outcome = to_its_end(progress)
         except Trouble as trouble:
             read.error = trouble.with_traceback(None)  # its frames would keep the caller's memory
         except BaseException as error:
@@ -252,12 +252,3 @@ class Load:
             suspects: list[PageKey] = list(keys)[: limits.SUSPECTS_PER_CALL]
             shard, namespace = read.shard, self._body.namespace
             self._readers.submit(self._shards.suspect, shard, self._spec, namespace, suspects, self._deadline)
-
-
-def _to_its_end(progress: Generator[None, None, list[Miss | None]]) -> list[Miss | None]:
-    while True:
-        try:
-            next(progress)
-        except StopIteration as end:
-            outcome: list[Miss | None] = end.value
-            return outcome

@@ -12,16 +12,14 @@ broken off, and only when nothing is written any more are the pages given back.
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, suppress
 from types import TracebackType
 
 from kvcluster.core import limits
-from kvcluster.core.ids import HOLDER_BYTES, Attempt, CallId, Holder
+from kvcluster.core.ids import CallId
 from kvcluster.core.messages import (
     Abort,
     Commit,
@@ -36,6 +34,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.arrivals import Arrivals
+from kvcluster.transport.choice import own_attempts
 from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Transport, Trouble
 
 log = logging.getLogger(__name__)
@@ -57,8 +56,7 @@ class Fetcher:
         self._host = host
         self._open = open_source
         # At the source it is a reader like any other, under a name that nobody can guess and take before.
-        self._holder = Holder(os.urandom(HOLDER_BYTES))
-        self._counter = itertools.count(1)
+        self._next_attempt = own_attempts()
         self._closing = False
         self._current: _Breaker | None = None
 
@@ -89,7 +87,7 @@ class Fetcher:
     def _bring(self, order: Fetch, arrivals: Arrivals) -> None:
         deadline = Deadline.after_ms(FETCH_S * 1e3)
         wants = tuple(PageWant(slot.key, 0, slot.key.part.layers) for slot in order.slots)
-        attempt = Attempt(self._holder, next(self._counter))
+        attempt = self._next_attempt()
         request = ReadRequest(order.namespace, attempt, order.source.epoch, wants)
         with closing(self._open(order.source)) as source, _Breaker(source.close) as breaker:
             self._current = breaker

@@ -26,7 +26,7 @@ from kvcluster.transport.borrowed import Borrowed, Lends, NotLent
 from kvcluster.transport.grpc_pages import GrpcPages
 from kvcluster.transport.handover import FAILURES, Gone, Held, Record, RestOfLoad, RestOfStore
 from kvcluster.transport.paths import Control, Opener, Paths, said
-from kvcluster.transport.seam import DataPath, Deadline, PageSink, PageSource, RefusedByShard, Trouble
+from kvcluster.transport.seam import DataPath, Deadline, PageSink, PageSource, RefusedByShard, Trouble, to_its_end
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.tcp_pages import TcpPages
 
@@ -157,7 +157,7 @@ class Choice:
         held = Held(record.nbytes)
         again = ReadRequest(request.namespace, self._next_attempt(), request.epoch, (record.want,))
         try:
-            (miss,) = _to_its_end(self.read(again, held, deadline))
+            (miss,) = to_its_end(self.read(again, held, deadline))
         except RefusedByShard as refused:
             raise _lost(refused) from None
         if miss is None and (held.codec, held.sums, len(held.data)) != (
@@ -209,15 +209,6 @@ def own_attempts() -> Callable[[], Attempt]:
     """Attempts under a holder of their own, which nobody can guess and take before; thread-safe."""
     holder, counter = Holder(os.urandom(HOLDER_BYTES)), itertools.count(1)
     return lambda: Attempt(holder, next(counter))
-
-
-def _to_its_end(progress: Generator[None, None, list[Miss | None]]) -> list[Miss | None]:
-    while True:
-        try:
-            next(progress)
-        except StopIteration as end:
-            outcome: list[Miss | None] = end.value
-            return outcome
 
 
 def _lost(refused: RefusedByShard) -> Trouble:

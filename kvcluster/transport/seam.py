@@ -129,6 +129,16 @@ class PageSource(Protocol):
         """Nothing more will be asked for: the memory behind the source may be overwritten."""
 
 
+def to_its_end(progress: Generator[None, None, list[Miss | None]]) -> list[Miss | None]:
+    """Drives one `read` by this thread alone; its outcome."""
+    while True:
+        try:
+            next(progress)
+        except StopIteration as end:
+            outcome: list[Miss | None] = end.value
+            return outcome
+
+
 class DataPath(Protocol):
     """A worker's way to move pages to and from one shard incarnation.
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvcluster.cli.bench.transfer import pages
 from kvcluster.cli.bench.transfer.party import Path, Work
-from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, Tenant
+from kvcluster.core.ids import HASH_BYTES, BlockHash, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, ReadRequest, WriteRequest, Written
 from kvcluster.core.reasons import Loss
 from kvcluster.errors import KVClusterError
@@ -24,6 +24,7 @@ from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.server import Gate, Server, unary_handlers
 from kvcluster.testing.cluster import MemoryCluster
 from kvcluster.transport.arrivals import Arrivals
+from kvcluster.transport.choice import own_attempts
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
 from kvcluster.transport.seam import DataPath, Deadline
 from kvcluster.transport.shm_pages import ShmPages
@@ -94,8 +95,7 @@ class _Transported:
         self._control = control
         self._work = work
         self._epoch = epoch
-        self._holder = Holder(os.urandom(HOLDER_BYTES))
-        self._attempts = iter(range(1, 2**62))
+        self._next_attempt = own_attempts()
         self._pool = ThreadPoolExecutor(path.streams)
         share = -(-work.pages // path.streams)
         self._shares = [range(at, min(at + share, work.pages)) for at in range(0, work.pages, share)]
@@ -138,7 +138,7 @@ class _Transported:
         }
         sink = Arrivals(namespace, slots, lambda slot: work.into[slot.offset : slot.offset + slot.nbytes])
         wants = tuple(PageWant(key, 0, key.part.layers) for key in keys)
-        request = ReadRequest(namespace, self._attempt(), self._epoch, wants)
+        request = ReadRequest(namespace, self._next_attempt(), self._epoch, wants)
         for _ in self._path.read(request, sink, self._deadline()):
             """The sink has it."""
         if sink.missing() is not None or sink.wrong():
@@ -147,7 +147,7 @@ class _Transported:
     def _write(self, batch: int, share: range) -> None:
         namespace, keys = self._named(batch, share)
         new = tuple(NewPage(key, BlockHash(bytes(HASH_BYTES)), 0) for key in keys)
-        request = WriteRequest(namespace, self._attempt(), self._epoch, new, wait_ns=_CALL_MS * 1_000_000)
+        request = WriteRequest(namespace, self._next_attempt(), self._epoch, new, wait_ns=_CALL_MS * 1_000_000)
         source = _Source(self._work, namespace, keys, share.start)
         outcome = self._path.write(request, source, self._deadline())
         if outcome != [Written.COMMITTED] * len(keys):
@@ -158,9 +158,6 @@ class _Transported:
         who = self._path.name.encode().ljust(8) + bytes([self._work.client]) + batch.to_bytes(8, "big")
         hashes = [BlockHash((who + number.to_bytes(8, "big")).ljust(HASH_BYTES, b"\0")) for number in share]
         return spec.namespace(_TENANT), [PageKey(each, 0, spec.whole(0)) for each in hashes]
-
-    def _attempt(self) -> Attempt:
-        return Attempt(self._holder, next(self._attempts))
 
     def _deadline(self) -> Deadline:
         return Deadline.after_ms(_CALL_MS)
