@@ -173,7 +173,8 @@ class PageAllocator:
     def extents_lacking(self, counts: Mapping[int, int]) -> int:
         """How many more free extents it takes to have room for all of these at once: so many pages for each size.
 
-        What each size finds for itself (`room`) two may not find together. Spans are counted at their wished width.
+        What each size finds for itself (`room`) two may not find together. Spans are counted at their wished width. Never
+        more than are taken: what would not fit even then lacks no extent.
         """
         wanted = 0
         for nbytes, count in counts.items():
@@ -182,7 +183,7 @@ class PageAllocator:
             width = held.width if held is not None else self._width(size)
             beyond = count - (held.free_slots if held is not None else 0)
             wanted += max(0, -(-beyond // (width * self.extent_bytes // size))) * width
-        return max(0, wanted - self._free_extents)
+        return max(0, min(wanted, len(self._spans)) - self._free_extents)
 
     def check(self) -> None:
         """Conservation, span by span; for whoever wants to be sure."""

@@ -101,6 +101,7 @@ class Shard:
         )
         self._inventoried: tuple[Tombstone, ...] = ()  # what was carried out before the inventory under way began
         self._over = False
+        self._pressed = False  # the last report told of somebody who waits for room
         self._handlers: dict[type, Callable[[Any, int], list[Effect]]] = {
             AttachShard: self._attach,
             GetOffers: lambda m, now: [Answer(m.call, self.offers)],
@@ -126,6 +127,9 @@ class Shard:
         effects = self._handlers[type(message)](message, now)
         effects += self._serve_waiting(now)
         effects += self._verify(now)
+        if self._pressed and not self._waiting:  # else this shard counts as full until its next heartbeat
+            self._pressed = False
+            self._uplink.say_soon()
         effects += self._report(now)
         return effects
 
@@ -360,6 +364,7 @@ class Shard:
                 FROM_SHARD, info, coordinator, piece.upto, piece.chunk, piece.last, piece.pages, specs, stones
             )
         pressure, done, pulled = self._waiting.pressure_bytes, self._orders.evicted, self._orders.pulled
+        self._pressed = pressure > 0
         return Report(FROM_SHARD, info, coordinator, piece.first, piece.events, specs, pressure, done, pulled)
 
     def _report_answered(self, m: ReportAnswered, now: int) -> list[Effect]:

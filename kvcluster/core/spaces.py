@@ -16,7 +16,7 @@ from kvcluster.core.spec import KVSpec, Part
 
 
 class Space:
-    """One namespace. `parts` are the (group, part) pairs that were ever reserved here."""
+    """One namespace. `parts` are the (group, part) pairs that were ever reserved here, and the bytes of a page of each."""
 
     __slots__ = ("id", "parts", "spec", "tenant")
 
@@ -24,14 +24,20 @@ class Space:
         self.id = space
         self.tenant = tenant
         self.spec = spec
-        self.parts: dict[tuple[int, Part], None] = {}
+        self.parts: dict[tuple[int, Part], int] = {}
 
     def offer(self, pool: PagePool, new: NewPage) -> Page | Written:
         """A page of this namespace to write, or what became of the wish for one (PagePool.offer)."""
-        offer = pool.offer(self.id, new, self.spec.page_bytes(new.key.group, new.key.part))
+        group, part = new.key.group, new.key.part
+        nbytes = self.page_bytes(group, part)
+        offer = pool.offer(self.id, new, nbytes)
         if isinstance(offer, Page):
-            self.parts[new.key.group, new.key.part] = None
+            self.parts[group, part] = nbytes
         return offer
+
+    def page_bytes(self, group: int, part: Part) -> int:
+        """Of a raw page. Asked for with every page that is to be written."""
+        return self.parts.get((group, part)) or self.spec.page_bytes(group, part)
 
 
 class Spaces:

@@ -74,7 +74,7 @@ class WaitingRoom:
         wanted: dict[int, int] = {}
         for new in m.pages:
             if self._pool.get(m.namespace, new.key) is None:
-                nbytes = space.spec.page_bytes(new.key.group, new.key.part)
+                nbytes = space.page_bytes(new.key.group, new.key.part)
                 wanted[nbytes] = wanted.get(nbytes, 0) + 1
         allocator = self._pool.allocator
         most = allocator.capacity_bytes

@@ -51,6 +51,17 @@ def test_a_waiting_reservation_is_served_when_an_order_makes_room() -> None:
     assert pinned(shard.pin(attempt(4), A))
 
 
+def test_a_shard_says_at_once_that_nobody_waits_for_room_any_more() -> None:
+    shard = LoneShard.joined(pages=2)
+    shard.store(attempt(1), A)
+    waiting = shard.reserving(attempt(2), B, C, wait_ns=SECOND)
+    assert report(shard).pressure_bytes == PAGE
+    shard.settle()
+    shard.later(SECOND)
+    assert Written.FULL in granted(shard, waiting), "it has waited long enough"
+    assert report(shard).pressure_bytes == 0
+
+
 def test_reservations_are_served_in_order_of_arrival() -> None:
     shard = LoneShard.joined(pages=2)
     shard.store(attempt(1), A, B)
