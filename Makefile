@@ -28,7 +28,7 @@ help: ## list what can be made
 
 install: $(STAMP) ## make .venv with everything pinned in constraints.txt (PYTHON=python3.12 to choose)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(wildcard native/*.*)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
 	  || { echo "kvcluster needs Python 3.10 to 3.13, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo missing)." \
 	       "Try: make install PYTHON=python3.11" >&2; exit 1; }
@@ -38,6 +38,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) torch==2.13.0
 	$(say) "install 2/2: ray, transformers and the rest, about 300 MB; usually two minutes, silently"
 	@$(PIP) -e '.[$(EXTRAS)]'
+	@$(BIN)/python -c 'import kvcluster.pages._native' 2>/dev/null \
+	  || echo "==> without the native core, so bytes move more slowly: '$(BIN)/pip install -v --no-deps -e .' says why"
 	@touch $@
 	$(say) "installed into .venv"
 
@@ -97,6 +99,6 @@ proto: .venv-proto/.installed ## generate kvcluster/wire/v1 from proto/kvcluster
 	@.venv-proto/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.62.3 'setuptools<80'
 	@touch $@
 
-clean: ## remove what was built, but neither .venv nor .venv-proto
+clean: ## remove what was built, but neither .venv with its native core nor .venv-proto
 	@rm -rf build dist *.egg-info .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find kvcluster tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -87,8 +87,9 @@ class Sink:
         if identity is None:
             identity = checksum.identity(self._namespace, target.piece.want.key, codec_id)
             target.identities[codec_id] = identity
-        for at in range(0, len(sums), target.step):
-            if not self._take(item, target, layer + at, sums[at : at + target.step], identity, data):
+        at_once = len(sums) if data.present is not None and target.place is not None else target.step
+        for at in range(0, len(sums), at_once):
+            if not self._take(item, target, layer + at, sums[at : at + at_once], identity, data):
                 return
 
     def _take(self, item: int, target: _Target, layer: int, sums: Sequence[int], identity: int, data: Payload) -> bool:
@@ -105,22 +106,25 @@ class Sink:
             with self.gate:
                 if not self._wanted(item, layer):
                     return False
+                here = None if place is None else data.present
+                if here is not None and here.nbytes == nbytes:
+                    came = checksum.copy_sums(identity, layer, len(sums), view, here)
+                    whole = self._count(item, target, layer, stop, came == tuple(sums), view)
+                    break
                 got += data.read_into(view[got:] if got else view)
                 if got == nbytes:
-                    whole = self._verify(item, target, layer, sums, identity, view)
-                    self._next[item] = stop
+                    right = checksum.first_mismatch(identity, layer, sums, view) is None
+                    whole = self._count(item, target, layer, stop, right, view)
                     break
             data.wait()
         if whole:
             self._transfer.layer_came()
         return True
 
-    def _verify(
-        self, item: int, target: _Target, layer: int, sums: Sequence[int], identity: int, view: memoryview
-    ) -> bool:
-        """Counts what has come, if it is what was asked for. True where some layer is there of every block by that."""
-        stop = layer + len(sums)
-        if checksum.first_mismatch(identity, layer, sums, view) is not None:
+    def _count(self, item: int, target: _Target, layer: int, stop: int, verified: bool, view: memoryview) -> bool:
+        """Those layers have come. True where some layer is there of every block by that."""
+        self._next[item] = stop
+        if not verified:
             self.corrupt.setdefault(item, []).append((layer, stop))
             return False
         piece = target.piece

@@ -88,8 +88,7 @@ class _Source:
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
         with self._gate:
             data = self._get(item, layer, layers)
-            into[:] = data
-            return checksum.layer_sums(self._identity[1], layer, layers, data)
+            return checksum.copy_sums(self._identity[1], layer, layers, into, data)
 
     def _get(self, item: int, layer: int, layers: int) -> memoryview:
         """Under the gate."""

@@ -173,8 +173,8 @@ class PageAllocator:
     def extents_lacking(self, counts: Mapping[int, int]) -> int:
         """How many more free extents it takes to have room for all of these at once: so many pages for each size.
 
-        What each size finds for itself (`room`) two may not find together. Spans are counted at their wished width. Never
-        more than are taken: what would not fit even then lacks no extent.
+        What each size finds for itself (`room`) two may not find together. Spans are counted at their wished width.
+        Never more than are taken: what would not fit even then lacks no extent. Each page fits the empty arena.
         """
         wanted = 0
         for nbytes, count in counts.items():

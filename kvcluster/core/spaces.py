@@ -16,7 +16,7 @@ from kvcluster.core.spec import KVSpec, Part
 
 
 class Space:
-    """One namespace. `parts` are the (group, part) pairs that were ever reserved here, and the bytes of a page of each."""
+    """One namespace. `parts`: the (group, part) pairs that were ever reserved here, and the bytes of a page of each."""
 
     __slots__ = ("id", "parts", "spec", "tenant")
 

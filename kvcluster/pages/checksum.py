@@ -30,6 +30,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvcluster.core.ids import HASH_BYTES, NamespaceId
 from kvcluster.core.messages import PageKey
+from kvcluster.pages import native
 
 SUM_BYTES = 8
 
@@ -38,6 +39,9 @@ _IDENTITY = struct.Struct(f"<{len(_DOMAIN)}s{HASH_BYTES}s{HASH_BYTES}s5IH")
 _A = 0x9E3779B97F4A7C15
 _B = 0xC2B2AE3D27D4EB4F
 _MASK = 2**64 - 1
+
+_CACHED_BYTES = 256 * 1024
+"""What is copied before it is read again: small enough to be in the cache still."""
 
 
 def identity(namespace: NamespaceId, key: PageKey, codec: int) -> int:
@@ -55,6 +59,8 @@ def layer_sums(identity: int, first_layer: int, layers: int, data: memoryview) -
     """The checksums of `layers` layers of equal length, which `data`, flat bytes, holds one after the other."""
     step = _layer_bytes(layers, data)
     seed = (identity + first_layer * _A + step * _B) & _MASK
+    if native.KERNELS is not None and step >= native.LEAST_LAYER_BYTES:
+        return native.KERNELS.sums(data, layers, seed, _A)
     sums = []
     at = 0
     for _ in range(layers):
@@ -64,21 +70,33 @@ def layer_sums(identity: int, first_layer: int, layers: int, data: memoryview) -
     return tuple(sums)
 
 
+def copy_sums(identity: int, first_layer: int, layers: int, into: memoryview, data: memoryview) -> tuple[int, ...]:
+    """Copies `data` to `into`, which is as long and lies elsewhere. Returns the checksums of what was written there,
+    as `layer_sums` has them, whatever becomes of `data` meanwhile."""
+    step = _layer_bytes(layers, data)
+    if native.KERNELS is not None and step >= native.LEAST_LAYER_BYTES:
+        seed = (identity + first_layer * _A + step * _B) & _MASK
+        return native.KERNELS.copy_sums(into, data, layers, seed, _A)
+    sums: list[int] = []
+    at_once = max(1, _CACHED_BYTES // step)
+    for layer in range(0, layers, at_once):
+        count = min(at_once, layers - layer)
+        chunk = slice(layer * step, (layer + count) * step)
+        into[chunk] = data[chunk]
+        sums += layer_sums(identity, first_layer + layer, count, into[chunk])
+    return tuple(sums)
+
+
 def first_mismatch(identity: int, first_layer: int, sums: Sequence[int], data: memoryview) -> int | None:
     """The first layer whose bytes are not what its sum says, or None where all of `data` verifies.
 
     `data` holds len(sums) layers from `first_layer` on; the answer is counted as `first_layer` is, from
     the page's own first layer.
     """
-    step = _layer_bytes(len(sums), data)
-    seed = (identity + first_layer * _A + step * _B) & _MASK
-    at = 0
-    for layer, expected in enumerate(sums, first_layer):
-        if xxh3_64_intdigest(data[at : at + step], seed) != expected:
-            return layer
-        at += step
-        seed = (seed + _A) & _MASK
-    return None
+    here = layer_sums(identity, first_layer, len(sums), data)
+    if here == tuple(sums):
+        return None
+    return first_layer + next(layer for layer, pair in enumerate(zip(here, sums, strict=True)) if pair[0] != pair[1])
 
 
 def pack_sums(sums: Sequence[int]) -> bytes:

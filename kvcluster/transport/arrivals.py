@@ -40,23 +40,24 @@ class Arrivals:
         if layer != len(self._sums[item]) or layer + len(sums) > layers or data.nbytes != len(sums) * layer_bytes:
             raise ProtocolError(f"page {item} has {layers} layers of {layer_bytes} bytes; other bytes came")
         here = self._view(slot)[layer * layer_bytes : layer * layer_bytes + data.nbytes]
-        step = max(1, limits.CHUNK_BYTES // layer_bytes)
+        step = len(sums) if data.present is not None else max(1, limits.CHUNK_BYTES // layer_bytes)
         for at in range(0, len(sums), step):
             these = sums[at : at + step]
             chunk = here[at * layer_bytes : (at + len(these)) * layer_bytes]
-            read_whole(data, chunk)
-            self._check(item, layer + at, these, chunk)
+            came = read_layers(data, self._identities[item], layer + at, len(these), chunk)
+            self._count(item, these, came)
 
     def written(self, item: int, sums: Sequence[int]) -> None:
         """The whole page was written into its slot by somebody who will not write it again."""
         slot = self._slots.get(item)
         if slot is None or self._sums[item] or len(sums) != slot.key.part.layers:
             raise ProtocolError(f"page {item} was said to be written, which was not to be, or not with those layers")
-        self._check(item, 0, sums, self._view(slot))
+        self._count(item, sums, checksum.layer_sums(self._identities[item], 0, len(sums), self._view(slot)))
 
-    def _check(self, item: int, layer: int, sums: Sequence[int], here: memoryview) -> None:
+    def _count(self, item: int, sums: Sequence[int], came: Sequence[int]) -> None:
+        """Layers that should have these sums came with those."""
         self._sums[item].extend(sums)
-        if checksum.first_mismatch(self._identities[item], layer, sums, here) is not None:
+        if tuple(sums) != came:
             self._wrong[item] = None
 
     def missing(self) -> int | None:
@@ -77,6 +78,15 @@ class Arrivals:
     def wrong(self) -> tuple[PageKey, ...]:
         """The pages of which bytes came that were not theirs."""
         return tuple(self._slots[item].key for item in self._wrong)
+
+
+def read_layers(data: Payload, identity: int, layer: int, layers: int, view: memoryview) -> tuple[int, ...]:
+    """The next layers, which are as long as `view`, and the sums of what came. Raises as `read_whole`."""
+    here = data.present
+    if here is not None and here.nbytes == view.nbytes:
+        return checksum.copy_sums(identity, layer, layers, view, here)
+    read_whole(data, view)
+    return checksum.layer_sums(identity, layer, layers, view)
 
 
 def read_whole(data: Payload, view: memoryview) -> None:

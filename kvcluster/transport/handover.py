@@ -43,6 +43,10 @@ class Record:
         self._taken = 0
         self._rescue = rescue
 
+    @property
+    def present(self) -> memoryview | None:
+        return self._data.present if not self._taken and self.broken_by is None else None
+
     def read_into(self, view: memoryview) -> int:
         if self.broken_by is not None:
             return 0

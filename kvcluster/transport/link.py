@@ -242,6 +242,10 @@ class Incoming:
         self._link = link
         self._deadline = deadline
 
+    @property
+    def present(self) -> None:
+        """They are on their way."""
+
     def read_into(self, view: memoryview) -> int:
         got = self._link.read_into(view[: self._left])
         self._left -= got

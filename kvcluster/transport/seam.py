@@ -76,6 +76,11 @@ class Payload(Protocol):
 
     nbytes: int
 
+    @property
+    def present(self) -> memoryview | None:
+        """All of them, where they lie in memory and none has been read: then they can be copied from there instead.
+        They may change there at any time."""
+
     def read_into(self, view: memoryview) -> int:
         """Copies the next bytes, as many as are there and `view` has room for; 0 where `wait` is to be called. Never
         blocks, so that it can be called under a lock."""
@@ -91,6 +96,10 @@ class Present:
         self.nbytes = data.nbytes
         self._data = data
         self._at = 0
+
+    @property
+    def present(self) -> memoryview | None:
+        return None if self._at else self._data
 
     def read_into(self, view: memoryview) -> int:
         start, stop = self._at, min(self._at + view.nbytes, self.nbytes)

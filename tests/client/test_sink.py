@@ -58,6 +58,10 @@ class Portions:
         self._there = portion
         self._before = before
 
+    @property
+    def present(self) -> None:
+        """They come in portions."""
+
     def read_into(self, view: memoryview) -> int:
         self._before()
         count = min(self._there, view.nbytes, self._data.nbytes)
@@ -176,7 +180,7 @@ def test_a_chunk_that_does_not_verify_counts_for_nothing_and_the_rest_for_itself
     bench = Bench(room(BLOCKS))
     changed = bytearray(bench.data(0, 0, LAYERS))
     changed[LAYER_BYTES] ^= 1  # the first byte of the second layer
-    bench.send(0, 0, LAYERS, Present(memoryview(changed)))
+    bench.send(0, 0, LAYERS, Portions(memoryview(changed), PAGE_BYTES))
     assert bench.so_far().nbytes == (LAYERS - 1) * LAYER_BYTES
     assert [(rest.want.layer_start, rest.want.layer_stop) for rest in bench.sink.rests(0)] == [(1, 2)]
 

@@ -130,6 +130,10 @@ class _FrailPayload:
         self._data = data
         self._there = False
 
+    @property
+    def present(self) -> None:
+        """They come in portions."""
+
     def read_into(self, view: memoryview) -> int:
         if not self._there and (self._wire.path.breaks_in_wait or not self._wire.is_broken):
             return 0

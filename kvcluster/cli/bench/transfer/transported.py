@@ -76,8 +76,7 @@ class _Source:
 
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
         data = self._bytes(item, layer, layers)
-        into[:] = data
-        return checksum.layer_sums(self._identities[item], layer, layers, data)
+        return checksum.copy_sums(self._identities[item], layer, layers, into, data)
 
     def _bytes(self, item: int, layer: int, layers: int) -> memoryview:
         start = (self._first + item) * self._work.page_bytes + layer * self._layer_bytes
