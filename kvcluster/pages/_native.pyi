@@ -1,0 +1,30 @@
+"""The native core (native/module.cpp): the kernels of one instruction set, and the choice among those of this machine.
+
+A layer is a run of bytes of more than 240 (see native.py); `layers` of them, all of one length, lie one after the other
+in `data`. The sum of layer i is its XXH3 of 64 bits under the seed `seed + i * step`, mod 2**64. Other threads run
+meanwhile, but for the smallest of inputs.
+"""
+
+from typing_extensions import Buffer
+
+def sums(data: Buffer, layers: int, seed: int, step: int) -> tuple[int, ...]:
+    """The sum of each layer of `data`, which is contiguous.
+
+    ValueError where `data` is not so many layers of more than 240 bytes.
+    """
+
+def copy_sums(into: Buffer, data: Buffer, layers: int, seed: int, step: int) -> tuple[int, ...]:
+    """Copies `data` to `into` and returns the sums of what was written there, whatever becomes of `data` meanwhile.
+
+    Both are contiguous. ValueError as in `sums`, and where `into` is not as long as `data` or overlaps it; then nothing
+    has been written. BufferError where `into` is read-only.
+    """
+
+def choose(name: str) -> None:
+    """From now on, in this process, the kernels of `name`, one of `names()`; any other is a ValueError. For tests."""
+
+def chosen() -> str:
+    """The instruction set of the kernels in use: the last of `names()`, unless another was chosen."""
+
+def names() -> list[str]:
+    """The instruction sets that were compiled and that this machine has, the fastest last; the first is "portable"."""

@@ -1,0 +1,253 @@
+// XXH3 with 64 bits and a seed, of bytes that are copied at the same time. Compiled once for each instruction set.
+//
+// A stripe of 64 bytes is loaded once; what is hashed and what is stored are the same registers, so that a sum vouches
+// for the copy even where somebody writes to the original meanwhile, and the bytes cross the memory bus twice and not
+// three times. The stores go past the caches where the machine can do that, since whoever reads a page next is another
+// core, a GPU, or comes after more bytes than a cache holds.
+//
+// The hash is that of the xxHash specification (doc/xxhash_spec.md of its repository, "XXH3", inputs of more than 240
+// bytes), and equal to the xxhash package's: tests/pages/test_native.py.
+#include "kernels.hpp"
+
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace kvc {
+namespace {
+
+using u8 = std::uint8_t;
+using u32 = std::uint32_t;
+using u64 = std::uint64_t;
+
+constexpr u64 kPrime32_1 = 0x9E3779B1, kPrime32_2 = 0x85EBCA77, kPrime32_3 = 0xC2B2AE3D;
+constexpr u64 kPrime64_1 = 0x9E3779B185EBCA87, kPrime64_2 = 0xC2B2AE3D27D4EB4F, kPrime64_3 = 0x165667B19E3779F9;
+constexpr u64 kPrime64_4 = 0x85EBCA77C2B2AE63, kPrime64_5 = 0x27D4EB2F165667C5, kPrimeMx1 = 0x165667919E3779F9;
+
+constexpr std::size_t kSecretBytes = 192, kStripe = 64, kStripesPerBlock = (kSecretBytes - kStripe) / 8;
+constexpr std::size_t kPrefetch = 1024;  // so far ahead is read: found by trying
+
+alignas(64) constexpr u8 kSecret[kSecretBytes] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+u64 load64(const u8* from) {
+    u64 value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+// ------------------------------------------------------------------------------------------- a stripe in registers
+//
+// Each instruction set has a Stripe of eight lanes of 64 bits, and what XXH3 does with it. kAhead: may stores go past
+// the caches? Such a store wants an address that is a multiple of kAlign.
+
+#if defined(__AVX512F__)
+
+struct Stripe {
+    static constexpr bool kAhead = true;
+    static constexpr std::size_t kAlign = 64;
+    __m512i v;
+
+    static Stripe load(const u8* from) { return {_mm512_loadu_si512(from)}; }
+    void store(u8* into) const { _mm512_storeu_si512(into, v); }
+    void stream(u8* into) const { _mm512_stream_si512(reinterpret_cast<__m512i*>(into), v); }
+    void add(const Stripe& data, const Stripe& key) {
+        const __m512i mixed = _mm512_xor_si512(data.v, key.v);
+        const __m512i product = _mm512_mul_epu32(mixed, _mm512_srli_epi64(mixed, 32));
+        const __m512i swapped = _mm512_shuffle_epi32(data.v, _MM_PERM_BADC);
+        v = _mm512_add_epi64(product, _mm512_add_epi64(v, swapped));
+    }
+    void scramble(const Stripe& key) {
+        const __m512i x = _mm512_xor_si512(_mm512_xor_si512(v, _mm512_srli_epi64(v, 47)), key.v);
+        const __m512i prime = _mm512_set1_epi32(static_cast<int>(kPrime32_1));
+        const __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), prime);
+        v = _mm512_add_epi64(_mm512_mul_epu32(x, prime), _mm512_slli_epi64(high, 32));
+    }
+};
+
+#elif defined(__AVX2__)
+
+struct Stripe {
+    static constexpr bool kAhead = true;
+    static constexpr std::size_t kAlign = 32;
+    __m256i a, b;
+
+    static __m256i get(const u8* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+    static Stripe load(const u8* from) { return {get(from), get(from + 32)}; }
+    void store(u8* into) const {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(into), a);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(into + 32), b);
+    }
+    void stream(u8* into) const {
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(into), a);
+        _mm256_stream_si256(reinterpret_cast<__m256i*>(into + 32), b);
+    }
+    static __m256i added(__m256i sum, __m256i data, __m256i key) {
+        const __m256i mixed = _mm256_xor_si256(data, key);
+        const __m256i product = _mm256_mul_epu32(mixed, _mm256_srli_epi64(mixed, 32));
+        return _mm256_add_epi64(product, _mm256_add_epi64(sum, _mm256_shuffle_epi32(data, _MM_SHUFFLE(1, 0, 3, 2))));
+    }
+    void add(const Stripe& data, const Stripe& key) {
+        a = added(a, data.a, key.a);
+        b = added(b, data.b, key.b);
+    }
+    static __m256i scrambled(__m256i sum, __m256i key) {
+        const __m256i x = _mm256_xor_si256(_mm256_xor_si256(sum, _mm256_srli_epi64(sum, 47)), key);
+        const __m256i prime = _mm256_set1_epi32(static_cast<int>(kPrime32_1));
+        const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), prime);
+        return _mm256_add_epi64(_mm256_mul_epu32(x, prime), _mm256_slli_epi64(high, 32));
+    }
+    void scramble(const Stripe& key) {
+        a = scrambled(a, key.a);
+        b = scrambled(b, key.b);
+    }
+};
+
+#else
+
+struct Stripe {
+    static constexpr bool kAhead = false;
+    static constexpr std::size_t kAlign = 1;
+    u64 lane[8];
+
+    static Stripe load(const u8* from) {
+        Stripe stripe;
+        std::memcpy(stripe.lane, from, kStripe);
+        return stripe;
+    }
+    void store(u8* into) const { std::memcpy(into, lane, kStripe); }
+    void stream(u8* into) const { store(into); }
+    void add(const Stripe& data, const Stripe& key) {
+        for (int i = 0; i < 8; i++) {
+            const u64 mixed = data.lane[i] ^ key.lane[i];
+            lane[i] += data.lane[i ^ 1] + static_cast<u64>(static_cast<u32>(mixed)) * (mixed >> 32);
+        }
+    }
+    void scramble(const Stripe& key) {
+        for (int i = 0; i < 8; i++) lane[i] = ((lane[i] ^ (lane[i] >> 47)) ^ key.lane[i]) * kPrime32_1;
+    }
+};
+
+#endif
+
+// ------------------------------------------------------------------------------------------------------ XXH3
+
+u64 folded(u64 a, u64 b) {
+    __extension__ using u128 = unsigned __int128;
+    const u128 product = static_cast<u128>(a) * b;
+    return static_cast<u64>(product) ^ static_cast<u64>(product >> 64);
+}
+
+struct Secret {
+    alignas(64) u8 bytes[kSecretBytes];
+
+    explicit Secret(u64 seed) {
+        for (std::size_t at = 0; at < kSecretBytes; at += 16) {
+            const u64 low = load64(kSecret + at) + seed, high = load64(kSecret + at + 8) - seed;
+            std::memcpy(bytes + at, &low, 8);
+            std::memcpy(bytes + at + 8, &high, 8);
+        }
+    }
+    Stripe at(std::size_t offset) const { return Stripe::load(bytes + offset); }
+};
+
+enum class To { kNowhere, kMemory, kPastCaches };
+
+template <To to>
+inline __attribute__((always_inline)) void put(const Stripe& stripe, u8* into) {
+    if constexpr (to == To::kMemory) stripe.store(into);
+    if constexpr (to == To::kPastCaches) stripe.stream(into);
+}
+
+// The sum of `nbytes` bytes, at least kLeastLayerBytes, which are also put `to` where `into` says.
+template <To to>
+u64 sum(u8* into, const u8* data, std::size_t nbytes, u64 seed) {
+    const Secret secret(seed);
+    const Stripe scrambler = secret.at(kSecretBytes - kStripe);
+    alignas(64) u64 lanes[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
+                                kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+    Stripe sums = Stripe::load(reinterpret_cast<const u8*>(lanes));
+
+    // The last stripe stands alone, and reaches back where it would not be whole.
+    const std::size_t stripes = (nbytes - 1) / kStripe, blocks = stripes / kStripesPerBlock;
+    std::size_t at = 0;
+    const auto take = [&](std::size_t number) __attribute__((always_inline)) {
+        __builtin_prefetch(data + at + kPrefetch);
+        const Stripe stripe = Stripe::load(data + at);
+        sums.add(stripe, secret.at(8 * number));
+        put<to>(stripe, into + at);
+        at += kStripe;
+    };
+    for (std::size_t block = 0; block < blocks; block++) {
+        for (std::size_t number = 0; number < kStripesPerBlock; number++) take(number);
+        sums.scramble(scrambler);
+    }
+    for (std::size_t number = 0; number < stripes - blocks * kStripesPerBlock; number++) take(number);
+
+    alignas(64) u8 tail[kStripe];
+    const Stripe last = Stripe::load(data + nbytes - kStripe);
+    last.store(tail);
+    sums.add(last, secret.at(kSecretBytes - kStripe - 7));
+    if constexpr (to != To::kNowhere) std::memcpy(into + at, tail + kStripe - (nbytes - at), nbytes - at);
+
+    sums.store(reinterpret_cast<u8*>(lanes));
+    u64 result = nbytes * kPrime64_1;
+    for (int i = 0; i < 4; i++) {
+        const u8* key = secret.bytes + 11 + 16 * i;
+        result += folded(lanes[2 * i] ^ load64(key), lanes[2 * i + 1] ^ load64(key + 8));
+    }
+    result ^= result >> 37;
+    result *= kPrimeMx1;
+    return result ^ (result >> 32);
+}
+
+template <To to>
+void sum_each(u8* into, const u8* data, const Layers& layers, u64* sums) {
+    u64 seed = layers.seed;
+    for (std::size_t layer = 0; layer < layers.layers; layer++, seed += layers.seed_step) {
+        sums[layer] = sum<to>(into, data, layers.layer_bytes, seed);
+        into += to == To::kNowhere ? 0 : layers.layer_bytes;
+        data += layers.layer_bytes;
+    }
+}
+
+void sums(const u8* data, const Layers& layers, u64* sums) { sum_each<To::kNowhere>(nullptr, data, layers, sums); }
+
+void copy_sums(u8* into, const u8* data, const Layers& layers, u64* sums) {
+    const bool aligned = reinterpret_cast<std::uintptr_t>(into) % Stripe::kAlign == 0 &&
+                         layers.layer_bytes % Stripe::kAlign == 0;
+    if (!Stripe::kAhead || !aligned) {
+        sum_each<To::kMemory>(into, data, layers, sums);
+        return;
+    }
+    sum_each<To::kPastCaches>(into, data, layers, sums);
+#if defined(__x86_64__)
+    _mm_sfence();  // what is said after this is heard after the bytes are there
+#endif
+}
+
+}  // namespace
+
+#define KVC_JOIN_(a, b) a##b
+#define KVC_JOIN(a, b) KVC_JOIN_(a, b)
+#define KVC_TEXT_(a) #a
+#define KVC_TEXT(a) KVC_TEXT_(a)
+
+extern const Kernels KVC_JOIN(kernels_, KVC_ISA);
+const Kernels KVC_JOIN(kernels_, KVC_ISA){KVC_TEXT(KVC_ISA), sums, copy_sums};
+
+}  // namespace kvc
