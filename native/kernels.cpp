@@ -53,7 +53,8 @@ u64 load64(const u8* from) {
 // ------------------------------------------------------------------------------------------- a stripe in registers
 //
 // Each instruction set has a Stripe of eight lanes of 64 bits, and what XXH3 does with it. kAhead: may stores go past
-// the caches? Such a store wants an address that is a multiple of kAlign.
+// the caches? Such a store wants an address that is a multiple of kAlign. `load` reads memory once: an empty piece of
+// assembly keeps the compiler from reading it again where it is used again, when somebody may have changed it.
 
 #if defined(__AVX512F__)
 
@@ -62,7 +63,11 @@ struct Stripe {
     static constexpr std::size_t kAlign = 64;
     __m512i v;
 
-    static Stripe load(const u8* from) { return {_mm512_loadu_si512(from)}; }
+    static Stripe load(const u8* from) {
+        __m512i v = _mm512_loadu_si512(from);
+        __asm__("" : "+v"(v));
+        return {v};
+    }
     void store(u8* into) const { _mm512_storeu_si512(into, v); }
     void stream(u8* into) const { _mm512_stream_si512(reinterpret_cast<__m512i*>(into), v); }
     void add(const Stripe& data, const Stripe& key) {
@@ -86,7 +91,11 @@ struct Stripe {
     static constexpr std::size_t kAlign = 32;
     __m256i a, b;
 
-    static __m256i get(const u8* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+    static __m256i get(const u8* from) {
+        __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+        __asm__("" : "+x"(half));
+        return half;
+    }
     static Stripe load(const u8* from) { return {get(from), get(from + 32)}; }
     void store(u8* into) const {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(into), a);
@@ -127,6 +136,7 @@ struct Stripe {
     static Stripe load(const u8* from) {
         Stripe stripe;
         std::memcpy(stripe.lane, from, kStripe);
+        __asm__ __volatile__("" ::: "memory");
         return stripe;
     }
     void store(u8* into) const { std::memcpy(into, lane, kStripe); }

@@ -22,6 +22,7 @@ from kvcluster.config import TRANSPORTS
 from kvcluster.core.ids import Attempt, Epoch
 from kvcluster.core.messages import PROTOCOL_VERSION, Offers
 from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError, ProtocolError
+from kvcluster.pages import native
 from kvcluster.transport.choice import OPENERS, own_attempts
 from kvcluster.transport.grpc_pages import GrpcPages
 from kvcluster.transport.paths import Opener, not_offered, not_taken, said, try_path
@@ -64,7 +65,13 @@ def examine(
     here = socket.gethostname() if here is None else here
     coordinator, status = _examine_coordinator(address, token)
     shards = [_examine_shard(shard, token, openers, here) for shard in status.get("shards", ())]
-    found = {"address": address, "here": here, "coordinator": coordinator, "shards": shards}
+    found = {
+        "address": address,
+        "here": here,
+        "kernels": native.name(),
+        "coordinator": coordinator,
+        "shards": shards,
+    }
     healthy, verdict = _verdict(coordinator, shards)
     return found | {"healthy": healthy, "verdict": verdict}
 
