@@ -6,15 +6,35 @@ architecture is another, everything does the same in Python.
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import TYPE_CHECKING, Protocol
 
-try:
-    from kvcluster.pages import _native
-except ImportError:  # not built, or for another Python
-    _native = None  # type: ignore[assignment]
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
-KERNELS: ModuleType | None = _native
-"""The extension module (_native.pyi says what is in it), or None."""
+
+class Kernels(Protocol):
+    """The extension module: _native.pyi says what each does."""
+
+    def sums(self, data: Buffer, layers: int, seed: int, step: int) -> tuple[int, ...]: ...
+
+    def copy_sums(self, into: Buffer, data: Buffer, layers: int, seed: int, step: int) -> tuple[int, ...]: ...
+
+    def choose(self, name: str) -> None: ...
+
+    def chosen(self) -> str: ...
+
+    def names(self) -> list[str]: ...
+
+
+def _load() -> Kernels | None:
+    try:
+        from kvcluster.pages import _native
+    except ImportError:  # not built, or for another Python
+        return None
+    return _native
+
+
+KERNELS = _load()
 
 LEAST_LAYER_BYTES = 241
 """It sums no layers that are shorter: XXH3 hashes them in other ways."""
@@ -22,4 +42,4 @@ LEAST_LAYER_BYTES = 241
 
 def name() -> str:
     """The instruction set that its kernels were compiled for, or "python" where there are none."""
-    return "python" if KERNELS is None else str(KERNELS.chosen())
+    return "python" if KERNELS is None else KERNELS.chosen()

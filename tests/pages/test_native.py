@@ -14,8 +14,6 @@ from xxhash import xxh3_64_intdigest
 
 from kvcluster.pages import checksum, native
 
-pytestmark = pytest.mark.skipif(native.KERNELS is None, reason="the native core was not built here")
-
 u64 = st.integers(0, 2**64 - 1)
 KERNELS = list(native.KERNELS.names()) if native.KERNELS is not None else []
 # Around the stripes of 64 bytes and the blocks of 1,024 that XXH3 has, and anything between.
@@ -106,7 +104,7 @@ def test_a_sum_vouches_for_the_copy_though_the_original_changes_meanwhile(kernel
     pytest.fail(f"only {torn} copies were torn: this test has seen too little")
 
 
-def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
+def test_what_does_not_fit_is_refused_and_nothing_is_written(kernels: str) -> None:
     assert native.KERNELS is not None
     data = bytearray(b"x" * 1_024)
     for layers in (0, 3, 5):  # no layers, no whole ones, and too short ones
