@@ -144,6 +144,10 @@ class Shard:
         """May it grant pins and commit? Only while a coordinator is known to know it."""
         return not self._over and self._uplink.member(now)
 
+    def _takes_writes(self, now: int) -> bool:
+        """May writes begin? Not once it is drained: what was committed after its last word would go with it."""
+        return self.member(now) and not self._orders.draining
+
     @property
     def pool(self) -> PagePool:
         """Its pages, for whoever checks that nothing leaks."""
@@ -191,7 +195,7 @@ class Shard:
         refused = self._check(m) or self._check_parts(m)
         if refused is not None:
             return [Answer(m.call, refused)]
-        if not self.member(now):
+        if not self._takes_writes(now):
             return [lost(m)]
         wait_ns = min(m.wait_ns, self._leases.ttl_ns)
         if wait_ns > 0 and self._waiting.must_wait(m):
@@ -298,7 +302,7 @@ class Shard:
 
     def _serve_waiting(self, now: int) -> list[Effect]:
         """Reservations that now find room, in order of arrival; and whoever has waited long enough gets what fits."""
-        if not self.member(now):
+        if not self._takes_writes(now):
             return [lost(m) for m in self._waiting.everyone()]
         effects: list[Effect] = []
         while (m := self._waiting.next_served(now)) is not None:

@@ -13,8 +13,6 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 
 from kvcluster.core.messages import ReadRequest, WriteRequest, Written
@@ -55,7 +53,8 @@ class Control:
         self._renew_ns = welcome.lease_ttl_ns // _RENEWALS
         self._said_ns = 0
         self._owner = os.getpid()
-        self._unbroken = threading.Lock()  # held while a chunk is on its way into the arena
+        self.unbroken = threading.Lock()
+        """Held while a chunk is on its way into the arena: `shut` waits for it."""
         self._shut = False
 
     # ------------------------------------------------------------------------------------------ frames
@@ -123,16 +122,14 @@ class Control:
 
     # ------------------------------------------------------------------------------------------- bytes
 
-    @contextmanager
-    def place(self, offset: int, nbytes: int) -> Iterator[memoryview]:
-        """A place in the arena that was granted, to be written within the block, which `shut` waits for: a chunk at a
-        time. Raises Trouble where this is closed."""
+    def place(self, offset: int, nbytes: int) -> memoryview:
+        """A place in the arena that was granted, to be written under `unbroken`, a chunk at a time. Raises Trouble
+        where this is closed."""
         assert self._writable is not None and self.turn is Turn.OURS
         self._check_process()
-        with self._unbroken:
-            if self._shut:
-                raise Trouble(Miss(MissReason.SHARD_LOST, f"{self._link.peer}: this connection was closed"))
-            yield self._writable.view(offset, nbytes)
+        if self._shut:
+            raise Trouble(Miss(MissReason.SHARD_LOST, f"{self._link.peer}: this connection was closed"))
+        return self._writable.view(offset, nbytes)
 
     # ------------------------------------------------------------------------------------- a connection
 
@@ -141,7 +138,7 @@ class Control:
 
     def shut(self) -> None:
         """Waits for the chunk in hand: at the end of the stream the shard gives to others what was being written."""
-        with self._unbroken:
+        with self.unbroken:
             self._shut = True
             self._link.shut()
 

@@ -1,8 +1,8 @@
 """Pages through shared memory: a worker on the shard's host maps its arena, and each page is copied once.
 
 Control goes over a unix socket, a connection for each exchange that is under way; the bytes of pages never do. What is
-copied out of the arena is verified where it has come to lie, like anything that came from elsewhere: a reader that
-stood still past its lease finds another page there, which does not verify. A writer stands still for as long as it
+copied out of the arena is verified as it was written to its place, like what came from elsewhere: a reader that stood
+still past its lease finds another page there, which does not verify. A writer stands still for as long as it
 likes: the shard gives its pages to nobody before it has said that it has stopped, or its connection has ended
 (shm_server.py). So no connection is ended while a byte is on its way into the arena.
 
@@ -167,11 +167,12 @@ def _store_page(
 ) -> list[int]:
     """Copies a page chunk by chunk, and returns its sums."""
     sums: list[int] = []
-    step = max(1, limits.CHUNK_BYTES // place.layer_bytes)
+    step = max(1, limits.RECORD_BYTES // place.layer_bytes)
     for layer in range(0, layers, step):
         count = min(step, layers - layer)
         deadline.check()
-        with control.place(place.offset + layer * place.layer_bytes, count * place.layer_bytes) as into:
+        with control.unbroken:
+            into = control.place(place.offset + layer * place.layer_bytes, count * place.layer_bytes)
             sums += source.copy(item, layer, count, into)
         control.renew(deadline)
     return sums

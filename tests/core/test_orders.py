@@ -283,7 +283,15 @@ def test_an_inventory_tells_the_tombstones_that_its_pages_have_survived(monkeypa
 # ------------------------------------------------------------------------------------------------- drains
 
 
-def test_a_shard_that_is_to_go_says_so_from_then_on_and_serves_until_it_goes() -> None:
+def test_who_waits_for_room_at_a_shard_that_is_to_go_is_told_at_once() -> None:
+    shard = LoneShard.joined(pages=1)
+    shard.store(attempt(1), A)
+    waiting = shard.reserving(attempt(2), B, wait_ns=SECOND)
+    shard.hear(drain=True)
+    assert granted(shard, waiting) == (Written.LOST,)
+
+
+def test_a_shard_that_is_to_go_says_so_from_then_on_and_serves_readers_until_it_goes() -> None:
     shard = LoneShard.joined()
     shard.store(attempt(1), A)
     shard.hear(drain=True)
@@ -293,6 +301,6 @@ def test_a_shard_that_is_to_go_says_so_from_then_on_and_serves_until_it_goes() -
     shard.later(SECOND)
     assert report(shard).info.draining, "so that the next coordinator knows"
     assert pinned(shard.pin(attempt(2), A))
-    assert slots(shard.reserve(attempt(3), B)), "who was sent here before it was to go"
+    assert shard.reserve(attempt(3), B) == (Written.LOST,), "it would go along, after the last report"
     [*_, leave] = shard.hear(leave=Farewell.DRAINED)
     assert leave == Leave("this shard is drained", for_good=True)

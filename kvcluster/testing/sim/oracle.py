@@ -196,6 +196,7 @@ class Oracle:
             else:
                 for name in self._vanished(shard):
                     del shard.ready[name]
+                shard.purged = max([shard.purged, *(stone.number for stone in ack.tombstones)])
 
     def _verified(self, shard: ShardProcess, m: Verified, effects: list[Effect]) -> None:
         for name in self._vanished(shard):
@@ -303,7 +304,8 @@ class Oracle:
         """A shard that is drained takes nothing with it that another had room for.
 
         What lay on another when that began, or has come to one since, and was evicted there has had its place, and was
-        the coldest in it.
+        the coldest in it. What a purge names that it has yet to carry out goes whether it stays or not, even where a
+        store of before was committed after: only in its stream does the purge have a place.
         """
         shard = self._world.incarnations[info.shard, info.epoch]
         until = self._drain_until.get((c.name, shard.address))
@@ -311,6 +313,7 @@ class Oracle:
             return
         shard.farewell = True
         room = max((self._room(member) for member in c.core.members.all() if member.takes), default=0)
+        doomed = [known.id for known in c.core.directory if known.purged > shard.purged]
         blocks: dict[tuple[NamespaceId, BlockHash], list[Name]] = {}
         for name in shard.ready:
             blocks.setdefault((name[0], name[1].hash), []).append(name)
@@ -319,7 +322,7 @@ class Oracle:
             stored_at = max(shard.ready[name][1] for name in names)
             fits = len(_units(slots)) * UNIT_BYTES <= room
             rotten = any(shard.memory.is_rotten(slot.offset, slot.nbytes) for slot in slots)
-            if fits and not rotten and stored_at > self._purged_at.get(space, -1):
+            if fits and not rotten and space not in doomed and stored_at > self._purged_at.get(space, -1):
                 elsewhere = all(self._came_elsewhere(name, shard, c) for name in names)
                 hold(elsewhere, f"{shard.name} is drained and takes {block.hex()[:6]} with it")
 

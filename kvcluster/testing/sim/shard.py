@@ -77,6 +77,7 @@ class ShardProcess(CoreProcess):
         self.coordinator: CoordinatorProcess | None = None  # whose epoch it has adopted
         self.adopted = Epoch(0)
         self.ready: dict[tuple[NamespaceId, PageKey], tuple[PageSlot, int]] = {}  # the oracle's own list
+        self.purged = 0  # likewise: the number of the last tombstone that it has carried out
         self.farewell = False
 
     # ------------------------------------------------------------------------------------------- sessions

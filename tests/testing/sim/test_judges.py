@@ -1,0 +1,60 @@
+"""What the judges of a world ask for, case by case. That they see what they ask for, planted bugs show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from kvcluster.core.messages import Drain, Purge
+from kvcluster.testing.sim import content, liveness, scenario
+from kvcluster.testing.sim.kernel import MS, SECOND
+from kvcluster.testing.sim.oracle import Violation
+from kvcluster.testing.sim.world import World
+
+QUIET = 39
+"""Of two large shards and slow writers."""
+
+
+def quiet_world() -> World:
+    """Nothing goes wrong in it, and nobody wants anything."""
+    world = World(QUIET)
+    world.scenario = scenario.without_faults(world.scenario)
+    world.network.heal()
+    world.working = False
+    world.kernel.run(SECOND)
+    return world
+
+
+def run_until(world: World, so: Callable[[], bool]) -> None:
+    give_up = world.kernel.now + 10 * SECOND
+    while not so():
+        assert world.kernel.now < give_up, "it never comes about"
+        world.kernel.run(world.kernel.now + MS // 10)
+
+
+def test_a_drained_shard_may_take_what_was_committed_before_it_heard_of_a_purge() -> None:
+    world = quiet_world()
+    world.scenario = replace(world.scenario, frame_ns=50 * MS)  # the shard reports while it is written to, and but once
+    worker, model = world.workers[0], world.models[0]
+    worker.start(worker.store(model, content.chain(model, 0, 0), 0, model.whole(), 0))
+    run_until(world, lambda: any(len(shard.core.leases) for shard in world.shards.values()))
+    shard = next(shard for shard in world.shards.values() if len(shard.core.leases))
+    worker.start(worker.ask(lambda call: Drain(call, shard.shard), worker.now() + SECOND))
+    member = world.coordinator.core.members.get(shard.shard)
+    assert member is not None
+    run_until(world, lambda: member.info.draining)
+    assert not shard.ready
+    worker.start(worker.ask(lambda call: Purge(call, model.tenant), worker.now() + SECOND))
+    run_until(world, lambda: shard.farewell)
+    assert shard.ready and not shard.purged, "it was to forget these pages, and did not know"
+
+
+def test_a_world_is_not_at_rest_while_a_shard_has_room_to_make() -> None:
+    world = quiet_world()
+    liveness._all_is_at_rest(world, 0)
+    coordinator = replace(world.scenario.config.coordinator, low_free=1.1)
+    world.scenario = replace(world.scenario, config=replace(world.scenario.config, coordinator=coordinator))
+    with pytest.raises(Violation, match="has room to make"):
+        liveness._all_is_at_rest(world, 0)
