@@ -9,22 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import threading
 from collections.abc import Callable
+from typing import NoReturn
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.link import Link
-from kvcluster.transport.seam import Deadline, Trouble
+from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
+from kvcluster.wire import streams
 from kvcluster.wire.streams import Kind
 
 log = logging.getLogger(__name__)
 
 HELLO_S = 5.0
 """For the handshake. Whoever connects speaks first."""
+
+_NEXT_S = 3_600.0
+"""How long a connection is kept on which nothing is asked; a lease ends long before."""
+
+_LONGEST_S = 60.0
+"""A caller that says it has more time than this gets this much: no thread of a shard waits for ever."""
 
 _FAREWELL_MS = 200
 _BACKLOG = 128
@@ -34,6 +43,30 @@ TenantOf = Callable[[str | None], Tenant]
 
 Serve = Callable[[Link, Tenant], None]
 """Serves one connection until it ends. Raises Trouble when the other side has gone, which is the usual end."""
+
+
+Exchange = Callable[[Link, Tenant, bytes], None]
+"""One load or store, from the body of the frame that opens it to its end. Raises RefusedByShard where none began."""
+
+
+def serve_exchanges(link: Link, tenant: Tenant, *, read: Exchange, write: Exchange) -> NoReturn:
+    """One after the other, until the connection ends."""
+    while True:
+        kind, body = link.receive(Kind.READ, Kind.WRITE, deadline=patient())
+        try:
+            (read if kind is Kind.READ else write)(link, tenant, body)
+        except RefusedByShard as refused:
+            link.send(Kind.REFUSED, streams.encode_refused(refused.refused), bounded())
+
+
+def bounded(remaining_ns: float = math.inf) -> Deadline:
+    """For an answer to somebody who has so much time."""
+    return Deadline.after_ms(min(remaining_ns / 1e6, _LONGEST_S * 1e3))
+
+
+def patient() -> Deadline:
+    """For the next word of somebody who may take his time."""
+    return Deadline.after_ms(_NEXT_S * 1e3)
 
 
 def _anybody(link: Link) -> None:

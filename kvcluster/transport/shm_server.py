@@ -25,18 +25,12 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import WriteRequest
 from kvcluster.errors import CredentialError, KVClusterError, ProtocolError
 from kvcluster.transport.link import Link
-from kvcluster.transport.listener import Listener, TenantOf
-from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Trouble
+from kvcluster.transport.listener import Listener, TenantOf, bounded, patient, serve_exchanges
+from kvcluster.transport.seam import Deadline, PageHost, Trouble
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.shm_control import peer_of
 from kvcluster.wire import shard, shm_frames, streams
 from kvcluster.wire.streams import Kind
-
-_NEXT_S = 3_600.0
-"""How long a shard keeps a connection on which nothing is asked; a lease ends long before."""
-
-_LONGEST_S = 60.0
-"""For a small frame to be taken: no thread of a shard waits for ever on a worker that takes none."""
 
 _FAREWELL_MS = 200
 
@@ -85,39 +79,36 @@ class ShmServer:
     def _serve(self, link: Link, tenant: Tenant) -> None:
         host = self._host
         welcome = shm_frames.Welcome(host.arena_bytes, host.lease_ttl_ns)
-        self._send_arena(link, Kind.WELCOME, shm_frames.encode_welcome(welcome), _bounded(_LONGEST_S), writable=False)
+        self._send_arena(link, Kind.WELCOME, shm_frames.encode_welcome(welcome), bounded(), writable=False)
         has_stored = False
-        while True:
-            kind, body = link.receive(Kind.READ, Kind.WRITE, deadline=_bounded(_NEXT_S))
-            try:
-                if kind is Kind.READ:
-                    self._read(link, tenant, body)
-                else:
-                    self._write(link, tenant, body, first=not has_stored)
-                    has_stored = True
-            except RefusedByShard as refused:
-                link.send(Kind.REFUSED, streams.encode_refused(refused.refused), _bounded(_LONGEST_S))
+
+        def write(link: Link, tenant: Tenant, body: bytes) -> None:
+            nonlocal has_stored
+            self._write(link, tenant, body, first=not has_stored)
+            has_stored = True
+
+        serve_exchanges(link, tenant, read=self._read, write=write)
 
     def _read(self, link: Link, tenant: Tenant, body: bytes) -> None:
         request, remaining_ns = streams.decode_read(body)
         with ReadSession(self._host, tenant, request, stop=link.hush) as session:
             grant = shm_frames.encode_read_grant(request.wants, session.outcome, session.granted)
             try:
-                link.send(Kind.GRANT, grant, _bounded(remaining_ns / 1e9))
+                link.send(Kind.GRANT, grant, bounded(remaining_ns))
                 while True:
-                    kind, body = link.receive(Kind.RENEW, Kind.DONE, deadline=_bounded(_NEXT_S))
+                    kind, body = link.receive(Kind.RENEW, Kind.DONE, deadline=patient())
                     if kind is Kind.DONE:
                         return
                     session.alive()
                     if shm_frames.decode_renew(body):
-                        link.send(Kind.RENEW, shm_frames.encode_renew(answer=True), _bounded(_LONGEST_S))
+                        link.send(Kind.RENEW, shm_frames.encode_renew(answer=True), bounded())
             except Trouble:
                 session.alive()  # says so where it was not the worker that went, but its lease that ended
                 raise
 
     def _write(self, link: Link, tenant: Tenant, body: bytes, *, first: bool) -> None:
         request, remaining_ns = streams.decode_write(body)
-        deadline = _bounded(remaining_ns / 1e9)
+        deadline = bounded(remaining_ns)
         request = replace(request, wait_ns=min(request.wait_ns, remaining_ns))
         with WriteSession(self._host, tenant, request, deadline=deadline) as session:
             try:
@@ -156,7 +147,7 @@ class ShmServer:
         link.fail(words, Deadline.after_ms(_FAREWELL_MS))
         while not link.ended:
             with contextlib.suppress(KVClusterError):
-                kind, _ = link.receive(Kind.WRITTEN, Kind.RENEW, Kind.DONE, Kind.ABORT, deadline=_bounded(_NEXT_S))
+                kind, _ = link.receive(Kind.WRITTEN, Kind.RENEW, Kind.DONE, Kind.ABORT, deadline=patient())
                 if kind is Kind.DONE or kind is Kind.ABORT:
                     return
 
@@ -190,7 +181,3 @@ def _process_of(connected: socket.socket, process: int) -> int | None:
     with contextlib.suppress(OSError, AttributeError):
         return os.pidfd_open(process) if process else None
     return None
-
-
-def _bounded(seconds: float) -> Deadline:
-    return Deadline.after_ms(min(seconds, _NEXT_S) * 1e3)

@@ -24,7 +24,7 @@ from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.transport.connections import Connections
 from kvcluster.transport.link import Link, dial
-from kvcluster.transport.listener import Listener, TenantOf
+from kvcluster.transport.listener import Listener, TenantOf, bounded, serve_exchanges
 from kvcluster.transport.rpc import check_address
 from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Trouble
 from kvcluster.transport.sessions import Asked, ReadSession, WriteSession, check_length, outgoing
@@ -38,12 +38,6 @@ _BUFFER_BYTES = 2**20
 
 _STREAMS = 2 if (os.cpu_count() or 1) > 2 else 1
 """One thread in Python can drive about 3 GB/s. A second one needs a core for itself and one for the kernel's part."""
-
-_NEXT_S = 3_600.0
-"""How long a shard keeps a connection on which nothing is asked."""
-
-_LONGEST_S = 60.0
-"""A caller that says it has more time than this gets this much: no thread of a shard waits for ever."""
 
 
 class TcpPages:
@@ -190,20 +184,12 @@ class TcpServer:
 
     def _serve(self, link: Link, tenant: Tenant) -> None:
         link.tune(_tune)
-        link.send(Kind.WELCOME, b"", Deadline.after_ms(_LONGEST_S * 1e3))
-        while True:
-            kind, body = link.receive(Kind.READ, Kind.WRITE, deadline=Deadline.after_ms(_NEXT_S * 1e3))
-            try:
-                if kind is Kind.READ:
-                    self._read(link, tenant, body)
-                else:
-                    self._write(link, tenant, body)
-            except RefusedByShard as refused:
-                link.send(Kind.REFUSED, streams.encode_refused(refused.refused), _bounded(int(_LONGEST_S * 1e9)))
+        link.send(Kind.WELCOME, b"", bounded())
+        serve_exchanges(link, tenant, read=self._read, write=self._write)
 
     def _read(self, link: Link, tenant: Tenant, body: bytes) -> None:
         request, remaining_ns = streams.decode_read(body)
-        deadline = _bounded(remaining_ns)
+        deadline = bounded(remaining_ns)
         with ReadSession(self._host, tenant, request, stop=link.shut, deadline=deadline) as session:
             link.send(Kind.HEAD, shard.encode_read_head(session.outcome), deadline)
             for batch in session.frames():
@@ -212,7 +198,7 @@ class TcpServer:
 
     def _write(self, link: Link, tenant: Tenant, body: bytes) -> None:
         request, remaining_ns = streams.decode_write(body)
-        deadline = _bounded(remaining_ns)
+        deadline = bounded(remaining_ns)
         request = replace(request, wait_ns=min(request.wait_ns, remaining_ns))
         with WriteSession(self._host, tenant, request, stop=link.shut, deadline=deadline) as session:
             link.send(Kind.HEAD, shard.encode_write_head(session.outcome), deadline)
@@ -226,7 +212,3 @@ class TcpServer:
                     session.receive(head.item, head.layer, head.codec, head.sums, payload)
             tail = session.finish()
         link.send(Kind.TAIL, shard.encode_write_tail(tail), deadline)
-
-
-def _bounded(remaining_ns: int) -> Deadline:
-    return Deadline.after_ms(min(remaining_ns / 1e6, _LONGEST_S * 1e3))

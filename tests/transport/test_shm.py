@@ -578,11 +578,10 @@ def stopped_in_a_chunk(monkeypatch: pytest.MonkeyPatch, at: int) -> Iterator[Pau
     """Whoever copies that chunk into an arena stands still before its first byte."""
     pause, place = Pause(at), Control.place
 
-    @contextmanager
-    def place_later(control: Control, offset: int, nbytes: int) -> Iterator[memoryview]:
-        with place(control, offset, nbytes) as into:
-            pause()
-            yield into
+    def place_later(control: Control, offset: int, nbytes: int) -> memoryview:
+        into = place(control, offset, nbytes)
+        pause()
+        return into
 
     monkeypatch.setattr(Control, "place", place_later)
     yield pause
