@@ -226,7 +226,7 @@ class Intake:
             if event.corrupt:
                 self._replicator.repair(space, record, before, member.slot)
             else:
-                self._replicator.thinned(record)
+                self._replicator.thinned(record, evicted=True)
 
     def _settle_orders(self, m: Report, member: Member, now: int) -> None:
         """What the shard has done is crossed off; what is to be done next is written down."""

@@ -9,6 +9,7 @@ few times. Nothing is evicted for a copy, and no copy is moved: a source loses i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import islice
 
@@ -41,10 +42,11 @@ Staying = dict[tuple[int, Part], list[int]]
 
 
 class _Wish:
-    __slots__ = ("copies", "not_before", "tries")
+    __slots__ = ("copies", "most", "not_before", "tries")
 
     def __init__(self, copies: int) -> None:
         self.copies = copies
+        self.most = 0  # so many there were at once since it was wished for
         self.tries = TRIES
         self.not_before = 0
 
@@ -63,6 +65,7 @@ class Replicator:
         self._parked: dict[Wished, _Wish] = {}  # there are too few shards for them at present
         self._under_way: dict[int, dict[Wished, _Wish]] = {}  # by the slot of the shard that pulls
         self._draining: dict[int, dict[Wished, _Wish]] = {}  # by the slot of the shard that goes
+        self._placed: dict[int, dict[Wished, None]] = {}  # likewise: what has come to another because of that
         self._stuck: dict[int, int] = {}  # likewise: how many in a row `drained` has seen that nobody has room for
 
     def loaded(self, space: Space, hashes: Sequence[BlockHash], now: int) -> None:
@@ -93,6 +96,7 @@ class Replicator:
         member.drain_until = until
         self._book.retire_slot(member.slot)
         self._draining.setdefault(member.slot, {})
+        self._placed.setdefault(member.slot, {})
         records = [record for space in self._directory for record in space.index if record.copies.on(member.slot)]
         # The last used first, and chains from their roots on: what does not fit any more is what would be missed least.
         records.sort(key=lambda record: (-record.stamp, record.depth))
@@ -132,15 +136,20 @@ class Replicator:
             record = self._record(wished)
             going = [slot for slot in self._draining if record is not None and record.copies.on(slot)]
             if record is not None and alive and _came(record, member.slot, ordered):
-                wish.tries, wish.not_before = TRIES, 0  # another copy of it is another matter
-                if not going and not self._lacks(record, self._staying(record), min(wish.copies, self._stayers())):
+                staying = self._staying(record)
+                copies = self._fewest(record, staying)
+                if copies > wish.most:  # another copy of it is another matter; one that comes and goes is none
+                    wish.most, wish.tries, wish.not_before = copies, TRIES, 0
+                for slot in going:
+                    self._placed[slot][wished] = None
+                if copies >= min(wish.copies, self._stayers()):
                     continue  # it has what was wished for: if that is evicted soon, it is not to be brought again
             if record is None or not (wish.tries or going):  # what goes is tried until it does
                 continue
             (self._draining[going[0]] if going else self._wishes).setdefault(wished, wish)
         if not alive:
-            self._draining.pop(member.slot, None)
-            self._stuck.pop(member.slot, None)
+            for by_slot in (self._draining, self._placed, self._stuck):
+                by_slot.pop(member.slot, None)
 
     def bury(self, stone: Tombstone) -> None:
         """What it names is pulled by nobody any more. A source may not have heard of the purge when a target has, which
@@ -158,11 +167,15 @@ class Replicator:
             self.want(space, record.hash, copies + 1)
         self.thinned(record)
 
-    def thinned(self, record: BlockRecord) -> None:
-        """It has fewer copies. Where a shard that is to go has one, that is no place for it to stay."""
+    def thinned(self, record: BlockRecord, *, evicted: bool = False) -> None:
+        """It has fewer copies. Where a shard that is to go has one, that is no place for it to stay.
+
+        What was brought elsewhere because of that and was the coldest there has had its place: it would be again.
+        """
+        wished = (record.space, record.hash)
         for slot, wishes in self._draining.items():
-            if record.copies.on(slot):
-                wishes.setdefault((record.space, record.hash), _Wish(1))
+            if record.copies.on(slot) and not (evicted and wished in self._placed[slot]):
+                wishes.setdefault(wished, _Wish(1))
 
     def drained(self, member: Member) -> bool:
         """Has all that this shard alone holds, and anybody has room for, gone elsewhere?"""
@@ -200,6 +213,7 @@ class Replicator:
                 wished = self._under_way[member.slot]
                 assert all((space, page.key.hash) in wished for page in member.pull.pages), "pages that nobody wished"
         assert all(slot in members for slot in (*self._draining, *self._stuck)), "a shard that is gone is drained on"
+        assert list(self._placed) == list(self._draining), "what was moved is remembered as long as its shard goes"
         under_way = [wished for wishes in self._under_way.values() for wished in wishes]
         assert len(set(under_way)) == len(under_way), "two shards pull one block at a time"
         assert len(self._wishes) <= limits.WISHES + len(members) * limits.PULL_PAGES, "wishes without end"
@@ -272,11 +286,12 @@ class Replicator:
 
     def _lacks(self, record: BlockRecord, staying: Staying, copies: int) -> bool:
         """Has any page of it fewer copies than that, on shards that stay?"""
-        return any(
-            len(staying.get((copy.group, copy.part), ())) < copies
-            for copy in record.copies.entries
-            if self._book.alive(copy.slot)
-        )
+        return self._fewest(record, staying) < copies
+
+    def _fewest(self, record: BlockRecord, staying: Staying) -> int:
+        """On so many shards that stay every page of it lies."""
+        alive = (copy for copy in record.copies.entries if self._book.alive(copy.slot))
+        return min((len(staying.get((copy.group, copy.part), ())) for copy in alive), default=sys.maxsize)
 
     def _most_copies(self, record: BlockRecord, slot: int) -> int:
         """On how many shards the page of it lies that this one shares with most."""

@@ -183,6 +183,21 @@ def test_a_block_that_is_evicted_elsewhere_is_not_taken_along_by_the_shard_that_
     assert one.report().leave is Farewell.DRAINED
 
 
+def test_what_was_moved_and_is_evicted_there_is_not_moved_again() -> None:
+    """It was the coldest there, and would be again, without end."""
+    coordinator, one = LoneCoordinator.serving(*pages([A]))
+    [two] = others(coordinator, "b")
+    drain(coordinator, one)
+    one.info = replace(one.info, leases=1)
+    assert one.report().leave is None, "somebody still reads"
+    ack = two.report()
+    assert wanted(ack) == [A]
+    pull(two, ack)
+    assert two.report(gone(A)).pull is None
+    one.info = replace(one.info, leases=0)
+    assert one.report().leave is Farewell.DRAINED
+
+
 def test_what_two_shards_hold_that_go_has_as_many_places_afterwards() -> None:
     coordinator, one = LoneCoordinator.serving(*pages([A, B]))
     two, three, four = others(coordinator, "bcd")

@@ -252,6 +252,22 @@ def test_a_copy_that_is_evicted_as_soon_as_it_has_come_is_not_brought_again() ->
     assert two.report(gone(A)).pull is None
 
 
+def test_a_copy_that_comes_and_goes_while_another_is_wished_for_is_brought_a_few_times() -> None:
+    coordinator, _ = LoneCoordinator.serving(*pages([A]))
+    two, three = others(coordinator, "bc")
+    three.info = replace(three.info, free_bytes=0)  # nobody else has room for the third
+    want(coordinator, 3, A)
+    ack, brought = two.report(), 0
+    while ack.pull is not None:
+        brought += 1
+        assert pull(two, ack).pull is None
+        two.report(gone(A))
+        coordinator.later(replicator.RETRY_NS)
+        three.report()
+        ack = two.report()
+    assert brought == 1 + replicator.TRIES
+
+
 # -------------------------------------------------------------------------------------------- purges
 
 
