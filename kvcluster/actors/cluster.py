@@ -11,6 +11,7 @@ fit, and wait for a node where they do not.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import socket
 import time
@@ -25,6 +26,7 @@ from kvcluster.actors.coordinator import CoordinatorActor
 from kvcluster.actors.shard import ShardActor
 from kvcluster.config import Config
 from kvcluster.errors import ConfigError, KVClusterError
+from kvcluster.runtime.allocation import ENVIRONMENT
 from kvcluster.runtime.auth import authenticator
 
 log = logging.getLogger(__name__)
@@ -81,7 +83,14 @@ def start(config: Config, *, detached: bool) -> Cluster:
 
 
 def _actor(kind: type, name: str, detached: bool, where: dict[str, Any], *arguments: Any) -> Any:
-    options: dict[str, Any] = {"namespace": NAMESPACE, "num_cpus": 0, "max_restarts": _RESTARTS, **where}
+    options: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "num_cpus": 0,
+        "max_restarts": _RESTARTS,
+        **where,
+    }
+    if not ENVIRONMENT.items() <= os.environ.items():  # as it is on a Ray of our own, which hands it down
+        options["runtime_env"] = {"env_vars": ENVIRONMENT}
     if detached:  # the others are found by their handles, so that one Ray can hold many clusters
         options |= {"lifetime": "detached", "name": name}
     return ray.remote(kind).options(**options).remote(*arguments)

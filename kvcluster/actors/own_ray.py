@@ -18,6 +18,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
 from kvcluster.config import Config
+from kvcluster.runtime.allocation import ENVIRONMENT
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """Pages never enter Ray's object store; this is about the least that Ray accepts."""
@@ -36,6 +37,7 @@ def own_ray() -> Iterator[None]:
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray has its actors yield to everybody; but here engines wait for them, and leases run.
         "RAY_worker_niceness": "0",
+        **ENVIRONMENT,
     }
     before = {name: os.environ.get(name) for name in ours}
     clusters = ray_constants.ENABLE_RAY_CLUSTER

@@ -3,7 +3,6 @@ to the coordinator and to the other shards, which carry the secret that the clus
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import socket
@@ -37,7 +36,6 @@ class ShardActor:
     """Serves from its constructor on, since that is all that Ray runs again when it restarts an actor."""
 
     def __init__(self, shard: str, coordinator: str, config: Config, secret: str) -> None:
-        _keep_freed_memory()
         self._me = ray.get_runtime_context().current_actor
         self._secret = secret
         self._coordinator = Connection(coordinator, secret)
@@ -121,18 +119,3 @@ def reachable_host(host: str) -> str:
             ) from None
         address: str = probe.getsockname()[0]
         return address
-
-
-def _keep_freed_memory() -> None:
-    """Tells the allocator of this process to reuse what it freed.
-
-    gRPC wants each frame as a fresh bytes object of a megabyte. By default glibc maps and unmaps such blocks, and
-    touching new pages costs more than the copy itself. What is kept is kept by heap, and each thread would have one of
-    its own, which fills to its highest ever: two are enough for threads that wait for Python's lock.
-    """
-    m_trim_threshold, m_mmap_threshold, m_arena_max = -1, -3, -8
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(m_mmap_threshold, 64 * 2**20)
-        mallopt(m_trim_threshold, 256 * 2**20)
-        mallopt(m_arena_max, 2)

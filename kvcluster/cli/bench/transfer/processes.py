@@ -21,6 +21,7 @@ from typing import Any
 
 from kvcluster.cli.bench.transfer import party
 from kvcluster.errors import KVClusterError
+from kvcluster.runtime.allocation import ENVIRONMENT
 
 ANSWER_S = 180.0
 """For any one answer. What is measured takes seconds; the start of a cluster takes longer on a busy machine."""
@@ -28,9 +29,6 @@ ANSWER_S = 180.0
 _END_S = 20.0
 _READ_BYTES = 2**16
 OWN_PYTHON = (sys.executable, "-m", party.__name__)
-
-_SHARD_ENV = {"MALLOC_MMAP_THRESHOLD_": str(64 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20)}
-"""What a shard's process tells its allocator for itself (actors/shard.py)."""
 
 
 class PartyError(KVClusterError):
@@ -60,7 +58,7 @@ class Process:
     def __init__(self, python: Sequence[str], role: str, first: Mapping[str, Any]) -> None:
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - what it prints besides its answers; closed with it
         self._read = b""
-        env = dict(os.environ) | (_SHARD_ENV if role == "serve" else {})
+        env = dict(os.environ) | (ENVIRONMENT if role == "serve" else {})
         self._process = subprocess.Popen(
             [*python, role], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, env=env
         )
