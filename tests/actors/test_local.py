@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from kvcluster.client import Client
 from kvcluster.core.reasons import MissReason
 from kvcluster.core.spec import Part
 from kvcluster.errors import ConfigError
+from kvcluster.runtime.allocation import ENVIRONMENT
 from tests.actors.processes import descendants, listening, outcome, start_worker
 from tests.actors.worker import PATIENT, SPEC, digest, kv, tokens
 from tests.waiting import eventually
@@ -99,6 +101,12 @@ def test_the_coordinator_does_without_torch(cluster: LocalCluster) -> None:
 def test_actors_have_the_priority_of_whoever_waits_for_them(cluster: LocalCluster) -> None:
     mine = os.getpriority(os.PRIO_PROCESS, 0)
     assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in cluster.pids()] == [mine] * 3
+
+
+def test_its_processes_began_with_the_allocators_settings(cluster: LocalCluster) -> None:
+    for pid in cluster.pids():
+        told = Path(f"/proc/{pid}/environ").read_text(encoding="utf-8", errors="replace").split("\0")
+        assert {f"{name}={value}" for name, value in ENVIRONMENT.items()} <= set(told)
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(cluster: LocalCluster) -> None:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -68,14 +69,18 @@ def redeem(address: str, ticket: str, layer_start: str, layer_stop: str, head_st
 
 def store(address: str, seed: str, blocks: str, halt: str, halt_at: str, transport: str = "shm") -> None:
     """Stores by one transport, and sends itself a signal when that many pages were gathered to be sent."""
-    gathered, layer_sums = itertools.count(1), checksum.layer_sums
+    gathered = itertools.count(1)
 
-    def counted(*arguments: Any) -> Any:
-        if next(gathered) == int(halt_at):
-            signal.raise_signal(signal.Signals[halt])  # of this thread, which does not run on
-        return layer_sums(*arguments)
+    def counted(gather: Callable[..., Any]) -> Callable[..., Any]:
+        def gathers(*arguments: Any) -> Any:
+            if next(gathered) == int(halt_at):
+                signal.raise_signal(signal.Signals[halt])  # of this thread, which does not run on
+            return gather(*arguments)
 
-    checksum.layer_sums = counted
+        return gathers
+
+    checksum.layer_sums = counted(checksum.layer_sums)
+    checksum.copy_sums = counted(checksum.copy_sums)
     with kvcluster.connect(address, SPEC, config=replace(PATIENT, transports=(transport,))) as client:
         prompt, source = tokens(int(seed), int(blocks)), kv(int(seed), int(blocks))
         stored = client.store(prompt, source)
