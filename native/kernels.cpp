@@ -2,24 +2,21 @@
 //
 // A stripe of 64 bytes is loaded once; what is hashed and what is stored are the same registers, so that a sum vouches
 // for the copy even where somebody writes to the original meanwhile, and the bytes cross the memory bus twice and not
-// three times. The stores go past the caches where the machine can do that, since whoever reads a page next is another
-// core, a GPU, or comes after more bytes than a cache holds.
+// three times. The stores go past the caches, since whoever reads a page next is another core, a GPU, or comes after more
+// bytes than a cache holds.
 //
 // The hash is that of the xxHash specification (doc/xxhash_spec.md of its repository, "XXH3", inputs of more than 240
 // bytes), and equal to the xxhash package's: tests/pages/test_native.py.
 #include "kernels.hpp"
 
-#include <cstring>
-
-#if defined(__x86_64__)
 #include <immintrin.h>
-#endif
+
+#include <cstring>
 
 namespace kvc {
 namespace {
 
 using u8 = std::uint8_t;
-using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
 constexpr u64 kPrime32_1 = 0x9E3779B1, kPrime32_2 = 0x85EBCA77, kPrime32_3 = 0xC2B2AE3D;
@@ -52,14 +49,13 @@ u64 load64(const u8* from) {
 
 // ------------------------------------------------------------------------------------------- a stripe in registers
 //
-// Each instruction set has a Stripe of eight lanes of 64 bits, and what XXH3 does with it. kAhead: may stores go past
-// the caches? Such a store wants an address that is a multiple of kAlign. `load` reads memory once: an empty piece of
-// assembly keeps the compiler from reading it again where it is used again, when somebody may have changed it.
+// Each instruction set has a Stripe of eight lanes of 64 bits, and what XXH3 does with it. `stream` stores past the
+// caches, at an address that is a multiple of kAlign. `load` reads memory once: an empty piece of assembly keeps the
+// compiler from reading it again where it is used again, when somebody may have changed it.
 
 #if defined(__AVX512F__)
 
 struct Stripe {
-    static constexpr bool kAhead = true;
     static constexpr std::size_t kAlign = 64;
     __m512i v;
 
@@ -87,7 +83,6 @@ struct Stripe {
 #elif defined(__AVX2__)
 
 struct Stripe {
-    static constexpr bool kAhead = true;
     static constexpr std::size_t kAlign = 32;
     __m256i a, b;
 
@@ -123,32 +118,6 @@ struct Stripe {
     void scramble(const Stripe& key) {
         a = scrambled(a, key.a);
         b = scrambled(b, key.b);
-    }
-};
-
-#else
-
-struct Stripe {
-    static constexpr bool kAhead = false;
-    static constexpr std::size_t kAlign = 1;
-    u64 lane[8];
-
-    static Stripe load(const u8* from) {
-        Stripe stripe;
-        std::memcpy(stripe.lane, from, kStripe);
-        __asm__ __volatile__("" ::: "memory");
-        return stripe;
-    }
-    void store(u8* into) const { std::memcpy(into, lane, kStripe); }
-    void stream(u8* into) const { store(into); }
-    void add(const Stripe& data, const Stripe& key) {
-        for (int i = 0; i < 8; i++) {
-            const u64 mixed = data.lane[i] ^ key.lane[i];
-            lane[i] += data.lane[i ^ 1] + static_cast<u64>(static_cast<u32>(mixed)) * (mixed >> 32);
-        }
-    }
-    void scramble(const Stripe& key) {
-        for (int i = 0; i < 8; i++) lane[i] = ((lane[i] ^ (lane[i] >> 47)) ^ key.lane[i]) * kPrime32_1;
     }
 };
 
@@ -240,14 +209,12 @@ void sums(const u8* data, const Layers& layers, u64* sums) { sum_each<To::kNowhe
 void copy_sums(u8* into, const u8* data, const Layers& layers, u64* sums) {
     const bool aligned = reinterpret_cast<std::uintptr_t>(into) % Stripe::kAlign == 0 &&
                          layers.layer_bytes % Stripe::kAlign == 0;
-    if (!Stripe::kAhead || !aligned) {
+    if (!aligned) {
         sum_each<To::kMemory>(into, data, layers, sums);
         return;
     }
     sum_each<To::kPastCaches>(into, data, layers, sums);
-#if defined(__x86_64__)
     _mm_sfence();  // what is said after this is heard after the bytes are there
-#endif
 }
 
 }  // namespace

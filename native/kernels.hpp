@@ -27,10 +27,7 @@ struct Kernels {
     void (*copy_sums)(std::uint8_t* into, const std::uint8_t* data, const Layers& layers, std::uint64_t* sums);
 };
 
-extern const Kernels kernels_portable;
-#if defined(__x86_64__)
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
-#endif
 
 }  // namespace kvc

@@ -20,16 +20,19 @@ using kvc::Kernels;
 constexpr std::size_t kWorthwhileBytes = 8 * 1024;
 
 std::vector<const Kernels*> kernels_here() {
-    std::vector<const Kernels*> here{&kvc::kernels_portable};
-#if defined(__x86_64__)
+    std::vector<const Kernels*> here;
     if (__builtin_cpu_supports("avx2")) here.push_back(&kvc::kernels_avx2);
     if (__builtin_cpu_supports("avx512f")) here.push_back(&kvc::kernels_avx512);
-#endif
     return here;
 }
 
 const std::vector<const Kernels*> kHere = kernels_here();
-const Kernels* chosen = kHere.back();
+const Kernels* chosen = kHere.empty() ? nullptr : kHere.back();
+
+const Kernels* kernels() {
+    if (!chosen) throw std::runtime_error("this machine has no instruction set that kernels were compiled for");
+    return chosen;
+}
 
 // The bytes of an object, held for as long as this is.
 class Bytes {
@@ -76,8 +79,8 @@ nb::object sums_by(std::size_t nbytes, std::size_t layers, const Work& work) {
 nb::object sums(nb::handle data, std::size_t layers, std::uint64_t seed, std::uint64_t step) {
     const Bytes bytes(data, false);
     const kvc::Layers of = layers_of(bytes, layers, seed, step);
-    const Kernels* kernels = chosen;
-    return sums_by(bytes.size(), layers, [&](std::uint64_t* out) { kernels->sums(bytes.data(), of, out); });
+    const Kernels* here = kernels();
+    return sums_by(bytes.size(), layers, [&](std::uint64_t* out) { here->sums(bytes.data(), of, out); });
 }
 
 nb::object copy_sums(nb::handle into, nb::handle data, std::size_t layers, std::uint64_t seed, std::uint64_t step) {
@@ -87,9 +90,9 @@ nb::object copy_sums(nb::handle into, nb::handle data, std::size_t layers, std::
     const std::less<const std::uint8_t*> before;
     if (before(place.data(), bytes.data() + bytes.size()) && before(bytes.data(), place.data() + place.size()))
         throw std::invalid_argument("the bytes would be copied onto themselves");
-    const Kernels* kernels = chosen;
+    const Kernels* here = kernels();
     return sums_by(bytes.size(), layers,
-                   [&](std::uint64_t* out) { kernels->copy_sums(place.data(), bytes.data(), of, out); });
+                   [&](std::uint64_t* out) { here->copy_sums(place.data(), bytes.data(), of, out); });
 }
 
 std::vector<const char*> names() {
@@ -110,7 +113,7 @@ NB_MODULE(_native, m) {
     m.def("sums", &sums, nb::arg("data"), nb::arg("layers"), nb::arg("seed"), nb::arg("step"));
     m.def("copy_sums", &copy_sums, nb::arg("into"), nb::arg("data"), nb::arg("layers"), nb::arg("seed"), nb::arg("step"));
     m.def("choose", &choose, nb::arg("name"));
-    m.def("chosen", [] { return chosen->name; });
+    m.def("chosen", [] { return kernels()->name; });
     m.def("names", [] {
         nb::list all;
         for (const char* name : names()) all.append(name);

@@ -23,7 +23,7 @@ def print_diagnosis(found: dict[str, Any]) -> None:
             for row in _rows(shard):
                 table.add_row(*row)
         console.print(table)
-        slower = " (its native core was not built: bytes move slower)" if found["kernels"] == "python" else ""
+        slower = " (it has no native core: bytes move slower)" if found["kernels"] == "python" else ""
         console.print(f"kernels of this process: {found['kernels']}{slower}", soft_wrap=True)
     console.print(f"[{'green' if found['healthy'] else 'red'}]{escape(found['verdict'])}[/]", soft_wrap=True)
 

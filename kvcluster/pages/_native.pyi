@@ -27,4 +27,5 @@ def chosen() -> str:
     """The instruction set of the kernels in use: the last of `names()`, unless another was chosen."""
 
 def names() -> list[str]:
-    """The instruction sets that were compiled and that this machine has, the fastest last; the first is "portable"."""
+    """The instruction sets that were compiled and that this machine has, the fastest last. Where there is none, the
+    others here raise RuntimeError."""

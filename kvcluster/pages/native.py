@@ -1,7 +1,7 @@
 """The native core: which of its kernels this process has, if any. Nothing needs it, and with it bytes move faster.
 
-It is built when the package is installed (native/, docs/adr/0022-a-native-core.md). Where no compiler was, or its
-architecture is another, everything does the same in Python.
+It is built when the package is installed (native/, docs/adr/0022-a-native-core.md). Where no compiler was, or the
+machine has none of the instruction sets that it is compiled for, everything does the same in Python.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _load() -> Kernels | None:
         from kvcluster.pages import _native
     except ImportError:  # not built, or for another Python
         return None
-    return _native
+    return _native if _native.names() else None
 
 
 KERNELS = _load()

@@ -56,6 +56,17 @@ _CHUNK = struct.Struct(f"{HASH_BYTES}s" * 64)
 # ----------------------------------------------------------------------------------- what is checked
 
 
+def check_opening(magic: int, version: int, *, own: tuple[int, int], of: str) -> None:
+    """What opens a frame is of our own protocol and version, `own`."""
+    if magic != own[0]:
+        raise ProtocolError(f"no frame of kvcluster begins with {magic:#06x}; is this another service?")
+    if version != own[1]:
+        raise ProtocolError(
+            f"this side speaks version {own[1]} of kvcluster's {of}, the other side version {version}: "
+            "install the same release of kvcluster in the engine and in the cluster"
+        )
+
+
 def parse(kind: type[M], data: bytes) -> M:
     """The protobuf message in `data`. Raises LimitError or ProtocolError."""
     if len(data) > limits.MESSAGE_BYTES:

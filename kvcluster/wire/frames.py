@@ -240,11 +240,5 @@ def _kind(data: bytes) -> int:
     if not _HEADER.size <= len(data) <= limits.MESSAGE_BYTES:
         raise ProtocolError(f"{len(data)} bytes are no frame: those have {_HEADER.size} to {limits.MESSAGE_BYTES}")
     magic, version, kind, _ = _HEADER.unpack_from(data)
-    if magic != MAGIC:
-        raise ProtocolError(f"no frame of kvcluster begins with {magic:#06x}; is this another service?")
-    if version != FRAME_VERSION:
-        raise ProtocolError(
-            f"this side speaks version {FRAME_VERSION} of kvcluster's frames, the other side version {version}: "
-            "install the same release of kvcluster in the engine and in the cluster"
-        )
+    common.check_opening(magic, version, own=(MAGIC, FRAME_VERSION), of="frames")
     return int(kind)

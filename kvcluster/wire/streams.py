@@ -71,13 +71,7 @@ def decode_header(data: bytes) -> tuple[Kind, int]:
     if len(data) != HEADER.size:
         raise ProtocolError(f"the header of a frame has {HEADER.size} bytes, not {len(data)}")
     magic, version, kind, nbytes = HEADER.unpack(data)
-    if magic != MAGIC:
-        raise ProtocolError(f"no frame of kvcluster begins with {magic:#06x}; is this another service?")
-    if version != STREAM_VERSION:
-        raise ProtocolError(
-            f"this side speaks version {STREAM_VERSION} of kvcluster's streams, the other side version {version}: "
-            "install the same release of kvcluster in the engine and in the cluster"
-        )
+    common.check_opening(magic, version, own=(MAGIC, STREAM_VERSION), of="streams")
     try:
         known = Kind(kind)
     except ValueError:
