@@ -209,8 +209,8 @@ class Intake:
         record = space.index.add(event, member.slot, parent.stamp if parent is not None else now)
         if record is not None:
             member.cold.push(record)
-            if member.draining:
-                self._replicator.committed(record, member)
+        if member.draining and (known := space.index.get(key.hash)) is not None:
+            self._replicator.committed(known, member)
 
     def _gone(self, event: GoneEvent, member: Member, now: int) -> None:
         state, key = self._state, event.key

@@ -28,6 +28,7 @@ from tests.core.world import (
     LEFT,
     MS,
     PAGE,
+    RIGHT,
     SECOND,
     attempt,
     chain,
@@ -179,6 +180,24 @@ def test_a_block_that_is_evicted_elsewhere_is_not_taken_along_by_the_shard_that_
     assert wanted(ack) == [A]
     one.info = replace(one.info, leases=0)
     assert one.report().leave is None
+    pull(two, ack)
+    assert one.report().leave is Farewell.DRAINED
+
+
+def test_a_part_that_is_told_after_the_others_were_moved_is_moved_as_well() -> None:
+    coordinator, one = LoneCoordinator.serving(page(A, LEFT))
+    [two] = others(coordinator, "b")
+    drain(coordinator, one)
+    one.info = replace(one.info, leases=1)
+    assert one.report().leave is None, "somebody still writes"
+    ack = two.report()
+    assert wanted(ack) == [A]
+    pull(two, ack)
+    assert one.report(page(A, RIGHT)).leave is None
+    one.info = replace(one.info, leases=0)
+    assert one.report().leave is None
+    ack = two.report()
+    assert ack.pull is not None and [new.key.part for new in ack.pull.pages] == [RIGHT]
     pull(two, ack)
     assert one.report().leave is Farewell.DRAINED
 
