@@ -325,7 +325,7 @@ class Run:
                 stderr=log,
                 text=True,
                 cwd=ROOT,
-                env=os.environ,
+                env=os.environ | {"MALLOC_ARENA_MAX": "2"},  # as docs/operations.md advises
                 start_new_session=True,
             )
 
