@@ -39,7 +39,7 @@ class Piece:
 
     def cut(self, layer_start: int, layer_stop: int) -> Piece:
         """Only these layers of it, counted as its want counts them."""
-        return replace(self, want=replace(self.want, layer_start=layer_start, layer_stop=layer_stop))
+        return replace(self, want=self.want._replace(layer_start=layer_start, layer_stop=layer_stop))
 
     def model_layers(self, spec: KVSpec) -> tuple[int, ...]:
         """The model's own numbers of its layers."""

@@ -40,6 +40,8 @@ class Link:
         self.peer = peer
         self._socket = connected
         self._poll = select.poll()
+        self._looking = select.poll()
+        self._looking.register(connected, select.POLLIN)
         self._wanted = 0
         self._least = 1
         self._fds: list[int] = []
@@ -131,9 +133,7 @@ class Link:
 
     def is_quiet(self) -> bool:
         """Is it open, with nothing to read? What lies idle is looked at before it is used again."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return not poll.poll(0)
+        return not self._looking.poll(0)
 
     def close(self) -> None:
         """Gives the socket back."""

@@ -130,7 +130,6 @@ def _pieces(
             yield
             control.listen(deadline)
             piece = 0
-        deadline.check()
         control.renew(deadline)
         first = layer - request.wants[item].layer_start
         data = control.arena.view(offset + layer * layer_bytes, nbytes)

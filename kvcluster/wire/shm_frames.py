@@ -86,10 +86,11 @@ def decode_read_grant(
     ranges = [wants[item].layer_stop - wants[item].layer_start for item in items]
     spots, at = _spots(body, at, [wants[item].key for item in items], arena_bytes)
     _check_end(body, at + _SUM_BYTES * sum(ranges))
-    places = {}
+    sums = struct.unpack_from(f"<{sum(ranges)}Q", body, at)
+    places, first = {}, 0
     for item, layers, (offset, layer_bytes) in zip(items, ranges, spots, strict=True):
-        places[item] = Place(offset, layer_bytes, struct.unpack_from(f"<{layers}Q", body, at))
-        at += _SUM_BYTES * layers
+        places[item] = Place(offset, layer_bytes, sums[first : first + layers])
+        first += layers
     return outcome, places
 
 
@@ -136,7 +137,7 @@ def _spots(body: bytes, at: int, keys: Sequence[PageKey], arena_bytes: int) -> t
     numbers = struct.unpack_from(f"<{2 * len(keys)}Q", body, at)
     spots = []
     for key, offset, nbytes in zip(keys, numbers[: len(keys)], numbers[len(keys) :], strict=True):
-        layers = key.part.layers
+        layers = key.part.layer_stop - key.part.layer_start
         if not nbytes or nbytes % layers or nbytes > limits.LAYER_BYTES * layers:
             raise ProtocolError(f"a page of {nbytes} bytes for {layers} layers cannot be")
         if offset + nbytes > arena_bytes:

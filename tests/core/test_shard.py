@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from kvcluster.core import limits
@@ -76,7 +74,7 @@ def test_a_page_can_be_read_once_it_is_committed() -> None:
     assert misses(shard.pin(attempt(2), A)) == [MissReason.PENDING]
     assert shard.commit(attempt(1), 0) == (Written.COMMITTED,)
     [read] = pinned(shard.pin(attempt(3), A))
-    assert read == replace(slot, sums=SUMS)
+    assert read == slot._replace(sums=SUMS)
 
 
 def test_an_aborted_page_was_never_there_and_its_room_is_free() -> None:

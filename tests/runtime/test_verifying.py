@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -70,7 +69,7 @@ def test_each_corrupt_page_is_named_by_its_place_and_no_other() -> None:
 @pytest.mark.parametrize("sums", [b"", b"\0" * 8 * LAYERS, b"\0" * (8 * LAYERS + 8)])
 def test_a_page_whose_sums_are_gone_or_others_is_corrupt(sums: bytes) -> None:
     slot, data = committed(1)
-    assert not matches(SPACE, replace(slot, sums=sums), memoryview(data))
+    assert not matches(SPACE, slot._replace(sums=sums), memoryview(data))
 
 
 def test_every_bit_of_the_sums_counts() -> None:
@@ -78,12 +77,12 @@ def test_every_bit_of_the_sums_counts() -> None:
     for bit in range(8 * len(slot.sums)):
         sums = bytearray(slot.sums)
         sums[bit // 8] ^= 1 << bit % 8
-        assert not matches(SPACE, replace(slot, sums=bytes(sums)), memoryview(data))
+        assert not matches(SPACE, slot._replace(sums=bytes(sums)), memoryview(data))
 
 
 def test_the_right_bytes_under_another_name_are_corrupt() -> None:
     slot, data = committed(1)
-    other = replace(slot, key=slot.key._replace(hash=BlockHash(b"\xff" * HASH_BYTES)))
+    other = slot._replace(key=slot.key._replace(hash=BlockHash(b"\xff" * HASH_BYTES)))
     assert not matches(SPACE, other, memoryview(data))
     assert not matches(OTHER, slot, memoryview(data))
 

@@ -412,7 +412,7 @@ HEAD_OF_TWO = frames.encode_read_head([None, None])
 )
 def test_a_shard_that_answers_a_load_wrongly_is_a_protocol_error(stream: list[bytes]) -> None:
     content = unserved(2, 3, 8)
-    wants = [replace(want, layer_stop=2) for want in content.wants()]
+    wants = [want._replace(layer_stop=2) for want in content.wants()]
     with serving({READ: stream}) as transport, pytest.raises(ProtocolError):
         read(transport, content, wants).finish()
 

@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -429,7 +428,7 @@ def piece(item: int, layer: int, layers: int = 1) -> bytes:
 )
 def test_a_shard_that_answers_a_load_wrongly_is_a_protocol_error(answer: bytes) -> None:
     content = unserved(2, 3, 8)
-    wants = [replace(want, layer_stop=2) for want in content.wants()]
+    wants = [want._replace(layer_stop=2) for want in content.wants()]
     with answering(lambda peer: peer.sendall(WELCOME + answer)) as address:
         path = TcpPages(address, None)
         with pytest.raises(ProtocolError):

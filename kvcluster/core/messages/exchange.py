@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId
 from kvcluster.core.messages.common import Need, PageKey, Run
 from kvcluster.core.messages.shard import NewPage
 
 
-@dataclass(frozen=True, slots=True)
-class PageWant:
+class PageWant(NamedTuple):
     """Layers `layer_start` to `layer_stop` of a page, counted from the page's own first layer."""
 
     key: PageKey

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages.common import PageKey
@@ -53,8 +54,7 @@ class Offers:
     refused: tuple[tuple[str, str], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PageSlot:
+class PageSlot(NamedTuple):
     """A page under a lease: where its bytes lie in the arena, and what they are."""
 
     key: PageKey
@@ -92,8 +92,7 @@ class Unpin:
     attempt: Attempt
 
 
-@dataclass(frozen=True, slots=True)
-class NewPage:
+class NewPage(NamedTuple):
     """A page that a worker wants to write, and the block's place in its chain."""
 
     key: PageKey

@@ -206,7 +206,7 @@ def wrong_page_served() -> list[Patch]:
     def load_layer(self: ShardProcess, item: int, slot: Any, layer: int) -> Any:
         beyond = slot.offset + slot.nbytes
         if slot.generation % 16 == 0 and beyond + slot.nbytes <= self.core.pool.allocator.capacity_bytes:
-            slot = replace(slot, offset=beyond)
+            slot = slot._replace(offset=beyond)
         return original(self, item, slot, layer)
 
     return [(ShardProcess, "load_layer", load_layer)]
