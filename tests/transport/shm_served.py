@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import socket
-from types import SimpleNamespace
 from typing import Any
 
-from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, Tenant
-from kvcluster.errors import KVClusterError
-from kvcluster.runtime.auth import Authenticator, digest
+from kvcluster.core.ids import Tenant
 from kvcluster.testing.conformance import World
-from kvcluster.testing.conformance.content import Content
-from kvcluster.testing.conformance.world import BOUND_S, ONE, TWO
+from kvcluster.testing.conformance.world import BOUND_S, ONE
 from kvcluster.testing.over import Over
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmHost, ShmServer
-from kvcluster.wire import streams
-from kvcluster.wire.streams import HEADER, Kind
-
-
-def token(tenant: Tenant) -> str:
-    return f"token of {tenant}"
+from tests.transport.peers import StreamPeer, authenticator, token
 
 
 class _ShortLease:
@@ -41,9 +31,9 @@ class Served:
     """A server before a shard, with a token for each tenant."""
 
     def __init__(self, host: ShmHost) -> None:
-        authenticator = Authenticator({digest(token(tenant)): tenant for tenant in (ONE, TWO)}, "a secret")
+        known = authenticator()
         self._host = host
-        self._server = ShmServer(_ShortLease(host), lambda given: authenticator.caller(given).tenant)
+        self._server = ShmServer(_ShortLease(host), lambda given: known.caller(given).tenant)
         self._server.start()
         self.address = self._server.address
 
@@ -59,66 +49,11 @@ def path(world: World) -> ShmPages:
     return ShmPages(world.served.address, token(ONE))  # type: ignore[attr-defined]
 
 
-def unserved(pages: int, layers: int, layer_bytes: int, *, epoch: int = 1) -> Content:
-    """Content for a shard that is not of this process."""
-    attempt = Attempt(Holder(os.urandom(HOLDER_BYTES)), 1)
-    return Content.of(SimpleNamespace(epoch=Epoch(epoch), attempt=lambda: attempt), pages, layers, layer_bytes)
-
-
-class Raw:
-    """A peer that sends whatever bytes it likes, with a good token where it says so."""
+class Raw(StreamPeer):
+    """A peer of this server."""
 
     def __init__(self, world: World, *, hello: bool = True) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(BOUND_S)
-        self._socket.connect("\0" + world.served.address[1:])  # type: ignore[attr-defined]
-        self.fds: list[int] = []
-        if hello:
-            self.send(Kind.HELLO, token(ONE).encode())
-            assert self.frame()[0] is Kind.WELCOME
-
-    def __enter__(self) -> Raw:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._socket.close()
-        for fd in self.fds:
-            os.close(fd)
-
-    def send(self, kind: Kind, body: bytes = b"") -> None:
-        self.send_bytes(streams.encode_header(kind, len(body)) + body)
-
-    def send_bytes(self, data: bytes) -> None:
-        self._socket.sendall(data)
-
-    def frame(self) -> tuple[Kind, bytes]:
-        kind, nbytes = streams.decode_header(self._exactly(HEADER.size))
-        return kind, self._exactly(nbytes)
-
-    def refusal(self) -> KVClusterError:
-        """What the server says next, instead of an answer."""
-        kind, body = self.frame()
-        assert kind is Kind.FAILED
-        return streams.decode_failure(body)
-
-    def is_closed(self) -> bool:
-        """Waits for the end of the stream."""
-        while True:
-            try:
-                if not self._socket.recv(65_536):
-                    return True
-            except ConnectionResetError:
-                return True
-
-    def end(self) -> None:
-        """Sends no more."""
-        self._socket.shutdown(socket.SHUT_WR)
-
-    def _exactly(self, nbytes: int) -> bytes:
-        data = b""
-        while len(data) < nbytes:
-            got, fds, _, _ = socket.recv_fds(self._socket, nbytes - len(data), 4)
-            self.fds += fds
-            assert got, "the connection ended within a frame"
-            data += got
-        return data
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connected.settimeout(BOUND_S)
+        connected.connect("\0" + world.served.address[1:])  # type: ignore[attr-defined]
+        super().__init__(connected, hello=hello)

@@ -12,19 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import grpc
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, Tenant
+from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Refused, RefusedKind, Written
 from kvcluster.core.pool import PageState
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import ConfigError, CredentialError, LimitError, ProtocolError, Unreachable
 from kvcluster.pages import codec
-from kvcluster.runtime.auth import Authenticator, digest
+from kvcluster.runtime.auth import digest
 from kvcluster.runtime.server import Gate, Server, unary_handlers
 from kvcluster.testing.conformance import TransportConformance, World, open_world
 from kvcluster.testing.conformance.content import (
@@ -38,27 +37,23 @@ from kvcluster.testing.conformance.content import (
     write,
 )
 from kvcluster.testing.conformance.moving import fill
-from kvcluster.testing.conformance.world import BOUND_S, ONE, TWO, Pause, soon
+from kvcluster.testing.conformance.world import BOUND_S, ONE, Pause, soon
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
 from kvcluster.transport.rpc import Connection, identity
 from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Trouble
 from kvcluster.wire import frames
 from kvcluster.wire.frames import Record
 from kvcluster.wire.methods import SHARD
+from tests.transport.peers import SECRET, authenticator, token, unserved
 
-SECRET = "between the actors"
 HOST = "127.0.0.1"
-
-
-def token(tenant: Tenant) -> str:
-    return f"token of {tenant}"
 
 
 class Served:
     """A server before a shard, on loopback, with a token for each tenant."""
 
     def __init__(self, host: PageHost) -> None:
-        gate = Gate(Authenticator({digest(token(tenant)): tenant for tenant in (ONE, TWO)}, SECRET))
+        gate = Gate(authenticator())
         handlers = unary_handlers(SHARD, gate, host.ask) | page_handlers(host, lambda c: gate.caller(c).tenant)
         self._server = Server(handlers, HOST, 0, threads=8)
         self._server.start()
@@ -79,12 +74,6 @@ def world() -> Iterator[World]:
 
 class TestGrpc(TransportConformance):
     """On the fixture of this module."""
-
-
-def unserved(pages: int, layers: int, layer_bytes: int, *, epoch: int = 1) -> Content:
-    """Content for a shard that is not of this process."""
-    attempt = Attempt(Holder(os.urandom(HOLDER_BYTES)), 1)
-    return Content.of(SimpleNamespace(epoch=Epoch(epoch), attempt=lambda: attempt), pages, layers, layer_bytes)
 
 
 # ------------------------------------------------------------------- what a server does with what is no message

@@ -41,7 +41,8 @@ from kvcluster.transport.shm_server import ShmServer
 from kvcluster.wire import shard, shm_frames, streams
 from kvcluster.wire.shm_frames import Welcome
 from kvcluster.wire.streams import Kind
-from tests.transport.shm_served import Raw, Served, path, token, unserved
+from tests.transport.peers import NO_FRAMES, OTHER_VERSION, token, unserved
+from tests.transport.shm_served import Raw, Served, path
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -61,23 +62,9 @@ class TestShm(TransportConformance):
 
 # ------------------------------------------------------------------- what a shard does with what is no frame
 
-TERABYTE = struct.pack("<HBBI", streams.MAGIC, streams.STREAM_VERSION, Kind.READ, 2**32 - 1)
-OTHER_VERSION = struct.pack("<HBBI", streams.MAGIC, streams.STREAM_VERSION + 1, Kind.READ, 0)
-OTHER_KIND = struct.pack("<HBBI", streams.MAGIC, streams.STREAM_VERSION, 99, 0)
-
 
 @pytest.mark.parametrize("hello", [True, False])
-@pytest.mark.parametrize(
-    ("first", "says"),
-    [
-        (b"GET / HTTP/1.1\r\n\r\n", "another service"),
-        (bytes(64), "another service"),
-        (OTHER_VERSION, "install the same release"),
-        (OTHER_KIND, "kind 99"),
-        (TERABYTE, "may be|belongs"),
-        (streams.encode_header(Kind.PAGES, 4), "belongs"),
-    ],
-)
+@pytest.mark.parametrize(("first", "says"), NO_FRAMES)
 def test_what_is_no_frame_is_refused_in_words_and_closed(world: World, hello: bool, first: bytes, says: str) -> None:
     with Raw(world, hello=hello) as peer:
         peer.send_bytes(first)

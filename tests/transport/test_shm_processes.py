@@ -23,12 +23,13 @@ from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
 from kvcluster.transport.seam import Trouble
 from kvcluster.transport.shm_control import Control
 from kvcluster.transport.shm_pages import ShmPages
-from tests.transport.shm_served import Served, token, unserved
+from tests.transport.peers import token, unserved
+from tests.transport.shm_served import Served
 
 FRAME = limits.FRAME_BYTES
 EVICTED, WRITING = MissReason.EVICTED, PageState.WRITING
 MINE = 3
-"""Pages of the worker that is hurt, each of four chunks."""
+"""Pages of the worker that is hurt, each of two chunks."""
 
 
 @pytest.fixture
@@ -92,19 +93,18 @@ def stop_myself_before_chunk(number: int) -> None:
     """This process is stopped with that chunk in hand: it is written after it was let go on."""
     place, chunks = Control.place, iter(range(1, 1_000))
 
-    @contextmanager
-    def place_and_stop(control: Control, offset: int, nbytes: int) -> Iterator[memoryview]:
-        with place(control, offset, nbytes) as into:
-            if next(chunks) == number:
-                signal.raise_signal(signal.SIGSTOP)  # of this thread, which does not run on
-            yield into
+    def place_and_stop(control: Control, offset: int, nbytes: int) -> memoryview:
+        into = place(control, offset, nbytes)
+        if next(chunks) == number:
+            signal.raise_signal(signal.SIGSTOP)  # of this thread, which does not run on
+        return into
 
     Control.place = place_and_stop  # type: ignore[method-assign]
 
 
 def store_and_stop(address: str, epoch: int) -> None:
     """Stopped within the second page, the first of which is told as written."""
-    stop_myself_before_chunk(6)
+    stop_myself_before_chunk(4)
     content = mine(epoch)
     request = content.write_request()
     try:

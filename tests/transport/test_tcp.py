@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 import subprocess
@@ -11,18 +10,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, Tenant
+from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Refused, RefusedKind, Written
 from kvcluster.core.pool import PageState
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError
 from kvcluster.pages import codec
-from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.testing.conformance import TransportConformance, World, open_world
 from kvcluster.testing.conformance.content import (
     Content,
@@ -34,29 +31,35 @@ from kvcluster.testing.conformance.content import (
     store,
     write,
 )
-from kvcluster.testing.conformance.world import BOUND_S, ONE, TWO, Pause, soon
+from kvcluster.testing.conformance.world import BOUND_S, ONE, Pause, soon
 from kvcluster.testing.over import Over
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Trouble
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
 from kvcluster.wire import shard, streams
 from kvcluster.wire.frames import Record
-from kvcluster.wire.streams import HEADER, Kind
+from kvcluster.wire.streams import Kind
+from tests.transport.peers import (
+    NO_FRAMES,
+    OTHER_KIND,
+    OTHER_VERSION,
+    TERABYTE,
+    StreamPeer,
+    authenticator,
+    token,
+    unserved,
+)
 
 HOST = "127.0.0.1"
-
-
-def token(tenant: Tenant) -> str:
-    return f"token of {tenant}"
 
 
 class Served:
     """A server before a shard, on loopback, with a token for each tenant."""
 
     def __init__(self, host: PageHost) -> None:
-        authenticator = Authenticator({digest(token(tenant)): tenant for tenant in (ONE, TWO)}, "a secret")
+        known = authenticator()
         self._host = host
-        self._server = TcpServer(host, lambda given: authenticator.caller(given).tenant, HOST)
+        self._server = TcpServer(host, lambda given: known.caller(given).tenant, HOST)
         self._server.start()
         self.address = self._server.address
 
@@ -77,95 +80,32 @@ class TestTcp(TransportConformance):
     """On the fixture of this module."""
 
 
-def unserved(pages: int, layers: int, layer_bytes: int, *, epoch: int = 1) -> Content:
-    """Content for a shard that is not of this process."""
-    attempt = Attempt(Holder(os.urandom(HOLDER_BYTES)), 1)
-    return Content.of(SimpleNamespace(epoch=Epoch(epoch), attempt=lambda: attempt), pages, layers, layer_bytes)
-
-
 # ------------------------------------------------------------------- what a server does with what is no frame
 
 
-class Raw:
-    """A peer that sends whatever bytes it likes, with a good token where it says so."""
+class Raw(StreamPeer):
+    """A peer of this server, which closes what it has refused."""
 
     def __init__(self, world: World, *, hello: bool = True) -> None:
         host, _, port = world.served.address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), timeout=BOUND_S)
-        if hello:
-            self.send(Kind.HELLO, token(ONE).encode())
-            assert self.frame() == (Kind.WELCOME, b"")
-
-    def __enter__(self) -> Raw:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._socket.close()
-
-    def send(self, kind: Kind, body: bytes = b"") -> None:
-        self.send_bytes(streams.encode_header(kind, len(body)) + body)
-
-    def send_bytes(self, data: bytes) -> None:
-        self._socket.sendall(data)
-
-    def frame(self) -> tuple[Kind, bytes]:
-        kind, nbytes = streams.decode_header(self._exactly(HEADER.size))
-        return kind, self._exactly(nbytes)
+        super().__init__(socket.create_connection((host, int(port)), timeout=BOUND_S), hello=hello)
 
     def refusal(self) -> KVClusterError:
-        """What the server says next, which ends the connection."""
-        kind, body = self.frame()
-        assert kind is Kind.FAILED
+        said = super().refusal()
         assert self.is_closed()
-        return streams.decode_failure(body)
-
-    def is_closed(self) -> bool:
-        """Waits for the end of the stream."""
-        while True:
-            try:
-                if not self._socket.recv(65_536):
-                    return True
-            except ConnectionResetError:
-                return True
-
-    def end(self) -> None:
-        """Sends no more."""
-        self._socket.shutdown(socket.SHUT_WR)
-
-    def _exactly(self, nbytes: int) -> bytes:
-        data = b""
-        while len(data) < nbytes:
-            got = self._socket.recv(nbytes - len(data))
-            assert got, "the connection ended within a frame"
-            data += got
-        return data
+        return said
 
 
-TERABYTE = struct.Struct("<HBBI").pack(streams.MAGIC, streams.STREAM_VERSION, Kind.READ, 2**32 - 1)
-OTHER_VERSION = struct.Struct("<HBBI").pack(streams.MAGIC, streams.STREAM_VERSION + 1, Kind.READ, 0)
-OTHER_KIND = struct.Struct("<HBBI").pack(streams.MAGIC, streams.STREAM_VERSION, 99, 0)
+TOO_MUCH = streams.encode_header(Kind.HELLO, limits.TOKEN_BYTES + 1)
 
 
 @pytest.mark.parametrize("hello", [True, False])
-@pytest.mark.parametrize(
-    ("first", "says"),
-    [
-        (b"GET / HTTP/1.1\r\n\r\n", "another service"),
-        (bytes(64), "another service"),
-        (OTHER_VERSION, "install the same release"),
-        (OTHER_KIND, "kind 99"),
-        (TERABYTE, "larger than may be"),
-        (streams.encode_header(Kind.PAGES, 4), "belongs"),
-    ],
-)
+@pytest.mark.parametrize(("first", "says"), [*NO_FRAMES, (TOO_MUCH, "may be|belongs")])
 def test_what_is_no_frame_is_refused_in_words_and_closed(world: World, hello: bool, first: bytes, says: str) -> None:
-    if not hello and first == TERABYTE:
-        first, says = streams.encode_header(Kind.HELLO, limits.TOKEN_BYTES + 1), "larger than may be"
     with Raw(world, hello=hello) as peer:
         peer.send_bytes(first)
-        said = peer.refusal()
-    assert isinstance(said, ProtocolError)
-    assert says in str(said)
+        with pytest.raises(ProtocolError, match=says):
+            raise peer.refusal()
 
 
 @pytest.mark.parametrize("kind", [Kind.READ, Kind.WRITE])

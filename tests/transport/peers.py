@@ -1,0 +1,105 @@
+"""What tests of several transports share: tokens, content for a shard elsewhere, a peer that sends what it likes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from types import SimpleNamespace
+
+from typing_extensions import Self
+
+from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, Tenant
+from kvcluster.errors import KVClusterError
+from kvcluster.runtime.auth import Authenticator, digest
+from kvcluster.testing.conformance.content import Content
+from kvcluster.testing.conformance.world import ONE, TWO
+from kvcluster.wire import streams
+from kvcluster.wire.streams import HEADER, Kind
+
+SECRET = "between the actors"
+
+TERABYTE = struct.pack("<HBBI", streams.MAGIC, streams.STREAM_VERSION, Kind.READ, 2**32 - 1)
+OTHER_VERSION = struct.pack("<HBBI", streams.MAGIC, streams.STREAM_VERSION + 1, Kind.READ, 0)
+OTHER_KIND = struct.pack("<HBBI", streams.MAGIC, streams.STREAM_VERSION, 99, 0)
+NO_FRAMES = [
+    (b"GET / HTTP/1.1\r\n\r\n", "another service"),
+    (bytes(64), "another service"),
+    (OTHER_VERSION, "install the same release"),
+    (OTHER_KIND, "kind 99"),
+    (TERABYTE, "may be|belongs"),
+    (streams.encode_header(Kind.PAGES, 4), "belongs"),
+]
+"""What somebody may send in the place of a frame, and a pattern of what he is told."""
+
+
+def token(tenant: Tenant) -> str:
+    return f"token of {tenant}"
+
+
+def authenticator() -> Authenticator:
+    """With a token for each tenant."""
+    return Authenticator({digest(token(tenant)): tenant for tenant in (ONE, TWO)}, SECRET)
+
+
+def unserved(pages: int, layers: int, layer_bytes: int, *, epoch: int = 1) -> Content:
+    """Content for a shard that is not of this process."""
+    attempt = Attempt(Holder(os.urandom(HOLDER_BYTES)), 1)
+    return Content.of(SimpleNamespace(epoch=Epoch(epoch), attempt=lambda: attempt), pages, layers, layer_bytes)
+
+
+class StreamPeer:
+    """A peer on a stream socket that sends whatever bytes it likes, after a good token where it says `hello`."""
+
+    def __init__(self, connected: socket.socket, *, hello: bool) -> None:
+        self.fds: list[int] = []
+        self._socket = connected
+        if hello:
+            self.send(Kind.HELLO, token(ONE).encode())
+            assert self.frame()[0] is Kind.WELCOME
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._socket.close()
+        for fd in self.fds:
+            os.close(fd)
+
+    def send(self, kind: Kind, body: bytes = b"") -> None:
+        self.send_bytes(streams.encode_header(kind, len(body)) + body)
+
+    def send_bytes(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def frame(self) -> tuple[Kind, bytes]:
+        kind, nbytes = streams.decode_header(self._exactly(HEADER.size))
+        return kind, self._exactly(nbytes)
+
+    def refusal(self) -> KVClusterError:
+        """What the server says next, instead of an answer."""
+        kind, body = self.frame()
+        assert kind is Kind.FAILED
+        return streams.decode_failure(body)
+
+    def is_closed(self) -> bool:
+        """Waits for the end of the stream."""
+        while True:
+            try:
+                if not self._socket.recv(65_536):
+                    return True
+            except ConnectionResetError:
+                return True
+
+    def end(self) -> None:
+        """Sends no more."""
+        self._socket.shutdown(socket.SHUT_WR)
+
+    def _exactly(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            got, fds, _, _ = socket.recv_fds(self._socket, nbytes - len(data), 4)
+            self.fds += fds
+            assert got, "the connection ended within a frame"
+            data += got
+        return data
