@@ -28,8 +28,8 @@ from kvcluster.testing.sim.worker import Keys, Worker
 
 EVERY = 64
 """Steps between two looks at all invariants."""
-MOST_STEPS = 20_000
-"""Ten times what a long seed takes: beyond it, cores talk without end."""
+MOST_STEPS = 60_000
+"""Three times the longest of a hundred thousand seeds: beyond it, cores talk without end."""
 _BIRTH_NS = 10**15
 """What clocks show when a world begins: epochs are wall-clock time, and never near zero."""
 
