@@ -95,14 +95,9 @@ nb::object copy_sums(nb::handle into, nb::handle data, std::size_t layers, std::
                    [&](std::uint64_t* out) { here->copy_sums(place.data(), bytes.data(), of, out); });
 }
 
-std::vector<const char*> names() {
-    std::vector<const char*> all;
-    for (const Kernels* each : kHere) all.push_back(each->name);
-    return all;
-}
-
 void choose(const char* name) {
-    const auto found = std::find_if(kHere.begin(), kHere.end(), [&](const Kernels* each) { return !std::strcmp(each->name, name); });
+    const auto named = [&](const Kernels* each) { return !std::strcmp(each->name, name); };
+    const auto found = std::find_if(kHere.begin(), kHere.end(), named);
     if (found == kHere.end()) throw std::invalid_argument("this machine has no such kernels");
     chosen = *found;
 }
@@ -116,7 +111,7 @@ NB_MODULE(_native, m) {
     m.def("chosen", [] { return kernels()->name; });
     m.def("names", [] {
         nb::list all;
-        for (const char* name : names()) all.append(name);
+        for (const Kernels* each : kHere) all.append(each->name);
         return all;
     });
 }

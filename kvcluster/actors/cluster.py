@@ -83,12 +83,7 @@ def start(config: Config, *, detached: bool) -> Cluster:
 
 
 def _actor(kind: type, name: str, detached: bool, where: dict[str, Any], *arguments: Any) -> Any:
-    options: dict[str, Any] = {
-        "namespace": NAMESPACE,
-        "num_cpus": 0,
-        "max_restarts": _RESTARTS,
-        **where,
-    }
+    options: dict[str, Any] = {"namespace": NAMESPACE, "num_cpus": 0, "max_restarts": _RESTARTS, **where}
     if not ENVIRONMENT.items() <= os.environ.items():  # as it is on a Ray of our own, which hands it down
         options["runtime_env"] = {"env_vars": ENVIRONMENT}
     if detached:  # the others are found by their handles, so that one Ray can hold many clusters

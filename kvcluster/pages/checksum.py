@@ -28,6 +28,7 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
+from kvcluster.core import limits
 from kvcluster.core.ids import HASH_BYTES, NamespaceId
 from kvcluster.core.messages import PageKey
 from kvcluster.pages import native
@@ -40,9 +41,6 @@ _A = 0x9E3779B97F4A7C15
 _B = 0xC2B2AE3D27D4EB4F
 _MASK = 2**64 - 1
 
-_CACHED_BYTES = 256 * 1024
-"""What is copied before it is read again: small enough to be in the cache still."""
-
 
 def identity(namespace: NamespaceId, key: PageKey, codec: int) -> int:
     """64 bits of who a page is: namespace, block hash, group, part, and codec with its version (see codec.py)."""
@@ -52,13 +50,13 @@ def identity(namespace: NamespaceId, key: PageKey, codec: int) -> int:
 
 def layer_sum(identity: int, layer: int, data: memoryview | bytes) -> int:
     """The checksum of one layer's encoded bytes. `layer` is counted from the page's own first layer."""
-    return xxh3_64_intdigest(data, (identity + layer * _A + len(data) * _B) & _MASK)
+    return xxh3_64_intdigest(data, _seed(identity, layer, len(data)))
 
 
 def layer_sums(identity: int, first_layer: int, layers: int, data: memoryview) -> tuple[int, ...]:
     """The checksums of `layers` layers of equal length, which `data`, flat bytes, holds one after the other."""
     step = _layer_bytes(layers, data)
-    seed = (identity + first_layer * _A + step * _B) & _MASK
+    seed = _seed(identity, first_layer, step)
     if native.KERNELS is not None and step >= native.LEAST_LAYER_BYTES:
         return native.KERNELS.sums(data, layers, seed, _A)
     sums = []
@@ -75,10 +73,9 @@ def copy_sums(identity: int, first_layer: int, layers: int, into: memoryview, da
     as `layer_sums` has them, whatever becomes of `data` meanwhile."""
     step = _layer_bytes(layers, data)
     if native.KERNELS is not None and step >= native.LEAST_LAYER_BYTES:
-        seed = (identity + first_layer * _A + step * _B) & _MASK
-        return native.KERNELS.copy_sums(into, data, layers, seed, _A)
+        return native.KERNELS.copy_sums(into, data, layers, _seed(identity, first_layer, step), _A)
     sums: list[int] = []
-    at_once = max(1, _CACHED_BYTES // step)
+    at_once = max(1, limits.CHUNK_BYTES // step)
     for layer in range(0, layers, at_once):
         count = min(at_once, layers - layer)
         chunk = slice(layer * step, (layer + count) * step)
@@ -108,6 +105,10 @@ def unpack_sums(packed: bytes | memoryview) -> tuple[int, ...]:
     """The inverse of `pack_sums`. The length is a multiple of 8: the wire has seen to that."""
     assert len(packed) % SUM_BYTES == 0
     return struct.unpack(f"<{len(packed) // SUM_BYTES}Q", packed)
+
+
+def _seed(identity: int, layer: int, nbytes: int) -> int:
+    return (identity + layer * _A + nbytes * _B) & _MASK
 
 
 def _layer_bytes(layers: int, data: memoryview) -> int:

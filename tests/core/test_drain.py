@@ -10,10 +10,11 @@ from kvcluster.core import limits, replicator
 from kvcluster.core.ids import BlockHash, Epoch
 from kvcluster.core.messages import (
     Farewell,
+    PageEvent,
     Stalled,
     Tick,
 )
-from tests.core.lone_coordinator import BLOCKS, A, B, C, D, LoneCoordinator, ordered, served_by
+from tests.core.lone_coordinator import BLOCKS, A, B, C, D, LoneCoordinator, Voice, ordered, served_by
 from tests.core.pulling import (
     drain,
     homes,
@@ -184,15 +185,21 @@ def test_a_block_that_is_evicted_elsewhere_is_not_taken_along_by_the_shard_that_
     assert one.report().leave is Farewell.DRAINED
 
 
-def test_a_part_that_is_told_after_the_others_were_moved_is_moved_as_well() -> None:
-    coordinator, one = LoneCoordinator.serving(page(A, LEFT))
+def moved_while_busy(held: PageEvent) -> tuple[Voice, Voice]:
+    """A shard that is to go, where somebody still is, and the one that has taken what it held."""
+    coordinator, one = LoneCoordinator.serving(held)
     [two] = others(coordinator, "b")
     drain(coordinator, one)
     one.info = replace(one.info, leases=1)
-    assert one.report().leave is None, "somebody still writes"
+    assert one.report().leave is None, "somebody still reads or writes"
     ack = two.report()
     assert wanted(ack) == [A]
     pull(two, ack)
+    return one, two
+
+
+def test_a_part_that_is_told_after_the_others_were_moved_is_moved_as_well() -> None:
+    one, two = moved_while_busy(page(A, LEFT))
     assert one.report(page(A, RIGHT)).leave is None
     one.info = replace(one.info, leases=0)
     assert one.report().leave is None
@@ -204,14 +211,7 @@ def test_a_part_that_is_told_after_the_others_were_moved_is_moved_as_well() -> N
 
 def test_what_was_moved_and_is_evicted_there_is_not_moved_again() -> None:
     """It was the coldest there, and would be again, without end."""
-    coordinator, one = LoneCoordinator.serving(*pages([A]))
-    [two] = others(coordinator, "b")
-    drain(coordinator, one)
-    one.info = replace(one.info, leases=1)
-    assert one.report().leave is None, "somebody still reads"
-    ack = two.report()
-    assert wanted(ack) == [A]
-    pull(two, ack)
+    one, two = moved_while_busy(page(A))
     assert two.report(gone(A)).pull is None
     one.info = replace(one.info, leases=0)
     assert one.report().leave is Farewell.DRAINED

@@ -98,7 +98,6 @@ class _Transported:
         self._pool = ThreadPoolExecutor(path.streams)
         share = -(-work.pages // path.streams)
         self._shares = [range(at, min(at + share, work.pages)) for at in range(0, work.pages, share)]
-        self.prepare(0)
         self._attach()
 
     def prepare(self, batch: int) -> None:
