@@ -17,6 +17,7 @@ import socket
 import stat
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -33,6 +34,7 @@ from kvcluster.errors import ConfigError, KVClusterError
 _START_S = 60.0
 _GRACE_S = 1.0
 _STOP_S = 20.0
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,10 @@ def down(port: int) -> bool:
 
 def _start(config: Config) -> Running:
     ray_port, folder = _free_port(), _ray_folder(config.server.port)
-    head = _start_head(ray_port, folder, pools_bytes(config))
+    head: int | None = None
     try:
+        with _uninterrupted():
+            head = _start_head(ray_port, folder, pools_bytes(config))
         _wait_for_head(head, ray_port, folder)
         ray.init(
             address=f"127.0.0.1:{ray_port}",
@@ -110,7 +114,8 @@ def _start(config: Config) -> Running:
         running = Running(started.address, config.shards, head, _started(head) or 0)
         _state(config.server.port).write_text(json.dumps(asdict(running)), encoding="utf-8")
     except BaseException:
-        _end_session(head)
+        if head is not None:
+            _end_session(head)
         _forget(config.server.port)
         raise
     return running
@@ -138,6 +143,23 @@ def _start_head(port: int, folder: Path, memory: int) -> int:
         ],
         setsid=True,
     )
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait for the end of the block: what is begun in it is known by then, and can be ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python tells its signals to the main thread alone
+        return
+    came: list[int] = []
+    handlers = [(sig, signal.signal(sig, lambda number, _: came.append(number))) for sig in _ENDING]
+    try:
+        yield
+    finally:
+        for sig, handler in handlers:
+            signal.signal(sig, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _wait_for_head(head: int, port: int, folder: Path) -> None:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,32 @@ def test_a_port_in_use_is_refused_by_name(folder: Path) -> None:
 def test_a_torn_state_file_is_not_believed(folder: Path, text: str) -> None:
     write_down(folder, 7070, text)
     assert background.find(7070) is None
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_at_the_start_of_ray_ends_ray(folder: Path, monkeypatch: pytest.MonkeyPatch, end: int) -> None:
+    heads: list[int] = []
+    spawn = os.posix_spawn
+
+    def interrupted(*about: Any, **options: Any) -> int:
+        heads.append(spawn(*about, **options))
+        signal.raise_signal(end)
+        return heads[0]
+
+    def told(number: int, _: object) -> None:
+        raise InterruptedError(number)
+
+    monkeypatch.setattr(os, "posix_spawn", interrupted)
+    before = signal.signal(end, told)
+    try:
+        with pytest.raises(InterruptedError):
+            background.up(config_of(free_port()))
+        assert signal.getsignal(end) is told
+    finally:
+        signal.signal(end, before)
+    (head,) = heads
+    assert session(head) == []
+    assert list(folder.iterdir()) == []
 
 
 def test_a_state_file_whose_cluster_has_died_is_not_believed(folder: Path) -> None:
