@@ -169,7 +169,10 @@ def _value(value: Any, default: Any, name: str) -> Any:
             raise ConfigError(f"{name} must be a list of texts, such as {list(default)!r}, not {value!r}")
         return tuple(value)
     if wanted is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{name} must be a number such as {default!r}, not one of hundreds of digits") from None
     if type(value) is not wanted:
         raise ConfigError(f"{name} must be of type {wanted.__name__}, such as {default!r}, not {value!r}")
     return value

@@ -81,6 +81,7 @@ def test_an_unknown_setting_is_refused_by_name(values: dict[str, Any], named: st
         ({"server": {"host": 127}}, r"server\.host must be of type str"),
         ({"coordinator": {"low_free": "5 %"}}, r"coordinator\.low_free must be of type float"),
         ({"coordinator": {"low_free": True}}, r"coordinator\.low_free must be of type float"),
+        ({"coordinator": {"low_free": 10**309}}, r"coordinator\.low_free must be a number such as 0\.05"),
         ({"shard": 3}, "shard must be a table of settings, not 3"),
         (
             {"client": {"transports": "tcp"}},
