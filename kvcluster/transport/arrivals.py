@@ -16,77 +16,90 @@ from kvcluster.pages import checksum, codec
 from kvcluster.transport.seam import Payload
 
 
+class _Page:
+    """One page that arrives: where, and how far it is."""
+
+    __slots__ = ("identity", "layer_bytes", "layers", "place", "sums", "wrong")
+
+    def __init__(self, namespace: NamespaceId, slot: PageSlot, place: memoryview) -> None:
+        self.place = place
+        self.layers = slot.key.part.layers
+        self.layer_bytes = slot.nbytes // self.layers
+        self.identity = checksum.identity(namespace, slot.key, codec.RAW)
+        self.sums: list[int] = []  # of the layers that came, as their sender made them
+        self.wrong = False
+
+    def count(self, sums: Sequence[int], came: tuple[int, ...]) -> None:
+        """Layers that should have these sums came with those."""
+        self.sums += sums
+        if came != tuple(sums):
+            self.wrong = True
+
+
 class Arrivals:
     """A PageSink over slots that were reserved, by item. The layers of an item come in order."""
 
     def __init__(
         self, namespace: NamespaceId, slots: Mapping[int, PageSlot], view: Callable[[PageSlot], memoryview]
     ) -> None:
+        self._namespace = namespace
         self._slots = slots
         self._view = view
-        self._identities = {item: checksum.identity(namespace, slot.key, codec.RAW) for item, slot in slots.items()}
-        self._sums: dict[int, list[int]] = {item: [] for item in slots}
-        self._wrong: dict[int, None] = {}
+        self._pages: dict[int, _Page] = {}  # of which something came
 
     def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
         """Takes layers into their page. Raises ProtocolError for what was not to be sent."""
-        slot = self._slots.get(item)
-        if slot is None:
-            raise ProtocolError(f"bytes came for page {item}, which was not to be sent")
+        page = self._pages.get(item) or self._page(item)
         if codec_id != codec.RAW:
             raise ProtocolError(f"page {item} came in codec {codec_id:#06x}, for which no room was reserved")
-        layers = slot.key.part.layers
-        layer_bytes = slot.nbytes // layers
-        if layer != len(self._sums[item]) or layer + len(sums) > layers or data.nbytes != len(sums) * layer_bytes:
-            raise ProtocolError(f"page {item} has {layers} layers of {layer_bytes} bytes; other bytes came")
-        here = self._view(slot)[layer * layer_bytes : layer * layer_bytes + data.nbytes]
-        step = len(sums) if data.present is not None else max(1, limits.CHUNK_BYTES // layer_bytes)
+        stop, layer_bytes = layer + len(sums), page.layer_bytes
+        if layer != len(page.sums) or stop > page.layers or data.nbytes != len(sums) * layer_bytes:
+            raise ProtocolError(f"page {item} has {page.layers} layers of {layer_bytes} bytes; other bytes came")
+        present = data.present
+        if present is not None:
+            place = page.place[layer * layer_bytes : stop * layer_bytes]
+            page.count(sums, checksum.copy_sums(page.identity, layer, len(sums), place, present))
+            return
+        step = max(1, limits.CHUNK_BYTES // layer_bytes)
         for at in range(0, len(sums), step):
             these = sums[at : at + step]
-            chunk = here[at * layer_bytes : (at + len(these)) * layer_bytes]
-            came = read_layers(data, self._identities[item], layer + at, len(these), chunk)
-            self._count(item, these, came)
+            chunk = page.place[(layer + at) * layer_bytes : (layer + at + len(these)) * layer_bytes]
+            read_whole(data, chunk)
+            page.count(these, checksum.layer_sums(page.identity, layer + at, len(these), chunk))
 
     def written(self, item: int, sums: Sequence[int]) -> None:
         """The whole page was written into its slot by somebody who will not write it again."""
-        slot = self._slots.get(item)
-        if slot is None or self._sums[item] or len(sums) != slot.key.part.layers:
-            raise ProtocolError(f"page {item} was said to be written, which was not to be, or not with those layers")
-        self._count(item, sums, checksum.layer_sums(self._identities[item], 0, len(sums), self._view(slot)))
+        page = self._pages.get(item) or self._page(item)
+        if page.sums or len(sums) != page.layers:
+            raise ProtocolError(f"page {item} has {page.layers} layers to be written once; {len(sums)} were said to be")
+        page.count(sums, checksum.layer_sums(page.identity, 0, page.layers, page.place))
 
-    def _count(self, item: int, sums: Sequence[int], came: Sequence[int]) -> None:
-        """Layers that should have these sums came with those."""
-        self._sums[item].extend(sums)
-        if tuple(sums) != came:
-            self._wrong[item] = None
+    def _page(self, item: int) -> _Page:
+        slot = self._slots.get(item)
+        if slot is None:
+            raise ProtocolError(f"page {item} came, which was not to be")
+        page = self._pages[item] = _Page(self._namespace, slot, self._view(slot))
+        return page
 
     def missing(self) -> int | None:
         """An item that is not whole, if there is one."""
-        for item, slot in self._slots.items():
-            if len(self._sums[item]) < slot.key.part.layers:
+        for item in self._slots:
+            page = self._pages.get(item)
+            if page is None or len(page.sums) < page.layers:
                 return item
         return None
 
     def verified(self) -> dict[int, bytes]:
         """The packed sums of each page that is whole and right, by item."""
         return {
-            item: checksum.pack_sums(self._sums[item])
-            for item, slot in self._slots.items()
-            if len(self._sums[item]) == slot.key.part.layers and item not in self._wrong
+            item: checksum.pack_sums(page.sums)
+            for item, page in self._pages.items()
+            if len(page.sums) == page.layers and not page.wrong
         }
 
     def wrong(self) -> tuple[PageKey, ...]:
         """The pages of which bytes came that were not theirs."""
-        return tuple(self._slots[item].key for item in self._wrong)
-
-
-def read_layers(data: Payload, identity: int, layer: int, layers: int, view: memoryview) -> tuple[int, ...]:
-    """The next layers, which are as long as `view`, and the sums of what came. Raises as `read_whole`."""
-    here = data.present
-    if here is not None and here.nbytes == view.nbytes:
-        return checksum.copy_sums(identity, layer, layers, view, here)
-    read_whole(data, view)
-    return checksum.layer_sums(identity, layer, layers, view)
+        return tuple(self._slots[item].key for item, page in self._pages.items() if page.wrong)
 
 
 def read_whole(data: Payload, view: memoryview) -> None:

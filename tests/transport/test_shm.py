@@ -85,7 +85,7 @@ def written(*items: int, layers: int = 2, wrong: int = 0) -> bytes:
         (b"nonsense", "another service"),
         (written(7), "beyond the 3"),
         (written(2), "was not to be"),
-        (written(0, 0), "was not to be"),
+        (written(0, 0), "to be written once"),
         (written(0, layers=3), "one sum for each"),
         (written(0, wrong=1), "one sum for each"),
         (streams.encode_header(Kind.WRITTEN, 4) + b"\xff\xff\xff\xff", "cannot name"),
