@@ -77,7 +77,7 @@ class Arrivals:
     def _page(self, item: int) -> _Page:
         slot = self._slots.get(item)
         if slot is None:
-            raise ProtocolError(f"page {item} came, which was not to be")
+            raise ProtocolError(f"page {item} came, which was not to be sent")
         page = self._pages[item] = _Page(self._namespace, slot, self._view(slot))
         return page
 
