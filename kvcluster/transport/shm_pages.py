@@ -19,13 +19,14 @@ from kvcluster.core.messages import ReadRequest, WriteRequest, Written
 from kvcluster.core.reasons import Miss
 from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
 from kvcluster.pages import codec
+from kvcluster.transport import processors
 from kvcluster.transport.borrowed import Borrowed, borrow
 from kvcluster.transport.connections import Connections
 from kvcluster.transport.seam import Deadline, PageSink, PageSource, Present
 from kvcluster.transport.sessions import check_length, in_order_of_use
 from kvcluster.transport.shm_control import Control, Maps, Turn, reach
 from kvcluster.wire import shard, shm_frames
-from kvcluster.wire.shm_frames import Place
+from kvcluster.wire.shm_frames import Place, Progress
 from kvcluster.wire.streams import Kind
 
 WRITTEN_BYTES = 4 * limits.FRAME_BYTES
@@ -155,10 +156,10 @@ def _store(
         nbytes += layers * place.layer_bytes
         if nbytes >= WRITTEN_BYTES:
             control.listen(deadline)
-            control.say(Kind.WRITTEN, shm_frames.encode_written(written), deadline)
+            control.say(Kind.WRITTEN, shm_frames.encode_written(Progress(written, processors.here())), deadline)
             written, nbytes = [], 0
     if written:
-        control.say(Kind.WRITTEN, shm_frames.encode_written(written), deadline)
+        control.say(Kind.WRITTEN, shm_frames.encode_written(Progress(written, processors.here())), deadline)
 
 
 def _store_page(

@@ -26,6 +26,7 @@ from kvcluster.core.messages import WriteRequest
 from kvcluster.errors import CredentialError, KVClusterError, ProtocolError
 from kvcluster.transport.link import Link
 from kvcluster.transport.listener import Listener, TenantOf, bounded, patient, serve_exchanges
+from kvcluster.transport.processors import Apart
 from kvcluster.transport.seam import Deadline, PageHost, Trouble
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.shm_control import peer_of
@@ -130,16 +131,19 @@ class ShmServer:
 
     def _until_written(self, link: Link, session: WriteSession, request: WriteRequest, deadline: Deadline) -> bool:
         """Verifies pages as they are written, until the worker has stopped. False where it has given up."""
-        while True:
-            kind, body = link.receive(Kind.WRITTEN, Kind.RENEW, Kind.DONE, Kind.ABORT, deadline=deadline)
-            if kind is Kind.DONE or kind is Kind.ABORT:
-                return kind is Kind.DONE
-            session.alive()
-            if kind is Kind.RENEW:
-                shm_frames.decode_renew(body)
-                continue
-            for item, sums in shm_frames.decode_written(body, request.pages):
-                session.written(item, sums)
+        with Apart() as thread:
+            while True:
+                kind, body = link.receive(Kind.WRITTEN, Kind.RENEW, Kind.DONE, Kind.ABORT, deadline=deadline)
+                if kind is Kind.DONE or kind is Kind.ABORT:
+                    return kind is Kind.DONE
+                session.alive()
+                if kind is Kind.RENEW:
+                    shm_frames.decode_renew(body)
+                    continue
+                progress = shm_frames.decode_written(body, request.pages)
+                thread.keep_off(progress.processor)
+                for item, sums in progress.pages:
+                    session.written(item, sums)
 
     def _until_stopped(self, link: Link, error: BaseException) -> None:
         """Tells the worker why its store has ended, and returns when it can write no more: however long that takes."""

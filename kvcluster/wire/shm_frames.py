@@ -5,7 +5,8 @@ A grant names thousands of pages, so it is arrays: little-endian, one entry a pa
     WELCOME   arena bytes u64, ns that a lease runs u64; the descriptor of the arena comes with it
     GRANT     bytes of the head u32, the head (ReadHead or WriteHead), offsets u64[], page bytes u64[];
               after a READ, the checksums u64[] of the layers that each page was asked for
-    WRITTEN   pages u32, their places among the pages of the request u32[], the checksums u64[] of all their layers
+    WRITTEN   the processor that the writer runs on u32, pages u32, their places among the pages of the request u32[],
+              the checksums u64[] of all their layers
     RENEW     u8, 1 where an answer is wanted: RENEW, u8 1
 
 A worker knows its arena only by what it has mapped: what does not lie within that, or is no page of the layers that it
@@ -29,8 +30,11 @@ T = TypeVar("T")
 
 _WELCOME = struct.Struct("<QQ")
 _COUNT = struct.Struct("<I")
+_PROGRESS = struct.Struct("<II")
 _SUM_BYTES = 8
 _PAGE_BYTES = 16
+
+NO_PROCESSOR = 2**32 - 1
 
 
 class Welcome(NamedTuple):
@@ -160,20 +164,28 @@ def _check_end(body: bytes, end: int) -> None:
 # ---------------------------------------------------------------------------------------------- stores
 
 
-def encode_written(pages: Sequence[tuple[int, Sequence[int]]]) -> bytes:
-    """Pages by their place in the request, and the checksums of all layers of each."""
-    items = [item for item, _ in pages]
-    sums = [layer_sum for _, sums in pages for layer_sum in sums]
-    return struct.pack(f"<{1 + len(items)}I{len(sums)}Q", len(items), *items, *sums)
+class Progress(NamedTuple):
+    """Of a store: pages that are whole, by their place in the request, each with the checksums of all its layers; and
+    the processor that the writer runs on, NO_PROCESSOR where it does not know."""
+
+    pages: Sequence[tuple[int, Sequence[int]]]
+    processor: int
 
 
-def decode_written(body: bytes, pages: Sequence[NewPage]) -> list[tuple[int, tuple[int, ...]]]:
+def encode_written(progress: Progress) -> bytes:
+    """The body of a WRITTEN."""
+    items = [item for item, _ in progress.pages]
+    sums = [layer_sum for _, sums in progress.pages for layer_sum in sums]
+    return struct.pack(f"<{2 + len(items)}I{len(sums)}Q", progress.processor, len(items), *items, *sums)
+
+
+def decode_written(body: bytes, pages: Sequence[NewPage]) -> Progress:
     """The inverse, for a request of these pages."""
-    count = _COUNT.unpack_from(body)[0] if len(body) >= _COUNT.size else len(body)
-    at = _COUNT.size * (1 + count)
+    processor, count = _PROGRESS.unpack_from(body) if len(body) >= _PROGRESS.size else (NO_PROCESSOR, len(body))
+    at = _PROGRESS.size + _COUNT.size * count
     if at > len(body):
         raise ProtocolError(f"a WRITTEN of {len(body)} bytes cannot name {count} pages")
-    items = struct.unpack_from(f"<{count}I", body, _COUNT.size)
+    items = struct.unpack_from(f"<{count}I", body, _PROGRESS.size)
     if any(item >= len(pages) for item in items):
         raise ProtocolError(f"a WRITTEN names a page beyond the {len(pages)} of its request")
     layers = [pages[item].key.part.layers for item in items]
@@ -183,7 +195,7 @@ def decode_written(body: bytes, pages: Sequence[NewPage]) -> list[tuple[int, tup
     for item, count in zip(items, layers, strict=True):
         written.append((item, struct.unpack_from(f"<{count}Q", body, at)))
         at += _SUM_BYTES * count
-    return written
+    return Progress(written, processor)
 
 
 # ---------------------------------------------------------------------------------------------- leases

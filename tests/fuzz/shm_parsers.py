@@ -14,7 +14,7 @@ from kvcluster.core.spec import Part
 from kvcluster.errors import LimitError, ProtocolError, SpecError
 from kvcluster.pages import checksum
 from kvcluster.wire import shm_frames
-from kvcluster.wire.shm_frames import Place, Welcome
+from kvcluster.wire.shm_frames import Place, Progress, Welcome
 from tests.fuzz.contract import Parser, trees
 from tests.fuzz.trees import Kind, Node, Tree, fields, message
 
@@ -110,13 +110,14 @@ def _none(outcome: list[Miss | None] | list[Written | None]) -> list[int]:
 
 def _writtens() -> list[Tree]:
     bodies = [
-        shm_frames.encode_written([(item, range(_LAYERS[item])) for item in items]) for items in ([], [1], [0, 1, 2])
+        shm_frames.encode_written(Progress([(item, range(_LAYERS[item])) for item in items], processor))
+        for processor, items in enumerate(([], [1], [0, 1, 2]))
     ]
 
     def dissect(data: bytes) -> Node:
-        count = int.from_bytes(data[:4], "little")
-        sums = (len(data) - 4 - 4 * count) // 8
-        return Node(Kind.MANY, children=fields(data, (4,) * (1 + count) + (8,) * sums))
+        count = int.from_bytes(data[4:8], "little")
+        sums = (len(data) - 8 - 4 * count) // 8
+        return Node(Kind.MANY, children=fields(data, (4,) * (2 + count) + (8,) * sums))
 
     return trees(bodies, dissect)
 

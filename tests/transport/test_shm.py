@@ -39,7 +39,7 @@ from kvcluster.transport.shm_control import Control
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.wire import shard, shm_frames, streams
-from kvcluster.wire.shm_frames import Welcome
+from kvcluster.wire.shm_frames import Progress, Welcome
 from kvcluster.wire.streams import Kind
 from tests.transport.peers import NO_FRAMES, OTHER_VERSION, token, unserved
 from tests.transport.shm_served import Raw, Served, path
@@ -75,7 +75,7 @@ def test_what_is_no_frame_is_refused_in_words_and_closed(world: World, hello: bo
 
 def written(*items: int, layers: int = 2, wrong: int = 0) -> bytes:
     """A WRITTEN frame of these pages, whose sums are those of nothing."""
-    body = shm_frames.encode_written([(item, (0,) * layers) for item in items]) + bytes(wrong)
+    body = shm_frames.encode_written(Progress([(item, (0,) * layers) for item in items], 0)) + bytes(wrong)
     return streams.encode_header(Kind.WRITTEN, len(body)) + body
 
 
@@ -670,7 +670,7 @@ def test_who_writes_on_when_the_sums_are_made_gives_nobody_a_wrong_byte(world: W
         memory[:] = page
         if when == "before it is told":
             memory[1_500] ^= 1
-        peer.send(Kind.WRITTEN, shm_frames.encode_written([(0, sums)]))
+        peer.send(Kind.WRITTEN, shm_frames.encode_written(Progress([(0, sums)], 0)))
         peer.send(Kind.DONE)
         kind, body = peer.frame()
         assert kind is Kind.TAIL

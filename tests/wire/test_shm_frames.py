@@ -17,7 +17,7 @@ from kvcluster.core.spec import Part
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.pages.checksum import pack_sums, unpack_sums
 from kvcluster.wire import shm_frames
-from kvcluster.wire.shm_frames import Place, Welcome
+from kvcluster.wire.shm_frames import NO_PROCESSOR, Place, Progress, Welcome
 from tests.wire import strategies as of
 
 ARENA_BYTES = 2**30
@@ -60,7 +60,8 @@ def test_what_a_writer_was_granted_and_says_to_have_written_likewise(
     expected = {item: Place(page.offset, page.nbytes // page.key.part.layers, ()) for item, page in granted.items()}
     assert places == expected
     written = [(item, sums_of(item, pages[item].key.part.layers)) for item in granted]
-    assert shm_frames.decode_written(shm_frames.encode_written(written), pages) == written
+    progress = Progress(written, data.draw(st.integers(0, NO_PROCESSOR)))
+    assert shm_frames.decode_written(shm_frames.encode_written(progress), pages) == progress
 
 
 @given(st.builds(Welcome, of.quantities, of.quantities))
@@ -80,7 +81,7 @@ def test_the_layout_is_the_one_that_is_documented() -> None:
     assert shm_frames.encode_read_grant(WANTS, [None], {0: page}) == (
         struct.pack("<I", len(head)) + head + struct.pack("<4Q", 0x0102, 24, 2, 3)
     )
-    assert shm_frames.encode_written([(7, (1, 2**64 - 1))]) == struct.pack("<2I2Q", 1, 7, 1, 2**64 - 1)
+    assert shm_frames.encode_written(Progress([(7, (1, 2**64 - 1))], 5)) == struct.pack("<3I2Q", 5, 1, 7, 1, 2**64 - 1)
     assert shm_frames.encode_welcome(Welcome(5, 6)) == struct.pack("<2Q", 5, 6)
     assert [shm_frames.encode_renew(answer=answer) for answer in (False, True)] == [b"\0", b"\1"]
 
@@ -118,13 +119,14 @@ def test_a_grant_that_cannot_be_is_refused(body: bytes, says: str) -> None:
     ("body", "says"),
     [
         (b"", "cannot name"),
-        (struct.pack("<I", 1), "cannot name 1"),
-        (struct.pack("<I", 2**32 - 1), "cannot name"),
-        (struct.pack("<2I", 1, 1), "beyond the 1"),
-        (struct.pack("<2I", 1, 0), "one sum for each of 3"),
-        (struct.pack("<2I2Q", 1, 0, 1, 2), "one sum for each of 3"),
-        (struct.pack("<2I4Q", 1, 0, 1, 2, 3, 4), "one sum for each of 3"),
-        (struct.pack("<IQ", 0, 1), "one sum for each of 0"),
+        (bytes(7), "cannot name"),
+        (struct.pack("<2I", 9, 1), "cannot name 1"),
+        (struct.pack("<2I", 9, 2**32 - 1), "cannot name"),
+        (struct.pack("<3I", 9, 1, 1), "beyond the 1"),
+        (struct.pack("<3I", 9, 1, 0), "one sum for each of 3"),
+        (struct.pack("<3I2Q", 9, 1, 0, 1, 2), "one sum for each of 3"),
+        (struct.pack("<3I4Q", 9, 1, 0, 1, 2, 3, 4), "one sum for each of 3"),
+        (struct.pack("<2IQ", 9, 0, 1), "one sum for each of 0"),
     ],
 )
 def test_a_word_of_pages_that_cannot_be_is_refused(body: bytes, says: str) -> None:
