@@ -8,12 +8,18 @@
 #include <stdexcept>
 #include <vector>
 
+#include "bytes.hpp"
 #include "kernels.hpp"
 
 namespace nb = nanobind;
 
+namespace kvc {
+void bind_codecs(nb::module_& m);  // codec_module.cpp
+}
+
 namespace {
 
+using kvc::Bytes;
 using kvc::Kernels;
 
 // To let others run and to come back takes about as long as hashing this much.
@@ -21,7 +27,8 @@ constexpr std::size_t kWorthwhileBytes = 8 * 1024;
 
 std::vector<const Kernels*> kernels_here() {
     std::vector<const Kernels*> here;
-    if (__builtin_cpu_supports("avx2")) here.push_back(&kvc::kernels_avx2);
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return here;
+    here.push_back(&kvc::kernels_avx2);
     if (__builtin_cpu_supports("avx512f")) here.push_back(&kvc::kernels_avx512);
     return here;
 }
@@ -33,23 +40,6 @@ const Kernels* kernels() {
     if (!chosen) throw std::runtime_error("this machine has no instruction set that kernels were compiled for");
     return chosen;
 }
-
-// The bytes of an object, held for as long as this is.
-class Bytes {
-  public:
-    Bytes(nb::handle object, bool writable) {
-        if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE)) nb::raise_python_error();
-    }
-    ~Bytes() { PyBuffer_Release(&view_); }
-    Bytes(const Bytes&) = delete;
-    Bytes& operator=(const Bytes&) = delete;
-
-    std::uint8_t* data() const { return static_cast<std::uint8_t*>(view_.buf); }
-    std::size_t size() const { return static_cast<std::size_t>(view_.len); }
-
-  private:
-    Py_buffer view_;
-};
 
 kvc::Layers layers_of(const Bytes& data, std::size_t layers, std::uint64_t seed, std::uint64_t step) {
     if (!layers || data.size() % layers || data.size() / layers < kvc::kLeastLayerBytes)
@@ -109,6 +99,7 @@ NB_MODULE(_native, m) {
     m.def("copy_sums", &copy_sums, nb::arg("into"), nb::arg("data"), nb::arg("layers"), nb::arg("seed"), nb::arg("step"));
     m.def("choose", &choose, nb::arg("name"));
     m.def("chosen", [] { return kernels()->name; });
+    kvc::bind_codecs(m);
     m.def("names", [] {
         nb::list all;
         for (const Kernels* each : kHere) all.append(each->name);

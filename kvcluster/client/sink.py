@@ -80,7 +80,7 @@ class Sink:
         stop = layer + len(sums)
         if stop > target.stop:
             raise ProtocolError(f"layers to {stop} of a page came of which those to {target.stop} were asked for")
-        if codec.check_codec(codec_id) is not None or data.nbytes != len(sums) * target.layer_bytes:
+        if codec_id != codec.RAW or data.nbytes != len(sums) * target.layer_bytes:
             self._take_none(item, layer, stop)
             return
         identity = target.identities.get(codec_id)

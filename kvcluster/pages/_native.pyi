@@ -1,4 +1,5 @@
-"""The native core (native/module.cpp): the kernels of one instruction set, and the choice among those of this machine.
+"""The native core (native/module.cpp): sums and copies by the kernels of one instruction set, the choice among those of
+this machine, and the codecs.
 
 A layer is a run of bytes of more than 240 (see native.py); `layers` of them, all of one length, lie one after the other
 in `data`. The sum of layer i is its XXH3 of 64 bits under the seed `seed + i * step`, mod 2**64. Other threads run
@@ -25,6 +26,20 @@ def choose(name: str) -> None:
 
 def chosen() -> str:
     """The instruction set of the kernels in use: the last of `names()`, unless another was chosen."""
+
+class Coder:
+    """A codec for layers `[planes, tokens, heads, dim]` of one shape (kvcluster/pages/codec.py). Other threads run
+    meanwhile."""
+
+    def __init__(self, tokens: int, heads: int, planes: list[tuple[str, str, int, int, int]]) -> None:
+        """A plane is its coding, dtype, dim, and its bytes in a layer, raw and encoded. ValueError where these do not
+        fit one another."""
+
+    def encode(self, data: Buffer, into: Buffer, layers: int) -> bool:
+        """Raw layers into encoded ones; False where they cannot be. ValueError where the lengths are others."""
+
+    def decode(self, data: Buffer, into: Buffer, layers: int) -> None:
+        """Encoded layers into raw ones. ValueError likewise."""
 
 def names() -> list[str]:
     """The instruction sets that were compiled and that this machine has, the fastest last. Where there is none, the

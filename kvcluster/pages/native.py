@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from kvcluster.pages import _native as kernels
+
 
 class Kernels(Protocol):
     """The extension module: _native.pyi says what each does."""
@@ -18,6 +20,8 @@ class Kernels(Protocol):
     def sums(self, data: Buffer, layers: int, seed: int, step: int) -> tuple[int, ...]: ...
 
     def copy_sums(self, into: Buffer, data: Buffer, layers: int, seed: int, step: int) -> tuple[int, ...]: ...
+
+    Coder: type[kernels.Coder]
 
     def choose(self, name: str) -> None: ...
 

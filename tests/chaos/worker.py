@@ -104,7 +104,10 @@ class Caller:
         deadline_ns, took_ns = int(deadline_ms * 1e6), taken.ended_ns - taken.began_ns
         late_ns = self._watch.late_ns(deadline_ns, taken)
         if late_ns:
-            took = f"took {took_ns / 1e6:.0f} ms, {late_ns / 1e6:.0f} ms more than it may"
+            took = (
+                f"took {took_ns / 1e6:.0f} ms, {late_ns / 1e6:.0f} ms more than it may "
+                f"({taken.waited_ns / 1e6:.0f} ms of it its thread waited for a CPU)"
+            )
             self._journal.late(f"{name} with a deadline of {deadline_ms} ms {took}")
         elif took_ns > allowed_ns(deadline_ns):
             self._journal.count("calls that were late only by what does not count")

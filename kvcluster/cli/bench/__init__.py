@@ -1,4 +1,4 @@
-"""`kvcluster bench lookup | transfer`: figures that anyone can measure again.
+"""`kvcluster bench lookup | transfer | codec`: figures that anyone can measure again.
 
 Each states its setting and prints ratios within one run, since machines differ and are noisy: what is measured
 and what it is compared with take turns, and medians are compared.
@@ -22,13 +22,18 @@ from kvcluster.errors import ConfigError
 
 def add(commands: Any) -> None:
     """Adds the commands."""
-    bench = commands.add_parser("bench", help="measure lookups and transfers on this machine", allow_abbrev=False)
+    bench = commands.add_parser(
+        "bench", help="measure lookups, transfers and codecs on this machine", allow_abbrev=False
+    )
     kinds = bench.add_subparsers(dest="kind", metavar="KIND", required=True)
     lookup = kinds.add_parser("lookup", help="the prefix index, and lookups over gRPC", allow_abbrev=False)
     lookup.add_argument("--blocks", type=int, nargs="+", default=[10_000, 100_000, 1_000_000, 2_000_000])
     transfer = kinds.add_parser("transfer", help="loads and stores of pages, by every path", allow_abbrev=False)
     _add_transfer(transfer)
-    for kind, run in ((lookup, _lookup), (transfer, _transfer)):
+    codec = kinds.add_parser("codec", help="encoding and decoding of pages: speed and error", allow_abbrev=False)
+    codec.add_argument("--rounds", type=_positive, default=7, help="turns of each measurement of speed (default 7)")
+    codec.add_argument("--dims", type=_positive, nargs="+", default=[64, 128], help="channels of a head (64 128)")
+    for kind, run in ((lookup, _lookup), (transfer, _transfer), (codec, _codec)):
         kind.add_argument("--json", action="store_true", help="the figures, as one JSON object")
         kind.set_defaults(run=run)
 
@@ -81,6 +86,16 @@ def _transfer(options: argparse.Namespace) -> int:
         )
 
     return _print(measure, table.lines, as_json=options.json, draw=draw)
+
+
+def _codec(options: argparse.Namespace) -> int:
+    with needs("transformers", "torch"):
+        from kvcluster.cli.bench.codec import measuring, table
+    if any(dim % 8 for dim in options.dims):
+        raise ConfigError("--dims: heads of other than a multiple of 8 channels are not encoded")
+    return _print(
+        lambda: measuring.measure(rounds=options.rounds, dims=options.dims), table.lines, as_json=options.json
+    )
 
 
 def _drawing(file: str) -> Callable[[Mapping[str, Any]], None]:

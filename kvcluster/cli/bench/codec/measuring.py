@@ -1,0 +1,140 @@
+"""Speed and error of the codecs. Rates are of the raw bytes, beside memcpy of the same bytes, in turns, one thread."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvcluster.cli.bench.codec.synthetic import Attention, attention, output
+from kvcluster.cli.bench.transfer.party import warm_memory
+from kvcluster.core.codecs import Codec, layer_bytes
+from kvcluster.core.spec import Group, Plane
+from kvcluster.pages import codec, native
+
+LOSSY = (Codec.Q8, Codec.Q4)
+SEEDS = 5
+_LAYERS, _HEADS, _TOKENS = 32, 8, 16
+_MOVED_BYTES = 64 * 2**20
+_SPOILED_BYTES = 256 * 2**20
+"""Read before each turn, so that nothing is in a cache."""
+
+
+def measure(*, rounds: int, dims: Sequence[int]) -> dict[str, Any]:
+    """All figures."""
+    torch.set_num_threads(1)
+    return {
+        "implementation": codec.implementation(),
+        "kernels": native.name(),
+        "rounds": rounds,
+        "speed": [row for dim in dims for row in _speed(dim, rounds)],
+        "errors": [row for dim in dims for row in errors(dim)],
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ speed
+
+
+def _speed(dim: int, rounds: int) -> list[dict[str, Any]]:
+    group = _group(dim)
+    raw_layer = group.layer_bytes(block_tokens=_TOKENS, heads=_HEADS)
+    layers = _MOVED_BYTES // raw_layer // _LAYERS * _LAYERS
+    source, into = warm_memory(layers * raw_layer), warm_memory(layers * raw_layer)
+    spoiler = torch.zeros(_SPOILED_BYTES, dtype=torch.uint8)
+    _fill(source, dim)
+    runs: dict[tuple[str, str], Callable[[int], object]] = {}
+
+    def copy(at: int) -> None:
+        page = slice(at * raw_layer, (at + _LAYERS) * raw_layer)
+        into[page] = source[page]
+
+    runs["memcpy", "copy"] = copy
+    for each in LOSSY:
+        coder = codec.coder(each, group, block_tokens=_TOKENS, heads=_HEADS)
+        coded_layer = layer_bytes(each, group, block_tokens=_TOKENS, heads=_HEADS)
+        coded = warm_memory(layers * coded_layer)
+
+        def encode(at: int, coder: codec.Coder = coder, coded: memoryview = coded, size: int = coded_layer) -> None:
+            there = coded[at * size : (at + _LAYERS) * size]
+            assert coder.encode(source[at * raw_layer : (at + _LAYERS) * raw_layer], there, _LAYERS)
+
+        def decode(at: int, coder: codec.Coder = coder, coded: memoryview = coded, size: int = coded_layer) -> None:
+            there = into[at * raw_layer : (at + _LAYERS) * raw_layer]
+            coder.decode(coded[at * size : (at + _LAYERS) * size], there, _LAYERS)
+
+        runs[each.name.lower(), "encode"] = encode
+        runs[each.name.lower(), "decode"] = decode
+    times: dict[tuple[str, str], list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 1):  # the first warms up, and encodes what is decoded
+        for name, run in runs.items():
+            spoiler.sum()
+            began = time.perf_counter()
+            for at in range(0, layers, _LAYERS):
+                run(at)
+            if turn:
+                times[name].append(time.perf_counter() - began)
+    rates = {name: layers * raw_layer / statistics.median(took) / 1e9 for name, took in times.items()}
+    floor = rates["memcpy", "copy"]
+    return [
+        {"dim": dim, "codec": name, "operation": operation, "gb_per_s": rate, "of_memcpy": rate / floor}
+        for (name, operation), rate in rates.items()
+    ]
+
+
+def _fill(source: memoryview, dim: int) -> None:
+    """With keys and values, plane by plane, until it is full."""
+    given = attention(0, heads=_HEADS, dim=dim)
+    planes = torch.stack([given.k.view(-1, _TOKENS, _HEADS, dim), given.v.view(-1, _TOKENS, _HEADS, dim)], dim=1)
+    layers = planes.contiguous().view(torch.uint8).flatten()
+    target = torch.frombuffer(source, dtype=torch.uint8)
+    for at in range(0, len(target), len(layers)):
+        piece = target[at : at + len(layers)]
+        piece.copy_(layers[: len(piece)])
+
+
+def _group(dim: int) -> Group:
+    return Group(tuple(range(_LAYERS)), (Plane("k", _HEADS, dim, "bfloat16"), Plane("v", _HEADS, dim, "bfloat16")))
+
+
+# ------------------------------------------------------------------------------------------------------ errors
+
+
+def errors(dim: int, block_tokens: Sequence[int] = (16, 32, 64)) -> list[dict[str, Any]]:
+    """For each codec and size of a block, the worst of the seeds: the norm of the difference by that of the exact."""
+    rows = []
+    for each in LOSSY:
+        for tokens in block_tokens:
+            worst = dict.fromkeys(("k", "v", "output"), 0.0)
+            for seed in range(SEEDS):
+                exact = attention(seed, dim=dim)
+                lossy = _through(each, exact, tokens)
+                pairs = {"k": (lossy.k, exact.k), "v": (lossy.v, exact.v), "output": (output(lossy), output(exact))}
+                for name, (came, meant) in pairs.items():
+                    worst[name] = max(worst[name], _error(came, meant))
+            group = _group(dim)
+            raw = group.layer_bytes(block_tokens=tokens, heads=_HEADS)
+            ratio = raw / layer_bytes(each, group, block_tokens=tokens, heads=_HEADS)
+            rows.append({"dim": dim, "codec": each.name.lower(), "block_tokens": tokens, "ratio": ratio, **worst})
+    return rows
+
+
+def _through(which: Codec, given: Attention, tokens: int) -> Attention:
+    """As it is after encoding and decoding."""
+    heads, dim = given.k.shape[1:]
+    shape = (-1, tokens, heads, dim)
+    planes = torch.stack([given.k.view(shape), given.v.view(shape)], dim=1).contiguous()
+    group, blocks = _group(dim), len(planes)
+    raw = bytearray(planes.view(torch.uint8).flatten().numpy().tobytes())
+    coded = bytearray(blocks * layer_bytes(which, group, block_tokens=tokens, heads=heads))
+    coder = codec.coder(which, group, block_tokens=tokens, heads=heads)
+    assert coder.encode(memoryview(raw), memoryview(coded), blocks)
+    coder.decode(memoryview(coded), memoryview(raw), blocks)
+    k, v = torch.frombuffer(raw, dtype=torch.bfloat16).view(planes.shape).unbind(1)
+    return Attention(k.reshape(given.k.shape), v.reshape(given.v.shape), given.q)
+
+
+def _error(came: torch.Tensor, meant: torch.Tensor) -> float:
+    return float((came.float() - meant.float()).norm() / meant.float().norm())

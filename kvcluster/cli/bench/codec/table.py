@@ -1,0 +1,27 @@
+"""The figures of `kvcluster bench codec` as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def lines(figures: Mapping[str, Any]) -> list[str]:
+    """What was measured, and of what."""
+    out = [f"encoded and decoded by {figures['implementation']} ({figures['kernels']}), one thread"]
+    out += ["", f"speed: GB/s of raw bfloat16 bytes, medians of {figures['rounds']} turns, cold caches"]
+    out.append(" dim  codec   operation   GB/s  of memcpy")
+    for row in figures["speed"]:
+        name, operation = row["codec"], row["operation"]
+        out.append(f"{row['dim']:>4}  {name:<6}  {operation:<9} {row['gb_per_s']:>6.2f} {row['of_memcpy']:>10.2f}")
+    out += [
+        "",
+        "error: norm of the difference by that of the exact, the worst of five seeds; synthetic keys with outliers",
+    ]
+    out.append(" dim  codec  block tokens  ratio  keys    values  attention output")
+    for row in figures["errors"]:
+        out.append(
+            f"{row['dim']:>4}  {row['codec']:<5}  {row['block_tokens']:>12}  {row['ratio']:>5.2f}"
+            f"  {row['k']:<6.4f}  {row['v']:<6.4f}  {row['output']:.4f}"
+        )
+    return out

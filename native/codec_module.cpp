@@ -1,0 +1,113 @@
+// Coder, for Python: the codecs of one shape of layers. Checks what it is given, and lets other threads run meanwhile.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bytes.hpp"
+#include "codecs.hpp"
+
+namespace nb = nanobind;
+
+namespace kvc {
+namespace {
+
+// coding, dtype, channels, bytes of a layer raw and coded
+using PlaneArguments = std::tuple<std::string, std::string, std::size_t, std::size_t, std::size_t>;
+
+template <typename Value>
+Value named(const std::string& name, std::initializer_list<std::pair<const char*, Value>> known) {
+    for (const auto& [each, value] : known)
+        if (name == each) return value;
+    throw std::invalid_argument("there is no '" + name + "' here");
+}
+
+PlaneShape plane_of(std::size_t tokens, std::size_t heads, const PlaneArguments& arguments) {
+    const auto& [coding, number, dim, raw_bytes, coded_bytes] = arguments;
+    PlaneShape plane{};
+    plane.coding = named<Coding>(coding, {{"raw", Coding::kRaw},
+                                          {"rows", Coding::kRows},
+                                          {"channels", Coding::kChannels},
+                                          {"groups", Coding::kGroups}});
+    plane.raw_bytes = raw_bytes;
+    plane.coded_bytes = coded_bytes;
+    if (plane.coding == Coding::kRaw) {
+        if (raw_bytes != coded_bytes) throw std::invalid_argument("raw bytes stay as many as they are");
+        return plane;
+    }
+    plane.number = named<Number>(number, {{"bfloat16", Number::kBfloat16},
+                                          {"float16", Number::kFloat16},
+                                          {"float32", Number::kFloat32}});
+    plane.dim = dim;
+    const std::size_t rows = tokens * heads, wide = plane.number == Number::kFloat32 ? 4 : 2;
+    const std::size_t expected = plane.coding == Coding::kRows       ? rows * (4 + dim)
+                                 : plane.coding == Coding::kChannels ? 2 * heads * dim + rows * dim / 2
+                                                                     : rows * (2 * ((dim + 31) / 32) + dim / 2);
+    if (!dim || dim % 8 || raw_bytes != rows * dim * wide || coded_bytes != expected)
+        throw std::invalid_argument("a plane of other sizes than its shape has");
+    return plane;
+}
+
+class Coder {
+  public:
+    Coder(std::size_t tokens, std::size_t heads, const std::vector<PlaneArguments>& planes)
+        : layer_{tokens, heads, {}, 0, 0, 0} {
+        if (!tokens || !heads || planes.empty()) throw std::invalid_argument("a layer without numbers");
+        for (const PlaneArguments& arguments : planes) {
+            const PlaneShape plane = plane_of(tokens, heads, arguments);
+            layer_.raw_bytes += plane.raw_bytes;
+            layer_.coded_bytes += plane.coded_bytes;
+            layer_.channels = std::max(layer_.channels, heads * plane.dim);
+            layer_.planes.push_back(plane);
+        }
+    }
+
+    bool encode(nb::handle data, nb::handle into, std::size_t layers) const {
+        const Bytes raw(data, false), coded(into, true);
+        check(raw, layer_.raw_bytes, coded, layer_.coded_bytes, layers);
+        nb::gil_scoped_release others_run;
+        std::vector<float> scratch(scratch_floats(layer_));
+        for (std::size_t i = 0; i < layers; i++)
+            if (!encode_layer(layer_, raw.data() + i * layer_.raw_bytes, coded.data() + i * layer_.coded_bytes,
+                              scratch.data()))
+                return false;
+        return true;
+    }
+
+    void decode(nb::handle data, nb::handle into, std::size_t layers) const {
+        const Bytes coded(data, false), raw(into, true);
+        check(coded, layer_.coded_bytes, raw, layer_.raw_bytes, layers);
+        nb::gil_scoped_release others_run;
+        std::vector<float> scratch(scratch_floats(layer_));
+        for (std::size_t i = 0; i < layers; i++)
+            decode_layer(layer_, coded.data() + i * layer_.coded_bytes, raw.data() + i * layer_.raw_bytes,
+                         scratch.data());
+    }
+
+  private:
+    static void check(const Bytes& from, std::size_t from_bytes, const Bytes& into, std::size_t into_bytes,
+                      std::size_t layers) {
+        if (!layers || from.size() != layers * from_bytes || into.size() != layers * into_bytes)
+            throw std::invalid_argument("these bytes are not so many layers of this shape");
+    }
+
+    LayerShape layer_;
+};
+
+}  // namespace
+
+void bind_codecs(nb::module_& m) {
+    nb::class_<Coder>(m, "Coder")
+        .def(nb::init<std::size_t, std::size_t, const std::vector<PlaneArguments>&>(), nb::arg("tokens"),
+             nb::arg("heads"), nb::arg("planes"))
+        .def("encode", &Coder::encode, nb::arg("data"), nb::arg("into"), nb::arg("layers"))
+        .def("decode", &Coder::decode, nb::arg("data"), nb::arg("into"), nb::arg("layers"));
+}
+
+}  // namespace kvc
