@@ -31,7 +31,8 @@ def add(commands: Any) -> None:
     transfer = kinds.add_parser("transfer", help="loads and stores of pages, by every path", allow_abbrev=False)
     _add_transfer(transfer)
     codec = kinds.add_parser("codec", help="encoding and decoding of pages: speed and error", allow_abbrev=False)
-    codec.add_argument("--rounds", type=_positive, default=7, help="turns of each measurement of speed (default 7)")
+    codec.add_argument("--quick", action="store_true", help="a first impression: 3 turns of 8 MiB, one seed")
+    codec.add_argument("--rounds", type=_positive, help="turns of each measurement of speed (default 7)")
     codec.add_argument("--dims", type=_positive, nargs="+", default=[64, 128], help="channels of a head (64 128)")
     for kind, run in ((lookup, _lookup), (transfer, _transfer), (codec, _codec)):
         kind.add_argument("--json", action="store_true", help="the figures, as one JSON object")
@@ -93,9 +94,17 @@ def _codec(options: argparse.Namespace) -> int:
         from kvcluster.cli.bench.codec import measuring, table
     if any(dim % 8 for dim in options.dims):
         raise ConfigError("--dims: heads of other than a multiple of 8 channels are not encoded")
-    return _print(
-        lambda: measuring.measure(rounds=options.rounds, dims=options.dims), table.lines, as_json=options.json
-    )
+    quick = options.quick
+
+    def measure() -> dict[str, Any]:
+        return measuring.measure(
+            rounds=options.rounds or (3 if quick else 7),
+            dims=options.dims,
+            moved_bytes=(8 if quick else 64) * 2**20,
+            seeds=1 if quick else 5,
+        )
+
+    return _print(measure, table.lines, as_json=options.json)
 
 
 def _drawing(file: str) -> Callable[[Mapping[str, Any]], None]:

@@ -16,34 +16,34 @@ from kvcluster.core.spec import Group, Plane
 from kvcluster.pages import codec, native
 
 LOSSY = (Codec.Q8, Codec.Q4)
-SEEDS = 5
 _LAYERS, _HEADS, _TOKENS = 32, 8, 16
-_MOVED_BYTES = 64 * 2**20
+_BLOCK_TOKENS = (16, 32, 64)
 _SPOILED_BYTES = 256 * 2**20
 """Read before each turn, so that nothing is in a cache."""
 
 
-def measure(*, rounds: int, dims: Sequence[int]) -> dict[str, Any]:
-    """All figures."""
+def measure(*, rounds: int, dims: Sequence[int], moved_bytes: int, seeds: int) -> dict[str, Any]:
+    """All figures: speeds over so many bytes a turn, errors of so many synthetic sequences."""
     torch.set_num_threads(1)
     return {
         "implementation": codec.implementation(),
         "kernels": native.name(),
         "rounds": rounds,
-        "speed": [row for dim in dims for row in _speed(dim, rounds)],
-        "errors": [row for dim in dims for row in errors(dim)],
+        "seeds": seeds,
+        "speed": [row for dim in dims for row in _speed(dim, rounds, moved_bytes)],
+        "errors": [row for dim in dims for row in _errors(dim, seeds)],
     }
 
 
 # ------------------------------------------------------------------------------------------------------ speed
 
 
-def _speed(dim: int, rounds: int) -> list[dict[str, Any]]:
+def _speed(dim: int, rounds: int, moved_bytes: int) -> list[dict[str, Any]]:
     group = _group(dim)
     raw_layer = group.layer_bytes(block_tokens=_TOKENS, heads=_HEADS)
-    layers = _MOVED_BYTES // raw_layer // _LAYERS * _LAYERS
+    layers = max(1, moved_bytes // raw_layer // _LAYERS) * _LAYERS
     source, into = warm_memory(layers * raw_layer), warm_memory(layers * raw_layer)
-    spoiler = torch.zeros(_SPOILED_BYTES, dtype=torch.uint8)
+    spoiler = torch.zeros(_SPOILED_BYTES // 4)
     _fill(source, dim)
     runs: dict[tuple[str, str], Callable[[int], object]] = {}
 
@@ -102,13 +102,13 @@ def _group(dim: int) -> Group:
 # ------------------------------------------------------------------------------------------------------ errors
 
 
-def errors(dim: int, block_tokens: Sequence[int] = (16, 32, 64)) -> list[dict[str, Any]]:
+def _errors(dim: int, seeds: int) -> list[dict[str, Any]]:
     """For each codec and size of a block, the worst of the seeds: the norm of the difference by that of the exact."""
     rows = []
     for each in LOSSY:
-        for tokens in block_tokens:
+        for tokens in _BLOCK_TOKENS:
             worst = dict.fromkeys(("k", "v", "output"), 0.0)
-            for seed in range(SEEDS):
+            for seed in range(seeds):
                 exact = attention(seed, dim=dim)
                 lossy = _through(each, exact, tokens)
                 pairs = {"k": (lossy.k, exact.k), "v": (lossy.v, exact.v), "output": (output(lossy), output(exact))}

@@ -14,10 +14,8 @@ def lines(figures: Mapping[str, Any]) -> list[str]:
     for row in figures["speed"]:
         name, operation = row["codec"], row["operation"]
         out.append(f"{row['dim']:>4}  {name:<6}  {operation:<9} {row['gb_per_s']:>6.2f} {row['of_memcpy']:>10.2f}")
-    out += [
-        "",
-        "error: norm of the difference by that of the exact, the worst of five seeds; synthetic keys with outliers",
-    ]
+    by = f"synthetic keys with outliers, the worst of {figures['seeds']} seed(s)"
+    out += ["", f"error: norm of the difference by that of the exact; {by}"]
     out.append(" dim  codec  block tokens  ratio  keys    values  attention output")
     for row in figures["errors"]:
         out.append(
