@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from kvcluster.cli.bench.codec import quanto
 from kvcluster.cli.bench.codec.synthetic import Attention, attention, output
 from kvcluster.cli.bench.transfer.party import warm_memory
 from kvcluster.core.codecs import Codec, layer_bytes
@@ -104,24 +106,32 @@ def _group(dim: int) -> Group:
 
 def _errors(dim: int, seeds: int) -> list[dict[str, Any]]:
     """For each codec and size of a block, the worst of the seeds: the norm of the difference by that of the exact."""
+    group = _group(dim)
     rows = []
     for each in LOSSY:
         for tokens in _BLOCK_TOKENS:
-            worst = dict.fromkeys(("k", "v", "output"), 0.0)
-            for seed in range(seeds):
-                exact = attention(seed, dim=dim)
-                lossy = _through(each, exact, tokens)
-                pairs = {"k": (lossy.k, exact.k), "v": (lossy.v, exact.v), "output": (output(lossy), output(exact))}
-                for name, (came, meant) in pairs.items():
-                    worst[name] = max(worst[name], _error(came, meant))
-            group = _group(dim)
             raw = group.layer_bytes(block_tokens=tokens, heads=_HEADS)
             ratio = raw / layer_bytes(each, group, block_tokens=tokens, heads=_HEADS)
+            worst = _worst(dim, seeds, partial(_through, each, tokens))
             rows.append({"dim": dim, "codec": each.name.lower(), "block_tokens": tokens, "ratio": ratio, **worst})
+    if quanto.installed():
+        worst = _worst(dim, seeds, quanto.through)
+        rows.append({"dim": dim, "codec": "quanto", "block_tokens": None, "ratio": quanto.RATIO, **worst})
     return rows
 
 
-def _through(which: Codec, given: Attention, tokens: int) -> Attention:
+def _worst(dim: int, seeds: int, through: Callable[[Attention], Attention]) -> dict[str, float]:
+    worst = dict.fromkeys(("k", "v", "output"), 0.0)
+    for seed in range(seeds):
+        exact = attention(seed, dim=dim)
+        lossy = through(exact)
+        pairs = {"k": (lossy.k, exact.k), "v": (lossy.v, exact.v), "output": (output(lossy), output(exact))}
+        for name, (came, meant) in pairs.items():
+            worst[name] = max(worst[name], _error(came, meant))
+    return worst
+
+
+def _through(which: Codec, tokens: int, given: Attention) -> Attention:
     """As it is after encoding and decoding."""
     heads, dim = given.k.shape[1:]
     shape = (-1, tokens, heads, dim)

@@ -19,7 +19,7 @@ def lines(figures: Mapping[str, Any]) -> list[str]:
     out.append(" dim  codec  block tokens  ratio  keys    values  attention output")
     for row in figures["errors"]:
         out.append(
-            f"{row['dim']:>4}  {row['codec']:<5}  {row['block_tokens']:>12}  {row['ratio']:>5.2f}"
+            f"{row['dim']:>4}  {row['codec']:<6} {row['block_tokens'] or '-':>12}  {row['ratio']:>5.2f}"
             f"  {row['k']:<6.4f}  {row['v']:<6.4f}  {row['output']:.4f}"
         )
     return out
