@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from kvcluster.actors.addresses import announced_host
 from kvcluster.config import Config
 from kvcluster.core.ids import Epoch
 from kvcluster.core.messages import Leave
@@ -15,6 +16,7 @@ from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.garbage import GarbageKeeper
 from kvcluster.runtime.server import Gate, Server, unary_handlers
+from kvcluster.transport.rpc import host_and_port
 from kvcluster.wire.methods import COORDINATOR
 
 log = logging.getLogger(__name__)
@@ -39,7 +41,8 @@ class CoordinatorActor:
         self._server.start()
 
     def address(self) -> str:
-        return self._server.address
+        """Where shards and workers find it, those of other nodes too."""
+        return host_and_port(announced_host(self._server.host), self._server.port)
 
     def shards_up(self) -> int:
         """How many shards have told all they hold."""

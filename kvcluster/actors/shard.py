@@ -12,12 +12,13 @@ import time
 import grpc
 import ray
 
+from kvcluster.actors.addresses import reachable_host
 from kvcluster.actors.coordinator import end_process
 from kvcluster.config import Config
 from kvcluster.core.ids import Epoch, ShardId, Tenant
 from kvcluster.core.messages import Inventory, Leave, Reply, Report, ShardAddress
-from kvcluster.errors import ConfigError
-from kvcluster.runtime.auth import authenticator, is_loopback
+from kvcluster.runtime.auth import authenticator
+from kvcluster.runtime.garbage import GarbageKeeper
 from kvcluster.runtime.offering import serve_paths
 from kvcluster.runtime.server import Gate, Handler, Server, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
@@ -63,6 +64,8 @@ class ShardActor:
         handlers.update(unary_handlers(SHARD, gate, self._host.ask, shared=_ALSO_FOR_SHARDS))
         handlers.update(page_handlers(self._host, tenant_of))
         self._paths = serve_paths(self._host, auth, config.server, self._server.host)
+        self._garbage = GarbageKeeper()
+        self._garbage.start()
         self._server.start()
         self._host.start(self._paths.offers)
 
@@ -77,6 +80,7 @@ class ShardActor:
         self._server.close()
         self._paths.close()
         self._host.close()
+        self._garbage.close()
         self._coordinator.close()
 
     def _tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:
@@ -97,25 +101,3 @@ class ShardActor:
         ray.kill(self._me, no_restart=True)
         time.sleep(_KILL_S)
         end_process(leave)  # Ray's head cannot be reached; it is drained all the same, and the next one starts empty
-
-
-def reachable_host(host: str) -> str:
-    """Where a shard listens whose coordinator listens at `host`: at its own node's address, once that is to be
-    reached from elsewhere."""
-    if is_loopback(host):
-        return host
-    node: str = ray.util.get_node_ip_address()
-    if not is_loopback(node):
-        return node
-    # A Ray of our own keeps to loopback and does not know this machine's address.
-    if host not in ("0.0.0.0", "::"):
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("198.51.100.1", 9))  # sends nothing; it only chooses the way out
-        except OSError:
-            raise ConfigError(
-                f"cannot tell how others reach this machine; give its address instead of {host}"
-            ) from None
-        address: str = probe.getsockname()[0]
-        return address

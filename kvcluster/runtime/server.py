@@ -17,7 +17,7 @@ from kvcluster.core.ids import CallId
 from kvcluster.core.messages import Done, Reply
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError
 from kvcluster.runtime.auth import Authenticator, Caller
-from kvcluster.transport.rpc import SERVER_OPTIONS, identity, status_of
+from kvcluster.transport.rpc import SERVER_OPTIONS, host_and_port, identity, status_of
 from kvcluster.transport.seam import Trouble
 from kvcluster.wire.methods import Method
 
@@ -48,7 +48,7 @@ class Server:
         self._server = grpc.server(self._pool, handlers=[_Table(handlers)], options=SERVER_OPTIONS)
         self.host = host
         try:
-            self.port = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+            self.port = self._server.add_insecure_port(host_and_port(host, port))
         except RuntimeError:
             self.port = 0
         if self.port == 0:
@@ -60,7 +60,7 @@ class Server:
 
     @property
     def address(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return host_and_port(self.host, self.port)
 
     def start(self) -> None:
         self._server.start()

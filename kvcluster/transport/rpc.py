@@ -132,6 +132,11 @@ class Connection:
         self._channel.close()
 
 
+def host_and_port(host: str, port: int) -> str:
+    """As an address is written."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def check_address(address: str) -> None:
     """Raises ConfigError unless this is host:port."""
     host, colon, port = address.rpartition(":")

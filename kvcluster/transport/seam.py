@@ -60,6 +60,10 @@ class Deadline:
         """Seconds left, never negative."""
         return max(0.0, (self.at_ns - time.monotonic_ns()) / 1e9)
 
+    def remaining_ns(self) -> int:
+        """As `remaining_s`."""
+        return max(0, self.at_ns - time.monotonic_ns())
+
     def share(self, parts: int) -> Deadline:
         """An earlier one: when a `parts`-th of what is left will have passed. For a step that others must follow."""
         now = time.monotonic_ns()

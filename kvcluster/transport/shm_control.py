@@ -61,14 +61,14 @@ class Control:
 
     def ask_to_read(self, request: ReadRequest, deadline: Deadline) -> tuple[list[Miss | None], dict[int, Place]]:
         """The outcome for each want, and where what was granted lies. Raises Trouble, RefusedByShard, ProtocolError."""
-        body = self._ask(Kind.READ, streams.encode_read(request, _remaining_ns(deadline)), deadline)
+        body = self._ask(Kind.READ, streams.encode_read(request, deadline.remaining_ns()), deadline)
         answer = shm_frames.decode_read_grant(body, request.wants, self.arena.nbytes)
         self.turn = Turn.OURS
         return answer
 
     def ask_to_write(self, request: WriteRequest, deadline: Deadline) -> tuple[list[Written | None], dict[int, Place]]:
         """As `ask_to_read`. The first time, the arena is mapped for writing."""
-        body = self._ask(Kind.WRITE, streams.encode_write(request, _remaining_ns(deadline)), deadline)
+        body = self._ask(Kind.WRITE, streams.encode_write(request, deadline.remaining_ns()), deadline)
         if self._writable is None:
             self._writable = self._maps.get(self._link, self.arena.nbytes, writable=True)
         answer = shm_frames.decode_write_grant(body, request.pages, self.arena.nbytes)
@@ -216,7 +216,3 @@ def peer_of(connected: socket.socket) -> tuple[int, int]:
 
 def _lost(address: str, why: str) -> Trouble:
     return Trouble(Miss(MissReason.SHARD_LOST, f"{address}: {why}"))
-
-
-def _remaining_ns(deadline: Deadline) -> int:
-    return int(deadline.remaining_s() * 1e9)

@@ -25,7 +25,7 @@ from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.transport.connections import Connections
 from kvcluster.transport.link import Link, dial
 from kvcluster.transport.listener import Listener, TenantOf, bounded, serve_exchanges
-from kvcluster.transport.rpc import check_address
+from kvcluster.transport.rpc import check_address, host_and_port
 from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Trouble
 from kvcluster.transport.sessions import Asked, ReadSession, WriteSession, check_length, outgoing
 from kvcluster.wire import shard, streams
@@ -61,7 +61,7 @@ class TcpPages:
         self, request: ReadRequest, sink: PageSink, deadline: Deadline
     ) -> Generator[None, None, list[Miss | None]]:
         with self._exchange(deadline) as link:
-            link.send(Kind.READ, streams.encode_read(request, _remaining_ns(deadline)), deadline)
+            link.send(Kind.READ, streams.encode_read(request, deadline.remaining_ns()), deadline)
             outcome = self._head(link, shard.decode_read_head, request.wants, deadline)
             asked = Asked(request, outcome, self.address)
             while True:
@@ -77,7 +77,7 @@ class TcpPages:
 
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
         with self._exchange(deadline) as link:
-            link.send(Kind.WRITE, streams.encode_write(request, _remaining_ns(deadline)), deadline)
+            link.send(Kind.WRITE, streams.encode_write(request, deadline.remaining_ns()), deadline)
             outcome = self._head(link, shard.decode_write_head, request.pages, deadline)
             for batch in outgoing(request, outcome, source):
                 link.send(Kind.PAGES, streams.encode_pages(batch), deadline, [record.data for record in batch])
@@ -151,10 +151,6 @@ def _tune(connected: socket.socket) -> None:
             connected.setsockopt(socket.SOL_SOCKET, buffer, _BUFFER_BYTES)
 
 
-def _remaining_ns(deadline: Deadline) -> int:
-    return int(deadline.remaining_s() * 1e9)
-
-
 # ------------------------------------------------------------------------------------------- server
 
 
@@ -171,8 +167,7 @@ class TcpServer:
         except OSError as error:
             listening.close()
             raise ConfigError(f"cannot listen on {listen_host}:{port}: {error.strerror or error}") from None
-        bound = listening.getsockname()[1]
-        self.address = f"[{listen_host}]:{bound}" if ":" in listen_host else f"{listen_host}:{bound}"
+        self.address = host_and_port(listen_host, listening.getsockname()[1])
         self._listener = Listener(listening, tenant_of, self._serve, name="tcp")
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a shard listens, given where its coordinator does."""
+"""Where a shard listens, given where its coordinator does; and how a coordinator that listens everywhere is found."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import pytest
 import ray
 
-from kvcluster.actors.shard import reachable_host
+from kvcluster.actors.addresses import announced_host, reachable_host
 from kvcluster.errors import ConfigError
 
 
@@ -43,3 +43,13 @@ def test_a_machine_without_a_way_out_asks_for_its_address(monkeypatch: pytest.Mo
     monkeypatch.setattr(socket.socket, "connect", connect)
     with pytest.raises(ConfigError, match=r"give its address instead of 0\.0\.0\.0"):
         reachable_host("0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("host", "found_at"), [("0.0.0.0", "192.0.2.7"), ("::", "192.0.2.7"), ("192.0.2.1", "192.0.2.1")]
+)
+def test_a_coordinator_that_listens_everywhere_is_found_at_its_node(
+    monkeypatch: pytest.MonkeyPatch, host: str, found_at: str
+) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.7")
+    assert announced_host(host) == found_at
