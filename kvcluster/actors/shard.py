@@ -18,7 +18,6 @@ from kvcluster.config import Config
 from kvcluster.core.ids import Epoch, ShardId, Tenant
 from kvcluster.core.messages import Inventory, Leave, Reply, Report, ShardAddress
 from kvcluster.runtime.auth import authenticator
-from kvcluster.runtime.garbage import GarbageKeeper
 from kvcluster.runtime.offering import serve_paths
 from kvcluster.runtime.server import Gate, Handler, Server, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
@@ -64,8 +63,6 @@ class ShardActor:
         handlers.update(unary_handlers(SHARD, gate, self._host.ask, shared=_ALSO_FOR_SHARDS))
         handlers.update(page_handlers(self._host, tenant_of))
         self._paths = serve_paths(self._host, auth, config.server, self._server.host)
-        self._garbage = GarbageKeeper()
-        self._garbage.start()
         self._server.start()
         self._host.start(self._paths.offers)
 
@@ -80,7 +77,6 @@ class ShardActor:
         self._server.close()
         self._paths.close()
         self._host.close()
-        self._garbage.close()
         self._coordinator.close()
 
     def _tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:
