@@ -20,7 +20,7 @@ _GETCPU = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 def here() -> int:
     """The processor that the calling thread runs on; NO_PROCESSOR where the system does not say."""
     number: int = _GETCPU() if _GETCPU is not None else -1
-    return number if number >= 0 else NO_PROCESSOR
+    return number if 0 <= number < NO_PROCESSOR else NO_PROCESSOR
 
 
 class Apart:

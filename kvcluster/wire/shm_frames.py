@@ -5,8 +5,8 @@ A grant names thousands of pages, so it is arrays: little-endian, one entry a pa
     WELCOME   arena bytes u64, ns that a lease runs u64; the descriptor of the arena comes with it
     GRANT     bytes of the head u32, the head (ReadHead or WriteHead), offsets u64[], page bytes u64[];
               after a READ, the checksums u64[] of the layers that each page was asked for
-    WRITTEN   the processor that the writer runs on u32, pages u32, their places among the pages of the request u32[],
-              the checksums u64[] of all their layers
+    WRITTEN   the processor that the writer runs on u16, its complement u16, so that no bit here turns unnoticed;
+              pages u32, their places among the pages of the request u32[], the checksums u64[] of all their layers
     RENEW     u8, 1 where an answer is wanted: RENEW, u8 1
 
 A worker knows its arena only by what it has mapped: what does not lie within that, or is no page of the layers that it
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 _WELCOME = struct.Struct("<QQ")
 _COUNT = struct.Struct("<I")
-_PROGRESS = struct.Struct("<II")
+_PROGRESS = struct.Struct("<HHI")
 _SUM_BYTES = 8
 _PAGE_BYTES = 16
 
-NO_PROCESSOR = 2**32 - 1
+NO_PROCESSOR = 2**16 - 1
 
 
 class Welcome(NamedTuple):
@@ -176,12 +176,17 @@ def encode_written(progress: Progress) -> bytes:
     """The body of a WRITTEN."""
     items = [item for item, _ in progress.pages]
     sums = [layer_sum for _, sums in progress.pages for layer_sum in sums]
-    return struct.pack(f"<{2 + len(items)}I{len(sums)}Q", progress.processor, len(items), *items, *sums)
+    head = _PROGRESS.pack(progress.processor, NO_PROCESSOR - progress.processor, len(items))
+    return head + struct.pack(f"<{len(items)}I", *items) + struct.pack(f"<{len(sums)}Q", *sums)
 
 
 def decode_written(body: bytes, pages: Sequence[NewPage]) -> Progress:
     """The inverse, for a request of these pages."""
-    processor, count = _PROGRESS.unpack_from(body) if len(body) >= _PROGRESS.size else (NO_PROCESSOR, len(body))
+    if len(body) < _PROGRESS.size:
+        raise ProtocolError(f"a WRITTEN of {len(body)} bytes names no pages")
+    processor, complement, count = _PROGRESS.unpack_from(body)
+    if processor + complement != NO_PROCESSOR:
+        raise ProtocolError(f"a WRITTEN names processor {processor}, and {complement} as its complement")
     at = _PROGRESS.size + _COUNT.size * count
     if at > len(body):
         raise ProtocolError(f"a WRITTEN of {len(body)} bytes cannot name {count} pages")

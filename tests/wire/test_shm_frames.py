@@ -81,7 +81,9 @@ def test_the_layout_is_the_one_that_is_documented() -> None:
     assert shm_frames.encode_read_grant(WANTS, [None], {0: page}) == (
         struct.pack("<I", len(head)) + head + struct.pack("<4Q", 0x0102, 24, 2, 3)
     )
-    assert shm_frames.encode_written(Progress([(7, (1, 2**64 - 1))], 5)) == struct.pack("<3I2Q", 5, 1, 7, 1, 2**64 - 1)
+    assert shm_frames.encode_written(Progress([(7, (1, 2**64 - 1))], 5)) == struct.pack(
+        "<2H2I2Q", 5, 65_530, 1, 7, 1, 2**64 - 1
+    )
     assert shm_frames.encode_welcome(Welcome(5, 6)) == struct.pack("<2Q", 5, 6)
     assert [shm_frames.encode_renew(answer=answer) for answer in (False, True)] == [b"\0", b"\1"]
 
@@ -118,15 +120,16 @@ def test_a_grant_that_cannot_be_is_refused(body: bytes, says: str) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (b"", "cannot name"),
-        (bytes(7), "cannot name"),
-        (struct.pack("<2I", 9, 1), "cannot name 1"),
-        (struct.pack("<2I", 9, 2**32 - 1), "cannot name"),
-        (struct.pack("<3I", 9, 1, 1), "beyond the 1"),
-        (struct.pack("<3I", 9, 1, 0), "one sum for each of 3"),
-        (struct.pack("<3I2Q", 9, 1, 0, 1, 2), "one sum for each of 3"),
-        (struct.pack("<3I4Q", 9, 1, 0, 1, 2, 3, 4), "one sum for each of 3"),
-        (struct.pack("<2IQ", 9, 0, 1), "one sum for each of 0"),
+        (b"", "names no pages"),
+        (bytes(7), "names no pages"),
+        (struct.pack("<2HI", 9, 9, 0), "names processor 9, and 9"),
+        (struct.pack("<2HI", 9, 65_526, 1), "cannot name 1"),
+        (struct.pack("<2HI", 9, 65_526, 2**32 - 1), "cannot name"),
+        (struct.pack("<2H2I", 9, 65_526, 1, 1), "beyond the 1"),
+        (struct.pack("<2H2I", 9, 65_526, 1, 0), "one sum for each of 3"),
+        (struct.pack("<2H2I2Q", 9, 65_526, 1, 0, 1, 2), "one sum for each of 3"),
+        (struct.pack("<2H2I4Q", 9, 65_526, 1, 0, 1, 2, 3, 4), "one sum for each of 3"),
+        (struct.pack("<2HIQ", 9, 65_526, 0, 1), "one sum for each of 0"),
     ],
 )
 def test_a_word_of_pages_that_cannot_be_is_refused(body: bytes, says: str) -> None:
