@@ -88,7 +88,7 @@ def written(*items: int, layers: int = 2, wrong: int = 0) -> bytes:
         (written(0, 0), "to be written once"),
         (written(0, layers=3), "one sum for each"),
         (written(0, wrong=1), "one sum for each"),
-        (streams.encode_header(Kind.WRITTEN, 4) + b"\xff\xff\xff\xff", "cannot name"),
+        (streams.encode_header(Kind.WRITTEN, 4) + b"\xff\xff\xff\xff", "names no pages"),
         (streams.encode_header(Kind.RENEW, 1) + b"\7", "and nothing else"),
         (streams.encode_header(Kind.TAIL, 0), "belongs"),
     ],
