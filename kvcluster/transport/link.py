@@ -28,6 +28,10 @@ _BUFFERS = 1_024
 
 _MOST_FDS = 4
 
+_ENDED: int = getattr(select, "POLLRDHUP", 0)
+"""The other side sends no more: it has ended, since nobody here closes half a stream. Whoever waits to send would not
+learn it otherwise: a kernel whose reader is gone opens its window no more, and may answer no probe for a minute."""
+
 _LAST_WORDS_MS = 1_000
 """A side that takes no more says why, if it can, and then closes the connection: it is seldom waited for so long."""
 
@@ -46,6 +50,7 @@ class Link:
         self._least = 1
         self._fds: list[int] = []
         self._process: int | None = None
+        self._ending = _ENDED
         self.ended = False
         """Has the other side been seen to end the stream, or to end?"""
 
@@ -61,10 +66,10 @@ class Link:
         while left:
             try:
                 sent = self._send(left[:_BUFFERS])
+                if not sent:
+                    self._wait(select.POLLOUT, deadline)
             except Trouble as lost:
                 raise self._why(lost, deadline) from None
-            if not sent:
-                self._wait(select.POLLOUT, deadline)
             left = _after(left, sent)
 
     def receive(self, *kinds: Kind, deadline: Deadline) -> tuple[Kind, bytes]:
@@ -121,6 +126,7 @@ class Link:
 
     def hush(self) -> None:
         """Hears no more than has come; what is sent still goes out. Any thread may call."""
+        self._ending = 0  # from here on it would tell of this side
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 
@@ -217,6 +223,8 @@ class Link:
         return got
 
     def _wait(self, event: int, deadline: Deadline) -> None:
+        if event == select.POLLOUT:
+            event |= self._ending
         if event != self._wanted:
             self._poll.register(self._socket, event)
             self._wanted = event
@@ -227,6 +235,9 @@ class Link:
         if all(fd == self._process for fd, _ in ready):
             self.ended = True
             raise Trouble(Miss(MissReason.SHARD_LOST, f"{self.peer} has ended"))
+        if any(events & event & self._ending for _, events in ready):
+            self.ended = True
+            raise Trouble(Miss(MissReason.SHARD_LOST, f"{self.peer} closed the connection"))
         deadline.check(self.peer)
 
     def _lost(self, error: OSError) -> Trouble:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import socket
 import subprocess
 import sys
@@ -127,6 +128,27 @@ def test_why_the_other_side_takes_no_more_is_told_in_its_own_words(pair: Pair) -
         pair.near.send(Kind.READ, b"", soon(), [memoryview(bytes(10**7))])
 
 
+def test_who_waits_to_send_learns_that_the_other_side_has_ended_with_all_of_it_read(
+    aside: ThreadPoolExecutor,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+    pair = Pair(near, accepted)
+    sending = aside.submit(lambda: pair.near.send(Kind.READ, b"", soon(), [memoryview(bytes(2**26))]))
+    pair.far.receive(Kind.READ, deadline=soon())
+    while select.select((), (near,), (), 0.05)[1]:
+        """Its window is not full yet."""
+    pair.far.shut()  # and what it reads from here on opens the window no more
+    with pytest.raises(Trouble):
+        pair.far.incoming(2**26, soon()).skip()
+    pair.far.close()
+    with pytest.raises(Trouble) as trouble:
+        sending.result(BOUND_S / 2)
+    assert trouble.value.miss.reason is MissReason.SHARD_LOST
+    pair.near.close()
+
+
 def test_a_frame_of_another_kind_is_refused_before_its_body_is_read(pair: Pair) -> None:
     pair.near.send(Kind.TAIL, bytes(1_000), soon())
     with pytest.raises(ProtocolError, match="a TAIL frame, where HEAD or DONE belongs"):
@@ -191,6 +213,14 @@ def test_who_is_hushed_hears_the_end_and_can_still_be_heard(pair: Pair) -> None:
     pair.near.send(Kind.DONE, b"", soon())
     assert pair.far.receive(Kind.DONE, deadline=soon()) == (Kind.DONE, b"")
     assert not pair.far.ended
+
+
+def test_who_is_hushed_while_it_waits_to_send_goes_on(pair: Pair, aside: ThreadPoolExecutor) -> None:
+    sending = aside.submit(lambda: pair.near.send(Kind.READ, b"", soon(), [memoryview(bytes(300_000))]))
+    pair.far.receive(Kind.READ, deadline=soon())
+    pair.near.hush()
+    pair.far.incoming(300_000, soon()).skip()
+    sending.result(BOUND_S)
 
 
 def test_the_end_of_the_other_sides_process_is_the_end_of_its_stream_once_what_it_said_is_heard(pair: Pair) -> None:
