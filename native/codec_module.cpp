@@ -69,32 +69,33 @@ class Coder {
     }
 
     bool encode(nb::handle data, nb::handle into, std::size_t layers) const {
-        const Bytes raw(data, false), coded(into, true);
-        check(raw, layer_.raw_bytes, coded, layer_.coded_bytes, layers);
-        nb::gil_scoped_release others_run;
-        std::vector<float> scratch(scratch_floats(layer_));
-        for (std::size_t i = 0; i < layers; i++)
-            if (!encode_layer(layer_, raw.data() + i * layer_.raw_bytes, coded.data() + i * layer_.coded_bytes,
-                              scratch.data()))
-                return false;
-        return true;
+        return each_layer(data, layer_.raw_bytes, into, layer_.coded_bytes, layers,
+                          [&](const auto* raw, auto* coded, float* scratch) {
+                              return encode_layer(layer_, raw, coded, scratch);
+                          });
     }
 
     void decode(nb::handle data, nb::handle into, std::size_t layers) const {
-        const Bytes coded(data, false), raw(into, true);
-        check(coded, layer_.coded_bytes, raw, layer_.raw_bytes, layers);
-        nb::gil_scoped_release others_run;
-        std::vector<float> scratch(scratch_floats(layer_));
-        for (std::size_t i = 0; i < layers; i++)
-            decode_layer(layer_, coded.data() + i * layer_.coded_bytes, raw.data() + i * layer_.raw_bytes,
-                         scratch.data());
+        each_layer(data, layer_.coded_bytes, into, layer_.raw_bytes, layers,
+                   [&](const auto* coded, auto* raw, float* scratch) {
+                       decode_layer(layer_, coded, raw, scratch);
+                       return true;
+                   });
     }
 
   private:
-    static void check(const Bytes& from, std::size_t from_bytes, const Bytes& into, std::size_t into_bytes,
-                      std::size_t layers) {
-        if (!layers || from.size() != layers * from_bytes || into.size() != layers * into_bytes)
+    // Until `work` answers false.
+    template <typename Work>
+    bool each_layer(nb::handle data, std::size_t from_bytes, nb::handle into, std::size_t into_bytes,
+                    std::size_t layers, const Work& work) const {
+        const Bytes from(data, false), to(into, true);
+        if (!layers || from.size() != layers * from_bytes || to.size() != layers * into_bytes)
             throw std::invalid_argument("these bytes are not so many layers of this shape");
+        nb::gil_scoped_release others_run;
+        std::vector<float> scratch(scratch_floats(layer_));
+        for (std::size_t i = 0; i < layers; i++)
+            if (!work(from.data() + i * from_bytes, to.data() + i * into_bytes, scratch.data())) return false;
+        return true;
     }
 
     LayerShape layer_;

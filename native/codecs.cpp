@@ -222,31 +222,15 @@ void decode_rows(const u8* coded, std::size_t rows, std::size_t dim, typename N:
 
 // ------------------------------------------------------------------------------------------- q4: scale and zero
 
-struct Step {
-    u8 scale;
-    std::int8_t zero;
-};
-
 float scale_of(u8 code) { return float_of((static_cast<u32>(code) << 20) + ((127u - kScaleBias) << 23)); }
 
-// How a range is cut into fifteen steps of which zero is one, or the end of one. False where its scale would be too large.
-bool step_of(const Range& range, Step* step) {
-    const float span = (range.high - range.low) / 15.0f;
-    const float far = (range.high > -range.low ? range.high : -range.low) / 127.0f;
-    const u32 bits = bits_of((span > far ? span : far) + 0.0f);  // never minus zero
-    const int code = static_cast<int>((bits >> 20) + ((bits & 0xFFFFF) != 0)) - ((127 - kScaleBias) << 3);
-    if (code > 255) return false;
-    step->scale = static_cast<u8>(code < 0 ? 0 : code);
-    const float zero = std::nearbyint(-range.low / scale_of(step->scale));
-    step->zero = static_cast<std::int8_t>(zero < kLowest ? kLowest : zero > kHighest ? kHighest : zero);
-    return true;
-}
-
-// The same for eight ranges: what they are multiplied with, and what is added then.
+// What numbers are multiplied with, and what is added then, to become codes.
 struct Steps {
     __m256 reciprocals, zeros;
 };
 
+// How each of eight ranges is cut into fifteen steps of which zero is one, or the end of one; their scales and zero points.
+// False where a scale would be too large.
 bool steps_of(__m256 low, __m256 high, u8* scales, u8* zeros, Steps* steps) {
     const __m256 minus_low = _mm256_xor_ps(low, _mm256_set1_ps(-0.0f));
     const __m256 span = _mm256_div_ps(_mm256_sub_ps(high, low), _mm256_set1_ps(15.0f));
@@ -365,6 +349,11 @@ void decode_channels(const u8* coded, std::size_t tokens, std::size_t heads, std
 
 // ------------------------------------------------------------------------------------------------ q4: groups
 
+// What holds for all channels of a run.
+void fill_run(float* into, __m256 value) {
+    for (std::size_t at = 0; at < kRun; at += 8) _mm256_storeu_ps(into + at, value);
+}
+
 // Bytes: scales u8 [tokens, heads, groups], zeros i8 [tokens, heads, groups], codes [tokens, heads, dim / 2].
 template <typename N>
 bool encode_groups(const typename N::Raw* from, std::size_t rows, std::size_t dim, u8* into) {
@@ -374,15 +363,14 @@ bool encode_groups(const typename N::Raw* from, std::size_t rows, std::size_t di
     for (std::size_t row = 0; row < rows; row++) {
         for (std::size_t left = dim; left;) {
             const std::size_t count = left < kRun ? left : kRun;
-            Step step;
-            if (!step_of(range_of<N>(from, count), &step)) return false;
-            *scales++ = step.scale;
-            *zeros++ = static_cast<u8>(step.zero);
-            const __m256 reciprocal = _mm256_set1_ps(1.0f / scale_of(step.scale)), zero = _mm256_set1_ps(step.zero);
-            for (std::size_t at = 0; at < kRun; at += 8) {
-                _mm256_storeu_ps(reciprocals + at, reciprocal);
-                _mm256_storeu_ps(offsets + at, zero);
-            }
+            const Range range = range_of<N>(from, count);
+            Steps steps;
+            u8 scale[8], zero[8];  // eight times the same
+            if (!steps_of(_mm256_set1_ps(range.low), _mm256_set1_ps(range.high), scale, zero, &steps)) return false;
+            *scales++ = *scale;
+            *zeros++ = *zero;
+            fill_run(reciprocals, steps.reciprocals);
+            fill_run(offsets, steps.zeros);
             pack<N>(from, reciprocals, offsets, count, codes);
             from += count;
             codes += count / 2;
@@ -401,12 +389,8 @@ void decode_groups(const u8* coded, std::size_t rows, std::size_t dim, typename 
         for (std::size_t left = dim; left;) {
             const std::size_t count = left < kRun ? left : kRun;
             const float scale = scale_of(*scales++);
-            const __m256 step = _mm256_set1_ps(scale);
-            const __m256 offset = _mm256_set1_ps(scale * static_cast<std::int8_t>(*zeros++));
-            for (std::size_t at = 0; at < kRun; at += 8) {
-                _mm256_storeu_ps(steps + at, step);
-                _mm256_storeu_ps(offsets + at, offset);
-            }
+            fill_run(steps, _mm256_set1_ps(scale));
+            fill_run(offsets, _mm256_set1_ps(scale * static_cast<std::int8_t>(*zeros++)));
             unpack<N>(codes, steps, offsets, count, into);
             into += count;
             codes += count / 2;

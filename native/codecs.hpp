@@ -36,7 +36,7 @@ struct LayerShape {
 };
 
 // As many floats as `encode_layer` and `decode_layer` may scribble on.
-inline std::size_t scratch_floats(const LayerShape& layer) { return 4 * layer.channels; }
+inline std::size_t scratch_floats(const LayerShape& layer) { return 2 * layer.channels; }
 
 // False where it holds what cannot be encoded: NaN, infinities, or numbers that are too large. `into` is undefined then.
 bool encode_layer(const LayerShape& layer, const std::uint8_t* raw, std::uint8_t* into, float* scratch);

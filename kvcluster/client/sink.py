@@ -39,7 +39,7 @@ class _Target:
     step: int  # layers that are verified at once
     place: memoryview | None  # where it lies, if that is one run of bytes
     model_layers: tuple[int, ...]  # the model's own numbers of its layers
-    identities: dict[int, int]  # by codec
+    identity: int
 
 
 class Sink:
@@ -83,16 +83,12 @@ class Sink:
         if codec_id != codec.RAW or data.nbytes != len(sums) * target.layer_bytes:
             self._take_none(item, layer, stop)
             return
-        identity = target.identities.get(codec_id)
-        if identity is None:
-            identity = checksum.identity(self._namespace, target.piece.want.key, codec_id)
-            target.identities[codec_id] = identity
         at_once = len(sums) if data.present is not None and target.place is not None else target.step
         for at in range(0, len(sums), at_once):
-            if not self._take(item, target, layer + at, sums[at : at + at_once], identity, data):
+            if not self._take(item, target, layer + at, sums[at : at + at_once], data):
                 return
 
-    def _take(self, item: int, target: _Target, layer: int, sums: Sequence[int], identity: int, data: Payload) -> bool:
+    def _take(self, item: int, target: _Target, layer: int, sums: Sequence[int], data: Payload) -> bool:
         """Some layers into the caller's memory, and verified. False where others bring them."""
         stop, place = layer + len(sums), target.place
         nbytes = len(sums) * target.layer_bytes
@@ -108,12 +104,12 @@ class Sink:
                     return False
                 here = None if place is None else data.present
                 if here is not None and here.nbytes == nbytes:
-                    came = checksum.copy_sums(identity, layer, len(sums), view, here)
+                    came = checksum.copy_sums(target.identity, layer, len(sums), view, here)
                     whole = self._count(item, target, layer, stop, came == tuple(sums), view)
                     break
                 got += data.read_into(view[got:] if got else view)
                 if got == nbytes:
-                    right = checksum.first_mismatch(identity, layer, sums, view) is None
+                    right = checksum.first_mismatch(target.identity, layer, sums, view) is None
                     whole = self._count(item, target, layer, stop, right, view)
                     break
             data.wait()
@@ -164,7 +160,7 @@ class Sink:
             max(1, limits.CHUNK_BYTES // layer_bytes),
             self._into.place(piece.block, piece.group, piece.rect),
             piece.model_layers(self._spec),
-            {},
+            checksum.identity(self._namespace, want.key, codec.RAW),
         )
         return target
 

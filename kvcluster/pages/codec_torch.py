@@ -124,7 +124,7 @@ def _encode_channels(x: torch.Tensor) -> list[torch.Tensor] | None:
 
 
 def _decode_channels(coded: torch.Tensor, tokens: int, heads: int, dim: int) -> torch.Tensor:
-    return _decoded(coded, (1, heads, dim), (tokens, heads, dim), lambda step: step)
+    return _decoded(coded, (1, heads, dim), (tokens, heads, dim))
 
 
 def _encode_groups(x: torch.Tensor) -> list[torch.Tensor] | None:
@@ -137,7 +137,7 @@ def _encode_groups(x: torch.Tensor) -> list[torch.Tensor] | None:
 
 def _decode_groups(coded: torch.Tensor, tokens: int, heads: int, dim: int) -> torch.Tensor:
     groups = -(-dim // GROUP_CHANNELS)
-    return _decoded(coded, (tokens, heads, groups), (tokens, heads, dim), lambda step: _spread(step, dim))
+    return _decoded(coded, (tokens, heads, groups), (tokens, heads, dim))
 
 
 def _steps(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -162,9 +162,7 @@ def _scale_of(code: torch.Tensor) -> torch.Tensor:
 def _coded(x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> list[torch.Tensor]:
     dim = x.shape[-1]
     reciprocal, offset = 1 / _scale_of(scale), zero.float()
-    if scale.shape[-1] != dim:
-        reciprocal, offset = _spread(reciprocal, dim), _spread(offset, dim)
-    codes = (x * reciprocal + offset).round().clamp(0, 15).to(torch.uint8)
+    codes = (x * _spread(reciprocal, dim) + _spread(offset, dim)).round().clamp(0, 15).to(torch.uint8)
     packed = []
     for run in torch.split(codes, GROUP_CHANNELS, dim=-1):
         low, high = run.chunk(2, dim=-1)
@@ -176,7 +174,6 @@ def _decoded(
     coded: torch.Tensor,
     shape_of_steps: tuple[int, int, int],
     shape: tuple[int, int, int],
-    spread: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     layers, (tokens, heads, dim) = len(coded), shape
     count = shape_of_steps[0] * shape_of_steps[1] * shape_of_steps[2]
@@ -186,12 +183,12 @@ def _decoded(
     codes = []
     for run in torch.split(packed.reshape(layers, tokens, heads, dim // 2), GROUP_CHANNELS // 2, dim=-1):
         codes += [run & 15, run >> 4]
-    return torch.cat(codes, dim=-1).float() * spread(steps) - spread(offsets)
+    return torch.cat(codes, dim=-1).float() * _spread(steps, dim) - _spread(offsets, dim)
 
 
 def _spread(step: torch.Tensor, dim: int) -> torch.Tensor:
-    """What holds for a group, for each of its channels."""
-    return step.repeat_interleave(GROUP_CHANNELS, dim=-1)[..., :dim]
+    """What holds for a group, for each of its channels; what holds for each channel, as it is."""
+    return step if step.shape[-1] == dim else step.repeat_interleave(GROUP_CHANNELS, dim=-1)[..., :dim]
 
 
 _ENCODE: dict[Coding, Callable[[torch.Tensor], list[torch.Tensor] | None]] = {

@@ -156,10 +156,15 @@ def _store(
         nbytes += layers * place.layer_bytes
         if nbytes >= WRITTEN_BYTES:
             control.listen(deadline)
-            control.say(Kind.WRITTEN, shm_frames.encode_written(Progress(written, processors.here())), deadline)
+            _tell(control, written, deadline)
             written, nbytes = [], 0
     if written:
-        control.say(Kind.WRITTEN, shm_frames.encode_written(Progress(written, processors.here())), deadline)
+        _tell(control, written, deadline)
+
+
+def _tell(control: Control, written: list[tuple[int, list[int]]], deadline: Deadline) -> None:
+    """That these pages are whole, and where this thread runs, for the shard to keep off."""
+    control.say(Kind.WRITTEN, shm_frames.encode_written(Progress(written, processors.here())), deadline)
 
 
 def _store_page(

@@ -177,7 +177,7 @@ def encode_written(progress: Progress) -> bytes:
     items = [item for item, _ in progress.pages]
     sums = [layer_sum for _, sums in progress.pages for layer_sum in sums]
     head = _PROGRESS.pack(progress.processor, NO_PROCESSOR - progress.processor, len(items))
-    return head + struct.pack(f"<{len(items)}I", *items) + struct.pack(f"<{len(sums)}Q", *sums)
+    return head + struct.pack(f"<{len(items)}I{len(sums)}Q", *items, *sums)
 
 
 def decode_written(body: bytes, pages: Sequence[NewPage]) -> Progress:

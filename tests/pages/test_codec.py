@@ -242,15 +242,23 @@ def test_the_layout_is_the_one_that_is_documented(implementation: str) -> None:
 # ------------------------------------------------------------------------------------------------------ errors
 
 
-@settings(deadline=None)
-@given(st.sampled_from(["normal", "offset", "outliers", "wide", "same"]), st.sampled_from(list(DTYPES)), st.integers(0))
-def test_q8_is_within_half_a_step_of_every_number(kind: str, dtype: str, seed: int) -> None:
-    group = group_of(64, dtype)
-    layer = layer_of(group, drawn(kind, (2, 8, 2, 64), seed % 2**32))
-    coded = Coded(Codec.Q8, group, 8)
+kinds = st.sampled_from(["normal", "offset", "outliers", "wide", "same"])
+
+
+def there_and_back(which: Codec, tokens: int, kind: str, dtype: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 `[planes, tokens, heads, dim]`: some numbers, and what they are once encoded and decoded."""
+    group, shape = group_of(64, dtype), (2, tokens, 2, 64)
+    layer = layer_of(group, drawn(kind, shape, seed % 2**32))
+    coded = Coded(which, group, tokens)
     encoded = coded.encode(layer)
     assert encoded is not None
-    before, after = numbers_of(group, layer).view(-1, 64), numbers_of(group, coded.decode(encoded)).view(-1, 64)
+    return numbers_of(group, layer).view(shape), numbers_of(group, coded.decode(encoded)).view(shape)
+
+
+@settings(deadline=None)
+@given(kinds, st.sampled_from(list(DTYPES)), st.integers(0))
+def test_q8_is_within_half_a_step_of_every_number(kind: str, dtype: str, seed: int) -> None:
+    before, after = (numbers.view(-1, 64) for numbers in there_and_back(Codec.Q8, 8, kind, dtype, seed))
     low, high = torch.aminmax(before, dim=1)
     # A step is at most 1/128 wider than the 255th of the range, which begins at most 1/128 of its magnitude lower.
     step = (high - low + low.abs() / 128) / 255 * (1 + 2**-7)
@@ -259,15 +267,10 @@ def test_q8_is_within_half_a_step_of_every_number(kind: str, dtype: str, seed: i
 
 
 @settings(deadline=None)
-@given(st.sampled_from(["normal", "offset", "outliers", "wide", "same"]), st.sampled_from(list(DTYPES)), st.integers(0))
+@given(kinds, st.sampled_from(list(DTYPES)), st.integers(0))
 def test_q4_is_within_half_a_step_of_every_number(kind: str, dtype: str, seed: int) -> None:
-    group = group_of(64, dtype)
-    layer = layer_of(group, drawn(kind, (2, 16, 2, 64), seed % 2**32))
-    coded = Coded(Codec.Q4, group, 16)
-    encoded = coded.encode(layer)
-    assert encoded is not None
-    before = numbers_of(group, layer).view(2, 16, 2, 64)
-    error = (numbers_of(group, coded.decode(encoded)).view(2, 16, 2, 64) - before).abs()
+    before, after = there_and_back(Codec.Q4, 16, kind, dtype, seed)
+    error = (after - before).abs()
     eps = torch.finfo(DTYPES[dtype]).eps
     for numbers, wrong, dim in (
         (before[0], error[0], 0),

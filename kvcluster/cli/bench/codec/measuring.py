@@ -47,28 +47,29 @@ def _speed(dim: int, rounds: int, moved_bytes: int) -> list[dict[str, Any]]:
     source, into = warm_memory(layers * raw_layer), warm_memory(layers * raw_layer)
     spoiler = torch.zeros(_SPOILED_BYTES // 4)
     _fill(source, dim)
-    runs: dict[tuple[str, str], Callable[[int], object]] = {}
+
+    def page(memory: memoryview, at: int, layer: int = raw_layer) -> memoryview:
+        return memory[at * layer : (at + _LAYERS) * layer]
 
     def copy(at: int) -> None:
-        page = slice(at * raw_layer, (at + _LAYERS) * raw_layer)
-        into[page] = source[page]
+        page(into, at)[:] = page(source, at)
 
-    runs["memcpy", "copy"] = copy
-    for each in LOSSY:
-        coder = codec.coder(each, group, block_tokens=_TOKENS, heads=_HEADS)
-        coded_layer = layer_bytes(each, group, block_tokens=_TOKENS, heads=_HEADS)
+    def coding(which: Codec) -> dict[str, Callable[[int], None]]:
+        coder = codec.coder(which, group, block_tokens=_TOKENS, heads=_HEADS)
+        coded_layer = layer_bytes(which, group, block_tokens=_TOKENS, heads=_HEADS)
         coded = warm_memory(layers * coded_layer)
 
-        def encode(at: int, coder: codec.Coder = coder, coded: memoryview = coded, size: int = coded_layer) -> None:
-            there = coded[at * size : (at + _LAYERS) * size]
-            assert coder.encode(source[at * raw_layer : (at + _LAYERS) * raw_layer], there, _LAYERS)
+        def encode(at: int) -> None:
+            assert coder.encode(page(source, at), page(coded, at, coded_layer), _LAYERS)
 
-        def decode(at: int, coder: codec.Coder = coder, coded: memoryview = coded, size: int = coded_layer) -> None:
-            there = into[at * raw_layer : (at + _LAYERS) * raw_layer]
-            coder.decode(coded[at * size : (at + _LAYERS) * size], there, _LAYERS)
+        def decode(at: int) -> None:
+            coder.decode(page(coded, at, coded_layer), page(into, at), _LAYERS)
 
-        runs[each.name.lower(), "encode"] = encode
-        runs[each.name.lower(), "decode"] = decode
+        return {"encode": encode, "decode": decode}
+
+    runs: dict[tuple[str, str], Callable[[int], None]] = {("memcpy", "copy"): copy}
+    for each in LOSSY:
+        runs |= {(each.name.lower(), operation): run for operation, run in coding(each).items()}
     times: dict[tuple[str, str], list[float]] = {name: [] for name in runs}
     for turn in range(rounds + 1):  # the first warms up, and encodes what is decoded
         for name, run in runs.items():
@@ -89,12 +90,17 @@ def _speed(dim: int, rounds: int, moved_bytes: int) -> list[dict[str, Any]]:
 def _fill(source: memoryview, dim: int) -> None:
     """With keys and values, plane by plane, until it is full."""
     given = attention(0, heads=_HEADS, dim=dim)
-    planes = torch.stack([given.k.view(-1, _TOKENS, _HEADS, dim), given.v.view(-1, _TOKENS, _HEADS, dim)], dim=1)
-    layers = planes.contiguous().view(torch.uint8).flatten()
+    layers = _planes(given, _TOKENS).view(torch.uint8).flatten()
     target = torch.frombuffer(source, dtype=torch.uint8)
     for at in range(0, len(target), len(layers)):
         piece = target[at : at + len(layers)]
         piece.copy_(layers[: len(piece)])
+
+
+def _planes(given: Attention, tokens: int) -> torch.Tensor:
+    """bfloat16 `[blocks, planes, tokens, heads, dim]`."""
+    shape = (-1, tokens, *given.k.shape[1:])
+    return torch.stack([given.k.view(shape), given.v.view(shape)], dim=1)
 
 
 def _group(dim: int) -> Group:
@@ -134,8 +140,7 @@ def _worst(dim: int, seeds: int, through: Callable[[Attention], Attention]) -> d
 def _through(which: Codec, tokens: int, given: Attention) -> Attention:
     """As it is after encoding and decoding."""
     heads, dim = given.k.shape[1:]
-    shape = (-1, tokens, heads, dim)
-    planes = torch.stack([given.k.view(shape), given.v.view(shape)], dim=1).contiguous()
+    planes = _planes(given, tokens)
     group, blocks = _group(dim), len(planes)
     raw = bytearray(planes.view(torch.uint8).flatten().numpy().tobytes())
     coded = bytearray(blocks * layer_bytes(which, group, block_tokens=tokens, heads=heads))
