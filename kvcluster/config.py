@@ -28,16 +28,24 @@ _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 TRANSPORTS = ("shm", "tcp", "grpc")
 """Ways to move pages, the fastest first: that is the order in which they are tried, wherever they are named."""
 
+CODECS = ("raw", "q8", "q4")
+"""How pages can be encoded, by rising loss."""
+
+LOSSES = ("exact", "q8", "q4")
+"""What KV may have lost, the least first."""
+
 _MAY_BE_ZERO = ("hold_ms", "store_wait_ms")
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorConfig:
-    """`hold_ms`: how long promised blocks are spared. `low_free`, `high_free`: below this share of free bytes a
-    shard is told to evict, until that share is free. `pinned_share`: of a shard's bytes, at most, for pins.
-    `hot_loads`: a run of blocks that is loaded so often within `hot_window_ms` gets `hot_replicas` in all.
-    `drain_ms`: after so long a draining shard goes, whatever it still holds. `state_dir`: where tombstones are
-    kept for the next coordinator; "" keeps them in the shards alone."""
+    """`hold_ms`: how long promised blocks are spared. `low_free`, `high_free`: below this share of free bytes a shard
+    is told to evict, until that share is free. `pinned_share`: of a shard's bytes, at most, for pins. `hot_loads`: a
+    run of blocks that is loaded so often within `hot_window_ms` gets `hot_replicas` in all. `host_codec`: how what goes
+    down to the host tier is encoded, raw, q8 or q4; but the first `host_raw_blocks` blocks of a sequence stay raw.
+    `promote_loads`: a run that is loaded so often within `hot_window_ms` comes up again. `drain_ms`: after so long a
+    draining shard goes, whatever it still holds. `state_dir`: where tombstones are kept for the next coordinator; ""
+    keeps them in the shards alone."""
 
     ticket_ttl_ms: int = 30_000
     hold_ms: int = 10_000
@@ -50,16 +58,21 @@ class CoordinatorConfig:
     hot_loads: int = 32
     hot_window_ms: int = 60_000
     hot_replicas: int = 2
+    host_codec: str = "q8"
+    host_raw_blocks: int = 1
+    promote_loads: int = 4
     drain_ms: int = 300_000
     state_dir: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
-    """`device_bytes`: the pool. `extent_bytes`: the allocator's unit, 0 to choose one by the pool's size.
+    """`device_bytes`: the pool, of raw pages. `host_bytes`: the tier below it, of encoded ones; 0 for none.
+    `extent_bytes`: the allocator's unit, 0 to choose one by the size of each tier.
     `scrub_bytes`: how much a second a shard reads of its own pages to find rotten ones; 0 for none."""
 
     device_bytes: int = 2**30
+    host_bytes: int = 0
     extent_bytes: int = 0
     lease_ttl_ms: int = 10_000
     report_interval_ms: int = 500
@@ -85,13 +98,15 @@ class ServerConfig:
 class ClientConfig:
     """`deadline_ms`: of one call, however many parts it has. `store_wait_ms`: how long a store may wait for room.
     `breaker_failures`: after so many in a row a shard is not asked for `breaker_ms`, then for twice as long.
-    `transports`: by which it lets pages be moved, whichever else a shard offers."""
+    `transports`: by which it lets pages be moved, whichever else a shard offers. `accept`: the worst loss that loads
+    take, exact, q8 or q4; what has lost more is a miss."""
 
     deadline_ms: int = 10_000
     connect_ms: int = 5_000
     store_wait_ms: int = 2_000
     breaker_failures: int = 3
     breaker_ms: int = 500
+    accept: str = "q4"
     transports: tuple[str, ...] = TRANSPORTS
 
 
@@ -192,10 +207,21 @@ def _check(config: Config) -> None:
             1 <= c.hot_replicas <= 64,
             "coordinator.hot_replicas must be between 1 and 64; 1 makes no copies of hot blocks",
         ),
+        (c.host_codec in CODECS, f"coordinator.host_codec: there is no {c.host_codec!r}; there is {', '.join(CODECS)}"),
+        (c.host_raw_blocks >= 0, "coordinator.host_raw_blocks must not be negative"),
+        (c.promote_loads >= 1, "coordinator.promote_loads must be at least 1"),
         ("grpc" in config.server.transports, "server.transports must name grpc, since control goes over it"),
         (bool(config.client.transports), f"client.transports must name one of {', '.join(TRANSPORTS)}"),
+        (
+            config.client.accept in LOSSES,
+            f"client.accept: there is no loss {config.client.accept!r}; there is {', '.join(LOSSES)}",
+        ),
         (config.client.breaker_failures >= 1, "client.breaker_failures must be at least 1"),
         (s.device_bytes >= 4_096, "shard.device_bytes must hold at least a page; give 64MiB or more"),
+        (
+            not s.host_bytes or s.host_bytes >= 4_096,
+            "shard.host_bytes must hold at least a page; give 64MiB or more, or 0 for no such tier",
+        ),
         (
             2 * s.report_interval_ms < config.membership_ttl_ms,
             "membership_ttl_ms must exceed two report intervals, or one lost report loses a shard",

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from kvcluster.core import hashing, limits
 from kvcluster.core.ids import HASH_BYTES, BlockHash, NamespaceId
+from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError, LimitError
 
@@ -60,6 +61,15 @@ def check_first(first: int, hashes: Sequence[BlockHash]) -> None:
     """Where a store begins in its chain."""
     if type(first) is not int or not 0 <= first <= len(hashes):
         raise CallerError(f"first={first!r} does not lie within the {len(hashes)} hashes")
+
+
+def check_loss(loss: Loss) -> Loss:
+    """What KV has lost, or may have."""
+    given: object = loss
+    if not isinstance(given, Loss):
+        names = ", ".join(f"Loss.{one.name}" for one in Loss)
+        raise CallerError(f"{loss!r} is no loss; give one of {names} of kvcluster.Loss")
+    return loss
 
 
 def pin_terms(ttl_s: float, replicas: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from kvcluster.client.pieces import Piece, Pieces, each, layer_counts
 from kvcluster.client.results import Loaded
 from kvcluster.core.messages import TicketBody
-from kvcluster.core.reasons import Miss
+from kvcluster.core.reasons import Loss, Miss
 from kvcluster.core.spec import KVSpec
 
 
@@ -24,9 +24,13 @@ class Board:
         self._spec = spec
         self._lock = threading.Lock()  # held for counting only, never while bytes move
         self._nbytes = 0
+        self._loss = Loss.EXACT
         self._why: dict[int, Miss] = {}  # by block, the first thing that went wrong
         self._layers = layer_counts(each(pieces), spec)  # model layer -> pieces that have not arrived
         self._left = [0] * len(body.hashes)  # by block, layers of pieces that have not come
+        for run in body.runs:
+            for of_group in run.plan:
+                self._loss = max([self._loss, *(source.loss for source in of_group or ())])
         for piece in each(pieces):
             self._left[piece.block] += piece.layers
         # A block that fails in a group that is needed only at the end leaves no boundary that is known to be good.
@@ -49,6 +53,11 @@ class Board:
                 whole = whole or not left[layer]
         return whole
 
+    def lost(self, loss: Loss) -> None:
+        """Something of that loss comes, or may come."""
+        with self._lock:
+            self._loss = max(self._loss, loss)
+
     def moved(self, rest: Piece, others: Iterable[Piece]) -> None:
         """These stand for `rest` from now on, which will not come."""
         others = list(others)
@@ -67,6 +76,6 @@ class Board:
         with self._lock:
             failed = {block: self._why.get(block, otherwise) for block, left in enumerate(self._left) if left}
             if not failed:
-                return Loaded(len(self._left), self._nbytes)
+                return Loaded(len(self._left), self._nbytes, loss=self._loss)
             first = min(failed)
-            return Loaded(first if self._whole_prefix else 0, self._nbytes, failed[first], failed)
+            return Loaded(first if self._whole_prefix else 0, self._nbytes, failed[first], failed, self._loss)

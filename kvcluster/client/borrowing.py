@@ -178,7 +178,7 @@ class Borrower:
         with ExitStack() as stack:
             for asked, (shard, of_shard) in enumerate(whole.items()):
                 share = deadline.share(len(whole) - asked)
-                taken = self._take(shard, spec, body.namespace, of_shard, share, stack)
+                taken = self._take(shard, spec, body, of_shard, share, stack)
                 if isinstance(taken, Miss):
                     misses = dict.fromkeys((piece.block for piece in of_shard), taken) | misses
                     continue
@@ -220,13 +220,14 @@ class Borrower:
         self,
         shard: ShardAddress,
         spec: KVSpec,
-        namespace: NamespaceId,
+        body: TicketBody,
         pieces: Sequence[Piece],
         deadline: Deadline,
         until: ExitStack,
     ) -> Borrowed | Miss:
         """These pages of one shard, renewed until that stack is closed; or why there are none."""
-        request = ReadRequest(namespace, self._next_attempt(), shard.epoch, tuple(piece.want for piece in pieces))
+        wants = tuple(piece.want for piece in pieces)
+        request = ReadRequest(body.namespace, self._next_attempt(), shard.epoch, wants, body.need.accept)
         try:
             loan = self._shards.borrow(shard, spec, request, deadline, until=until)
         except NotLent as why:

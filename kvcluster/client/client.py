@@ -45,9 +45,10 @@ from kvcluster.core.messages import (
     TicketBody,
     UnpinBlocks,
 )
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError, KVClusterError, Unreachable
+from kvcluster.pages.codec import implementation
 from kvcluster.transport.choice import own_attempts
 from kvcluster.transport.seam import Deadline, Trouble
 from kvcluster.wire.frames import decode_ticket
@@ -94,6 +95,8 @@ class Client:
             store_wait_ms=self._config.store_wait_ms,
         )
         self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=self._deadline)
+        # Without anything to decode it with, a page that is encoded had better not be promised.
+        self._accept = Loss[self._config.accept.upper()] if implementation() is not None else Loss.EXACT
         self._closed = False
 
     def attach(self, deadline: Deadline) -> None:
@@ -124,18 +127,20 @@ class Client:
         hashes: Sequence[BlockHash],
         *,
         whole: bool = False,
+        accept: Loss | None = None,
         adapter: str | None = None,
         deadline_ms: float | None = None,
     ) -> Ticket:
         """How many of the leading blocks can be loaded; they are spared until the ticket is released.
 
         `hashes` is the chain from the first block of the sequence. With `whole`, all layers and heads are prepared
-        for and not this client's part alone, for other processes to redeem.
+        for and not this client's part alone, for other processes to redeem. What has lost more than `accept` is a miss;
+        None stands for what the configuration says.
         """
         arguments.check_hashes(hashes)
         spec = self._spec(adapter)
         parts = tuple(spec.whole(g) for g in range(len(spec.groups))) if whole else self.parts
-        return self._prepare(spec, hashes, Need(parts), self._call(deadline_ms), hold=True)
+        return self._prepare(spec, hashes, self._need(accept, parts), self._call(deadline_ms), hold=True)
 
     def redeem(self, data: bytes) -> Ticket:
         """The ticket that another process of the same credential prepared. Raises ProtocolError if it is none."""
@@ -171,27 +176,30 @@ class Client:
         source: Any,
         *,
         first: int = 0,
+        loss: Loss = Loss.EXACT,
         adapter: str | None = None,
         deadline_ms: float | None = None,
     ) -> Transfer[Stored]:
         """Begins to store `hashes[first:]`, whose KV lies in `source` (as `into` of begin_load). Returns at once.
 
         `hashes` is the chain from the first block of the sequence. `source` must stay as it is until
-        `source_free()`. What others have stored or are storing is not moved. Where more stores of this client wait
+        `source_free()`. `loss` is that of the prefix which it was computed over (Loaded.loss). What others have stored,
+        with no more loss, or are storing is not moved. Where more stores of this client wait
         than may (limits.STORES_QUEUED), this one has ended already, with a miss `full`. Raises CallerError where the
         source does not fit.
         """
         arguments.check_hashes(hashes)
         arguments.check_first(first, hashes)
-        return self._store(hashes, source, first, self._spec(adapter), self._call(deadline_ms))
+        return self._store(hashes, source, first, loss, self._spec(adapter), self._call(deadline_ms))
 
     def _store(
-        self, hashes: Sequence[BlockHash], source: Any, first: int, spec: KVSpec, deadline: Deadline
+        self, hashes: Sequence[BlockHash], source: Any, first: int, loss: Loss, spec: KVSpec, deadline: Deadline
     ) -> Transfer[Stored]:
         from kvcluster.client.memory import bind
 
+        loss = arguments.check_loss(loss)
         bound = bind(source, spec, self.parts, len(hashes) - first, writable=False)
-        return self._movers.store(hashes, first, bound, spec, deadline)
+        return self._movers.store(hashes, first, loss, bound, spec, deadline)
 
     # ------------------------------------------------------------------------------------ level 2: tokens
 
@@ -199,36 +207,39 @@ class Client:
         self,
         token_ids: Sequence[int],
         *,
+        accept: Loss | None = None,
         salt: bytes = b"",
         adapter: str | None = None,
         extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
     ) -> Lookup:
-        """How far this prompt is cached. Promises nothing."""
+        """How far this prompt is cached, with no more loss than `accept` (as in prepare_load). Promises nothing."""
         spec, deadline = self._spec(adapter), self._call(deadline_ms)
         hashes, trouble = self._hash(token_ids, spec, salt, extra_keys, deadline)
         if not hashes:
             return Lookup(0, 0, None, trouble)
-        ticket = self._prepare(spec, hashes, Need(self.parts), deadline, hold=False)
+        ticket = self._prepare(spec, hashes, self._need(accept), deadline, hold=False)
         link = self._movers.learned.known()
         page_bytes = sum(spec.page_bytes(g, p) for g, p in enumerate(self.parts) if p is not None)
         seconds = None
         if link is not None:
             seconds = link.load_ns(ticket.blocks * page_bytes) / 1e9 if ticket.blocks else 0.0
-        return Lookup(ticket.blocks * spec.block_tokens, ticket.blocks, seconds, ticket.miss)
+        return Lookup(ticket.blocks * spec.block_tokens, ticket.blocks, seconds, ticket.miss, ticket.loss)
 
     def load(
         self,
         token_ids: Sequence[int],
         out: Any,
         *,
+        accept: Loss | None = None,
         salt: bytes = b"",
         adapter: str | None = None,
         extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
     ) -> int:
         """Loads the cached prefix into the leading blocks of `out` (as `into` of begin_load; it has room for every
-        full block of `token_ids`). Returns the tokens loaded; what lies behind them in `out` is undefined."""
+        full block of `token_ids`), as far as it has lost no more than `accept` (as in prepare_load). Returns the tokens
+        loaded; what lies behind them in `out` is undefined."""
         from kvcluster.client.memory import bind
 
         spec, deadline = self._spec(adapter), self._call(deadline_ms)
@@ -237,7 +248,7 @@ class Client:
             return 0
         # Checked before anything is asked: a mistake must not wait for the first hit to show.
         bound = bind(out, spec, self.parts, len(hashes), writable=True)
-        with self._prepare(spec, hashes, Need(self.parts), deadline, hold=True) as ticket:
+        with self._prepare(spec, hashes, self._need(accept), deadline, hold=True) as ticket:
             if not ticket.blocks:
                 return 0
             return self._movers.load(ticket.body, bound, spec, deadline).result().blocks * spec.block_tokens
@@ -247,17 +258,18 @@ class Client:
         token_ids: Sequence[int],
         blocks: Any,
         *,
+        loss: Loss = Loss.EXACT,
         salt: bytes = b"",
         adapter: str | None = None,
         extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
     ) -> Stored:
-        """Stores the full blocks of `token_ids`, whose KV lies in `blocks` (as `source` of begin_store)."""
+        """Stores the full blocks of `token_ids`, whose KV lies in `blocks` (as `source` of begin_store, and `loss`)."""
         spec, deadline = self._spec(adapter), self._call(deadline_ms)
         hashes, trouble = self._hash(token_ids, spec, salt, extra_keys, deadline)
         if not hashes:
             return Stored(0, 0, 0, 0, trouble)
-        return self._store(hashes, blocks, 0, spec, deadline).result()
+        return self._store(hashes, blocks, 0, loss, spec, deadline).result()
 
     def flush(self, *, deadline_ms: float | None = None) -> bool:
         """Waits until every store so far has ended and what it committed is visible to all. False where the
@@ -270,14 +282,15 @@ class Client:
         self,
         token_ids: Sequence[int],
         *,
+        accept: Loss | None = None,
         salt: bytes = b"",
         adapter: str | None = None,
         extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
     ) -> list[BlockExplanation]:
-        """For every block of a prompt where it is, or why it cannot be had."""
-        deadline = self._call(deadline_ms)
-        return explain(self._control, self._spec(adapter), self.parts, token_ids, salt, extra_keys, deadline)
+        """For every block of a prompt where it is, or why it cannot be had with no more loss than `accept`."""
+        spec, deadline = self._spec(adapter), self._call(deadline_ms)
+        return explain(self._control, spec, self._need(accept), token_ids, salt, extra_keys, deadline)
 
     def pin(
         self,
@@ -360,6 +373,10 @@ class Client:
         self.close()
 
     # ------------------------------------------------------------------------------------------- helpers
+
+    def _need(self, accept: Loss | None, parts: Sequence[Part | None] | None = None) -> Need:
+        accept = self._accept if accept is None else arguments.check_loss(accept)
+        return Need(self.parts if parts is None else tuple(parts), accept)
 
     def _prepare(
         self, spec: KVSpec, hashes: Sequence[BlockHash], need: Need, deadline: Deadline, *, hold: bool

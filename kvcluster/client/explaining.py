@@ -16,7 +16,7 @@ from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Explain, Explained, Need, Siblings, SiblingSpecs
 from kvcluster.core.reasons import Loss, Miss, MissReason
-from kvcluster.core.spec import KVSpec, Part, differing_fields
+from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.errors import KVClusterError, LimitError
 from kvcluster.transport.seam import Deadline, Trouble
 
@@ -26,7 +26,7 @@ _UNNAMED = NamespaceId(b"")
 def explain(
     control: Control,
     spec: KVSpec,
-    parts: tuple[Part | None, ...],
+    need: Need,
     token_ids: Sequence[int],
     salt: bytes,
     extra_keys: Mapping[int, bytes] | None,
@@ -40,7 +40,7 @@ def explain(
         hashes = prompt_hashes(namespace, token_ids, spec.block_tokens, salt, extra_keys)
         if len(hashes) > limits.BLOCKS_PER_CALL:
             raise LimitError(f"{len(hashes)} blocks in one call; at most {limits.BLOCKS_PER_CALL} go. Explain a part")
-        out = _ask(control, spec, Need(parts), hashes, deadline)
+        out = _ask(control, spec, need, hashes, deadline)
         if any(e.reason is MissReason.NEVER_SEEN for e in out):
             out = _name_siblings(control, spec, out, token_ids, salt, extra_keys, deadline)
     except Trouble as trouble:

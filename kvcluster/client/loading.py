@@ -31,7 +31,7 @@ from kvcluster.client.transfer import GivenUp, Transfer
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, NamespaceId
 from kvcluster.core.messages import Explain, Explained, PageKey, ReadRequest, ShardAddress, TicketBody
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.seam import Deadline, Trouble, to_its_end
@@ -64,6 +64,8 @@ class _Read:
 
     def why(self, item: int) -> Miss:
         """Why what is left of an item has not come."""
+        if item in self.sink.unreadable:
+            return self.sink.unreadable[item]
         if item in self.sink.corrupt:
             return _CORRUPT
         if isinstance(self.error, Trouble):
@@ -149,7 +151,9 @@ class Load:
         """On a reader's thread: one exchange, from its pin to its last byte."""
         wants = tuple(piece.want for piece in read.pieces)
         # An attempt of its own: the shard keeps one lease an attempt.
-        request = ReadRequest(self._body.namespace, self._next_attempt(), read.shard.epoch, wants)
+        request = ReadRequest(
+            self._body.namespace, self._next_attempt(), read.shard.epoch, wants, self._body.need.accept
+        )
         try:
             progress = self._shards.read(
                 read.shard, self._spec, request, read.sink, self._deadline, abandoned=lambda: read.abandoned
@@ -234,6 +238,8 @@ class Load:
             except KVClusterError:  # what has come stays known, and so does why the rest has not
                 break
             found |= self._plan.found(question, explained.fates)
+        for sources in found.values():
+            self._board.lost(max((source.loss for source in sources), default=Loss.EXACT))
         return found
 
     def _move(self, rest: Piece, found: Found, moved: Pieces) -> None:
@@ -247,7 +253,8 @@ class Load:
 
     def _report(self, read: _Read) -> None:
         """Tells a shard which of its pages did not match here. Nobody waits for that."""
-        keys = dict.fromkeys(read.pieces[item].want.key for item in read.sink.corrupt)
+        suspect = (item for item in read.sink.corrupt if item not in read.sink.unreadable)
+        keys = dict.fromkeys(read.pieces[item].want.key for item in suspect)
         if keys:
             suspects: list[PageKey] = list(keys)[: limits.SUSPECTS_PER_CALL]
             shard, namespace = read.shard, self._body.namespace

@@ -32,7 +32,7 @@ from kvcluster.core import limits
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import PrepareStore, TicketBody
 from kvcluster.core.placement import run_start
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError
 from kvcluster.transport.seam import Deadline
@@ -107,7 +107,7 @@ class Movers:
         return transfer
 
     def store(
-        self, hashes: Sequence[BlockHash], first: int, bound: Bound, spec: KVSpec, deadline: Deadline
+        self, hashes: Sequence[BlockHash], first: int, loss: Loss, bound: Bound, spec: KVSpec, deadline: Deadline
     ) -> Transfer[Stored]:
         """As Client.begin_store, out of checked memory."""
         new = tuple(hashes[first:])
@@ -143,6 +143,7 @@ class Movers:
                 run=hashes[run_start(first, run_blocks)],
                 hashes=new,
                 parts=parts,
+                loss=loss,
                 host=self._host,
             )
             return job.run(prepare)

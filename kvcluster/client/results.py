@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.reasons import Loss, Miss, MissReason
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """How far a prompt is cached: whole blocks from its start. `load_seconds` is an estimate from this client's own
-    loads so far, None before the first. `reason` says why the next block missed, None where none is left."""
+    loads so far, None before the first. `reason` says why the next block missed, None where none is left. `loss`: the
+    worst that any of these blocks has lost."""
 
     tokens: int
     blocks: int
     load_seconds: float | None
     reason: Miss | None
+    loss: Loss = Loss.EXACT
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The leading `blocks` blocks are valid in the destination. `nbytes` were received and verified.
+    """The leading `blocks` blocks are valid in the destination. `nbytes` of KV came and were verified, and decoded
+    where they came encoded. `loss` is the worst that any of it has lost: what is computed over it has lost as much, and
+    is to be stored so.
 
     `failed` names, in order, every block of the ticket that is not whole there, and why; all others were filled, those
     behind it too. `miss` is the first of these reasons, None where nothing failed. Where a group needs only the blocks
@@ -32,6 +36,7 @@ class Loaded:
     nbytes: int
     miss: Miss | None = None
     failed: Mapping[int, Miss] = field(default_factory=dict)
+    loss: Loss = Loss.EXACT
 
 
 @dataclass(frozen=True, slots=True)

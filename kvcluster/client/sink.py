@@ -1,7 +1,8 @@
 """The sink of one exchange of a load: it takes layers into the caller's memory, verifies them there, and counts them.
 
 Bytes are read straight to where they belong if that is one run of bytes. A strided destination gets them from a buffer
-beside it, verified before they are put. Either way a chunk is verified while it is still in the cache.
+beside it, verified before they are put. What comes encoded is verified as it came, in a buffer, and decoded from there.
+Any way a chunk is verified, and decoded, while it is still in the cache.
 
 What does not verify may lie in the caller's memory, but is never told to have come: its block has failed, unless
 another shard's bytes take the place of these. A bulk load is made of many thousand records, so what holds for all
@@ -20,6 +21,7 @@ from kvcluster.client.pieces import Piece
 from kvcluster.client.results import Loaded
 from kvcluster.client.transfer import GivenUp, Transfer
 from kvcluster.core import limits
+from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec
@@ -36,10 +38,19 @@ class _Target:
     start: int  # its layers, counted from its page's first
     stop: int
     layer_bytes: int
-    step: int  # layers that are verified at once
     place: memoryview | None  # where it lies, if that is one run of bytes
     model_layers: tuple[int, ...]  # the model's own numbers of its layers
+    form: _Form | None = None  # that came last
+
+
+@dataclass(eq=False, slots=True)
+class _Form:
+    """In which codec a page comes."""
+
+    codec_id: int
+    layer_bytes: int
     identity: int
+    coder: codec.Coder | None  # None where it comes raw
 
 
 class Sink:
@@ -61,6 +72,7 @@ class Sink:
         self.gate = transfer.gate()
         self.heard_ns = time.monotonic_ns()
         self.corrupt: dict[int, list[tuple[int, int]]] = {}  # by item, the layers that did not match
+        self.unreadable: dict[int, Miss] = {}  # of these, what nobody here can decode, and why
         self._namespace = namespace
         self._spec = spec
         self._into = into
@@ -72,6 +84,7 @@ class Sink:
         self._dropped: dict[int, None] = {}  # items that others bring
         self._closed = False
         self._staging = Staging()
+        self._decoded = Staging()
 
     # --------------------------------------------------------------------------------------- what comes
 
@@ -80,23 +93,23 @@ class Sink:
         stop = layer + len(sums)
         if stop > target.stop:
             raise ProtocolError(f"layers to {stop} of a page came of which those to {target.stop} were asked for")
-        if codec_id != codec.RAW or data.nbytes != len(sums) * target.layer_bytes:
+        form = target.form
+        if form is None or form.codec_id != codec_id:
+            form = target.form = self._form(item, target, codec_id)
+        if form is None or data.nbytes != len(sums) * form.layer_bytes:
             self._take_none(item, layer, stop)
             return
-        at_once = len(sums) if data.present is not None and target.place is not None else target.step
+        step = max(1, limits.CHUNK_BYTES // form.layer_bytes)
+        at_once = len(sums) if data.present is not None and target.place is not None else step
         for at in range(0, len(sums), at_once):
-            if not self._take(item, target, layer + at, sums[at : at + at_once], data):
+            if not self._take(item, target, form, layer + at, sums[at : at + at_once], data):
                 return
 
-    def _take(self, item: int, target: _Target, layer: int, sums: Sequence[int], data: Payload) -> bool:
+    def _take(self, item: int, target: _Target, form: _Form, layer: int, sums: Sequence[int], data: Payload) -> bool:
         """Some layers into the caller's memory, and verified. False where others bring them."""
-        stop, place = layer + len(sums), target.place
-        nbytes = len(sums) * target.layer_bytes
-        if place is None:
-            view = self._staging.room(nbytes)
-        else:
-            at = (layer - target.start) * target.layer_bytes
-            view = place[at : at + nbytes]
+        stop, place = layer + len(sums), _place(target, layer, layer + len(sums))
+        nbytes = len(sums) * form.layer_bytes
+        view = place if place is not None and form.coder is None else self._staging.room(nbytes)
         got, whole = 0, False
         while True:
             with self.gate:
@@ -104,30 +117,35 @@ class Sink:
                     return False
                 here = None if place is None else data.present
                 if here is not None and here.nbytes == nbytes:
-                    came = checksum.copy_sums(target.identity, layer, len(sums), view, here)
-                    whole = self._count(item, target, layer, stop, came == tuple(sums), view)
+                    came = checksum.copy_sums(form.identity, layer, len(sums), view, here)
+                    whole = self._count(item, target, form, layer, stop, came == tuple(sums), view)
                     break
                 got += data.read_into(view[got:] if got else view)
                 if got == nbytes:
-                    right = checksum.first_mismatch(target.identity, layer, sums, view) is None
-                    whole = self._count(item, target, layer, stop, right, view)
+                    right = checksum.first_mismatch(form.identity, layer, sums, view) is None
+                    whole = self._count(item, target, form, layer, stop, right, view)
                     break
             data.wait()
         if whole:
             self._transfer.layer_came()
         return True
 
-    def _count(self, item: int, target: _Target, layer: int, stop: int, verified: bool, view: memoryview) -> bool:
+    def _count(
+        self, item: int, target: _Target, form: _Form, layer: int, stop: int, verified: bool, view: memoryview
+    ) -> bool:
         """Those layers have come. True where some layer is there of every block by that."""
         self._next[item] = stop
         if not verified:
             self.corrupt.setdefault(item, []).append((layer, stop))
             return False
-        piece = target.piece
-        if target.place is None:
+        piece, place, nbytes = target.piece, _place(target, layer, stop), (stop - layer) * target.layer_bytes
+        if form.coder is not None:
+            encoded, view = view, self._decoded.room(nbytes) if place is None else place
+            form.coder.decode(encoded, view, stop - layer)
+        if place is None:
             self._into.put(piece.block, piece.group, piece.rect_of(layer, stop), view)
         layers = target.model_layers[layer - target.start : stop - target.start]
-        return self._board.came(piece.block, layers, view.nbytes)
+        return self._board.came(piece.block, layers, nbytes)
 
     def _take_none(self, item: int, layer: int, stop: int) -> None:
         """What came cannot be what was asked for."""
@@ -151,18 +169,29 @@ class Sink:
     def _target(self, item: int) -> _Target:
         piece = self._pieces[item]
         want, part = piece.want, piece.want.key.part
-        layer_bytes = self._spec.layer_bytes(piece.group, part)
         target = self._targets[item] = _Target(
             piece,
             want.layer_start,
             want.layer_stop,
-            layer_bytes,
-            max(1, limits.CHUNK_BYTES // layer_bytes),
+            self._spec.layer_bytes(piece.group, part),
             self._into.place(piece.block, piece.group, piece.rect),
             piece.model_layers(self._spec),
-            checksum.identity(self._namespace, want.key, codec.RAW),
         )
         return target
+
+    def _form(self, item: int, target: _Target, codec_id: int) -> _Form | None:
+        """How this page comes. None where nobody here can decode it."""
+        why = codec.check_codec(codec_id)
+        if why is not None:
+            self.unreadable[item] = Miss(MissReason.LOSSY, why)
+            return None
+        known, key, spec = Codec(codec_id), target.piece.want.key, self._spec
+        self._board.lost(known.loss)
+        identity = checksum.identity(self._namespace, key, codec_id)
+        if known is Codec.RAW:
+            return _Form(codec_id, target.layer_bytes, identity, None)
+        group, shape = spec.groups[key.group], {"block_tokens": spec.block_tokens, "heads": key.part.heads}
+        return _Form(codec_id, layer_bytes(known, group, **shape), identity, codec.coder(known, group, **shape))
 
     # ------------------------------------------------------------------------------ what has not come
 
@@ -182,3 +211,10 @@ class Sink:
     def close(self) -> None:
         """Nothing more is taken. Under the gate."""
         self._closed = True
+
+
+def _place(target: _Target, layer: int, stop: int) -> memoryview | None:
+    """Where these layers of it lie, if that is one run of bytes."""
+    if target.place is None:
+        return None
+    return target.place[(layer - target.start) * target.layer_bytes : (stop - target.start) * target.layer_bytes]

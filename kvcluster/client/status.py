@@ -19,6 +19,7 @@ def status_dict(status: Status) -> dict[str, Any]:
         {
             **asdict(shard.info),
             "counters": dict(shard.info.counters),
+            "below": [use._asdict() | {"tier": use.tier.name.lower()} for use in shard.info.below],
             "state": shard.state,
             "seen_ns_ago": shard.seen_ns_ago,
         }

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import TicketBody
-from kvcluster.core.reasons import Miss
+from kvcluster.core.reasons import Loss, Miss
 from kvcluster.wire.frames import encode_ticket
 
 
@@ -31,6 +31,12 @@ class Ticket:
     def hashes(self) -> tuple[BlockHash, ...]:
         """Hashes of the blocks that can be loaded."""
         return self.body.hashes
+
+    @property
+    def loss(self) -> Loss:
+        """The worst that any of these blocks has lost, as far as the coordinator knew."""
+        sources = (source for run in self.body.runs for of_group in run.plan for source in of_group or ())
+        return max((source.loss for source in sources), default=Loss.EXACT)
 
     def release(self) -> None:
         """The blocks need be spared no longer. May be called again; never raises."""

@@ -71,13 +71,14 @@ class _SizeClass:
 
 
 class PageAllocator:
-    """Gives out ranges of an arena of `capacity_bytes`, in extents of `extent_bytes` (0: a default by capacity).
+    """Gives out ranges of an arena of `capacity_bytes`, in extents of `extent_bytes` (0: a default by capacity); or of
+    the part of one that begins at `start`.
 
     What does not fill a last whole extent is left alone and is not part of the capacity. Raises ConfigError where
     not even one extent fits, or the extents are too many or no multiple of ALIGN_BYTES.
     """
 
-    def __init__(self, capacity_bytes: int, extent_bytes: int = 0) -> None:
+    def __init__(self, capacity_bytes: int, extent_bytes: int = 0, *, start: int = 0) -> None:
         extent_bytes = extent_bytes or default_extent_bytes(capacity_bytes)
         if extent_bytes < 0 or extent_bytes % ALIGN_BYTES:
             raise ConfigError(f"extent_bytes={extent_bytes} must be a multiple of {ALIGN_BYTES}, or 0 for a default")
@@ -92,6 +93,7 @@ class PageAllocator:
                 f"extents of {extent_bytes} bytes cut a pool of {capacity_bytes} into {extents} pieces, more than "
                 f"{MAX_EXTENTS}; raise extent_bytes, or set it to 0 for a default"
             )
+        self.start = start
         self.extent_bytes = extent_bytes
         self.capacity_bytes = extents * extent_bytes
         self.used_bytes = 0  # what is reserved, in size classes
@@ -134,11 +136,12 @@ class PageAllocator:
         held.free_slots -= 1
         self._slot_bytes -= size
         self.used_bytes += size
-        return span.start + slot * size
+        return self.start + span.start + slot * size
 
     def free(self, offset: int, nbytes: int) -> None:
         """Gives back what `reserve(nbytes)` answered."""
         size = nbytes + -nbytes % ALIGN_BYTES
+        offset -= self.start
         span = self._spans[offset // self.extent_bytes]
         assert span is not None and span.size == size, "nothing of this size was reserved there"
         held = self._classes[size]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from enum import Enum, IntEnum
 
 from kvcluster.core.reasons import Loss
-from kvcluster.core.spec import Group, Plane
+from kvcluster.core.spec import Group, KVSpec, Part, Plane
 
 GROUP_CHANNELS = 32
 """Of a plane that q4 codes by groups; and the channels whose codes share bytes, in every plane."""
@@ -69,6 +69,11 @@ def plane_bytes(codec: Codec, plane: Plane, *, block_tokens: int, heads: int) ->
 def layer_bytes(codec: Codec, group: Group, *, block_tokens: int, heads: int) -> int:
     """Bytes of one layer of one block for that many heads, all planes."""
     return sum(plane_bytes(codec, plane, block_tokens=block_tokens, heads=heads) for plane in group.planes)
+
+
+def page_bytes(codec: Codec, spec: KVSpec, group: int, part: Part) -> int:
+    """Bytes of a page: one block of that part of a group."""
+    return part.layers * layer_bytes(codec, spec.groups[group], block_tokens=spec.block_tokens, heads=part.heads)
 
 
 _LOSS = {Codec.RAW: Loss.EXACT, Codec.Q8: Loss.Q8, Codec.Q4: Loss.Q4}

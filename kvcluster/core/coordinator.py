@@ -61,6 +61,7 @@ from kvcluster.core.reasons import MissReason
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.state import MS, UNKNOWN, State
 from kvcluster.core.tickets import TicketBook
+from kvcluster.core.tiering import Tiering
 from kvcluster.core.tombstones import Tombstones
 
 
@@ -85,10 +86,11 @@ class Coordinator:
         self._config = config
         self._started_at = now
         self._state = state = State(epoch, config, Tombstones(tombstones), membership_ttl_ms=membership_ttl_ms, now=now)
-        self._evictor = Evictor(config, state.directory, state.book)
+        self._evictor = Evictor(config, state.directory)
+        tiering = Tiering(config, state.directory, self._evictor)
         self._replicator = Replicator(config, state.directory, state.book, state.members)
-        self._grants = Grants(state, config, self._replicator)
-        self._intake = Intake(state, config, self._evictor, self._replicator, policy or LRU(), expected)
+        self._grants = Grants(state, config, self._replicator, tiering)
+        self._intake = Intake(state, config, self._evictor, tiering, self._replicator, policy or LRU(), expected)
         self._handlers: dict[type, Callable[[Any, int], list[Effect]]] = {
             Attach: self._attach,
             PrepareLoad: self._grants.prepare_load,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvcluster.core.codecs import Codec
 from kvcluster.core.messages import Need, Plan, ShardAddress, Source, Tier
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import Part
@@ -23,13 +24,14 @@ costs memory and nothing else."""
 
 
 class Copy(NamedTuple):
-    """One READY page: on which slot, of which group and part, in which tier and with what loss."""
+    """One READY page: on which slot, of which group and part, in which tier, with what loss, and how encoded."""
 
     slot: int
     group: int
     part: Part
     tier: Tier
     loss: Loss
+    codec: Codec = Codec.RAW
 
 
 class Served(NamedTuple):
@@ -48,13 +50,17 @@ class Copies:
     def __init__(self, entries: tuple[Copy, ...]) -> None:
         self.entries = entries
         self._more: dict[Copy, Copies] = {}
-        self._less: dict[tuple[int, int, Part], Copies] = {}
+        self._less: dict[tuple[int, int, Part, Tier], Copies] = {}
         self._served: dict[tuple[Need, bool], Served] = {}
         self._version = 0
 
-    def on(self, slot: int) -> bool:
-        """Does that shard hold any of it?"""
-        return any(copy.slot == slot for copy in self.entries)
+    def on(self, slot: int, tier: Tier | None = None) -> bool:
+        """Does that shard hold any of it, in any tier or in that one?"""
+        return any(copy.slot == slot and tier in (None, copy.tier) for copy in self.entries)
+
+    def holds(self, slot: int, group: int, part: Part) -> bool:
+        """Does that shard hold that page, in any tier?"""
+        return any(copy[:3] == (slot, group, part) for copy in self.entries)
 
 
 class CopyBook:
@@ -100,22 +106,22 @@ class CopyBook:
         return self._alive[slot]
 
     def add(self, copies: Copies, copy: Copy) -> Copies:
-        """The set with `copy`, in place of any copy of the same part on that slot."""
+        """The set with `copy`, in place of any copy of the same part in that tier of that slot."""
         if copies._version != self._version:
             self._refresh(copies)
         more = copies._more.get(copy)
         if more is None:
-            kept = [c for c in copies.entries if (c.slot, c.group, c.part) != (copy.slot, copy.group, copy.part)]
+            kept = [c for c in copies.entries if c[:4] != copy[:4]]
             more = self._intern(tuple(sorted([*kept, copy])))
             copies._more[copy] = more
         return more
 
-    def remove(self, copies: Copies, slot: int, group: int, part: Part) -> Copies:
-        """The set without that part on that slot."""
-        key = (slot, group, part)
+    def remove(self, copies: Copies, slot: int, group: int, part: Part, tier: Tier) -> Copies:
+        """The set without that part in that tier of that slot."""
+        key = (slot, group, part, tier)
         less = copies._less.get(key)
         if less is None:
-            kept = tuple(c for c in copies.entries if (c.slot, c.group, c.part) != key)
+            kept = tuple(c for c in copies.entries if c[:4] != key)
             if len(kept) == len(copies.entries):
                 return copies
             less = copies._less[key] = self._intern(kept)

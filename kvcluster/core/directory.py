@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvcluster.core import limits
+from kvcluster.core import codecs, limits
+from kvcluster.core.codecs import Codec
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.index import PrefixIndex
@@ -29,15 +30,15 @@ class Space:
         self.index = PrefixIndex(space, [group.reuse for group in spec.groups], spec.block_tokens, book)
         self.pinned: dict[BlockHash, int] = {}
         self.purged = 0
-        self._page_bytes: dict[tuple[int, Part], int] = {}
+        self._page_bytes: dict[tuple[int, Part, Codec], int] = {}
 
-    def page_bytes(self, group: int, part: Part) -> int:
-        """Bytes of a page; worked out once a part, since evictions add up many."""
-        nbytes = self._page_bytes.get((group, part))
+    def page_bytes(self, group: int, part: Part, codec: Codec = Codec.RAW) -> int:
+        """Bytes of a page in that codec; worked out once a part, since evictions add up many."""
+        nbytes = self._page_bytes.get((group, part, codec))
         if nbytes is None:
             if len(self._page_bytes) >= limits.PARTS_PER_BLOCK:
                 self._page_bytes.clear()
-            nbytes = self._page_bytes[group, part] = self.spec.page_bytes(group, part)
+            nbytes = self._page_bytes[group, part, codec] = codecs.page_bytes(codec, self.spec, group, part)
         return nbytes
 
     def fits(self, need: Need) -> bool:

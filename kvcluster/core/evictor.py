@@ -1,9 +1,10 @@
 """Who goes when room is wanted: turns watermarks and pressure into eviction orders, and spares what is promised.
 
-A shard is told to evict when its free bytes fall under `low_free`, until `high_free` is free, or when
-reservations wait for room. One order a shard is under way at a time; the next is worked out when the shard has
-carried it out, from what it then reports. Held blocks (a load was promised them a moment ago) and pinned ones
-(a user asked) are spared. Which of the rest goes first is the policy's score (eviction.py).
+A tier is to be relieved when its free bytes fall under `low_free`, until `high_free` is free, or when reservations
+wait for room: by eviction out of the lowest tier of a shard, and by demotion out of those above it (tiering.py), which
+asks here for its victims. One order a shard is under way at a time; the next is worked out when the shard has carried
+it out, from what it then reports. Held blocks (a load was promised them a moment ago) and pinned ones (a user asked)
+are spared. Which of the rest goes first is the policy's score (eviction.py).
 """
 
 from __future__ import annotations
@@ -12,58 +13,63 @@ from collections.abc import Sequence
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
-from kvcluster.core.copies import CopyBook
+from kvcluster.core.codecs import Codec
 from kvcluster.core.directory import Directory, Space
 from kvcluster.core.eviction import Verdict
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
-from kvcluster.core.messages import EvictOrder
+from kvcluster.core.messages import EvictOrder, Tier
 
 BATCH = 64
 """Victims looked for at a time, until their bytes suffice."""
 
 
 class Evictor:
-    """Works out eviction orders and keeps the pins of users."""
+    """Finds victims, works out eviction orders, and keeps the pins of users."""
 
-    def __init__(self, config: CoordinatorConfig, directory: Directory, book: CopyBook) -> None:
+    def __init__(self, config: CoordinatorConfig, directory: Directory) -> None:
         self._low = config.low_free
         self._high = config.high_free
         self._pinned_share = config.pinned_share
         self._directory = directory
-        self._book = book
 
-    def order(self, member: Member, pressure_bytes: int, now: int) -> EvictOrder | None:
+    def wanted(self, member: Member, tier: Tier, pressure_bytes: int) -> int:
+        """The bytes that are to be made free in a tier, in which so many are waited for."""
+        use = member.info.use(tier)
+        if use.free_bytes < self._low * use.capacity_bytes:
+            return max(pressure_bytes, int(self._high * use.capacity_bytes) - use.free_bytes)
+        return pressure_bytes
+
+    def order(self, member: Member, tier: Tier, wanted: int, now: int) -> EvictOrder | None:
         """The next order for this shard, or None where nothing is to go, or nothing can."""
-        capacity, free = member.info.capacity_bytes, member.info.free_bytes
-        wanted = pressure_bytes
-        if free < self._low * capacity:
-            wanted = max(wanted, int(self._high * capacity) - free)
-        if wanted <= 0:
-            return None
-
-        def verdict(record: BlockRecord) -> Verdict:
-            return self._verdict(record, member.slot, now)
-
-        member.cold.compact(member.info.pages, verdict)
-        victims: list[BlockRecord] = []
-        found = 0
-        while found < wanted and len(victims) < limits.EVICTIONS_PER_ORDER:
-            batch = member.cold.coldest(min(BATCH, limits.EVICTIONS_PER_ORDER - len(victims)), verdict)
-            for at, record in enumerate(batch):
-                if found >= wanted:  # the batch held more than was wanted: those stay
-                    for spare in batch[at:]:
-                        member.cold.push(spare)
-                    break
-                victims.append(record)
-                found += self._bytes_on(record, member.slot)
-            if not batch or member.cold.cut_short:
-                break
+        victims = self.victims(member, tier, wanted, now)
         if not victims:
             return None
         member.orders += 1
-        return EvictOrder(member.orders, tuple((record.space, record.hash) for record in victims))
+        return EvictOrder(member.orders, tuple((record.space, record.hash) for record in victims), tier)
+
+    def victims(self, member: Member, tier: Tier, wanted: int, now: int) -> list[BlockRecord]:
+        """The coldest blocks of that tier, about so many bytes of them, taken off its queue."""
+
+        def verdict(record: BlockRecord) -> Verdict:
+            return self._verdict(record, member.slot, tier, now)
+
+        cold, victims, found = member.cold[tier], list[BlockRecord](), 0
+        if wanted > 0:
+            cold.compact(member.info.use(tier).pages, verdict)
+        while found < wanted and len(victims) < limits.EVICTIONS_PER_ORDER:
+            batch = cold.coldest(min(BATCH, limits.EVICTIONS_PER_ORDER - len(victims)), verdict)
+            for at, record in enumerate(batch):
+                if found >= wanted:  # the batch held more than was wanted: those stay
+                    for spare in batch[at:]:
+                        cold.push(spare)
+                    break
+                victims.append(record)
+                found += self.bytes_on(record, member.slot, tier)
+            if not batch or cold.cut_short:
+                break
+        return victims
 
     def settle(self, member: Member) -> None:
         """The order is carried out, or its shard is gone: what it named and is still recorded is queued again."""
@@ -71,20 +77,21 @@ class Evictor:
             for space_id, block in member.order.blocks:
                 space = self._directory.known(space_id)
                 record = space.index.get(block) if space is not None else None
-                if record is not None and record.copies.on(member.slot):
-                    member.cold.push(record)
+                if record is not None and record.copies.on(member.slot, member.order.tier):
+                    member.cold[member.order.tier].push(record)
         member.order = None
 
     def pin(self, space: Space, blocks: Sequence[BlockHash], until: int, members: Sequence[Member], now: int) -> int:
         """Spares the leading blocks that are cached and fit the share that pins may take; how many."""
-        room = int(self._pinned_share * sum(member.info.capacity_bytes for member in members)) - self._pinned_bytes(now)
+        capacity = sum(member.info.use(tier).capacity_bytes for member in members for tier in Tier)
+        room = int(self._pinned_share * capacity) - self._pinned_bytes(now)
         count = 0
         for block in blocks:
             record = space.index.get(block)
             if record is None:
                 break
             if block not in space.pinned:
-                room -= self._bytes_on(record, None)
+                room -= self.bytes_on(record)
                 if room < 0:
                     break
             space.pinned[block] = until
@@ -95,22 +102,24 @@ class Evictor:
         """How many of these were pinned."""
         return sum(space.pinned.pop(block, None) is not None for block in blocks)
 
-    def _verdict(self, record: BlockRecord, slot: int, now: int) -> Verdict:
+    def _verdict(self, record: BlockRecord, slot: int, tier: Tier, now: int) -> Verdict:
         space = self._directory.known(record.space)
-        if space is None or space.index.get(record.hash) is not record or not record.copies.on(slot):
+        if space is None or space.index.get(record.hash) is not record or not record.copies.on(slot, tier):
             return Verdict.GONE
         if record.held_until > now or space.pinned.get(record.hash, 0) > now:
             return Verdict.SPARE
         return Verdict.TAKE
 
-    def _bytes_on(self, record: BlockRecord, slot: int | None) -> int:
-        """Bytes of a block on one shard, or on all."""
+    def bytes_on(
+        self, record: BlockRecord, slot: int | None = None, tier: Tier | None = None, *, raw: bool = False
+    ) -> int:
+        """Bytes of a block on one shard, or on all; in one tier, or in all. `raw`: what they would be raw."""
         space = self._directory.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         return sum(
-            space.page_bytes(copy.group, copy.part)
+            space.page_bytes(copy.group, copy.part, Codec.RAW if raw else copy.codec)
             for copy in record.copies.entries
-            if slot is None or copy.slot == slot
+            if slot in (None, copy.slot) and tier in (None, copy.tier)
         )
 
     def _pinned_bytes(self, now: int) -> int:
@@ -122,5 +131,5 @@ class Evictor:
                 if until <= now or record is None:
                     del space.pinned[block]
                 else:
-                    total += self._bytes_on(record, None)
+                    total += self.bytes_on(record)
         return total

@@ -34,13 +34,15 @@ from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.state import BAD_PART, MS, UNKNOWN, State
 from kvcluster.core.tickets import Ticket, Writing
+from kvcluster.core.tiering import Tiering
 
 
 class Grants:
     """Answers prepares, and keeps their tickets."""
 
-    def __init__(self, state: State, config: CoordinatorConfig, replicator: Replicator) -> None:
+    def __init__(self, state: State, config: CoordinatorConfig, replicator: Replicator, tiering: Tiering) -> None:
         self._state = state
+        self._tiering = tiering
         self._replicator = replicator
         self._hold = config.hold_ms * MS
         self._refresh = config.refresh_ms * MS
@@ -65,6 +67,7 @@ class Grants:
         if m.hold:
             space.index.touch(hashes, now, now + self._hold)
             self._replicator.loaded(space, hashes, now)
+            self._tiering.loaded(space, hashes, now)
         if not (m.hold and hashes and self._hold) or state.tickets.full(m.attempt.holder):
             return [Answer(m.call, LoadGrant(found.blocks, found.runs, 0, miss))]
         grant = LoadGrant(found.blocks, found.runs, self._hold, miss)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvcluster.core.copies import Copies, Copy, CopyBook
 from kvcluster.core.ids import BlockHash, NamespaceId
-from kvcluster.core.messages import Need, PageEvent, Plan, Run
+from kvcluster.core.messages import Need, PageEvent, Plan, Run, Tier
 from kvcluster.core.reasons import Miss
 from kvcluster.core.spec import Part, Reuse
 
@@ -112,9 +112,9 @@ class PrefixIndex:
             record = self._records.get(record.parent)
 
     def add(self, event: PageEvent, slot: int, now: int) -> BlockRecord | None:
-        """Records a READY page. Returns the record if the slot holds the block for the first time."""
+        """Records a READY page. Returns the record if that tier of the slot holds the block for the first time."""
         key = event.key
-        copy = Copy(slot, key.group, key.part, event.tier, event.loss)
+        copy = Copy(slot, key.group, key.part, event.tier, event.loss, event.codec)
         record = self._records.get(key.hash)
         if record is None:
             parent = self._records.get(event.parent)
@@ -124,16 +124,16 @@ class PrefixIndex:
             record = BlockRecord(self._space, key.hash, parent_hash, event.depth, now, copies)
             self._records[key.hash] = record
             return record
-        known = record.copies.on(slot)
+        known = record.copies.on(slot, event.tier)
         record.copies = self._book.add(record.copies, copy)
         return None if known else record
 
-    def remove(self, block: BlockHash, slot: int, group: int, part: Part) -> bool:
+    def remove(self, block: BlockHash, slot: int, group: int, part: Part, tier: Tier) -> bool:
         """Forgets a page. True where the block is gone with it."""
         record = self._records.get(block)
         if record is None:
             return False
-        record.copies = self._book.remove(record.copies, slot, group, part)
+        record.copies = self._book.remove(record.copies, slot, group, part, tier)
         return self._drop_if_bare(record)
 
     def sweep(self, record: BlockRecord) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
-from kvcluster.core.eviction import ColdQueue, EvictionPolicy
+from kvcluster.core.eviction import EvictionPolicy
 from kvcluster.core.evictor import Evictor
 from kvcluster.core.ids import Epoch
 from kvcluster.core.index import BlockRecord
@@ -26,12 +26,14 @@ from kvcluster.core.messages import (
     Report,
     ReportAck,
     StreamEvent,
+    Tier,
     Tombstone,
 )
 from kvcluster.core.reasons import MissReason
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.state import MS, State
 from kvcluster.core.stream import ReportCursor
+from kvcluster.core.tiering import Tiering
 
 SWEEP_BLOCKS = 4_096
 """Records looked at in one step for what they still say of lost shards."""
@@ -45,12 +47,14 @@ class Intake:
         state: State,
         config: CoordinatorConfig,
         evictor: Evictor,
+        tiering: Tiering,
         replicator: Replicator,
         policy: EvictionPolicy,
         expected: int,
     ) -> None:
         self._state = state
         self._evictor = evictor
+        self._tiering = tiering
         self._replicator = replicator
         self._policy = policy
         self._expected = expected
@@ -109,8 +113,10 @@ class Intake:
         if member is not None:
             self._state.members.drop(member.info.shard)
             self._evictor.settle(member)
+            self._tiering.forget(member)
             self._replicator.settle(member)
-            self._sweep.append((iter(member.cold.drain()), member.slot if lost else None))
+            records = [record for cold in member.cold.values() for record in cold.drain()]
+            self._sweep.append((iter(records), member.slot if lost else None))
 
     def sweep_some(self, now: int) -> None:
         """Cleans some records of lost shards; what they leave with fewer copies is to get others."""
@@ -165,7 +171,7 @@ class Intake:
         return member, []
 
     def _admit(self, m: Report | Inventory, now: int, before: Member | None) -> Member:
-        member = self._state.members.admit(m.info, ColdQueue(self._policy), now)
+        member = self._state.members.admit(m.info, self._policy, now)
         if before is not None and before.drain_until is not None:  # it goes, however often it begins anew
             self._replicator.drain(member, before.drain_until)
         return member
@@ -180,6 +186,7 @@ class Intake:
             0 if inventory else member.cursor.acked,
             inventory=inventory,
             order=None if inventory else member.order,
+            move=None if inventory else member.move,
             pull=None if inventory else member.pull,
             tombstones=self._state.tombstones.since(member.purged),
             drain=member.draining,
@@ -208,7 +215,7 @@ class Intake:
         parent = space.index.get(event.parent)
         record = space.index.add(event, member.slot, parent.stamp if parent is not None else now)
         if record is not None:
-            member.cold.push(record)
+            member.cold[event.tier].push(record)
         if member.draining and (known := space.index.get(key.hash)) is not None:
             self._replicator.committed(known, member)
 
@@ -219,10 +226,10 @@ class Intake:
         state.counters["corrupt_pages" if event.corrupt else "gone_pages"] += 1
         record = space.index.get(key.hash)
         before = record.copies if record is not None else state.book.none
-        if space.index.remove(key.hash, member.slot, key.group, key.part):
+        if space.index.remove(key.hash, member.slot, key.group, key.part, event.tier):
             state.evicted.add(key.hash, now, MissReason.CORRUPT if event.corrupt else MissReason.EVICTED)
             space.pinned.pop(key.hash, None)
-        elif record is not None:
+        elif record is not None and not record.copies.holds(member.slot, key.group, key.part):
             if event.corrupt:
                 self._replicator.repair(space, record, before, member.slot)
             else:
@@ -232,21 +239,42 @@ class Intake:
         """What the shard has done is crossed off; what is to be done next is written down."""
         # The shard counts on where an earlier slot of its incarnation ended, so that no order passes for an old one.
         member.orders = max(member.orders, m.order)
+        member.moves = max(member.moves, m.moved)
         member.pulls = max(member.pulls, m.pulled)
         if member.order is not None and m.order >= member.order.number:
             self._evictor.settle(member)
+        if member.move is not None and m.moved >= member.move.number:
+            self._tiering.settle(member)
         if member.pull is not None and m.pulled >= member.pull.number:
             self._replicator.settle(member)
         if self._state.rebuilding:
             return
         # What a draining shard holds beyond its watermark is to be moved and not to be lost.
         if member.order is None and (m.pressure_bytes or not member.draining):
-            member.order = self._evictor.order(member, m.pressure_bytes, now)
-            member.full = m.pressure_bytes > 0 and member.order is None and not member.cold.cut_short
+            self._make_room(member, m.pressure_bytes, now)
         # What is made free is for those who wait for it, and a full shard would evict for one copy another.
-        if member.pull is None and member.order is None and not m.pressure_bytes:
-            self._replicator.order(member, now)
-            self._state.counters["pulls"] += member.pull is not None
+        if member.order is None and member.move is None and not m.pressure_bytes:
+            if not member.draining:
+                member.move = self._tiering.promotion(member)
+            if member.pull is None:
+                self._replicator.order(member, now)
+                self._state.counters["pulls"] += member.pull is not None
+
+    def _make_room(self, member: Member, pressure_bytes: int, now: int) -> None:
+        """Orders the coldest a tier down, and the coldest of the lowest tier out of it."""
+        lowest, lacking = member.info.lowest, 0
+        if lowest is not Tier.DEVICE:
+            if member.move is None:
+                member.move, below = self._tiering.demotion(member, pressure_bytes, now)
+                lacking = below - member.info.use(lowest).free_bytes
+            waited = 0
+        else:
+            waited = pressure_bytes
+        wanted = max(lacking, self._evictor.wanted(member, lowest, waited))
+        member.order = self._evictor.order(member, lowest, wanted, now)
+        ordered = member.order is not None or member.move is not None
+        cut_short = any(cold.cut_short for cold in member.cold.values())
+        member.full = pressure_bytes > 0 and not ordered and not cut_short
 
     def _may_go(self, m: Report, member: Member, now: int) -> bool:
         """Is a draining shard of no more use? Running transfers end first, and what has a place elsewhere is there."""

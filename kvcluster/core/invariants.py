@@ -5,8 +5,10 @@ Each function raises AssertionError with a sentence. They read; they change noth
 
 from __future__ import annotations
 
+from kvcluster.core.codecs import Codec
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.leases import LeaseKind
+from kvcluster.core.messages import Tier
 from kvcluster.core.pool import PageState
 from kvcluster.core.shard import Shard
 
@@ -32,7 +34,13 @@ def check_shard(shard: Shard) -> None:
         assert (page.state is PageState.WRITING) == (writers == 1), f"page {page.generation} and its writers disagree"
         assert page.state is not PageState.FREE
         assert bool(page.sums) == (page.state is not PageState.WRITING), "READY means summed"
-    assert end <= pool.allocator.capacity_bytes, "a page lies beyond the arena"
+    assert end <= pool.arena_bytes, "a page lies beyond the arena"
+    for page in pool.ready():
+        twin = pool.on(Tier.HOST, page.space, page.key) if Tier.HOST in pool.allocators else None
+        held = twin is not None and twin.state is PageState.READY
+        assert held or not page.decoded, "what was decoded lies there without its twin"
+        assert (page.tier is Tier.DEVICE) <= (page.codec is Codec.RAW), "an encoded page where raw ones lie"
+        assert page.loss >= page.codec.loss, "a codec without its loss"
     assert not pins and not writing, "a lease holds pages that are gone"
     own = shard.own_attempts
     assert all(attempt in shard.leases for attempt in own), "it reads or pulls without a lease"
@@ -43,28 +51,33 @@ def check_coordinator(coordinator: Coordinator) -> None:
     """Every record is reachable by its hash, says something, and goes in its turn; members and slots agree."""
     book = coordinator.book
     members = coordinator.members.all()
-    recorded = {member.slot: 0 for member in members}
-    assert len(recorded) == len(members), "two members share a slot"
-    assert all(book.alive(slot) for slot in recorded), "a member's slot is dead"
+    slots = dict.fromkeys(member.slot for member in members)
+    recorded = {(slot, tier): 0 for slot in slots for tier in Tier}
+    assert len(slots) == len(members), "two members share a slot"
+    assert all(book.alive(slot) for slot in slots), "a member's slot is dead"
     sweeping = coordinator.next_deadline() == 0
     for space in coordinator.directory:
         for record in space.index:
             assert space.index.get(record.hash) is record
             assert record.space == space.id
             assert record.copies.entries, "a record without copies"
-            for slot in dict.fromkeys(copy.slot for copy in record.copies.entries):
-                assert sweeping or slot in recorded, "a record names a lost shard, and nobody will sweep it"
-                if slot in recorded:
-                    recorded[slot] += 1
+            for slot, tier in dict.fromkeys((copy.slot, copy.tier) for copy in record.copies.entries):
+                assert sweeping or slot in slots, "a record names a lost shard, and nobody will sweep it"
+                if slot in slots:
+                    recorded[slot, tier] += 1
         assert all(space.index.get(block) is not None for block in space.pinned), "a pin of a block that is gone"
     for member in members:
-        ordered = 0
+        ordered = dict.fromkeys(Tier, 0)
         if member.order is not None:
-            assert not coordinator.rebuilding, "an order of a coordinator that does not know enough to give one"
             assert member.order.number <= member.orders, "an order that the next will be taken for"
-            ordered = len(member.order.blocks)
-        assert member.pull is None or not coordinator.rebuilding, "a pull of a coordinator that does not know enough"
-        assert recorded[member.slot] <= len(member.cold) + ordered, "a record that nobody would ever evict"
+            ordered[member.order.tier] += len(member.order.blocks)
+        if member.move is not None:
+            assert member.move.number <= member.moves, "a move that the next will be taken for"
+            ordered[Tier.DEVICE] += sum(move.to > Tier.DEVICE for move in member.move.moves)
+        orders = (member.order, member.move, member.pull)
+        assert orders == (None,) * 3 or not coordinator.rebuilding, "an order of a coordinator that knows too little"
+        for tier, cold in member.cold.items():
+            assert recorded[member.slot, tier] <= len(cold) + ordered[tier], "a record that nobody would ever evict"
     coordinator.replicator.check()
     for space in coordinator.directory:
         latest = coordinator.tombstones.latest(space.tenant, space.spec)

@@ -42,7 +42,7 @@ EVICTED_FINGERPRINTS = 262_144
 """Cells for evicted blocks whose age `explain` can still tell: 16 bytes each, 4 MiB."""
 
 EVICTIONS_PER_ORDER = 1_024
-"""Pages that one order may condemn, so that a step of the shard stays short."""
+"""Blocks that one order may condemn, or move to another tier, so that a step of the shard stays short."""
 
 REPLICAS = 64
 """Shards that one block may lie on: beyond it a copy costs room and spares no reader a wait."""
@@ -70,6 +70,9 @@ PAST_SHARDS = 1_024
 
 WISHES = 65_536
 """Blocks that are to get another copy: 1,024 hot runs. One more is forgotten, until it is hot again."""
+
+PROMOTIONS = 4_096
+"""Blocks of one shard that wait to be promoted; one more is noticed when it is hot again."""
 
 PULL_PAGES = 1_024
 """Pages that one order has a shard fetch from another."""

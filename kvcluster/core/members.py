@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from kvcluster.core import limits
 from kvcluster.core.copies import CopyBook
-from kvcluster.core.eviction import ColdQueue
+from kvcluster.core.eviction import ColdQueue, EvictionPolicy
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
 from kvcluster.core.index import BlockRecord
-from kvcluster.core.messages import EvictOrder, Farewell, PullOrder, ShardAddress, ShardInfo
+from kvcluster.core.messages import EvictOrder, Farewell, MoveOrder, PullOrder, ShardAddress, ShardInfo, Tier
 from kvcluster.core.placement import Candidate, choose
 from kvcluster.core.stream import ReportCursor
 
@@ -26,20 +26,22 @@ class Member:
     """One shard incarnation."""
 
     __slots__ = (
-        *("address", "cold", "cursor", "drain_until", "full", "info", "order", "orders"),
+        *("address", "cold", "cursor", "drain_until", "full", "info", "move", "moves", "order", "orders"),
         *("pull", "pulls", "purged", "seen_at", "slot"),
     )
 
-    def __init__(self, info: ShardInfo, slot: int, address: ShardAddress, cold: ColdQueue[BlockRecord]) -> None:
+    def __init__(self, info: ShardInfo, slot: int, address: ShardAddress, policy: EvictionPolicy) -> None:
         self.info = info
         self.slot = slot
         self.address = address
         self.cursor = ReportCursor()
-        self.cold = cold
+        self.cold: dict[Tier, ColdQueue[BlockRecord]] = {tier: ColdQueue(policy) for tier in Tier}
         self.seen_at = 0
         self.order: EvictOrder | None = None  # repeated until the shard says that it is done
         self.orders = 0
         self.full = False  # asked for room, and nothing could be evicted
+        self.move: MoveOrder | None = None  # repeated likewise
+        self.moves = 0
         self.pull: PullOrder | None = None  # repeated likewise
         self.pulls = 0
         self.purged = 0  # tombstones up to this number are carried out, as far as its stream has told
@@ -84,11 +86,11 @@ class Membership:
     def next_expiry(self) -> int | None:
         return min((member.seen_at + self._ttl for member in self._members.values()), default=None)
 
-    def admit(self, info: ShardInfo, cold: ColdQueue[BlockRecord], now: int) -> Member:
+    def admit(self, info: ShardInfo, policy: EvictionPolicy, now: int) -> Member:
         """A new incarnation, or the present one that begins its inventory anew: in any case a new slot."""
         self.drop(info.shard)
         address = ShardAddress(info.shard, info.epoch, info.address, info.host)
-        member = Member(info, self._book.open_slot(address), address, cold)
+        member = Member(info, self._book.open_slot(address), address, policy)
         member.seen_at = now
         self._members[info.shard] = member
         self.lost.pop(info.shard, None)

@@ -1,4 +1,5 @@
-"""What a shard does because the coordinator says so: evict, fetch from another shard, bury what was purged, drain.
+"""What a shard does because the coordinator says so: evict, move between tiers (mover.py), fetch from another shard,
+bury what was purged, drain.
 
 Orders ride on the answers to reports (docs/adr/0007) and are repeated until the shard has said that they are done,
 so each is numbered and carried out once. An eviction is done at once. A pull takes its time: the shard reserves
@@ -13,7 +14,6 @@ from kvcluster.core.messages import (
     Effect,
     EvictOrder,
     Fetch,
-    GoneEvent,
     PageKey,
     PullOrder,
     PurgedEvent,
@@ -21,11 +21,13 @@ from kvcluster.core.messages import (
     Revoke,
     Tombstone,
 )
+from kvcluster.core.mover import Mover
 from kvcluster.core.pool import Page, PagePool, PageState
 from kvcluster.core.spaces import Space, Spaces
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.core.uplink import Uplink
 from kvcluster.core.waiting import WaitingRoom, lost
+from kvcluster.core.withdrawal import Withdrawal
 
 
 class Orders:
@@ -39,6 +41,8 @@ class Orders:
         waiting: WaitingRoom,
         uplink: Uplink,
         own: OwnAttempts,
+        withdraw: Withdrawal,
+        mover: Mover,
         counters: dict[str, int],
     ) -> None:
         self._pool = pool
@@ -47,6 +51,8 @@ class Orders:
         self._waiting = waiting
         self._uplink = uplink
         self._own = own
+        self._withdraw = withdraw
+        self._mover = mover
         self._counters = counters
         self._pulling: tuple[int, Attempt] | None = None
         self.evicted = 0
@@ -62,6 +68,7 @@ class Orders:
     def begin_anew(self) -> None:
         """Another coordinator counts its orders from 1. A pull of the last one's ends under no number."""
         self.evicted = self.pulled = 0
+        self._mover.begin_anew()
         if self._pulling is not None:
             self._pulling = (0, self._pulling[1])
 
@@ -75,6 +82,8 @@ class Orders:
             effects += self._bury(stone)
         if ack.order is not None and ack.order.number > self.evicted:
             self._evict(ack.order)
+        if ack.move is not None:
+            self._mover.take(ack.move)
         if ack.pull is not None and ack.pull.number > self.pulled and self._pulling is None:
             effects += self._pull(ack.pull, now)
         return effects
@@ -88,15 +97,16 @@ class Orders:
     def _evict(self, order: EvictOrder) -> None:
         self.evicted = order.number
         self._uplink.say_soon()
+        if order.tier not in self._pool.allocators:
+            return
         for namespace, block in order.blocks:
             space = self._spaces.known(namespace)
             if space is None:
                 continue
             for group, part in space.parts:  # the parts of a block go together
-                page = self._pool.get(namespace, PageKey(block, group, part))
+                page = self._pool.on(order.tier, namespace, PageKey(block, group, part))
                 if page is not None and page.state is PageState.READY:
-                    self._pool.condemn(page)
-                    self._uplink.tell(GoneEvent(namespace, page.key, corrupt=False))
+                    self._withdraw(page)
                     self._counters["evicted"] += 1
 
     def _pull(self, order: PullOrder, now: int) -> list[Effect]:
@@ -104,7 +114,7 @@ class Orders:
         pages: list[Page] = []
         for new in order.pages if space is not None else ():
             assert space is not None
-            offer = space.offer(self._pool, new)
+            offer = space.offer(self._pool, new, self._withdraw, order.codec)
             if isinstance(offer, Page):
                 pages.append(offer)
         if space is None or not pages:

@@ -1,4 +1,4 @@
-"""The pages of one shard: which block each holds, and in what state.
+"""The pages of one shard: which block each holds, in which tier, and in what state.
 
     FREE -reserve-> WRITING -commit-> READY -condemn-> CONDEMNED -last unpin-> FREE
                     WRITING -abort--> FREE
@@ -7,18 +7,22 @@ A free page is no object here: it is room in the allocator. The invariant that m
 given to a reader only in READY, are written only in WRITING, and are given back only when no pin is left.
 A condemned page keeps its bytes for the readers that it has and is found by no new one. Each reservation
 gets a generation that no other ever had. This module owns no bytes and knows no time.
+
+A block may lie in two tiers at once, as twins: encoded below, and decoded above.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import NamedTuple
 
+from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import PageAllocator
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, NamespaceId
-from kvcluster.core.messages import NewPage, PageKey, PageSlot, Written
-from kvcluster.core.reasons import Loss
+from kvcluster.core.messages import NewPage, PageEvent, PageKey, PageSlot, Tier, TierUse, Written
+from kvcluster.core.reasons import Loss, Miss, MissReason
 
 
 class PageState(Enum):
@@ -52,7 +56,7 @@ class IllegalTransition(AssertionError):
 
 
 class PoolKey(NamedTuple):
-    """A page's name within a shard."""
+    """A page's name within a tier."""
 
     space: NamespaceId
     key: PageKey
@@ -61,7 +65,10 @@ class PoolKey(NamedTuple):
 class Page:
     """A reservation: where it lies and what it holds."""
 
-    __slots__ = ("depth", "generation", "key", "loss", "nbytes", "offset", "parent", "pins", "space", "state", "sums")
+    __slots__ = (
+        *("codec", "decoded", "depth", "generation", "key", "loss", "nbytes", "offset", "parent", "pins"),
+        *("space", "state", "stays_raw", "sums", "tier"),
+    )
 
     def __init__(
         self,
@@ -74,6 +81,8 @@ class Page:
         parent: BlockHash,
         depth: int,
         loss: Loss,
+        tier: Tier = Tier.DEVICE,
+        codec: Codec = Codec.RAW,
     ) -> None:
         self.space = space
         self.key = key
@@ -83,59 +92,129 @@ class Page:
         self.parent = parent
         self.depth = depth
         self.loss = loss
+        self.tier = tier
+        self.codec = codec
+        self.decoded = False  # from its twin below, without which it does not stay: it is never encoded again
+        self.stays_raw = False  # it holds what no codec encodes
         self.state = PageState.WRITING
         self.pins = 0
         self.sums = b""
 
     def slot(self) -> PageSlot:
         """What a holder of a lease gets to know."""
-        return PageSlot(self.key, self.offset, self.nbytes, self.generation, self.loss, self.sums)
+        return PageSlot(
+            self.key, self.offset, self.nbytes, self.generation, self.loss, self.sums, self.codec, self.tier
+        )
+
+    def event(self) -> PageEvent:
+        """What the coordinator gets to know."""
+        return PageEvent(self.space, self.key, self.parent, self.depth, self.tier, self.loss, self.codec)
 
 
 class PagePool:
-    """Pages by key, over an allocator."""
+    """Pages by tier and key, over an allocator for the device tier and one for each tier below that there is."""
 
-    def __init__(self, allocator: PageAllocator) -> None:
+    def __init__(self, allocator: PageAllocator, below: Mapping[Tier, PageAllocator] | None = None) -> None:
         self.allocator = allocator
-        self._pages: dict[PoolKey, Page] = {}
+        self.allocators = {Tier.DEVICE: allocator, **(below or {})}
+        """The fastest tier first."""
+        self._pages: dict[Tier, dict[PoolKey, Page]] = {tier: {} for tier in self.allocators}
         self._condemned: dict[int, Page] = {}  # by generation: their keys may be taken again
         self._generation = 0
 
+    @classmethod
+    def of(cls, config: ShardConfig) -> PagePool:
+        """The device tier and, behind it in one arena, the host tier where there is one."""
+        device = PageAllocator(config.device_bytes, config.extent_bytes)
+        if not config.host_bytes:
+            return cls(device)
+        host = PageAllocator(config.host_bytes, config.extent_bytes, start=device.capacity_bytes)
+        return cls(device, {Tier.HOST: host})
+
     def __len__(self) -> int:
-        return len(self._pages)
+        return sum(map(len, self._pages.values()))
+
+    def count(self, tier: Tier) -> int:
+        """How many pages are WRITING or READY in that tier."""
+        return len(self._pages[tier])
+
+    def below(self) -> tuple[TierUse, ...]:
+        """What there is of each tier below the device tier."""
+        return tuple(
+            TierUse(tier, allocator.capacity_bytes, allocator.free_bytes, self.count(tier))
+            for tier, allocator in self.allocators.items()
+            if tier is not Tier.DEVICE
+        )
+
+    @property
+    def arena_bytes(self) -> int:
+        """All tiers together, in one arena."""
+        return sum(allocator.capacity_bytes for allocator in self.allocators.values())
 
     @property
     def condemned(self) -> int:
         return len(self._condemned)
 
     def get(self, space: NamespaceId, key: PageKey) -> Page | None:
-        """The page that is WRITING or READY for this key."""
-        return self._pages.get(PoolKey(space, key))
+        """The READY page for this key, of twins the upper one; else one that is WRITING."""
+        pool_key = PoolKey(space, key)
+        writing: Page | None = None
+        for pages in self._pages.values():
+            page = pages.get(pool_key)
+            if page is not None:
+                if page.state is PageState.READY:
+                    return page
+                writing = writing or page
+        return writing
+
+    def find(self, space: NamespaceId, key: PageKey, accept: Loss) -> Page | Miss:
+        """The page for a reader who accepts that loss, or why he gets none."""
+        page = self.get(space, key)
+        if page is None:
+            return Miss(MissReason.EVICTED)
+        if page.state is not PageState.READY:
+            return Miss(MissReason.PENDING)
+        if page.loss > accept:  # its twin has lost as much
+            return Miss(MissReason.LOSSY, f"only with {page.loss.name.lower()}")
+        return page
+
+    def on(self, tier: Tier, space: NamespaceId, key: PageKey) -> Page | None:
+        """The page that is WRITING or READY for this key in that tier."""
+        return self._pages[tier].get(PoolKey(space, key))
 
     def ready(self) -> Iterator[Page]:
-        """Every READY page, oldest reservation first."""
-        return (page for page in self._pages.values() if page.state is PageState.READY)
+        """Every READY page, the fastest tier first, in each the oldest reservation first."""
+        return (page for pages in self._pages.values() for page in pages.values() if page.state is PageState.READY)
 
     def everything(self) -> Iterator[Page]:
         """Every page that takes room, for whoever checks that nothing leaks."""
-        yield from self._pages.values()
+        for pages in self._pages.values():
+            yield from pages.values()
         yield from self._condemned.values()
 
-    def offer(self, space: NamespaceId, new: NewPage, nbytes: int) -> Page | Written:
-        """A page to write, or what became of the wish for one: somebody has it, writes it, or there is no room."""
-        existing = self._pages.get(PoolKey(space, new.key))
-        if existing is not None:
-            return Written.DUPLICATE if existing.state is PageState.READY else Written.PENDING
-        page = self.reserve(space, new.key, nbytes, parent=new.parent, depth=new.depth, loss=new.loss)
-        return Written.FULL if page is None else page
+    def taken(self, space: NamespaceId, new: NewPage) -> Written | None:
+        """What becomes of the wish to write this page where somebody has it, with no more loss, or writes it."""
+        there = [page for tier in self._pages if (page := self.on(tier, space, new.key)) is not None]
+        if any(page.state is PageState.READY and page.loss <= new.loss for page in there):
+            return Written.DUPLICATE
+        return Written.PENDING if any(page.state is PageState.WRITING for page in there) else None
 
     def reserve(
-        self, space: NamespaceId, key: PageKey, nbytes: int, *, parent: BlockHash, depth: int, loss: Loss
+        self,
+        space: NamespaceId,
+        key: PageKey,
+        nbytes: int,
+        *,
+        parent: BlockHash,
+        depth: int,
+        loss: Loss,
+        tier: Tier = Tier.DEVICE,
+        codec: Codec = Codec.RAW,
     ) -> Page | None:
         """A page to write, or None where there is no room for it."""
         pool_key = PoolKey(space, key)
-        assert pool_key not in self._pages, "one writer a page"
-        offset = self.allocator.reserve(nbytes)
+        assert pool_key not in self._pages[tier], "one writer a page"
+        offset = self.allocators[tier].reserve(nbytes)
         if offset is None:
             return None
         self._generation += 1
@@ -148,8 +227,10 @@ class PagePool:
             parent=parent,
             depth=depth,
             loss=loss,
+            tier=tier,
+            codec=codec,
         )
-        self._pages[pool_key] = page
+        self._pages[tier][pool_key] = page
         return page
 
     def commit(self, page: Page, sums: bytes) -> None:
@@ -160,8 +241,8 @@ class PagePool:
     def abort(self, page: Page) -> None:
         """Its writer has stopped: the room is free."""
         self._act(page, PageAction.ABORT)
-        del self._pages[PoolKey(page.space, page.key)]
-        self.allocator.free(page.offset, page.nbytes)
+        del self._pages[page.tier][PoolKey(page.space, page.key)]
+        self.allocators[page.tier].free(page.offset, page.nbytes)
 
     def pin(self, page: Page) -> None:
         if page.state is not PageState.READY:
@@ -177,14 +258,15 @@ class PagePool:
     def condemn(self, page: Page) -> bool:
         """No new readers. True where the room is free at once."""
         self._act(page, PageAction.CONDEMN)
-        del self._pages[PoolKey(page.space, page.key)]
+        del self._pages[page.tier][PoolKey(page.space, page.key)]
         self._condemned[page.generation] = page
         return self._free_if_unread(page)
 
     def check(self) -> None:
-        """Conservation: what the allocator gave out is what pages hold."""
-        held = sum(self.allocator.size_class(page.nbytes) for page in self.everything())
-        assert held == self.allocator.used_bytes, f"pages hold {held}, the allocator gave {self.allocator.used_bytes}"
+        """Conservation: what the allocators gave out is what pages hold."""
+        for tier, allocator in self.allocators.items():
+            held = sum(allocator.size_class(page.nbytes) for page in self.everything() if page.tier is tier)
+            assert held == allocator.used_bytes, f"pages hold {held}, the allocator gave {allocator.used_bytes}"
         assert all(page.pins > 0 for page in self._condemned.values()), "a condemned page without readers takes room"
 
     def _free_if_unread(self, page: Page) -> bool:
@@ -192,7 +274,7 @@ class PagePool:
             return False
         self._act(page, PageAction.LAST_UNPIN)
         del self._condemned[page.generation]
-        self.allocator.free(page.offset, page.nbytes)
+        self.allocators[page.tier].free(page.offset, page.nbytes)
         return True
 
     def _act(self, page: Page, action: PageAction) -> None:

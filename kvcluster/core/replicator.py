@@ -12,16 +12,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
 from kvcluster.core.copies import Copies, CopyBook
 from kvcluster.core.directory import Directory, Space
 from kvcluster.core.heat import Heat
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member, Membership
-from kvcluster.core.messages import NewPage, PageKey, PullOrder, ShardAddress, Tombstone
+from kvcluster.core.messages import NewPage, PageKey, PullOrder, ShardAddress, Tier, Tombstone
 from kvcluster.core.spec import Part
 
 MS = 1_000_000
@@ -49,6 +51,12 @@ class _Wish:
         self.most = 0  # so many there were at once since it was wished for
         self.tries = TRIES
         self.not_before = 0
+
+
+class _Missing(NamedTuple):
+    source: ShardAddress
+    codec: Codec
+    pages: list[NewPage]
 
 
 class Replicator:
@@ -116,11 +124,10 @@ class Replicator:
     def order(self, target: Member, now: int) -> None:
         """Gives a shard that has just reported its next pull, if there is one for it."""
         assert target.pull is None, "one pull at a time"
-        room = self._room(target)
-        if not target.takes or room <= 0:
+        if not target.takes or all(self._room(target, codec) <= 0 for codec in Codec):
             return
         for wishes in (*self._draining.values(), self._wishes):
-            taken = self._pick(target, wishes, room, now)
+            taken = self._pick(target, wishes, now)
             if taken is not None:
                 self._under_way[target.slot] = taken
                 return
@@ -160,9 +167,10 @@ class Replicator:
 
     def repair(self, space: Space, record: BlockRecord, before: Copies, slot: int) -> None:
         """It has lost what it had on that shard: pages that lie elsewhere too are to have as many copies as before."""
-        lost = [copy for copy in before.entries if copy.slot == slot and copy not in record.copies.entries]
-        left = [(copy.group, copy.part) for copy in record.copies.entries]
-        copies = max((left.count((copy.group, copy.part)) for copy in lost), default=0)
+        held = [(copy.group, copy.part) for copy in before.entries if copy.slot == slot]
+        lost = [page for page in held if not record.copies.holds(slot, *page)]
+        left = _pages(record)
+        copies = max(map(left.count, lost), default=0)
         if copies:
             self.want(space, record.hash, copies + 1)
         self.thinned(record)
@@ -184,7 +192,7 @@ class Replicator:
             return False  # what is on its way is on no list
         wishes = self._draining.get(member.slot, {})
         stayers = self._stayers()
-        takers = [other for other in members if other.takes and self._room(other) > 0]
+        takers = [other for other in members if other.takes and any(self._room(other, codec) > 0 for codec in Codec)]
         for wished in list(islice(wishes, INSPECTED)):
             wish, record = wishes[wished], self._record(wished)
             staying = self._staying(record) if record is not None else {}
@@ -220,11 +228,11 @@ class Replicator:
 
     # --------------------------------------------------------------------------------------- one order
 
-    def _pick(self, target: Member, wishes: dict[Wished, _Wish], room: int, now: int) -> dict[Wished, _Wish] | None:
+    def _pick(self, target: Member, wishes: dict[Wished, _Wish], now: int) -> dict[Wished, _Wish] | None:
         """Wishes that this shard can fulfil from one source, taken off their list; they are in its order then."""
         pages: list[NewPage] = []
         taken: dict[Wished, _Wish] = {}
-        source: ShardAddress | None = None
+        source: tuple[ShardAddress, Codec] | None = None
         space: Space | None = None
         stayers, nbytes = self._stayers(), 0
         for wished in list(islice(wishes, INSPECTED)):
@@ -243,46 +251,47 @@ class Replicator:
             if space is not None and record.space != space.id:
                 continue
             found = self._missing(record, staying, wish.copies, target)
-            if found is None or (source is not None and found[0] != source):
+            if found is None or source not in (None, (found.source, found.codec)):
                 continue
-            more = self._bytes(record, found[1])
-            if nbytes + more > room:
+            more = self._bytes(record, found)
+            if nbytes + more > self._room(target, found.codec):
                 continue  # something smaller may fit
-            if pages and (nbytes + more > limits.PULL_BYTES or len(pages) + len(found[1]) > limits.PULL_PAGES):
+            if pages and (nbytes + more > limits.PULL_BYTES or len(pages) + len(found.pages) > limits.PULL_PAGES):
                 break
             nbytes += more
-            source, space = found[0], self._directory.known(record.space)
-            pages += found[1][: limits.PULL_PAGES]
+            source, space = (found.source, found.codec), self._directory.known(record.space)
+            pages += found.pages[: limits.PULL_PAGES]
             wish.tries -= 1
             wish.not_before = now + RETRY_NS
             taken[wished] = wishes.pop(wished)
         if source is None or space is None:
             return None
         target.pulls += 1
-        target.pull = PullOrder(target.pulls, source, space.tenant, space.spec, tuple(pages))
+        target.pull = PullOrder(target.pulls, source[0], space.tenant, space.spec, tuple(pages), source[1])
         return taken
 
-    def _missing(
-        self, record: BlockRecord, staying: Staying, copies: int, target: Member
-    ) -> tuple[ShardAddress, list[NewPage]] | None:
-        """The pages of this block that `target` could bring nearer to so many copies, and one shard that has them."""
-        source: int | None = None
-        pages: list[NewPage] = []
-        for copy in record.copies.entries:
-            if not self._book.alive(copy.slot) or source not in (None, copy.slot):
-                continue
+    def _missing(self, record: BlockRecord, staying: Staying, copies: int, target: Member) -> _Missing | None:
+        """Pages of this block that `target` could bring nearer to so many copies, of one codec, on one shard."""
+        source: tuple[int, Codec] | None = None
+        pages: dict[tuple[int, Part], NewPage] = {}
+        # What was decoded is brought as it was encoded, so that it will never be encoded again.
+        for copy in sorted(record.copies.entries, key=lambda copy: (copy.slot, copy.loss, -copy.codec)):
             slots = staying.get((copy.group, copy.part), [])
+            if not self._book.alive(copy.slot) or source not in (None, (copy.slot, copy.codec)):
+                continue
             if copy.slot == target.slot or target.slot in slots or len(slots) >= copies:
                 continue
-            source = copy.slot
+            source = copy.slot, copy.codec
             key = PageKey(record.hash, copy.group, copy.part)
-            pages.append(NewPage(key, record.parent, record.depth, copy.loss))
-        return None if source is None else (self._book.address(source), pages)
+            pages.setdefault((copy.group, copy.part), NewPage(key, record.parent, record.depth, copy.loss))
+        if source is None:
+            return None
+        return _Missing(self._book.address(source[0]), source[1], list(pages.values()))
 
     def _fits(self, target: Member, record: BlockRecord, staying: Staying, copies: int) -> bool:
         """Could this shard take what is missing of it?"""
         found = self._missing(record, staying, copies, target)
-        return found is not None and self._bytes(record, found[1]) <= self._room(target)
+        return found is not None and self._bytes(record, found) <= self._room(target, found.codec)
 
     def _lacks(self, record: BlockRecord, staying: Staying, copies: int) -> bool:
         """Has any page of it fewer copies than that, on shards that stay?"""
@@ -295,9 +304,8 @@ class Replicator:
 
     def _most_copies(self, record: BlockRecord, slot: int) -> int:
         """On how many shards the page of it lies that this one shares with most."""
-        pages = [(copy.group, copy.part) for copy in record.copies.entries if self._book.alive(copy.slot)]
         here = [(copy.group, copy.part) for copy in record.copies.entries if copy.slot == slot]
-        return max(map(pages.count, here), default=0)
+        return max(map(_pages(record, self._book).count, here), default=0)
 
     def _stayers(self) -> int:
         """On how many shards anything could lie for longer."""
@@ -312,22 +320,31 @@ class Replicator:
         staying: Staying = {}
         for copy in record.copies.entries:
             if self._book.alive(copy.slot) and copy.slot not in self._draining:
-                staying.setdefault((copy.group, copy.part), []).append(copy.slot)
+                slots = staying.setdefault((copy.group, copy.part), [])
+                if copy.slot not in slots:  # its twin in another tier is no other copy
+                    slots.append(copy.slot)
         return staying
 
-    def _room(self, member: Member) -> int:
-        """Bytes that may be filled without a need to evict for it."""
-        return member.info.free_bytes - int(self._low * member.info.capacity_bytes)
+    def _room(self, member: Member, codec: Codec) -> int:
+        """Bytes that may be filled with pages in that codec without a need to evict for it."""
+        use = member.info.use(Tier.DEVICE if codec is Codec.RAW else Tier.HOST)
+        return use.free_bytes - int(self._low * use.capacity_bytes)
 
     def _record(self, wished: Wished) -> BlockRecord | None:
         space = self._directory.known(wished[0])
         return space.index.get(wished[1]) if space is not None else None
 
-    def _bytes(self, record: BlockRecord, pages: Sequence[NewPage]) -> int:
+    def _bytes(self, record: BlockRecord, missing: _Missing) -> int:
         """What these pages of it take."""
         space = self._directory.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
-        return sum(space.page_bytes(page.key.group, page.key.part) for page in pages)
+        return sum(space.page_bytes(page.key.group, page.key.part, missing.codec) for page in missing.pages)
+
+
+def _pages(record: BlockRecord, book: CopyBook | None = None) -> list[tuple[int, Part]]:
+    """Its pages, each as often as shards have it; of those alone that are alive, by this book."""
+    entries = dict.fromkeys(copy[:3] for copy in record.copies.entries if book is None or book.alive(copy.slot))
+    return [(group, part) for _, group, part in entries]
 
 
 def _came(record: BlockRecord, slot: int, ordered: Sequence[NewPage]) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 
 from kvcluster.config import ShardConfig
 from kvcluster.core import limits
-from kvcluster.core.allocator import PageAllocator
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, NamespaceId, ShardId
 from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import (
@@ -30,9 +29,9 @@ from kvcluster.core.messages import (
     Farewell,
     Flush,
     GetOffers,
-    GoneEvent,
     Inventory,
     Leave,
+    Moved,
     NewPage,
     Offers,
     PageEvent,
@@ -61,6 +60,7 @@ from kvcluster.core.messages import (
     WriteGrant,
     Written,
 )
+from kvcluster.core.mover import Mover
 from kvcluster.core.orders import Orders
 from kvcluster.core.pool import Page, PagePool, PageState
 from kvcluster.core.reasons import Miss, MissReason
@@ -69,10 +69,11 @@ from kvcluster.core.stream import Piece
 from kvcluster.core.uplink import FROM_SHARD, Uplink
 from kvcluster.core.verifier import Verifier
 from kvcluster.core.waiting import WaitingRoom, lost
+from kvcluster.core.withdrawal import Withdrawal
 
 _COUNTERS = (
     *("commits", "duplicates", "evicted", "aborted", "revoked", "late", "full"),
-    *("suspected", "verified", "corrupt", "pulled", "purged"),
+    *("suspected", "verified", "corrupt", "pulled", "purged", "demoted", "promoted"),
 )
 
 
@@ -88,7 +89,7 @@ class Shard:
         """What its shell serves, told before the first step. It means nothing here."""
         self._address = address
         self._host = host
-        self._pool = PagePool(PageAllocator(config.device_bytes, config.extent_bytes))
+        self._pool = PagePool.of(config)
         self._leases = LeaseBook(config.lease_ttl_ms * 1_000_000)
         self._spaces = Spaces(self._used_namespaces)
         self._waiting = WaitingRoom(self._pool, self._spaces)
@@ -96,8 +97,13 @@ class Shard:
         self._verifier = Verifier(self._pool, config.scrub_bytes)
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._own = OwnAttempts(shard, epoch)
+        self._withdraw = Withdrawal(self._pool, self._uplink)
+        self._mover = Mover(
+            *(self._pool, self._leases, self._spaces, self._own, self._withdraw, self._committed, self._counters)
+        )
         self._orders = Orders(
-            self._pool, self._leases, self._spaces, self._waiting, self._uplink, self._own, self._counters
+            *(self._pool, self._leases, self._spaces, self._waiting, self._uplink, self._own),
+            *(self._withdraw, self._mover, self._counters),
         )
         self._inventoried: tuple[Tombstone, ...] = ()  # what was carried out before the inventory under way began
         self._over = False
@@ -114,6 +120,7 @@ class Shard:
             Flush: self._flush,
             Suspect: self._suspect,
             Verified: self._verified,
+            Moved: self._moved,
             ReportAnswered: self._report_answered,
             ReportFailed: self._report_failed,
             Tick: self._tick,
@@ -159,8 +166,9 @@ class Shard:
 
     @property
     def own_attempts(self) -> list[Attempt]:
-        """Under which it reads its pages again, or pulls others, at present."""
-        return [attempt for attempt in (self._verifier.attempt, self._orders.attempt) if attempt is not None]
+        """Under which it reads its pages again, moves them between its tiers, or pulls others, at present."""
+        attempts = (self._verifier.attempt, self._orders.attempt, *self._mover.attempts)
+        return [attempt for attempt in attempts if attempt is not None]
 
     # ------------------------------------------------------------------------------------------ workers
 
@@ -180,14 +188,11 @@ class Shard:
         pages: list[Page | None] = []
         found: list[PageSlot | Miss] = []
         for key in m.keys:
-            page = self._pool.get(m.namespace, key)
-            if page is not None and page.state is PageState.READY:
+            page = self._pool.find(m.namespace, key, m.accept)
+            if isinstance(page, Page):
                 self._pool.pin(page)
-                pages.append(page)
-                found.append(page.slot())
-            else:
-                pages.append(None)
-                found.append(Miss(MissReason.EVICTED if page is None else MissReason.PENDING))
+            pages.append(page if isinstance(page, Page) else None)
+            found.append(page.slot() if isinstance(page, Page) else page)
         self._leases.grant(m.attempt, LeaseKind.READ, pages, now)
         return [Answer(m.call, PinGrant(tuple(found)))]
 
@@ -221,13 +226,21 @@ class Shard:
                 continue
             lease.pages[index] = None
             self._pool.commit(page, sums)
-            self._verifier.committed(page)
             self._counters["commits"] += 1
-            self._uplink.tell(_event(page))
+            self._committed(page)
             outcome.append(Written.COMMITTED)
         self._orders.ended(m.attempt, outcome.count(Written.COMMITTED))
         self._give_back(lease)
         return [Answer(m.call, CommitGrant(tuple(outcome)))]
+
+    def _committed(self, page: Page) -> None:
+        """It is READY from now on, in place of those that have lost more."""
+        self._verifier.committed(page)
+        self._uplink.tell(page.event())
+        for tier in self._pool.allocators:
+            other = self._pool.on(tier, page.space, page.key)
+            if other is not None and other.state is PageState.READY and other.loss > page.loss:
+                self._withdraw(other)
 
     def _end(self, m: Unpin | Abort, now: int) -> list[Effect]:
         lease = self._leases.end(m.attempt)
@@ -293,7 +306,7 @@ class Shard:
         return Answer(m.call, WriteGrant(tuple(offer.slot() if isinstance(offer, Page) else offer for offer in offers)))
 
     def _offer(self, space: Space, new: NewPage) -> Page | Written:
-        offer = space.offer(self._pool, new)
+        offer = space.offer(self._pool, new, self._withdraw)
         if offer is Written.DUPLICATE:
             self._counters["duplicates"] += 1
         elif offer is Written.FULL:
@@ -340,12 +353,25 @@ class Shard:
         for index in m.corrupt:
             if pages[index].state is PageState.READY:
                 self._counters["corrupt"] += 1
-                self._pool.condemn(pages[index])
-                self._uplink.tell(GoneEvent(pages[index].space, pages[index].key, corrupt=True))
+                self._withdraw(pages[index], corrupt=True)
         lease = self._leases.end(m.attempt)
         assert lease is not None, "a verdict without its lease"
         self._give_back(lease)
         return []
+
+    # ---------------------------------------------------------------------------------------------- tiers
+
+    def _move(self, now: int) -> list[Effect]:
+        """The next pages that change their tier, if any are to."""
+        before = self._mover.moved
+        effects = self._mover.begin(now) if self.member(now) else []
+        if self._mover.moved != before:
+            self._uplink.say_soon()
+        return effects
+
+    def _moved(self, m: Moved, now: int) -> list[Effect]:
+        self._mover.end(m, may_commit=self.member(now))
+        return self._move(now)
 
     # ------------------------------------------------------------------------------------- the coordinator
 
@@ -369,7 +395,12 @@ class Shard:
             )
         pressure, done, pulled = self._waiting.pressure_bytes, self._orders.evicted, self._orders.pulled
         self._pressed = pressure > 0
-        return Report(FROM_SHARD, info, coordinator, piece.first, piece.events, specs, pressure, done, pulled)
+        return Report(
+            *(FROM_SHARD, info, coordinator, piece.first, piece.events, specs, pressure),
+            order=done,
+            pulled=pulled,
+            moved=self._mover.moved,
+        )
 
     def _report_answered(self, m: ReportAnswered, now: int) -> list[Effect]:
         before = self._uplink.coordinator
@@ -378,7 +409,7 @@ class Shard:
             return self._leave(m.ack.leave, now)
         if self._uplink.coordinator != before:
             self._orders.begin_anew()
-        effects = self._orders.carry_out(m.ack, now) if heeded else []
+        effects = [*self._orders.carry_out(m.ack, now), *self._move(now)] if heeded else []
         return effects + self._uplink.answer_flushes(now)
 
     def _report_failed(self, m: ReportFailed, now: int) -> list[Effect]:
@@ -410,7 +441,7 @@ class Shard:
     def _inventory(self) -> list[PageEvent]:
         # The chunks are sent one by one, and a purge that comes between them is none that these pages have survived.
         self._inventoried = self._orders.tombstones.all()
-        return [_event(page) for page in self._pool.ready()]
+        return [page.event() for page in self._pool.ready()]
 
     def _space(self, namespace: NamespaceId) -> Space:
         space = self._spaces.known(namespace)
@@ -429,10 +460,12 @@ class Shard:
             host=self._host,
             capacity_bytes=allocator.capacity_bytes,
             free_bytes=allocator.free_bytes,
-            pages=len(self._pool),
-            leases=len(self._leases) - (self._verifier.attempt is not None),  # nobody waits for what it reads itself
+            pages=self._pool.count(Tier.DEVICE),
+            # Nobody waits for what it reads and moves by itself.
+            leases=len(self._leases) - (self._verifier.attempt is not None) - len(self._mover.attempts),
             counters=tuple(self._counters.items()),
             draining=self._orders.draining,
+            below=self._pool.below(),
         )
 
 
@@ -441,7 +474,3 @@ _FAREWELLS = {
     Farewell.REPLACED: "a newer incarnation of this shard is known to the coordinator",
     Farewell.DRAINED: "this shard is drained",
 }
-
-
-def _event(page: Page) -> PageEvent:
-    return PageEvent(page.space, page.key, page.parent, page.depth, Tier.DEVICE, page.loss)

@@ -8,36 +8,69 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from kvcluster.core import limits
+from kvcluster.core import codecs, limits
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import CLUSTER, NamespaceId, Tenant
-from kvcluster.core.messages import NewPage, Written
+from kvcluster.core.messages import NewPage, Tier, Written
 from kvcluster.core.pool import Page, PagePool
 from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.withdrawal import Withdraw
 
 
 class Space:
-    """One namespace. `parts`: the (group, part) pairs that were ever reserved here, and the bytes of a page of each."""
+    """One namespace. `parts`: the (group, part) pairs that were ever reserved here, and the bytes of a raw page of
+    each."""
 
-    __slots__ = ("id", "parts", "spec", "tenant")
+    __slots__ = ("_coded", "id", "parts", "spec", "tenant")
 
     def __init__(self, space: NamespaceId, tenant: Tenant, spec: KVSpec) -> None:
         self.id = space
         self.tenant = tenant
         self.spec = spec
         self.parts: dict[tuple[int, Part], int] = {}
+        self._coded: dict[tuple[int, Part, Codec], int] = {}
 
-    def offer(self, pool: PagePool, new: NewPage) -> Page | Written:
-        """A page of this namespace to write, or what became of the wish for one (PagePool.offer)."""
+    def offer(self, pool: PagePool, new: NewPage, withdraw: Withdraw, codec: Codec = Codec.RAW) -> Page | Written:
+        """A page of this namespace to write, or what became of the wish for one: somebody has it or writes it, or there
+        is no room. One that has lost more gives way."""
+        taken = pool.taken(self.id, new)
+        if taken is not None:
+            return taken
         group, part = new.key.group, new.key.part
-        nbytes = self.page_bytes(group, part)
-        offer = pool.offer(self.id, new, nbytes)
-        if isinstance(offer, Page):
-            self.parts[group, part] = nbytes
-        return offer
+        tier = Tier.DEVICE if codec is Codec.RAW else Tier.HOST
+        nbytes = self.page_bytes(group, part, codec)
+        if tier not in pool.allocators:
+            return Written.FULL
+        worse = pool.on(tier, self.id, new.key)
+        if worse is not None:
+            if not pool.allocators[tier].room(nbytes):
+                return Written.FULL
+            withdraw(worse)
+        page = pool.reserve(
+            *(self.id, new.key, nbytes),
+            parent=new.parent,
+            depth=new.depth,
+            loss=max(new.loss, codec.loss),
+            tier=tier,
+            codec=codec,
+        )
+        if page is None:
+            return Written.FULL
+        self.parts.setdefault((group, part), self.page_bytes(group, part))
+        return page
 
-    def page_bytes(self, group: int, part: Part) -> int:
-        """Of a raw page. Asked for with every page that is to be written."""
-        return self.parts.get((group, part)) or self.spec.page_bytes(group, part)
+    def page_bytes(self, group: int, part: Part, codec: Codec = Codec.RAW) -> int:
+        """Of a page in that codec. Asked for with every page that is to be written."""
+        if codec is Codec.RAW:
+            return self.parts.get((group, part)) or self.spec.page_bytes(group, part)
+        nbytes = self._coded.get((group, part, codec))
+        if nbytes is None:
+            nbytes = self._coded[group, part, codec] = codecs.page_bytes(codec, self.spec, group, part)
+        return nbytes
+
+    def fitting(self, group: int, part: Part, codec: Codec) -> Codec:
+        """That codec, where it makes pages of this part any smaller."""
+        return codec if self.page_bytes(group, part, codec) < self.page_bytes(group, part) else Codec.RAW
 
 
 class Spaces:

@@ -73,7 +73,7 @@ class WaitingRoom:
         assert space is not None, "a reservation of a namespace that is not known"
         wanted: dict[int, int] = {}
         for new in m.pages:
-            if self._pool.get(m.namespace, new.key) is None:
+            if self._pool.taken(m.namespace, new) is None:
                 nbytes = space.page_bytes(new.key.group, new.key.part)
                 wanted[nbytes] = wanted.get(nbytes, 0) + 1
         allocator = self._pool.allocator

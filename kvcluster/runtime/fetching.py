@@ -88,7 +88,8 @@ class Fetcher:
         deadline = Deadline.after_ms(FETCH_S * 1e3)
         wants = tuple(PageWant(slot.key, 0, slot.key.part.layers) for slot in order.slots)
         attempt = self._next_attempt()
-        request = ReadRequest(order.namespace, attempt, order.source.epoch, wants)
+        accept = max(slot.loss for slot in order.slots)
+        request = ReadRequest(order.namespace, attempt, order.source.epoch, wants, accept)
         with closing(self._open(order.source)) as source, _Breaker(source.close) as breaker:
             self._current = breaker
             with self._host.on_revoke(order.attempt, breaker.break_off):

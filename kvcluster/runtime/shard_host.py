@@ -1,8 +1,9 @@
 """A shard's process without Ray: core, arena, driver, and a thread for each thing that takes its time.
 
-Effects end here: a report is sent by the reporter, pages are read again by the verifier and brought from other
-shards by the fetcher; a revoked lease stops whoever moves its bytes, and `Leave` ends the process. How the
-coordinator and other shards are reached comes in as functions, so that the same host runs over gRPC and within a test.
+Effects end here: a report is sent by the reporter, pages are read again by the verifier, moved between tiers by the
+mover and brought from other shards by the fetcher; a revoked lease stops whoever moves its bytes, and `Leave` ends the
+process. How the coordinator and other shards are reached comes in as functions, so that the same host runs over gRPC
+and within a test.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from kvcluster.config import Config
 from kvcluster.core.ids import Attempt, CallId, Epoch, ShardId
@@ -18,6 +20,7 @@ from kvcluster.core.messages import (
     Fetch,
     Inventory,
     Leave,
+    MovePages,
     Offers,
     PageSlot,
     Refused,
@@ -36,6 +39,7 @@ from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.shard import Shard
 from kvcluster.errors import KVClusterError
 from kvcluster.pages.arena import Arena
+from kvcluster.runtime import moving
 from kvcluster.runtime.driver import Driver
 from kvcluster.runtime.fetching import Fetcher, OpenSource
 from kvcluster.runtime.threads import JobThread
@@ -71,7 +75,7 @@ class ShardHost:
             address=address,
             host=host,
         )
-        self._arena = Arena(self.core.pool.allocator.capacity_bytes)
+        self._arena = Arena(self.core.pool.arena_bytes)
         self._tell = tell
         self._on_end = on_end
         self._report_ms = config.membership_ttl_ms
@@ -87,16 +91,21 @@ class ShardHost:
             on_failure=fail,
             name=shard,
         )
-        # The core has one report, one batch to verify and one fetch under way at a time.
+        # The core has one of each under way at a time.
         self._fetcher = Fetcher(self, open_source)
         self._reports = JobThread(self._report, name=f"{shard}-reporter", on_failure=fail)
         self._verifies = JobThread(self._verify, name=f"{shard}-verifier", on_failure=fail, niceness=NICENESS)
+        self._moves = JobThread(self._move, name=f"{shard}-mover", on_failure=fail, niceness=NICENESS)
         self._fetches = JobThread(self._fetcher.fetch, name=f"{shard}-fetcher", on_failure=fail)
+
+    @property
+    def _threads(self) -> list[JobThread[Any]]:
+        return [self._reports, self._verifies, self._moves, self._fetches]
 
     def start(self, offers: Offers | None = None) -> None:
         """`offers` are the transports that serve it beside gRPC, for whoever asks."""
         self.core.offers = offers or self.core.offers
-        for thread in (self._reports, self._verifies, self._fetches):
+        for thread in self._threads:
             thread.start()
         self._driver.start()
 
@@ -104,7 +113,7 @@ class ShardHost:
         """Ends what runs beside the driver and gives the arena back. The transports' servers are closed before."""
         self._driver.close()
         self._fetcher.close()
-        for thread in (self._reports, self._verifies, self._fetches):
+        for thread in self._threads:
             thread.close()
         self._arena.close()
 
@@ -158,6 +167,8 @@ class ShardHost:
                 stop()
         elif isinstance(effect, Verify):
             self._verifies.submit(effect)
+        elif isinstance(effect, MovePages):
+            self._moves.submit(effect)
         elif isinstance(effect, Fetch):
             self._fetches.submit(effect)
         elif isinstance(effect, Leave):
@@ -179,3 +190,6 @@ class ShardHost:
 
     def _verify(self, order: Verify) -> None:
         self._driver.tell(verify(order, self.view))
+
+    def _move(self, order: MovePages) -> None:
+        self._driver.tell(moving.move(order, self.view))

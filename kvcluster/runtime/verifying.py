@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import PageSlot, Verified, Verify
-from kvcluster.pages import checksum, codec
+from kvcluster.pages import checksum
 from kvcluster.transport.seam import Trouble
 
 NICENESS = 5
@@ -38,5 +38,5 @@ def matches(namespace: NamespaceId, slot: PageSlot, data: memoryview) -> bool:
     """Are these, layer by layer, the bytes that were committed in this slot?"""
     if len(slot.sums) != slot.key.part.layers * checksum.SUM_BYTES:
         return False
-    identity = checksum.identity(namespace, slot.key, codec.RAW)
+    identity = checksum.identity(namespace, slot.key, slot.codec)
     return checksum.first_mismatch(identity, 0, checksum.unpack_sums(slot.sums), data) is None

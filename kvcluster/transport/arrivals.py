@@ -12,20 +12,21 @@ from kvcluster.core import limits
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import PageKey, PageSlot
 from kvcluster.errors import ProtocolError
-from kvcluster.pages import checksum, codec
+from kvcluster.pages import checksum
 from kvcluster.transport.seam import Payload
 
 
 class _Page:
     """One page that arrives: where, and how far it is."""
 
-    __slots__ = ("identity", "layer_bytes", "layers", "place", "sums", "wrong")
+    __slots__ = ("codec", "identity", "layer_bytes", "layers", "place", "sums", "wrong")
 
     def __init__(self, namespace: NamespaceId, slot: PageSlot, place: memoryview) -> None:
         self.place = place
         self.layers = slot.key.part.layers
         self.layer_bytes = slot.nbytes // self.layers
-        self.identity = checksum.identity(namespace, slot.key, codec.RAW)
+        self.codec = slot.codec
+        self.identity = checksum.identity(namespace, slot.key, slot.codec)
         self.sums: list[int] = []  # of the layers that came, as their sender made them
         self.wrong = False
 
@@ -50,8 +51,8 @@ class Arrivals:
     def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
         """Takes layers into their page. Raises ProtocolError for what was not to be sent."""
         page = self._pages.get(item) or self._page(item)
-        if codec_id != codec.RAW:
-            raise ProtocolError(f"page {item} came in codec {codec_id:#06x}, for which no room was reserved")
+        if codec_id != page.codec:
+            return  # it has changed its tier meanwhile, and no room was reserved for what it is now: it does not come
         stop, layer_bytes = layer + len(sums), page.layer_bytes
         if layer != len(page.sums) or stop > page.layers or data.nbytes != len(sums) * layer_bytes:
             raise ProtocolError(f"page {item} has {page.layers} layers of {layer_bytes} bytes; other bytes came")

@@ -128,9 +128,14 @@ def borrow(control: Control, request: ReadRequest, deadline: Deadline, *, end: C
     """Asks for the pages and verifies them. `end` ends the exchange of `control` that this begins. Raises as a load."""
     outcome, places = control.ask_to_read(request, deadline)
     views: list[memoryview | None] = [None] * len(outcome)
-    for item, (offset, layer_bytes, sums) in places.items():
+    for item, (offset, layer_bytes, sums, codec_id) in places.items():
         deadline.check()
         control.renew(deadline)
+        if codec_id != codec.RAW:
+            outcome[item] = Miss(
+                MissReason.LOSSY, "it lies there encoded, and what is borrowed is not decoded: load it"
+            )
+            continue
         want = request.wants[item]
         view = control.arena.view(offset + want.layer_start * layer_bytes, len(sums) * layer_bytes)
         identity = checksum.identity(request.namespace, want.key, codec.RAW)

@@ -155,7 +155,7 @@ class Choice:
     def _whole(self, request: ReadRequest, record: Record, deadline: Deadline) -> memoryview:
         """A record that has broken, as it is over the next path; the time to copy it once is all that it costs."""
         held = Held(record.nbytes)
-        again = ReadRequest(request.namespace, self._next_attempt(), request.epoch, (record.want,))
+        again = ReadRequest(request.namespace, self._next_attempt(), request.epoch, (record.want,), request.accept)
         try:
             (miss,) = to_its_end(self.read(again, held, deadline))
         except RefusedByShard as refused:

@@ -184,7 +184,7 @@ class ReadSession(_Session):
     def __enter__(self) -> ReadSession:
         r = self._request
         keys = tuple(want.key for want in self._wants)
-        answer = self._begin(lambda call: Pin(call, self._tenant, r.namespace, r.attempt, r.epoch, keys))
+        answer = self._begin(lambda call: Pin(call, self._tenant, r.namespace, r.attempt, r.epoch, keys, r.accept))
         assert isinstance(answer, PinGrant)
         self._pages = answer.pages
         self.granted = {item: page for item, page in enumerate(self._pages) if isinstance(page, PageSlot)}
@@ -216,7 +216,7 @@ class ReadSession(_Session):
                 yield batch
                 batch, room = [], limits.FRAME_BYTES
             data = self._host.view(slot)[layer * layer_bytes : (layer + count) * layer_bytes]
-            batch.append(Record(item, layer, codec.RAW, sums[item][layer : layer + count], data))
+            batch.append(Record(item, layer, slot.codec, sums[item][layer : layer + count], data))
             room -= count * layer_bytes
         if batch:
             self._renew()
@@ -286,6 +286,8 @@ class WriteSession(_Session):
 
     def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
         """Takes layers into their page, as a PageSink. Raises ProtocolError for what was not asked for."""
+        if codec_id != codec.RAW:
+            raise ProtocolError(f"page {item} came in codec {codec_id:#06x}; what is stored is raw")
         self._arrivals.receive(item, layer, codec_id, sums, data)
 
     def written(self, item: int, sums: Sequence[int]) -> None:

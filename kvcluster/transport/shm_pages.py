@@ -18,7 +18,6 @@ from kvcluster.core import limits
 from kvcluster.core.messages import ReadRequest, WriteRequest, Written
 from kvcluster.core.reasons import Miss
 from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
-from kvcluster.pages import codec
 from kvcluster.transport import processors
 from kvcluster.transport.borrowed import Borrowed, borrow
 from kvcluster.transport.connections import Connections
@@ -125,7 +124,7 @@ def _pieces(
     piece = 0
     layer_bytes_of = {item: place.layer_bytes for item, place in places.items()}
     for item, layer, count in in_order_of_use(request.wants, layer_bytes_of):
-        offset, layer_bytes, sums = places[item]
+        offset, layer_bytes, sums, codec = places[item]
         nbytes = count * layer_bytes
         if piece and piece + nbytes > limits.FRAME_BYTES:
             yield
@@ -134,7 +133,7 @@ def _pieces(
         control.renew(deadline)
         first = layer - request.wants[item].layer_start
         data = control.arena.view(offset + layer * layer_bytes, nbytes)
-        sink.receive(item, layer, codec.RAW, sums[first : first + count], Present(data))
+        sink.receive(item, layer, codec, sums[first : first + count], Present(data))
         piece += nbytes
     if piece:
         yield

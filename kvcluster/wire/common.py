@@ -19,6 +19,7 @@ from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from google.protobuf.message import DecodeError, Message
 
 from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
     PROTOCOL_VERSION,
@@ -169,6 +170,7 @@ class EnumCodec(Generic[E, P]):
 
 LOSS: EnumCodec[Loss, pb.Loss] = EnumCodec(Loss, pb.Loss, "LOSS_")
 TIER: EnumCodec[Tier, pb.Tier] = EnumCodec(Tier, pb.Tier, "TIER_")
+_CODECS = {int(codec): codec for codec in Codec}
 _REASON: EnumCodec[MissReason, pb.MissReason] = EnumCodec(MissReason, pb.MissReason, "MISS_REASON_")
 _REFUSED: EnumCodec[RefusedKind, pb.RefusedKind] = EnumCodec(RefusedKind, pb.RefusedKind, "REFUSED_KIND_")
 
@@ -255,6 +257,19 @@ def decode_parts(flat: Collection[int], most: int = limits.PARTS_PER_BLOCK) -> l
             raise LimitError(f"group {group}; a spec may use {limits.PARTS_PER_BLOCK}")
         parts.append((group, part))
     return parts
+
+
+def decode_codec(number: int) -> Codec:
+    """A codec that is known here."""
+    codec = _CODECS.get(number)
+    if codec is None:
+        raise ProtocolError(f"codec {number >> 8} version {number & 0xFF} is not known here: upgrade this side")
+    return codec
+
+
+def decode_codecs(values: Sequence[int]) -> list[Codec]:
+    """As `decode_codec`, of many."""
+    return [_CODECS.get(value) or decode_codec(value) for value in values]
 
 
 def encode_need(need: Need) -> pb.Need:

@@ -46,7 +46,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ProtocolError
-from kvcluster.wire import common, reports
+from kvcluster.wire import common, orders, reports
 from kvcluster.wire.common import EnumCodec, Interned, agree, at_most, pick, quantity, reference, text
 from kvcluster.wire.v1 import common_pb2
 from kvcluster.wire.v1 import coordinator_pb2 as pb
@@ -283,7 +283,7 @@ def encode_reply(reply: Reply) -> bytes:
         case Status():
             m = pb.CoordinatorReply(status=_encode_status(reply))
         case ReportAck():
-            m = pb.CoordinatorReply(report_ack=reports.encode_ack(reply))
+            m = pb.CoordinatorReply(report_ack=orders.encode_ack(reply))
         case _:
             raise AssertionError(f"{type(reply).__name__} is no answer of a coordinator")
     return m.SerializeToString()
@@ -309,7 +309,7 @@ _REPLIES: dict[str | None, Callable[[pb.CoordinatorReply], Reply]] = {
     "pinned": lambda m: Pinned(at_most(m.pinned.blocks, limits.BLOCKS_PER_CALL, "pinned blocks")),
     "purged": lambda m: Purged(quantity(m.purged.blocks, "purged blocks")),
     "status": lambda m: _decode_status(m.status),
-    "report_ack": lambda m: reports.decode_ack(m.report_ack),
+    "report_ack": lambda m: orders.decode_ack(m.report_ack),
 }
 
 

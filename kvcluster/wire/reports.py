@@ -1,7 +1,7 @@
-"""What shards tell the coordinator, and what it answers: reports, inventories, orders.
+"""What shards tell the coordinator: reports and inventories. What it answers is in orders.py.
 
 Thousands of events travel in a message, so they are parallel lists: a kind for each; hash, namespace and part for
-each that speaks of a page; parent, depth, tier and loss for each page that became readable. Their order is kept,
+each that speaks of a page; parent, depth, tier, loss and codec for each page that became readable. Their order is kept,
 for a page may come and go within one message.
 """
 
@@ -13,27 +13,23 @@ from typing import cast
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, CallId, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
-    EvictOrder,
-    Farewell,
     GoneEvent,
     Inventory,
     PageEvent,
     PageKey,
-    PullOrder,
     PurgedEvent,
     Report,
-    ReportAck,
     ShardInfo,
     StreamEvent,
+    Tier,
+    TierUse,
     Tombstone,
 )
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import ProtocolError
-from kvcluster.wire import common, pages
-from kvcluster.wire.common import EnumCodec, Interned, agree, at_most, numbers, pick, quantity, reference, text
+from kvcluster.wire import common
+from kvcluster.wire.common import Interned, agree, at_most, numbers, pick, quantity, reference, text
 from kvcluster.wire.v1 import coordinator_pb2 as pb
-
-FAREWELL: EnumCodec[Farewell, pb.Farewell] = EnumCodec(Farewell, pb.Farewell, "FAREWELL_")
 
 COUNTERS = 256
 """Names of counters that one process keeps; there are some twenty."""
@@ -52,6 +48,7 @@ def encode_report(report: Report) -> bytes:
         pressure_bytes=report.pressure_bytes,
         order=report.order,
         pulled=report.pulled,
+        moved=report.moved,
     ).SerializeToString()
 
 
@@ -68,6 +65,7 @@ def decode_report(data: bytes, call: CallId, tenant: Tenant) -> Report:
         pressure_bytes=quantity(m.pressure_bytes, "bytes wanted"),
         order=quantity(m.order, "as an order's number"),
         pulled=quantity(m.pulled, "as an order's number"),
+        moved=quantity(m.moved, "as an order's number"),
     )
 
 
@@ -115,6 +113,7 @@ def _encode_events(events: Iterable[StreamEvent]) -> pb.Events:
     namespace_of: list[int] = []
     part_of: list[int] = []
     ready: list[PageEvent] = []
+    gone: list[GoneEvent] = []
     purges: list[int] = []
     for event in events:
         if isinstance(event, PurgedEvent):
@@ -130,6 +129,7 @@ def _encode_events(events: Iterable[StreamEvent]) -> pb.Events:
             ready.append(event)
         else:
             kinds.append(pb.EVENT_KIND_CORRUPT if event.corrupt else pb.EVENT_KIND_GONE)
+            gone.append(event)
     return pb.Events(
         namespaces=b"".join(namespaces),
         parts=common.encode_parts(parts),
@@ -142,15 +142,23 @@ def _encode_events(events: Iterable[StreamEvent]) -> pb.Events:
         tiers=[common.TIER.encode[page.tier] for page in ready],
         losses=[common.LOSS.encode[page.loss] for page in ready],
         purges=purges,
+        codecs=[page.codec for page in ready],
+        gone_tiers=[common.TIER.encode[page.tier] for page in gone],
     )
 
 
 def _decode_events(m: pb.Events, most: int) -> tuple[StreamEvent, ...]:
     kinds = numbers(m.kinds, most, "events in a message")
+    unknown = next((kind for kind in kinds if not pb.EVENT_KIND_PAGE <= kind <= pb.EVENT_KIND_PURGED), None)
+    if unknown is not None:
+        raise ProtocolError(f"event kind {unknown} is not known here; a newer kvcluster sent it: upgrade this side")
     hashes = common.decode_hashes(m.hashes, most, "events in a message")
     parents = common.decode_hashes(m.parents, most, "parents in a message")
     agree("events", [kind for kind in kinds if kind != pb.EVENT_KIND_PURGED], hashes, m.namespace_of, m.part_of)
-    agree("pages", [kind for kind in kinds if kind == pb.EVENT_KIND_PAGE], parents, m.depths, m.tiers, m.losses)
+    ready_kinds = [kind for kind in kinds if kind == pb.EVENT_KIND_PAGE]
+    agree("pages", ready_kinds, parents, m.depths, m.tiers, m.losses, m.codecs)
+    gone_kinds = [kind for kind in kinds if kind in (pb.EVENT_KIND_GONE, pb.EVENT_KIND_CORRUPT)]
+    agree("pages that are gone", gone_kinds, m.gone_tiers)
     agree("purges", [kind for kind in kinds if kind == pb.EVENT_KIND_PURGED], m.purges)
     namespaces = pick(common.decode_namespaces(m.namespaces, most), m.namespace_of, "a namespace")
     parts = pick(common.decode_parts(m.parts, most), m.part_of, "a part")
@@ -158,7 +166,8 @@ def _decode_events(m: pb.Events, most: int) -> tuple[StreamEvent, ...]:
     losses = common.LOSS.decode_all(m.losses)
     at_most(max(m.depths, default=0), limits.TOKENS_PER_SEQUENCE, "as a depth")
     keys = map(_event_key, namespaces, hashes, parts)
-    ready = zip(parents, m.depths, tiers, losses, strict=True)
+    ready = zip(parents, m.depths, tiers, losses, common.decode_codecs(m.codecs), strict=True)
+    gone_tiers = iter(common.TIER.decode_all(m.gone_tiers))
     purges = iter(m.purges)
     # Each list has been counted against the kinds, so none runs out.
     events: list[StreamEvent] = []
@@ -166,12 +175,10 @@ def _decode_events(m: pb.Events, most: int) -> tuple[StreamEvent, ...]:
         if kind == pb.EVENT_KIND_PAGE:
             namespace, key = next(keys)
             events.append(PageEvent(namespace, key, *next(ready)))
-        elif kind in (pb.EVENT_KIND_GONE, pb.EVENT_KIND_CORRUPT):
-            events.append(GoneEvent(*next(keys), kind == pb.EVENT_KIND_CORRUPT))
         elif kind == pb.EVENT_KIND_PURGED:
             events.append(PurgedEvent(_stone_number(next(purges))))
         else:
-            raise ProtocolError(f"event kind {kind} is not known here; a newer kvcluster sent it: upgrade this side")
+            events.append(GoneEvent(*next(keys), kind == pb.EVENT_KIND_CORRUPT, next(gone_tiers)))
     return tuple(events)
 
 
@@ -250,6 +257,10 @@ def encode_info(info: ShardInfo) -> pb.ShardInfo:
         leases=info.leases,
         counters=encode_counters(info.counters),
         draining=info.draining,
+        below=[common.TIER.encode[use.tier] for use in info.below],
+        below_capacity_bytes=[use.capacity_bytes for use in info.below],
+        below_free_bytes=[use.free_bytes for use in info.below],
+        below_pages=[use.pages for use in info.below],
     )
 
 
@@ -266,7 +277,19 @@ def decode_info(m: pb.ShardInfo) -> ShardInfo:
         leases=quantity(m.leases, "leases"),
         counters=decode_counters(m.counters),
         draining=m.draining,
+        below=_decode_below(m),
     )
+
+
+def _decode_below(m: pb.ShardInfo) -> tuple[TierUse, ...]:
+    agree("tiers", m.below, m.below_capacity_bytes, m.below_free_bytes, m.below_pages)
+    tiers = common.TIER.decode_all(m.below)
+    if any(lower <= upper for upper, lower in zip([Tier.DEVICE, *tiers], tiers, strict=False)):
+        raise ProtocolError("the tiers below the device tier are to be told once each, the fastest first")
+    capacities = [quantity(value, "bytes of capacity") for value in m.below_capacity_bytes]
+    free = [quantity(value, "free bytes") for value in m.below_free_bytes]
+    counts = [quantity(value, "pages") for value in m.below_pages]
+    return tuple(map(TierUse, tiers, capacities, free, counts))
 
 
 def encode_counters(counters: tuple[tuple[str, int], ...]) -> pb.Counters:
@@ -278,69 +301,3 @@ def decode_counters(m: pb.Counters) -> tuple[tuple[str, int], ...]:
     """The inverse."""
     at_most(agree("counters", m.names, m.values), COUNTERS, "counters")
     return tuple(zip([text(name, "a counter's name") for name in m.names], m.values, strict=True))
-
-
-def encode_ack(ack: ReportAck) -> pb.ReportAck:
-    """The answer to a report."""
-    return pb.ReportAck(
-        epoch=ack.epoch,
-        acked=ack.acked,
-        inventory=ack.inventory,
-        order=None if ack.order is None else _encode_order(ack.order),
-        pull=None if ack.pull is None else _encode_pull(ack.pull),
-        tombstones=encode_tombstones(ack.tombstones),
-        drain=ack.drain,
-        leave=pb.FAREWELL_UNSPECIFIED if ack.leave is None else FAREWELL.encode[ack.leave],
-    )
-
-
-def decode_ack(m: pb.ReportAck) -> ReportAck:
-    """The inverse."""
-    return ReportAck(
-        epoch=common.epoch(m.epoch),
-        acked=quantity(m.acked, "as a stream number"),
-        inventory=m.inventory,
-        order=_decode_order(m.order) if m.HasField("order") else None,
-        pull=_decode_pull(m.pull) if m.HasField("pull") else None,
-        tombstones=decode_tombstones(m.tombstones),
-        drain=m.drain,
-        leave=None if m.leave == pb.FAREWELL_UNSPECIFIED else FAREWELL.decode(m.leave),
-    )
-
-
-def _encode_order(order: EvictOrder) -> pb.EvictOrder:
-    namespaces: Interned[NamespaceId] = Interned()
-    return pb.EvictOrder(
-        number=order.number,
-        namespace_of=[namespaces[namespace] for namespace, _ in order.blocks],
-        hashes=b"".join([block for _, block in order.blocks]),
-        namespaces=b"".join(namespaces),
-    )
-
-
-def _decode_order(m: pb.EvictOrder) -> EvictOrder:
-    hashes = common.decode_hashes(m.hashes, limits.EVICTIONS_PER_ORDER, "blocks in an order")
-    agree("an order", hashes, m.namespace_of)
-    namespaces = common.decode_namespaces(m.namespaces, limits.EVICTIONS_PER_ORDER)
-    owners = pick(namespaces, m.namespace_of, "a namespace")
-    return EvictOrder(quantity(m.number, "as an order's number"), tuple(zip(owners, hashes, strict=True)))
-
-
-def _encode_pull(pull: PullOrder) -> pb.PullOrder:
-    return pb.PullOrder(
-        number=pull.number,
-        source=common.encode_address(pull.source),
-        tenant=pull.tenant,
-        spec=common.encode_spec(pull.spec),
-        pages=pages.encode_new_pages(pull.pages),
-    )
-
-
-def _decode_pull(m: pb.PullOrder) -> PullOrder:
-    return PullOrder(
-        number=quantity(m.number, "as an order's number"),
-        source=common.decode_address(m.source),
-        tenant=Tenant(text(m.tenant, "a tenant's name")),
-        spec=common.decode_spec(m.spec),
-        pages=pages.decode_new_pages(m.pages, limits.PULL_PAGES, "pages in an order"),
-    )

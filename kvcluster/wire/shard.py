@@ -154,6 +154,7 @@ def encode_read_request(request: ReadRequest) -> bytes:
         keys=pages.encode_keys([want.key for want in wants]),
         layer_starts=[want.layer_start for want in wants],
         layer_stops=[want.layer_stop for want in wants],
+        accept=common.LOSS.encode[request.accept],
     ).SerializeToString()
 
 
@@ -169,7 +170,9 @@ def decode_read_request(data: bytes) -> ReadRequest:
                 f"layers {want.layer_start}:{want.layer_stop} were asked for of a page that has {want.key.part.layers}"
             )
     return ReadRequest(
-        common.decode_namespace(m.namespace), common.decode_attempt(m.holder, m.attempt), common.epoch(m.epoch), wants
+        *(common.decode_namespace(m.namespace), common.decode_attempt(m.holder, m.attempt), common.epoch(m.epoch)),
+        wants,
+        common.LOSS.decode(m.accept),
     )
 
 

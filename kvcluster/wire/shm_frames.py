@@ -4,7 +4,7 @@ A grant names thousands of pages, so it is arrays: little-endian, one entry a pa
 
     WELCOME   arena bytes u64, ns that a lease runs u64; the descriptor of the arena comes with it
     GRANT     bytes of the head u32, the head (ReadHead or WriteHead), offsets u64[], page bytes u64[];
-              after a READ, the checksums u64[] of the layers that each page was asked for
+              after a READ, the codecs u64[], and the checksums u64[] of the layers that each page was asked for
     WRITTEN   the processor that the writer runs on u16, its complement u16, so that no bit here turns unnoticed;
               pages u32, their places among the pages of the request u32[], the checksums u64[] of all their layers
     RENEW     u8, 1 where an answer is wanted: RENEW, u8 1
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, Written
 from kvcluster.core.reasons import Miss
 from kvcluster.errors import LimitError, ProtocolError
@@ -32,6 +33,7 @@ _WELCOME = struct.Struct("<QQ")
 _COUNT = struct.Struct("<I")
 _PROGRESS = struct.Struct("<HHI")
 _SUM_BYTES = 8
+_CODEC_BYTES = 8
 _PAGE_BYTES = 16
 
 NO_PROCESSOR = 2**16 - 1
@@ -45,11 +47,13 @@ class Welcome(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a page lies in the arena, how many bytes each of its layers has, and the sums of those asked for."""
+    """Where a page lies in the arena, how many bytes each of its layers has, and, of what is to be read, its codec and
+    the sums of the layers asked for."""
 
     offset: int
     layer_bytes: int
-    sums: tuple[int, ...]
+    sums: tuple[int, ...] = ()
+    codec: int = Codec.RAW
 
 
 def encode_welcome(welcome: Welcome) -> bytes:
@@ -77,7 +81,8 @@ def encode_read_grant(
         for item, want in enumerate(wants)
         if item in granted
     ]
-    return _grant(shard.encode_read_head(outcome), granted.values(), sums)
+    codecs = struct.pack(f"<{len(granted)}Q", *[slot.codec for slot in granted.values()])
+    return _grant(shard.encode_read_head(outcome), granted.values(), [codecs, *sums])
 
 
 def decode_read_grant(
@@ -89,11 +94,12 @@ def decode_read_grant(
     items = [item for item, miss in enumerate(outcome) if miss is None]
     ranges = [wants[item].layer_stop - wants[item].layer_start for item in items]
     spots, at = _spots(body, at, [wants[item].key for item in items], arena_bytes)
-    _check_end(body, at + _SUM_BYTES * sum(ranges))
-    sums = struct.unpack_from(f"<{sum(ranges)}Q", body, at)
+    _check_end(body, at + _CODEC_BYTES * len(items) + _SUM_BYTES * sum(ranges))
+    codecs = struct.unpack_from(f"<{len(items)}Q", body, at)
+    sums = struct.unpack_from(f"<{sum(ranges)}Q", body, at + _CODEC_BYTES * len(items))
     places, first = {}, 0
-    for item, layers, (offset, layer_bytes) in zip(items, ranges, spots, strict=True):
-        places[item] = Place(offset, layer_bytes, sums[first : first + layers])
+    for item, layers, (offset, layer_bytes), codec in zip(items, ranges, spots, codecs, strict=True):
+        places[item] = Place(offset, layer_bytes, sums[first : first + layers], codec)
         first += layers
     return outcome, places
 
@@ -112,7 +118,7 @@ def decode_write_grant(
     items = [item for item, fate in enumerate(outcome) if fate is None]
     spots, at = _spots(body, at, [pages[item].key for item in items], arena_bytes)
     _check_end(body, at)
-    return outcome, {item: Place(*spot, ()) for item, spot in zip(items, spots, strict=True)}
+    return outcome, {item: Place(*spot) for item, spot in zip(items, spots, strict=True)}
 
 
 def _grant(head: bytes, slots: Iterable[PageSlot], sums: Iterable[bytes]) -> bytes:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcluster.core import copies as module
+from kvcluster.core.codecs import Codec
 from kvcluster.core.copies import Copies, Copy, CopyBook, Served
 from kvcluster.core.messages import Need, Source, Tier
 from kvcluster.core.reasons import Loss, Miss, MissReason
@@ -98,7 +99,7 @@ def why_not(part: Part, here: list[Copy], entries: list[Copy], alive: list[int])
     if covered(part, [c.part for c in entries]):
         return Miss(MissReason.SHARD_LOST)
     touching = sorted(
-        (c.loss, -len(cells(c.part) & cells(part)), c.slot, c.part) for c in here if c.part.intersect(part)
+        (c.tier, c.loss, -len(cells(c.part) & cells(part)), c.slot, c.part) for c in here if c.part.intersect(part)
     )
     held_parts = ", ".join(str(entry[-1]) for entry in touching) or "nothing"
     return Miss(MissReason.PART, f"group {here[0].group if here else 0}: asked for {part}; held: {held_parts}")
@@ -106,7 +107,8 @@ def why_not(part: Part, here: list[Copy], entries: list[Copy], alive: list[int])
 
 @given(
     entries=st.lists(
-        st.builds(Copy, st.integers(1, 4), st.just(0), parts(), st.just(Tier.DEVICE), st.sampled_from(Loss)), max_size=7
+        st.builds(Copy, st.integers(1, 4), st.just(0), parts(), st.sampled_from(Tier), st.sampled_from(Loss)),
+        max_size=7,
     ),
     dead=st.lists(st.integers(1, 4), max_size=2),
     part=parts(),
@@ -262,13 +264,14 @@ COPIES = st.builds(
     st.integers(1, 6),
     st.integers(0, 1),
     st.sampled_from([WHOLE, HEADS_0, HEADS_1]),
-    st.just(Tier.DEVICE),
+    st.sampled_from(Tier),
     st.sampled_from(Loss),
+    st.sampled_from(Codec),
 )
 
 
 class SetsAgainstDicts(RuleBasedStateMachine):
-    """The model of a set: (slot, group, part) -> the copy there. Some sets are kept and grown further."""
+    """The model of a set: (slot, group, part, tier) -> the copy there. Some sets are kept and grown further."""
 
     @initialize(interned=st.sampled_from([2, module.INTERNED]))
     def begin(self, interned: int) -> None:
@@ -276,7 +279,7 @@ class SetsAgainstDicts(RuleBasedStateMachine):
         self.patch.setattr(module, "INTERNED", interned)
         self.book = book_of(6)
         self.dead: list[int] = []
-        self.sets: list[tuple[Copies, dict[tuple[int, int, Part], Copy]]] = [(self.book.none, {})]
+        self.sets: list[tuple[Copies, dict[tuple[int, int, Part, Tier], Copy]]] = [(self.book.none, {})]
 
     def teardown(self) -> None:
         self.patch.undo()
@@ -284,12 +287,12 @@ class SetsAgainstDicts(RuleBasedStateMachine):
     @rule(data=st.data(), new=COPIES)
     def add(self, data: st.DataObject, new: Copy) -> None:
         old, model = data.draw(st.sampled_from(self.sets))
-        self.sets.append((self.book.add(old, new), {**model, new[:3]: new}))
+        self.sets.append((self.book.add(old, new), {**model, new[:4]: new}))
 
     @rule(data=st.data(), other=COPIES)
     def remove(self, data: st.DataObject, other: Copy) -> None:
         old, model = data.draw(st.sampled_from(self.sets))
-        name = data.draw(st.sampled_from([*model, other[:3]]))
+        name = data.draw(st.sampled_from([*model, other[:4]]))
         less = self.book.remove(old, *name)
         self.sets.append((less, {n: c for n, c in model.items() if n != name}))
 
@@ -321,7 +324,11 @@ class SetsAgainstDicts(RuleBasedStateMachine):
     def the_newest_set_is_what_the_model_says_and_no_older_one_changed(self) -> None:
         for some, model in (self.sets[-1], self.sets[len(self.sets) // 2], self.sets[0]):
             assert list(some.entries) == sorted(model.values())
-            assert all(some.on(slot) == any(c.slot == slot for c in model.values()) for slot in range(1, 7))
+            held = list(model.values())
+            for slot in range(1, 7):
+                assert some.on(slot) == any(c.slot == slot for c in held)
+                assert all(some.on(slot, tier) == any((c.slot, c.tier) == (slot, tier) for c in held) for tier in Tier)
+                assert some.holds(slot, 0, WHOLE) == any(c[:3] == (slot, 0, WHOLE) for c in held)
 
     @invariant()
     def equal_sets_are_one_object_while_they_are_remembered(self) -> None:
@@ -338,18 +345,28 @@ def test_a_part_stored_again_with_less_loss_replaces_the_copy_that_was_there() -
     assert copies.entries == (copy(1),)
 
 
+def test_twins_in_two_tiers_are_two_copies_of_which_the_upper_one_serves() -> None:
+    book = book_of(1)
+    twin = copy(1, loss=Loss.Q8)._replace(tier=Tier.HOST, codec=Codec.Q8)
+    copies = held(book, twin, copy(1, loss=Loss.Q8))
+    [source] = book.serve(copies, Need((WHOLE,), Loss.Q8)).plan[0] or ()
+    assert (len(copies.entries), source.tier) == (2, Tier.DEVICE)
+    [source] = book.serve(book.remove(copies, 1, 0, WHOLE, Tier.DEVICE), Need((WHOLE,), Loss.Q8)).plan[0] or ()
+    assert source.tier is Tier.HOST
+
+
 def test_removing_what_is_not_there_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "INTERNED", 0)
     book = book_of(2)
     copies = held(book, copy(1))
-    assert book.remove(copies, 2, 0, WHOLE) is copies
+    assert book.remove(copies, 2, 0, WHOLE, Tier.DEVICE) is copies
     assert book.remaining(copies) is copies
 
 
 def test_blocks_that_lie_alike_share_one_set_whatever_the_order_of_events() -> None:
     book = book_of(2)
     assert held(book, copy(1), copy(2)) is held(book, copy(2), copy(1))
-    assert book.remove(held(book, copy(1), copy(2)), 2, 0, WHOLE) is held(book, copy(1))
+    assert book.remove(held(book, copy(1), copy(2)), 2, 0, WHOLE, Tier.DEVICE) is held(book, copy(1))
 
 
 def test_sets_that_name_lost_shards_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +376,7 @@ def test_sets_that_name_lost_shards_are_not_kept_for_ever(monkeypatch: pytest.Mo
     before = sets_in_memory()
     for number in range(2, 202):
         slot = book.open_slot(address(number))
-        book.remove(book.add(kept, copy(slot)), slot, 0, WHOLE)
+        book.remove(book.add(kept, copy(slot)), slot, 0, WHOLE, Tier.DEVICE)
         book.kill_slot(slot)
     assert sets_in_memory() - before < 20
 

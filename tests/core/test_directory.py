@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcluster.core import limits
+from kvcluster.core import codecs, limits
+from kvcluster.core.codecs import Codec
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory, Space
 from kvcluster.core.ids import HASH_BYTES, NamespaceId, Tenant
@@ -122,11 +123,11 @@ def test_page_bytes_are_those_of_the_spec_also_when_more_parts_are_asked_for_tha
     expected = [what.page_bytes(group, part) for group, part in wanted]
     asked: list[tuple[int, Part]] = []
 
-    def page_bytes(_: KVSpec, group: int, part: Part) -> int:
+    def page_bytes(_codec: Codec, _spec: KVSpec, group: int, part: Part) -> int:
         asked.append((group, part))
         return expected[wanted.index((group, part))]
 
-    monkeypatch.setattr(KVSpec, "page_bytes", page_bytes)
+    monkeypatch.setattr(codecs, "page_bytes", page_bytes)
     for _ in range(2):
         assert [space.page_bytes(group, part) for group, part in wanted for _ in range(2)] == [
             nbytes for nbytes in expected for _ in range(2)

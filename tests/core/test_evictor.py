@@ -13,6 +13,7 @@ from kvcluster.core.index import BlockRecord
 from kvcluster.core.messages import (
     Decision,
     StoreRun,
+    Tier,
 )
 from kvcluster.core.reasons import Miss, MissReason
 from tests.core.lone_coordinator import (
@@ -251,7 +252,7 @@ def test_a_queue_forgets_what_went_without_an_order(monkeypatch: pytest.MonkeyPa
     voice.report(*(gone(block, corrupt=True) for block in later))
     assert ordered(voice.report(pressure=PAGE)) == [A]
     [member] = coordinator.core.members.all()
-    assert len(member.cold) == 0
+    assert len(member.cold[Tier.DEVICE]) == 0
 
 
 # ------------------------------------------------------------------------------------------------- pins

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.ids import HASH_BYTES, BlockHash
 from kvcluster.core.index import Found, PrefixIndex
-from kvcluster.core.messages import Need, Plan, Run
+from kvcluster.core.messages import Need, Plan, Run, Tier
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import LAST, PREFIX, Part, Reuse, window
 from tests.core.build import SPACE, WHOLE, address, block, chain, page, parent
@@ -20,8 +20,8 @@ from tests.core.oracle import covered, longest_boundary
 HEADS_0, HEADS_1 = Part(0, 2, 0, 1), Part(0, 2, 1, 2)
 REUSES = st.one_of(st.just(PREFIX), st.just(LAST), st.builds(window, st.integers(1, 14)))
 
-Lies = tuple[int, int, Part]
-"""A slot, a group and a part: what one page of a block is known by."""
+Lies = tuple[int, int, Part, Tier]
+"""A slot, a group, a part and a tier: what one page of a block is known by."""
 
 Model = Mapping[int, Mapping[Lies, Loss]]
 """What the index was told: block number -> page -> its loss."""
@@ -60,7 +60,7 @@ def assert_found_rightly(
     def has(number: int, group: int) -> bool:
         part = need.parts[group]
         pages = model.get(number, {}).items()
-        live = [p for (slot, g, p), loss in pages if g == group and slot in alive and loss <= need.accept]
+        live = [p for (slot, g, p, _), loss in pages if g == group and slot in alive and loss <= need.accept]
         return part is not None and covered(part, live)
 
     assert found.blocks == longest_boundary(asked, tokens, reuses, needed, has)
@@ -73,11 +73,11 @@ def assert_found_rightly(
             part = need.parts[group]
             for source in sources or ():
                 slot = next(slot for slot in alive if address(slot) == source.shard)
-                assert model[number][slot, group, source.part] == source.loss <= need.accept
+                assert model[number][slot, group, source.part, source.tier] == source.loss <= need.accept
             assert sources is None or (part is not None and covered(part, [source.part for source in sources]))
     at_the_boundary = model.get(found.blocks) if found.blocks < asked else None
     assert (found.miss is None) == (at_the_boundary is None)
-    if at_the_boundary is not None and not any(slot in alive for slot, _, _ in at_the_boundary):
+    if at_the_boundary is not None and not any(slot in alive for slot, _, _, _ in at_the_boundary):
         assert found.miss == Miss(MissReason.SHARD_LOST)
 
 
@@ -112,7 +112,8 @@ def worlds(draw: st.DrawFn) -> World:
     for _ in range(draw(st.integers(0, 10))):
         how = draw(st.sampled_from([LIES[:3], LIES, LIES[-1:]]))
         lies = [draw(st.sampled_from(how)) for _ in reuses]
-        blocks.append({(slot, g, part): loss for g, pages in enumerate(lies) for slot, part, loss in pages})
+        tier = draw(st.sampled_from(Tier))
+        blocks.append({(slot, g, part, tier): loss for g, pages in enumerate(lies) for slot, part, loss in pages})
     wanted = st.lists(st.sampled_from([WHOLE, WHOLE, HEADS_0, None]), min_size=len(reuses), max_size=len(reuses))
     parts = draw(wanted.filter(any))
     need = Need(tuple(parts), draw(st.sampled_from([Loss.EXACT, Loss.Q8])))
@@ -122,8 +123,8 @@ def worlds(draw: st.DrawFn) -> World:
 def told(world: World) -> PrefixIndex:
     book, index = index_of(*world.reuses, block_tokens=world.tokens)
     for number, pages in enumerate(world.blocks):
-        for (slot, group, part), loss in pages.items():
-            index.add(page(number, group, part, loss), slot, now=0)
+        for (slot, group, part, tier), loss in pages.items():
+            index.add(page(number, group, part, loss)._replace(tier=tier), slot, now=0)
     book.kill_slot(3)
     return index
 
@@ -287,14 +288,15 @@ class IndexAgainstDicts(RuleBasedStateMachine):
         group=st.integers(0, 1),
         part=st.sampled_from([WHOLE, HEADS_0, HEADS_1]),
         loss=st.sampled_from([Loss.EXACT, Loss.Q8]),
+        tier=st.sampled_from(Tier),
     )
-    def add(self, data: st.DataObject, numbers: list[int], group: int, part: Part, loss: Loss) -> None:
+    def add(self, data: st.DataObject, numbers: list[int], group: int, part: Part, loss: Loss, tier: Tier) -> None:
         slot = data.draw(st.sampled_from(self.alive))
         for number in numbers:
-            known = any(lies[0] == slot for lies in self.pages.get(number, {}))
-            record = self.index.add(page(number, group, part, loss), slot, self.now)
+            known = any((lies[0], lies[3]) == (slot, tier) for lies in self.pages.get(number, {}))
+            record = self.index.add(page(number, group, part, loss)._replace(tier=tier), slot, self.now)
             assert record is (None if known else self.index.get(block(number)))
-            self.pages.setdefault(number, {})[slot, group, part] = loss
+            self.pages.setdefault(number, {})[slot, group, part, tier] = loss
             self.stamps.setdefault(number, self.now)
             self.holds.setdefault(number, 0)
 
@@ -302,14 +304,14 @@ class IndexAgainstDicts(RuleBasedStateMachine):
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from(sorted(self.pages)))
-        slot, group, part = data.draw(st.sampled_from(sorted(self.pages[number])))
-        del self.pages[number][slot, group, part]
-        assert self.index.remove(block(number), slot, group, part) == self.forget_if_bare(number)
+        slot, group, part, tier = data.draw(st.sampled_from(sorted(self.pages[number])))
+        del self.pages[number][slot, group, part, tier]
+        assert self.index.remove(block(number), slot, group, part, tier) == self.forget_if_bare(number)
 
     @rule(number=st.integers(0, SPAN), slot=st.integers(1, 3), part=st.sampled_from([HEADS_0, Part(0, 1, 0, 1)]))
     def remove_what_may_not_be_there(self, number: int, slot: int, part: Part) -> None:
-        if (slot, 1, part) not in self.pages.get(number, {}):
-            assert not self.index.remove(block(number), slot, 1, part)
+        if (slot, 1, part, Tier.HOST) not in self.pages.get(number, {}):
+            assert not self.index.remove(block(number), slot, 1, part, Tier.HOST)
 
     @rule(data=st.data())
     def lose_a_shard(self, data: st.DataObject) -> None:
@@ -378,7 +380,7 @@ class IndexAgainstDicts(RuleBasedStateMachine):
         for number, pages in self.pages.items():
             record = self.index.get(block(number))
             assert record is not None
-            assert {(c.slot, c.group, c.part): c.loss for c in record.copies.entries} == pages
+            assert {(c.slot, c.group, c.part, c.tier): c.loss for c in record.copies.entries} == pages
             assert (record.space, record.depth, record.parent) == (SPACE, number, parent(number))
             assert (record.stamp, record.held_until) == (self.stamps[number], self.holds[number])
 
@@ -386,12 +388,13 @@ class IndexAgainstDicts(RuleBasedStateMachine):
 TestIndexAgainstDicts = IndexAgainstDicts.TestCase
 
 
-def test_a_block_is_announced_once_a_shard_and_not_once_a_page() -> None:
+def test_a_block_is_announced_once_a_tier_of_a_shard_and_not_once_a_page() -> None:
     _, index = index_of(PREFIX)
     first = index.add(page(0, part=HEADS_0), slot=1, now=5)
     assert first is not None and first.stamp == 5
     assert index.add(page(0, part=HEADS_1), slot=1, now=6) is None
     assert index.add(page(0), slot=2, now=7) is first
+    assert index.add(page(0)._replace(tier=Tier.HOST), slot=2, now=7) is first
     assert first.stamp == 5, "that it is stored elsewhere too is no use of it"
 
 
@@ -399,9 +402,9 @@ def test_a_block_is_gone_with_its_last_page() -> None:
     _, index = index_of(PREFIX)
     index.add(page(0, part=HEADS_0), slot=1, now=0)
     index.add(page(0), slot=2, now=0)
-    assert not index.remove(block(0), 1, 0, HEADS_0)
-    assert index.remove(block(0), 2, 0, WHOLE)
-    assert index.get(block(0)) is None and not index.remove(block(0), 2, 0, WHOLE)
+    assert not index.remove(block(0), 1, 0, HEADS_0, Tier.DEVICE)
+    assert index.remove(block(0), 2, 0, WHOLE, Tier.DEVICE)
+    assert index.get(block(0)) is None and not index.remove(block(0), 2, 0, WHOLE, Tier.DEVICE)
 
 
 def test_a_release_ends_its_own_hold_and_not_a_later_one() -> None:

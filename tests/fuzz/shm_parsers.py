@@ -6,7 +6,9 @@ A grant is read for a request, so the readers here know one; what they are fed n
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import HASH_BYTES, BlockHash
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, Written
 from kvcluster.core.reasons import Loss, Miss, MissReason
@@ -55,7 +57,9 @@ def _slot(item: int, place: Place) -> PageSlot:
     key, layers = _KEYS[item], _LAYERS[item]
     first = _WANTS[item].layer_start
     sums = [0] * first + list(place.sums) + [0] * (layers - first - len(place.sums))
-    return PageSlot(key, place.offset, place.layer_bytes * layers, 1, Loss.EXACT, checksum.pack_sums(sums))
+    # Whatever codec is told is passed on: what it means is for whoever decodes it.
+    codec = cast("Codec", place.codec)
+    return PageSlot(key, place.offset, place.layer_bytes * layers, 1, Loss.EXACT, checksum.pack_sums(sums), codec)
 
 
 def _places(items: list[int], *, sums: bool) -> dict[int, Place]:

@@ -390,7 +390,8 @@ WRITE_HEAD = shm_frames.encode_write_grant([None] * 2, {})[4:]
 
 
 def grant(*numbers: int, head: bytes = HEAD) -> bytes:
-    """A GRANT of pages at these offsets and of these sizes; and so many sums as are left."""
+    """A GRANT of pages at these offsets, of these sizes and, to be read, in these codecs; and so many sums as are
+    left."""
     return frame(Kind.GRANT, struct.pack("<I", len(head)) + head + struct.pack(f"<{len(numbers)}Q", *numbers))
 
 
@@ -405,13 +406,13 @@ def grant(*numbers: int, head: bytes = HEAD) -> bytes:
         grant(),
         grant(0, 24, 24),
         grant(0, 24, 24, 24),
-        grant(0, 24, 24, 24, *[0] * 5),
-        grant(0, 24, 24, 24, *[0] * 7),
-        grant(0, 24, 24, 25, *[0] * 6),
-        grant(0, 24, 24, 0, *[0] * 6),
-        grant(0, 4_080, 24, 24, *[0] * 6),
-        grant(0, 2**64 - 8, 24, 24, *[0] * 6),
-        grant(0, 24, 24, 2**40 * 3, *[0] * 6),
+        grant(0, 24, 24, 24, 1, 1, *[0] * 5),
+        grant(0, 24, 24, 24, 1, 1, *[0] * 7),
+        grant(0, 24, 24, 25, 1, 1, *[0] * 6),
+        grant(0, 24, 24, 0, 1, 1, *[0] * 6),
+        grant(0, 4_080, 24, 24, 1, 1, *[0] * 6),
+        grant(0, 2**64 - 8, 24, 24, 1, 1, *[0] * 6),
+        grant(0, 24, 24, 2**40 * 3, 1, 1, *[0] * 6),
     ],
 )
 def test_a_shard_that_answers_a_load_wrongly_is_told_and_nothing_is_handed_out(answer: bytes) -> None:
@@ -448,7 +449,7 @@ def test_a_shard_that_answers_a_store_wrongly_is_told(answers: list[bytes]) -> N
 
 
 def test_a_worker_shows_that_it_lives_however_little_it_moves() -> None:
-    fake = Shard(grant(0, 24, 24, 24, *[0] * 6), b"", lease_ttl_ns=0)
+    fake = Shard(grant(0, 24, 24, 24, 1, 1, *[0] * 6), b"", lease_ttl_ns=0)
     request = CONTENT.read_request()
     with answering(fake) as way:
         sink = ContentSink(CONTENT, request)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, CallId, ShardId, Tenant
 from kvcluster.core.messages import (
     Attach,
@@ -29,6 +30,8 @@ from kvcluster.core.messages import (
     GoneEvent,
     Inventory,
     LoadGrant,
+    Move,
+    MoveOrder,
     Need,
     NewPage,
     Offer,
@@ -64,6 +67,7 @@ from kvcluster.core.messages import (
     Suspect,
     TicketBody,
     Tier,
+    TierUse,
     Tombstone,
     UnpinBlocks,
     WriteRequest,
@@ -162,6 +166,7 @@ _hits = st.builds(BlockFate, count=_counts, plan=plans(), miss=st.none())
 _lacks = st.builds(BlockFate, count=_counts, plan=st.none(), miss=misses)
 explanations = st.builds(Explained, fates=st.lists(_hits | _lacks, max_size=5).map(tuple))
 
+codecs = st.sampled_from(Codec)
 counters = st.lists(st.tuples(words, st.integers(0, 2**64 - 1)), max_size=4).map(tuple)
 infos = st.builds(
     ShardInfo,
@@ -175,6 +180,7 @@ infos = st.builds(
     leases=quantities,
     counters=counters,
     draining=st.booleans(),
+    below=st.lists(st.builds(TierUse, st.just(Tier.HOST), quantities, quantities, quantities), max_size=1).map(tuple),
 )
 page_events = st.builds(
     PageEvent,
@@ -184,8 +190,9 @@ page_events = st.builds(
     depth=depths,
     tier=st.sampled_from(Tier),
     loss=losses,
+    codec=codecs,
 )
-gone_events = st.builds(GoneEvent, namespace=namespaces, key=keys, corrupt=st.booleans())
+gone_events = st.builds(GoneEvent, namespace=namespaces, key=keys, corrupt=st.booleans(), tier=st.sampled_from(Tier))
 purged_events = st.builds(PurgedEvent, number=quantities)
 _filters = st.fixed_dictionaries(
     {"model": st.none() | words, "weights": st.none() | words, "adapter": st.none() | words}
@@ -195,9 +202,21 @@ tombstones = st.lists(
     max_size=4,
 ).map(tuple)
 owned_specs = st.lists(st.tuples(tenants, specs()), max_size=2).map(tuple)
-orders = st.builds(EvictOrder, number=quantities, blocks=st.lists(st.tuples(namespaces, hashes), max_size=5).map(tuple))
+orders = st.builds(
+    EvictOrder,
+    number=quantities,
+    blocks=st.lists(st.tuples(namespaces, hashes), max_size=5).map(tuple),
+    tier=st.sampled_from(Tier),
+)
+moves = st.builds(
+    MoveOrder,
+    number=quantities,
+    moves=st.lists(st.builds(Move, namespaces, hashes, st.sampled_from(Tier), codecs), max_size=5).map(tuple),
+)
 new_pages = st.lists(st.builds(NewPage, key=keys, parent=hashes, depth=depths, loss=losses), max_size=5).map(tuple)
-pulls = st.builds(PullOrder, number=quantities, source=addresses, tenant=tenants, spec=specs(), pages=new_pages)
+pulls = st.builds(
+    PullOrder, number=quantities, source=addresses, tenant=tenants, spec=specs(), pages=new_pages, codec=codecs
+)
 
 read_requests = st.builds(
     ReadRequest,
@@ -214,6 +233,7 @@ read_requests = st.builds(
         ),
         max_size=5,
     ).map(tuple),
+    accept=losses,
 )
 write_requests = st.builds(
     WriteRequest,
@@ -273,6 +293,7 @@ COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
         pressure_bytes=quantities,
         order=quantities,
         pulled=quantities,
+        moved=quantities,
     ),
     "Inventory": st.builds(
         Inventory,
@@ -300,6 +321,7 @@ acks = st.builds(
     acked=quantities,
     inventory=st.booleans(),
     order=st.none() | orders,
+    move=st.none() | moves,
     pull=st.none() | pulls,
     tombstones=tombstones,
     drain=st.booleans(),

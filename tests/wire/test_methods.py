@@ -44,7 +44,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Loss, MissReason
 from kvcluster.core.spec import Part
 from kvcluster.errors import CallerError, LimitError, ProtocolError
-from kvcluster.wire import common, coordinator, reports, shard
+from kvcluster.wire import common, coordinator, orders, shard
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method, version_question
 from kvcluster.wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.wire import strategies as of
@@ -228,7 +228,7 @@ def test_the_tables_are_the_services_of_the_proto_files(table: Mapping[str, Meth
         (common._REFUSED, RefusedKind, common_pb2.RefusedKind),
         (coordinator.DECISION, Decision, coordinator_pb2.Decision),
         (shard.WRITTEN, Written, shard_pb2.Written),
-        (reports.FAREWELL, Farewell, coordinator_pb2.Farewell),
+        (orders.FAREWELL, Farewell, coordinator_pb2.Farewell),
     ],
 )
 def test_every_value_of_an_enum_travels_but_unspecified(codec: Any, ours: Any, theirs: Any) -> None:

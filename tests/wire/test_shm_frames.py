@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, ReadRequest, Written
 from kvcluster.core.reasons import Loss, Miss, MissReason
@@ -27,7 +28,8 @@ def slot(draw: st.DrawFn, key: PageKey) -> PageSlot:
     layers = key.part.layers
     nbytes = layers * draw(st.integers(1, 4_096))
     offset = draw(st.integers(0, ARENA_BYTES - nbytes))
-    return PageSlot(key, offset, nbytes, 1, Loss.EXACT, pack_sums(sums_of(offset, layers)))
+    sums = pack_sums(sums_of(offset, layers))
+    return PageSlot(key, offset, nbytes, 1, Loss.EXACT, sums, draw(st.sampled_from(Codec)))
 
 
 def sums_of(seed: int, layers: int) -> tuple[int, ...]:
@@ -43,9 +45,9 @@ def test_what_a_reader_was_granted_is_read_as_it_was_meant(data: st.DataObject, 
     read, places = shm_frames.decode_read_grant(body, request.wants, ARENA_BYTES)
     assert read == outcome
     assert list(places) == list(granted)
-    for item, (offset, layer_bytes, sums) in places.items():
+    for item, (offset, layer_bytes, sums, codec) in places.items():
         want, page = request.wants[item], granted[item]
-        assert (offset, layer_bytes * want.key.part.layers) == (page.offset, page.nbytes)
+        assert (offset, layer_bytes * want.key.part.layers, codec) == (page.offset, page.nbytes, page.codec)
         assert pack_sums(sums) == page.sums[8 * want.layer_start : 8 * want.layer_stop]
 
 
@@ -76,10 +78,10 @@ GONE = Miss(MissReason.EVICTED)
 
 
 def test_the_layout_is_the_one_that_is_documented() -> None:
-    page = PageSlot(KEY, 0x0102, 24, 1, Loss.EXACT, pack_sums((1, 2, 3)))
+    page = PageSlot(KEY, 0x0102, 24, 1, Loss.EXACT, pack_sums((1, 2, 3)), Codec.Q8)
     head = shm_frames.encode_read_grant(WANTS, [None], {})[4:]
     assert shm_frames.encode_read_grant(WANTS, [None], {0: page}) == (
-        struct.pack("<I", len(head)) + head + struct.pack("<4Q", 0x0102, 24, 2, 3)
+        struct.pack("<I", len(head)) + head + struct.pack("<5Q", 0x0102, 24, Codec.Q8, 2, 3)
     )
     assert shm_frames.encode_written(Progress([(7, (1, 2**64 - 1))], 5)) == struct.pack(
         "<2H2I2Q", 5, 65_530, 1, 7, 1, 2**64 - 1
@@ -98,18 +100,18 @@ def grant(*numbers: int, outcome: list[Miss | None] | None = None) -> bytes:
     [
         (b"", "before it says"),
         (b"\xff" * 4, "before it says"),
-        (grant(0, 24, 1, 2, outcome=[]), "0 pages of 1"),
-        (grant(0, 24, 1, 2, outcome=[None, None]), "2 pages of 1"),
+        (grant(0, 24, 1, 1, 2, outcome=[]), "0 pages of 1"),
+        (grant(0, 24, 1, 1, 2, outcome=[None, None]), "2 pages of 1"),
         (grant(), "cannot say where 1 pages lie"),
         (grant(0), "cannot say where 1 pages lie"),
-        (grant(0, 24, 1), "announced as one of"),
-        (grant(0, 24, 1, 2, 3), "announced as one of"),
+        (grant(0, 24, 1, 1), "announced as one of"),
+        (grant(0, 24, 1, 1, 2, 3), "announced as one of"),
         (grant(0, outcome=[GONE]), "announced as one of"),
-        (grant(0, 0, 1, 2), "cannot be"),
-        (grant(0, 25, 1, 2), "cannot be"),
-        (grant(0, 3 * (limits.LAYER_BYTES + 1), 1, 2), "cannot be"),
-        (grant(80, 24, 1, 2), "outside an arena of 100"),
-        (grant(2**64 - 24, 24, 1, 2), "outside an arena of 100"),
+        (grant(0, 0, 1, 1, 2), "cannot be"),
+        (grant(0, 25, 1, 1, 2), "cannot be"),
+        (grant(0, 3 * (limits.LAYER_BYTES + 1), 1, 1, 2), "cannot be"),
+        (grant(80, 24, 1, 1, 2), "outside an arena of 100"),
+        (grant(2**64 - 24, 24, 1, 1, 2), "outside an arena of 100"),
     ],
 )
 def test_a_grant_that_cannot_be_is_refused(body: bytes, says: str) -> None:
@@ -150,7 +152,7 @@ def test_a_welcome_has_one_length(body: bytes) -> None:
 
 
 def test_a_grant_is_no_larger_than_a_frame_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = PageSlot(KEY, 0, 24, 1, Loss.EXACT, pack_sums((1, 2, 3)))
+    page = PageSlot(KEY, 0, 24, 1, Loss.EXACT, pack_sums((1, 2, 3)), Codec.Q8)
     nbytes = len(shm_frames.encode_read_grant(WANTS, [None], {0: page}))
     monkeypatch.setattr(limits, "MESSAGE_BYTES", nbytes - 1)
     with pytest.raises(LimitError, match="ask for fewer"):

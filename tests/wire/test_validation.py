@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
     Attached,
@@ -23,6 +24,8 @@ from kvcluster.core.messages import (
     GoneEvent,
     Inventory,
     LoadGrant,
+    Move,
+    MoveOrder,
     Need,
     NewPage,
     Offer,
@@ -54,6 +57,7 @@ from kvcluster.core.messages import (
     StoreRun,
     Suspect,
     Tier,
+    TierUse,
     Tombstone,
     WriteRequest,
 )
@@ -72,7 +76,9 @@ KEY = PageKey(BLOCK, 0, PART)
 SPEC = KVSpec.uniform(model="m", weights="sha256:0", num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32")
 SHARD_ADDRESS = ShardAddress(ShardId("s"), Epoch(1), "a:1", "h")
 SOURCE = Source(0, PART, SHARD_ADDRESS, Tier.DEVICE, Loss.EXACT)
-INFO = ShardInfo(ShardId("s"), Epoch(1), "a:1", "h", 1, 1, 1, 1, (("commits", 1),))
+INFO = ShardInfo(
+    ShardId("s"), Epoch(1), "a:1", "h", 1, 1, 1, 1, (("commits", 1),), below=(TierUse(Tier.HOST, 1, 1, 1),)
+)
 PAGE = PageEvent(NAMESPACE, KEY, BLOCK, 3, Tier.DEVICE, Loss.EXACT)
 
 LOAD = PrepareLoad(CALL, TENANT, NAMESPACE, ATTEMPT, (BLOCK,), Need((PART,)))
@@ -93,6 +99,7 @@ ACK = ReportAck(
     Epoch(1),
     1,
     order=EvictOrder(1, ((NAMESPACE, BLOCK),)),
+    move=MoveOrder(1, (Move(NAMESPACE, BLOCK, Tier.HOST, Codec.Q8),)),
     pull=PullOrder(1, SHARD_ADDRESS, TENANT, SPEC, (NewPage(KEY, BLOCK, 0),)),
     tombstones=STONES,
     leave=Farewell.DRAINED,
@@ -232,6 +239,14 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("report", "events.purges", [1, 2], ProtocolError, "lists of purges must be equally long"),
     ("report", "events.purges", [HUGE], LimitError, "as a tombstone's number"),
     ("report", "events.kinds", [1, 7, 4], ProtocolError, "event kind 7 is not known here"),
+    ("report", "events.gone_tiers", [], ProtocolError, "lists of pages that are gone must be equally long"),
+    ("report", "events.gone_tiers", [5], ProtocolError, "Tier 5 is not known here"),
+    ("report", "events.codecs", [], ProtocolError, "lists of pages must be equally long"),
+    ("report", "events.codecs", [0x7F01], ProtocolError, "codec 127 version 1 is not known here: upgrade"),
+    ("report", "moved", HUGE, LimitError, "as an order's number"),
+    ("report", "info.below", [], ProtocolError, "lists of tiers must be equally long"),
+    ("report", "info.below", [0], ProtocolError, "once each, the fastest first"),
+    ("report", "info.below_free_bytes", [HUGE], LimitError, "free bytes"),
     ("report", "events.namespaces", b"n" * 33, ProtocolError, "take 32 bytes each"),
     ("report", "events.namespace_of", [0, 1], ProtocolError, "refers to a namespace beyond the 1"),
     ("report", "events.part_of", [0, 2**32 - 1], ProtocolError, "refers to a part beyond the 1"),
@@ -311,6 +326,14 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("ack", "report_ack.order.namespace_of", [1], ProtocolError, "refers to a namespace beyond the 1"),
     ("ack", "report_ack.order.hashes", bytes(32 * 1_025), LimitError, "1025 blocks in an order; at most 1024"),
     ("ack", "report_ack.order.hashes", b"", ProtocolError, "lists of an order must be equally long"),
+    ("ack", "report_ack.order.tier", 5, ProtocolError, "Tier 5 is not known here"),
+    ("ack", "report_ack.move.number", HUGE, LimitError, "as an order's number"),
+    ("ack", "report_ack.move.namespace_of", [1], ProtocolError, "refers to a namespace beyond the 1"),
+    ("ack", "report_ack.move.hashes", bytes(32 * 1_025), LimitError, "1025 blocks in an order; at most 1024"),
+    ("ack", "report_ack.move.to", [], ProtocolError, "lists of an order must be equally long"),
+    ("ack", "report_ack.move.to", [5], ProtocolError, "Tier 5 is not known here"),
+    ("ack", "report_ack.move.codecs", [0x0102], ProtocolError, "codec 1 version 2 is not known here"),
+    ("ack", "report_ack.pull.codec", 0, ProtocolError, "codec 0 version 0 is not known here"),
     ("ack", "report_ack.pull.number", HUGE, LimitError, "as an order's number"),
     ("ack", "report_ack.pull.source.epoch", HUGE, LimitError, "as an epoch"),
     ("ack", "report_ack.pull.source.address", "a" * 1_025, LimitError, "1025 characters of an address"),

@@ -10,12 +10,14 @@ outside only through wire/, which has validated their shapes and bounds; the cor
     worker -> shard         AttachShard, GetOffers, Pin, Unpin, Reserve, Commit, Abort,
                             Renew, Flush, Suspect                                     shard.py
     a transport's exchange  ReadRequest, WriteRequest, TicketBody                     exchange.py
-    driver -> both          Tick, Stalled;   driver -> shard   ReportAnswered, ReportFailed, Verified
+    driver -> both          Tick, Stalled;   driver -> shard   ReportAnswered, ReportFailed, Verified,
+                                               Moved
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvcluster.core.ids import Attempt, CallId, NamespaceId
 from kvcluster.core.messages.common import (
@@ -68,6 +70,8 @@ from kvcluster.core.messages.reports import (
     Farewell,
     GoneEvent,
     Inventory,
+    Move,
+    MoveOrder,
     PageEvent,
     PullOrder,
     PurgedEvent,
@@ -77,6 +81,7 @@ from kvcluster.core.messages.reports import (
     ReportFailed,
     ShardInfo,
     StreamEvent,
+    TierUse,
     Tombstone,
 )
 from kvcluster.core.messages.shard import (
@@ -87,6 +92,7 @@ from kvcluster.core.messages.shard import (
     CommitGrant,
     Flush,
     GetOffers,
+    Moved,
     NewPage,
     Offer,
     Offers,
@@ -101,6 +107,7 @@ from kvcluster.core.messages.shard import (
     WriteGrant,
     Written,
 )
+from kvcluster.core.spec import KVSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +154,27 @@ class Fetch:
     slots: tuple[PageSlot, ...]
 
 
+class PageMove(NamedTuple):
+    """One page on its way between tiers: `target` is to hold what `source` does, in its own codec."""
+
+    namespace: NamespaceId
+    spec: KVSpec
+    source: PageSlot
+    target: PageSlot
+
+
+@dataclass(frozen=True, slots=True)
+class MovePages:
+    """Encode, decode or copy each of these pages into its other place, and verify it; answer with Moved, whatever
+    happens.
+
+    The sources are pinned, and the targets nobody else's, until then.
+    """
+
+    attempt: Attempt
+    pages: tuple[PageMove, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Persist:
     """Have these tombstones, which are all, on disk before anything that comes after this is done."""
@@ -162,7 +190,7 @@ class Leave:
     for_good: bool = False
 
 
-Effect = Answer | Revoke | Send | Verify | Fetch | Persist | Leave
+Effect = Answer | Revoke | Send | Verify | Fetch | MovePages | Persist | Leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +255,7 @@ ShardMessage = (
     | Flush
     | Suspect
     | Verified
+    | Moved
     | ReportAnswered
     | ReportFailed
     | Tick
@@ -262,12 +291,17 @@ __all__ = [
     "Inventory",
     "Leave",
     "LoadGrant",
+    "Move",
+    "MoveOrder",
+    "MovePages",
+    "Moved",
     "Need",
     "NewPage",
     "Offer",
     "Offers",
     "PageEvent",
     "PageKey",
+    "PageMove",
     "PageSlot",
     "PageWant",
     "Persist",
@@ -312,6 +346,7 @@ __all__ = [
     "Tick",
     "TicketBody",
     "Tier",
+    "TierUse",
     "Tombstone",
     "Unpin",
     "UnpinBlocks",

@@ -17,7 +17,8 @@ PROTOCOL_VERSION = 1
 class Tier(IntEnum):
     """Where a page lies. Smaller is faster."""
 
-    DEVICE = 0
+    DEVICE = 0  # as engines have it: raw
+    HOST = 1  # encoded, in CPU memory
 
 
 class PageKey(NamedTuple):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId
 from kvcluster.core.messages.common import Need, PageKey, Run
 from kvcluster.core.messages.shard import NewPage
+from kvcluster.core.reasons import Loss
 
 
 class PageWant(NamedTuple):
@@ -20,12 +21,14 @@ class PageWant(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """Pin these pages, send these layers of them, unpin: one exchange of a transport."""
+    """Pin these pages, send these layers of them, unpin: one exchange of a transport. What has lost more than `accept`
+    is a miss."""
 
     namespace: NamespaceId
     attempt: Attempt
     epoch: Epoch
     wants: tuple[PageWant, ...]
+    accept: Loss = Loss.EXACT
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, CallId, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages.common import PageKey, ShardAddress, Tier
 from kvcluster.core.messages.shard import NewPage
@@ -22,14 +23,16 @@ class PageEvent(NamedTuple):
     depth: int
     tier: Tier
     loss: Loss
+    codec: Codec = Codec.RAW
 
 
 class GoneEvent(NamedTuple):
-    """A page is no longer given to readers."""
+    """A page is no longer given to readers. The same may still lie in another tier."""
 
     namespace: NamespaceId
     key: PageKey
     corrupt: bool
+    tier: Tier = Tier.DEVICE
 
 
 class PurgedEvent(NamedTuple):
@@ -64,10 +67,20 @@ class Tombstone:
         )
 
 
+class TierUse(NamedTuple):
+    """One tier of a shard: how large it is, and what lies there."""
+
+    tier: Tier
+    capacity_bytes: int
+    free_bytes: int
+    pages: int
+
+
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
     """What a shard says of itself with each report. Bytes; counts are gauges, `counters` only grow.
 
+    Capacity, free bytes and pages are those of its device tier; `below` tells of the tiers under it, the fastest first.
     `draining`: it has been told that it is to go, which a new coordinator learns from it.
     """
 
@@ -81,15 +94,27 @@ class ShardInfo:
     leases: int
     counters: tuple[tuple[str, int], ...] = ()
     draining: bool = False
+    below: tuple[TierUse, ...] = ()
+
+    def use(self, tier: Tier) -> TierUse:
+        """Of that tier; of one that it does not have, nothing."""
+        if tier is Tier.DEVICE:
+            return TierUse(tier, self.capacity_bytes, self.free_bytes, self.pages)
+        return next((use for use in self.below if use.tier is tier), TierUse(tier, 0, 0, 0))
+
+    @property
+    def lowest(self) -> Tier:
+        """The tier that nothing leaves but by being evicted."""
+        return self.below[-1].tier if self.below else Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """News of a shard since the last acknowledged number; empty, it is a heartbeat. Answered by ReportAck.
 
-    `events[i]` has number `first + i`. `coordinator` is the highest coordinator epoch that the shard knows, 0
-    for none; the numbers belong to it. `pressure_bytes` is what waiting reservations want and did not find.
-    `order` is the number of the last eviction carried out, `pulled` that of the last pull that has ended.
+    `events[i]` has number `first + i`. `coordinator` is the highest coordinator epoch that the shard knows, 0 for none;
+    the numbers belong to it. `pressure_bytes` is what waiting reservations want and did not find. `order` is the number
+    of the last eviction carried out, `moved` and `pulled` those of the last move and the last pull that have ended.
     """
 
     call: CallId
@@ -101,6 +126,7 @@ class Report:
     pressure_bytes: int = 0
     order: int = 0
     pulled: int = 0
+    moved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,22 +150,44 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class EvictOrder:
-    """Condemn every page of these blocks. Repeated until a report says that its number was carried out."""
+    """Condemn every page of these blocks in that tier, with what was decoded from it. Repeated until a report says that
+    its number was carried out."""
 
     number: int
     blocks: tuple[tuple[NamespaceId, BlockHash], ...]
+    tier: Tier = Tier.DEVICE
+
+
+class Move(NamedTuple):
+    """A block that is to lie in another tier: demoted to HOST, in that codec, or promoted to DEVICE."""
+
+    namespace: NamespaceId
+    hash: BlockHash
+    to: Tier
+    codec: Codec = Codec.RAW
+
+
+@dataclass(frozen=True, slots=True)
+class MoveOrder:
+    """Demote and promote these blocks. What is demoted leaves its tier, be it that there is no room below; what is
+    promoted stays where it was as well, as far as there is room above. Repeated until a report says that it has
+    ended."""
+
+    number: int
+    moves: tuple[Move, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PullOrder:
-    """Fetch these pages of one namespace from `source` and keep them too. Repeated until a report says that it has
-    ended; which of them came is what the stream says."""
+    """Fetch these pages of one namespace from `source`, where they are in this codec, and keep them too. Repeated until
+    a report says that it has ended; which of them came is what the stream says."""
 
     number: int
     source: ShardAddress
     tenant: Tenant
     spec: KVSpec
     pages: tuple[NewPage, ...]
+    codec: Codec = Codec.RAW
 
 
 class Farewell(Enum):
@@ -153,14 +201,15 @@ class Farewell(Enum):
 class ReportAck:
     """The coordinator has everything up to `acked`. `inventory` asks for all that the shard holds.
 
-    `order` and `pull` are repeated until they are done; `tombstones` are all that this shard is not known to have
-    carried out. `drain`: new writes go elsewhere. `leave`: the shard drops all and exits.
+    `order`, `move` and `pull` are repeated until they are done; `tombstones` are all that this shard is not known to
+    have carried out. `drain`: new writes go elsewhere. `leave`: the shard drops all and exits.
     """
 
     epoch: Epoch
     acked: int
     inventory: bool = False
     order: EvictOrder | None = None
+    move: MoveOrder | None = None
     pull: PullOrder | None = None
     tombstones: tuple[Tombstone, ...] = ()
     drain: bool = False

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, Tenant
-from kvcluster.core.messages.common import PageKey
+from kvcluster.core.messages.common import PageKey, Tier
 from kvcluster.core.reasons import Loss, Miss
 from kvcluster.core.spec import KVSpec
 
@@ -55,7 +56,8 @@ class Offers:
 
 
 class PageSlot(NamedTuple):
-    """A page under a lease: where its bytes lie in the arena, and what they are."""
+    """A page under a lease: where its bytes lie in the arena, and what they are. `loss` is that of all it went through,
+    its codec included."""
 
     key: PageKey
     offset: int
@@ -63,11 +65,14 @@ class PageSlot(NamedTuple):
     generation: int
     loss: Loss
     sums: bytes = b""
+    codec: Codec = Codec.RAW
+    tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Grant a lease over these READY pages. Answered by PinGrant, a page or a Miss for each key."""
+    """Grant a lease over these READY pages, of no more loss than that. Answered by PinGrant, a page or a Miss for each
+    key."""
 
     call: CallId
     tenant: Tenant
@@ -75,6 +80,7 @@ class Pin:
     attempt: Attempt
     epoch: Epoch
     keys: tuple[PageKey, ...]
+    accept: Loss = Loss.EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,3 +206,14 @@ class Verified:
 
     attempt: Attempt
     corrupt: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The shell has carried out the MovePages of `attempt`. `sums[i]`: the packed per-layer checksums of page i as it
+    lies in its new place; None where it holds what cannot be encoded. Those at the indices `corrupt` did not match the
+    sums that they were committed with."""
+
+    attempt: Attempt
+    sums: tuple[bytes | None, ...]
+    corrupt: tuple[int, ...] = ()

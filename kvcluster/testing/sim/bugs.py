@@ -18,10 +18,12 @@ from kvcluster.core.leases import LeaseBook
 from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, Persist, PinGrant, Tick
 from kvcluster.core.orders import Orders
 from kvcluster.core.pool import PageAction, PagePool, PageState
+from kvcluster.core.reasons import Loss
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.shard import Shard
 from kvcluster.core.stream import ReportCursor
 from kvcluster.core.uplink import Uplink
+from kvcluster.core.withdrawal import Withdrawal
 from kvcluster.errors import CallerError
 from kvcluster.pages import checksum
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
@@ -122,7 +124,7 @@ def forgotten_generation() -> list[Patch]:
             return False
         self._act(page, PageAction.LAST_UNPIN)
         del self._condemned[page.generation]
-        self.allocator.free(page.offset, page.nbytes)
+        self.allocators[page.tier].free(page.offset, page.nbytes)
         return True
 
     return [(PagePool, "_free_if_unread", free)]
@@ -210,6 +212,38 @@ def wrong_page_served() -> list[Patch]:
         return original(self, item, slot, layer)
 
     return [(ShardProcess, "load_layer", load_layer)]
+
+
+# ----------------------------------------------------------------------------------------------- tiers
+
+
+@planted
+def loss_not_asked() -> list[Patch]:
+    """A reader who accepts no loss gets what has been demoted since it was promised to him."""
+    original = PagePool.find
+    return [(PagePool, "find", lambda self, space, key, accept: original(self, space, key, Loss.Q4))]
+
+
+@planted
+def encoded_twice() -> list[Patch]:
+    """A page that was decoded stays when its twin goes, and is encoded again some day."""
+
+    def withdraw(self: Withdrawal, page: Any, *, corrupt: bool = False) -> None:
+        self._pool.condemn(page)
+        self._uplink.tell(GoneEvent(page.space, page.key, corrupt=corrupt, tier=page.tier))
+
+    return [(Withdrawal, "__call__", withdraw)]
+
+
+@planted
+def moved_unverified() -> list[Patch]:
+    """What is encoded is not looked at before."""
+    original = ShardProcess.verify
+
+    def verify(self: ShardProcess, namespace: Any, slot: Any, sums: Any) -> Any:
+        return checksum.pack_sums(sums) if slot.sums else original(self, namespace, slot, sums)
+
+    return [(ShardProcess, "verify", verify)]
 
 
 # ----------------------------------------------------------------------------------------- coordinator

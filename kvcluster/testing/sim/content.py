@@ -1,7 +1,9 @@
 """What is right: the models, the conversations, and the bytes of every page, as the outside world knows them.
 
-The content of a page follows from its name alone, so that any reader's bytes can be judged without asking the system
-that is judged. All of it is worked out once a process: hash chains and contents are the same for every seed.
+The content of a page follows from its name, its codec and its loss, so that any reader's bytes can be judged without
+asking the system that is judged. Nothing is really encoded here: what a codec makes of a page, and what is decoded from
+that again, are bytes of their own, of the right length. All of it is worked out once a process: hash chains and
+contents are the same for every seed.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from kvcluster.core import hashing
+from kvcluster.core import codecs, hashing
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import Need, PageKey
+from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
 from kvcluster.pages import checksum
-from kvcluster.pages.codec import RAW
 
 LONGEST = 8
 """Blocks of the longest conversation."""
@@ -28,7 +31,7 @@ RED, BLUE = Tenant("red"), Tenant("blue")
 
 def _plain(model: str, weights: str) -> KVSpec:
     return KVSpec.uniform(
-        model=model, weights=weights, num_layers=2, num_kv_heads=1, head_dim=8, dtype="uint8", block_tokens=2
+        model=model, weights=weights, num_layers=2, num_kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=1
     )
 
 
@@ -57,8 +60,8 @@ class Model:
             out.append((group, part._replace(head_start=middle)))
         return tuple(out)
 
-    def need(self) -> Need:
-        return Need(tuple(part for _, part in self.whole()))
+    def need(self, accept: Loss = Loss.Q4) -> Need:
+        return Need(tuple(part for _, part in self.whole()), accept)
 
 
 _WIDE = KVSpec(
@@ -84,8 +87,9 @@ BY_SPACE = {model.space: model for model in MODELS}
 @cache
 def chain(model: Model, prompt: int, conversation: int) -> tuple[BlockHash, ...]:
     """The LONGEST blocks of a conversation; it begins with its system prompt."""
-    tokens = [prompt] * (2 * PROMPT) + [1_000 + conversation] * (2 * (LONGEST - PROMPT))
-    return tuple(hashing.chain(hashing.root(model.space), tokens, 2))
+    step = model.spec.block_tokens
+    tokens = [prompt] * (step * PROMPT) + [1_000 + conversation] * (step * (LONGEST - PROMPT))
+    return tuple(hashing.chain(hashing.root(model.space), tokens, step))
 
 
 @cache
@@ -107,17 +111,22 @@ class Content(NamedTuple):
 
 
 @cache
-def content(space: NamespaceId, key: PageKey) -> Content:
-    """What this page holds wherever it is right."""
-    layer_bytes = BY_SPACE[space].spec.layer_bytes(key.group, key.part)
+def content(space: NamespaceId, key: PageKey, codec: Codec = Codec.RAW, loss: Loss = Loss.EXACT) -> Content:
+    """What this page holds wherever it is right; raw but with a loss, what was decoded."""
+    nbytes = codecs.page_bytes(codec, BY_SPACE[space].spec, key.group, key.part)
     layers = key.part.layers
-    name = b"".join((space, key.hash, repr((key.group, *key.part)).encode()))
-    data = hashlib.shake_128(name).digest(layers * layer_bytes)
-    sums = checksum.layer_sums(identity(space, key), 0, layers, memoryview(data))
-    return Content(data, sums, checksum.pack_sums(sums), layer_bytes)
+    name = b"".join((space, key.hash, repr((key.group, *key.part, codec, loss)).encode()))
+    data = hashlib.shake_128(name).digest(nbytes)
+    sums = checksum.layer_sums(identity(space, key, codec), 0, layers, memoryview(data))
+    return Content(data, sums, checksum.pack_sums(sums), nbytes // layers)
 
 
 @cache
-def identity(space: NamespaceId, key: PageKey) -> int:
-    """As a reader works it out, from what it asked for."""
-    return checksum.identity(space, key, RAW)
+def identity(space: NamespaceId, key: PageKey, codec: Codec = Codec.RAW) -> int:
+    """As a reader works it out, from what it asked for and the codec that it came in."""
+    return checksum.identity(space, key, codec)
+
+
+def encodable(key: PageKey) -> bool:
+    """Some pages hold what no codec encodes."""
+    return key.hash[0] % 8 > 0

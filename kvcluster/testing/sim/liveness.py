@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvcluster.core.ids import BlockHash, NamespaceId
-from kvcluster.core.messages import PageKey
+from kvcluster.core.messages import PageKey, Tier
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.kernel import MS, SECOND, TIMED_OUT, Script
-from kvcluster.testing.sim.oracle import Violation, hold
+from kvcluster.testing.sim.promises import Violation, hold
 
 if TYPE_CHECKING:
     from kvcluster.testing.sim.worker import Worker
@@ -76,24 +76,27 @@ def _all_is_at_rest(world: World, healed_at: int) -> None:
         hold(not len(shard.core.leases), f"{shard.shard} has a lease left")
         hold(not shard.sessions, f"{shard.shard} has a session left")
         hold(not shard.unanswered(), f"somebody waits for {shard.shard}")
-        hold(member.pull is None and member.order is None, f"{shard.shard} has an order left")
+        orders = (member.pull, member.order, member.move)
+        hold(orders == (None,) * 3, f"{shard.shard} has an order left")
         # Else its next report is answered by an order to evict, perhaps of what is being loaded.
-        low_bytes = world.scenario.config.coordinator.low_free * shard.core.pool.allocator.capacity_bytes
-        hold(shard.core.pool.allocator.free_bytes >= low_bytes, f"{shard.shard} has room to make")
-        pages = [(page.space, page.key) for page in shard.core.pool.everything()]
+        for allocator in shard.core.pool.allocators.values():
+            low_bytes = world.scenario.config.coordinator.low_free * allocator.capacity_bytes
+            hold(allocator.free_bytes >= low_bytes, f"{shard.shard} has room to make")
+        pages = [(page.space, page.key, page.tier) for page in shard.core.pool.everything()]
         hold(len(list(shard.core.pool.ready())) == len(pages), f"{shard.shard} has a page that is not READY")
         hold(all(page.pins == 0 for page in shard.core.pool.everything()), f"{shard.shard} has a pin without an owner")
         hold(sorted(told.pop(member.slot, [])) == sorted(pages), f"the index is not what {shard.shard} holds")
     hold(not told, "the index names a shard that is gone")
 
 
-def _told(world: World) -> dict[int, list[tuple[NamespaceId, PageKey]]]:
+def _told(world: World) -> dict[int, list[tuple[NamespaceId, PageKey, Tier]]]:
     """What the index says, by slot."""
-    told: dict[int, list[tuple[NamespaceId, PageKey]]] = {}
+    told: dict[int, list[tuple[NamespaceId, PageKey, Tier]]] = {}
     for space in world.coordinator.core.directory:
         for record in space.index:
             for copy in record.copies.entries:
-                told.setdefault(copy.slot, []).append((space.id, PageKey(record.hash, copy.group, copy.part)))
+                key = PageKey(record.hash, copy.group, copy.part)
+                told.setdefault(copy.slot, []).append((space.id, key, copy.tier))
     return told
 
 

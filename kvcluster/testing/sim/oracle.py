@@ -23,6 +23,7 @@ from kvcluster.core.messages import (
     Farewell,
     Inventory,
     LoadGrant,
+    Moved,
     PageKey,
     PageSlot,
     Pin,
@@ -42,32 +43,25 @@ from kvcluster.core.messages import (
     StoreGrant,
     Suspect,
     Tick,
+    Tier,
     Verified,
     WriteGrant,
     Written,
 )
 from kvcluster.core.pool import PageState
+from kvcluster.core.reasons import Loss
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.kernel import MS
 from kvcluster.testing.sim.memory import UNIT_BYTES
+from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import Layer
 
 if TYPE_CHECKING:
     from kvcluster.testing.sim.coordinator import CoordinatorProcess
-    from kvcluster.testing.sim.shard import ShardProcess
+    from kvcluster.testing.sim.shard import Place, ShardProcess
     from kvcluster.testing.sim.world import World
 
 Name = tuple[NamespaceId, PageKey]
-
-
-class Violation(AssertionError):
-    """A promise was broken."""
-
-
-def hold(promise: bool, sentence: str) -> None:
-    """Raises where a promise does not hold."""
-    if not promise:
-        raise Violation(sentence)
 
 
 class Oracle:
@@ -86,6 +80,7 @@ class Oracle:
             Commit: self._commit,
             ReportAnswered: self._report_answered,
             Verified: self._verified,
+            Moved: self._moved,
             Suspect: self._suspect,
             Tick: self._tick,
         }
@@ -100,10 +95,11 @@ class Oracle:
 
     # -------------------------------------------------------------------------------------------- readers
 
-    def accepted(self, space: NamespaceId, key: PageKey, layer: Layer) -> None:
-        """A reader has taken these bytes for what it asked for."""
-        right = content.content(space, key).layer(layer.layer)
+    def accepted(self, space: NamespaceId, key: PageKey, layer: Layer, accept: Loss) -> None:
+        """A reader has taken these bytes for what it asked for, who accepts that loss."""
+        right = content.content(space, key, layer.codec, layer.loss).layer(layer.layer)
         hold(layer.data == right, f"a reader accepted wrong bytes of {key.hash.hex()[:6]}")
+        hold(layer.loss <= accept, f"a reader got {layer.loss.name} who accepts {accept.name}")
 
     def refused(self, key: PageKey, layer: Layer) -> None:
         """A reader got bytes that do not match their sum."""
@@ -115,6 +111,8 @@ class Oracle:
         judge = self._of_shard.get(type(message))
         if judge is not None:
             judge(shard, message, effects)
+        if Tier.HOST in shard.core.pool.allocators:
+            self._gave_way(shard)
         for effect in effects:
             if isinstance(effect, Answer):
                 reply = effect.reply
@@ -137,6 +135,13 @@ class Oracle:
             )
         if slots:
             self._may_grant(shard, now)
+
+    def _gave_way(self, shard: ShardProcess) -> None:
+        """What goes unasked has given way to what has lost less."""
+        for place in self._vanished(shard):
+            slot, _ = shard.ready.pop(place)
+            better = shard.core.pool.on(Tier.DEVICE, place[0], place[1])
+            hold(better is not None and better.loss < slot.loss, "a page is gone, and nobody knows why")
 
     def _pin(self, shard: ShardProcess, m: Pin, effects: list[Effect]) -> None:
         if m.epoch != shard.core.epoch or content.BY_SPACE[m.namespace].tenant not in (m.tenant, ""):
@@ -181,32 +186,54 @@ class Oracle:
         for index in committed:
             slot = session.pages[index]
             assert slot is not None
-            right = content.content(session.namespace, slot.key).data
+            right = content.content(session.namespace, slot.key, slot.codec, slot.loss).data
             hold(shard.memory.view(slot) == right, f"wrong bytes of {slot.key.hash.hex()[:6]} are committed")
             name = session.namespace, slot.key
             stored_at = session.stored_at.get(slot.key, self._world.kernel.now)
-            shard.ready[name] = (slot, stored_at)
+            shard.ready[session.namespace, slot.key, slot.tier] = (slot, stored_at)
             self._placed.setdefault(name, {})[shard.name] = self._world.kernel.now
 
     def _report_answered(self, shard: ShardProcess, m: ReportAnswered, effects: list[Effect]) -> None:
         ack = m.ack
-        if ack.order is not None or ack.tombstones or ack.leave is not None:
+        tiered = (
+            Tier.HOST in shard.core.pool.allocators
+        )  # moves are carried out as answers come, and evict what fits not
+        if ack.order is not None or ack.tombstones or ack.leave is not None or tiered:
             if ack.epoch < shard.adopted and ack.leave is None:
                 hold(not self._vanished(shard), "a shard obeys a coordinator that is over")
             else:
-                for name in self._vanished(shard):
-                    del shard.ready[name]
+                for place in self._vanished(shard):
+                    del shard.ready[place]
                 shard.purged = max([shard.purged, *(stone.number for stone in ack.tombstones)])
 
     def _verified(self, shard: ShardProcess, m: Verified, effects: list[Effect]) -> None:
-        for name in self._vanished(shard):
-            slot, _ = shard.ready.pop(name)
-            hold(shard.memory.is_rotten(slot.offset, slot.nbytes), "a page that is right is condemned as corrupt")
+        gone = {place: shard.ready.pop(place)[0] for place in self._vanished(shard)}
+        rotten = {place[:2] for place, slot in gone.items() if shard.memory.is_rotten(slot.offset, slot.nbytes)}
+        hold(all(place[:2] in rotten for place in gone), "a page that is right is condemned as corrupt")
+
+    def _moved(self, shard: ShardProcess, m: Moved, effects: list[Effect]) -> None:
+        """What is READY in its new place is right there; what is gone from its old one was demoted, or corrupt."""
+        order, session = shard.moves[m.attempt], shard.sessions[m.attempt]
+        for namespace, _, source, target in order.pages:
+            page = shard.core.pool.on(target.tier, namespace, target.key)
+            if page is None or page.generation != target.generation:
+                continue
+            hold(not session.revoked, "a lease that was revoked is committed")
+            self._may_grant(shard, shard.now())
+            right = content.content(namespace, target.key, target.codec, target.loss).data
+            rotten = shard.memory.is_rotten(target.offset, target.nbytes)  # since they were summed there
+            hold(rotten or shard.memory.view(target) == right, f"wrong bytes of {target.key.hash.hex()[:6]} are moved")
+            known = shard.ready.get((namespace, source.key, source.tier))
+            assert known is not None, "what was moved lay there"
+            shard.ready[namespace, target.key, target.tier] = (target, known[1])
+        moved = {(namespace, slot.key) for namespace, _, slot, _ in order.pages}
+        for place in self._vanished(shard):
+            slot, _ = shard.ready.pop(place)
+            # The next batch has begun by now, and what has no room below, or a twin, is gone at once.
+            hold(place[:2] in moved or slot.tier is Tier.DEVICE, "a page is gone that was not to move")
 
     def _suspect(self, shard: ShardProcess, m: Suspect, effects: list[Effect]) -> None:
-        for key in m.keys:
-            if (m.namespace, key) in shard.ready:
-                hold((m.namespace, key) not in self._vanished(shard), "a page is condemned by a reader's word")
+        hold(not self._vanished(shard), "a page is condemned by a reader's word")
 
     def _tick(self, shard: ShardProcess, m: Tick, effects: list[Effect]) -> None:
         if shard.backlog:
@@ -215,16 +242,17 @@ class Oracle:
 
     def mirrors(self, shard: ShardProcess) -> None:
         """What a shard holds is what was committed and not taken back by an order or a verdict."""
-        ready = {(page.space, page.key) for page in shard.core.pool.ready()}
+        ready = {(page.space, page.key, page.tier) for page in shard.core.pool.ready()}
         hold(ready == shard.ready.keys(), f"{shard.name} holds pages that were not committed, or lost some by itself")
 
-    def _vanished(self, shard: ShardProcess) -> list[Name]:
-        get = shard.core.pool.get
-        gone: list[Name] = []
-        for name, (slot, _) in shard.ready.items():
-            page = get(*name)
+    def _vanished(self, shard: ShardProcess) -> list[Place]:
+        on = shard.core.pool.on
+        gone: list[Place] = []
+        for place, (slot, _) in shard.ready.items():
+            space, key, tier = place
+            page = on(tier, space, key)
             if page is None or page.generation != slot.generation:
-                gone.append(name)
+                gone.append(place)
         return gone
 
     # ------------------------------------------------------------------------------------------ coordinator
@@ -237,7 +265,7 @@ class Oracle:
     def _reported(self, c: CoordinatorProcess, m: Report | Inventory, reply: object, now: int) -> None:
         assert isinstance(reply, ReportAck)
         c.heard[m.info.shard, m.info.epoch] = now
-        ordered = reply.order is not None or reply.pull is not None
+        ordered = reply.order is not None or reply.move is not None or reply.pull is not None
         hold(not (ordered and c.core.rebuilding), "a coordinator that rebuilds gives orders")
         if reply.leave is Farewell.DRAINED:
             self._drained(c, m.info, now)
@@ -297,8 +325,8 @@ class Oracle:
         shard = self._world.incarnations.get((address.shard, address.epoch))
         for name in names if shard is not None else ():
             assert shard is not None
-            known = shard.ready.get(name)
-            hold(known is None or known[1] > purged_at, f"purged block {name[1].hash.hex()[:6]} is found again")
+            known = shard.stored_at(*name)
+            hold(known is None or known > purged_at, f"purged block {name[1].hash.hex()[:6]} is found again")
 
     def _drained(self, c: CoordinatorProcess, info: ShardInfo, now: int) -> None:
         """A shard that is drained takes nothing with it that another had room for.
@@ -312,23 +340,27 @@ class Oracle:
         if shard.farewell or until is None or now >= until:
             return
         shard.farewell = True
-        room = max((self._room(member) for member in c.core.members.all() if member.takes), default=0)
+        takers = [member for member in c.core.members.all() if member.takes]
         doomed = [known.id for known in c.core.directory if known.purged > shard.purged]
-        blocks: dict[tuple[NamespaceId, BlockHash], list[Name]] = {}
-        for name in shard.ready:
-            blocks.setdefault((name[0], name[1].hash), []).append(name)
-        for (space, block), names in blocks.items():
-            slots = [shard.ready[name][0] for name in names]
-            stored_at = max(shard.ready[name][1] for name in names)
-            fits = len(_units(slots)) * UNIT_BYTES <= room
+        blocks: dict[tuple[NamespaceId, BlockHash], list[Place]] = {}
+        for place in shard.ready:
+            blocks.setdefault((place[0], place[1].hash), []).append(place)
+        for (space, block), places in blocks.items():
+            slots = [shard.ready[place][0] for place in places]
+            stored_at = max(shard.ready[place][1] for place in places)
+            # Into which tier it would come there depends on what of it is brought: it fits for sure where it does in
+            # each.
+            tiers = dict.fromkeys([Tier.DEVICE, *(slot.tier for slot in slots)])
+            nbytes = len(_units(slots)) * UNIT_BYTES
+            fits = any(all(nbytes <= self._room(member, tier) for tier in tiers) for member in takers)
             rotten = any(shard.memory.is_rotten(slot.offset, slot.nbytes) for slot in slots)
             if fits and not rotten and space not in doomed and stored_at > self._purged_at.get(space, -1):
-                elsewhere = all(self._came_elsewhere(name, shard, c) for name in names)
+                elsewhere = all(self._came_elsewhere(place[:2], shard, c) for place in places)
                 hold(elsewhere, f"{shard.name} is drained and takes {block.hex()[:6]} with it")
 
     def _had_by_others(self, drained: ShardId) -> dict[Name, None]:
         living = [shard for shard in self._world.incarnations.values() if shard.name != drained and not shard.dead]
-        return {name: None for shard in living for name in shard.ready}
+        return {place[:2]: None for shard in living for place in shard.ready}
 
     def _came_elsewhere(self, name: Name, shard: ShardProcess, c: CoordinatorProcess) -> bool:
         """Does it lie on another shard, did it when the drain began, or has it come to one since it lies here? That
@@ -343,11 +375,11 @@ class Oracle:
             if other is not shard and (not other.dead or other.address in members)
         ]
         since = max((at for where, at in placed.items() if where != shard.name), default=-1)
-        return since >= placed[shard.name] or any(name in other.ready for other in others)
+        return since >= placed[shard.name] or any(other.stored_at(*name) is not None for other in others)
 
-    def _room(self, member: Member) -> int:
-        low = self._world.scenario.config.coordinator.low_free
-        return member.info.free_bytes - int(low * member.info.capacity_bytes)
+    def _room(self, member: Member, tier: Tier) -> int:
+        low, use = self._world.scenario.config.coordinator.low_free, member.info.use(tier)
+        return use.free_bytes - int(low * use.capacity_bytes)
 
     def purged(self, m: Purge) -> None:
         """It was answered: from now on nothing of before is found."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, NamespaceId, Tenant
 from kvcluster.core.messages import (
     Abort,
@@ -29,7 +30,7 @@ from kvcluster.core.messages import (
     WriteRequest,
     Written,
 )
-from kvcluster.core.reasons import Miss
+from kvcluster.core.reasons import Loss, Miss
 from kvcluster.testing.sim.kernel import MS, SECOND, TIMED_OUT, Promise, Script
 from kvcluster.testing.sim.network import Pipe
 
@@ -43,13 +44,16 @@ REVOKED = object()
 
 
 class Layer(NamedTuple):
-    """One layer of a page under way. `sound`: no fault has touched it, which its receiver does not get to know."""
+    """One layer of a page under way. `sound`: no fault has touched it; this and `loss` its receiver does not get to
+    know."""
 
     item: int
     layer: int
     total: int
     data: bytes
     sound: bool
+    codec: Codec = Codec.RAW
+    loss: Loss = Loss.EXACT
 
 
 class Transfer(NamedTuple):
@@ -91,7 +95,7 @@ def read(shard: ShardProcess, opening: Transfer, up: Pipe, down: Pipe) -> Script
         return
     keys = tuple(want.key for want in request.wants)
     grant = shard.ask_now(
-        lambda call: Pin(call, opening.tenant, request.namespace, request.attempt, request.epoch, keys)
+        lambda call: Pin(call, opening.tenant, request.namespace, request.attempt, request.epoch, keys, request.accept)
     )
     if isinstance(grant, Refused):
         shard.finish(session)

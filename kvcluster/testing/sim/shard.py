@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import CLUSTER, Attempt, CallId, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
     Abort,
@@ -19,6 +20,8 @@ from kvcluster.core.messages import (
     Fetch,
     Inventory,
     Leave,
+    Moved,
+    MovePages,
     PageKey,
     PageSlot,
     PageWant,
@@ -34,10 +37,12 @@ from kvcluster.core.messages import (
     ShardAddress,
     ShardMessage,
     Suspect,
+    Tier,
     Verified,
     Verify,
 )
 from kvcluster.core.pool import Page
+from kvcluster.core.reasons import Loss
 from kvcluster.core.shard import Shard
 from kvcluster.pages import checksum
 from kvcluster.testing.sim import content, sessions
@@ -45,11 +50,16 @@ from kvcluster.testing.sim.driver import CoreProcess
 from kvcluster.testing.sim.kernel import MS, SECOND, Clock, Script
 from kvcluster.testing.sim.memory import Memory, flipped
 from kvcluster.testing.sim.network import Pipe
+from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import Layer, Session, Transfer
 
 if TYPE_CHECKING:
     from kvcluster.testing.sim.coordinator import CoordinatorProcess
     from kvcluster.testing.sim.world import World
+
+
+Place = tuple[NamespaceId, PageKey, Tier]
+"""Where a shard has something."""
 
 
 class ShardProcess(CoreProcess):
@@ -72,13 +82,18 @@ class ShardProcess(CoreProcess):
         super().__init__(world, str(shard), node, clock, core)
         self.core = core
         self.shard = shard
-        self.memory = Memory(core.pool.allocator.capacity_bytes)
+        self.memory = Memory(core.pool.arena_bytes)
         self.sessions: dict[Attempt, Session] = {}
         self.coordinator: CoordinatorProcess | None = None  # whose epoch it has adopted
         self.adopted = Epoch(0)
-        self.ready: dict[tuple[NamespaceId, PageKey], tuple[PageSlot, int]] = {}  # the oracle's own list
+        self.ready: dict[Place, tuple[PageSlot, int]] = {}  # the oracle's own list
+        self.moves: dict[Attempt, MovePages] = {}  # what is under way, or ends at this moment
         self.purged = 0  # likewise: the number of the last tombstone that it has carried out
         self.farewell = False
+
+    def stored_at(self, space: NamespaceId, key: PageKey) -> int | None:
+        """When what lies here of that page was stored; None where nothing does."""
+        return next((self.ready[space, key, tier][1] for tier in Tier if (space, key, tier) in self.ready), None)
 
     # ------------------------------------------------------------------------------------------- sessions
 
@@ -113,7 +128,7 @@ class ShardProcess(CoreProcess):
         if self.world.wire_flips():
             data, sound = flipped(self.world.rng, data), False
         total = checksum.unpack_sums(slot.sums)[layer]
-        return Layer(item, layer, total, data, sound)
+        return Layer(item, layer, total, data, sound, slot.codec, slot.loss)
 
     def store_layer(self, slot: PageSlot, layer: Layer) -> None:
         """What a writer sends goes straight into its page."""
@@ -125,7 +140,7 @@ class ShardProcess(CoreProcess):
 
     def verify(self, namespace: NamespaceId, slot: PageSlot, sums: list[int]) -> bytes | None:
         """The packed sums of a page that holds what they say; None where it does not."""
-        identity = content.identity(namespace, slot.key)
+        identity = content.identity(namespace, slot.key, slot.codec)
         if checksum.first_mismatch(identity, 0, sums, self.memory.view(slot)) is not None:
             return None
         return checksum.pack_sums(sums)
@@ -156,6 +171,8 @@ class ShardProcess(CoreProcess):
                 self.start(self._verify(effect))
             case Fetch():
                 self.start(self._fetch(effect))
+            case MovePages():
+                self.start(self._move(effect))
             case Leave():
                 self.world.left(self, for_good=effect.for_good)
             case _:
@@ -185,11 +202,46 @@ class ShardProcess(CoreProcess):
         self.finish(session)
         self.step(Verified(effect.attempt, tuple(corrupt)))
 
+    def _move(self, effect: MovePages) -> Script:
+        """In the background, page by page: what is right becomes what its codec makes of it."""
+        self.moves[effect.attempt] = effect
+        session = Session(effect.attempt, None, None, writes=True)
+        session.pages = [slot for page in effect.pages for slot in (page.source, page.target)]
+        self.begin(session)
+        sums: list[bytes | None] = []
+        corrupt: list[int] = []
+        for index, (namespace, _, source, target) in enumerate(effect.pages):
+            yield None, self.world.rng.randrange(2 * MS)
+            fits = target.codec is Codec.RAW or source.codec is target.codec or content.encodable(source.key)
+            if fits:
+                self.memory.write(target.offset, self._recoded(namespace, source, target))
+            if self.verify(namespace, source, list(checksum.unpack_sums(source.sums))) is None:
+                corrupt.append(index)
+            identity = content.identity(namespace, target.key, target.codec)
+            made = checksum.layer_sums(identity, 0, target.key.part.layers, self.memory.view(target))
+            sums.append(checksum.pack_sums(made) if fits else None)
+            self.world.count("move", f"{source.tier.name} to {target.tier.name}".lower() if fits else "cannot be")
+        session.moving = False
+        self.step(Moved(effect.attempt, tuple(sums), tuple(corrupt)))
+        self.finish(session)
+        del self.moves[effect.attempt]
+
+    def _recoded(self, namespace: NamespaceId, source: PageSlot, target: PageSlot) -> bytes:
+        """What encoding or decoding a page makes of it: what is right of what is right, and else something wrong."""
+        recodes = source.codec is not target.codec
+        hold(not recodes or Codec.RAW in (source.codec, target.codec), "one codec's bytes go into another")
+        encoded_before = source.codec is Codec.RAW and source.loss is not Loss.EXACT
+        hold(target.codec is Codec.RAW or not recodes or not encoded_before, "what was decoded is encoded again")
+        before = content.content(namespace, source.key, source.codec, source.loss)
+        after = content.content(namespace, target.key, target.codec, target.loss)
+        return after.data if self.memory.view(source) == before.data else flipped(self.world.rng, after.data)
+
     def _fetch(self, effect: Fetch) -> Script:
         """As a worker would, under the cluster's own credential, straight into our pages."""
         wants = tuple(PageWant(slot.key, 0, slot.key.part.layers) for slot in effect.slots)
         reader = Attempt(Holder(self.world.rng.randbytes(16)), 1)
-        request = ReadRequest(effect.namespace, reader, effect.source.epoch, wants)
+        accept = max(slot.loss for slot in effect.slots)
+        request = ReadRequest(effect.namespace, reader, effect.source.epoch, wants, accept)
         patience_ns = 2 * SECOND
         give_up = self.now() + patience_ns
         verified: dict[int, bytes] = {}
@@ -200,8 +252,8 @@ class ShardProcess(CoreProcess):
         session = Session(effect.attempt, effect.namespace, line.down if line else None, writes=True)
         session.pages = list(effect.slots)
         for slot in effect.slots:
-            known = source.ready.get((effect.namespace, slot.key)) if source is not None else None
-            session.stored_at[slot.key] = known[1] if known is not None else 0
+            known = source.stored_at(effect.namespace, slot.key) if source is not None else None
+            session.stored_at[slot.key] = known or 0
         self.begin(session)
         suspects: dict[int, None] = {}
         arrived: dict[int, dict[int, int]] = {}
@@ -214,8 +266,9 @@ class ShardProcess(CoreProcess):
             if self.ask_now(lambda call: Renew(call, effect.attempt)) != Done(True):
                 break
             for layer in heard:
-                self.store_layer(effect.slots[layer.item], layer)
-                arrived.setdefault(layer.item, {})[layer.layer] = layer.total
+                if layer.codec is effect.slots[layer.item].codec:
+                    self.store_layer(effect.slots[layer.item], layer)
+                    arrived.setdefault(layer.item, {})[layer.layer] = layer.total
         for item, sums in arrived.items():
             slot = effect.slots[item]
             if len(sums) == slot.key.part.layers:

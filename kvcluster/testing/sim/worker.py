@@ -39,6 +39,7 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.placement import run_start
+from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import Part
 from kvcluster.pages import checksum
 from kvcluster.testing.sim import content
@@ -141,8 +142,8 @@ class Worker(Process):
             yield from self._keep(ticket, wait_ns)
             give_up += wait_ns
         wanted = keys_of(model, hashes, need, grant)
-        self.world.grants.append((model, dict(wanted)))
-        loaded = yield from self.read_all(model, wanted, give_up)
+        self.world.grants.append((model, dict(wanted), need.accept))
+        loaded = yield from self.read_all(model, wanted, need.accept, give_up)
         missing = {key: None for keys in wanted.values() for key in keys if key not in loaded.whole}
         avoided = dict(loaded.failed)
         for _ in range(ROUNDS):
@@ -180,7 +181,7 @@ class Worker(Process):
                     key = PageKey(block, group, source.part)
                     wanted.setdefault(source.shard, []).append(key)
                     places.setdefault((block, group), []).append(key)
-        more = yield from self.read_all(model, wanted, give_up)
+        more = yield from self.read_all(model, wanted, need.accept, give_up)
         avoided |= more.failed
         found = [place for place, keys in places.items() if all(key in more.whole for key in keys)]
         return {key: None for key in missing if (key.hash, key.group) not in found}
@@ -204,9 +205,9 @@ class Worker(Process):
             if renewed == Done(False):
                 return
 
-    def read_all(self, model: Model, wanted: Keys, give_up: int) -> Script:
+    def read_all(self, model: Model, wanted: Keys, accept: Loss, give_up: int) -> Script:
         """Reads from all shards at once."""
-        reads = [self.start(self._read(model, shard, keys, give_up)) for shard, keys in wanted.items()]
+        reads = [self.start(self._read(model, shard, keys, accept, give_up)) for shard, keys in wanted.items()]
         reading = Reading({}, {})
         for shard, done in zip(wanted, reads, strict=True):
             whole = yield done, 10 * self.world.scenario.patience_ns
@@ -215,10 +216,10 @@ class Worker(Process):
                 reading.failed[shard.shard] = None
         return reading
 
-    def _read(self, model: Model, shard: ShardAddress, keys: list[PageKey], give_up: int) -> Script:
+    def _read(self, model: Model, shard: ShardAddress, keys: list[PageKey], accept: Loss, give_up: int) -> Script:
         """The pages that came whole and right. What did not match is reported to the shard."""
         wants = tuple(PageWant(key, 0, key.part.layers) for key in keys)
-        request = ReadRequest(model.space, self.attempt(), shard.epoch, wants)
+        request = ReadRequest(model.space, self.attempt(), shard.epoch, wants, accept)
         opened = yield from self._open(model, shard, lambda: request, give_up)
         if opened is None:
             return {}
@@ -231,12 +232,12 @@ class Worker(Process):
                 break
             for layer in heard:
                 key = keys[layer.item]
-                identity = content.identity(model.space, key)
+                identity = content.identity(model.space, key, layer.codec)
                 if checksum.layer_sum(identity, layer.layer, layer.data) != layer.total:
                     self.world.oracle.refused(key, layer)
                     suspects[key] = None
                 else:
-                    self.world.oracle.accepted(model.space, key, layer)
+                    self.world.oracle.accepted(model.space, key, layer, accept)
                     arrived[layer.item] += 1
         if heard is not FINISHED or self.world.rng.random() < 0.1:
             line.up.hang_up()

@@ -26,6 +26,7 @@ from kvcluster.core.messages import (
     Status,
     UnpinBlocks,
 )
+from kvcluster.core.reasons import Loss
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.kernel import MS, Script
@@ -96,7 +97,8 @@ def _request(worker: Worker) -> Script:
     rng = world.rng
     model, hashes = conversation(world)
     kept_ns = int(1_500 * MS * rng.random()) if rng.random() < 0.05 else 0
-    loaded = yield from worker.load(model, hashes, model.need(), wait_ns=kept_ns)
+    need = model.need(rng.choice((Loss.EXACT, Loss.Q8, Loss.Q4, Loss.Q4)))
+    loaded = yield from worker.load(model, hashes, need, wait_ns=kept_ns)
     if loaded < len(hashes) and rng.random() < 0.9:
         parts = model.halves() if world.scenario.halves else model.whole()
         wait_ns = rng.choice((0, 200 * MS, 600 * MS))
@@ -107,8 +109,8 @@ def _redeem(worker: Worker) -> Script:
     """A ticket that another process prepared, perhaps long ago."""
     world = worker.world
     if world.grants:
-        model, wanted = world.rng.choice(world.grants[-8:])
-        reading = yield from worker.read_all(model, wanted, worker.now() + world.scenario.patience_ns)
+        model, wanted, accept = world.rng.choice(world.grants[-8:])
+        reading = yield from worker.read_all(model, wanted, accept, worker.now() + world.scenario.patience_ns)
         world.count("redeem", "part failed" if reading.failed else "hit")
 
 

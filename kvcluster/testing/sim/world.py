@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvcluster.core.ids import Epoch, Holder, ShardId
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import Tombstone
+from kvcluster.core.reasons import Loss
 from kvcluster.testing.sim import content, scenario, workload
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
@@ -22,7 +23,8 @@ from kvcluster.testing.sim.journal import Journal
 from kvcluster.testing.sim.kernel import MS, SECOND, Clock, Kernel, Process
 from kvcluster.testing.sim.liveness import come_to_rest
 from kvcluster.testing.sim.network import Network
-from kvcluster.testing.sim.oracle import Oracle, hold
+from kvcluster.testing.sim.oracle import Oracle
+from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.shard import ShardProcess
 from kvcluster.testing.sim.worker import Keys, Worker
 
@@ -67,7 +69,7 @@ class World:
             for _ in range(drawn.nodes)
         ]
         self.models: list[Model] = rng.sample(content.MODELS, drawn.models)
-        self.grants: list[tuple[Model, Keys]] = []
+        self.grants: list[tuple[Model, Keys, Loss]] = []
         self.told_to_go: dict[ShardId, None] = {}
         self.disk: tuple[Tombstone, ...] = ()
         self.names = [ShardId(f"s{number}") for number in range(drawn.config.shards)]

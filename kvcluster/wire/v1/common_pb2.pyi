@@ -15,6 +15,7 @@ class Loss(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TIER_DEVICE: _ClassVar[Tier]
+    TIER_HOST: _ClassVar[Tier]
 
 class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -44,6 +45,7 @@ LOSS_EXACT: Loss
 LOSS_Q8: Loss
 LOSS_Q4: Loss
 TIER_DEVICE: Tier
+TIER_HOST: Tier
 MISS_REASON_UNSPECIFIED: MissReason
 MISS_REASON_NEVER_SEEN: MissReason
 MISS_REASON_EVICTED: MissReason

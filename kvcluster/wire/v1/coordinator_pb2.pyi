@@ -303,7 +303,7 @@ class Counters(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., values: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining")
+    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining", "below", "below_capacity_bytes", "below_free_bytes", "below_pages")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -314,6 +314,10 @@ class ShardInfo(_message.Message):
     LEASES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    BELOW_FIELD_NUMBER: _ClassVar[int]
+    BELOW_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BELOW_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BELOW_PAGES_FIELD_NUMBER: _ClassVar[int]
     shard: str
     epoch: int
     address: str
@@ -324,7 +328,11 @@ class ShardInfo(_message.Message):
     leases: int
     counters: Counters
     draining: bool
-    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ...) -> None: ...
+    below: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
+    below_capacity_bytes: _containers.RepeatedScalarFieldContainer[int]
+    below_free_bytes: _containers.RepeatedScalarFieldContainer[int]
+    below_pages: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ..., below: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., below_capacity_bytes: _Optional[_Iterable[int]] = ..., below_free_bytes: _Optional[_Iterable[int]] = ..., below_pages: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Specs(_message.Message):
     __slots__ = ("tenants", "specs")
@@ -335,7 +343,7 @@ class Specs(_message.Message):
     def __init__(self, tenants: _Optional[_Iterable[str]] = ..., specs: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Events(_message.Message):
-    __slots__ = ("namespaces", "parts", "kinds", "hashes", "namespace_of", "part_of", "parents", "depths", "tiers", "losses", "purges")
+    __slots__ = ("namespaces", "parts", "kinds", "hashes", "namespace_of", "part_of", "parents", "depths", "tiers", "losses", "purges", "codecs", "gone_tiers")
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
@@ -347,6 +355,8 @@ class Events(_message.Message):
     TIERS_FIELD_NUMBER: _ClassVar[int]
     LOSSES_FIELD_NUMBER: _ClassVar[int]
     PURGES_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
+    GONE_TIERS_FIELD_NUMBER: _ClassVar[int]
     namespaces: bytes
     parts: _containers.RepeatedScalarFieldContainer[int]
     kinds: _containers.RepeatedScalarFieldContainer[EventKind]
@@ -358,7 +368,9 @@ class Events(_message.Message):
     tiers: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
     losses: _containers.RepeatedScalarFieldContainer[_common_pb2.Loss]
     purges: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, namespaces: _Optional[bytes] = ..., parts: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[EventKind, str]]] = ..., hashes: _Optional[bytes] = ..., namespace_of: _Optional[_Iterable[int]] = ..., part_of: _Optional[_Iterable[int]] = ..., parents: _Optional[bytes] = ..., depths: _Optional[_Iterable[int]] = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., losses: _Optional[_Iterable[_Union[_common_pb2.Loss, str]]] = ..., purges: _Optional[_Iterable[int]] = ...) -> None: ...
+    codecs: _containers.RepeatedScalarFieldContainer[int]
+    gone_tiers: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
+    def __init__(self, namespaces: _Optional[bytes] = ..., parts: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[EventKind, str]]] = ..., hashes: _Optional[bytes] = ..., namespace_of: _Optional[_Iterable[int]] = ..., part_of: _Optional[_Iterable[int]] = ..., parents: _Optional[bytes] = ..., depths: _Optional[_Iterable[int]] = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., losses: _Optional[_Iterable[_Union[_common_pb2.Loss, str]]] = ..., purges: _Optional[_Iterable[int]] = ..., codecs: _Optional[_Iterable[int]] = ..., gone_tiers: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ...) -> None: ...
 
 class Tombstones(_message.Message):
     __slots__ = ("texts", "numbers", "tenant_of", "model_of", "weights_of", "adapter_of")
@@ -377,7 +389,7 @@ class Tombstones(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ..., numbers: _Optional[_Iterable[int]] = ..., tenant_of: _Optional[_Iterable[int]] = ..., model_of: _Optional[_Iterable[int]] = ..., weights_of: _Optional[_Iterable[int]] = ..., adapter_of: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("info", "coordinator", "first", "events", "specs", "pressure_bytes", "order", "pulled")
+    __slots__ = ("info", "coordinator", "first", "events", "specs", "pressure_bytes", "order", "pulled", "moved")
     INFO_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +398,7 @@ class ReportRequest(_message.Message):
     PRESSURE_BYTES_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     PULLED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     info: ShardInfo
     coordinator: int
     first: int
@@ -394,7 +407,8 @@ class ReportRequest(_message.Message):
     pressure_bytes: int
     order: int
     pulled: int
-    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., first: _Optional[int] = ..., events: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., pressure_bytes: _Optional[int] = ..., order: _Optional[int] = ..., pulled: _Optional[int] = ...) -> None: ...
+    moved: int
+    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., first: _Optional[int] = ..., events: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., pressure_bytes: _Optional[int] = ..., order: _Optional[int] = ..., pulled: _Optional[int] = ..., moved: _Optional[int] = ...) -> None: ...
 
 class InventoryRequest(_message.Message):
     __slots__ = ("info", "coordinator", "upto", "chunk", "last", "pages", "specs", "tombstones")
@@ -417,33 +431,53 @@ class InventoryRequest(_message.Message):
     def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., upto: _Optional[int] = ..., chunk: _Optional[int] = ..., last: bool = ..., pages: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., tombstones: _Optional[_Union[Tombstones, _Mapping]] = ...) -> None: ...
 
 class EvictOrder(_message.Message):
-    __slots__ = ("number", "namespaces", "hashes", "namespace_of")
+    __slots__ = ("number", "namespaces", "hashes", "namespace_of", "tier")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_OF_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     number: int
     namespaces: bytes
     hashes: bytes
     namespace_of: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, number: _Optional[int] = ..., namespaces: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., namespace_of: _Optional[_Iterable[int]] = ...) -> None: ...
+    tier: _common_pb2.Tier
+    def __init__(self, number: _Optional[int] = ..., namespaces: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., namespace_of: _Optional[_Iterable[int]] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
+
+class MoveOrder(_message.Message):
+    __slots__ = ("number", "namespaces", "hashes", "namespace_of", "to", "codecs")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_OF_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    namespaces: bytes
+    hashes: bytes
+    namespace_of: _containers.RepeatedScalarFieldContainer[int]
+    to: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
+    codecs: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, number: _Optional[int] = ..., namespaces: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., namespace_of: _Optional[_Iterable[int]] = ..., to: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., codecs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullOrder(_message.Message):
-    __slots__ = ("number", "source", "tenant", "spec", "pages")
+    __slots__ = ("number", "source", "tenant", "spec", "pages", "codec")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     number: int
     source: _common_pb2.ShardAddress
     tenant: str
     spec: bytes
     pages: _common_pb2.NewPages
-    def __init__(self, number: _Optional[int] = ..., source: _Optional[_Union[_common_pb2.ShardAddress, _Mapping]] = ..., tenant: _Optional[str] = ..., spec: _Optional[bytes] = ..., pages: _Optional[_Union[_common_pb2.NewPages, _Mapping]] = ...) -> None: ...
+    codec: int
+    def __init__(self, number: _Optional[int] = ..., source: _Optional[_Union[_common_pb2.ShardAddress, _Mapping]] = ..., tenant: _Optional[str] = ..., spec: _Optional[bytes] = ..., pages: _Optional[_Union[_common_pb2.NewPages, _Mapping]] = ..., codec: _Optional[int] = ...) -> None: ...
 
 class ReportAck(_message.Message):
-    __slots__ = ("epoch", "acked", "inventory", "order", "pull", "tombstones", "drain", "leave")
+    __slots__ = ("epoch", "acked", "inventory", "order", "pull", "tombstones", "drain", "leave", "move")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ACKED_FIELD_NUMBER: _ClassVar[int]
     INVENTORY_FIELD_NUMBER: _ClassVar[int]
@@ -452,6 +486,7 @@ class ReportAck(_message.Message):
     TOMBSTONES_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     acked: int
     inventory: bool
@@ -460,4 +495,5 @@ class ReportAck(_message.Message):
     tombstones: Tombstones
     drain: bool
     leave: Farewell
-    def __init__(self, epoch: _Optional[int] = ..., acked: _Optional[int] = ..., inventory: bool = ..., order: _Optional[_Union[EvictOrder, _Mapping]] = ..., pull: _Optional[_Union[PullOrder, _Mapping]] = ..., tombstones: _Optional[_Union[Tombstones, _Mapping]] = ..., drain: bool = ..., leave: _Optional[_Union[Farewell, str]] = ...) -> None: ...
+    move: MoveOrder
+    def __init__(self, epoch: _Optional[int] = ..., acked: _Optional[int] = ..., inventory: bool = ..., order: _Optional[_Union[EvictOrder, _Mapping]] = ..., pull: _Optional[_Union[PullOrder, _Mapping]] = ..., tombstones: _Optional[_Union[Tombstones, _Mapping]] = ..., drain: bool = ..., leave: _Optional[_Union[Farewell, str]] = ..., move: _Optional[_Union[MoveOrder, _Mapping]] = ...) -> None: ...

@@ -86,7 +86,7 @@ class AttachedShard(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., lease_ttl_ns: _Optional[int] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("namespace", "holder", "attempt", "epoch", "keys", "layer_starts", "layer_stops")
+    __slots__ = ("namespace", "holder", "attempt", "epoch", "keys", "layer_starts", "layer_stops", "accept")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class ReadRequest(_message.Message):
     KEYS_FIELD_NUMBER: _ClassVar[int]
     LAYER_STARTS_FIELD_NUMBER: _ClassVar[int]
     LAYER_STOPS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     holder: bytes
     attempt: int
@@ -101,7 +102,8 @@ class ReadRequest(_message.Message):
     keys: _common_pb2.PageKeys
     layer_starts: _containers.RepeatedScalarFieldContainer[int]
     layer_stops: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[_Union[_common_pb2.PageKeys, _Mapping]] = ..., layer_starts: _Optional[_Iterable[int]] = ..., layer_stops: _Optional[_Iterable[int]] = ...) -> None: ...
+    accept: _common_pb2.Loss
+    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[_Union[_common_pb2.PageKeys, _Mapping]] = ..., layer_starts: _Optional[_Iterable[int]] = ..., layer_stops: _Optional[_Iterable[int]] = ..., accept: _Optional[_Union[_common_pb2.Loss, str]] = ...) -> None: ...
 
 class ReadHead(_message.Message):
     __slots__ = ("miss_of", "misses")

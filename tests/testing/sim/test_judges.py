@@ -10,7 +10,7 @@ import pytest
 from kvcluster.core.messages import Drain, Purge
 from kvcluster.testing.sim import content, liveness, scenario
 from kvcluster.testing.sim.kernel import MS, SECOND
-from kvcluster.testing.sim.oracle import Violation
+from kvcluster.testing.sim.promises import Violation
 from kvcluster.testing.sim.world import World
 
 QUIET = 39

@@ -1,0 +1,179 @@
+"""A shard's pages on their way between its tiers: demoted by being encoded below, promoted by being decoded above.
+
+What is to move the coordinator has ordered (MoveOrder); the shell does it, a batch at a time, beside everything else,
+and says what came of it. Meanwhile the source is read like before and the target is nobody's: a batch is a read lease
+and a write lease of the shard's own, so that whatever ends leases ends it too. A source that was withdrawn or replaced
+meanwhile takes its target with it.
+
+What is demoted leaves its tier in any case. Where its twin lies below already it is not encoded again, and where there
+is no room below it is evicted: the coordinator orders no more down than it has made room for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcluster.core.codecs import Codec
+from kvcluster.core.ids import Attempt, NamespaceId
+from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
+from kvcluster.core.messages import Effect, Move, Moved, MoveOrder, MovePages, PageKey, PageMove, Tier
+from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.spaces import Space, Spaces
+from kvcluster.core.spec import Part
+from kvcluster.core.withdrawal import Withdrawal
+
+BATCH_BYTES = 8 * 2**20
+"""What one batch reads, about: some milliseconds of encoding, after which those who wait for room get it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    reading: Attempt
+    writing: Attempt
+    pairs: list[tuple[Page, Page]]  # source and target
+
+
+class Mover:
+    """Carries out one order at a time. `moved` is the number that reports tell."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        leases: LeaseBook,
+        spaces: Spaces,
+        own: OwnAttempts,
+        withdraw: Withdrawal,
+        committed: Callable[[Page], None],
+        counters: dict[str, int],
+    ) -> None:
+        """`committed` is told of each page that is READY in its new place, before it leaves its old one."""
+        self._pool = pool
+        self._leases = leases
+        self._spaces = spaces
+        self._own = own
+        self._withdraw = withdraw
+        self._committed = committed
+        self._counters = counters
+        self._order = 0
+        self._left: deque[Move] = deque()
+        self._batch: _Batch | None = None
+        self.moved = 0
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """The leases of the batch that is under way."""
+        return [self._batch.reading, self._batch.writing] if self._batch is not None else []
+
+    def begin_anew(self) -> None:
+        """Another coordinator counts its orders from 1. What the last one ordered ends with its batch."""
+        self.moved = self._order = 0
+        self._left.clear()
+
+    def take(self, order: MoveOrder) -> None:
+        """An order, which may have come before."""
+        if order.number > self._order:
+            self._order = order.number
+            self._left.extend(order.moves)
+
+    def begin(self, now: int) -> list[Effect]:
+        """The next batch, if none is under way and anything is left to move."""
+        if self._batch is not None:
+            return []
+        pairs: list[tuple[Page, Page]] = []
+        nbytes = 0
+        while self._left and nbytes < BATCH_BYTES:
+            move = self._left.popleft()
+            space = self._spaces.known(move.namespace)
+            if space is not None and move.to in self._pool.allocators:
+                for group, part in space.parts:  # the parts of a block go together
+                    pair = self._pair(move, space, group, part)
+                    if pair is not None:
+                        pairs.append(pair)
+                        nbytes += pair[0].nbytes
+        if not pairs:
+            self.moved = self._order
+            return []
+        batch = self._batch = _Batch(self._own.next(), self._own.next(), pairs)
+        for source, _ in pairs:
+            self._pool.pin(source)
+        self._leases.grant(batch.reading, LeaseKind.READ, [source for source, _ in pairs], now)
+        self._leases.grant(batch.writing, LeaseKind.WRITE, [target for _, target in pairs], now)
+        return [MovePages(batch.writing, tuple(map(self._page_move, pairs)))]
+
+    def end(self, m: Moved, *, may_commit: bool) -> None:
+        """The batch has come to its end."""
+        batch, self._batch = self._batch, None
+        assert batch is not None and batch.writing == m.attempt, "an end of what never began"
+        commits = may_commit and self._leases.running(batch.writing)
+        self._leases.end(batch.reading)
+        self._leases.end(batch.writing)
+        for index, ((source, target), sums) in enumerate(zip(batch.pairs, m.sums, strict=True)):
+            alive = source.state is PageState.READY
+            if commits and alive and sums is not None and index not in m.corrupt:
+                self._arrived(source, target, sums)
+            else:
+                self._pool.abort(target)
+                if alive and index in m.corrupt:
+                    self._counters["corrupt"] += 1
+                    self._withdraw(source, corrupt=True)
+                elif alive and sums is None:  # it goes as it is, by the next batch
+                    source.stays_raw = True
+                    self._left.appendleft(Move(source.space, source.key.hash, target.tier))
+            self._pool.unpin(source)
+
+    def _arrived(self, source: Page, target: Page, sums: bytes) -> None:
+        self._pool.commit(target, sums)
+        self._committed(target)
+        target.stays_raw = source.stays_raw
+        if target.tier > source.tier:
+            self._counters["demoted"] += 1
+            self._withdraw(source)
+        else:
+            target.decoded = source.codec is not Codec.RAW
+            self._counters["promoted"] += 1
+
+    def _pair(self, move: Move, space: Space, group: int, part: Part) -> tuple[Page, Page] | None:
+        """A page that is to be moved, and its target, reserved. What is done at once is done."""
+        key = PageKey(move.hash, group, part)
+        down = move.to > Tier.DEVICE
+        source = self._source(move.to, space.id, key)
+        if source is None:
+            return None
+        twin = self._pool.on(move.to, space.id, key)
+        if twin is not None:
+            if down and twin.state is PageState.READY:
+                self._withdraw(source)
+            return None
+        codec = space.fitting(group, part, move.codec) if down and not source.stays_raw else Codec.RAW
+        target = self._pool.reserve(
+            space.id,
+            key,
+            space.page_bytes(group, part, codec),
+            parent=source.parent,
+            depth=source.depth,
+            loss=max(source.loss, codec.loss),
+            tier=move.to,
+            codec=codec,
+        )
+        if target is None:
+            if down:
+                self._counters["evicted"] += 1
+                self._withdraw(source)
+            return None
+        return source, target
+
+    def _source(self, to: Tier, space: NamespaceId, key: PageKey) -> Page | None:
+        """What is READY of it in the other tier."""
+        for tier in self._pool.allocators:
+            page = self._pool.on(tier, space, key) if tier is not to else None
+            if page is not None and page.state is PageState.READY:
+                return page
+        return None
+
+    def _page_move(self, pair: tuple[Page, Page]) -> PageMove:
+        source, target = pair
+        space = self._spaces.known(source.space)
+        assert space is not None, "a page of a namespace that is not known"
+        return PageMove(source.space, space.spec, source.slot(), target.slot())

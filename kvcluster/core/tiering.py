@@ -1,0 +1,112 @@
+"""Which blocks change their tier: turns watermarks into demotions, and heat into promotions.
+
+A shard that has a tier below is relieved by demotion: of its device tier the coldest blocks go down, encoded as the
+policy says, and only out of its lowest tier anything is evicted (evictor.py). The first blocks of a sequence, which
+every later token attends to (attention sinks: Xiao et al., StreamingLLM, 2023), go down raw. Runs that are loaded often
+from below are brought up again as far as there is room above the watermark; nothing is demoted for them before they
+are there, and then the coldest is.
+
+One order a shard is under way at a time; the next is worked out when the shard has carried it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcluster.config import CoordinatorConfig
+from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
+from kvcluster.core.directory import Directory, Space
+from kvcluster.core.evictor import Evictor
+from kvcluster.core.heat import Heat
+from kvcluster.core.ids import BlockHash, NamespaceId
+from kvcluster.core.index import BlockRecord
+from kvcluster.core.members import Member
+from kvcluster.core.messages import Move, MoveOrder, Tier
+
+MS = 1_000_000
+
+
+class Tiering:
+    """Makes the orders, and knows what is hot below."""
+
+    def __init__(self, config: CoordinatorConfig, directory: Directory, evictor: Evictor) -> None:
+        self._low = config.low_free
+        self._codec = Codec[config.host_codec.upper()]
+        self._raw_blocks = config.host_raw_blocks
+        self._heat = Heat(loads=config.promote_loads, window_ns=config.hot_window_ms * MS, run_blocks=config.run_blocks)
+        self._directory = directory
+        self._evictor = evictor
+        self._hot: dict[int, dict[tuple[NamespaceId, BlockHash], None]] = {}  # by slot: what is to be promoted there
+
+    def loaded(self, space: Space, hashes: Sequence[BlockHash], now: int) -> None:
+        """A load was promised these blocks, a chain from its first block on."""
+        for run in self._heat.loaded(hashes, now):
+            for block in run:
+                record = space.index.get(block)
+                for slot in _only_below(record) if record is not None else ():
+                    hot = self._hot.setdefault(slot, {})
+                    if len(hot) < limits.PROMOTIONS:
+                        hot[space.id, block] = None
+
+    def demotion(self, member: Member, pressure_bytes: int, now: int) -> tuple[MoveOrder | None, int]:
+        """What is to leave the device tier, and the bytes that it takes below."""
+        wanted = self._evictor.wanted(member, Tier.DEVICE, pressure_bytes)
+        victims = self._evictor.victims(member, Tier.DEVICE, wanted, now)
+        below = sum(self._bytes_below(record, member.slot) for record in victims)
+        moves = [Move(record.space, record.hash, Tier.HOST, self._codec_of(record)) for record in victims]
+        return self._order(member, moves), below
+
+    def promotion(self, member: Member) -> MoveOrder | None:
+        """What is hot below, as far as there is room above."""
+        moves: list[Move] = []
+        room = member.info.free_bytes - int(self._low * member.info.capacity_bytes)
+        for space_id, block in self._hot.pop(member.slot, {}):
+            space = self._directory.known(space_id)
+            record = space.index.get(block) if space is not None else None
+            if record is None or member.slot not in _only_below(record):
+                continue
+            room -= self._evictor.bytes_on(record, member.slot, Tier.HOST, raw=True)
+            if room < 0:
+                break  # what stays hot is noticed again
+            moves.append(Move(space_id, block, Tier.DEVICE))
+        return self._order(member, moves[: limits.EVICTIONS_PER_ORDER])
+
+    def settle(self, member: Member) -> None:
+        """The order is carried out, or its shard is gone: what was to go and did not is queued again."""
+        for move in member.move.moves if member.move is not None else ():
+            space = self._directory.known(move.namespace)
+            record = space.index.get(move.hash) if space is not None else None
+            if move.to > Tier.DEVICE and record is not None and record.copies.on(member.slot, Tier.DEVICE):
+                member.cold[Tier.DEVICE].push(record)
+        member.move = None
+
+    def forget(self, member: Member) -> None:
+        """Its shard is gone."""
+        self.settle(member)
+        self._hot.pop(member.slot, None)
+
+    def _order(self, member: Member, moves: Sequence[Move]) -> MoveOrder | None:
+        if not moves:
+            return None
+        member.moves += 1
+        return MoveOrder(member.moves, tuple(moves))
+
+    def _codec_of(self, record: BlockRecord) -> Codec:
+        return Codec.RAW if record.depth < self._raw_blocks else self._codec
+
+    def _bytes_below(self, record: BlockRecord, slot: int) -> int:
+        """What a block takes in the tier below, where it does not lie there already."""
+        if record.copies.on(slot, Tier.HOST):
+            return 0
+        space = self._directory.known(record.space)
+        assert space is not None, "a record of a namespace that is not known"
+        codecs = (Codec.RAW, self._codec_of(record))
+        here = (copy for copy in record.copies.entries if copy.slot == slot)
+        return sum(min(space.page_bytes(copy.group, copy.part, codec) for codec in codecs) for copy in here)
+
+
+def _only_below(record: BlockRecord) -> list[int]:
+    """The slots of the shards that have it in a tier below, and not in the device tier."""
+    slots = dict.fromkeys(copy.slot for copy in record.copies.entries if copy.tier > Tier.DEVICE)
+    return [slot for slot in slots if not record.copies.on(slot, Tier.DEVICE)]

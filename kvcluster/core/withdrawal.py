@@ -1,0 +1,31 @@
+"""Withdrawing a page: nobody new reads it, and the coordinator is told.
+
+What was decoded from it goes with it, be it read a thousand times a second. Alone it would be encoded again some day,
+and lose more each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvcluster.core.messages import GoneEvent, Tier
+from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.uplink import Uplink
+
+Withdraw = Callable[[Page], None]
+
+
+class Withdrawal:
+    """Of the pages of one shard. Its room is free when the last reader has ended."""
+
+    def __init__(self, pool: PagePool, uplink: Uplink) -> None:
+        self._pool = pool
+        self._uplink = uplink
+
+    def __call__(self, page: Page, *, corrupt: bool = False) -> None:
+        """Withdraws a READY page."""
+        self._pool.condemn(page)
+        self._uplink.tell(GoneEvent(page.space, page.key, corrupt=corrupt, tier=page.tier))
+        above = self._pool.on(Tier.DEVICE, page.space, page.key)
+        if above is not None and above.decoded and above.state is PageState.READY:
+            self(above)

@@ -1,0 +1,109 @@
+"""What the coordinator answers to a report: how far it has heard, and what the shard is to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcluster.core import limits
+from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
+from kvcluster.core.messages import EvictOrder, Farewell, Move, MoveOrder, PullOrder, ReportAck
+from kvcluster.wire import common, pages
+from kvcluster.wire.common import EnumCodec, Interned, agree, pick, quantity, text
+from kvcluster.wire.reports import decode_tombstones, encode_tombstones
+from kvcluster.wire.v1 import coordinator_pb2 as pb
+
+FAREWELL: EnumCodec[Farewell, pb.Farewell] = EnumCodec(Farewell, pb.Farewell, "FAREWELL_")
+
+
+def encode_ack(ack: ReportAck) -> pb.ReportAck:
+    """The answer to a report."""
+    return pb.ReportAck(
+        epoch=ack.epoch,
+        acked=ack.acked,
+        inventory=ack.inventory,
+        order=None if ack.order is None else _encode_order(ack.order),
+        move=None if ack.move is None else _encode_move(ack.move),
+        pull=None if ack.pull is None else _encode_pull(ack.pull),
+        tombstones=encode_tombstones(ack.tombstones),
+        drain=ack.drain,
+        leave=pb.FAREWELL_UNSPECIFIED if ack.leave is None else FAREWELL.encode[ack.leave],
+    )
+
+
+def decode_ack(m: pb.ReportAck) -> ReportAck:
+    """The inverse."""
+    return ReportAck(
+        epoch=common.epoch(m.epoch),
+        acked=quantity(m.acked, "as a stream number"),
+        inventory=m.inventory,
+        order=_decode_order(m.order) if m.HasField("order") else None,
+        move=_decode_move(m.move) if m.HasField("move") else None,
+        pull=_decode_pull(m.pull) if m.HasField("pull") else None,
+        tombstones=decode_tombstones(m.tombstones),
+        drain=m.drain,
+        leave=None if m.leave == pb.FAREWELL_UNSPECIFIED else FAREWELL.decode(m.leave),
+    )
+
+
+def _encode_order(order: EvictOrder) -> pb.EvictOrder:
+    namespaces: Interned[NamespaceId] = Interned()
+    return pb.EvictOrder(
+        number=order.number,
+        namespace_of=[namespaces[namespace] for namespace, _ in order.blocks],
+        hashes=b"".join([block for _, block in order.blocks]),
+        namespaces=b"".join(namespaces),
+        tier=common.TIER.encode[order.tier],
+    )
+
+
+def _decode_order(m: pb.EvictOrder) -> EvictOrder:
+    hashes = common.decode_hashes(m.hashes, limits.EVICTIONS_PER_ORDER, "blocks in an order")
+    agree("an order", hashes, m.namespace_of)
+    blocks = tuple(zip(_owners(m.namespaces, m.namespace_of), hashes, strict=True))
+    return EvictOrder(quantity(m.number, "as an order's number"), blocks, common.TIER.decode(m.tier))
+
+
+def _encode_move(order: MoveOrder) -> pb.MoveOrder:
+    namespaces: Interned[NamespaceId] = Interned()
+    return pb.MoveOrder(
+        number=order.number,
+        namespace_of=[namespaces[move.namespace] for move in order.moves],
+        hashes=b"".join([move.hash for move in order.moves]),
+        to=[common.TIER.encode[move.to] for move in order.moves],
+        codecs=[move.codec for move in order.moves],
+        namespaces=b"".join(namespaces),
+    )
+
+
+def _decode_move(m: pb.MoveOrder) -> MoveOrder:
+    hashes: Sequence[BlockHash] = common.decode_hashes(m.hashes, limits.EVICTIONS_PER_ORDER, "blocks in an order")
+    agree("an order", hashes, m.namespace_of, m.to, m.codecs)
+    owners, tiers = _owners(m.namespaces, m.namespace_of), common.TIER.decode_all(m.to)
+    moves = tuple(map(Move, owners, hashes, tiers, common.decode_codecs(m.codecs)))
+    return MoveOrder(quantity(m.number, "as an order's number"), moves)
+
+
+def _owners(namespaces: bytes, namespace_of: Sequence[int]) -> list[NamespaceId]:
+    return pick(common.decode_namespaces(namespaces, limits.EVICTIONS_PER_ORDER), namespace_of, "a namespace")
+
+
+def _encode_pull(pull: PullOrder) -> pb.PullOrder:
+    return pb.PullOrder(
+        number=pull.number,
+        source=common.encode_address(pull.source),
+        tenant=pull.tenant,
+        spec=common.encode_spec(pull.spec),
+        pages=pages.encode_new_pages(pull.pages),
+        codec=pull.codec,
+    )
+
+
+def _decode_pull(m: pb.PullOrder) -> PullOrder:
+    return PullOrder(
+        number=quantity(m.number, "as an order's number"),
+        source=common.decode_address(m.source),
+        tenant=Tenant(text(m.tenant, "a tenant's name")),
+        spec=common.decode_spec(m.spec),
+        pages=pages.decode_new_pages(m.pages, limits.PULL_PAGES, "pages in an order"),
+        codec=common.decode_codec(m.codec),
+    )
