@@ -111,8 +111,6 @@ class Oracle:
         judge = self._of_shard.get(type(message))
         if judge is not None:
             judge(shard, message, effects)
-        if Tier.HOST in shard.core.pool.allocators:
-            self._gave_way(shard)
         for effect in effects:
             if isinstance(effect, Answer):
                 reply = effect.reply
@@ -121,6 +119,7 @@ class Oracle:
                     if slots:
                         self._may_grant(shard, now)
                         self._nobody_touches(shard, slots)
+                        self._gave_way(shard)
                 elif isinstance(reply, PinGrant):
                     self._granted_pins(shard, message, reply, now)
 
@@ -138,6 +137,8 @@ class Oracle:
 
     def _gave_way(self, shard: ShardProcess) -> None:
         """What goes unasked has given way to what has lost less."""
+        if Tier.HOST not in shard.core.pool.allocators:
+            return
         for place in self._vanished(shard):
             slot, _ = shard.ready.pop(place)
             better = shard.core.pool.on(Tier.DEVICE, place[0], place[1])
@@ -192,13 +193,12 @@ class Oracle:
             stored_at = session.stored_at.get(slot.key, self._world.kernel.now)
             shard.ready[session.namespace, slot.key, slot.tier] = (slot, stored_at)
             self._placed.setdefault(name, {})[shard.name] = self._world.kernel.now
+        self._gave_way(shard)
 
     def _report_answered(self, shard: ShardProcess, m: ReportAnswered, effects: list[Effect]) -> None:
         ack = m.ack
-        tiered = (
-            Tier.HOST in shard.core.pool.allocators
-        )  # moves are carried out as answers come, and evict what fits not
-        if ack.order is not None or ack.tombstones or ack.leave is not None or tiered:
+        # What has a twin below, or no room there, is gone as a move begins.
+        if ack.order is not None or ack.move is not None or ack.tombstones or ack.leave is not None:
             if ack.epoch < shard.adopted and ack.leave is None:
                 hold(not self._vanished(shard), "a shard obeys a coordinator that is over")
             else:

@@ -106,7 +106,7 @@ def _config(rng: random.Random, shards: int) -> Config:
         ),
         shard=ShardConfig(
             device_bytes=units * UNIT_BYTES,
-            host_bytes=rng.choice((0, 0, 8, 32, 64)) * UNIT_BYTES,
+            host_bytes=rng.choice((0, 0, 0, 16, 64)) * UNIT_BYTES,
             extent_bytes=rng.choice((UNIT_BYTES, 2 * UNIT_BYTES)),
             lease_ttl_ms=800,
             report_interval_ms=400,
