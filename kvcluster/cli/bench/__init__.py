@@ -31,7 +31,9 @@ def add(commands: Any) -> None:
     transfer = kinds.add_parser("transfer", help="loads and stores of pages, by every path", allow_abbrev=False)
     _add_transfer(transfer)
     codec = kinds.add_parser("codec", help="encoding and decoding of pages: speed and error", allow_abbrev=False)
-    codec.add_argument("--quick", action="store_true", help="a first impression: 3 turns of 8 MiB, one seed")
+    codec.add_argument(
+        "--quick", action="store_true", help="a first impression: 3 turns of 8 MiB, one seed, 256 tokens of KV"
+    )
     codec.add_argument("--rounds", type=_positive, help="turns of each measurement of speed (default 7)")
     codec.add_argument("--dims", type=_positive, nargs="+", default=[64, 128], help="channels of a head (64 128)")
     for kind, run in ((lookup, _lookup), (transfer, _transfer), (codec, _codec)):
@@ -102,6 +104,7 @@ def _codec(options: argparse.Namespace) -> int:
             dims=options.dims,
             moved_bytes=(8 if quick else 64) * 2**20,
             seeds=1 if quick else 5,
+            prefix_tokens=256 if quick else 1_024,
         )
 
     return _print(measure, table.lines, as_json=options.json)
