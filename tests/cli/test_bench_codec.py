@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcluster.cli.bench.codec import logits, synthetic, table
+from kvcluster.cli.bench.codec import logits, picture, synthetic, table
 from kvcluster.cli.demo_model import llama
 from kvcluster.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 HIDE = "import sys; sys.modules[{0!r}] = None; from kvcluster.cli.main import main; sys.exit(main(sys.argv[1:]))"
+PNG = b"\x89PNG"
 
 
 def without(package: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -27,8 +28,10 @@ def without(package: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
 
 
-def test_it_prints_speeds_errors_and_logits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "codec", "--quick", "--dims", "8", "--json"]) == 0
+def test_it_prints_and_draws_speeds_errors_and_logits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = tmp_path / "picture.png"
+    assert main(["bench", "codec", "--quick", "--dims", "8", "--json", "--plot", str(drawn)]) == 0
+    assert drawn.read_bytes().startswith(PNG)
     figures = json.loads(capsys.readouterr().out)
     assert [(row["codec"], row["operation"]) for row in figures["speed"]] == [
         ("memcpy", "copy"),
@@ -57,12 +60,41 @@ def test_what_no_codec_encodes_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert "multiple of 8" in capsys.readouterr().err
 
 
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "codec", "--plot", "no/such/folder/picture.png"]) == 1
+    assert "cannot draw into no/such/folder/picture.png" in capsys.readouterr().err
+    done = without("matplotlib", "--plot", "picture.png")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("kvcluster: this needs matplotlib")
+    assert done.stderr.endswith("which is not installed: pip install 'kvcluster[bench]'\n")
+
+
 def test_without_transformers_there_are_no_logits_and_a_line_says_so() -> None:
     done = without("transformers", "--quick", "--rounds", "1", "--dims", "8")
     assert done.returncode == 0, done.stderr
     *measured, last = done.stdout.splitlines()
     assert last.startswith("logits: left out") and last.endswith("pip install 'kvcluster[transformers]'")
     assert any("attention output" in line for line in measured)
+
+
+def test_a_picture_has_room_for_quanto_for_one_dim_and_for_no_logits(tmp_path: Path) -> None:
+    error = {"dim": 64, "block_tokens": 16, "ratio": 3.4, "k": 0.1, "v": 0.1, "output": 0.2}
+    speed = {"dim": 64, "gb_per_s": 1.0, "of_memcpy": 0.5}
+    coding = [{**speed, "codec": "q4", "operation": operation} for operation in ("encode", "decode")]
+    figures: dict[str, Any] = {
+        "setting": {"machine": "m", "cores": 1},
+        "implementation": "torch",
+        "kernels": "none",
+        "rounds": 1,
+        "seeds": 1,
+        "speed": [{**speed, "codec": "memcpy", "operation": "copy"}, *coding],
+        "errors": [{**error, "codec": "q4"}, {**error, "codec": "quanto", "block_tokens": None}],
+        "logits": [],
+    }
+    picture.draw(figures, str(tmp_path / "picture.png"))
+    assert (tmp_path / "picture.png").read_bytes().startswith(PNG)
 
 
 # ------------------------------------------------------------------------------------------------------ logits
