@@ -24,7 +24,9 @@ from kvcluster.cli.demo import screen as screens
 from kvcluster.cli.demo.engine import Engine
 from kvcluster.cli.demo.replica import EngineReplica
 from kvcluster.cli.demo.signals import Signals
+from kvcluster.cli.demo_model import llama
 from kvcluster.cli.main import main
+from kvcluster.engines.transformers import fingerprint
 from kvcluster.errors import KVClusterError
 
 # ----------------------------------------------------------------------------------------- what it concludes
@@ -207,6 +209,13 @@ def test_an_engine_reads_text_with_the_models_own_tokenizer(own_model: Path) -> 
     out = engine.answer("Why?", cached=False)
     assert out["prompt_tokens"] > 4096 and out["cached_tokens"] == 0 and out["first_token_ns"] > 0
     assert told[0][0] == 0 and told[-1] == (26, 26) and told == sorted(told)
+
+
+def test_the_model_of_the_demo_is_the_one_that_a_benchmark_runs(tmp_path: Path) -> None:
+    made = tmp_path / "model"
+    Engine(lambda *_: None).make(str(made))
+    loaded = LlamaForCausalLM.from_pretrained(made, dtype=torch.float32)
+    assert fingerprint(loaded) == fingerprint(llama(512))
 
 
 def left_behind(marker: str) -> list[str]:

@@ -31,9 +31,7 @@ def add(commands: Any) -> None:
     transfer = kinds.add_parser("transfer", help="loads and stores of pages, by every path", allow_abbrev=False)
     _add_transfer(transfer)
     codec = kinds.add_parser("codec", help="encoding and decoding of pages: speed and error", allow_abbrev=False)
-    codec.add_argument("--quick", action="store_true", help="a first impression: 3 turns of 8 MiB, one seed")
-    codec.add_argument("--rounds", type=_positive, help="turns of each measurement of speed (default 7)")
-    codec.add_argument("--dims", type=_positive, nargs="+", default=[64, 128], help="channels of a head (64 128)")
+    _add_codec(codec)
     for kind, run in ((lookup, _lookup), (transfer, _transfer), (codec, _codec)):
         kind.add_argument("--json", action="store_true", help="the figures, as one JSON object")
         kind.set_defaults(run=run)
@@ -54,6 +52,14 @@ def _add_transfer(transfer: Any) -> None:
     option("--plot", metavar="FILE", help="draw the figures into a PNG")
 
 
+def _add_codec(codec: Any) -> None:
+    option = codec.add_argument
+    option("--quick", action="store_true", help="a first impression: 3 turns of 8 MiB, one seed, 256 tokens of KV")
+    option("--rounds", type=_positive, help="turns of each measurement of speed (default 7)")
+    option("--dims", type=_positive, nargs="+", default=[64, 128], help="channels of a head (64 128)")
+    option("--plot", metavar="FILE", help="draw the figures into a PNG")
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -70,7 +76,11 @@ def _lookup(options: argparse.Namespace) -> int:
 def _transfer(options: argparse.Namespace) -> int:
     with needs("cluster", "ray", "torch"):
         from kvcluster.cli.bench.transfer import measuring, table
-    draw = _drawing(options.plot) if options.plot else None  # what is missing is said before anything is measured
+    draw = None
+    if options.plot:  # what is missing is said before anything is measured
+        with needs("bench", "matplotlib"):
+            from kvcluster.cli.bench.transfer import picture
+        draw = _into(options.plot, picture.draw)
     quick = options.quick
 
     def measure() -> dict[str, Any]:
@@ -94,6 +104,11 @@ def _codec(options: argparse.Namespace) -> int:
         from kvcluster.cli.bench.codec import measuring, table
     if any(dim % 8 for dim in options.dims):
         raise ConfigError("--dims: heads of other than a multiple of 8 channels are not encoded")
+    draw = None
+    if options.plot:
+        with needs("bench", "matplotlib"):
+            from kvcluster.cli.bench.codec import picture
+        draw = _into(options.plot, picture.draw)
     quick = options.quick
 
     def measure() -> dict[str, Any]:
@@ -102,14 +117,13 @@ def _codec(options: argparse.Namespace) -> int:
             dims=options.dims,
             moved_bytes=(8 if quick else 64) * 2**20,
             seeds=1 if quick else 5,
+            prefix_tokens=256 if quick else 1_024,
         )
 
-    return _print(measure, table.lines, as_json=options.json)
+    return _print(measure, table.lines, as_json=options.json, draw=draw)
 
 
-def _drawing(file: str) -> Callable[[Mapping[str, Any]], None]:
-    with needs("bench", "matplotlib"):
-        from kvcluster.cli.bench.transfer.picture import draw
+def _into(file: str, draw: Callable[[Mapping[str, Any], str], None]) -> Callable[[Mapping[str, Any]], None]:
     if not Path(file).absolute().parent.is_dir():
         raise ConfigError(f"cannot draw into {file}: there is no such folder")
     return lambda figures: draw(figures, file)

@@ -18,11 +18,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 import kvcluster
 from kvcluster.cli.demo import text
+from kvcluster.cli.demo_model import document, encode, llama
 from kvcluster.engines.transformers import PrefixCache, spec_of
 from kvcluster.engines.transformers.compat import layers, planes
 
@@ -81,29 +82,13 @@ class Engine:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._model: Any = None
-        self._encode: Callable[[str], list[int]] = lambda characters: list(characters.encode())
+        self._encode: Callable[[str], list[int]] = encode
         self._prefix: list[int] = []
         self._client: kvcluster.Client | None = None
 
     def make(self, path: str) -> dict[str, Any]:
-        """Writes a Llama of random weights that takes seconds to read the document on two cores.
-
-        Its tokens are the bytes of UTF-8; its weights are wide enough that greedy output does not settle on one token.
-        """
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=256,
-            hidden_size=384,
-            intermediate_size=1024,
-            num_hidden_layers=8,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            initializer_range=0.1,
-            max_position_embeddings=2 * PREFIX_TOKENS,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        LlamaForCausalLM(config).save_pretrained(path)
+        """Writes a Llama of random weights."""
+        llama(2 * PREFIX_TOKENS).save_pretrained(path)
         return {}
 
     def load(self, path: str, bytes_are_tokens: bool) -> dict[str, Any]:
@@ -114,7 +99,7 @@ class Engine:
             self._encode = lambda characters: list(tokenizer(characters, add_special_tokens=False)["input_ids"])
         room = getattr(self._model.config, "max_position_embeddings", None) or 2 * PREFIX_TOKENS
         tokens = min(PREFIX_TOKENS, room - QUESTION_TOKENS - NEW_TOKENS)
-        self._prefix = self._encode(text.document()[: 16 * tokens])[:tokens]
+        self._prefix = self._encode(document()[: 16 * tokens])[:tokens]
         parameters = sum(parameter.numel() for parameter in self._model.parameters())
         return {"model": type(self._model).__name__, "parameters": parameters, "threads": torch.get_num_threads()}
 

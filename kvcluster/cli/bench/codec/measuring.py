@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kvcluster.cli.bench.codec import quanto
+from kvcluster.cli.bench.codec.coded import restored
 from kvcluster.cli.bench.codec.synthetic import Attention, attention, output
 from kvcluster.cli.bench.transfer.party import warm_memory
 from kvcluster.core.codecs import Codec, layer_bytes
@@ -24,8 +25,11 @@ _SPOILED_BYTES = 256 * 2**20
 """Read before each turn, so that nothing is in a cache."""
 
 
-def measure(*, rounds: int, dims: Sequence[int], moved_bytes: int, seeds: int) -> dict[str, Any]:
-    """All figures: speeds over so many bytes a turn, errors of so many synthetic sequences."""
+def measure(*, rounds: int, dims: Sequence[int], moved_bytes: int, seeds: int, prefix_tokens: int) -> dict[str, Any]:
+    """All figures: speeds over so many bytes a turn, errors of so many synthetic sequences, logits after such a prefix.
+
+    There are no logits where transformers is missing, or older than its engine takes.
+    """
     torch.set_num_threads(1)
     return {
         "implementation": codec.implementation(),
@@ -34,6 +38,7 @@ def measure(*, rounds: int, dims: Sequence[int], moved_bytes: int, seeds: int) -
         "seeds": seeds,
         "speed": [row for dim in dims for row in _speed(dim, rounds, moved_bytes)],
         "errors": [row for dim in dims for row in _errors(dim, seeds)],
+        "logits": _logits(prefix_tokens),
     }
 
 
@@ -139,17 +144,22 @@ def _worst(dim: int, seeds: int, through: Callable[[Attention], Attention]) -> d
 
 def _through(which: Codec, tokens: int, given: Attention) -> Attention:
     """As it is after encoding and decoding."""
-    heads, dim = given.k.shape[1:]
-    planes = _planes(given, tokens)
-    group, blocks = _group(dim), len(planes)
-    raw = bytearray(planes.view(torch.uint8).flatten().numpy().tobytes())
-    coded = bytearray(blocks * layer_bytes(which, group, block_tokens=tokens, heads=heads))
-    coder = codec.coder(which, group, block_tokens=tokens, heads=heads)
-    assert coder.encode(memoryview(raw), memoryview(coded), blocks)
-    coder.decode(memoryview(coded), memoryview(raw), blocks)
-    k, v = torch.frombuffer(raw, dtype=torch.bfloat16).view(planes.shape).unbind(1)
+    k, v = restored(which, _group(given.k.shape[-1]), _planes(given, tokens)).unbind(1)
     return Attention(k.reshape(given.k.shape), v.reshape(given.v.shape), given.q)
 
 
 def _error(came: torch.Tensor, meant: torch.Tensor) -> float:
     return float((came.float() - meant.float()).norm() / meant.float().norm())
+
+
+# ------------------------------------------------------------------------------------------------------ logits
+
+
+def _logits(prefix_tokens: int) -> list[dict[str, Any]]:
+    try:
+        from kvcluster.cli.bench.codec import logits
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "transformers":
+            raise
+        return []
+    return logits.measure(prefix_tokens=prefix_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -22,4 +22,20 @@ def lines(figures: Mapping[str, Any]) -> list[str]:
             f"{row['dim']:>4}  {row['codec']:<6} {row['block_tokens'] or '-':>12}  {row['ratio']:>5.2f}"
             f"  {row['k']:<6.4f}  {row['v']:<6.4f}  {row['output']:.4f}"
         )
+    return [*out, "", *_logits(figures["logits"])]
+
+
+def coding_text(row: Mapping[str, Any]) -> str:
+    """How the KV was encoded before the logits of this row were taken."""
+    return f"{row['codec']}, first block raw" if row["raw_blocks"] else str(row["codec"])
+
+
+def _logits(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not rows:
+        return ["logits: left out, transformers is missing or too old: pip install 'kvcluster[transformers]'"]
+    of = f"{rows[0]['tokens']} positions that follow {rows[0]['prefix_tokens']} tokens of encoded KV"
+    out = [f"logits of the demo's model, whose weights are random, at {of}"]
+    out.append(" codec                 error   KL, nats  same most likely token")
+    for row in rows:
+        out.append(f" {coding_text(row):<20}  {row['error']:.4f}  {row['kl_nats']:<8.4f}  {row['same_token']:.1%}")
     return out
