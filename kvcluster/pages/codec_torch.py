@@ -59,7 +59,7 @@ class _PlaneCoder:
     def encode(self, raw: torch.Tensor) -> torch.Tensor | None:
         if self._coding is Coding.RAW:
             return raw
-        stored = raw.contiguous().view(self._dtype).view(self._shape)
+        stored = _aligned(raw).view(self._dtype).view(self._shape)
         most = torch.finfo(self._dtype).max / 4
         numbers = stored.float()
         if not bool((numbers.abs() <= most).all()):  # neither is NaN
@@ -97,7 +97,7 @@ def _decode_rows(coded: torch.Tensor, tokens: int, heads: int, dim: int) -> torc
 
 def _bfloat16(data: torch.Tensor) -> torch.Tensor:
     """uint8 `[layers, 2 * rows]` -> float32 `[layers, rows]`."""
-    return data.contiguous().view(torch.bfloat16).float()
+    return _aligned(data).view(torch.bfloat16).float()
 
 
 def _bfloat16_below(x: torch.Tensor) -> torch.Tensor:
@@ -201,6 +201,12 @@ _DECODE: dict[Coding, Callable[[torch.Tensor, int, int, int], torch.Tensor]] = {
     Coding.CHANNELS: _decode_channels,
     Coding.GROUPS: _decode_groups,
 }
+
+
+def _aligned(data: torch.Tensor) -> torch.Tensor:
+    """As numbers can be viewed in: a single layer that begins behind an opaque plane of 7 bytes passes for
+    contiguous."""
+    return data.clone(memory_format=torch.contiguous_format)
 
 
 def _tensor(data: memoryview) -> torch.Tensor:

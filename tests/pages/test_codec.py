@@ -239,6 +239,19 @@ def test_the_layout_is_the_one_that_is_documented(implementation: str) -> None:
     assert len(v) == 2 + 2 + 8  # two rows of one group: scales, zeros, codes
 
 
+def test_a_single_layer_may_have_planes_at_odd_addresses(implementation: str) -> None:
+    group = Group((0,), (Plane.opaque("o", 7), Plane("k", 1, 8, "bfloat16"), Plane("v", 1, 8, "bfloat16")))
+    numbers = drawn("normal", (2, 8, 1, 8), 1)
+    layer = bytes(range(7)) + layer_of(Group((0,), group.planes[1:]), numbers)
+    for which in LOSSY:
+        coded = Coded(which, group, 8, heads=1)
+        encoded = coded.encode(layer)
+        assert encoded is not None
+        plain = Coded(which, Group((0,), group.planes[1:]), 8, heads=1)
+        assert encoded == layer[:7] + (plain.encode(layer[7:]) or b"")
+        assert coded.decode(encoded) == layer[:7] + plain.decode(encoded[7:])
+
+
 # ------------------------------------------------------------------------------------------------------ errors
 
 

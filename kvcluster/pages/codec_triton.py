@@ -1,0 +1,446 @@
+"""q8 and q4 on GPUs: the steps of codec_torch.py as Triton kernels, for pages that lie in a GPU's memory.
+
+Three things make the bytes those of the definition. No product is fused with a sum (`enable_fp_fusion`). Division is
+the one that IEEE 754 rounds (`div_rn`); Triton 3.4 flushes denormals there, which changes nothing, since a range so
+small has the scale 0 or the smallest one either way. And bfloat16 is read and written as its bits: Triton's
+interpreter, which runs the same kernels on a CPU and so holds them to the definition, truncates where it should round
+(docs/adr/0024). Triton comes with torch for GPUs, and only a process that has it imports this module.
+
+Every kernel works on one plane of several layers. `numbers` and `coded` point at the plane of the first layer, and
+`numbers_step` and `coded_step` lead to the next. Layers are the first axis of a grid. The second, which has room for
+65,535, are pieces of one: at most 32,768, by limits.LAYER_BYTES, where a block has four tokens or more.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvcluster.core.codecs import GROUP_CHANNELS, Codec, Coding, coding, plane_bytes
+from kvcluster.core.spec import Group, Plane
+
+_STORED_AS = {"bfloat16": torch.int16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+# What one program works on: 2,048 numbers, which are 16 for each of 128 threads.
+_NUMBERS = 2_048
+_RUNS = _NUMBERS // GROUP_CHANNELS
+_BYTES, _TOKENS = 64, 16
+
+_RUN = tl.constexpr(GROUP_CHANNELS)
+_HALF = tl.constexpr(GROUP_CHANNELS // 2)
+_TINY = tl.constexpr(2.0**-120)
+_SCALE_BIAS = tl.constexpr(127 - 20)
+_LOWEST, _HIGHEST = tl.constexpr(-112.0), tl.constexpr(127.0)
+
+
+class TritonCoder:
+    """Encodes and decodes layers of one shape. `heads` are those of the part."""
+
+    def __init__(self, codec: Codec, group: Group, *, block_tokens: int, heads: int) -> None:
+        self._planes = [_PlaneCoder(codec, plane, block_tokens, heads) for plane in group.planes]
+
+    def encode(self, data: torch.Tensor, into: torch.Tensor, layers: int) -> bool:
+        """Raw layers, flat uint8 in page layout, into as many encoded ones on the same device.
+
+        False where they hold what cannot be encoded; `into` is undefined then. To know that, it waits for the GPU.
+        """
+        raw, coded = data.view(layers, -1), into.view(layers, -1)
+        refused = torch.zeros(1, dtype=torch.int32, device=data.device)
+        at = to = 0
+        with torch.cuda.device(data.get_device()):  # none if it is the CPU
+            for plane in self._planes:
+                plane.encode(raw[:, at : at + plane.raw_bytes], coded[:, to : to + plane.coded_bytes], refused)
+                at, to = at + plane.raw_bytes, to + plane.coded_bytes
+        return not refused.item()
+
+    def decode(self, data: torch.Tensor, into: torch.Tensor, layers: int) -> None:
+        """The inverse. It is queued on the current stream, and nobody waits for it."""
+        coded, raw = data.view(layers, -1), into.view(layers, -1)
+        at = to = 0
+        with torch.cuda.device(data.get_device()):  # none if it is the CPU
+            for plane in self._planes:
+                plane.decode(coded[:, at : at + plane.coded_bytes], raw[:, to : to + plane.raw_bytes])
+                at, to = at + plane.coded_bytes, to + plane.raw_bytes
+
+
+class _PlaneCoder:
+    """One plane: uint8 `[layers, raw_bytes]` <-> uint8 `[layers, coded_bytes]`, each a slice of whole layers."""
+
+    def __init__(self, codec: Codec, plane: Plane, block_tokens: int, heads: int) -> None:
+        self.raw_bytes = plane.nbytes(block_tokens=block_tokens, heads=heads)
+        self.coded_bytes = plane_bytes(codec, plane, block_tokens=block_tokens, heads=heads)
+        self._coding = coding(codec, plane)
+        if self._coding is Coding.RAW:
+            return
+        self._stored_as = _STORED_AS[plane.dtype]
+        self._most = torch.finfo(_DTYPES[plane.dtype]).max / 4
+        self._tokens, self._heads, self._dim = block_tokens, heads, plane.dim
+        self._rows = block_tokens * heads
+        self._runs = self._rows * triton.cdiv(plane.dim, GROUP_CHANNELS)
+        self._width = triton.next_power_of_2(plane.dim)
+        self._block = max(1, _NUMBERS // self._width)
+
+    def encode(self, raw: torch.Tensor, coded: torch.Tensor, refused: torch.Tensor) -> None:
+        """Sets `refused`, int32 `[1]`, where a number cannot be encoded."""
+        if self._coding is Coding.RAW:
+            coded.copy_(raw)
+            return
+        source = raw if self._aligned(raw) else raw.clone(memory_format=torch.contiguous_format)
+        target = coded if self._aligned(coded) else coded.new_empty(coded.shape)
+        numbers, layers, most, dim = source.view(self._stored_as), len(raw), self._most, self._dim
+        places = (numbers, target, refused, numbers.stride(0), target.stride(0))
+        if self._coding is Coding.ROWS:
+            grid = (layers, triton.cdiv(self._rows, self._block))
+            _launch(_encode_rows, grid, *places, self._rows, most, dim, self._width, self._block)
+        elif self._coding is Coding.CHANNELS:
+            grid = (layers, triton.cdiv(self._heads * dim // 2, _BYTES))
+            shape = (self._tokens, self._heads, most, dim, _TOKENS, _BYTES)
+            # One warp: whatever threads share a channel, each of them divides for it.
+            _launch(_encode_channels, grid, *places, *shape, warps=1)
+        else:
+            grid = (layers, triton.cdiv(self._runs, _RUNS))
+            _launch(_encode_groups, grid, *places, self._runs, most, dim, _RUNS)
+        if target is not coded:
+            coded.copy_(target)
+
+    def decode(self, coded: torch.Tensor, raw: torch.Tensor) -> None:
+        """The inverse."""
+        if self._coding is Coding.RAW:
+            raw.copy_(coded)
+            return
+        source = coded if self._aligned(coded) else coded.clone(memory_format=torch.contiguous_format)
+        target = raw if self._aligned(raw) else raw.new_empty(raw.shape)
+        numbers, layers, dim = target.view(self._stored_as), len(raw), self._dim
+        places = (source, numbers, source.stride(0), numbers.stride(0))
+        if self._coding is Coding.ROWS:
+            grid = (layers, triton.cdiv(self._rows, self._block))
+            _launch(_decode_rows, grid, *places, self._rows, dim, self._width, self._block)
+        else:
+            grid, by_channels = (layers, triton.cdiv(self._runs, _RUNS)), self._coding is Coding.CHANNELS
+            _launch(_decode_nibbles, grid, *places, self._runs, self._heads, dim, by_channels, _RUNS)
+        if target is not raw:
+            raw.copy_(target)
+
+    def _aligned(self, part: torch.Tensor) -> bool:
+        """Can numbers lie there? Not behind an opaque plane of 7 bytes."""
+        places = (part.data_ptr(), part.storage_offset(), part.stride(0))
+        return all(place % self._stored_as.itemsize == 0 for place in places)
+
+
+def _launch(kernel: triton.JITFunction, grid: tuple[int, int], *arguments: object, warps: int = 4) -> None:
+    # A product is fused with a sum where nobody says otherwise.
+    kernel[grid](*arguments, num_warps=warps, enable_fp_fusion=False)
+
+
+# ----------------------------------------------------------------------------------------------------- numbers
+
+
+@triton.jit
+def _bits(x: tl.tensor) -> tl.tensor:
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _of_bits(bits: tl.tensor) -> tl.tensor:
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _wide(stored: tl.tensor) -> tl.tensor:
+    """What a plane holds -> float32. int16 are the bits of bfloat16."""
+    return _of_bits(stored.to(tl.int32) << 16) if stored.dtype == tl.int16 else stored.to(tl.float32)
+
+
+@triton.jit
+def _narrow(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """float32 -> what a plane holds, to nearest, ties to even."""
+    if dtype == tl.int16:
+        bits = _bits(x)
+        halves = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        stored = tl.where(x == x, halves, 0x7FC0).to(tl.int16)  # a NaN of all ones would become minus zero
+    else:
+        stored = x.to(dtype)
+    return stored
+
+
+@triton.jit
+def _encodable(stored: tl.tensor, most: tl.constexpr) -> tl.tensor:
+    """float32; infinity for NaN and what is too large, so that whoever knows the largest number knows of them."""
+    x = _wide(stored)
+    return tl.where(tl.abs(x) <= most, x, float("inf"))
+
+
+@triton.jit
+def _nearest(x: tl.tensor, low: tl.constexpr, high: tl.constexpr) -> tl.tensor:
+    """float32, clamped and rounded to nearest with ties to even, as int32.
+
+    1.5 * 2**23 is so large that its sum with x is rounded to a whole number, which then stands in the lowest bits.
+    Triton has no other rounding to even but `rint` of each vendor's library, which the interpreter does not know.
+    """
+    return _bits(tl.minimum(tl.maximum(x, low), high) + 12582912.0) - 0x4B400000
+
+
+# ---------------------------------------------------------------------------------------------------- q8: rows
+
+
+@triton.jit
+def _encode_rows(
+    numbers: tl.tensor,
+    coded: tl.tensor,
+    refused: tl.tensor,
+    numbers_step: tl.tensor,
+    coded_step: tl.tensor,
+    rows: tl.tensor,
+    most: tl.constexpr,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    layer = tl.program_id(0).to(tl.int64)
+    numbers += layer * numbers_step
+    coded += layer * coded_step
+    halves = coded.to(tl.pointer_type(tl.int16))
+    row = tl.program_id(1) * block + tl.arange(0, block)
+    channel = tl.arange(0, width)[None, :]
+    ours = row < rows
+    inside = ours[:, None] & (channel < dim)
+    at = row[:, None] * dim + channel
+
+    x = _encodable(tl.load(numbers + at, mask=inside, other=0), most)
+    low = tl.min(tl.where(channel < dim, x, float("inf")), axis=1)
+    high = tl.max(tl.where(channel < dim, x, float("-inf")), axis=1)
+    tl.store(refused + tl.zeros_like(row), 1, mask=ours & (high > most))
+
+    minimum = _bfloat16_below(low)
+    lowest = _wide(minimum)
+    scale = _bfloat16_above(tl.div_rn(high - lowest, 255.0))
+    reciprocal = tl.where(scale == 0, 0.0, tl.div_rn(1.0, _wide(tl.where(scale == 0, 0x3F80, scale).to(tl.int16))))
+    codes = _nearest((x - lowest[:, None]) * reciprocal[:, None], 0.0, 255.0)
+    tl.store(halves + row, scale, mask=ours)
+    tl.store(halves + rows + row, minimum, mask=ours)
+    tl.store(coded + 4 * rows + at, codes.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _decode_rows(
+    coded: tl.tensor,
+    numbers: tl.tensor,
+    coded_step: tl.tensor,
+    numbers_step: tl.tensor,
+    rows: tl.tensor,
+    dim: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    layer = tl.program_id(0).to(tl.int64)
+    numbers += layer * numbers_step
+    coded += layer * coded_step
+    halves = coded.to(tl.pointer_type(tl.int16))
+    row = tl.program_id(1) * block + tl.arange(0, block)
+    channel = tl.arange(0, width)[None, :]
+    ours = row < rows
+    inside = ours[:, None] & (channel < dim)
+    at = row[:, None] * dim + channel
+
+    scale = _wide(tl.load(halves + row, mask=ours, other=0))[:, None]
+    minimum = _wide(tl.load(halves + rows + row, mask=ours, other=0))[:, None]
+    x = tl.load(coded + 4 * rows + at, mask=inside, other=0).to(tl.float32) * scale + minimum
+    tl.store(numbers + at, _narrow(x, numbers.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _bfloat16_below(x: tl.tensor) -> tl.tensor:
+    """float32 -> bits of bfloat16, towards minus infinity; zero where it is tiny, and never minus zero."""
+    bits = _bits(x)
+    halves = (bits >> 16) + ((bits < 0) & ((bits & 0xFFFF) != 0)).to(tl.int32)
+    return tl.where(tl.abs(x) < _TINY, 0, halves).to(tl.int16)
+
+
+@triton.jit
+def _bfloat16_above(x: tl.tensor) -> tl.tensor:
+    """Of what is not negative: rounded up; zero where it is tiny."""
+    bits = _bits(x)
+    halves = (bits >> 16) + ((bits & 0xFFFF) != 0).to(tl.int32)
+    return tl.where(x < _TINY, 0, halves).to(tl.int16)
+
+
+# --------------------------------------------------------------------------------------- q4: channels and groups
+
+
+@triton.jit
+def _encode_channels(
+    numbers: tl.tensor,
+    coded: tl.tensor,
+    refused: tl.tensor,
+    numbers_step: tl.tensor,
+    coded_step: tl.tensor,
+    tokens: tl.constexpr,
+    heads: tl.tensor,
+    most: tl.constexpr,
+    dim: tl.constexpr,
+    block_tokens: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    layer = tl.program_id(0).to(tl.int64)
+    numbers += layer * numbers_step
+    coded += layer * coded_step
+    channels = heads * dim
+    byte = tl.program_id(1) * block + tl.arange(0, block)  # of one token's codes
+    ours = byte < channels // 2
+    low, high = _channels_of(byte, dim)
+
+    # Twice over the tokens: first for the range of each channel, then for the codes. The last token stands in for those
+    # that are not there, which changes no range.
+    low_least = tl.full([block], float("inf"), tl.float32)
+    low_most = tl.full([block], float("-inf"), tl.float32)
+    high_least = tl.full([block], float("inf"), tl.float32)
+    high_most = tl.full([block], float("-inf"), tl.float32)
+    for first in range(0, tokens, block_tokens):
+        token = tl.minimum(first + tl.arange(0, block_tokens), tokens - 1)[:, None]
+        x = _encodable(tl.load(numbers + token * channels + low, mask=ours[None, :], other=0), most)
+        low_least = tl.minimum(low_least, tl.min(x, axis=0))
+        low_most = tl.maximum(low_most, tl.max(x, axis=0))
+        y = _encodable(tl.load(numbers + token * channels + high, mask=ours[None, :], other=0), most)
+        high_least = tl.minimum(high_least, tl.min(y, axis=0))
+        high_most = tl.maximum(high_most, tl.max(y, axis=0))
+
+    low_steps, low_zero = _steps(low_least, low_most, coded + low, coded + channels + low, refused, ours)
+    high_steps, high_zero = _steps(high_least, high_most, coded + high, coded + channels + high, refused, ours)
+    for first in range(0, tokens, block_tokens):
+        token = first + tl.arange(0, block_tokens)[:, None]
+        inside = (token < tokens) & ours[None, :]
+        x = _wide(tl.load(numbers + token * channels + low, mask=inside, other=0))
+        y = _wide(tl.load(numbers + token * channels + high, mask=inside, other=0))
+        packed = _code(x, low_steps, low_zero) | (_code(y, high_steps, high_zero) << 4)
+        tl.store(coded + 2 * channels + token * (channels // 2) + byte, packed.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _encode_groups(
+    numbers: tl.tensor,
+    coded: tl.tensor,
+    refused: tl.tensor,
+    numbers_step: tl.tensor,
+    coded_step: tl.tensor,
+    runs: tl.tensor,
+    most: tl.constexpr,
+    dim: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    layer = tl.program_id(0).to(tl.int64)
+    numbers += layer * numbers_step
+    coded += layer * coded_step
+    run = tl.program_id(1) * block + tl.arange(0, block)
+    row, channel, half, byte, inside = _places(run, runs, dim)
+    low = row * dim + channel
+
+    x = _encodable(tl.load(numbers + low, mask=inside, other=0), most)
+    y = _encodable(tl.load(numbers + low + half, mask=inside, other=0), most)
+    least = tl.min(tl.where(inside, tl.minimum(x, y), float("inf")), axis=1)
+    largest = tl.max(tl.where(inside, tl.maximum(x, y), float("-inf")), axis=1)
+    steps, zero = _steps(least, largest, coded + run, coded + runs + run, refused, run < runs)
+    steps, zero = steps[:, None], zero[:, None]
+    packed = _code(x, steps, zero) | (_code(y, steps, zero) << 4)
+    tl.store(coded + 2 * runs + byte, packed.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _decode_nibbles(
+    coded: tl.tensor,
+    numbers: tl.tensor,
+    coded_step: tl.tensor,
+    numbers_step: tl.tensor,
+    runs: tl.tensor,
+    heads: tl.tensor,
+    dim: tl.constexpr,
+    by_channels: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    layer = tl.program_id(0).to(tl.int64)
+    numbers += layer * numbers_step
+    coded += layer * coded_step
+    run = tl.program_id(1) * block + tl.arange(0, block)
+    row, channel, half, byte, inside = _places(run, runs, dim)
+    low = row * dim + channel
+    if by_channels:
+        steps = heads * dim
+        low_step = row % heads * dim + channel
+        low_scale, low_offset = _scale_and_offset(coded + low_step, coded + steps + low_step, inside)
+        high_step = low_step + half
+        high_scale, high_offset = _scale_and_offset(coded + high_step, coded + steps + high_step, inside)
+    else:
+        steps = runs
+        scale, offset = _scale_and_offset(coded + run, coded + runs + run, run < runs)
+        low_scale, low_offset = scale[:, None], offset[:, None]
+        high_scale, high_offset = low_scale, low_offset
+
+    packed = tl.load(coded + 2 * steps + byte, mask=inside, other=0)
+    x = (packed & 15).to(tl.float32) * low_scale - low_offset
+    y = (packed >> 4).to(tl.float32) * high_scale - high_offset
+    tl.store(numbers + low, _narrow(x, numbers.dtype.element_ty), mask=inside)
+    tl.store(numbers + low + half, _narrow(y, numbers.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _places(
+    run: tl.tensor, runs: tl.tensor, dim: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Runs, counted over all rows -> of each byte of their codes: row, channel of its low nibble, how many channels
+    further that of the high one is, which byte of the codes it is, and is it there? All spread to `[runs, 16]`."""
+    row = (run // ((dim + _RUN - 1) // _RUN))[:, None]
+    within = (run % ((dim + _RUN - 1) // _RUN))[:, None]
+    half = tl.minimum((dim - within * _RUN) // 2, _HALF)
+    place = tl.arange(0, _HALF)[None, :]
+    inside = (run < runs)[:, None] & (place < half)
+    return row, within * _RUN + place, half, row * (dim // 2) + within * _HALF + place, inside
+
+
+@triton.jit
+def _channels_of(byte: tl.tensor, dim: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Which channels a byte of a token's codes has in its low nibble and in its high one, counted over all heads."""
+    within = byte % (dim // 2)
+    run = within // _HALF
+    low = byte // (dim // 2) * dim + within + run * _HALF
+    return low, low + tl.minimum((dim - run * _RUN) // 2, _HALF)
+
+
+@triton.jit
+def _steps(
+    low: tl.tensor, high: tl.tensor, scales: tl.tensor, zeros: tl.tensor, refused: tl.tensor, ours: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """How each range is cut into fifteen steps: what numbers are multiplied with, and what is added then, to be codes.
+
+    Stores scales and zero points, and sets `refused` where a scale would be too large.
+    """
+    span = tl.div_rn(high - low, 15.0)
+    far = tl.div_rn(tl.maximum(high, -low), 127.0)
+    bits = _bits(tl.maximum(span, far))  # of minus zero the lowest of integers: its code is 0 as well
+    found = (bits >> 20) + ((bits & 0xFFFFF) != 0).to(tl.int32) - (_SCALE_BIAS << 3)
+    tl.store(refused + tl.zeros_like(found), 1, mask=ours & (found > 255))
+    code = tl.minimum(tl.maximum(found, 0), 255)
+    scale = _scale_of(code)
+    zero = _nearest(tl.div_rn(-low, scale), _LOWEST, _HIGHEST)
+    tl.store(scales, code.to(tl.uint8), mask=ours)
+    tl.store(zeros, zero.to(tl.uint8), mask=ours)
+    return tl.div_rn(1.0, scale), zero.to(tl.float32)
+
+
+@triton.jit
+def _scale_of(code: tl.tensor) -> tl.tensor:
+    """int32 -> (8 + m) / 8 * 2 ** (e - 20) of `e << 3 | m`, float32."""
+    return _of_bits((code << 20) + (_SCALE_BIAS << 23))
+
+
+@triton.jit
+def _code(x: tl.tensor, reciprocal: tl.tensor, zero: tl.tensor) -> tl.tensor:
+    return _nearest(x * reciprocal + zero, 0.0, 15.0)
+
+
+@triton.jit
+def _scale_and_offset(scales: tl.tensor, zeros: tl.tensor, inside: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """What codes are multiplied with, and what is subtracted then."""
+    scale = _scale_of(tl.load(scales, mask=inside, other=0).to(tl.int32))
+    zero = tl.load(zeros, mask=inside, other=0).to(tl.int8, bitcast=True)
+    return scale, scale * zero.to(tl.float32)
