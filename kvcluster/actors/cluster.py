@@ -97,7 +97,7 @@ def _homes(config: Config) -> list[dict[str, Any]]:
     Where not all find room, they go anywhere and claim nothing. What a node says that it has is a guess from when it
     was started, unless somebody told it; their arenas find out what there is, and would else never be asked.
     """
-    pool = config.shard.device_bytes
+    pool = config.shard.device_bytes + config.shard.host_bytes
     free = {node: int(has.get("memory", 0)) for node, has in available_resources_per_node().items()}
     taken = dict.fromkeys(free, 0)
     homes: list[dict[str, Any]] = []

@@ -21,7 +21,7 @@ from kvcluster.wire.methods import COORDINATOR
 
 log = logging.getLogger(__name__)
 _FOR_SHARDS = frozenset({"Report", "Inventory"})
-_FOR_OPERATORS = frozenset({"Drain"})
+_FOR_OPERATORS = frozenset({"Drain", "SetPolicy"})
 
 
 class CoordinatorActor:

@@ -54,16 +54,22 @@ class LocalCluster:
 
 @contextmanager
 def local(
-    *, shards: int = 1, device_bytes: str | int = "1GiB", port: int = 0, config: Mapping[str, Any] | None = None
+    *,
+    shards: int = 1,
+    device_bytes: str | int = "1GiB",
+    host_bytes: str | int = 0,
+    port: int = 0,
+    config: Mapping[str, Any] | None = None,
 ) -> Iterator[LocalCluster]:
-    """An embedded cluster: Ray on loopback, one coordinator, `shards` shards of `device_bytes` each.
+    """An embedded cluster: Ray on loopback, one coordinator, `shards` shards of `device_bytes` each, and `host_bytes`
+    below that for what is encoded.
 
     Uses the Ray that this process is connected to, if it is; else starts one and ends it with the block. `config`
     are overrides as in config.load. Raises ConfigError where a setting cannot be used.
     """
     below = dict(config or {})
     below["shards"] = shards
-    below["shard"] = {**below.get("shard", {}), "device_bytes": device_bytes}
+    below["shard"] = {**below.get("shard", {}), "device_bytes": device_bytes, "host_bytes": host_bytes}
     below["server"] = {"port": port, **below.get("server", {})}
     settings = load(overrides=below)
     # Wrong settings are found out before anything is started.

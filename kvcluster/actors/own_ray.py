@@ -59,7 +59,7 @@ def own_ray() -> Iterator[None]:
 def pools_bytes(config: Config) -> int:
     """The memory that a Ray of our own has to give: as much as its shards claim. What the machine has is found out
     by their arenas, which say it better than an actor that waits for room."""
-    return config.shards * config.shard.device_bytes
+    return config.shards * (config.shard.device_bytes + config.shard.host_bytes)
 
 
 def _read_settings_again() -> None:

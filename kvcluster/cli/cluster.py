@@ -20,6 +20,7 @@ def add(commands: Any) -> None:
     up = commands.add_parser("up", help="start a cluster that keeps running", allow_abbrev=False)
     up.add_argument("--shards", type=int, help="number of shards (default 1)")
     up.add_argument("--device-bytes", help="pool of each shard, such as 1GiB (the default)")
+    up.add_argument("--host-bytes", help="tier of encoded pages below it, such as 4GiB (default none)")
     up.add_argument("--port", type=int, help=f"port of the coordinator (default {DEFAULT_PORT})")
     up.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     up.add_argument("--token-file", help="who may connect; see `kvcluster token`")
@@ -45,8 +46,8 @@ def _up(options: argparse.Namespace) -> int:
         settings["server"] = server
     if options.shards is not None:
         settings["shards"] = options.shards
-    if options.device_bytes is not None:
-        settings["shard"] = {"device_bytes": options.device_bytes}
+    sizes = {name: getattr(options, name) for name in ("device_bytes", "host_bytes")}
+    settings["shard"] = {name: value for name, value in sizes.items() if value is not None}
     config = load(options.config, settings)
     with needs("cluster", "ray"):
         from kvcluster.actors import background

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -28,6 +29,11 @@ def print_status(status: dict[str, Any], address: str) -> None:
         f"{totals.get('verified', 0):,} pages read again, {totals.get('suspected', 0):,} as readers had doubts; "
         f"{totals.get('corrupt', 0):,} were corrupt; {totals.get('pulled', 0):,} copied between shards"
     )
+    if any(shard["below"] for shard in status["shards"]):
+        policy = ", ".join(f"{name}={value}" for name, value in status["policy"].items())
+        console.print(
+            f"{totals.get('demoted', 0):,} pages went down a tier and {totals.get('promoted', 0):,} came up; {policy}"
+        )
     if status["lost_shards"]:
         lost = ", ".join(status["lost_shards"])
         console.print(f"[red]nothing is heard of {lost}[/red]: what lay there alone is a miss")
@@ -49,28 +55,34 @@ def print_status(status: dict[str, Any], address: str) -> None:
     ):
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
     for shard in status["shards"]:
-        table.add_row(*_row(shard))
+        for row in _rows(shard):
+            table.add_row(*row)
     console.print(table)
 
 
-def _row(shard: dict[str, Any]) -> list[str]:
-    """What a lost shard held and did is history: its row only says where it was."""
+def _rows(shard: dict[str, Any]) -> Iterator[list[str]]:
+    """One for each tier. What a lost shard held and did is history: its row only says where it was."""
     if shard["state"] == "lost":
-        return [shard["shard"], "[red]lost[/red]", *["-"] * 3, "", *["-"] * 5, shard["address"]]
-    capacity, used = shard["capacity_bytes"], shard["capacity_bytes"] - shard["free_bytes"]
+        yield [shard["shard"], "[red]lost[/red]", *["-"] * 3, "", *["-"] * 5, shard["address"]]
+        return
     state, counters = shard["state"], shard["counters"]
-    return [
+    yield [
         shard["shard"],
         f"[yellow]{state}[/yellow]" if state == "draining" else state,
-        "device",
-        size_text(used),
-        size_text(capacity),
-        _bar(used / capacity if capacity else 0.0),
-        f"{shard['pages']:,}",
+        *_use({"tier": "device", **shard}),
         f"{shard['leases']:,}",
         *(f"{counters.get(name, 0):,}" for name in _COUNTERS),
         shard["address"],
     ]
+    for below in shard["below"]:
+        yield ["", "", *_use(below), "", *[""] * len(_COUNTERS), ""]
+
+
+def _use(tier: dict[str, Any]) -> list[str]:
+    """Which, how much is used of how much, and by how many pages."""
+    capacity, used = tier["capacity_bytes"], tier["capacity_bytes"] - tier["free_bytes"]
+    share = _bar(used / capacity if capacity else 0.0)
+    return [tier["tier"], size_text(used), size_text(capacity), share, f"{tier['pages']:,}"]
 
 
 def size_text(nbytes: float) -> str:

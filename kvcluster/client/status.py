@@ -15,6 +15,7 @@ def status_dict(status: Status) -> dict[str, Any]:
     """
     out = asdict(status)
     out["counters"] = dict(status.counters)
+    out["policy"] = dict(status.policy)
     out["shards"] = [
         {
             **asdict(shard.info),

@@ -48,6 +48,7 @@ from kvcluster.core.messages import (
     RefusedKind,
     RenewTicket,
     Report,
+    SetPolicy,
     ShardStatus,
     Siblings,
     SiblingSpecs,
@@ -87,7 +88,7 @@ class Coordinator:
         self._started_at = now
         self._state = state = State(epoch, config, Tombstones(tombstones), membership_ttl_ms=membership_ttl_ms, now=now)
         self._evictor = Evictor(config, state.directory)
-        tiering = Tiering(config, state.directory, self._evictor)
+        self._tiering = tiering = Tiering(config, state.directory, self._evictor)
         self._replicator = Replicator(config, state.directory, state.book, state.members)
         self._grants = Grants(state, config, self._replicator, tiering)
         self._intake = Intake(state, config, self._evictor, tiering, self._replicator, policy or LRU(), expected)
@@ -103,6 +104,7 @@ class Coordinator:
             UnpinBlocks: self._unpin,
             Purge: self._purge,
             Drain: self._drain,
+            SetPolicy: self._set_policy,
             GetStatus: self._status,
             Report: self._intake.report,
             Inventory: self._intake.inventory,
@@ -227,6 +229,10 @@ class Coordinator:
             self._replicator.drain(member, now + self._config.drain_ms * MS)
         return [Answer(m.call, Done(member is not None))]
 
+    def _set_policy(self, m: SetPolicy, now: int) -> list[Effect]:
+        why_not = self._tiering.set(m.settings)
+        return [Answer(m.call, Done() if why_not is None else Refused(RefusedKind.BAD, why_not))]
+
     def _status(self, m: GetStatus, now: int) -> list[Effect]:
         shards = [ShardStatus(s.info, s.state, max(0, now - s.seen_at)) for s in self._state.members.all()]
         shards += [ShardStatus(info, "lost", 0) for info in self._state.members.lost.values()]
@@ -239,6 +245,7 @@ class Coordinator:
             tickets=len(self._state.tickets),
             shards=tuple(sorted(shards, key=lambda shard: shard.info.shard)),
             counters=tuple(self._state.counters.items()),
+            policy=self._tiering.policy,
         )
         return [Answer(m.call, status)]
 

@@ -16,7 +16,7 @@ class Heat:
     """`loads` within `window_ns` make a run hot."""
 
     def __init__(self, *, loads: int, window_ns: int, run_blocks: int) -> None:
-        self._loads = loads
+        self.loads = loads
         self._window = window_ns
         self._run_blocks = run_blocks
         self._counts: dict[BlockHash, int] = {}
@@ -32,5 +32,5 @@ class Heat:
             count = counts.get(hashes[start], 0) + 1
             if count > 1 or len(counts) < limits.HOT_RUNS:
                 counts[hashes[start]] = count
-            if count == self._loads:
+            if count == self.loads:
                 yield hashes[start : start + self._run_blocks]

@@ -126,6 +126,9 @@ WORDS_BYTES = 4_096
 STREAMS = 256
 """Connections that a shard keeps open besides gRPC's: each has a thread. Two of each of a hundred workers, and more."""
 
+POLICIES = 64
+"""Settings of the tiers in one message: many times as many as there are."""
+
 TRANSPORTS = 16
 """What a shard says of, offered or not: four times as many as there are."""
 

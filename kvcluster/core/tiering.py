@@ -7,13 +7,15 @@ from below are brought up again as far as there is room above the watermark; not
 are there, and then the coldest is.
 
 One order a shard is under way at a time; the next is worked out when the shard has carried it out.
+
+The policy may change while it runs: what goes down from then on follows it, and what is below stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcluster.config import CoordinatorConfig
+from kvcluster.config import CODECS, CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.directory import Directory, Space
@@ -48,6 +50,32 @@ class Tiering:
                     hot = self._hot.setdefault(slot, {})
                     if len(hot) < limits.PROMOTIONS:
                         hot[space.id, block] = None
+
+    @property
+    def policy(self) -> tuple[tuple[str, str], ...]:
+        """What `set` takes, as it is."""
+        return (
+            ("host.codec", self._codec.name.lower()),
+            ("host.raw_blocks", str(self._raw_blocks)),
+            ("promote.loads", str(self._heat.loads)),
+        )
+
+    def set(self, settings: Sequence[tuple[str, str]]) -> str | None:
+        """Changes the policy; or says why not, and changes nothing."""
+        known = dict(self.policy)
+        for name, value in settings:
+            if name not in known:
+                return f"there is no policy {name!r}; there is {', '.join(known)}"
+            if name == "host.codec" and value not in CODECS:
+                return f"{name}: there is no codec {value!r}; there is {', '.join(CODECS)}"
+            if name != "host.codec" and not (value.isascii() and value.isdigit() and len(value) < 10):
+                return f"{name} is a number of blocks or loads, not {value!r}"
+            if (name, int(value) if value.isdigit() else value) == ("promote.loads", 0):
+                return "promote.loads must be at least 1"
+            known[name] = value
+        self._codec = Codec[known["host.codec"].upper()]
+        self._raw_blocks, self._heat.loads = int(known["host.raw_blocks"]), int(known["promote.loads"])
+        return None
 
     def demotion(self, member: Member, pressure_bytes: int, now: int) -> tuple[MoveOrder | None, int]:
         """What is to leave the device tier, and the bytes that it takes below."""

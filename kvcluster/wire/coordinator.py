@@ -6,7 +6,7 @@ credential, so neither is ever read from the wire. Replies share one envelope, s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, CallId, ShardId, Tenant
@@ -34,6 +34,7 @@ from kvcluster.core.messages import (
     RenewTicket,
     Reply,
     ReportAck,
+    SetPolicy,
     ShardAddress,
     ShardStatus,
     Siblings,
@@ -244,6 +245,24 @@ def decode_drain(data: bytes, call: CallId, tenant: Tenant) -> Drain:
     return Drain(call, ShardId(text(common.parse(pb.DrainRequest, data).shard, "a shard's name")))
 
 
+def encode_set_policy(message: SetPolicy) -> bytes:
+    """Other settings of the tiers."""
+    names, values = zip(*message.settings, strict=True) if message.settings else ((), ())
+    return pb.SetPolicyRequest(names=names, values=values).SerializeToString()
+
+
+def decode_set_policy(data: bytes, call: CallId, tenant: Tenant) -> SetPolicy:
+    """The inverse."""
+    m = common.parse(pb.SetPolicyRequest, data)
+    return SetPolicy(call, _decode_policy(m.names, m.values))
+
+
+def _decode_policy(names: Sequence[str], values: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    at_most(agree("settings", names, values), limits.POLICIES, "settings of a policy")
+    known = [text(name, "a policy's name") for name in names]
+    return tuple(zip(known, [text(value, "a policy's value") for value in values], strict=True))
+
+
 def encode_get_status(message: GetStatus) -> bytes:
     """What is there?"""
     return pb.GetStatusRequest().SerializeToString()
@@ -422,6 +441,8 @@ def _encode_status(reply: Status) -> pb.Status:
             for s in reply.shards
         ],
         counters=reports.encode_counters(reply.counters),
+        policy_names=[name for name, _ in reply.policy],
+        policy_values=[value for _, value in reply.policy],
     )
 
 
@@ -442,4 +463,5 @@ def _decode_status(m: pb.Status) -> Status:
             ]
         ),
         counters=reports.decode_counters(m.counters),
+        policy=_decode_policy(m.policy_names, m.policy_values),
     )

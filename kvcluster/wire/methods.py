@@ -46,6 +46,7 @@ from kvcluster.core.messages import (
     Reply,
     Report,
     ReportAck,
+    SetPolicy,
     ShardMessage,
     Siblings,
     SiblingSpecs,
@@ -159,14 +160,15 @@ COORDINATOR: Mapping[str, Method] = _table(
         _C.method("UnpinBlocks", UnpinBlocks, Pinned, _c.encode_unpin_blocks, _c.decode_unpin_blocks),
         _C.method("Purge", Purge, Purged, _c.encode_purge, _c.decode_purge),
         _C.method("Drain", Drain, Done, _c.encode_drain, _c.decode_drain),
+        _C.method("SetPolicy", SetPolicy, Done, _c.encode_set_policy, _c.decode_set_policy),
         _C.method("GetStatus", GetStatus, Status, _c.encode_get_status, _c.decode_get_status),
         _C.method("Report", Report, ReportAck, reports.encode_report, reports.decode_report),
         _C.method("Inventory", Inventory, ReportAck, reports.encode_inventory, reports.decode_inventory),
         _C.ping(),
     ]
 )
-"""What the coordinator answers, by name. `Report` and `Inventory` are for shards of the cluster alone, `Drain` for its
-operators."""
+"""What the coordinator answers, by name. `Report` and `Inventory` are for shards of the cluster alone, `Drain` and
+`SetPolicy` for its operators."""
 
 SHARD: Mapping[str, Method] = _table(
     [

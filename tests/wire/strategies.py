@@ -55,6 +55,7 @@ from kvcluster.core.messages import (
     Report,
     ReportAck,
     Run,
+    SetPolicy,
     ShardAddress,
     ShardInfo,
     ShardStatus,
@@ -256,6 +257,7 @@ def tickets(draw: st.DrawFn) -> TicketBody:
     return TicketBody(draw(namespaces), draw(attempts), tuple(found), draw(needs), covered)
 
 
+settings = st.lists(st.tuples(words, words), max_size=4).map(tuple)
 _asked: dict[str, SearchStrategy[Any]] = {"call": calls, "tenant": tenants, "namespace": namespaces}
 _told: dict[str, SearchStrategy[Any]] = {"call": calls, "info": infos, "coordinator": epochs, "specs": owned_specs}
 
@@ -284,6 +286,7 @@ COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
     "UnpinBlocks": st.builds(UnpinBlocks, **_asked, hashes=blocks),
     "Purge": st.builds(lambda call, tenant, chosen: Purge(call, tenant, **chosen), calls, tenants, _filters),
     "Drain": st.builds(Drain, call=calls, shard=words),
+    "SetPolicy": st.builds(SetPolicy, call=calls, settings=settings),
     "GetStatus": st.builds(GetStatus, call=calls),
     "Report": st.builds(
         Report,
@@ -346,6 +349,7 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
     "UnpinBlocks": pinned,
     "Purge": st.builds(Purged, blocks=quantities),
     "Drain": dones,
+    "SetPolicy": dones,
     "GetStatus": st.builds(
         Status,
         epoch=epochs,
@@ -356,6 +360,7 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
         tickets=quantities,
         shards=st.lists(st.builds(ShardStatus, info=infos, state=words, seen_ns_ago=quantities), max_size=2).map(tuple),
         counters=counters,
+        policy=settings,
     ),
     "Report": acks,
     "Inventory": acks,

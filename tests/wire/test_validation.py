@@ -47,6 +47,7 @@ from kvcluster.core.messages import (
     Report,
     ReportAck,
     Run,
+    SetPolicy,
     ShardAddress,
     ShardInfo,
     ShardStatus,
@@ -138,6 +139,9 @@ def _start(name: str) -> tuple[Any, Callable[[Any], object]]:
             return _question(c.InventoryRequest, reports.encode_inventory(INVENTORY), reports.decode_inventory)
         case "purge":
             return _question(c.PurgeRequest, coordinator.encode_purge(PURGE), coordinator.decode_purge)
+        case "policy":
+            data = coordinator.encode_set_policy(SetPolicy(CALL, (("host.codec", "q4"),)))
+            return _question(c.SetPolicyRequest, data, coordinator.decode_set_policy)
         case "drain":
             data = coordinator.encode_drain(Drain(CALL, ShardId("s")))
             return _question(c.DrainRequest, data, coordinator.decode_drain)
@@ -210,6 +214,9 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("purge", "model", "m" * 8_193, LimitError, "8201 bytes of model, weights and adapter; at most 8192"),
     ("purge", "weights", "ß" * 4_097, LimitError, "8195 bytes of model, weights and adapter"),
     ("purge", "adapter", "a" * 8_193, LimitError, "bytes of model, weights and adapter"),
+    ("policy", "names", [], ProtocolError, "lists of settings must be equally long"),
+    ("policy", "names", ["n" * 1_025], LimitError, "characters of a policy's name"),
+    ("policy", "values", ["v" * 1_025], LimitError, "characters of a policy's value"),
     ("drain", "shard", "s" * 1_025, LimitError, "1025 characters of a shard's name"),
     ("suspect", "namespace", b"", ProtocolError, "a namespace is 32 bytes, not 0"),
     ("suspect", "epoch", HUGE, LimitError, "as an epoch"),

@@ -5,7 +5,7 @@ once or in a later step. `tenant` is always the one that the caller's credential
 outside only through wire/, which has validated their shapes and bounds; the core asserts, and decides.
 
     worker -> coordinator   Attach, PrepareLoad, PrepareStore, RenewTicket, EndTicket, Explain, Siblings,
-                            PinBlocks, UnpinBlocks, Purge, Drain, GetStatus           coordinator.py
+                            PinBlocks, UnpinBlocks, Purge, Drain, SetPolicy, GetStatus   coordinator.py
     shard  -> coordinator   Report, Inventory                                         reports.py
     worker -> shard         AttachShard, GetOffers, Pin, Unpin, Reserve, Commit, Abort,
                             Renew, Flush, Suspect                                     shard.py
@@ -51,6 +51,7 @@ from kvcluster.core.messages.coordinator import (
     Purge,
     Purged,
     RenewTicket,
+    SetPolicy,
     ShardStatus,
     Siblings,
     SiblingSpecs,
@@ -236,6 +237,7 @@ CoordinatorMessage = (
     | UnpinBlocks
     | Purge
     | Drain
+    | SetPolicy
     | GetStatus
     | Report
     | Inventory
@@ -330,6 +332,7 @@ __all__ = [
     "Revoke",
     "Run",
     "Send",
+    "SetPolicy",
     "ShardAddress",
     "ShardInfo",
     "ShardMessage",

@@ -237,6 +237,15 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class SetPolicy:
+    """From now on these settings of the tiers hold (tiering.py), until the coordinator restarts. What was moved before
+    stays as it is. Answered by Done; or Refused, and nothing is set, where one is not known or has no such value."""
+
+    call: CallId
+    settings: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GetStatus:
     """What is there and how is it used? Answered by Status."""
 
@@ -254,7 +263,8 @@ class ShardStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The cluster as the coordinator sees it. `counters` only grow since this epoch began."""
+    """The cluster as the coordinator sees it. `counters` only grow since this epoch began; `policy` are the settings
+    that SetPolicy takes."""
 
     epoch: Epoch
     state: str
@@ -264,3 +274,4 @@ class Status:
     tickets: int
     shards: tuple[ShardStatus, ...]
     counters: tuple[tuple[str, int], ...]
+    policy: tuple[tuple[str, str], ...] = ()

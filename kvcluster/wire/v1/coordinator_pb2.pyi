@@ -158,6 +158,14 @@ class DrainRequest(_message.Message):
     shard: str
     def __init__(self, shard: _Optional[str] = ...) -> None: ...
 
+class SetPolicyRequest(_message.Message):
+    __slots__ = ("names", "values")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    values: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., values: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -275,7 +283,7 @@ class ShardStatus(_message.Message):
     def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., state: _Optional[str] = ..., seen_ns_ago: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters")
+    __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters", "policy_names", "policy_values")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_NS_FIELD_NUMBER: _ClassVar[int]
@@ -284,6 +292,8 @@ class Status(_message.Message):
     TICKETS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_NAMES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VALUES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     state: str
     uptime_ns: int
@@ -292,7 +302,9 @@ class Status(_message.Message):
     tickets: int
     shards: _containers.RepeatedCompositeFieldContainer[ShardStatus]
     counters: Counters
-    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., tickets: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ...) -> None: ...
+    policy_names: _containers.RepeatedScalarFieldContainer[str]
+    policy_values: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., tickets: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., policy_names: _Optional[_Iterable[str]] = ..., policy_values: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("names", "values")

@@ -1,0 +1,45 @@
+"""`kvcluster policy`: the settings of the tiers that may change while a cluster runs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from kvcluster.cli.where import add_where, coordinator, read_status
+from kvcluster.client.control import NO_CALL, expect
+from kvcluster.core.messages import Done, SetPolicy
+from kvcluster.errors import CallerError
+from kvcluster.transport.seam import Deadline
+
+_ANSWER_MS = 10_000
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    policy = commands.add_parser("policy", help="show, or change, how pages go between tiers", allow_abbrev=False)
+    policy.add_argument("action", nargs="?", choices=["set"], help="set NAME=VALUE ...; without it, show them")
+    policy.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="such as host.codec=q4")
+    add_where(policy)
+    policy.set_defaults(run=_policy)
+
+
+def _policy(options: argparse.Namespace) -> int:
+    settings = tuple(_setting(text) for text in options.settings)
+    if (options.action == "set") != bool(settings):
+        raise CallerError("say what to set, such as `kvcluster policy set host.codec=q4`")
+    with coordinator(options, wait_ms=_ANSWER_MS) as port:
+        if settings:
+            expect(Done, port.ask(SetPolicy(NO_CALL, settings), Deadline.after_ms(_ANSWER_MS)))
+        policy: dict[str, str] = read_status(port, _ANSWER_MS)["policy"]
+    for name, value in policy.items():
+        print(f"{name}={value}")
+    if settings:
+        print("What goes down from now on follows it, until the coordinator restarts: the configuration keeps it.")
+    return 0
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise CallerError(f"{text!r} is no setting; write NAME=VALUE, such as host.codec=q4")
+    return name, value
