@@ -1,4 +1,4 @@
-"""`kvcluster bench lookup | transfer | codec`: figures that anyone can measure again.
+"""`kvcluster bench lookup | transfer | codec | tiers`: figures that anyone can measure again.
 
 Each states its setting and prints ratios within one run, since machines differ and are noisy: what is measured
 and what it is compared with take turns, and medians are compared.
@@ -32,7 +32,9 @@ def add(commands: Any) -> None:
     _add_transfer(transfer)
     codec = kinds.add_parser("codec", help="encoding and decoding of pages: speed and error", allow_abbrev=False)
     _add_codec(codec)
-    for kind, run in ((lookup, _lookup), (transfer, _transfer), (codec, _codec)):
+    tiers = kinds.add_parser("tiers", help="loads out of the host tier, and stores beside it", allow_abbrev=False)
+    tiers.add_argument("--quick", action="store_true", help="a first impression: 3 turns of 32 pages, 60 stores")
+    for kind, run in ((lookup, _lookup), (transfer, _transfer), (codec, _codec), (tiers, _tiers)):
         kind.add_argument("--json", action="store_true", help="the figures, as one JSON object")
         kind.set_defaults(run=run)
 
@@ -121,6 +123,22 @@ def _codec(options: argparse.Namespace) -> int:
         )
 
     return _print(measure, table.lines, as_json=options.json, draw=draw)
+
+
+def _tiers(options: argparse.Namespace) -> int:
+    with needs("cluster", "ray", "torch"):
+        from kvcluster.cli.bench.tiers import measuring, table
+    quick = options.quick
+
+    def measure() -> dict[str, Any]:
+        return measuring.measure(
+            rounds=3 if quick else 9,
+            blocks=32 if quick else 64,
+            stores=60 if quick else 200,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+
+    return _print(measure, table.lines, as_json=options.json)
 
 
 def _into(file: str, draw: Callable[[Mapping[str, Any], str], None]) -> Callable[[Mapping[str, Any]], None]:
