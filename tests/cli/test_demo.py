@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import kvcluster.cli
 from kvcluster.cli import demo
 from kvcluster.cli.demo import screen as screens
+from kvcluster.cli.demo import tiers
 from kvcluster.cli.demo.engine import Engine
 from kvcluster.cli.demo.replica import EngineReplica
 from kvcluster.cli.demo.signals import Signals
@@ -56,6 +57,40 @@ def assess(**other: Any) -> dict[str, Any]:
     return demo.assess(**{**replies, **other})
 
 
+def document(token: int = 7, logit: float = 1.0, **blocks: int) -> dict[str, Any]:
+    return {"blocks": blocks, "cached_tokens": 16 * sum(blocks.values()), "logits": [logit, -3.0], "next": token}
+
+
+def in_tiers(*loaded: dict[str, Any]) -> dict[str, Any]:
+    """The third act, of two documents."""
+    below = {"tier": "host", "capacity_bytes": 2 << 20, "free_bytes": 1 << 20, "pages": 8}
+    status = {
+        "shards": [{"capacity_bytes": 1 << 20, "below": [below]}],
+        "policy": {"host.codec": "q8"},
+        "totals": {"demoted": 12},
+    }
+    read = [document(nowhere=16), document(nowhere=16)]
+    return tiers.assess(read, list(loaded or (document(host=15), document(device=15))), status, 3 << 20)
+
+
+def test_a_working_set_that_comes_back_out_of_the_host_tier_is_a_success() -> None:
+    figures = in_tiers()
+    assert figures["ok"] and figures["blocks"] == {"host": 15, "device": 15}
+    assert (figures["same_next_token"], figures["demoted_pages"], figures["tokens_reused"]) == (2, 12, 480)
+    assert in_tiers(document(8, 1.5, host=15), document(host=15))["logit_difference"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "loaded",
+    [(document(device=15), document(device=15)), (document(host=15), document(nowhere=15))],
+    ids=["nothing went down", "half of it is lost"],
+)
+def test_a_working_set_of_which_nothing_goes_down_or_too_little_comes_back_is_a_failure(
+    loaded: tuple[dict[str, Any], ...],
+) -> None:
+    assert not in_tiers(*loaded)["ok"]
+
+
 def test_identical_answers_and_a_refusal_are_a_success() -> None:
     figures = assess()
     assert figures["ok"] and figures["logit_difference"] == pytest.approx(1e-4)
@@ -84,7 +119,7 @@ def test_the_control_counts_where_only_logits_move() -> None:
 @pytest.mark.parametrize("replies", [{}, {"stored": answer("x"), "explained": {"tokens": 4096, "misses": ["x"]}}])
 def test_the_screen_fits_eighty_columns(replies: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     with screens.Screen(silent=False) as screen:
-        screen.show(assess(**replies) | {"hit_rate": 0.74, "seconds": 48.0})
+        screen.show(assess(**replies) | {"hit_rate": 0.74, "seconds": 48.0, "tiers": in_tiers()})
     shown = capsys.readouterr().out
     assert "second replica" in shown
     assert ("DIFFERENT" in shown) == bool(replies)
@@ -95,7 +130,7 @@ def test_a_silent_screen_prints_nothing(capsys: pytest.CaptureFixture[str]) -> N
     with screens.Screen(silent=True) as screen:
         with screen.step("a step") as progress:
             progress(1, 2)
-        screen.show(assess() | {"hit_rate": 0.74, "seconds": 48.0})
+        screen.show(assess() | {"hit_rate": 0.74, "seconds": 48.0, "tiers": in_tiers()})
     assert capsys.readouterr().out == ""
 
 
@@ -252,6 +287,7 @@ def test_the_demo_succeeds_with_a_given_model_and_leaves_nothing(own_model: Path
     figures = json.loads(done.stdout)
     assert figures["ok"] and figures["tokens_reused"] > 3 * 4096 - 48
     assert figures["other_weights"]["explanation"].startswith("block 0: miss, namespace (weights)")
+    assert figures["tiers"]["blocks"]["host"] > figures["tiers"]["blocks"]["device"] > 0
     assert not left
 
 

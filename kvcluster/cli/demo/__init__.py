@@ -2,7 +2,8 @@
 
 The conductor starts an embedded Ray cluster and two replicas, each a process of its own with the same model, and lets
 one compute at a time: a question without the cache, the same through it (stored), the rest on the other replica
-(loaded). Then a replica changes its weights, and must find nothing. It checks what it shows: status 1 where the cache
+(loaded). Then a replica changes its weights, and must find nothing; and one reads more than a device tier holds, twice
+(tiers.py). It checks what it shows: status 1 where the cache
 changed an answer, or where the checks could not have noticed. `DEMO_MODEL=path` replaces the model.
 
 Nothing outlives it: what it starts are context managers, and a replica ends by itself when its conductor is gone.
@@ -23,6 +24,7 @@ from typing import Any
 
 import kvcluster
 from kvcluster.cli.demo import text
+from kvcluster.cli.demo import tiers as third_act
 from kvcluster.cli.demo.replica import EngineReplica
 from kvcluster.cli.demo.screen import Screen
 from kvcluster.cli.demo.signals import Signals
@@ -57,8 +59,9 @@ def conduct(screen: Screen, signals: Signals) -> Figures:
         given = os.environ.get("DEMO_MODEL")
         model: Figures = {"path": given or str(workshop / "model"), "bytes_are_tokens": not given}
         first = house.enter_context(EngineReplica("the first replica", workshop / "first.log"))
+        acts = house.enter_context(ExitStack())
         with screen.step("start Ray, a coordinator and two shards"), signals.put_off():
-            cluster = house.enter_context(kvcluster.local(shards=SHARDS, device_bytes=DEVICE_BYTES))
+            cluster = acts.enter_context(kvcluster.local(shards=SHARDS, device_bytes=DEVICE_BYTES))
         with screen.step("load the model" if given else "build a Llama of random weights"):
             if not given:
                 first.ask("make", path=model["path"])
@@ -81,7 +84,10 @@ def conduct(screen: Screen, signals: Signals) -> Figures:
         with screen.step("second replica: other weights"):
             trained = second.ask("train", address=cluster.address)
             explained = second.ask("explain", question=text.QUESTIONS[0])
+        acts.close()
+        tiers = third_act.conduct(first, screen, signals)
     figures = assess(computed, stored, loaded, spoiled, trained, explained)
+    figures |= {"tiers": tiers, "ok": figures["ok"] and tiers["ok"]}
     return about | figures | {"hit_rate": status["hit_rate"], "seconds": time.monotonic() - began}
 
 

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -149,6 +150,37 @@ class Engine:
                 reply["stored_bytes"] = cache.save(out.sequences).nbytes
                 self._connected().flush()
         return reply
+
+    def read(self, number: int, tokens: int) -> dict[str, Any]:
+        """Reads one of many documents through the cache: its KV is loaded as far as it is there, and stored. Says where
+        it lay, and what the model makes of it."""
+        ids = torch.tensor([self._encode(document()[4 * tokens * number :][: 4 * tokens])[:tokens]])
+        client = self._connected()
+        lay = Counter(block.tier if block.hit else "nowhere" for block in client.explain(ids[0].tolist()))
+        cache = PrefixCache.from_inputs(client, self._model, ids)
+        out = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=1,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        stored = cache.save(out.sequences)
+        client.flush()
+        logits = out.logits[0][0]
+        return {
+            "blocks": dict(lay),
+            "cached_tokens": cache.cached_tokens[0],
+            "stored_blocks": stored.blocks,
+            "logits": logits.tolist(),
+            "next": int(logits.argmax()),
+        }
+
+    def kv_bytes(self) -> dict[str, Any]:
+        """How much KV a token has."""
+        return {"token_bytes": int(spec_of(self._model, block_tokens=BLOCK_TOKENS).token_bytes)}
 
     def status(self) -> dict[str, Any]:
         """The cluster as the coordinator sees it."""

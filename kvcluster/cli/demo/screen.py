@@ -44,9 +44,10 @@ class Screen:
         self._progress.update(task, completed=1, total=1)
 
     def show(self, figures: dict[str, Any]) -> None:
-        """Both acts, from what `--json` prints."""
+        """All acts, from what `--json` prints."""
         self._progress.stop()
-        for line in (*_sharing(figures), *_safety(figures["other_weights"]), *_end(figures)):
+        acts = (*_sharing(figures), *_safety(figures["other_weights"]), *_tiers(figures["tiers"]))
+        for line in (*acts, *_end(figures)):
             self._console.print(line)
 
 
@@ -86,6 +87,23 @@ def _safety(other: dict[str, Any]) -> Iterator[str]:
     yield f"  explain        {escape(other['explanation'])}"
     if not other["refused"]:
         yield "  [red]KV of other weights was taken, or explain did not name them[/]"
+
+
+def _tiers(tiers: dict[str, Any]) -> Iterator[str]:
+    times = tiers["working_set_bytes"] / tiers["device_bytes"]
+    yield f"\n[bold]Act 3: tiers.[/] {tiers['documents']} documents, {times:.1f} times what the device tier holds"
+    yield f"  KV             {size_text(tiers['working_set_bytes'])}; device tier {size_text(tiers['device_bytes'])}"
+    yield (
+        f"  went down      {tiers['demoted_pages']:,} pages as {tiers['host_codec']}, into "
+        f"{size_text(tiers['host_used_bytes'])} of host memory"
+    )
+    blocks = ", ".join(f"{count:,} from {tier}" for tier, count in sorted(tiers["blocks"].items()))
+    yield f"  read again     {tiers['tokens_reused']:,} of {tiers['tokens_asked']:,} tokens reused: blocks {blocks}"
+    yield f"  next token     the same for {tiers['same_next_token']} of {tiers['documents']} documents"
+    yield (
+        f"  logits         at most {tiers['logit_difference']:.1e} off those of exact KV "
+        f"(they go up to {tiers['logit_scale']:.1f})"
+    )
 
 
 def _end(figures: dict[str, Any]) -> Iterator[str]:

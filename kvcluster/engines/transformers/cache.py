@@ -29,7 +29,7 @@ from kvcluster.client.transfer import Transfer
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.reasons import Miss
+from kvcluster.core.reasons import Loss, Miss
 from kvcluster.engines.transformers.compat import Generation, check_inputs, layers, planes, text_config
 from kvcluster.engines.transformers.spec import check_kv, check_spec
 from kvcluster.errors import CallerError
@@ -53,13 +53,15 @@ class PrefixCache(DynamicCache):
 
     `cached_tokens` says for each row of the inputs how many of its tokens need no computing, `misses` why the
     cluster had no more of it: None where it had every full block. Rows of one batch go on from one column, so the
-    row with the shortest prefix (padding counted) decides for all.
+    row with the shortest prefix (padding counted) decides for all. `losses` are what the loaded prefixes have lost at
+    worst, and so what is computed over them.
     """
 
     def __init__(self, client: Client, model: PreTrainedModel, prompts: Sequence[_Prompt], salt: bytes) -> None:
         super().__init__(config=text_config(model))
         self.cached_tokens: list[int] = [0] * len(prompts)
         self.misses: list[Miss | None] = [None] * len(prompts)
+        self.losses = [Loss.EXACT] * len(prompts)
         self._client = client
         self._salt = salt
         self._prompts = prompts
@@ -124,13 +126,17 @@ class PrefixCache(DynamicCache):
         deadline = Deadline.after_ms(deadline_ms)
         hashes, trouble = _hashes(self._client, [tokens for _, _, tokens in chains], self._salt, deadline)
         total = Stored(0, 0, 0, 0, trouble)
-        tried = set(self._shared)
+        tried, prompts = set(self._shared), self._rows()
         for (row, padding, _), chain in zip(chains, hashes, strict=True):
             first = next((i for i, block in enumerate(chain) if block not in tried), len(chain))
             if new := chain[first:]:
                 tried.update(new)
                 source = self._pages(row, padding + first * self._client.spec.block_tokens, len(new))
-                stored = self._client.begin_store(chain, source, first=first, deadline_ms=_rest_ms(deadline)).result()
+                loss = self.losses[prompts[row]]
+                storing = self._client.begin_store(
+                    chain, source, first=first, loss=loss, deadline_ms=_rest_ms(deadline)
+                )
+                stored = storing.result()
                 if stored.blocks + stored.deduplicated == len(new):
                     self._shared.update(new)
                 total = _sum(total, stored)
@@ -223,6 +229,7 @@ class PrefixCache(DynamicCache):
                 leader = leaders[chain[-1]]
                 outcome = loaded[leader]
                 wanted[row] = min(blocks, outcome.blocks)
+                self.losses[row] = outcome.loss if wanted[row] else Loss.EXACT
                 if wanted[row] < blocks:
                     self.misses[row] = outcome.miss or held[leader].miss
                     self._shared.difference_update(chain[wanted[row] :])
