@@ -43,6 +43,7 @@ class CoordinatorConfig:
     is told to evict, until that share is free. `pinned_share`: of a shard's bytes, at most, for pins. `hot_loads`: a
     run of blocks that is loaded so often within `hot_window_ms` gets `hot_replicas` in all. `host_codec`: how what goes
     down to the host tier is encoded, raw, q8 or q4; but the first `host_raw_blocks` blocks of a sequence stay raw.
+    `q4_error_budget`: a namespace whose pages lose more by q4, in the mean of what shards have sampled, gets q8.
     `promote_loads`: a run that is loaded so often within `hot_window_ms` comes up again. `drain_ms`: after so long a
     draining shard goes, whatever it still holds. `state_dir`: where tombstones are kept for the next coordinator; ""
     keeps them in the shards alone."""
@@ -60,6 +61,7 @@ class CoordinatorConfig:
     hot_replicas: int = 2
     host_codec: str = "q8"
     host_raw_blocks: int = 1
+    q4_error_budget: float = 0.15
     promote_loads: int = 4
     drain_ms: int = 300_000
     state_dir: str = ""
@@ -68,11 +70,13 @@ class CoordinatorConfig:
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
     """`device_bytes`: the pool, of raw pages. `host_bytes`: the tier below it, of encoded ones; 0 for none.
+    `q4_sampled`: of the pages that are encoded in q4, this share is looked at for what it loses.
     `extent_bytes`: the allocator's unit, 0 to choose one by the size of each tier.
     `scrub_bytes`: how much a second a shard reads of its own pages to find rotten ones; 0 for none."""
 
     device_bytes: int = 2**30
     host_bytes: int = 0
+    q4_sampled: float = 0.02
     extent_bytes: int = 0
     lease_ttl_ms: int = 10_000
     report_interval_ms: int = 500
@@ -208,6 +212,8 @@ def _check(config: Config) -> None:
             "coordinator.hot_replicas must be between 1 and 64; 1 makes no copies of hot blocks",
         ),
         (c.host_codec in CODECS, f"coordinator.host_codec: there is no {c.host_codec!r}; there is {', '.join(CODECS)}"),
+        (c.q4_error_budget >= 0, "coordinator.q4_error_budget must not be negative"),
+        (0 <= s.q4_sampled <= 1, "shard.q4_sampled must be between 0 and 1"),
         (c.host_raw_blocks >= 0, "coordinator.host_raw_blocks must not be negative"),
         (c.promote_loads >= 1, "coordinator.promote_loads must be at least 1"),
         ("grpc" in config.server.transports, "server.transports must name grpc, since control goes over it"),

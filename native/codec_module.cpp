@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -83,14 +84,37 @@ class Coder {
                    });
     }
 
+    // The norm of what was lost by that of what there was, of the plane that has lost most.
+    double error(nb::handle data, nb::handle coded, std::size_t layers) const {
+        const Bytes raw(data, false), from(coded, false);
+        check(raw, layer_.raw_bytes, from, layer_.coded_bytes, layers);
+        nb::gil_scoped_release others_run;
+        std::vector<float> scratch(scratch_floats(layer_));
+        std::vector<std::uint8_t> decoded(layer_.raw_bytes);
+        std::vector<Squares> planes(layer_.planes.size());
+        for (std::size_t i = 0; i < layers; i++) {
+            decode_layer(layer_, from.data() + i * layer_.coded_bytes, decoded.data(), scratch.data());
+            add_squares(layer_, raw.data() + i * layer_.raw_bytes, decoded.data(), planes.data());
+        }
+        double worst = 0;
+        for (const Squares& plane : planes)
+            if (plane.whole > 0) worst = std::max(worst, std::sqrt(plane.lost / plane.whole));
+        return worst;
+    }
+
   private:
+    static void check(const Bytes& from, std::size_t from_bytes, const Bytes& to, std::size_t to_bytes,
+                      std::size_t layers) {
+        if (!layers || from.size() != layers * from_bytes || to.size() != layers * to_bytes)
+            throw std::invalid_argument("these bytes are not so many layers of this shape");
+    }
+
     // Until `work` answers false.
     template <typename Work>
     bool each_layer(nb::handle data, std::size_t from_bytes, nb::handle into, std::size_t into_bytes,
                     std::size_t layers, const Work& work) const {
         const Bytes from(data, false), to(into, true);
-        if (!layers || from.size() != layers * from_bytes || to.size() != layers * into_bytes)
-            throw std::invalid_argument("these bytes are not so many layers of this shape");
+        check(from, from_bytes, to, into_bytes, layers);
         nb::gil_scoped_release others_run;
         std::vector<float> scratch(scratch_floats(layer_));
         for (std::size_t i = 0; i < layers; i++)
@@ -108,6 +132,7 @@ void bind_codecs(nb::module_& m) {
         .def(nb::init<std::size_t, std::size_t, const std::vector<PlaneArguments>&>(), nb::arg("tokens"),
              nb::arg("heads"), nb::arg("planes"))
         .def("encode", &Coder::encode, nb::arg("data"), nb::arg("into"), nb::arg("layers"))
+        .def("error", &Coder::error, nb::arg("data"), nb::arg("coded"), nb::arg("layers"))
         .def("decode", &Coder::decode, nb::arg("data"), nb::arg("into"), nb::arg("layers"));
 }
 

@@ -425,6 +425,17 @@ void decode_plane(const LayerShape& layer, const PlaneShape& plane, const u8* co
         decode_rows<N>(coded, rows, plane.dim, to);
 }
 
+template <typename N>
+void add_squares_of(const u8* raw, const u8* decoded, std::size_t nbytes, Squares* sums) {
+    const auto* before = reinterpret_cast<const typename N::Raw*>(raw);
+    const auto* after = reinterpret_cast<const typename N::Raw*>(decoded);
+    for (std::size_t at = 0; at < nbytes / sizeof(*before); at++) {
+        const double x = N::get(before[at]), lost = N::get(after[at]) - x;
+        sums->lost += lost * lost;
+        sums->whole += x * x;
+    }
+}
+
 }  // namespace
 
 bool encode_layer(const LayerShape& layer, const u8* raw, u8* into, float* scratch) {
@@ -449,6 +460,22 @@ void decode_layer(const LayerShape& layer, const u8* coded, u8* into, float* scr
         else decode_plane<Float32>(layer, plane, coded, into, scratch);
         coded += plane.coded_bytes;
         into += plane.raw_bytes;
+    }
+}
+
+void add_squares(const LayerShape& layer, const u8* raw, const u8* decoded, Squares* planes) {
+    for (const PlaneShape& plane : layer.planes) {
+        if (plane.coding == Coding::kRaw) {
+        } else if (plane.number == Number::kBfloat16) {
+            add_squares_of<Bfloat16>(raw, decoded, plane.raw_bytes, planes);
+        } else if (plane.number == Number::kFloat16) {
+            add_squares_of<Float16>(raw, decoded, plane.raw_bytes, planes);
+        } else {
+            add_squares_of<Float32>(raw, decoded, plane.raw_bytes, planes);
+        }
+        raw += plane.raw_bytes;
+        decoded += plane.raw_bytes;
+        planes++;
     }
 }
 

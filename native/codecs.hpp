@@ -42,4 +42,12 @@ inline std::size_t scratch_floats(const LayerShape& layer) { return 2 * layer.ch
 bool encode_layer(const LayerShape& layer, const std::uint8_t* raw, std::uint8_t* into, float* scratch);
 void decode_layer(const LayerShape& layer, const std::uint8_t* coded, std::uint8_t* into, float* scratch);
 
+// Of one plane: the squares of what was lost, and of what there was.
+struct Squares {
+    double lost = 0, whole = 0;
+};
+
+// Adds, for each plane that is encoded, what lies between a raw layer and a decoded one.
+void add_squares(const LayerShape& layer, const std::uint8_t* raw, const std::uint8_t* decoded, Squares* planes);
+
 }  // namespace kvc

@@ -34,6 +34,8 @@ def print_status(status: dict[str, Any], address: str) -> None:
         console.print(
             f"{totals.get('demoted', 0):,} pages went down a tier and {totals.get('promoted', 0):,} came up; {policy}"
         )
+    for namespace, error in status["fallen"].items():
+        console.print(f"[yellow]q4 loses {error:.3f} of namespace {namespace[:8]}[/yellow]: its pages go down in q8")
     if status["lost_shards"]:
         lost = ", ".join(status["lost_shards"])
         console.print(f"[red]nothing is heard of {lost}[/red]: what lay there alone is a miss")

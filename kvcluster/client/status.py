@@ -16,6 +16,7 @@ def status_dict(status: Status) -> dict[str, Any]:
     out = asdict(status)
     out["counters"] = dict(status.counters)
     out["policy"] = dict(status.policy)
+    out["fallen"] = {namespace.hex(): error / 1e6 for namespace, error in status.fallen}
     out["shards"] = [
         {
             **asdict(shard.info),

@@ -246,6 +246,7 @@ class Coordinator:
             shards=tuple(sorted(shards, key=lambda shard: shard.info.shard)),
             counters=tuple(self._state.counters.items()),
             policy=self._tiering.policy,
+            fallen=self._tiering.fallen,
         )
         return [Answer(m.call, status)]
 

@@ -75,12 +75,13 @@ class Intake:
             return [Answer(m.call, self._ack(member, inventory=True))]
         for event in fresh:
             self._apply(event, member, now)
+        effects = self._tiering.sampled(m.samples)
         self._settle_orders(m, member, now)
         if member.draining and not self._state.rebuilding and self._may_go(m, member, now):
             self._state.members.dismiss(member)
             self.forget(member, lost=False)  # what had a place elsewhere is there
-            return [self._dismissal(m)]
-        return [Answer(m.call, self._ack(member))]
+            return [*effects, self._dismissal(m)]
+        return [*effects, Answer(m.call, self._ack(member))]
 
     def inventory(self, m: Inventory, now: int) -> list[Effect]:
         state = self._state

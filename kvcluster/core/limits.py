@@ -23,6 +23,9 @@ HOLDERS = 4_096
 NAMESPACES_PER_TENANT = 1_024
 """Models times adapters times weights in use by one tenant; `explain` compares with each."""
 
+NAMESPACES = 65_536
+"""Of all tenants, in one message."""
+
 SEQUENCES_PER_HOLDER = 4_096
 """Open sequences of one worker, forks included."""
 
@@ -70,6 +73,9 @@ PAST_SHARDS = 1_024
 
 WISHES = 65_536
 """Blocks that are to get another copy: 1,024 hot runs. One more is forgotten, until it is hot again."""
+
+SAMPLES = 256
+"""Of what pages lose by their codec, in one report: more than a namespace needs to be judged."""
 
 PROMOTIONS = 4_096
 """Blocks of one shard that wait to be promoted; one more is noticed when it is hot again."""

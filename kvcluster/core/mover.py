@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, NamespaceId
 from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
@@ -47,8 +48,11 @@ class Mover:
         withdraw: Withdrawal,
         committed: Callable[[Page], None],
         counters: dict[str, int],
+        *,
+        sampled: float,
     ) -> None:
-        """`committed` is told of each page that is READY in its new place, before it leaves its old one."""
+        """`sampled`: of what is encoded in q4, this share is looked at for what it loses. `committed` is told of each
+        page that is READY in its new place, before it leaves its old one."""
         self._pool = pool
         self._leases = leases
         self._spaces = spaces
@@ -56,6 +60,8 @@ class Mover:
         self._withdraw = withdraw
         self._committed = committed
         self._counters = counters
+        self._sampled = int(sampled * 2**32)
+        self._samples: list[tuple[NamespaceId, int]] = []
         self._order = 0
         self._left: deque[Move] = deque()
         self._batch: _Batch | None = None
@@ -70,6 +76,11 @@ class Mover:
         """Another coordinator counts its orders from 1. What the last one ordered ends with its batch."""
         self.moved = self._order = 0
         self._left.clear()
+
+    def samples(self) -> tuple[tuple[NamespaceId, int], ...]:
+        """What was found since the last call, for the next report. One that is lost on its way is no loss."""
+        samples, self._samples = self._samples, []
+        return tuple(samples)
 
     def take(self, order: MoveOrder) -> None:
         """An order, which may have come before."""
@@ -106,6 +117,8 @@ class Mover:
         """The batch has come to its end."""
         batch, self._batch = self._batch, None
         assert batch is not None and batch.writing == m.attempt, "an end of what never began"
+        for index, error in m.errors[: limits.SAMPLES - len(self._samples)]:
+            self._samples.append((batch.pairs[index][0].space, error))
         commits = may_commit and self._leases.running(batch.writing)
         self._leases.end(batch.reading)
         self._leases.end(batch.writing)
@@ -176,4 +189,5 @@ class Mover:
         source, target = pair
         space = self._spaces.known(source.space)
         assert space is not None, "a page of a namespace that is not known"
-        return PageMove(source.space, space.spec, source.slot(), target.slot())
+        sampled = target.codec is Codec.Q4 and int.from_bytes(source.key.hash[:4], "big") < self._sampled
+        return PageMove(source.space, space.spec, source.slot(), target.slot(), sampled)

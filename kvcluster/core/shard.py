@@ -99,7 +99,8 @@ class Shard:
         self._own = OwnAttempts(shard, epoch)
         self._withdraw = Withdrawal(self._pool, self._uplink)
         self._mover = Mover(
-            *(self._pool, self._leases, self._spaces, self._own, self._withdraw, self._committed, self._counters)
+            *(self._pool, self._leases, self._spaces, self._own, self._withdraw, self._committed, self._counters),
+            sampled=config.q4_sampled,
         )
         self._orders = Orders(
             *(self._pool, self._leases, self._spaces, self._waiting, self._uplink, self._own),
@@ -400,6 +401,7 @@ class Shard:
             order=done,
             pulled=pulled,
             moved=self._mover.moved,
+            samples=self._mover.samples(),
         )
 
     def _report_answered(self, m: ReportAnswered, now: int) -> list[Effect]:

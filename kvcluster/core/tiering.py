@@ -8,6 +8,9 @@ are there, and then the coldest is.
 
 One order a shard is under way at a time; the next is worked out when the shard has carried it out.
 
+Shards tell what pages have lost by q4, of a few of them. A namespace that has lost more than its budget in the mean
+gets q8 from then on, until somebody sets the codec again.
+
 The policy may change while it runs: what goes down from then on follows it, and what is below stays as it is.
 """
 
@@ -24,9 +27,13 @@ from kvcluster.core.heat import Heat
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
-from kvcluster.core.messages import Move, MoveOrder, Tier
+from kvcluster.core.messages import Effect, Move, MoveOrder, Tier, Warn
 
 MS = 1_000_000
+SAMPLES_WANTED = 8
+"""Pages of a namespace that are looked at before it is judged."""
+
+_TOO_LOSSY = "q4 is too lossy for namespace {}: pages lose {:.3f}, and the budget is {:.3f}. They go down in q8 now"
 
 
 class Tiering:
@@ -39,6 +46,9 @@ class Tiering:
         self._heat = Heat(loads=config.promote_loads, window_ns=config.hot_window_ms * MS, run_blocks=config.run_blocks)
         self._directory = directory
         self._evictor = evictor
+        self._budget = int(config.q4_error_budget * 1e6)
+        self._samples: dict[NamespaceId, tuple[int, int]] = {}  # how many, and their sum in millionths
+        self._fallen: dict[NamespaceId, int] = {}  # what q4 is too lossy for, with the mean of its samples
         self._hot: dict[int, dict[tuple[NamespaceId, BlockHash], None]] = {}  # by slot: what is to be promoted there
 
     def loaded(self, space: Space, hashes: Sequence[BlockHash], now: int) -> None:
@@ -50,6 +60,26 @@ class Tiering:
                     hot = self._hot.setdefault(slot, {})
                     if len(hot) < limits.PROMOTIONS:
                         hot[space.id, block] = None
+
+    def sampled(self, samples: Sequence[tuple[NamespaceId, int]]) -> list[Effect]:
+        """What pages of these namespaces have lost by q4, in millionths."""
+        effects: list[Effect] = []
+        for space, error in samples:
+            if space in self._fallen or self._directory.known(space) is None:
+                continue
+            count, total = self._samples.get(space, (0, 0))
+            count, total = count + 1, total + error
+            self._samples[space] = count, total
+            if count >= SAMPLES_WANTED and total > count * self._budget:
+                del self._samples[space]
+                self._fallen[space] = mean = total // count
+                effects.append(Warn(_TOO_LOSSY.format(space.hex()[:8], mean / 1e6, self._budget / 1e6)))
+        return effects
+
+    @property
+    def fallen(self) -> tuple[tuple[NamespaceId, int], ...]:
+        """The namespaces that q4 is too lossy for, and what it loses there, in millionths."""
+        return tuple(self._fallen.items())
 
     @property
     def policy(self) -> tuple[tuple[str, str], ...]:
@@ -73,6 +103,8 @@ class Tiering:
             if (name, int(value) if value.isdigit() else value) == ("promote.loads", 0):
                 return "promote.loads must be at least 1"
             known[name] = value
+        if any(name == "host.codec" for name, _ in settings):  # somebody has decided: it is tried again
+            self._fallen.clear()
         self._codec = Codec[known["host.codec"].upper()]
         self._raw_blocks, self._heat.loads = int(known["host.raw_blocks"]), int(known["promote.loads"])
         return None
@@ -121,7 +153,9 @@ class Tiering:
         return MoveOrder(member.moves, tuple(moves))
 
     def _codec_of(self, record: BlockRecord) -> Codec:
-        return Codec.RAW if record.depth < self._raw_blocks else self._codec
+        if record.depth < self._raw_blocks:
+            return Codec.RAW
+        return Codec.Q8 if self._codec is Codec.Q4 and record.space in self._fallen else self._codec
 
     def _bytes_below(self, record: BlockRecord, slot: int) -> int:
         """What a block takes in the tier below, where it does not lie there already."""

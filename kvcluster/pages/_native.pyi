@@ -41,6 +41,9 @@ class Coder:
     def decode(self, data: Buffer, into: Buffer, layers: int) -> None:
         """Encoded layers into raw ones. ValueError likewise."""
 
+    def error(self, data: Buffer, coded: Buffer, layers: int) -> float:
+        """What raw layers have lost by being encoded (kvcluster/pages/codec.py). ValueError likewise."""
+
 def names() -> list[str]:
     """The instruction sets that were compiled and that this machine has, the fastest last. Where there is none, the
     others here raise RuntimeError."""

@@ -35,6 +35,11 @@ class Coder(Protocol):
     def decode(self, data: memoryview, into: memoryview, layers: int) -> None:
         """Encoded layers, that have been verified, into as many raw ones."""
 
+    def error(self, data: memoryview, coded: memoryview, layers: int) -> float:
+        """What raw layers have lost by being encoded: the norm of the difference by that of the numbers, of the plane
+        that has lost most; 0 where no plane is encoded, or all are zero."""
+        ...
+
 
 def check_codec(codec: int) -> str | None:
     """None where this process can decode `codec`; otherwise why not, as the detail of a miss."""

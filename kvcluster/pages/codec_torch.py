@@ -45,6 +45,22 @@ class TorchCoder:
             raw[:, to : to + plane.raw_bytes] = plane.decode(coded[:, at : at + plane.coded_bytes])
             at, to = at + plane.coded_bytes, to + plane.raw_bytes
 
+    def error(self, data: memoryview, coded: memoryview, layers: int) -> float:
+        """The norm of what was lost by that of what there was, of the plane that has lost most."""
+        back = memoryview(bytearray(data.nbytes))
+        self.decode(coded, back, layers)
+        before, after = _tensor(data).view(layers, -1), _tensor(back).view(layers, -1)
+        worst, at = 0.0, 0
+        for plane in self._planes:
+            x, y = (plane.numbers(raw[:, at : at + plane.raw_bytes]) for raw in (before, after))
+            worst, at = max(worst, _relative(x, y)), at + plane.raw_bytes
+        return worst
+
+
+def _relative(x: torch.Tensor, y: torch.Tensor) -> float:
+    whole = float(x.norm())
+    return float((y - x).norm()) / whole if whole else 0.0
+
 
 class _PlaneCoder:
     """One plane: bytes uint8 `[layers, raw_bytes]` <-> uint8 `[layers, coded_bytes]`."""
@@ -55,6 +71,10 @@ class _PlaneCoder:
         self._coding = coding(codec, plane)
         self._dtype = _DTYPES.get(plane.dtype, torch.uint8)
         self._shape = (-1, block_tokens, heads, plane.dim)
+
+    def numbers(self, raw: torch.Tensor) -> torch.Tensor:
+        """float64, those of an encoded plane; none of one that stays raw."""
+        return _aligned(raw).view(self._dtype).double() if self._coding is not Coding.RAW else torch.zeros(0)
 
     def encode(self, raw: torch.Tensor) -> torch.Tensor | None:
         if self._coding is Coding.RAW:

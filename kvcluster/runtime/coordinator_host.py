@@ -9,7 +9,7 @@ from collections.abc import Callable
 from kvcluster.config import Config
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import CallId, Epoch
-from kvcluster.core.messages import CoordinatorMessage, Effect, Leave, Reply, Tombstone
+from kvcluster.core.messages import CoordinatorMessage, Effect, Leave, Reply, Tombstone, Warn
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.runtime.driver import Driver
 from kvcluster.runtime.tombstones import Keeping, NotKept, TombstoneFile
@@ -58,7 +58,9 @@ class CoordinatorHost:
         return self._driver.inspect(look)
 
     def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, Leave):
+        if isinstance(effect, Warn):
+            log.warning("%s", effect.text)
+        elif isinstance(effect, Leave):
             log.warning("leaving: %s", effect.reason)
             self._on_end(effect)
 

@@ -22,6 +22,7 @@ def move(order: MovePages, view: Callable[[PageSlot], memoryview]) -> Moved:
     """Moves what `order` names. In a shard that is ending nothing moves any more."""
     sums: list[bytes | None] = []
     corrupt: list[int] = []
+    errors: list[tuple[int, int]] = []
     for index, page in enumerate(order.pages):
         try:
             source, target = view(page.source), view(page.target)
@@ -29,10 +30,12 @@ def move(order: MovePages, view: Callable[[PageSlot], memoryview]) -> Moved:
             sums.append(None)
             continue
         sums.append(_moved(page, source, target))
+        if page.sampled and sums[index] is not None:
+            errors.append((index, _lost(page, source, target)))
         if not matches(page.namespace, page.source, source):  # afterwards: what was right now was right then
             corrupt.append(index)
         time.sleep(0)
-    return Moved(order.attempt, tuple(sums), tuple(corrupt))
+    return Moved(order.attempt, tuple(sums), tuple(corrupt), tuple(errors))
 
 
 def _moved(page: PageMove, source: memoryview, target: memoryview) -> bytes | None:
@@ -42,12 +45,21 @@ def _moved(page: PageMove, source: memoryview, target: memoryview) -> bytes | No
     if before is after:
         target[:] = source
     else:
-        group, heads = page.spec.groups[key.group], key.part.heads
         encodes = before is Codec.RAW
-        coder = codec.coder(after if encodes else before, group, block_tokens=page.spec.block_tokens, heads=heads)
+        coder = _coder(page, after if encodes else before)
         if not encodes:
             coder.decode(source, target, layers)
         elif not coder.encode(source, target, layers):
             return None
     identity = checksum.identity(page.namespace, key, after)
     return checksum.pack_sums(checksum.layer_sums(identity, 0, layers, target))
+
+
+def _lost(page: PageMove, source: memoryview, target: memoryview) -> int:
+    """What an encoded page has lost, in millionths."""
+    return int(_coder(page, page.target.codec).error(source, target, page.source.key.part.layers) * 1e6)
+
+
+def _coder(page: PageMove, which: Codec) -> codec.Coder:
+    key, spec = page.source.key, page.spec
+    return codec.coder(which, spec.groups[key.group], block_tokens=spec.block_tokens, heads=key.part.heads)

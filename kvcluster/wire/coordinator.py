@@ -443,6 +443,8 @@ def _encode_status(reply: Status) -> pb.Status:
         counters=reports.encode_counters(reply.counters),
         policy_names=[name for name, _ in reply.policy],
         policy_values=[value for _, value in reply.policy],
+        fallen_namespaces=b"".join([namespace for namespace, _ in reply.fallen]),
+        fallen_errors=[error for _, error in reply.fallen],
     )
 
 
@@ -464,4 +466,5 @@ def _decode_status(m: pb.Status) -> Status:
         ),
         counters=reports.decode_counters(m.counters),
         policy=_decode_policy(m.policy_names, m.policy_values),
+        fallen=reports.decode_errors(m.fallen_namespaces, m.fallen_errors, limits.NAMESPACES),
     )

@@ -7,7 +7,7 @@ for a page may come and go within one message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 from kvcluster.core import limits
@@ -49,6 +49,8 @@ def encode_report(report: Report) -> bytes:
         order=report.order,
         pulled=report.pulled,
         moved=report.moved,
+        sampled_namespaces=b"".join([namespace for namespace, _ in report.samples]),
+        sampled_errors=[error for _, error in report.samples],
     ).SerializeToString()
 
 
@@ -66,7 +68,15 @@ def decode_report(data: bytes, call: CallId, tenant: Tenant) -> Report:
         order=quantity(m.order, "as an order's number"),
         pulled=quantity(m.pulled, "as an order's number"),
         moved=quantity(m.moved, "as an order's number"),
+        samples=decode_errors(m.sampled_namespaces, m.sampled_errors, limits.SAMPLES),
     )
+
+
+def decode_errors(namespaces: bytes, errors: Sequence[int], most: int) -> tuple[tuple[NamespaceId, int], ...]:
+    """What namespaces have lost, in millionths."""
+    known = common.decode_namespaces(namespaces, most)
+    agree("errors", known, errors)
+    return tuple(zip(known, [quantity(error, "millionths") for error in errors], strict=True))
 
 
 def encode_inventory(inventory: Inventory) -> bytes:

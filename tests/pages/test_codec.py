@@ -255,6 +255,33 @@ def test_a_single_layer_may_have_planes_at_odd_addresses(implementation: str) ->
 # ------------------------------------------------------------------------------------------------------ errors
 
 
+@settings(deadline=None)
+@given(st.sampled_from(["normal", "offset", "outliers", "wide"]), st.sampled_from(list(DTYPES)), st.integers(0))
+def test_what_was_lost_is_told_of_the_plane_that_has_lost_most(kind: str, dtype: str, seed: int) -> None:
+    planes = (Plane("k", 1, 64, dtype), Plane.opaque("o", 7), Plane("v", 1, 64, dtype))
+    numbers = drawn(kind, (2, 16, 1, 64), seed % 2**32)
+    k, v = (plane_bytes(plane.to(DTYPES[dtype])) for plane in numbers)
+    layer, group = k + bytes(7) + v, Group((0,), planes)
+    for which in LOSSY:
+        coded = Coded(which, group, 16, heads=1)
+        encoded = coded.encode(2 * layer)
+        assert encoded is not None
+        back = coded.decode(encoded)[: len(layer)]
+        x, y = (torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in (layer, back))
+        lost = []
+        for at in (0, len(k) + 7):
+            before, after = (some[at : at + len(k)].clone().view(DTYPES[dtype]).double() for some in (x, y))
+            lost.append(float((after - before).norm() / before.norm()))
+        assert coded.coder.error(memoryview(2 * layer), memoryview(encoded), 2) == pytest.approx(max(lost), rel=1e-9)
+
+
+def test_nothing_is_lost_of_zeros_and_of_what_stays_raw(implementation: str) -> None:
+    group = Group((0,), (Plane("k", 1, 8, "bfloat16"), Plane.opaque("o", 5)))
+    coded = Coded(Codec.Q4, group, 8, heads=1)
+    layer = bytes(2 * 8 * 8 + 5)
+    assert coded.coder.error(memoryview(layer), memoryview(coded.encode(layer) or b""), 1) == 0
+
+
 kinds = st.sampled_from(["normal", "offset", "outliers", "wide", "same"])
 
 

@@ -257,6 +257,7 @@ def tickets(draw: st.DrawFn) -> TicketBody:
     return TicketBody(draw(namespaces), draw(attempts), tuple(found), draw(needs), covered)
 
 
+errors = st.lists(st.tuples(namespaces, quantities), max_size=4).map(tuple)
 settings = st.lists(st.tuples(words, words), max_size=4).map(tuple)
 _asked: dict[str, SearchStrategy[Any]] = {"call": calls, "tenant": tenants, "namespace": namespaces}
 _told: dict[str, SearchStrategy[Any]] = {"call": calls, "info": infos, "coordinator": epochs, "specs": owned_specs}
@@ -297,6 +298,7 @@ COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
         order=quantities,
         pulled=quantities,
         moved=quantities,
+        samples=errors,
     ),
     "Inventory": st.builds(
         Inventory,
@@ -361,6 +363,7 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
         shards=st.lists(st.builds(ShardStatus, info=infos, state=words, seen_ns_ago=quantities), max_size=2).map(tuple),
         counters=counters,
         policy=settings,
+        fallen=errors,
     ),
     "Report": acks,
     "Inventory": acks,

@@ -156,12 +156,14 @@ class Fetch:
 
 
 class PageMove(NamedTuple):
-    """One page on its way between tiers: `target` is to hold what `source` does, in its own codec."""
+    """One page on its way between tiers: `target` is to hold what `source` does, in its own codec. `sampled`: what it
+    loses by that is to be told."""
 
     namespace: NamespaceId
     spec: KVSpec
     source: PageSlot
     target: PageSlot
+    sampled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,13 @@ class MovePages:
 
     attempt: Attempt
     pages: tuple[PageMove, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Something that a person should read once in the log."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +200,7 @@ class Leave:
     for_good: bool = False
 
 
-Effect = Answer | Revoke | Send | Verify | Fetch | MovePages | Persist | Leave
+Effect = Answer | Revoke | Send | Verify | Fetch | MovePages | Persist | Warn | Leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +364,7 @@ __all__ = [
     "UnpinBlocks",
     "Verified",
     "Verify",
+    "Warn",
     "WriteGrant",
     "WriteRequest",
     "Written",

@@ -264,7 +264,8 @@ class ShardStatus:
 @dataclass(frozen=True, slots=True)
 class Status:
     """The cluster as the coordinator sees it. `counters` only grow since this epoch began; `policy` are the settings
-    that SetPolicy takes."""
+    that SetPolicy takes; `fallen` are the namespaces that q4 is too lossy for, with what it loses there in
+    millionths."""
 
     epoch: Epoch
     state: str
@@ -275,3 +276,4 @@ class Status:
     shards: tuple[ShardStatus, ...]
     counters: tuple[tuple[str, int], ...]
     policy: tuple[tuple[str, str], ...] = ()
+    fallen: tuple[tuple[NamespaceId, int], ...] = ()

@@ -115,6 +115,7 @@ class Report:
     `events[i]` has number `first + i`. `coordinator` is the highest coordinator epoch that the shard knows, 0 for none;
     the numbers belong to it. `pressure_bytes` is what waiting reservations want and did not find. `order` is the number
     of the last eviction carried out, `moved` and `pulled` those of the last move and the last pull that have ended.
+    `samples`: what pages of a namespace have lost by q4, in millionths (Moved).
     """
 
     call: CallId
@@ -127,6 +128,7 @@ class Report:
     order: int = 0
     pulled: int = 0
     moved: int = 0
+    samples: tuple[tuple[NamespaceId, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,8 +212,10 @@ class Verified:
 class Moved:
     """The shell has carried out the MovePages of `attempt`. `sums[i]`: the packed per-layer checksums of page i as it
     lies in its new place; None where it holds what cannot be encoded. Those at the indices `corrupt` did not match the
-    sums that they were committed with."""
+    sums that they were committed with. `errors`: for the index of each that was sampled, what it lost, in
+    millionths."""
 
     attempt: Attempt
     sums: tuple[bytes | None, ...]
     corrupt: tuple[int, ...] = ()
+    errors: tuple[tuple[int, int], ...] = ()

@@ -214,7 +214,7 @@ class Oracle:
     def _moved(self, shard: ShardProcess, m: Moved, effects: list[Effect]) -> None:
         """What is READY in its new place is right there; what is gone from its old one was demoted, or corrupt."""
         order, session = shard.moves[m.attempt], shard.sessions[m.attempt]
-        for namespace, _, source, target in order.pages:
+        for namespace, _, source, target, _ in order.pages:
             page = shard.core.pool.on(target.tier, namespace, target.key)
             if page is None or page.generation != target.generation:
                 continue
@@ -226,7 +226,7 @@ class Oracle:
             known = shard.ready.get((namespace, source.key, source.tier))
             assert known is not None, "what was moved lay there"
             shard.ready[namespace, target.key, target.tier] = (target, known[1])
-        moved = {(namespace, slot.key) for namespace, _, slot, _ in order.pages}
+        moved = {(namespace, slot.key) for namespace, _, slot, _, _ in order.pages}
         for place in self._vanished(shard):
             slot, _ = shard.ready.pop(place)
             # The next batch has begun by now, and what has no room below, or a twin, is gone at once.

@@ -210,7 +210,7 @@ class ShardProcess(CoreProcess):
         self.begin(session)
         sums: list[bytes | None] = []
         corrupt: list[int] = []
-        for index, (namespace, _, source, target) in enumerate(effect.pages):
+        for index, (namespace, _, source, target, _) in enumerate(effect.pages):
             yield None, self.world.rng.randrange(2 * MS)
             fits = target.codec is Codec.RAW or source.codec is target.codec or content.encodable(source.key)
             if fits:

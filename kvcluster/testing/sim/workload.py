@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvcluster.testing.sim.world import World
 
 CONVERSATIONS = 5
-REDEEM_NS = 25 * MS
+REDEEM_NS = 10 * MS
 """Between two tickets of a redeemer, on average."""
 _ERRANDS = {
     "request": 100,
@@ -96,7 +96,7 @@ def _request(worker: Worker) -> Script:
     world = worker.world
     rng = world.rng
     model, hashes = conversation(world)
-    kept_ns = int(1_500 * MS * rng.random()) if rng.random() < 0.05 else 0
+    kept_ns = int(1_500 * MS * rng.random()) if rng.random() < 0.2 else 0
     need = model.need(rng.choice((Loss.EXACT, Loss.Q8, Loss.Q4, Loss.Q4)))
     loaded = yield from worker.load(model, hashes, need, wait_ns=kept_ns)
     if loaded < len(hashes) and rng.random() < 0.9:

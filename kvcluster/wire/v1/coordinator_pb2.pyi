@@ -283,7 +283,7 @@ class ShardStatus(_message.Message):
     def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., state: _Optional[str] = ..., seen_ns_ago: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters", "policy_names", "policy_values")
+    __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters", "policy_names", "policy_values", "fallen_namespaces", "fallen_errors")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_NS_FIELD_NUMBER: _ClassVar[int]
@@ -294,6 +294,8 @@ class Status(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     POLICY_NAMES_FIELD_NUMBER: _ClassVar[int]
     POLICY_VALUES_FIELD_NUMBER: _ClassVar[int]
+    FALLEN_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    FALLEN_ERRORS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     state: str
     uptime_ns: int
@@ -304,7 +306,9 @@ class Status(_message.Message):
     counters: Counters
     policy_names: _containers.RepeatedScalarFieldContainer[str]
     policy_values: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., tickets: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., policy_names: _Optional[_Iterable[str]] = ..., policy_values: _Optional[_Iterable[str]] = ...) -> None: ...
+    fallen_namespaces: bytes
+    fallen_errors: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., tickets: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., policy_names: _Optional[_Iterable[str]] = ..., policy_values: _Optional[_Iterable[str]] = ..., fallen_namespaces: _Optional[bytes] = ..., fallen_errors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("names", "values")
@@ -401,7 +405,7 @@ class Tombstones(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ..., numbers: _Optional[_Iterable[int]] = ..., tenant_of: _Optional[_Iterable[int]] = ..., model_of: _Optional[_Iterable[int]] = ..., weights_of: _Optional[_Iterable[int]] = ..., adapter_of: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("info", "coordinator", "first", "events", "specs", "pressure_bytes", "order", "pulled", "moved")
+    __slots__ = ("info", "coordinator", "first", "events", "specs", "pressure_bytes", "order", "pulled", "moved", "sampled_namespaces", "sampled_errors")
     INFO_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -411,6 +415,8 @@ class ReportRequest(_message.Message):
     ORDER_FIELD_NUMBER: _ClassVar[int]
     PULLED_FIELD_NUMBER: _ClassVar[int]
     MOVED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_ERRORS_FIELD_NUMBER: _ClassVar[int]
     info: ShardInfo
     coordinator: int
     first: int
@@ -420,7 +426,9 @@ class ReportRequest(_message.Message):
     order: int
     pulled: int
     moved: int
-    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., first: _Optional[int] = ..., events: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., pressure_bytes: _Optional[int] = ..., order: _Optional[int] = ..., pulled: _Optional[int] = ..., moved: _Optional[int] = ...) -> None: ...
+    sampled_namespaces: bytes
+    sampled_errors: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., first: _Optional[int] = ..., events: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., pressure_bytes: _Optional[int] = ..., order: _Optional[int] = ..., pulled: _Optional[int] = ..., moved: _Optional[int] = ..., sampled_namespaces: _Optional[bytes] = ..., sampled_errors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class InventoryRequest(_message.Message):
     __slots__ = ("info", "coordinator", "upto", "chunk", "last", "pages", "specs", "tombstones")
