@@ -67,7 +67,7 @@ def draw(rng: random.Random) -> Scenario:
         models=rng.choice((1, 2, 2, 3, 6)),
         prompts=rng.choice((1, 2, 3)),
         halves=rng.random() < 0.2,
-        drift_ppm=rng.choice((0, DRIFT_PPM, DRIFT_PPM)),
+        drift_ppm=rng.choice((0, DRIFT_PPM, DRIFT_PPM, DRIFT_PPM)),
         delay_ns=rng.choice((MS // 5, MS, 5 * MS)),
         loss=rng.choice((0.002, 0.02)) if shaky else 0.0,
         twice=rng.choice((0.01, 0.05)) if shaky else 0.0,
@@ -102,7 +102,7 @@ def _config(rng: random.Random, shards: int) -> Config:
             drain_ms=rng.choice((1_500, 4_000)),
             host_codec=rng.choice(("raw", "q8", "q8", "q4")),
             host_raw_blocks=rng.choice((0, 1, 1)),
-            promote_loads=rng.choice((2, 2, 4)),
+            promote_loads=rng.choice((1, 2, 2)),
         ),
         shard=ShardConfig(
             device_bytes=units * UNIT_BYTES,

@@ -37,6 +37,9 @@ from kvcluster.testing.sim.network import Pipe
 if TYPE_CHECKING:
     from kvcluster.testing.sim.shard import ShardProcess
 
+SLOW_NS = 300 * MS
+"""Between two frames of a slow reader, on average: his lease runs out now and then."""
+
 FINISHED = object()
 """The last thing that either end of a transfer says."""
 REVOKED = object()
@@ -112,8 +115,11 @@ def read(shard: ShardProcess, opening: Transfer, up: Pipe, down: Pipe) -> Script
         for layer in range(want.layer_start, want.layer_stop)
     ]
     size = shard.world.scenario.frame_layers
+    # A reader that takes little at a time: what goes meanwhile goes under his eyes.
+    slow = shard.world.working and rng.random() < 0.1
+    frame_ns = SLOW_NS if slow else shard.world.scenario.frame_ns
     for start in range(0, len(layers), size):
-        heard = yield up.next(), int(shard.world.scenario.frame_ns * 2 * rng.random())
+        heard = yield up.next(), int(frame_ns * 2 * rng.random())
         if heard is not TIMED_OUT or session.revoked or shard.now() > give_up or not _renew(shard, request.attempt):
             break
         down.put([shard.load_layer(item, slot, layer) for item, slot, layer in layers[start : start + size]])
