@@ -1,7 +1,7 @@
-"""`kvcluster bench lookup | transfer | codec | tiers`: figures that anyone can measure again.
+"""`kvcluster bench lookup | transfer | codec | tiers | trace`: figures that anyone can measure again.
 
-Each states its setting and prints ratios within one run, since machines differ and are noisy: what is measured
-and what it is compared with take turns, and medians are compared.
+Each states its setting. Times are printed as ratios within one run, since machines differ and are noisy: what is
+measured and what it is compared with take turns, and medians are compared. A trace is replayed for counts alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvcluster.errors import ConfigError
 def add(commands: Any) -> None:
     """Adds the commands."""
     bench = commands.add_parser(
-        "bench", help="measure lookups, transfers and codecs on this machine", allow_abbrev=False
+        "bench", help="measure lookups, transfers and codecs on this machine, or replay a trace", allow_abbrev=False
     )
     kinds = bench.add_subparsers(dest="kind", metavar="KIND", required=True)
     lookup = kinds.add_parser("lookup", help="the prefix index, and lookups over gRPC", allow_abbrev=False)
@@ -34,7 +34,10 @@ def add(commands: Any) -> None:
     _add_codec(codec)
     tiers = kinds.add_parser("tiers", help="loads out of the host tier, and stores beside it", allow_abbrev=False)
     tiers.add_argument("--quick", action="store_true", help="a first impression: 3 turns of 32 pages, 60 stores")
-    for kind, run in ((lookup, _lookup), (transfer, _transfer), (codec, _codec), (tiers, _tiers)):
+    trace = kinds.add_parser("trace", help="hit rates of a request trace, by tiers and codecs", allow_abbrev=False)
+    _add_trace(trace)
+    runs = ((lookup, _lookup), (transfer, _transfer), (codec, _codec), (tiers, _tiers), (trace, _trace))
+    for kind, run in runs:
         kind.add_argument("--json", action="store_true", help="the figures, as one JSON object")
         kind.set_defaults(run=run)
 
@@ -60,6 +63,23 @@ def _add_codec(codec: Any) -> None:
     option("--rounds", type=_positive, help="turns of each measurement of speed (default 7)")
     option("--dims", type=_positive, nargs="+", default=[64, 128], help="channels of a head (64 128)")
     option("--plot", metavar="FILE", help="draw the figures into a PNG")
+
+
+def _add_trace(trace: Any) -> None:
+    option = trace.add_argument
+    option("file", metavar="FILE", help="a trace as Mooncake publishes them: JSON lines of timestamp and hash_ids")
+    option("--capacity", type=_share, default=0.10, metavar="SHARE", help="bytes of the device tier, all shards")
+    option("--host", type=_share, default=0.05, metavar="SHARE", help="bytes of the host tier, all shards")
+    option("--shards", type=_positive, default=1, metavar="N", help="shards that the bytes are divided among (1)")
+    option("--requests", type=_positive, metavar="N", help="only the first N requests (default all)")
+    option("--as-tokens", type=_positive, default=16, metavar="N", help="tokens that a block of the trace is (16)")
+
+
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 < share <= 100:
+        raise argparse.ArgumentTypeError("a share of the bytes of all blocks of the trace, above 0, such as 0.1")
+    return share
 
 
 def _positive(text: str) -> int:
@@ -135,6 +155,24 @@ def _tiers(options: argparse.Namespace) -> int:
             rounds=3 if quick else 9,
             blocks=32 if quick else 64,
             stores=60 if quick else 200,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+
+    return _print(measure, table.lines, as_json=options.json)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from kvcluster.cli.bench.trace import measuring, reading, table
+
+    trace = reading.read(options.file, most=options.requests)
+
+    def measure() -> dict[str, Any]:
+        return measuring.measure(
+            trace,
+            capacity=options.capacity,
+            host=options.host,
+            shards=options.shards,
+            block_tokens=options.as_tokens,
             say=lambda line: print(line, file=sys.stderr, flush=True),
         )
 

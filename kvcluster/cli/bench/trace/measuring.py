@@ -1,0 +1,167 @@
+"""The replay: each request loads its prompt as far as it is cached and stores the rest, once for each row.
+
+A row is a setting of the tiers. In all that have a host tier it has the same bytes, and what differs is how many
+blocks its codec gets into them. Every figure is a count, so a run says the same wherever it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from kvcluster import config
+from kvcluster.cli.bench.trace.cluster import MS, TENANT, Cluster
+from kvcluster.cli.bench.trace.reading import Trace
+from kvcluster.core.hashing import foreign
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.invariants import check_coordinator, check_shard
+from kvcluster.core.messages import LoadGrant, Tier
+from kvcluster.core.reasons import Loss
+from kvcluster.core.spec import KVSpec
+from kvcluster.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A setting: the codec of the host tier, "" where there is none, and how many first blocks stay raw in it."""
+
+    codec: str = ""
+    raw_blocks: int = 0
+
+    @property
+    def name(self) -> str:
+        if not self.codec:
+            return "device alone"
+        return f"+ host {self.codec}" + (", first block raw" if self.raw_blocks else "")
+
+
+TRACE_TOKENS = 512
+"""What a block of the trace is. One that counts as fewer tokens stands for several, and a run holds fewer of them."""
+
+ROWS = (Row(), Row("raw"), Row("q8", 1), Row("q8"), Row("q4", 1), Row("q4"))
+
+
+def llama_8b(block_tokens: int) -> KVSpec:
+    """The KV of Llama 3 8B: 128 KiB a token."""
+    return KVSpec.uniform(
+        model="llama-3-8b",
+        weights="sha256:trace",
+        num_layers=32,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype="bfloat16",
+        block_tokens=block_tokens,
+    )
+
+
+def measure(
+    trace: Trace, *, capacity: float, host: float, shards: int, block_tokens: int, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Figures of all rows. `capacity` and `host` are the bytes of the tiers of all shards together, as shares of what
+    all distinct blocks of the trace take raw; every block of the trace counts as one of `block_tokens` tokens.
+
+    Raises ConfigError where a tier would be too small for a page.
+    """
+    spec = llama_8b(block_tokens)
+    page_bytes = spec.page_bytes(0, spec.whole(0))
+    tiers = {"--capacity": capacity, "--host": host}
+    device_bytes, host_bytes = (int(share * trace.distinct * page_bytes) // shards for share in tiers.values())
+    for option, nbytes in (("--capacity", device_bytes), ("--host", host_bytes)):
+        if nbytes < page_bytes:
+            raise ConfigError(f"{option} {tiers[option]} is not one block a shard; give more, or fewer shards")
+    rows = []
+    for row in ROWS:
+        say(f"{row.name} ...")
+        overrides = {
+            "shards": shards,
+            "coordinator": {
+                "host_codec": row.codec or "raw",
+                "host_raw_blocks": row.raw_blocks,
+                "run_blocks": max(1, config.CoordinatorConfig().run_blocks * block_tokens // TRACE_TOKENS),
+            },
+            # There are no bytes that could rot, so none are read again.
+            "shard": {"device_bytes": device_bytes, "host_bytes": host_bytes if row.codec else 0, "scrub_bytes": 0},
+        }
+        figures = replay(trace, spec, config.load(None, overrides))
+        rows.append({"name": row.name, "codec": row.codec, "raw_blocks": row.raw_blocks, **figures})
+    raw_blocks = next(figures["host_blocks"] for figures in rows if figures["codec"] == "raw")
+    for figures in rows:
+        figures["host_ratio"] = figures["host_blocks"] / raw_blocks if raw_blocks else None
+    return {
+        "requests": len(trace.requests),
+        "distinct_blocks": trace.distinct,
+        "asked_blocks": trace.asked,
+        "reused_share": 1 - trace.distinct / trace.asked,
+        "capacity": capacity,
+        "host": host,
+        "shards": shards,
+        "block_tokens": block_tokens,
+        "page_bytes": page_bytes,
+        "device_bytes": device_bytes * shards,
+        "host_bytes": host_bytes * shards,
+        "rows": rows,
+    }
+
+
+def replay(trace: Trace, spec: KVSpec, settings: config.Config) -> dict[str, Any]:
+    """One row. Blocks are counted after each request of the second half; `_end`: after the last."""
+    cluster = Cluster(settings, spec)
+    names = sorted({block for request in trace.requests for block in request.ids})
+    made = foreign(spec.namespace(TENANT), (name.to_bytes(16, "little") for name in names))
+    hash_of: dict[int, BlockHash] = dict(zip(names, made, strict=True))
+    hits = below = lossy = 0
+    counted: list[dict[str, float]] = []
+    for number, request in enumerate(trace.requests):
+        cluster.advance(request.at_ms * MS)
+        hashes = [hash_of[block] for block in request.ids]
+        grant = cluster.load(hashes)
+        hits += grant.blocks
+        below += _blocks(grant, lambda tier, _: tier > Tier.DEVICE)
+        lossy += _blocks(grant, lambda _, loss: loss > Loss.EXACT)
+        if grant.blocks < len(hashes):
+            cluster.store(hashes, grant.blocks, _worst(grant))
+        if number >= len(trace.requests) // 2:
+            counted.append(_held(cluster))
+    check_coordinator(cluster.coordinator)
+    for shard in cluster.shards:
+        check_shard(shard)
+    end = counted[-1]
+    counters: dict[str, int] = {}
+    for member in cluster.coordinator.members.all():
+        for name, value in member.info.counters:
+            counters[name] = counters.get(name, 0) + value
+    return {
+        "hit_blocks": hits,
+        "hit_rate": hits / trace.asked,
+        "hits_from_host": below,
+        "hits_lossy": lossy,
+        **{name: fmean(held[name] for held in counted) for name in end},
+        **{f"{name}_end": value for name, value in end.items()},
+        "counters": counters,
+    }
+
+
+def _blocks(grant: LoadGrant, which: Callable[[Tier, Loss], bool]) -> int:
+    """How many of its blocks come from a source of that kind."""
+    return sum(run.count for run in grant.runs if any(which(source.tier, source.loss) for source in run.plan[0] or ()))
+
+
+def _worst(grant: LoadGrant) -> Loss:
+    """What is computed over these blocks has lost as much as the worst of them."""
+    return max((source.loss for run in grant.runs for source in run.plan[0] or ()), default=Loss.EXACT)
+
+
+def _held(cluster: Cluster) -> dict[str, float]:
+    """What lies in the tiers at this moment. A block in both tiers counts in each, and once in `cached_blocks`."""
+    pools = [shard.pool for shard in cluster.shards]
+    held: dict[str, float] = {"cached_blocks": cluster.coordinator.directory.blocks}
+    for tier in Tier:
+        allocators = [pool.allocators[tier] for pool in pools if tier in pool.allocators]
+        capacity_bytes = sum(allocator.capacity_bytes for allocator in allocators)
+        used_bytes = sum(allocator.used_bytes for allocator in allocators)
+        blocks = sum(pool.count(tier) for pool in pools if tier in pool.allocators)
+        held[f"{tier.name.lower()}_blocks"] = blocks
+        held[f"{tier.name.lower()}_used"] = used_bytes / capacity_bytes if capacity_bytes else 0.0
+    return held

@@ -1,0 +1,93 @@
+"""Request traces in the form that Mooncake publishes: one JSON object a line, in order of time.
+
+`timestamp` is in milliseconds; `hash_ids` names the blocks of the prompt, a chain from its first block on: one id
+always stands behind the same others. What else a line says is not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, TypeGuard
+
+from kvcluster.errors import ConfigError
+
+
+class Request(NamedTuple):
+    """A prompt, by the ids of its blocks, and when it came. Milliseconds."""
+
+    at_ms: int
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of time. `distinct` is how many different blocks they name, `asked` how many in all."""
+
+    requests: tuple[Request, ...]
+    distinct: int
+    asked: int
+
+
+def read(path: str | Path, *, most: int | None = None) -> Trace:
+    """The first `most` requests of a trace, or all. Raises ConfigError naming the line that is none."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return parse(islice(file, most), str(path))
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is no trace: it is not UTF-8 text") from None
+
+
+def parse(lines: Iterable[str], name: str) -> Trace:
+    """As `read`, of lines; `name` is what errors call them."""
+    requests: list[Request] = []
+    before: dict[int, int | None] = {}  # what each block follows
+    for number, line in enumerate(lines, 1):
+        try:
+            request = _request(line)
+            if requests and request.at_ms < requests[-1].at_ms:
+                raise ValueError(f"timestamp {request.at_ms} is before {requests[-1].at_ms}, that of the line above")
+            _follow(request.ids, before)
+        except ValueError as error:
+            raise ConfigError(f"{name}, line {number}: {error}") from None
+        requests.append(request)
+    if not requests:
+        raise ConfigError(f"{name} holds no requests")
+    return Trace(tuple(requests), len(before), sum(len(request.ids) for request in requests))
+
+
+def _request(line: str) -> Request:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError("not JSON; each line is one object") from None
+    if not isinstance(value, dict):
+        raise ValueError("not an object with timestamp and hash_ids")
+    at_ms, ids = value.get("timestamp"), value.get("hash_ids")
+    if not _natural(at_ms):
+        raise ValueError(f"timestamp must be milliseconds as an integer from 0 on, not {at_ms!r:.40}")
+    if not isinstance(ids, list) or not ids or not all(map(_natural, ids)):
+        raise ValueError(f"hash_ids must be a list of integers from 0 on, at least one, not {ids!r:.40}")
+    return Request(at_ms, tuple(ids))
+
+
+def _natural(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _follow(ids: tuple[int, ...], before: dict[int, int | None]) -> None:
+    last: int | None = None
+    for block in ids:
+        known = before.setdefault(block, last)
+        if known != last:
+            raise ValueError(f"block {block} follows {_named(last)}, and elsewhere {_named(known)}: not a chain")
+        last = block
+
+
+def _named(block: int | None) -> str:
+    return "nothing" if block is None else f"block {block}"
