@@ -24,13 +24,10 @@ class Board:
         self._spec = spec
         self._lock = threading.Lock()  # held for counting only, never while bytes move
         self._nbytes = 0
-        self._loss = Loss.EXACT
+        self._loss = body.loss
         self._why: dict[int, Miss] = {}  # by block, the first thing that went wrong
         self._layers = layer_counts(each(pieces), spec)  # model layer -> pieces that have not arrived
         self._left = [0] * len(body.hashes)  # by block, layers of pieces that have not come
-        for run in body.runs:
-            for of_group in run.plan:
-                self._loss = max([self._loss, *(source.loss for source in of_group or ())])
         for piece in each(pieces):
             self._left[piece.block] += piece.layers
         # A block that fails in a group that is needed only at the end leaves no boundary that is known to be good.
@@ -53,8 +50,14 @@ class Board:
                 whole = whole or not left[layer]
         return whole
 
-    def lost(self, loss: Loss) -> None:
-        """Something of that loss comes, or may come."""
+    @property
+    def loss(self) -> Loss:
+        """The worst that anything which comes may have lost: records do not say it, so that more is not to be taken."""
+        with self._lock:
+            return self._loss
+
+    def found(self, loss: Loss) -> None:
+        """Something of that loss is to come too."""
         with self._lock:
             self._loss = max(self._loss, loss)
 

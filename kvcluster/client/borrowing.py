@@ -227,7 +227,7 @@ class Borrower:
     ) -> Borrowed | Miss:
         """These pages of one shard, renewed until that stack is closed; or why there are none."""
         wants = tuple(piece.want for piece in pieces)
-        request = ReadRequest(body.namespace, self._next_attempt(), shard.epoch, wants, body.need.accept)
+        request = ReadRequest(body.namespace, self._next_attempt(), shard.epoch, wants, body.loss)
         try:
             loan = self._shards.borrow(shard, spec, request, deadline, until=until)
         except NotLent as why:

@@ -72,6 +72,11 @@ class _Read:
             return self.error.miss
         return self.outcome[item] or Miss(MissReason.SHARD_LOST, "the shard sent less than it promised")
 
+    def has_lost_more(self, item: int) -> bool:
+        """Is an item there, but with more loss than was to be expected?"""
+        miss = self.outcome[item] if self.outcome else None
+        return miss is not None and miss.reason is MissReason.LOSSY
+
 
 class Load:
     """One load. `run` belongs to the client's loading thread."""
@@ -151,9 +156,7 @@ class Load:
         """On a reader's thread: one exchange, from its pin to its last byte."""
         wants = tuple(piece.want for piece in read.pieces)
         # An attempt of its own: the shard keeps one lease an attempt.
-        request = ReadRequest(
-            self._body.namespace, self._next_attempt(), read.shard.epoch, wants, self._body.need.accept
-        )
+        request = ReadRequest(self._body.namespace, self._next_attempt(), read.shard.epoch, wants, self._board.loss)
         try:
             progress = self._shards.read(
                 read.shard, self._spec, request, read.sink, self._deadline, abandoned=lambda: read.abandoned
@@ -190,10 +193,12 @@ class Load:
         missing = [(item, rest) for item in range(len(read.pieces)) for rest in read.sink.rests(item)]
         for item, rest in missing:
             self._board.failed(rest.block, read.why(item))
-        rests = [rest for _, rest in missing]
-        found = self._look(read.shard, rests)
+        # What has lost more since the ticket was made is there all the same, and its shard is to say so.
+        lossy = [rest for item, rest in missing if read.has_lost_more(item)]
+        gone = [rest for item, rest in missing if not read.has_lost_more(item)]
+        found = self._look(read.shard, gone) | self._look(None, lossy)
         moved: Pieces = {}
-        for rest in rests:
+        for _, rest in missing:
             self._move(rest, found, moved)
         self._start(moved)
 
@@ -226,9 +231,10 @@ class Load:
             self._report(read)
         self._start(moved)
 
-    def _look(self, shard: ShardAddress, rests: Sequence[Piece]) -> Found:
-        """Where else these lie. Nobody who could be asked, or no time to: nowhere."""
-        self._plan.failed(shard.shard, rests)
+    def _look(self, shard: ShardAddress | None, rests: Sequence[Piece]) -> Found:
+        """Where these lie, but on that shard, which has failed. Nobody who could be asked, or no time to: nowhere."""
+        if shard is not None:
+            self._plan.failed(shard.shard, rests)
         found: Found = {}
         deadline = self._deadline.share(ASKING)
         for question in self._plan.questions(rests):
@@ -239,7 +245,7 @@ class Load:
                 break
             found |= self._plan.found(question, explained.fates)
         for sources in found.values():
-            self._board.lost(max((source.loss for source in sources), default=Loss.EXACT))
+            self._board.found(max((source.loss for source in sources), default=Loss.EXACT))
         return found
 
     def _move(self, rest: Piece, found: Found, moved: Pieces) -> None:

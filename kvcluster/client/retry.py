@@ -59,14 +59,14 @@ class RetryPlan:
         groups: dict[int, dict[int, None]] = {}
         for piece in pieces:
             place = piece.block, piece.group
-            if self._rounds.get(place, 0) < ROUNDS and len(self._failed[place]) <= limits.AVOIDED_SHARDS:
+            if self._rounds.get(place, 0) < ROUNDS and len(self._failed.get(place, ())) <= limits.AVOIDED_SHARDS:
                 groups.setdefault(piece.block, {})[piece.group] = None
         alike: dict[Need, list[int]] = {}
         for block in sorted(groups):
             avoid: dict[ShardId, None] = {}
             for group in groups[block]:
                 self._rounds[block, group] = self._rounds.get((block, group), 0) + 1
-                avoid |= self._failed[block, group]
+                avoid |= self._failed.get((block, group), {})
             parts = tuple(part if group in groups[block] else None for group, part in enumerate(self._parts))
             need = Need(parts, self._accept, tuple(sorted(avoid))[: limits.AVOIDED_SHARDS])
             alike.setdefault(need, []).append(block)
@@ -79,7 +79,7 @@ class RetryPlan:
         for block, plan in zip(question.blocks, plans, strict=False):
             for group, (part, sources) in enumerate(zip(question.need.parts, plan or (), strict=False)):
                 if part is not None and sources:
-                    failed = self._failed[block, group]
+                    failed = self._failed.get((block, group), {})
                     found[block, group] = tuple(s for s in sources if s.shard.shard not in failed)
         return found
 

@@ -186,7 +186,6 @@ class Sink:
             self.unreadable[item] = Miss(MissReason.LOSSY, why)
             return None
         known, key, spec = Codec(codec_id), target.piece.want.key, self._spec
-        self._board.lost(known.loss)
         identity = checksum.identity(self._namespace, key, codec_id)
         if known is Codec.RAW:
             return _Form(codec_id, target.layer_bytes, identity, None)

@@ -34,9 +34,8 @@ class Ticket:
 
     @property
     def loss(self) -> Loss:
-        """The worst that any of these blocks has lost, as far as the coordinator knew."""
-        sources = (source for run in self.body.runs for of_group in run.plan for source in of_group or ())
-        return max((source.loss for source in sources), default=Loss.EXACT)
+        """The worst that any of these blocks has lost: what has lost more by the time that it is loaded is a miss."""
+        return self.body.loss
 
     def release(self) -> None:
         """The blocks need be spared no longer. May be called again; never raises."""

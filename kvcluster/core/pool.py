@@ -167,9 +167,12 @@ class PagePool:
                 writing = writing or page
         return writing
 
-    def find(self, space: NamespaceId, key: PageKey, accept: Loss) -> Page | Miss:
-        """The page for a reader who accepts that loss, or why he gets none."""
+    def find(self, space: NamespaceId, key: PageKey, accept: Loss, *, encoded: bool = False) -> Page | Miss:
+        """The page for a reader who accepts that loss, or why he gets none. `encoded`: of twins the lower one, from
+        which a copy is made that will never be encoded again."""
         page = self.get(space, key)
+        if encoded and page is not None and page.decoded:
+            page = self.on(Tier.HOST, space, key)
         if page is None:
             return Miss(MissReason.EVICTED)
         if page.state is not PageState.READY:
@@ -192,12 +195,14 @@ class PagePool:
             yield from pages.values()
         yield from self._condemned.values()
 
-    def taken(self, space: NamespaceId, new: NewPage) -> Written | None:
-        """What becomes of the wish to write this page where somebody has it, with no more loss, or writes it."""
+    def taken(self, space: NamespaceId, new: NewPage, into: Tier = Tier.DEVICE) -> Written | None:
+        """What becomes of the wish to write this page in that tier, where somebody has it, with no more loss, or writes
+        it. What is being written elsewhere, and loses more, gives way when this one is there."""
         there = [page for tier in self._pages if (page := self.on(tier, space, new.key)) is not None]
         if any(page.state is PageState.READY and page.loss <= new.loss for page in there):
             return Written.DUPLICATE
-        return Written.PENDING if any(page.state is PageState.WRITING for page in there) else None
+        writing = (page for page in there if page.state is PageState.WRITING)
+        return Written.PENDING if any(page.tier is into or page.loss <= new.loss for page in writing) else None
 
     def reserve(
         self,

@@ -24,6 +24,7 @@ from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member, Membership
 from kvcluster.core.messages import NewPage, PageKey, PullOrder, ShardAddress, Tier, Tombstone
+from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import Part
 
 MS = 1_000_000
@@ -53,9 +54,16 @@ class _Wish:
         self.not_before = 0
 
 
-class _Missing(NamedTuple):
+class _Kind(NamedTuple):
+    """What the pages of one order have in common: a copy that has lost more meanwhile is none of these."""
+
     source: ShardAddress
     codec: Codec
+    loss: Loss
+
+
+class _Missing(NamedTuple):
+    kind: _Kind
     pages: list[NewPage]
 
 
@@ -232,7 +240,7 @@ class Replicator:
         """Wishes that this shard can fulfil from one source, taken off their list; they are in its order then."""
         pages: list[NewPage] = []
         taken: dict[Wished, _Wish] = {}
-        source: tuple[ShardAddress, Codec] | None = None
+        kind: _Kind | None = None
         space: Space | None = None
         stayers, nbytes = self._stayers(), 0
         for wished in list(islice(wishes, INSPECTED)):
@@ -251,47 +259,47 @@ class Replicator:
             if space is not None and record.space != space.id:
                 continue
             found = self._missing(record, staying, wish.copies, target)
-            if found is None or source not in (None, (found.source, found.codec)):
+            if found is None or kind not in (None, found.kind):
                 continue
             more = self._bytes(record, found)
-            if nbytes + more > self._room(target, found.codec):
+            if nbytes + more > self._room(target, found.kind.codec):
                 continue  # something smaller may fit
             if pages and (nbytes + more > limits.PULL_BYTES or len(pages) + len(found.pages) > limits.PULL_PAGES):
                 break
             nbytes += more
-            source, space = (found.source, found.codec), self._directory.known(record.space)
+            kind, space = found.kind, self._directory.known(record.space)
             pages += found.pages[: limits.PULL_PAGES]
             wish.tries -= 1
             wish.not_before = now + RETRY_NS
             taken[wished] = wishes.pop(wished)
-        if source is None or space is None:
+        if kind is None or space is None:
             return None
         target.pulls += 1
-        target.pull = PullOrder(target.pulls, source[0], space.tenant, space.spec, tuple(pages), source[1])
+        target.pull = PullOrder(target.pulls, kind.source, space.tenant, space.spec, tuple(pages), kind.codec)
         return taken
 
     def _missing(self, record: BlockRecord, staying: Staying, copies: int, target: Member) -> _Missing | None:
-        """Pages of this block that `target` could bring nearer to so many copies, of one codec, on one shard."""
-        source: tuple[int, Codec] | None = None
+        """Pages of this block that `target` could bring nearer to so many copies, of one kind."""
+        source: tuple[int, Codec, Loss] | None = None
         pages: dict[tuple[int, Part], NewPage] = {}
         # What was decoded is brought as it was encoded, so that it will never be encoded again.
         for copy in sorted(record.copies.entries, key=lambda copy: (copy.slot, copy.loss, -copy.codec)):
             slots = staying.get((copy.group, copy.part), [])
-            if not self._book.alive(copy.slot) or source not in (None, (copy.slot, copy.codec)):
+            if not self._book.alive(copy.slot) or source not in (None, (copy.slot, copy.codec, copy.loss)):
                 continue
             if copy.slot == target.slot or target.slot in slots or len(slots) >= copies:
                 continue
-            source = copy.slot, copy.codec
+            source = copy.slot, copy.codec, copy.loss
             key = PageKey(record.hash, copy.group, copy.part)
             pages.setdefault((copy.group, copy.part), NewPage(key, record.parent, record.depth, copy.loss))
         if source is None:
             return None
-        return _Missing(self._book.address(source[0]), source[1], list(pages.values()))
+        return _Missing(_Kind(self._book.address(source[0]), *source[1:]), list(pages.values()))
 
     def _fits(self, target: Member, record: BlockRecord, staying: Staying, copies: int) -> bool:
         """Could this shard take what is missing of it?"""
         found = self._missing(record, staying, copies, target)
-        return found is not None and self._bytes(record, found) <= self._room(target, found.codec)
+        return found is not None and self._bytes(record, found) <= self._room(target, found.kind.codec)
 
     def _lacks(self, record: BlockRecord, staying: Staying, copies: int) -> bool:
         """Has any page of it fewer copies than that, on shards that stay?"""
@@ -338,7 +346,7 @@ class Replicator:
         """What these pages of it take."""
         space = self._directory.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
-        return sum(space.page_bytes(page.key.group, page.key.part, missing.codec) for page in missing.pages)
+        return sum(space.page_bytes(page.key.group, page.key.part, missing.kind.codec) for page in missing.pages)
 
 
 def _pages(record: BlockRecord, book: CopyBook | None = None) -> list[tuple[int, Part]]:

@@ -189,7 +189,7 @@ class Shard:
         pages: list[Page | None] = []
         found: list[PageSlot | Miss] = []
         for key in m.keys:
-            page = self._pool.find(m.namespace, key, m.accept)
+            page = self._pool.find(m.namespace, key, m.accept, encoded=m.tenant == CLUSTER)
             if isinstance(page, Page):
                 self._pool.pin(page)
             pages.append(page if isinstance(page, Page) else None)

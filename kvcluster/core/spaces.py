@@ -33,11 +33,11 @@ class Space:
     def offer(self, pool: PagePool, new: NewPage, withdraw: Withdraw, codec: Codec = Codec.RAW) -> Page | Written:
         """A page of this namespace to write, or what became of the wish for one: somebody has it or writes it, or there
         is no room. One that has lost more gives way."""
-        taken = pool.taken(self.id, new)
-        if taken is not None:
-            return taken
         group, part = new.key.group, new.key.part
         tier = Tier.DEVICE if codec is Codec.RAW else Tier.HOST
+        taken = pool.taken(self.id, new, tier)
+        if taken is not None:
+            return taken
         nbytes = self.page_bytes(group, part, codec)
         if tier not in pool.allocators:
             return Written.FULL

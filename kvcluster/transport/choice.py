@@ -154,17 +154,13 @@ class Choice:
 
     def _whole(self, request: ReadRequest, record: Record, deadline: Deadline) -> memoryview:
         """A record that has broken, as it is over the next path; the time to copy it once is all that it costs."""
-        held = Held(record.nbytes)
+        held = Held(record.nbytes, record.codec)
         again = ReadRequest(request.namespace, self._next_attempt(), request.epoch, (record.want,), request.accept)
         try:
             (miss,) = to_its_end(self.read(again, held, deadline))
         except RefusedByShard as refused:
             raise _lost(refused) from None
-        if miss is None and (held.codec, held.sums, len(held.data)) != (
-            record.codec,
-            list(record.sums),
-            record.nbytes,
-        ):
+        if miss is None and (held.sums, len(held.data)) != (list(record.sums), record.nbytes):
             # As right as the other, and yet the two make no whole.
             miss = Miss(MissReason.EVICTED, "another copy took its place")
         if miss is not None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from kvcluster.core.ids import Attempt
 from kvcluster.core.messages import PageWant, ReadRequest, WriteRequest, Written
-from kvcluster.core.reasons import Miss
+from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import CredentialError, ProtocolError
 from kvcluster.transport.arrivals import read_whole
 from kvcluster.transport.seam import PageSink, PageSource, Payload, Present, Trouble
@@ -120,18 +120,19 @@ class RestOfLoad:
 
 
 class Held:
-    """A sink that keeps one record, of so many bytes."""
+    """A sink that keeps one record, of so many bytes in that codec."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, codec: int) -> None:
         self._nbytes = nbytes
-        self.codec = 0
+        self._codec = codec
         self.sums: list[int] = []
         self.data = bytearray()
 
     def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
+        if codec != self._codec:  # as right as the other, and yet the two make no whole
+            raise Gone(Miss(MissReason.EVICTED, "it has changed its tier"))
         if len(self.data) + data.nbytes > self._nbytes:
             raise ProtocolError("a record came that is larger than it was before")
-        self.codec = codec
         self.sums += sums
         part = bytearray(data.nbytes)
         read_whole(data, memoryview(part))

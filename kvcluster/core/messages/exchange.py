@@ -54,3 +54,9 @@ class TicketBody:
     hashes: tuple[BlockHash, ...]
     need: Need
     runs: tuple[Run, ...]
+
+    @property
+    def loss(self) -> Loss:
+        """The worst that any of these blocks had lost when it was prepared."""
+        sources = (source for run in self.runs for of_group in run.plan for source in of_group or ())
+        return max((source.loss for source in sources), default=Loss.EXACT)
