@@ -88,7 +88,7 @@ class Coordinator:
         self._started_at = now
         self._state = state = State(epoch, config, Tombstones(tombstones), membership_ttl_ms=membership_ttl_ms, now=now)
         self._evictor = Evictor(config, state.directory)
-        self._tiering = tiering = Tiering(config, state.directory, self._evictor)
+        self._tiering = tiering = Tiering(config, state.directory, state.book, self._evictor)
         self._replicator = Replicator(config, state.directory, state.book, state.members)
         self._grants = Grants(state, config, self._replicator, tiering)
         self._intake = Intake(state, config, self._evictor, tiering, self._replicator, policy or LRU(), expected)

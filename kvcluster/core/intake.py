@@ -240,7 +240,6 @@ class Intake:
         """What the shard has done is crossed off; what is to be done next is written down."""
         # The shard counts on where an earlier slot of its incarnation ended, so that no order passes for an old one.
         member.orders = max(member.orders, m.order)
-        member.moves = max(member.moves, m.moved)
         member.pulls = max(member.pulls, m.pulled)
         if member.order is not None and m.order >= member.order.number:
             self._evictor.settle(member)

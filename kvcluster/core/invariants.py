@@ -72,7 +72,6 @@ def check_coordinator(coordinator: Coordinator) -> None:
             assert member.order.number <= member.orders, "an order that the next will be taken for"
             ordered[member.order.tier] += len(member.order.blocks)
         if member.move is not None:
-            assert member.move.number <= member.moves, "a move that the next will be taken for"
             ordered[Tier.DEVICE] += sum(move.to > Tier.DEVICE for move in member.move.moves)
         orders = (member.order, member.move, member.pull)
         assert orders == (None,) * 3 or not coordinator.rebuilding, "an order of a coordinator that knows too little"

@@ -26,7 +26,7 @@ class Member:
     """One shard incarnation."""
 
     __slots__ = (
-        *("address", "cold", "cursor", "drain_until", "full", "info", "move", "moves", "order", "orders"),
+        *("address", "cold", "cursor", "drain_until", "full", "info", "move", "order", "orders"),
         *("pull", "pulls", "purged", "seen_at", "slot"),
     )
 
@@ -41,7 +41,6 @@ class Member:
         self.orders = 0
         self.full = False  # asked for room, and nothing could be evicted
         self.move: MoveOrder | None = None  # repeated likewise
-        self.moves = 0
         self.pull: PullOrder | None = None  # repeated likewise
         self.pulls = 0
         self.purged = 0  # tombstones up to this number are carried out, as far as its stream has told

@@ -6,7 +6,8 @@ and a write lease of the shard's own, so that whatever ends leases ends it too. 
 meanwhile takes its target with it.
 
 What is demoted leaves its tier in any case. Where its twin lies below already it is not encoded again, and where there
-is no room below it is evicted: the coordinator orders no more down than it has made room for.
+is no room below, which the coordinator has tried to make, it is evicted, as it would be without a tier below. What was
+to stay raw goes encoded where only that has room.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ class Mover:
                 if alive and index in m.corrupt:
                     self._counters["corrupt"] += 1
                     self._withdraw(source, corrupt=True)
-                elif alive and sums is None:  # it goes as it is, by the next batch
-                    source.stays_raw = True
+                elif alive and sums is None and target.tier > source.tier and not source.stays_raw:
+                    source.stays_raw = True  # it goes as it is, by the next batch
                     self._left.appendleft(Move(source.space, source.key.hash, target.tier))
             self._pool.unpin(source)
 
@@ -159,23 +160,30 @@ class Mover:
             if down and twin.state is PageState.READY:
                 self._withdraw(source)
             return None
-        codec = space.fitting(group, part, move.codec) if down and not source.stays_raw else Codec.RAW
-        target = self._pool.reserve(
-            space.id,
-            key,
-            space.page_bytes(group, part, codec),
-            parent=source.parent,
-            depth=source.depth,
-            loss=max(source.loss, codec.loss),
-            tier=move.to,
-            codec=codec,
-        )
+        target = None
+        if down and not source.stays_raw:
+            for codec in dict.fromkeys((move.codec, Codec.Q8)):
+                target = target or self._reserve(source, space, move.to, space.fitting(group, part, codec))
+        else:
+            target = self._reserve(source, space, move.to, Codec.RAW)
         if target is None:
             if down:
                 self._counters["evicted"] += 1
                 self._withdraw(source)
             return None
         return source, target
+
+    def _reserve(self, source: Page, space: Space, to: Tier, codec: Codec) -> Page | None:
+        return self._pool.reserve(
+            space.id,
+            source.key,
+            space.page_bytes(source.key.group, source.key.part, codec),
+            parent=source.parent,
+            depth=source.depth,
+            loss=max(source.loss, codec.loss),
+            tier=to,
+            codec=codec,
+        )
 
     def _source(self, to: Tier, space: NamespaceId, key: PageKey) -> Page | None:
         """What is READY of it in the other tier."""

@@ -282,8 +282,8 @@ class Replicator:
         """Pages of this block that `target` could bring nearer to so many copies, of one kind."""
         source: tuple[int, Codec, Loss] | None = None
         pages: dict[tuple[int, Part], NewPage] = {}
-        # What was decoded is brought as it was encoded, so that it will never be encoded again.
-        for copy in sorted(record.copies.entries, key=lambda copy: (copy.slot, copy.loss, -copy.codec)):
+        # What has lost least; and what was decoded as it was encoded, so that it will never be encoded again.
+        for copy in sorted(record.copies.entries, key=lambda copy: (copy.loss, -copy.codec, copy.slot)):
             slots = staying.get((copy.group, copy.part), [])
             if not self._book.alive(copy.slot) or source not in (None, (copy.slot, copy.codec, copy.loss)):
                 continue

@@ -263,10 +263,11 @@ class Shard:
         if space is None:
             return [Answer(m.call, _UNKNOWN)]
         for key in m.keys if m.epoch == self.epoch else ():
-            page = self._pool.get(m.namespace, key)
-            if page is not None and page.state is PageState.READY:
-                self._counters["suspected"] += 1
-                self._verifier.suspect(page)
+            for tier in self._pool.allocators:  # which of twins the reader had, he does not know
+                page = self._pool.on(tier, m.namespace, key)
+                if page is not None and page.state is PageState.READY:
+                    self._counters["suspected"] += 1
+                    self._verifier.suspect(page)
         return [Answer(m.call, Done())]
 
     def _check(self, m: Pin | Reserve) -> Refused | None:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from kvcluster.config import CODECS, CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory, Space
 from kvcluster.core.evictor import Evictor
 from kvcluster.core.heat import Heat
@@ -39,12 +40,14 @@ _TOO_LOSSY = "q4 is too lossy for namespace {}: pages lose {:.3f}, and the budge
 class Tiering:
     """Makes the orders, and knows what is hot below."""
 
-    def __init__(self, config: CoordinatorConfig, directory: Directory, evictor: Evictor) -> None:
+    def __init__(self, config: CoordinatorConfig, directory: Directory, book: CopyBook, evictor: Evictor) -> None:
         self._low = config.low_free
         self._codec = Codec[config.host_codec.upper()]
         self._raw_blocks = config.host_raw_blocks
         self._heat = Heat(loads=config.promote_loads, window_ns=config.hot_window_ms * MS, run_blocks=config.run_blocks)
         self._directory = directory
+        self._book = book
+        self._number = 0  # of the last order, to whomever: a shard that begins anew may be at work on one
         self._evictor = evictor
         self._budget = int(config.q4_error_budget * 1e6)
         self._samples: dict[NamespaceId, tuple[int, int]] = {}  # how many, and their sum in millionths
@@ -57,7 +60,7 @@ class Tiering:
             for block in run:
                 record = space.index.get(block)
                 for slot in _only_below(record) if record is not None else ():
-                    hot = self._hot.setdefault(slot, {})
+                    hot = self._hot.setdefault(slot, {}) if self._book.alive(slot) else {}
                     if len(hot) < limits.PROMOTIONS:
                         hot[space.id, block] = None
 
@@ -115,7 +118,7 @@ class Tiering:
         victims = self._evictor.victims(member, Tier.DEVICE, wanted, now)
         below = sum(self._bytes_below(record, member.slot) for record in victims)
         moves = [Move(record.space, record.hash, Tier.HOST, self._codec_of(record)) for record in victims]
-        return self._order(member, moves), below
+        return self._order(moves), below
 
     def promotion(self, member: Member) -> MoveOrder | None:
         """What is hot below, as far as there is room above."""
@@ -130,7 +133,7 @@ class Tiering:
             if room < 0:
                 break  # what stays hot is noticed again
             moves.append(Move(space_id, block, Tier.DEVICE))
-        return self._order(member, moves[: limits.EVICTIONS_PER_ORDER])
+        return self._order(moves[: limits.EVICTIONS_PER_ORDER])
 
     def settle(self, member: Member) -> None:
         """The order is carried out, or its shard is gone: what was to go and did not is queued again."""
@@ -146,11 +149,11 @@ class Tiering:
         self.settle(member)
         self._hot.pop(member.slot, None)
 
-    def _order(self, member: Member, moves: Sequence[Move]) -> MoveOrder | None:
+    def _order(self, moves: Sequence[Move]) -> MoveOrder | None:
         if not moves:
             return None
-        member.moves += 1
-        return MoveOrder(member.moves, tuple(moves))
+        self._number += 1
+        return MoveOrder(self._number, tuple(moves))
 
     def _codec_of(self, record: BlockRecord) -> Codec:
         if record.depth < self._raw_blocks:
