@@ -27,6 +27,7 @@ from kvcluster.core.messages import (
     Inventory,
     Leave,
     LoadGrant,
+    Move,
     Need,
     PageEvent,
     PinBlocks,
@@ -44,15 +45,16 @@ from kvcluster.core.messages import (
     StoreRun,
     StreamEvent,
     Tick,
+    Tier,
+    TierUse,
     Tombstone,
     UnpinBlocks,
 )
 from kvcluster.core.reasons import Loss, MissReason
-from kvcluster.core.spec import Part
+from kvcluster.core.spec import KVSpec, Part
 from tests.core.world import (
     MEMBERSHIP_MS,
     OURS,
-    PAGE,
     SECOND,
     SPEC,
     THEIRS,
@@ -70,22 +72,33 @@ R = TypeVar("R")
 class Voice:
     """Plays one incarnation of a shard to a coordinator."""
 
-    def __init__(self, coordinator: LoneCoordinator, shard: str, epoch: int, host: str, capacity_pages: int) -> None:
+    def __init__(
+        self,
+        coordinator: LoneCoordinator,
+        shard: str,
+        epoch: int,
+        host: str,
+        capacity_pages: int,
+        below: tuple[TierUse, ...],
+    ) -> None:
         self._to = coordinator
+        self._page_bytes = coordinator.spec.page_bytes(0, WHOLE)
         self.info = ShardInfo(
             shard=ShardId(shard),
             epoch=Epoch(epoch),
             address=f"{shard}:1",
             host=host,
-            capacity_bytes=capacity_pages * PAGE,
-            free_bytes=capacity_pages * PAGE,
+            capacity_bytes=capacity_pages * self._page_bytes,
+            free_bytes=capacity_pages * self._page_bytes,
             pages=0,
             leases=0,
+            below=below,
         )
         self.coordinator = Epoch(0)
         self.told = 0
         self.order = 0
         self.pulled = 0
+        self.moved = 0
         self.tombstones: tuple[Tombstone, ...] = ()
 
     @property
@@ -108,6 +121,7 @@ class Voice:
             pressure_bytes=pressure,
             order=self.order,
             pulled=self.pulled,
+            moved=self.moved,
         )
         ack = self._to.ask(ReportAck, lambda call: replace(message, call=call))
         self.told = max(self.told, ack.acked)
@@ -126,41 +140,61 @@ class Voice:
                 chunk,
                 last,
                 held,
-                specs=((OURS, SPEC), (THEIRS, SPEC)),
+                specs=((OURS, self._to.spec), (THEIRS, self._to.spec)),
                 tombstones=self.tombstones,
             ),
         )
 
     def free(self, pages: int) -> None:
         """From now on it says that it has so much room."""
-        self.info = replace(self.info, free_bytes=pages * PAGE)
+        self.info = replace(self.info, free_bytes=pages * self._page_bytes)
+
+    def free_below(self, nbytes: int) -> None:
+        """Likewise, of its one tier below."""
+        [use] = self.info.below
+        self.info = replace(self.info, below=(use._replace(free_bytes=nbytes),))
 
 
 class LoneCoordinator:
     """A coordinator. The test plays its shards (`voice`) and its workers."""
 
-    def __init__(self, *, expected: int, epoch: int = 100, **config: Any) -> None:
+    def __init__(self, *, expected: int, epoch: int = 100, spec: KVSpec = SPEC, **config: Any) -> None:
         self.now = 50 * SECOND
         self.config = replace(CoordinatorConfig(), **config)
         self.core = Coordinator(
             Epoch(epoch), self.config, membership_ttl_ms=MEMBERSHIP_MS, expected=expected, now=self.now
         )
-        self.space = SPEC.namespace(OURS)
+        self.spec = spec
+        self.space = spec.namespace(OURS)
         self.left = False
         self._calls = itertools.count(1)
 
     @classmethod
-    def serving(cls, *pages: StreamEvent, capacity_pages: int = 100, **config: Any) -> tuple[LoneCoordinator, Voice]:
-        """One that knows our SPEC and one shard, `a`, which holds these pages."""
-        coordinator = cls(expected=1, **config)
-        coordinator.ask(Attached, lambda call: Attach(call, OURS, SPEC))
-        voice = coordinator.voice("a", capacity_pages=capacity_pages)
+    def serving(
+        cls,
+        *pages: StreamEvent,
+        capacity_pages: int = 100,
+        below: tuple[TierUse, ...] = (),
+        spec: KVSpec = SPEC,
+        **config: Any,
+    ) -> tuple[LoneCoordinator, Voice]:
+        """One that knows our `spec` and one shard, `a`, which holds these pages."""
+        coordinator = cls(expected=1, spec=spec, **config)
+        coordinator.ask(Attached, lambda call: Attach(call, OURS, spec))
+        voice = coordinator.voice("a", capacity_pages=capacity_pages, below=below)
         voice.join(*pages)
         assert not coordinator.core.rebuilding
         return coordinator, voice
 
-    def voice(self, shard: str, epoch: int = 1, host: str = "", capacity_pages: int = 100) -> Voice:
-        return Voice(self, shard, epoch, host, capacity_pages)
+    def voice(
+        self,
+        shard: str,
+        epoch: int = 1,
+        host: str = "",
+        capacity_pages: int = 100,
+        below: tuple[TierUse, ...] = (),
+    ) -> Voice:
+        return Voice(self, shard, epoch, host, capacity_pages, below)
 
     def step(self, message: CoordinatorMessage) -> list[Effect]:
         effects = self.core.step(message, self.now)
@@ -263,6 +297,15 @@ def served_by(grant: LoadGrant) -> list[tuple[int, list[str]]]:
 
 def ordered(ack: ReportAck) -> list[BlockHash]:
     return [block for _, block in ack.order.blocks] if ack.order is not None else []
+
+
+def moves(ack: ReportAck) -> tuple[Move, ...]:
+    return ack.move.moves if ack.move is not None else ()
+
+
+def moved(ack: ReportAck, to: Tier) -> list[BlockHash]:
+    """The blocks that are to go to that tier."""
+    return [move.hash for move in moves(ack) if move.to is to]
 
 
 def rebuilding(coordinator: LoneCoordinator) -> bool:

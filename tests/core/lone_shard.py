@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvcluster.config import ShardConfig
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, ShardId, Tenant
 from kvcluster.core.invariants import check_shard
 from kvcluster.core.messages import (
@@ -22,6 +23,10 @@ from kvcluster.core.messages import (
     Fetch,
     Inventory,
     Leave,
+    Move,
+    Moved,
+    MoveOrder,
+    MovePages,
     NewPage,
     PageKey,
     PageSlot,
@@ -41,6 +46,7 @@ from kvcluster.core.messages import (
     ShardMessage,
     StreamEvent,
     Tick,
+    Tier,
     Unpin,
     Verified,
     Verify,
@@ -57,6 +63,7 @@ from tests.core.world import (
     SECOND,
     SPEC,
     SUMS,
+    WHOLE,
     chain,
     key,
     root,
@@ -76,32 +83,42 @@ def acknowledged(message: Report | Inventory, coordinator: Epoch, *, order: Evic
 class LoneShard:
     """A shard. The test plays its workers, and its coordinator by `answer` and `fail`."""
 
-    def __init__(self, pages: int = 8, epoch: int = 7, **config: int) -> None:
+    def __init__(
+        self, pages: int = 8, epoch: int = 7, *, host_pages: int = 0, spec: KVSpec = SPEC, **config: int
+    ) -> None:
+        """With room for so many raw pages of `spec`, and for so many below."""
+        page_bytes = spec.page_bytes(0, WHOLE)
         self.now = 10 * SECOND
         self.epoch = Epoch(epoch)
         self.coordinator = Epoch(100)
         self.core = Shard(
             ShardId("a"),
             self.epoch,
-            ShardConfig(device_bytes=pages * PAGE, extent_bytes=PAGE, **({"scrub_bytes": 0} | config)),
+            ShardConfig(
+                device_bytes=pages * page_bytes,
+                **({"host_bytes": host_pages * page_bytes, "extent_bytes": PAGE, "scrub_bytes": 0} | config),
+            ),
             membership_ttl_ms=MEMBERSHIP_MS,
             address="a:1",
             host="here",
         )
-        self.space = SPEC.namespace(OURS)
+        self.spec = spec
+        self.space = spec.namespace(OURS)
         self.sent: Report | Inventory | None = None
         self.replies: dict[CallId, Reply] = {}
         self.revoked: list[Attempt] = []
         self.reading: Verify | None = None
         self.fetching: list[Fetch] = []
+        self.moving: MovePages | None = None
         self.left = False
         self._calls = itertools.count(1)
+        self.moves = 0
 
     @classmethod
-    def joined(cls, pages: int = 8, **config: int) -> LoneShard:
-        """One that a coordinator knows, with our SPEC attached and reported."""
-        shard = cls(pages, **config)
-        shard.attach()
+    def joined(cls, pages: int = 8, *, host_pages: int = 0, spec: KVSpec = SPEC, **config: int) -> LoneShard:
+        """One that a coordinator knows, with our `spec` attached and reported."""
+        shard = cls(pages, host_pages=host_pages, spec=spec, **config)
+        shard.attach(spec)
         shard.settle()
         assert shard.core.member(shard.now)
         return shard
@@ -123,6 +140,9 @@ class LoneShard:
                     self.reading = effect
                 case Fetch():
                     self.fetching.append(effect)
+                case MovePages():
+                    assert self.moving is None, "two batches are moved"
+                    self.moving = effect
                 case Leave():
                     self.left = True
         check_shard(self.core)
@@ -174,9 +194,33 @@ class LoneShard:
         assert self.sent is not None
         return self.answer(replace(acknowledged(self.sent, self.coordinator), **said))
 
-    def order(self, number: int, *blocks: BlockHash) -> list[Effect]:
+    def order(self, number: int, *blocks: BlockHash, tier: Tier = Tier.DEVICE) -> list[Effect]:
         """Lets the next heartbeat bring an order back."""
-        return self.hear(order=EvictOrder(number, tuple((self.space, block) for block in blocks)))
+        return self.hear(order=EvictOrder(number, tuple((self.space, block) for block in blocks), tier))
+
+    def demote(self, *blocks: BlockHash, codec: Codec = Codec.Q8) -> list[Effect]:
+        """Lets the next heartbeat bring back the order to move these down."""
+        return self._order_moves([Move(self.space, block, Tier.HOST, codec) for block in blocks])
+
+    def promote(self, *blocks: BlockHash) -> list[Effect]:
+        return self._order_moves([Move(self.space, block, Tier.DEVICE) for block in blocks])
+
+    def _order_moves(self, moves: Sequence[Move]) -> list[Effect]:
+        self.moves += 1
+        return self.hear(move=MoveOrder(self.moves, tuple(moves)))
+
+    def move(self, *, unfit: Sequence[int] = (), corrupt: Sequence[int] = ()) -> list[Effect]:
+        """What was to move has moved, but for the pages at the indices `unfit`, which cannot be encoded; those at the
+        indices `corrupt` were other bytes than they should be."""
+        moving, self.moving = self.moving, None
+        assert moving is not None, "nothing moves"
+        sums = tuple(None if at in unfit else SUMS for at in range(len(moving.pages)))
+        return self.step(Moved(moving.attempt, sums, tuple(corrupt)))
+
+    def move_all(self) -> None:
+        """Batch after batch, until nothing moves any more."""
+        while self.moving is not None:
+            self.move()
 
     def verdict(self, *corrupt: int) -> list[Effect]:
         """What was to be read again is read; those of it are corrupt."""
@@ -189,10 +233,17 @@ class LoneShard:
     def attach(self, spec: KVSpec = SPEC, tenant: Tenant = OURS) -> Reply:
         return self.replies[self.call(lambda call: AttachShard(call, tenant, spec))]
 
-    def pin(self, of: Attempt, *blocks: BlockHash, tenant: Tenant = OURS, epoch: int | None = None) -> Reply:
+    def pin(
+        self,
+        of: Attempt,
+        *blocks: BlockHash,
+        tenant: Tenant = OURS,
+        epoch: int | None = None,
+        accept: Loss = Loss.EXACT,
+    ) -> Reply:
         keys = tuple(key(block) for block in blocks)
         at = self.epoch if epoch is None else Epoch(epoch)
-        return self.replies[self.call(lambda call: Pin(call, tenant, self.space, of, at, keys))]
+        return self.replies[self.call(lambda call: Pin(call, tenant, self.space, of, at, keys, accept))]
 
     def reserving(self, of: Attempt, *pages: PageKey | BlockHash, wait_ns: int = 0, loss: Loss = Loss.EXACT) -> CallId:
         """A Reserve that may wait."""
@@ -200,8 +251,10 @@ class LoneShard:
         new = tuple(NewPage(page, root(), 0, loss) for page in keys)
         return self.call(lambda call: Reserve(call, OURS, self.space, of, self.epoch, new, wait_ns))
 
-    def reserve(self, of: Attempt, *pages: PageKey | BlockHash) -> Sequence[PageSlot | Written]:
-        reply = self.replies[self.reserving(of, *pages)]
+    def reserve(
+        self, of: Attempt, *pages: PageKey | BlockHash, loss: Loss = Loss.EXACT
+    ) -> Sequence[PageSlot | Written]:
+        reply = self.replies[self.reserving(of, *pages, loss=loss)]
         assert isinstance(reply, WriteGrant)
         return reply.pages
 
@@ -209,10 +262,10 @@ class LoneShard:
         sums = (SUMS,) * len(indices)
         return self.ask(CommitGrant, lambda call: Commit(call, of, indices, sums)).pages
 
-    def store(self, of: Attempt, *blocks: BlockHash) -> None:
+    def store(self, of: Attempt, *pages: PageKey | BlockHash, loss: Loss = Loss.EXACT) -> None:
         """Reserves and commits blocks that nobody has, and has the coordinator know of them."""
-        assert all(isinstance(page, PageSlot) for page in self.reserve(of, *blocks))
-        assert self.commit(of, *range(len(blocks))) == (Written.COMMITTED,) * len(blocks)
+        assert all(isinstance(page, PageSlot) for page in self.reserve(of, *pages, loss=loss))
+        assert self.commit(of, *range(len(pages))) == (Written.COMMITTED,) * len(pages)
         self.settle()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, CallId
 from kvcluster.core.messages import (
     Done,
@@ -14,12 +15,13 @@ from kvcluster.core.messages import (
     Purge,
     Purged,
     ReportAck,
+    Tier,
+    TierUse,
 )
-from tests.core.lone_coordinator import A, LoneCoordinator, Voice
+from tests.core.lone_coordinator import LoneCoordinator, Voice
 from tests.core.world import (
     OURS,
     SECOND,
-    page,
 )
 
 
@@ -31,8 +33,10 @@ def wanted(ack: ReportAck) -> list[BlockHash]:
 def pull(voice: Voice, ack: ReportAck, *came: BlockHash) -> ReportAck:
     """The shard has done as it was told: these came, all of them where none is named. What it is told then."""
     assert ack.pull is not None
+    codec = ack.pull.codec
+    tier = Tier.DEVICE if codec is Codec.RAW else Tier.HOST
     told = [
-        PageEvent(ack.pull.spec.namespace(OURS), new.key, new.parent, new.depth, page(A).tier, new.loss)
+        PageEvent(ack.pull.spec.namespace(OURS), new.key, new.parent, new.depth, tier, new.loss, codec)
         for new in ack.pull.pages
         if not came or new.key.hash in came
     ]
@@ -73,8 +77,10 @@ def want(coordinator: LoneCoordinator, replicas: int, *blocks: BlockHash) -> Non
     assert coordinator.ask(Pinned, lambda call: replace(pin, call=call)).blocks == len(blocks)
 
 
-def others(coordinator: LoneCoordinator, names: str, capacity_pages: int = 100) -> list[Voice]:
-    voices = [coordinator.voice(name, capacity_pages=capacity_pages) for name in names]
+def others(
+    coordinator: LoneCoordinator, names: str, capacity_pages: int = 100, below: tuple[TierUse, ...] = ()
+) -> list[Voice]:
+    voices = [coordinator.voice(name, capacity_pages=capacity_pages, below=below) for name in names]
     for voice in voices:
         voice.join()
     return voices

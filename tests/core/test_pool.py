@@ -7,11 +7,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import ALIGN_BYTES, PageAllocator
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import HASH_BYTES, NamespaceId
-from kvcluster.core.messages import PageKey, PageSlot
+from kvcluster.core.messages import NewPage, PageKey, PageSlot, Tier, TierUse, Written
 from kvcluster.core.pool import TRANSITIONS, IllegalTransition, Page, PageAction, PagePool, PageState
-from kvcluster.core.reasons import Loss
+from kvcluster.core.reasons import Loss, Miss, MissReason
 from tests.core.build import SPACE, key, parent
 
 OTHER_SPACE = NamespaceId(b"o" * HASH_BYTES)
@@ -292,3 +294,192 @@ def test_the_check_finds_a_condemned_page_that_nobody_reads() -> None:
     page.pins = 0
     with pytest.raises(AssertionError, match="without readers"):
         pool.check()
+
+
+# -------------------------------------------------------------------------------------------------- tiers
+
+
+def two_tiers(pages: int = 2, below: int = 2) -> PagePool:
+    device = PageAllocator(pages * ALIGN_BYTES, ALIGN_BYTES)
+    return PagePool(device, {Tier.HOST: PageAllocator(below * ALIGN_BYTES, ALIGN_BYTES, start=device.capacity_bytes)})
+
+
+def written_in(pool: PagePool, tier: Tier, number: int = 0, loss: Loss = Loss.EXACT) -> Page:
+    codec = Codec.Q8 if loss and tier is Tier.HOST else Codec.RAW
+    page = pool.reserve(
+        SPACE, key(number), ALIGN_BYTES, parent=parent(number), depth=number, loss=loss, tier=tier, codec=codec
+    )
+    assert page is not None
+    return page
+
+
+def ready_in(pool: PagePool, tier: Tier, number: int = 0, loss: Loss = Loss.EXACT) -> Page:
+    page = written_in(pool, tier, number, loss)
+    pool.commit(page, SUMS)
+    return page
+
+
+def wish(loss: Loss) -> NewPage:
+    return NewPage(key(0), parent(0), 0, loss)
+
+
+def test_the_tiers_lie_one_behind_the_other_in_one_arena() -> None:
+    pool = PagePool.of(ShardConfig(device_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES))
+    assert list(pool.allocators) == [Tier.DEVICE, Tier.HOST]
+    assert pool.arena_bytes == 3_072
+    above, below = written_in(pool, Tier.DEVICE), written_in(pool, Tier.HOST)
+    assert above.offset + above.nbytes <= 1_024 <= below.offset
+    assert pool.below() == (TierUse(Tier.HOST, 2_048, 2_048 - ALIGN_BYTES, 1),)
+    assert (pool.count(Tier.DEVICE), pool.count(Tier.HOST), len(pool)) == (1, 1, 2)
+
+
+def test_without_host_bytes_there_is_one_tier() -> None:
+    pool = PagePool.of(ShardConfig(device_bytes=1_024, extent_bytes=ALIGN_BYTES))
+    assert (list(pool.allocators), pool.below(), pool.arena_bytes) == ([Tier.DEVICE], (), 1_024)
+
+
+def test_of_twins_the_upper_is_found_and_each_by_its_tier() -> None:
+    pool = two_tiers()
+    below = ready_in(pool, Tier.HOST, loss=Loss.Q8)
+    assert pool.get(SPACE, key(0)) is below
+    above = written_in(pool, Tier.DEVICE, loss=Loss.Q8)
+    assert pool.get(SPACE, key(0)) is below, "the other is not there yet"
+    pool.commit(above, SUMS)
+    assert pool.get(SPACE, key(0)) is above
+    assert (pool.on(Tier.DEVICE, SPACE, key(0)), pool.on(Tier.HOST, SPACE, key(0))) == (above, below)
+    assert list(pool.ready()) == [above, below]
+    pool.condemn(above)
+    assert pool.get(SPACE, key(0)) is below
+
+
+@pytest.mark.parametrize("tier", Tier)
+def test_what_is_being_written_in_any_tier_is_pending(tier: Tier) -> None:
+    pool = two_tiers()
+    page = written_in(pool, tier)
+    assert pool.get(SPACE, key(0)) is page
+    miss = pool.find(SPACE, key(0), Loss.Q4)
+    assert isinstance(miss, Miss) and miss.reason is MissReason.PENDING
+    assert pool.taken(SPACE, wish(Loss.EXACT)) is pool.taken(SPACE, wish(Loss.Q4)) is Written.PENDING
+
+
+@pytest.mark.parametrize("accept", Loss)
+@pytest.mark.parametrize("loss", Loss)
+@pytest.mark.parametrize("tier", Tier)
+def test_a_reader_gets_what_has_lost_no_more_than_he_accepts(tier: Tier, loss: Loss, accept: Loss) -> None:
+    pool = two_tiers()
+    page = ready_in(pool, tier, loss=loss)
+    if loss <= accept:
+        assert pool.find(SPACE, key(0), accept) is page
+    else:
+        assert pool.find(SPACE, key(0), accept) == Miss(MissReason.LOSSY, f"only with {loss.name.lower()}")
+    missing = pool.find(SPACE, key(1), accept)
+    assert isinstance(missing, Miss) and missing.reason is MissReason.EVICTED
+
+
+@pytest.mark.parametrize("there", Loss)
+@pytest.mark.parametrize("new", Loss)
+@pytest.mark.parametrize("tier", Tier)
+def test_what_is_there_with_no_more_loss_is_not_written_again(tier: Tier, there: Loss, new: Loss) -> None:
+    pool = two_tiers()
+    ready_in(pool, tier, loss=there)
+    assert pool.taken(SPACE, wish(new)) is (Written.DUPLICATE if there <= new else None)
+
+
+def test_a_better_page_that_is_being_written_beside_a_worse_one_is_pending_for_who_wants_it_better() -> None:
+    pool = two_tiers()
+    ready_in(pool, Tier.HOST, loss=Loss.Q8)
+    written_in(pool, Tier.DEVICE)
+    assert pool.taken(SPACE, wish(Loss.EXACT)) is Written.PENDING
+    assert pool.taken(SPACE, wish(Loss.Q8)) is Written.DUPLICATE
+
+
+def test_each_tier_has_room_of_its_own() -> None:
+    pool = two_tiers(pages=1, below=1)
+    above, below = ready_in(pool, Tier.DEVICE), ready_in(pool, Tier.HOST)
+    assert pool.reserve(SPACE, key(1), 1, parent=parent(1), depth=1, loss=Loss.EXACT, tier=Tier.HOST) is None
+    pool.pin(below)
+    pool.condemn(below)
+    pool.condemn(above)
+    assert pool.allocator.free_bytes == ALIGN_BYTES
+    assert (pool.below()[0].free_bytes, pool.below()[0].pages) == (0, 0)
+    assert pool.unpin(below)
+    assert pool.below()[0].free_bytes == ALIGN_BYTES
+    pool.check()
+
+
+def test_what_a_page_is_told_with_names_its_tier_and_its_codec() -> None:
+    page = ready_in(two_tiers(), Tier.HOST, loss=Loss.Q8)
+    slot, event = page.slot(), page.event()
+    assert (slot.tier, slot.codec, slot.loss) == (event.tier, event.codec, event.loss) == (Tier.HOST, Codec.Q8, Loss.Q8)
+
+
+class TwinsAgainstLists(RuleBasedStateMachine):
+    """The model: the state of each page by tier and number, of which there is at most one that is not condemned."""
+
+    @initialize(pages=st.integers(1, 3), below=st.integers(1, 3))
+    def begin(self, pages: int, below: int) -> None:
+        self.pool = two_tiers(pages, below)
+        self.room = {Tier.DEVICE: pages, Tier.HOST: below}
+        self.live: dict[tuple[Tier, int], Page] = {}
+        self.condemned: list[Page] = []
+
+    @rule(tier=st.sampled_from(Tier), number=st.integers(0, 2), loss=st.sampled_from(Loss))
+    def reserve(self, tier: Tier, number: int, loss: Loss) -> None:
+        if (tier, number) in self.live:
+            return
+        page = self.pool.reserve(
+            SPACE, key(number), ALIGN_BYTES, parent=parent(number), depth=number, loss=loss, tier=tier
+        )
+        assert (page is not None) == (self.used(tier) < self.room[tier])
+        if page is not None:
+            self.live[tier, number] = page
+
+    @rule(data=st.data(), act=st.sampled_from(["commit", "abort", "pin", "unpin", "condemn"]))
+    def act(self, data: st.DataObject, act: str) -> None:
+        if not self.live:
+            return
+        at = data.draw(st.sampled_from(list(self.live)))
+        page = self.live[at]
+        writing = page.state is PageState.WRITING
+        if act == "commit" and writing:
+            self.pool.commit(page, SUMS)
+        elif act == "abort" and writing:
+            self.pool.abort(page)
+            del self.live[at]
+        elif act == "pin" and not writing:
+            self.pool.pin(page)
+        elif act == "unpin" and page.pins:
+            assert not self.pool.unpin(page)
+        elif act == "condemn" and not writing:
+            del self.live[at]
+            if not self.pool.condemn(page):
+                self.condemned.append(page)
+
+    @rule()
+    def readers_end(self) -> None:
+        for page in self.condemned:
+            while not self.pool.unpin(page):
+                pass
+        self.condemned.clear()
+
+    def used(self, tier: Tier) -> int:
+        return sum(page.tier is tier for page in (*self.live.values(), *self.condemned))
+
+    @invariant()
+    def each_tier_holds_what_it_should(self) -> None:
+        self.pool.check()
+        for tier in Tier:
+            here = [page for (at, _), page in self.live.items() if at is tier]
+            assert self.pool.count(tier) == len(here)
+            free = (self.room[tier] - self.used(tier)) * ALIGN_BYTES
+            assert self.pool.allocators[tier].free_bytes == free
+
+    @invariant()
+    def readers_find_the_upper_twin_that_is_ready(self) -> None:
+        for number in range(3):
+            twins = [page for tier in Tier if (page := self.live.get((tier, number))) is not None]
+            found = [page for page in twins if page.state is PageState.READY] or twins
+            assert self.pool.get(SPACE, key(number)) is (found[0] if found else None)
+
+
+TestTwinsAgainstLists = TwinsAgainstLists.TestCase

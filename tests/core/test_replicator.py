@@ -7,13 +7,21 @@ from dataclasses import replace
 import pytest
 
 from kvcluster.core import limits, replicator
+from kvcluster.core.codecs import Codec
+from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
+    Farewell,
     Purge,
     Purged,
     PurgedEvent,
+    StreamEvent,
+    Tier,
+    TierUse,
 )
-from tests.core.lone_coordinator import BLOCKS, A, B, C, LoneCoordinator, served_by
+from kvcluster.core.reasons import Loss
+from tests.core.lone_coordinator import BLOCKS, A, B, C, LoneCoordinator, Voice, served_by
 from tests.core.pulling import (
+    drain,
     homes,
     lose,
     others,
@@ -25,6 +33,7 @@ from tests.core.pulling import (
     wanted,
 )
 from tests.core.world import (
+    CODED,
     LEFT,
     OURS,
     PAGE,
@@ -294,3 +303,112 @@ def test_a_pull_of_another_namespace_goes_on_after_a_purge() -> None:
     before = two.report().pull
     coordinator.ask(Purged, lambda call: Purge(call, OURS, model="another"))
     assert two.report().pull == before
+
+
+# --------------------------------------------------------------------------------------------- tiers
+
+
+def below(free_bytes: int = 64 * PAGE) -> tuple[TierUse, ...]:
+    return (TierUse(Tier.HOST, 64 * PAGE, free_bytes, 0),)
+
+
+def twins(*blocks: BlockHash) -> list[StreamEvent]:
+    """Encoded below, and decoded above."""
+    return [*pages(blocks, tier=Tier.HOST, codec=Codec.Q8, spec=CODED), *pages(blocks, loss=Loss.Q8, spec=CODED)]
+
+
+def tiered(*told: StreamEvent) -> tuple[LoneCoordinator, Voice]:
+    return LoneCoordinator.serving(*told, below=below(), spec=CODED)
+
+
+def test_twins_count_as_one_copy() -> None:
+    coordinator, _ = tiered(*twins(A), *pages([A, B], spec=CODED)[1:])
+    [two] = others(coordinator, "b", below=below())
+    want(coordinator, 2, A, B)
+    assert sorted(pull_all(two)) == sorted([A, B])
+    want(coordinator, 2, A, B)
+    assert pull_all(two) == []
+
+
+def test_what_was_decoded_is_pulled_as_it_was_encoded_and_has_lost_as_much() -> None:
+    coordinator, one = tiered(*twins(A))
+    [two] = others(coordinator, "b", below=below())
+    want(coordinator, 2, A)
+    ack = two.report()
+    assert ack.pull is not None
+    assert (ack.pull.codec, ack.pull.source, [new.loss for new in ack.pull.pages]) == (Codec.Q8, one.address, [Loss.Q8])
+    assert pull(two, ack).pull is None
+    assert homes(coordinator, A) == ["a", "b"]
+
+
+def test_an_encoded_page_is_pulled_by_nobody_without_a_tier_for_it() -> None:
+    coordinator, _ = tiered(*pages([A, B], tier=Tier.HOST, codec=Codec.Q8, spec=CODED))
+    two, three, four = (*others(coordinator, "bc"), *others(coordinator, "d", below=below(free_bytes=0)))
+    want(coordinator, 2, A, B)
+    assert [voice.report().pull for voice in (two, three, four)] == [None] * 3
+    four.free_below(64 * PAGE)
+    assert wanted(four.report()) == [A, B]
+
+
+def test_a_full_device_keeps_no_shard_from_pulling_what_is_encoded() -> None:
+    coordinator, _ = tiered(*pages([A], tier=Tier.HOST, codec=Codec.Q8, spec=CODED), *pages([A, B], spec=CODED)[1:])
+    [two] = others(coordinator, "b", below=below())
+    want(coordinator, 2, A, B)
+    two.info = replace(two.info, capacity_bytes=0, free_bytes=0)
+    assert wanted(two.report()) == [A]
+
+
+def test_one_order_is_of_one_codec() -> None:
+    coordinator, _ = tiered(
+        *pages([A], tier=Tier.HOST, codec=Codec.RAW, spec=CODED),
+        *pages([A, B], tier=Tier.HOST, codec=Codec.Q8, spec=CODED)[1:],
+        *pages(BLOCKS[:3], tier=Tier.HOST, codec=Codec.Q4, spec=CODED)[2:],
+    )
+    [two] = others(coordinator, "b", below=below())
+    want(coordinator, 2, *BLOCKS[:3])
+    orders = []
+    ack = two.report()
+    while ack.pull is not None:
+        orders.append((wanted(ack), ack.pull.codec))
+        ack = pull(two, ack)
+    assert orders == [([A], Codec.RAW), ([B], Codec.Q8), ([C], Codec.Q4)]
+
+
+def test_a_block_of_two_codecs_is_pulled_by_two_orders() -> None:
+    coordinator, _ = tiered(page(A, LEFT, spec=CODED), page(A, RIGHT, tier=Tier.HOST, codec=Codec.Q8, spec=CODED))
+    [two] = others(coordinator, "b", below=below())
+    want(coordinator, 2, A)
+    first = two.report()
+    assert first.pull is not None
+    assert (first.pull.codec, [new.key.part for new in first.pull.pages]) == (Codec.RAW, [LEFT])
+    second = pull(two, first)
+    assert second.pull is not None
+    assert (second.pull.codec, [new.key.part for new in second.pull.pages]) == (Codec.Q8, [RIGHT])
+    assert pull(two, second).pull is None
+
+
+def test_a_replica_that_is_demoted_is_still_one() -> None:
+    coordinator, one = tiered(*pages([A], spec=CODED))
+    two, three = others(coordinator, "bc", below=below())
+    two.report(*pages([A], spec=CODED))
+    two.report(*pages([A], tier=Tier.HOST, codec=Codec.Q8, spec=CODED), gone(A, spec=CODED))
+    assert pull_all(one, two, three) == []
+    assert homes(coordinator, A) == ["a", "b"]
+
+
+def test_of_twins_one_found_corrupt_is_no_replica_lost() -> None:
+    coordinator, one = tiered(*twins(A))
+    two, three = others(coordinator, "bc", below=below())
+    two.report(*twins(A))
+    two.report(gone(A, corrupt=True, spec=CODED))
+    assert pull_all(one, two, three) == []
+    assert wanted(two.report(gone(A, corrupt=True, tier=Tier.HOST, spec=CODED))) == [A]
+
+
+def test_a_draining_shard_that_holds_twins_is_emptied_of_each_once() -> None:
+    coordinator, one = tiered(*twins(A, B))
+    [two] = others(coordinator, "b", below=below())
+    assert drain(coordinator, one)
+    assert pull_all(two) == [A, B]
+    assert one.report().leave is Farewell.DRAINED
+    assert homes(coordinator, A) == homes(coordinator, B) == ["b"]

@@ -1,10 +1,15 @@
-"""What a shard knows of namespaces: whose each is, and when one may be forgotten."""
+"""What a shard knows of namespaces: whose each is, how long its pages are, and when one may be forgotten."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.allocator import PageAllocator
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Epoch
 from kvcluster.core.messages import (
     Abort,
@@ -13,7 +18,13 @@ from kvcluster.core.messages import (
     PageKey,
     RefusedKind,
     Reserve,
+    Tier,
+    Written,
 )
+from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.reasons import Loss
+from kvcluster.core.spaces import Space
+from kvcluster.core.spec import Group, KVSpec, Plane
 from tests.core.lone_shard import (
     OTHER,
     A,
@@ -26,13 +37,19 @@ from tests.core.lone_shard import (
     slots,
 )
 from tests.core.world import (
+    CODED,
     HYBRID,
+    LEFT,
+    MIXED,
     MS,
     OURS,
     SECOND,
     SPEC,
+    SUMS,
     THEIRS,
+    WHOLE,
     attempt,
+    key,
     root,
 )
 
@@ -92,3 +109,101 @@ def test_a_namespace_that_a_reservation_waits_for_is_not_forgotten(monkeypatch: 
     assert refusal(shard.attach(SPEC, THEIRS)) is RefusedKind.LIMIT
     assert end(shard, attempt(1), Abort)
     assert slots(granted(shard, waiting))
+
+
+# ---------------------------------------------------------------------------------------- pages by codec
+
+
+def withdrawing(pool: PagePool) -> Callable[[Page], None]:
+    """What a shard does to a page that gives way, as far as its pool is concerned."""
+
+    def withdraw(page: Page) -> None:
+        pool.condemn(page)
+
+    return withdraw
+
+
+def two_tiers(pages: int = 4, host_bytes: int = 4_096) -> PagePool:
+    device = PageAllocator(pages * CODED.page_bytes(0, WHOLE), 64)
+    host = {Tier.HOST: PageAllocator(host_bytes, 64, start=device.capacity_bytes)} if host_bytes else {}
+    return PagePool(device, host)
+
+
+def offered(pool: PagePool, loss: Loss, codec: Codec = Codec.RAW, spec: KVSpec = CODED) -> Page | Written:
+    space = Space(spec.namespace(OURS), OURS, spec)
+    return space.offer(pool, NewPage(key(A), root(), 0, loss), withdrawing(pool), codec)
+
+
+def committed(pool: PagePool, loss: Loss, codec: Codec = Codec.RAW) -> Page:
+    page = offered(pool, loss, codec)
+    assert isinstance(page, Page)
+    pool.commit(page, SUMS)
+    return page
+
+
+@pytest.mark.parametrize("codec", Codec)
+def test_a_page_takes_as_many_bytes_as_its_codec_makes_of_it(codec: Codec) -> None:
+    space = Space(CODED.namespace(OURS), OURS, CODED)
+    assert space.page_bytes(0, WHOLE, codec) == {Codec.RAW: 512, Codec.Q8: 192, Codec.Q4: 144}[codec]
+    assert space.page_bytes(0, LEFT, codec) * 2 == space.page_bytes(0, WHOLE, codec)
+    assert space.page_bytes(0, WHOLE, codec) == space.page_bytes(0, WHOLE, codec)
+
+
+@pytest.mark.parametrize("codec", Codec)
+def test_a_codec_fits_where_it_makes_pages_smaller(codec: Codec) -> None:
+    assert Space(CODED.namespace(OURS), OURS, CODED).fitting(0, WHOLE, codec) is codec
+    assert Space(SPEC.namespace(OURS), OURS, SPEC).fitting(0, WHOLE, codec) is Codec.RAW
+    mixed = Space(MIXED.namespace(OURS), OURS, MIXED)
+    assert [mixed.fitting(group, MIXED.whole(group), codec) for group in range(2)] == [codec, Codec.RAW]
+
+
+def test_a_codec_that_makes_pages_longer_is_not_used() -> None:
+    spec = replace(SPEC, block_tokens=1, groups=(Group((0,), (Plane("k", 2, 8, "float16"),)),))
+    space = Space(spec.namespace(OURS), OURS, spec)
+    assert space.page_bytes(0, spec.whole(0), Codec.Q4) > space.page_bytes(0, spec.whole(0))
+    assert space.fitting(0, spec.whole(0), Codec.Q4) is Codec.RAW
+
+
+def test_an_encoded_page_is_offered_below_and_a_raw_one_above() -> None:
+    pool = two_tiers()
+    page = offered(pool, Loss.EXACT)
+    assert isinstance(page, Page) and (page.tier, page.codec, page.loss) == (Tier.DEVICE, Codec.RAW, Loss.EXACT)
+    pool = two_tiers()
+    page = offered(pool, Loss.EXACT, Codec.Q4)
+    assert isinstance(page, Page) and (page.tier, page.codec, page.loss) == (Tier.HOST, Codec.Q4, Loss.Q4)
+    assert page.nbytes == 144
+
+
+def test_where_there_is_no_tier_or_no_room_below_an_encoded_page_finds_none() -> None:
+    assert offered(two_tiers(host_bytes=0), Loss.Q8, Codec.Q8) is Written.FULL
+    assert offered(two_tiers(host_bytes=128), Loss.Q8, Codec.Q8) is Written.FULL
+
+
+@pytest.mark.parametrize("there", Loss)
+@pytest.mark.parametrize("new", Loss)
+def test_a_page_gives_way_to_one_that_has_lost_less_and_to_no_other(there: Loss, new: Loss) -> None:
+    pool = two_tiers()
+    old = committed(pool, there)
+    offer = offered(pool, new)
+    if new >= there:
+        assert offer is Written.DUPLICATE
+        assert old.state is PageState.READY
+    else:
+        assert isinstance(offer, Page) and offer.loss is new
+        assert old.state is PageState.FREE
+
+
+def test_a_page_gives_way_only_once_there_is_room_for_the_other() -> None:
+    pool = two_tiers(pages=1)
+    old = committed(pool, Loss.Q8)
+    assert offered(pool, Loss.EXACT) is Written.FULL
+    assert old.state is PageState.READY
+
+
+def test_a_page_in_the_other_tier_does_not_give_way_before_there_is_a_better_one() -> None:
+    pool = two_tiers()
+    old = committed(pool, Loss.Q8, Codec.Q8)
+    assert isinstance(offered(pool, Loss.EXACT), Page)
+    assert old.state is PageState.READY
+    assert offered(pool, Loss.EXACT) is Written.PENDING
+    assert offered(pool, Loss.Q8) is Written.DUPLICATE, "it is there already"

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from kvcluster.config import CoordinatorConfig, ShardConfig
 from kvcluster.core import hashing
+from kvcluster.core.codecs import Codec
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.invariants import check_coordinator, check_shard
@@ -109,6 +110,22 @@ HYBRID = KVSpec(
 )
 """Two groups with pages of other sizes than SPEC's, one of which needs only the last blocks."""
 
+CODED = KVSpec.uniform(
+    model="m", weights="sha256:1", num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=2
+)
+"""What codecs make smaller: a page is 512 bytes raw, 192 in q8 and 144 in q4. They leave SPEC's pages as they are."""
+
+MIXED = KVSpec(
+    model="mixed",
+    weights="sha256:3",
+    block_tokens=2,
+    groups=(
+        Group((0, 2), (Plane("k", 2, 8, "float32"),), PREFIX),
+        Group((1, 3), (Plane("k", 2, 6, "float32"),), window(4)),
+    ),
+)
+"""Two groups, of which codecs make only the first any smaller: from 256 bytes to 96 in q8. The second has 192."""
+
 
 def chain(length: int, seed: int = 0, spec: KVSpec = SPEC, tenant: Tenant = OURS) -> tuple[BlockHash, ...]:
     """The first blocks of the conversation `seed`. All conversations with the same `seed // 2` begin alike."""
@@ -142,20 +159,42 @@ def page(
     *,
     parent: BlockHash | None = None,
     depth: int = 0,
-    loss: Loss = Loss.EXACT,
+    loss: Loss | None = None,
+    tier: Tier = Tier.DEVICE,
+    codec: Codec = Codec.RAW,
+    spec: KVSpec = SPEC,
 ) -> PageEvent:
-    """What a shard tells of a page of SPEC that became READY."""
-    return PageEvent(SPEC.namespace(OURS), key(block, part), parent or root(), depth, Tier.DEVICE, loss)
+    """What a shard tells of a page of SPEC that became READY. It has lost what its codec loses, where not said."""
+    told = codec.loss if loss is None else loss
+    return PageEvent(spec.namespace(OURS), key(block, part), parent or root(), depth, tier, told, codec)
 
 
-def pages(hashes: Sequence[BlockHash], part: Part = WHOLE) -> list[PageEvent]:
+def pages(
+    hashes: Sequence[BlockHash],
+    part: Part = WHOLE,
+    *,
+    tier: Tier = Tier.DEVICE,
+    codec: Codec = Codec.RAW,
+    loss: Loss | None = None,
+    spec: KVSpec = SPEC,
+) -> list[PageEvent]:
     """A chain of them, from its first block on."""
     parents = (root(), *hashes)
-    return [page(block, part, parent=parents[depth], depth=depth) for depth, block in enumerate(hashes)]
+    return [
+        page(block, part, parent=parents[depth], depth=depth, tier=tier, codec=codec, loss=loss, spec=spec)
+        for depth, block in enumerate(hashes)
+    ]
 
 
-def gone(block: BlockHash, part: Part = WHOLE, *, corrupt: bool = False) -> GoneEvent:
-    return GoneEvent(SPEC.namespace(OURS), key(block, part), corrupt)
+def gone(
+    block: BlockHash,
+    part: Part = WHOLE,
+    *,
+    corrupt: bool = False,
+    tier: Tier = Tier.DEVICE,
+    spec: KVSpec = SPEC,
+) -> GoneEvent:
+    return GoneEvent(spec.namespace(OURS), key(block, part), corrupt, tier)
 
 
 Content = tuple[NamespaceId, PageKey] | Attempt

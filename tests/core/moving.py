@@ -1,0 +1,81 @@
+"""Shards that move pages between their tiers, as a test plays them, and what such pages look like."""
+
+from __future__ import annotations
+
+from kvcluster.core.codecs import Codec
+from kvcluster.core.ids import BlockHash, Epoch, ShardId
+from kvcluster.core.messages import GoneEvent, PageEvent, ShardAddress, Tier
+from kvcluster.core.reasons import Loss
+from kvcluster.core.spec import KVSpec
+from tests.core.lone_shard import A, LoneShard, report
+from tests.core.world import CODED, OURS, SECOND, attempt, key, root
+
+RAW, Q8 = CODED.page_bytes(0, CODED.whole(0)), 192
+SOURCE = ShardAddress(ShardId("b"), Epoch(3), "b:1")
+
+
+def tiered(pages: int = 8, host_pages: int = 8, *, spec: KVSpec = CODED, **config: int) -> LoneShard:
+    """A shard with a host tier, in which each page takes no more room than it is long."""
+    return LoneShard.joined(pages, host_pages=host_pages, spec=spec, **({"extent_bytes": 64} | config))
+
+
+def holding(*blocks: BlockHash, loss: Loss = Loss.EXACT, **config: int) -> LoneShard:
+    """One that holds these on its device."""
+    shard = tiered(**config)
+    shard.store(attempt(1), *blocks, loss=loss)
+    return shard
+
+
+def lowered(*blocks: BlockHash, codec: Codec = Codec.Q8, **config: int) -> LoneShard:
+    """One that has demoted these."""
+    shard = holding(*blocks, **config)
+    shard.demote(*blocks, codec=codec)
+    shard.move_all()
+    shard.settle()
+    return shard
+
+
+def doubled(*blocks: BlockHash, codec: Codec = Codec.Q8, **config: int) -> LoneShard:
+    """One that has demoted these and promoted them again."""
+    shard = lowered(*blocks, codec=codec, **config)
+    shard.promote(*blocks)
+    shard.move_all()
+    shard.settle()
+    return shard
+
+
+def lies(shard: LoneShard, block: BlockHash = A) -> list[tuple[Tier, Codec, Loss]]:
+    """How each page of a block that readers may have lies there."""
+    found = (page for page in shard.core.pool.ready() if page.key.hash == block)
+    return [(page.tier, page.codec, page.loss) for page in found]
+
+
+def free(shard: LoneShard, tier: Tier = Tier.DEVICE) -> int:
+    return shard.core.pool.allocators[tier].free_bytes
+
+
+def sources(shard: LoneShard) -> list[BlockHash]:
+    """The blocks of the batch that is under way."""
+    return [page.source.key.hash for page in shard.moving.pages] if shard.moving is not None else []
+
+
+def told_moved(shard: LoneShard) -> int:
+    """As the next heartbeat tells it."""
+    shard.settle()
+    shard.later(SECOND)
+    number = report(shard).moved
+    shard.settle()
+    return number
+
+
+def arrived(block: BlockHash, tier: Tier, codec: Codec, loss: Loss) -> PageEvent:
+    return PageEvent(CODED.namespace(OURS), key(block), root(), 0, tier, loss, codec)
+
+
+def left(block: BlockHash, tier: Tier, *, corrupt: bool = False) -> GoneEvent:
+    return GoneEvent(CODED.namespace(OURS), key(block), corrupt, tier)
+
+
+ON_DEVICE = (Tier.DEVICE, Codec.RAW, Loss.EXACT)
+BELOW = (Tier.HOST, Codec.Q8, Loss.Q8)
+DECODED = (Tier.DEVICE, Codec.RAW, Loss.Q8)

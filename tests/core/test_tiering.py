@@ -1,0 +1,483 @@
+"""Which blocks change their tier: demotion by watermark and pressure, promotion on heat, one order at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.messages import (
+    Decision,
+    Move,
+    PageEvent,
+    PageKey,
+    Purge,
+    Purged,
+    ReportAck,
+    StreamEvent,
+    Tier,
+    TierUse,
+)
+from kvcluster.core.reasons import Loss, MissReason
+from kvcluster.core.spec import Group, Plane
+from tests.core.lone_coordinator import (
+    BLOCKS,
+    A,
+    B,
+    C,
+    D,
+    LoneCoordinator,
+    Voice,
+    beat,
+    decisions,
+    moved,
+    moves,
+    ordered,
+    pin,
+    served_by,
+    unpin,
+    why,
+)
+from tests.core.pulling import drain, others
+from tests.core.world import CODED, LEFT, OURS, PAGE, RIGHT, SECOND, WHOLE, attempt, chain, gone, page, pages, whole
+
+RAW, Q8 = CODED.page_bytes(0, WHOLE), 192
+ALL = 100 * RAW
+
+
+def below(capacity_bytes: int = ALL, free_bytes: int | None = None, pages: int = 0) -> tuple[TierUse, ...]:
+    return (TierUse(Tier.HOST, capacity_bytes, capacity_bytes if free_bytes is None else free_bytes, pages),)
+
+
+def serving(
+    *told: StreamEvent, capacity_pages: int = 100, host: tuple[TierUse, ...] | None = None, **config: Any
+) -> tuple[LoneCoordinator, Voice]:
+    """A coordinator and a shard with a host tier. Promises hold nothing unless `hold_ms` says so."""
+    settings = {"hold_ms": 0, "host_raw_blocks": 0} | config
+    tier = below() if host is None else host
+    return LoneCoordinator.serving(*told, capacity_pages=capacity_pages, below=tier, spec=CODED, **settings)
+
+
+def above(*blocks: BlockHash) -> list[PageEvent]:
+    """A chain on the device."""
+    return pages(blocks, spec=CODED)
+
+
+def encoded(*blocks: BlockHash) -> list[PageEvent]:
+    """A chain in the tier below."""
+    return pages(blocks, tier=Tier.HOST, codec=Codec.Q8, spec=CODED)
+
+
+def decoded(*blocks: BlockHash) -> list[PageEvent]:
+    return pages(blocks, loss=Loss.Q8, spec=CODED)
+
+
+def left(*blocks: BlockHash, tier: Tier = Tier.DEVICE) -> list[StreamEvent]:
+    return [gone(block, tier=tier, spec=CODED) for block in blocks]
+
+
+def carry_out(voice: Voice, ack: ReportAck, *events: StreamEvent, pressure: int = 0) -> ReportAck:
+    """The shard has moved what it was told to, and says so with these events; what it is told then."""
+    assert ack.move is not None
+    voice.moved = ack.move.number
+    return voice.report(*events, pressure=pressure)
+
+
+def heat(coordinator: LoneCoordinator, *blocks: BlockHash, loads: int = 4) -> None:
+    for at in range(loads):
+        grant = coordinator.load(attempt(1_000 + at), blocks, whole(CODED, Loss.Q8))
+        assert grant.blocks == len(blocks)
+
+
+# --------------------------------------------------------------------------------------------- demotion
+
+
+def test_below_the_low_mark_the_coldest_go_down_and_nothing_is_evicted() -> None:
+    coordinator, voice = serving(*above(*BLOCKS), capacity_pages=20, low_free=0.1, high_free=0.3)
+    voice.free(2)
+    assert voice.report().move is None
+    coordinator.now += SECOND
+    coordinator.load(attempt(1), BLOCKS[:2])
+    voice.free(1)
+    ack = voice.report()
+    assert ack.order is None and ack.move is not None
+    assert moves(ack) == tuple(Move(coordinator.space, block, Tier.HOST, Codec.Q8) for block in BLOCKS[:6:-1])
+
+
+def test_pressure_demotes_what_is_waited_for() -> None:
+    _, voice = serving(*above(*BLOCKS))
+    ack = voice.report(pressure=2 * RAW - 1)
+    assert ack.order is None
+    assert moved(ack, Tier.HOST) == [BLOCKS[11], BLOCKS[10]]
+
+
+def test_without_a_tier_below_pressure_evicts_as_ever() -> None:
+    _, voice = serving(*above(*BLOCKS), host=())
+    ack = voice.report(pressure=2 * RAW)
+    assert ack.move is None and ack.order is not None
+    assert (ordered(ack), ack.order.tier) == ([BLOCKS[11], BLOCKS[10]], Tier.DEVICE)
+
+
+def test_held_and_pinned_blocks_are_demoted_no_sooner_than_they_are_let_go() -> None:
+    coordinator, voice = serving(*above(A, B, C, D), hold_ms=2_000)
+    coordinator.load(attempt(1), [A, B])
+    assert pin(coordinator, [C]) == 1
+    ack = voice.report(pressure=9 * RAW)
+    assert moved(ack, Tier.HOST) == [D]
+    ack = carry_out(voice, ack, *encoded(A, B, C, D)[3:], *left(D), pressure=9 * RAW)
+    assert ack.move is None
+    beat(coordinator, voice, until=coordinator.now + 2 * SECOND)
+    assert unpin(coordinator, [C]) == 1
+    assert moved(voice.report(pressure=9 * RAW), Tier.HOST) == [C, B, A]
+
+
+@pytest.mark.parametrize("codec", ["raw", "q8", "q4"])
+def test_the_first_blocks_of_a_sequence_go_down_raw_and_the_others_as_they_are_to(codec: str) -> None:
+    _, voice = serving(*above(A, B, C, D), host_codec=codec, host_raw_blocks=2)
+    ack = voice.report(pressure=4 * RAW)
+    told = Codec[codec.upper()]
+    assert [(move.hash, move.codec) for move in moves(ack)] == [(D, told), (C, told), (B, Codec.RAW), (A, Codec.RAW)]
+
+
+def test_an_order_is_repeated_until_it_is_done_and_the_next_waits_for_that() -> None:
+    _, voice = serving(*above(A, B))
+    first = voice.report(pressure=RAW)
+    assert moved(first, Tier.HOST) == [B]
+    again = voice.report(*encoded(A, B)[1:], *left(B), pressure=2 * RAW)
+    assert again.move == first.move
+    second = carry_out(voice, again, pressure=RAW)
+    assert moved(second, Tier.HOST) == [A]
+    assert second.move is not None and first.move is not None and second.move.number == first.move.number + 1
+    assert carry_out(voice, second, *encoded(A), *left(A)).move is None
+
+
+def test_what_stayed_on_the_device_is_ordered_again() -> None:
+    _, voice = serving(*above(A, B))
+    ack = voice.report(pressure=2 * RAW)
+    assert moved(ack, Tier.HOST) == [B, A]
+    ack = carry_out(voice, ack, *encoded(A), *left(A), pressure=2 * RAW)
+    assert moved(ack, Tier.HOST) == [B]
+
+
+def test_orders_count_on_when_a_shard_tells_its_content_anew() -> None:
+    _, voice = serving(*above(A, B))
+    carry_out(voice, voice.report(pressure=RAW), *encoded(A, B)[1:], *left(B))
+    voice.inventory(*above(A), *encoded(A, B)[1:])
+    ack = voice.report(pressure=RAW)
+    assert moved(ack, Tier.HOST) == [A]
+    assert ack.move is not None and ack.move.number > voice.moved, "else it were one that is done"
+
+
+def test_an_order_names_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "EVICTIONS_PER_ORDER", 3)
+    _, voice = serving(*above(*BLOCKS))
+    assert moved(voice.report(pressure=ALL), Tier.HOST) == list(BLOCKS[:8:-1])
+
+
+def test_a_shard_where_nothing_can_go_down_is_full() -> None:
+    coordinator, voice = serving(*above(A), hold_ms=60_000)
+    coordinator.load(attempt(1), [A])
+    assert voice.report(pressure=RAW).move is None
+    assert decisions(coordinator.store(attempt(2), [B])) == [(1, Decision.REFUSED)]
+    voice.report()
+    assert decisions(coordinator.store(attempt(3), [B])) == [(1, Decision.WRITE)]
+
+
+def test_a_shard_that_makes_room_below_itself_is_not_full() -> None:
+    coordinator, voice = serving(*above(A, B))
+    ack = voice.report(pressure=RAW)
+    voice.report(pressure=RAW)
+    assert decisions(coordinator.store(attempt(2), [C])) == [(1, Decision.WRITE)], "an order is under way"
+    carry_out(voice, ack, *encoded(A, B)[1:], *left(B))
+
+
+def test_while_rebuilding_nothing_moves() -> None:
+    coordinator = LoneCoordinator(expected=2, spec=CODED, hold_ms=0, promote_loads=1)
+    voice = coordinator.voice("a", below=below())
+    voice.join(*above(A), *encoded(A, B)[1:])
+    heat(coordinator, A, B, loads=1)
+    assert voice.report(pressure=RAW).move is None
+    assert voice.report().move is None
+    coordinator.voice("b").join()
+    assert moved(voice.report(pressure=RAW), Tier.HOST) == [A]
+
+
+# ----------------------------------------------------------------------------------- room below
+
+
+def test_what_a_demotion_takes_below_is_evicted_there_by_the_same_answer() -> None:
+    old = chain(4, seed=8)
+    coordinator, voice = serving(
+        *encoded(*old), host=below(8 * Q8, free_bytes=Q8, pages=4), low_free=0.0, high_free=0.0
+    )
+    coordinator.now += SECOND
+    voice.report(*above(*BLOCKS[:4]))
+    ack = voice.report(pressure=3 * RAW)
+    assert moved(ack, Tier.HOST) == list(BLOCKS[3:0:-1])
+    assert ack.order is not None and ack.order.tier is Tier.HOST
+    assert ordered(ack) == [old[3], old[2]], "there is room for one"
+
+
+def test_what_lies_below_already_takes_no_room_there() -> None:
+    _, voice = serving(
+        *encoded(A, B), *decoded(A, B), host=below(2 * Q8, free_bytes=0, pages=2), low_free=0.0, high_free=0.0
+    )
+    ack = voice.report(pressure=2 * RAW)
+    assert moved(ack, Tier.HOST) == [B, A]
+    assert ack.order is None
+
+
+def test_what_goes_down_raw_takes_as_much_below() -> None:
+    old = chain(4, seed=8)
+    coordinator, voice = serving(
+        *encoded(*old), host=below(4 * Q8, free_bytes=0, pages=4), low_free=0.0, high_free=0.0, host_raw_blocks=1
+    )
+    coordinator.now += SECOND
+    voice.report(*above(A))
+    assert ordered(voice.report(pressure=RAW)) == list(old[:0:-1]), "512 bytes, of 192 each"
+
+
+def test_what_no_codec_makes_smaller_takes_no_more_below_than_above() -> None:
+    spec = replace(CODED, block_tokens=1, groups=(Group((0,), (Plane("k", 2, 8, "float16"),)),))
+    nbytes = spec.page_bytes(0, spec.whole(0))
+    told = [
+        PageEvent(spec.namespace(OURS), PageKey(block, 0, spec.whole(0)), A, 1, Tier.DEVICE, Loss.EXACT)
+        for block in (B, C)
+    ]
+    host = (TierUse(Tier.HOST, 8 * nbytes, 2 * nbytes, 1),)
+    lower = PageEvent(spec.namespace(OURS), PageKey(D, 0, spec.whole(0)), A, 1, Tier.HOST, Loss.EXACT)
+    _, voice = LoneCoordinator.serving(
+        *told, lower, below=host, spec=spec, capacity_pages=8, host_codec="q4", hold_ms=0, low_free=0.0, high_free=0.0
+    )
+    ack = voice.report(pressure=2 * nbytes)
+    assert sorted(moved(ack, Tier.HOST)) == sorted([B, C])
+    assert ack.order is None, "there is room for both"
+
+
+def test_a_tier_below_has_watermarks_of_its_own() -> None:
+    coordinator, voice = serving(
+        *encoded(*BLOCKS), host=below(20 * Q8, free_bytes=Q8, pages=12), low_free=0.1, high_free=0.3
+    )
+    ack = voice.report()
+    assert ack.move is None and ack.order is not None and ack.order.tier is Tier.HOST
+    assert ordered(ack) == list(BLOCKS[:6:-1])
+    assert pin(coordinator, BLOCKS[:2]) == 2
+    voice.order = 1
+    voice.free_below(0)
+    assert ordered(voice.report(*left(*ordered(ack), tier=Tier.HOST))) == list(BLOCKS[6:1:-1]), "pinned ones are spared"
+
+
+def test_an_eviction_below_that_did_not_happen_is_ordered_again() -> None:
+    _, voice = serving(*encoded(A, B), host=below(10 * Q8, free_bytes=0, pages=2), low_free=0.1, high_free=0.2)
+    first = voice.report()
+    assert ordered(first) == [B, A]
+    assert voice.report().order == first.order
+    voice.order = 1
+    assert ordered(voice.report(*left(B, tier=Tier.HOST))) == [A]
+
+
+def test_while_an_eviction_below_is_under_way_nothing_is_demoted() -> None:
+    _, voice = serving(*encoded(A, B), host=below(10 * Q8, free_bytes=0, pages=2), low_free=0.1, high_free=0.2)
+    assert ordered(voice.report()) == [B, A]
+    voice.report(*above(C))
+    assert voice.report(pressure=RAW).move is None, "one after the other"
+    voice.order = 1
+    voice.free_below(2 * Q8)
+    assert moved(voice.report(*left(B, A, tier=Tier.HOST), pressure=RAW), Tier.HOST) == [C]
+
+
+# --------------------------------------------------------------------------------------------- promotion
+
+
+def test_what_is_loaded_often_from_below_comes_up_again() -> None:
+    coordinator, voice = serving(*encoded(A, B, C), promote_loads=3)
+    heat(coordinator, A, B, loads=2)
+    assert voice.report().move is None
+    heat(coordinator, A, B, loads=1)
+    ack = voice.report()
+    assert moves(ack) == (Move(coordinator.space, A, Tier.DEVICE), Move(coordinator.space, B, Tier.DEVICE))
+    assert voice.report().move == ack.move, "until it is done"
+    assert carry_out(voice, ack, *decoded(A, B)).move is None
+    assert served_by(coordinator.load(attempt(9), [A, B, C], whole(CODED, Loss.Q8))) == [(2, ["a"]), (1, ["a"])]
+
+
+def test_loads_count_within_one_window() -> None:
+    coordinator, voice = serving(*encoded(A), promote_loads=2, hot_window_ms=1_000)
+    heat(coordinator, A, loads=1)
+    beat(coordinator, voice, until=coordinator.now + SECOND)
+    heat(coordinator, A, loads=1)
+    assert voice.report().move is None
+    heat(coordinator, A, loads=1)
+    assert moved(voice.report(), Tier.DEVICE) == [A]
+
+
+def test_only_what_lies_below_alone_is_promoted() -> None:
+    coordinator, voice = serving(*encoded(A, B, C), *decoded(A, B, C)[1:2], *above(A, B, C, D)[3:], promote_loads=1)
+    heat(coordinator, A, B, C, D, loads=1)
+    assert moved(voice.report(), Tier.DEVICE) == [A, C]
+
+
+def test_nothing_is_promoted_into_room_that_others_wait_for() -> None:
+    coordinator, voice = serving(*encoded(A), promote_loads=1)
+    heat(coordinator, A, loads=1)
+    assert voice.report(pressure=RAW).move is None
+    assert moved(voice.report(), Tier.DEVICE) == [A]
+
+
+def test_what_came_up_or_went_meanwhile_is_not_promoted() -> None:
+    coordinator, voice = serving(*encoded(A, B, C), promote_loads=1)
+    heat(coordinator, A, B, C, loads=1)
+    assert moved(voice.report(*decoded(A), *left(B, tier=Tier.HOST)), Tier.DEVICE) == [C]
+
+
+def test_a_namespace_that_was_purged_meanwhile_is_not_promoted() -> None:
+    coordinator, voice = serving(*encoded(A), promote_loads=1)
+    heat(coordinator, A, loads=1)
+    coordinator.ask(Purged, lambda call: Purge(call, OURS))
+    assert voice.report().move is None
+
+
+@pytest.mark.parametrize(("free_pages", "comes"), [(2, 0), (4, 2), (5, 3), (9, 3)])
+def test_no_more_is_promoted_than_there_is_room_for_above_the_mark(free_pages: int, comes: int) -> None:
+    coordinator, voice = serving(*encoded(A, B, C), capacity_pages=20, promote_loads=1, low_free=0.1, high_free=0.1)
+    heat(coordinator, A, B, C, loads=1)
+    voice.free(free_pages)
+    assert moved(voice.report(), Tier.DEVICE) == [A, B, C][:comes]
+
+
+def test_what_was_hot_and_found_no_room_comes_up_when_it_is_hot_again() -> None:
+    coordinator, voice = serving(*encoded(A), capacity_pages=20, promote_loads=1, hot_window_ms=1_000)
+    heat(coordinator, A, loads=1)
+    voice.free(1)
+    assert voice.report().move is None
+    voice.free(20)
+    beat(coordinator, voice, until=coordinator.now + SECOND)
+    assert voice.report().move is None
+    heat(coordinator, A, loads=1)
+    assert moved(voice.report(), Tier.DEVICE) == [A]
+
+
+def test_one_promotion_names_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "EVICTIONS_PER_ORDER", 2)
+    coordinator, voice = serving(*encoded(A, B, C), promote_loads=1)
+    heat(coordinator, A, B, C, loads=1)
+    assert moved(voice.report(), Tier.DEVICE) == [A, B]
+
+
+def test_a_bounded_number_of_blocks_waits_to_be_promoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PROMOTIONS", 2)
+    coordinator, voice = serving(*encoded(A, B, C), promote_loads=1)
+    heat(coordinator, A, B, C, loads=1)
+    assert moved(voice.report(), Tier.DEVICE) == [A, B]
+
+
+def test_a_draining_shard_promotes_nothing() -> None:
+    coordinator, voice = serving(*encoded(A), promote_loads=1)
+    others(coordinator, "b", below=below())
+    heat(coordinator, A, loads=1)
+    assert drain(coordinator, voice)
+    assert voice.report().move is None
+
+
+def test_a_shard_that_is_gone_is_owed_nothing() -> None:
+    coordinator, voice = serving(*encoded(A), *above(*BLOCKS)[1:3], promote_loads=1)
+    heat(coordinator, A, loads=1)
+    assert moved(voice.report(pressure=RAW), Tier.HOST) == [C]
+    coordinator.later(6 * SECOND)
+    assert coordinator.status().blocks == 0
+    again = coordinator.voice("a", epoch=2, below=below())
+    again.join(*encoded(A))
+    assert again.report().move is None, "another incarnation, of which nothing was hot"
+
+
+def test_what_came_up_is_queued_once_for_its_way_down() -> None:
+    coordinator, voice = serving(*encoded(A), promote_loads=1)
+    heat(coordinator, A, loads=1)
+    carry_out(voice, voice.report(), *decoded(A))
+    [member] = coordinator.core.members.all()
+    assert [len(member.cold[tier]) for tier in Tier] == [1, 1]
+
+
+def test_a_promotion_does_not_hide_what_is_to_be_demoted_next() -> None:
+    coordinator, voice = serving(*encoded(A), *above(*BLOCKS)[1:3], promote_loads=1)
+    heat(coordinator, A, loads=1)
+    ack = voice.report()
+    assert moved(ack, Tier.DEVICE) == [A]
+    assert voice.report(pressure=RAW).move == ack.move
+    ack = carry_out(voice, ack, *decoded(A), pressure=3 * RAW)
+    assert sorted(moved(ack, Tier.HOST)) == sorted([A, B, C])
+
+
+# ------------------------------------------------------------------------------ what readers are promised
+
+
+def test_what_was_demoted_is_given_to_who_accepts_its_loss() -> None:
+    coordinator, voice = serving(*above(A, B))
+    voice.report(*encoded(A, B)[1:], *left(B))
+    exact = coordinator.load(attempt(1), [A, B], whole(CODED))
+    assert (exact.blocks, why(exact)) == (1, MissReason.LOSSY)
+    lossy = coordinator.load(attempt(2), [A, B], whole(CODED, Loss.Q8))
+    assert lossy.blocks == 2
+    sources = [source for run in lossy.runs for group in run.plan for source in group or ()]
+    assert [(source.tier, source.loss) for source in sources] == [(Tier.DEVICE, Loss.EXACT), (Tier.HOST, Loss.Q8)]
+
+
+def test_of_twins_the_upper_serves() -> None:
+    coordinator, voice = serving(*encoded(A), *decoded(A))
+    [run] = coordinator.load(attempt(1), [A], whole(CODED, Loss.Q4)).runs
+    assert [source.tier for group in run.plan for source in group or ()] == [Tier.DEVICE]
+    voice.report(*left(A))
+    [run] = coordinator.load(attempt(2), [A], whole(CODED, Loss.Q4)).runs
+    assert [source.tier for group in run.plan for source in group or ()] == [Tier.HOST]
+
+
+def test_a_faster_tier_serves_before_a_better_copy_where_its_loss_is_accepted() -> None:
+    coordinator, _ = serving(*pages([A], tier=Tier.HOST, spec=CODED))
+    [two] = others(coordinator, "b", below=below())
+    two.report(*decoded(A))
+    assert served_by(coordinator.load(attempt(1), [A], whole(CODED, Loss.Q8))) == [(1, ["b"])]
+    assert served_by(coordinator.load(attempt(2), [A], whole(CODED))) == [(1, ["a"])]
+
+
+@pytest.mark.parametrize("first", Tier)
+def test_a_block_is_gone_only_with_its_last_copy_in_any_tier(first: Tier) -> None:
+    coordinator, voice = serving(*encoded(A), *decoded(A))
+    voice.report(*left(A, tier=first))
+    assert coordinator.status().blocks == 1
+    voice.report(*left(A, tier=Tier(1 - first)))
+    assert coordinator.status().blocks == 0
+    assert why(coordinator.load(attempt(1), [A], whole(CODED))) is MissReason.EVICTED
+
+
+def test_a_pin_stays_with_a_block_that_changes_its_tier_and_goes_with_the_last_copy() -> None:
+    coordinator, voice = serving(*above(A))
+    assert pin(coordinator, [A]) == 1
+    voice.report(*encoded(A), *left(A))
+    voice.report(*decoded(A), *left(A, tier=Tier.HOST))
+    assert unpin(coordinator, [A]) == 1
+    assert pin(coordinator, [A]) == 1
+    voice.report(*left(A))
+    assert unpin(coordinator, [A]) == 0
+
+
+def test_an_exact_store_of_what_is_only_there_with_a_loss_is_granted() -> None:
+    coordinator, _ = serving(*encoded(A))
+    assert decisions(coordinator.store(attempt(1), [A])) == [(1, Decision.WRITE)]
+    assert decisions(coordinator.store(attempt(2), [A], loss=Loss.Q8)) == [(1, Decision.COMMITTED)]
+    assert decisions(coordinator.store(attempt(3), [A], loss=Loss.Q4)) == [(1, Decision.COMMITTED)]
+
+
+def test_pins_may_take_their_share_of_all_tiers() -> None:
+    coordinator, _ = serving(*above(A, B, C), capacity_pages=4, host=below(4 * RAW), pinned_share=0.25)
+    assert pin(coordinator, [A, B, C]) == 2
+
+
+def test_parts_of_one_block_are_weighed_together() -> None:
+    halves = [page(A, part, spec=CODED) for part in (LEFT, RIGHT)]
+    _, voice = serving(*halves, host=below(10 * PAGE, free_bytes=0), low_free=0.0, high_free=0.0)
+    ack = voice.report(pressure=1)
+    assert moved(ack, Tier.HOST) == [A], "once, with all its parts"
