@@ -114,7 +114,7 @@ class Orders:
         pages: list[Page] = []
         for new in order.pages if space is not None else ():
             assert space is not None
-            offer = space.offer(self._pool, new, self._withdraw, order.codec)
+            offer = space.offer(self._pool, new, self._withdraw, order.codec, order.into)
             if isinstance(offer, Page):
                 pages.append(offer)
         if space is None or not pages:

@@ -60,6 +60,7 @@ class _Kind(NamedTuple):
     source: ShardAddress
     codec: Codec
     loss: Loss
+    into: Tier
 
 
 class _Missing(NamedTuple):
@@ -132,7 +133,7 @@ class Replicator:
     def order(self, target: Member, now: int) -> None:
         """Gives a shard that has just reported its next pull, if there is one for it."""
         assert target.pull is None, "one pull at a time"
-        if not target.takes or all(self._room(target, codec) <= 0 for codec in Codec):
+        if not target.takes or all(self._room(target, tier) <= 0 for tier in Tier):
             return
         for wishes in (*self._draining.values(), self._wishes):
             taken = self._pick(target, wishes, now)
@@ -200,7 +201,7 @@ class Replicator:
             return False  # what is on its way is on no list
         wishes = self._draining.get(member.slot, {})
         stayers = self._stayers()
-        takers = [other for other in members if other.takes and any(self._room(other, codec) > 0 for codec in Codec)]
+        takers = [other for other in members if other.takes and any(self._room(other, tier) > 0 for tier in Tier)]
         for wished in list(islice(wishes, INSPECTED)):
             wish, record = wishes[wished], self._record(wished)
             staying = self._staying(record) if record is not None else {}
@@ -262,7 +263,7 @@ class Replicator:
             if found is None or kind not in (None, found.kind):
                 continue
             more = self._bytes(record, found)
-            if nbytes + more > self._room(target, found.kind.codec):
+            if nbytes + more > self._room(target, found.kind.into):
                 continue  # something smaller may fit
             if pages and (nbytes + more > limits.PULL_BYTES or len(pages) + len(found.pages) > limits.PULL_PAGES):
                 break
@@ -275,21 +276,26 @@ class Replicator:
         if kind is None or space is None:
             return None
         target.pulls += 1
-        target.pull = PullOrder(target.pulls, kind.source, space.tenant, space.spec, tuple(pages), kind.codec)
+        target.pull = PullOrder(
+            target.pulls, kind.source, space.tenant, space.spec, tuple(pages), kind.codec, kind.into
+        )
         return taken
 
     def _missing(self, record: BlockRecord, staying: Staying, copies: int, target: Member) -> _Missing | None:
         """Pages of this block that `target` could bring nearer to so many copies, of one kind."""
-        source: tuple[int, Codec, Loss] | None = None
+        source: tuple[int, Codec, Loss, Tier] | None = None
         pages: dict[tuple[int, Part], NewPage] = {}
         # What has lost least; and what was decoded as it was encoded, so that it will never be encoded again.
         for copy in sorted(record.copies.entries, key=lambda copy: (copy.loss, -copy.codec, copy.slot)):
             slots = staying.get((copy.group, copy.part), [])
-            if not self._book.alive(copy.slot) or source not in (None, (copy.slot, copy.codec, copy.loss)):
+            into = copy.tier if target.info.use(copy.tier).capacity_bytes else Tier.DEVICE
+            if copy.codec is not Codec.RAW and into is Tier.DEVICE:
+                continue
+            if not self._book.alive(copy.slot) or source not in (None, (copy.slot, copy.codec, copy.loss, into)):
                 continue
             if copy.slot == target.slot or target.slot in slots or len(slots) >= copies:
                 continue
-            source = copy.slot, copy.codec, copy.loss
+            source = copy.slot, copy.codec, copy.loss, into
             key = PageKey(record.hash, copy.group, copy.part)
             pages.setdefault((copy.group, copy.part), NewPage(key, record.parent, record.depth, copy.loss))
         if source is None:
@@ -299,7 +305,7 @@ class Replicator:
     def _fits(self, target: Member, record: BlockRecord, staying: Staying, copies: int) -> bool:
         """Could this shard take what is missing of it?"""
         found = self._missing(record, staying, copies, target)
-        return found is not None and self._bytes(record, found) <= self._room(target, found.kind.codec)
+        return found is not None and self._bytes(record, found) <= self._room(target, found.kind.into)
 
     def _lacks(self, record: BlockRecord, staying: Staying, copies: int) -> bool:
         """Has any page of it fewer copies than that, on shards that stay?"""
@@ -333,9 +339,9 @@ class Replicator:
                     slots.append(copy.slot)
         return staying
 
-    def _room(self, member: Member, codec: Codec) -> int:
-        """Bytes that may be filled with pages in that codec without a need to evict for it."""
-        use = member.info.use(Tier.DEVICE if codec is Codec.RAW else Tier.HOST)
+    def _room(self, member: Member, tier: Tier) -> int:
+        """Bytes of that tier that may be filled without a need to evict for it."""
+        use = member.info.use(tier)
         return use.free_bytes - int(self._low * use.capacity_bytes)
 
     def _record(self, wished: Wished) -> BlockRecord | None:

@@ -30,11 +30,18 @@ class Space:
         self.parts: dict[tuple[int, Part], int] = {}
         self._coded: dict[tuple[int, Part, Codec], int] = {}
 
-    def offer(self, pool: PagePool, new: NewPage, withdraw: Withdraw, codec: Codec = Codec.RAW) -> Page | Written:
+    def offer(
+        self,
+        pool: PagePool,
+        new: NewPage,
+        withdraw: Withdraw,
+        codec: Codec = Codec.RAW,
+        tier: Tier = Tier.DEVICE,
+    ) -> Page | Written:
         """A page of this namespace to write, or what became of the wish for one: somebody has it or writes it, or there
         is no room. One that has lost more gives way."""
+        assert codec is Codec.RAW or tier is not Tier.DEVICE, "encoded pages do not lie in the device tier"
         group, part = new.key.group, new.key.part
-        tier = Tier.DEVICE if codec is Codec.RAW else Tier.HOST
         taken = pool.taken(self.id, new, tier)
         if taken is not None:
             return taken

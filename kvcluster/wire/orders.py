@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
-from kvcluster.core.messages import EvictOrder, Farewell, Move, MoveOrder, PullOrder, ReportAck
+from kvcluster.core.messages import EvictOrder, Farewell, Move, MoveOrder, PullOrder, ReportAck, Tier
+from kvcluster.errors import ProtocolError
 from kvcluster.wire import common, pages
 from kvcluster.wire.common import EnumCodec, Interned, agree, pick, quantity, text
 from kvcluster.wire.reports import decode_tombstones, encode_tombstones
@@ -95,10 +97,13 @@ def _encode_pull(pull: PullOrder) -> pb.PullOrder:
         spec=common.encode_spec(pull.spec),
         pages=pages.encode_new_pages(pull.pages),
         codec=pull.codec,
+        into=common.TIER.encode[pull.into],
     )
 
 
 def _decode_pull(m: pb.PullOrder) -> PullOrder:
+    if common.decode_codec(m.codec) is not Codec.RAW and common.TIER.decode(m.into) is Tier.DEVICE:
+        raise ProtocolError("encoded pages do not lie in the device tier")
     return PullOrder(
         number=quantity(m.number, "as an order's number"),
         source=common.decode_address(m.source),
@@ -106,4 +111,5 @@ def _decode_pull(m: pb.PullOrder) -> PullOrder:
         spec=common.decode_spec(m.spec),
         pages=pages.decode_new_pages(m.pages, limits.PULL_PAGES, "pages in an order"),
         codec=common.decode_codec(m.codec),
+        into=common.TIER.decode(m.into),
     )

@@ -47,7 +47,7 @@ def test_a_demoted_page_is_encoded_below_and_told_of_there_before_it_leaves_its_
     shard = holding(A)
     shard.demote(A)
     assert shard.moving is not None
-    [(namespace, spec, source, target)] = shard.moving.pages
+    [(namespace, spec, source, target, _)] = shard.moving.pages
     assert (namespace, spec) == (shard.space, CODED)
     assert (source.tier, source.codec, source.nbytes, source.loss) == (*ON_DEVICE[:2], RAW, Loss.EXACT)
     assert (target.tier, target.codec, target.nbytes, target.loss) == (*BELOW[:2], Q8, Loss.Q8)
@@ -147,7 +147,7 @@ def test_what_lies_below_already_is_not_encoded_again_but_leaves_its_tier() -> N
 def test_what_is_being_written_below_stays_above_until_it_is_there() -> None:
     shard = holding(A, loss=Loss.Q4)
     better = NewPage(key(A), root(), 0, Loss.Q8)
-    shard.hear(pull=PullOrder(1, SOURCE, OURS, CODED, (better,), Codec.Q8))
+    shard.hear(pull=PullOrder(1, SOURCE, OURS, CODED, (better,), Codec.Q8, Tier.HOST))
     [fetch] = shard.fetching
     shard.demote(A)
     assert shard.moving is None and lies(shard) == [(Tier.DEVICE, Codec.RAW, Loss.Q4)]

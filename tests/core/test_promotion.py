@@ -69,9 +69,16 @@ def test_what_is_being_promoted_or_demoted_is_written_by_nobody_else() -> None:
     shard.promote(A)
     assert shard.reserve(attempt(2), A) == (Written.PENDING,)
     assert end(shard, attempt(2), Abort)
+
+
+def test_what_loses_more_and_is_being_demoted_gives_way_to_a_better_store() -> None:
     shard = holding(A, loss=Loss.Q8)
     shard.demote(A)
-    assert shard.reserve(attempt(2), A) == (Written.PENDING,)
+    assert all(isinstance(page, PageSlot) for page in shard.reserve(attempt(2), A)), "nobody else stores it so"
+    shard.move()
+    assert shard.commit(attempt(2), 0) == (Written.COMMITTED,)
+    shard.settle()
+    assert [(page.tier, page.loss) for page in shard.core.pool.ready()] == [(Tier.DEVICE, Loss.EXACT)]
     assert shard.reserve(attempt(3), A, loss=Loss.Q8) == (Written.DUPLICATE,), "it may be read"
 
 
@@ -136,7 +143,7 @@ def test_an_encoded_page_is_pulled_into_the_tier_below_in_place_of_a_worse_one_a
     shard.promote(A)
     shard.move()
     shard.settle()
-    shard.hear(pull=PullOrder(1, SOURCE, OURS, CODED, (NewPage(key(A), root(), 0, Loss.Q8),), Codec.Q8))
+    shard.hear(pull=PullOrder(1, SOURCE, OURS, CODED, (NewPage(key(A), root(), 0, Loss.Q8),), Codec.Q8, Tier.HOST))
     [fetch] = shard.fetching
     assert [(slot.tier, slot.codec, slot.nbytes, slot.loss) for slot in fetch.slots] == [(*BELOW[:2], Q8, Loss.Q8)]
     assert shard.settle() == [left(A, Tier.HOST), left(A, Tier.DEVICE)]
@@ -146,6 +153,6 @@ def test_an_encoded_page_is_pulled_into_the_tier_below_in_place_of_a_worse_one_a
 
 def test_a_pulled_page_is_never_written_over_an_equal_one_in_whatever_tier() -> None:
     shard = holding(A)
-    shard.hear(pull=PullOrder(1, SOURCE, OURS, CODED, (NewPage(key(A), root(), 0, Loss.Q8),), Codec.Q8))
+    shard.hear(pull=PullOrder(1, SOURCE, OURS, CODED, (NewPage(key(A), root(), 0, Loss.Q8),), Codec.Q8, Tier.HOST))
     assert shard.fetching == [] and report(shard).pulled == 1
     assert isinstance(pinned(shard.pin(attempt(2), A))[0], PageSlot)

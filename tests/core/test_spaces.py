@@ -131,7 +131,13 @@ def two_tiers(pages: int = 4, host_bytes: int = 4_096) -> PagePool:
 
 def offered(pool: PagePool, loss: Loss, codec: Codec = Codec.RAW, spec: KVSpec = CODED) -> Page | Written:
     space = Space(spec.namespace(OURS), OURS, spec)
-    return space.offer(pool, NewPage(key(A), root(), 0, loss), withdrawing(pool), codec)
+    return space.offer(
+        pool,
+        NewPage(key(A), root(), 0, loss),
+        withdrawing(pool),
+        codec,
+        Tier.DEVICE if codec is Codec.RAW else Tier.HOST,
+    )
 
 
 def committed(pool: PagePool, loss: Loss, codec: Codec = Codec.RAW) -> Page:

@@ -151,7 +151,7 @@ class TwoTiers(RuleBasedStateMachine):
         encodes = [at for at in encodes if moving.pages[at].source.codec is Codec.RAW]
         unfit = data.draw(st.sets(st.sampled_from(encodes))) if encodes else set()
         corrupt = data.draw(st.sets(st.sampled_from(range(len(moving.pages))), max_size=1))
-        for at, (_, _, source, target) in enumerate(moving.pages):
+        for at, (_, _, source, target, _) in enumerate(moving.pages):
             before = self.encoded.get(source.generation, 0)
             self.encoded[target.generation] = before + (at in encodes)
         self.shard.move(unfit=sorted(unfit), corrupt=sorted(corrupt))
@@ -167,7 +167,8 @@ class TwoTiers(RuleBasedStateMachine):
     def pull(self, name: PageKey, loss: Loss, codec: Codec, comes: bool) -> None:
         self.orders += 1
         new = NewPage(name, root(), 0, max(loss, codec.loss))
-        self.shard.hear(pull=PullOrder(self.orders, SOURCE, OURS, CODED, (new,), codec))
+        into = Tier.DEVICE if codec is Codec.RAW and comes else Tier.HOST
+        self.shard.hear(pull=PullOrder(self.orders, SOURCE, OURS, CODED, (new,), codec, into))
         self.settle()
         for fetch in self.shard.fetching:
             if comes:

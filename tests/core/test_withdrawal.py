@@ -88,7 +88,10 @@ def test_both_twins_found_corrupt_at_once_are_told_of_once_each() -> None:
 def test_the_upper_of_twins_is_condemned_alone_when_it_is_found_corrupt() -> None:
     shard = with_twins()
     shard.call(lambda call: Suspect(call, OURS, shard.space, shard.epoch, (key(A),)))
-    shard.verdict(0)
+    assert shard.reading is not None
+    read = [slot.tier for slot in shard.reading.slots]
+    assert sorted(read) == [Tier.DEVICE, Tier.HOST], "which of them the reader had, he does not know"
+    shard.verdict(read.index(Tier.DEVICE))
     assert shard.settle() == [left(A, Tier.DEVICE, corrupt=True)]
     assert tiers(shard) == [Tier.HOST]
 

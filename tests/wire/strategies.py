@@ -216,7 +216,14 @@ moves = st.builds(
 )
 new_pages = st.lists(st.builds(NewPage, key=keys, parent=hashes, depth=depths, loss=losses), max_size=5).map(tuple)
 pulls = st.builds(
-    PullOrder, number=quantities, source=addresses, tenant=tenants, spec=specs(), pages=new_pages, codec=codecs
+    PullOrder,
+    number=quantities,
+    source=addresses,
+    tenant=tenants,
+    spec=specs(),
+    pages=new_pages,
+    codec=codecs,
+    into=st.just(Tier.HOST),
 )
 
 read_requests = st.builds(

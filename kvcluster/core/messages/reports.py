@@ -181,8 +181,8 @@ class MoveOrder:
 
 @dataclass(frozen=True, slots=True)
 class PullOrder:
-    """Fetch these pages of one namespace from `source`, where they are in this codec, and keep them too. Repeated until
-    a report says that it has ended; which of them came is what the stream says."""
+    """Fetch these pages of one namespace from `source`, where they are in this codec, and keep them too, in that tier.
+    Repeated until a report says that it has ended; which of them came is what the stream says."""
 
     number: int
     source: ShardAddress
@@ -190,6 +190,7 @@ class PullOrder:
     spec: KVSpec
     pages: tuple[NewPage, ...]
     codec: Codec = Codec.RAW
+    into: Tier = Tier.DEVICE
 
 
 class Farewell(Enum):

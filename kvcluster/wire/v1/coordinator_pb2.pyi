@@ -481,20 +481,22 @@ class MoveOrder(_message.Message):
     def __init__(self, number: _Optional[int] = ..., namespaces: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., namespace_of: _Optional[_Iterable[int]] = ..., to: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., codecs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullOrder(_message.Message):
-    __slots__ = ("number", "source", "tenant", "spec", "pages", "codec")
+    __slots__ = ("number", "source", "tenant", "spec", "pages", "codec", "into")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    INTO_FIELD_NUMBER: _ClassVar[int]
     number: int
     source: _common_pb2.ShardAddress
     tenant: str
     spec: bytes
     pages: _common_pb2.NewPages
     codec: int
-    def __init__(self, number: _Optional[int] = ..., source: _Optional[_Union[_common_pb2.ShardAddress, _Mapping]] = ..., tenant: _Optional[str] = ..., spec: _Optional[bytes] = ..., pages: _Optional[_Union[_common_pb2.NewPages, _Mapping]] = ..., codec: _Optional[int] = ...) -> None: ...
+    into: _common_pb2.Tier
+    def __init__(self, number: _Optional[int] = ..., source: _Optional[_Union[_common_pb2.ShardAddress, _Mapping]] = ..., tenant: _Optional[str] = ..., spec: _Optional[bytes] = ..., pages: _Optional[_Union[_common_pb2.NewPages, _Mapping]] = ..., codec: _Optional[int] = ..., into: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
 
 class ReportAck(_message.Message):
     __slots__ = ("epoch", "acked", "inventory", "order", "pull", "tombstones", "drain", "leave", "move")
