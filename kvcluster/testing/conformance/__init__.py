@@ -7,19 +7,20 @@
                 yield world
 
 `serve_mine(host)` puts the transport before a shard and returns a Served (world.py). The claims: what is stored is what
-is loaded, each page has an outcome of its own, and nobody gets a wrong byte (moving.py); strangers get nothing, and
-what is flushed is visible (asking.py); whoever stops, for whatever reason, leaves nothing behind, and a shard that is
-gone is told as such (stopping.py). To see values where a claim fails, let pytest rewrite its asserts, in a conftest.py:
-`pytest.register_assert_rewrite("kvcluster.testing.conformance")`.
+is loaded, each page has an outcome of its own, and nobody gets a wrong byte (moving.py); what lies encoded travels so
+(encoded.py); strangers get nothing, and what is flushed is visible (asking.py); whoever stops, for whatever reason,
+leaves nothing behind, and a shard that is gone is told as such (stopping.py). To see values where a claim fails, let
+pytest rewrite its asserts, in a conftest.py: `pytest.register_assert_rewrite("kvcluster.testing.conformance")`.
 """
 
 from kvcluster.testing.conformance.asking import AskingClaims
+from kvcluster.testing.conformance.encoded import EncodedClaims
 from kvcluster.testing.conformance.moving import MovingClaims
 from kvcluster.testing.conformance.stopping import StoppingClaims
 from kvcluster.testing.conformance.world import Served, World, open_world
 
 
-class TransportConformance(MovingClaims, AskingClaims, StoppingClaims):
+class TransportConformance(MovingClaims, EncodedClaims, AskingClaims, StoppingClaims):
     """Inherit it, and provide the fixture `world`, which is opened anew for each test."""
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeVar
 
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, CallId, Epoch, Holder, NamespaceId, Tenant
 from kvcluster.core.invariants import check_shard
-from kvcluster.core.messages import PageKey, PageSlot, Renew, Reply, ShardMessage
+from kvcluster.core.messages import Move, MoveOrder, PageKey, PageSlot, Renew, Reply, ShardMessage, Tier
 from kvcluster.core.pool import Page, PageState
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.runtime.shard_host import ShardHost
@@ -30,6 +31,9 @@ ONE, TWO = Tenant("one"), Tenant("two")
 """The tenants of a world."""
 
 ARENA_BYTES = 32 * 2**20
+HOST_BYTES = 4 * 2**20
+"""The device tier, and the host tier for what a test has demoted."""
+
 BOUND_S = 20.0
 """How long anything may take before a test fails; nothing is expected to take a tenth of it."""
 
@@ -177,6 +181,31 @@ class World:
         assert page is not None, "no such page"
         return self.host.view(page.slot())
 
+    def demote(self, namespace: NamespaceId, keys: Sequence[PageKey], codec: Codec) -> None:
+        """Has the coordinator order these pages down, and waits until they lie in the host tier, encoded so."""
+        self._order([Move(namespace, key.hash, Tier.HOST, codec) for key in keys])
+        pages = [self.page(namespace, key) for key in keys]
+        assert all(page is not None and page.tier is Tier.HOST and page.codec is codec for page in pages), "not there"
+
+    def promote(self, namespace: NamespaceId, keys: Sequence[PageKey]) -> None:
+        """Has it order them up again, and waits until they lie above as well."""
+        self._order([Move(namespace, key.hash, Tier.DEVICE) for key in keys])
+        pages = [self.page(namespace, key) for key in keys]
+        assert all(page is not None and page.tier is Tier.DEVICE for page in pages), "not there"
+
+    def _order(self, moves: Sequence[Move]) -> None:
+        """Waits until the shard has carried it out, and has said so."""
+        coordinator, core = self.cluster.running_coordinator(), self.cluster.coordinator_core()
+        (member,) = core.members.all()
+
+        def order() -> None:
+            assert member.move is None, "one order at a time"
+            member.moves += 1
+            member.move = MoveOrder(member.moves, tuple(moves))
+
+        coordinator.inspect(order)
+        self.cluster.wait_until(lambda: member.move is None, BOUND_S)
+
     def leased(self, attempt: Attempt) -> bool:
         """Does the lease of this attempt still run?"""
         return self.host.core.leases.running(attempt)
@@ -227,7 +256,10 @@ class World:
 def open_world(serve: Callable[[WatchedHost], Served]) -> Iterator[World]:
     """A world whose shard is reached by what `serve` puts before it; checked at the end of a test that passes."""
     # Room is made when a test asks for it, and pages are verified when somebody suspects them; not before.
-    unasked = {"coordinator": {"low_free": 0.0, "high_free": 0.0}, "shard": {"scrub_bytes": 0}}
+    unasked = {
+        "coordinator": {"low_free": 0.0, "high_free": 0.0},
+        "shard": {"scrub_bytes": 0, "host_bytes": HOST_BYTES},
+    }
     with MemoryCluster(device_bytes=ARENA_BYTES, config=unasked) as cluster, ThreadPoolExecutor(4) as pool:
         (host,) = cluster.shards.values()
         watched = WatchedHost(host)

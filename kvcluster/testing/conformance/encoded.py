@@ -1,0 +1,191 @@
+"""Encoded pages travel as they lie, and to nobody who does not accept what they have lost."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
+from kvcluster.core.messages import PageKey, PageWant
+from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.spec import KVSpec
+from kvcluster.pages import checksum
+from kvcluster.testing.conformance.content import Content, block, store
+from kvcluster.testing.conformance.world import World, soon
+from kvcluster.transport.arrivals import read_whole
+from kvcluster.transport.seam import Payload, Transport, to_its_end
+
+LOSSY = [Codec.Q8, Codec.Q4]
+SMALL, LARGE = 8, limits.FRAME_BYTES // (2 * 2 * 2 * 64)
+"""Tokens of a block: several pages go into a frame, and a raw layer is one."""
+
+Came = dict[tuple[int, int], tuple[int, int, bytes]]
+"""By item and layer, counted from its page's first: a codec, a checksum and bytes."""
+
+
+def numbers(world: World, pages: int, block_tokens: int = SMALL) -> Content:
+    """Pages of numbers, which can be encoded."""
+    spec = KVSpec.uniform(
+        model="conformance",
+        weights="sha256:0",
+        num_layers=3,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype="float16",
+        block_tokens=block_tokens,
+    )
+    content = Content(world, spec, [PageKey(block(at), 0, spec.whole(0)) for at in range(pages)])
+    draw = random.Random(1)
+    few = [draw.gauss(0.0, 1.0) for _ in range(64)]
+    for key in content.keys:
+        count = spec.layer_bytes(0, key.part) // (2 * len(few))
+        content.layers[key] = [
+            struct.pack(f"{len(few)}e", *(draw.random() + number for number in few)) * count
+            for _ in range(key.part.layers)
+        ]
+    return content
+
+
+class _Sink:
+    """Keeps what comes, as it comes."""
+
+    def __init__(self) -> None:
+        self.came: Came = {}
+
+    def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
+        assert data.nbytes % len(sums) == 0, "whole layers"
+        for at, layer_sum in enumerate(sums, layer):
+            copy = bytearray(data.nbytes // len(sums))
+            read_whole(data, memoryview(copy))
+            assert (item, at) not in self.came, "every layer comes once"
+            self.came[item, at] = codec_id, layer_sum, bytes(copy)
+
+
+def load(
+    transport: Transport, content: Content, wants: Sequence[PageWant] | None = None, accept: Loss = Loss.Q4
+) -> tuple[list[Miss | None], Came]:
+    """The outcome of a load that accepts so much, and what came."""
+    sink = _Sink()
+    request = replace(content.read_request(wants), accept=accept)
+    return to_its_end(transport.read(request, sink, soon())), sink.came
+
+
+def committed(world: World, content: Content, wants: Sequence[PageWant], items: Sequence[int] | None = None) -> Came:
+    """What the shard holds of these wants, of all items or of some."""
+    held: Came = {}
+    for item, want in enumerate(wants):
+        page = world.page(content.namespace, want.key)
+        assert page is not None, "no such page"
+        step = page.nbytes // want.key.part.layers
+        sums, memory = checksum.unpack_sums(page.sums), world.memory(content.namespace, want.key)
+        for layer in range(want.layer_start, want.layer_stop) if items is None or item in items else ():
+            held[item, layer] = int(page.codec), sums[layer], bytes(memory[layer * step : (layer + 1) * step])
+    return held
+
+
+def demoted(world: World, codec: Codec, pages: int = 2, *, block_tokens: int = SMALL) -> Content:
+    """Pages that were stored and lie in the host tier now."""
+    stored = numbers(world, pages, block_tokens)
+    store(world.open(), stored)
+    world.demote(stored.namespace, stored.keys, codec)
+    return stored
+
+
+class EncodedClaims:
+    """Of pages of the host tier."""
+
+    @pytest.mark.parametrize("codec", LOSSY)
+    @pytest.mark.parametrize("block_tokens", [SMALL, LARGE])
+    def test_an_encoded_page_travels_encoded_with_the_sums_that_it_was_committed_with(
+        self, world: World, codec: Codec, block_tokens: int
+    ) -> None:
+        content = demoted(world, codec, block_tokens=block_tokens)
+        outcome, came = load(world.open(), content)
+        assert outcome == [None] * 2
+        assert {codec_id for codec_id, _, _ in came.values()} == {int(codec)}
+        assert came == committed(world, content, content.wants())
+        raw = content.spec.layer_bytes(0, content.keys[0].part)
+        assert all(len(data) < raw for _, _, data in came.values()), "fewer bytes than were stored"
+
+    @pytest.mark.parametrize("codec", LOSSY)
+    @pytest.mark.parametrize("block_tokens", [SMALL, LARGE])
+    def test_any_range_of_layers_of_an_encoded_page_can_be_loaded_alone(
+        self, world: World, codec: Codec, block_tokens: int
+    ) -> None:
+        content = demoted(world, codec, block_tokens=block_tokens)
+        transport = world.open()
+        for start, stop in itertools.combinations(range(4), 2):
+            wants = [PageWant(key, start, stop) for key in content.keys]
+            outcome, came = load(transport, content, wants)
+            assert outcome == [None, None]
+            assert came == committed(world, content, wants)
+
+    def test_what_came_encoded_verifies_as_that_and_as_nothing_else(self, world: World) -> None:
+        content = demoted(world, Codec.Q8, 1)
+        _, came = load(world.open(), content)
+        for (item, layer), (_, layer_sum, data) in came.items():
+            identities = [checksum.identity(content.namespace, content.keys[item], codec) for codec in Codec]
+            matches = [checksum.layer_sum(identity, layer, data) == layer_sum for identity in identities]
+            assert matches == [codec is Codec.Q8 for codec in Codec]
+
+    def test_raw_and_encoded_pages_travel_in_one_call_each_as_it_lies(self, world: World) -> None:
+        content, transport = numbers(world, 8), world.open()
+        store(transport, content)
+        for codec, keys in (
+            (Codec.Q8, content.keys[1:3]),
+            (Codec.Q4, content.keys[4:6]),
+            (Codec.RAW, content.keys[6:]),
+        ):
+            world.demote(content.namespace, keys, codec)
+        outcome, came = load(transport, content)
+        assert outcome == [None] * 8
+        raw, q8, q4 = map(int, (Codec.RAW, Codec.Q8, Codec.Q4))
+        assert [came[item, 0][0] for item in range(8)] == [raw, q8, q8, raw, q4, q4, raw, raw]
+        assert came == committed(world, content, content.wants())
+
+    @pytest.mark.parametrize("accept", Loss)
+    def test_who_accepts_less_loss_misses_those_pages_and_gets_the_ones_beside_them(
+        self, world: World, accept: Loss
+    ) -> None:
+        content, transport = numbers(world, 5), world.open()
+        store(transport, content)
+        codecs = [Codec.RAW, Codec.Q8, Codec.RAW, Codec.Q4, Codec.RAW]
+        for item in (1, 2, 3):
+            world.demote(content.namespace, [content.keys[item]], codecs[item])
+        outcome, came = load(transport, content, accept=accept)
+        lossy = {codec: Miss(MissReason.LOSSY, f"only with {codec.name.lower()}") for codec in LOSSY}
+        assert outcome == [None if codec.loss <= accept else lossy[codec] for codec in codecs]
+        there = [item for item, miss in enumerate(outcome) if miss is None]
+        assert came == committed(world, content, content.wants(), there)
+
+    def test_a_byte_that_rots_in_an_encoded_page_reaches_the_reader_as_a_checksum_that_fails(
+        self, world: World
+    ) -> None:
+        content = demoted(world, Codec.Q4, 3)
+        memory = world.memory(content.namespace, content.keys[1])
+        memory[len(memory) // 2] ^= 1  # of the second of three layers
+        outcome, came = load(world.open(), content)
+        assert outcome == [None] * 3
+        wrong = []
+        for (item, layer), (codec_id, layer_sum, data) in came.items():
+            identity = checksum.identity(content.namespace, content.keys[item], codec_id)
+            if checksum.layer_sum(identity, layer, data) != layer_sum:
+                wrong.append((item, layer))
+        assert wrong == [(1, 1)]
+
+    def test_what_is_evicted_below_while_it_is_read_arrives_whole(self, world: World) -> None:
+        content = demoted(world, Codec.Q8, block_tokens=LARGE)
+        expected, sink = committed(world, content, content.wants()), _Sink()
+        request = replace(content.read_request(), accept=Loss.Q8)
+        pieces = world.open().read(request, sink, soon())
+        next(pieces)
+        pool = world.host.core.pool
+        world.host.inspect(lambda: [pool.condemn(page) for page in list(pool.ready())])
+        assert to_its_end(pieces) == [None] * 2
+        assert sink.came == expected
