@@ -88,7 +88,7 @@ class Coordinator:
         self._started_at = now
         self._state = state = State(epoch, config, Tombstones(tombstones), membership_ttl_ms=membership_ttl_ms, now=now)
         self._evictor = Evictor(config, state.directory)
-        self._tiering = tiering = Tiering(config, state.directory, state.book, self._evictor)
+        self.tiering = tiering = Tiering(config, state.directory, state.book, self._evictor)
         self._replicator = Replicator(config, state.directory, state.book, state.members)
         self._grants = Grants(state, config, self._replicator, tiering)
         self._intake = Intake(state, config, self._evictor, tiering, self._replicator, policy or LRU(), expected)
@@ -230,7 +230,7 @@ class Coordinator:
         return [Answer(m.call, Done(member is not None))]
 
     def _set_policy(self, m: SetPolicy, now: int) -> list[Effect]:
-        why_not = self._tiering.set(m.settings)
+        why_not = self.tiering.set(m.settings)
         return [Answer(m.call, Done() if why_not is None else Refused(RefusedKind.BAD, why_not))]
 
     def _status(self, m: GetStatus, now: int) -> list[Effect]:
@@ -245,8 +245,8 @@ class Coordinator:
             tickets=len(self._state.tickets),
             shards=tuple(sorted(shards, key=lambda shard: shard.info.shard)),
             counters=tuple(self._state.counters.items()),
-            policy=self._tiering.policy,
-            fallen=self._tiering.fallen,
+            policy=self.tiering.policy,
+            fallen=self.tiering.fallen,
         )
         return [Answer(m.call, status)]
 

@@ -118,7 +118,7 @@ class Tiering:
         victims = self._evictor.victims(member, Tier.DEVICE, wanted, now)
         below = sum(self._bytes_below(record, member.slot) for record in victims)
         moves = [Move(record.space, record.hash, Tier.HOST, self._codec_of(record)) for record in victims]
-        return self._order(moves), below
+        return self.order(moves), below
 
     def promotion(self, member: Member) -> MoveOrder | None:
         """What is hot below, as far as there is room above."""
@@ -133,7 +133,14 @@ class Tiering:
             if room < 0:
                 break  # what stays hot is noticed again
             moves.append(Move(space_id, block, Tier.DEVICE))
-        return self._order(moves[: limits.EVICTIONS_PER_ORDER])
+        return self.order(moves[: limits.EVICTIONS_PER_ORDER])
+
+    def order(self, moves: Sequence[Move]) -> MoveOrder | None:
+        """Numbers it, where there is anything to move."""
+        if not moves:
+            return None
+        self._number += 1
+        return MoveOrder(self._number, tuple(moves))
 
     def settle(self, member: Member) -> None:
         """The order is carried out, or its shard is gone: what was to go and did not is queued again."""
@@ -148,12 +155,6 @@ class Tiering:
         """Its shard is gone."""
         self.settle(member)
         self._hot.pop(member.slot, None)
-
-    def _order(self, moves: Sequence[Move]) -> MoveOrder | None:
-        if not moves:
-            return None
-        self._number += 1
-        return MoveOrder(self._number, tuple(moves))
 
     def _codec_of(self, record: BlockRecord) -> Codec:
         if record.depth < self._raw_blocks:

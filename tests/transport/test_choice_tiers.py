@@ -103,7 +103,7 @@ def test_a_record_that_breaks_is_not_made_whole_with_bytes_of_another_codec(
 ) -> None:
     ways = ways_that_break(world, stored, page_bytes(stored) + 100, codec)
     outcome, came = load(ways.choice, stored)
-    assert outcome == [None, Miss(MissReason.EVICTED, "another copy took its place"), None]
+    assert outcome == [None, Miss(MissReason.EVICTED, "it has changed its tier"), None]
     assert sorted({item for item, _ in came}) == [0, 2]
     assert came[2, 0][0] == codec
 
@@ -114,3 +114,13 @@ def test_what_goes_down_meanwhile_is_not_brought_to_who_accepts_no_loss(world: W
     outcome, came = load(ways.choice, stored, accept=Loss.EXACT)
     lossy = Miss(MissReason.LOSSY, "only with q8")
     assert (outcome, came) == ([None, lossy, lossy], raw)
+
+
+def test_a_page_that_comes_up_while_its_record_is_brought_again_is_a_miss(world: World, stored: Content) -> None:
+    world.demote(stored.namespace, stored.keys[:1], Codec.Q8)
+    ways = Ways(world)
+    ways.shm.read_bytes, ways.shm.breaks_in_wait = 100, True
+    ways.shm.on_break = lambda: world.promote(stored.namespace, stored.keys[:1])
+    outcome, came = load(ways.choice, stored)
+    assert outcome == [Miss(MissReason.EVICTED, "it has changed its tier"), None, None]
+    assert sorted({item for item, _ in came}) == [1, 2]

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, CallId, Epoch, Holder, NamespaceId, Tenant
 from kvcluster.core.invariants import check_shard
-from kvcluster.core.messages import Move, MoveOrder, PageKey, PageSlot, Renew, Reply, ShardMessage, Tier
+from kvcluster.core.messages import Move, PageKey, PageSlot, Renew, Reply, ShardMessage, Tier
 from kvcluster.core.pool import Page, PageState
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.runtime.shard_host import ShardHost
@@ -200,8 +200,7 @@ class World:
 
         def order() -> None:
             assert member.move is None, "one order at a time"
-            member.moves += 1
-            member.move = MoveOrder(member.moves, tuple(moves))
+            member.move = core.tiering.order(moves)
 
         coordinator.inspect(order)
         self.cluster.wait_until(lambda: member.move is None, BOUND_S)

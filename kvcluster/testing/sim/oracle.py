@@ -127,7 +127,7 @@ class Oracle:
         assert isinstance(message, Pin)
         slots = [page for page in grant.pages if isinstance(page, PageSlot)]
         for slot in slots:
-            page = shard.core.pool.get(message.namespace, slot.key)
+            page = shard.core.pool.on(slot.tier, message.namespace, slot.key)
             hold(
                 page is not None and page.state is PageState.READY and page.generation == slot.generation,
                 f"a page of {slot.key.hash.hex()[:6]} is given to a reader that is not READY",
