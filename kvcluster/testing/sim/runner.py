@@ -72,10 +72,11 @@ class Tally:
 
 def run_seed(seed: int, bug: str | None = None, *, whole_journal: bool = False) -> tuple[World, Failure | None]:
     """One seed, to its end or to what it shows to be wrong."""
-    world = World(seed, whole_journal=whole_journal)
-    with bugs.active(bug), _bounds(world.scenario.limits):
+    with bugs.active(bug):
+        world = World(seed, whole_journal=whole_journal)  # its first shards have the bug as well
         try:
-            world.run()
+            with _bounds(world.scenario.limits):
+                world.run()
             return world, None
         except Exception as error:
             return world, Failure(seed, f"{type(error).__name__}: {error}", _story(world, bug, error))

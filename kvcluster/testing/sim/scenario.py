@@ -102,11 +102,11 @@ def _config(rng: random.Random, shards: int) -> Config:
             drain_ms=rng.choice((1_500, 4_000)),
             host_codec=rng.choice(("raw", "q8", "q8", "q4")),
             host_raw_blocks=rng.choice((0, 1, 1)),
-            promote_loads=rng.choice((1, 2, 2)),
+            promote_loads=rng.choice((1, 1, 2)),
         ),
         shard=ShardConfig(
             device_bytes=units * UNIT_BYTES,
-            host_bytes=rng.choice((0, 0, 0, 16, 64)) * UNIT_BYTES,
+            host_bytes=rng.choice((0, 0, 8, 16, 64)) * UNIT_BYTES,
             extent_bytes=rng.choice((UNIT_BYTES, 2 * UNIT_BYTES)),
             lease_ttl_ms=800,
             report_interval_ms=400,
