@@ -135,6 +135,7 @@ class Bench:
     def send(self, item: int, layer: int, layers: int, which: Codec, payload: Payload | None = None) -> None:
         sums = self.sums(item, layer, layers, which)
         payload = payload or Present(self.data(item, layer, layers, which))
+        self.board.found(which.loss)  # as a ticket or a lookup has told: no shard sends what has lost more
         self.sink.receive(item, layer, int(which), sums, payload)
 
     def send_all(self, which: Codec, portion: int | None = None) -> None:

@@ -86,7 +86,7 @@ class Arena:
     def untouched(self, *but: PageSlot) -> bool:
         """Has nothing been written beside these places since the pages were laid?"""
         kept = bytearray(self._bytes)
-        known = [slot for page in self.pages for slot in page[2:] if slot in but or slot.sums]
+        known = [slot for page in self.pages for slot in (page.source, page.target) if slot in but or slot.sums]
         for slot in known:
             kept[slot.offset : slot.offset + slot.nbytes] = bytes([FILL]) * slot.nbytes
         return not kept.strip(bytes([FILL]))

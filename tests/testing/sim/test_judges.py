@@ -13,8 +13,8 @@ from kvcluster.testing.sim.kernel import MS, SECOND
 from kvcluster.testing.sim.promises import Violation
 from kvcluster.testing.sim.world import World
 
-QUIET = 39
-"""Of two large shards and slow writers."""
+QUIET = 131
+"""Of two large shards without a tier below, and slow writers."""
 
 
 def quiet_world() -> World:
