@@ -11,7 +11,7 @@ from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
-from kvcluster.core.index import PrefixIndex
+from kvcluster.core.index import BlockRecord, PrefixIndex
 from kvcluster.core.messages import Need, Tombstone
 from kvcluster.core.spec import KVSpec, Part, differing_fields
 from kvcluster.core.tombstones import Tombstones
@@ -91,6 +91,11 @@ class Directory:
     def known(self, space_id: NamespaceId) -> Space | None:
         """For shards, which speak for every tenant."""
         return self._spaces.get(space_id)
+
+    def record(self, space_id: NamespaceId, block: BlockHash) -> BlockRecord | None:
+        """What is known of a block, whosever it is."""
+        space = self._spaces.get(space_id)
+        return space.index.get(block) if space is not None else None
 
     def bury(self, stone: Tombstone) -> list[BlockHash]:
         """Forgets all that the tombstone names: the blocks that were known."""

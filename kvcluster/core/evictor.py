@@ -34,27 +34,22 @@ class Evictor:
         self._pinned_share = config.pinned_share
         self._directory = directory
 
-    def wanted(self, member: Member, tier: Tier, pressure_bytes: int) -> int:
-        """The bytes that are to be made free in a tier, in which so many are waited for."""
-        use = member.info.use(tier)
-        if use.free_bytes < self._low * use.capacity_bytes:
-            return max(pressure_bytes, int(self._high * use.capacity_bytes) - use.free_bytes)
-        return pressure_bytes
-
-    def order(self, member: Member, tier: Tier, wanted: int, now: int) -> EvictOrder | None:
+    def order(self, member: Member, tier: Tier, pressure_bytes: int, now: int) -> EvictOrder | None:
         """The next order for this shard, or None where nothing is to go, or nothing can."""
-        victims = self.victims(member, tier, wanted, now)
+        victims = self.victims(member, tier, pressure_bytes, now)
         if not victims:
             return None
         member.orders += 1
         return EvictOrder(member.orders, tuple((record.space, record.hash) for record in victims), tier)
 
-    def victims(self, member: Member, tier: Tier, wanted: int, now: int) -> list[BlockRecord]:
-        """The coldest blocks of that tier, about so many bytes of them, taken off its queue."""
+    def victims(self, member: Member, tier: Tier, pressure_bytes: int, now: int) -> list[BlockRecord]:
+        """The coldest blocks of that tier, in which so many bytes are waited for, taken off its queue: about as many as
+        it is to have free."""
 
         def verdict(record: BlockRecord) -> Verdict:
             return self._verdict(record, member.slot, tier, now)
 
+        wanted = self._wanted(member, tier, pressure_bytes)
         cold, victims, found = member.cold[tier], list[BlockRecord](), 0
         if wanted > 0:
             cold.compact(member.info.use(tier).pages, verdict)
@@ -75,8 +70,7 @@ class Evictor:
         """The order is carried out, or its shard is gone: what it named and is still recorded is queued again."""
         if member.order is not None:
             for space_id, block in member.order.blocks:
-                space = self._directory.known(space_id)
-                record = space.index.get(block) if space is not None else None
+                record = self._directory.record(space_id, block)
                 if record is not None and record.copies.on(member.slot, member.order.tier):
                     member.cold[member.order.tier].push(record)
         member.order = None
@@ -101,6 +95,12 @@ class Evictor:
     def unpin(self, space: Space, blocks: Sequence[BlockHash]) -> int:
         """How many of these were pinned."""
         return sum(space.pinned.pop(block, None) is not None for block in blocks)
+
+    def _wanted(self, member: Member, tier: Tier, pressure_bytes: int) -> int:
+        use = member.info.use(tier)
+        if use.free_bytes < self._low * use.capacity_bytes:
+            return max(pressure_bytes, int(self._high * use.capacity_bytes) - use.free_bytes)
+        return pressure_bytes
 
     def _verdict(self, record: BlockRecord, slot: int, tier: Tier, now: int) -> Verdict:
         space = self._directory.known(record.space)

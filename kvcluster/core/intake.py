@@ -262,16 +262,13 @@ class Intake:
 
     def _make_room(self, member: Member, pressure_bytes: int, now: int) -> None:
         """Orders the coldest a tier down, and the coldest of the lowest tier out of it."""
-        lowest, lacking = member.info.lowest, 0
+        lowest, waited = member.info.lowest, pressure_bytes
         if lowest is not Tier.DEVICE:
+            waited = 0
             if member.move is None:
                 member.move, below = self._tiering.demotion(member, pressure_bytes, now)
-                lacking = below - member.info.use(lowest).free_bytes
-            waited = 0
-        else:
-            waited = pressure_bytes
-        wanted = max(lacking, self._evictor.wanted(member, lowest, waited))
-        member.order = self._evictor.order(member, lowest, wanted, now)
+                waited = max(0, below - member.info.use(lowest).free_bytes)
+        member.order = self._evictor.order(member, lowest, waited, now)
         ordered = member.order is not None or member.move is not None
         cut_short = any(cold.cut_short for cold in member.cold.values())
         member.full = pressure_bytes > 0 and not ordered and not cut_short

@@ -341,12 +341,10 @@ class Replicator:
 
     def _room(self, member: Member, tier: Tier) -> int:
         """Bytes of that tier that may be filled without a need to evict for it."""
-        use = member.info.use(tier)
-        return use.free_bytes - int(self._low * use.capacity_bytes)
+        return member.info.use(tier).room(self._low)
 
     def _record(self, wished: Wished) -> BlockRecord | None:
-        space = self._directory.known(wished[0])
-        return space.index.get(wished[1]) if space is not None else None
+        return self._directory.record(*wished)
 
     def _bytes(self, record: BlockRecord, missing: _Missing) -> int:
         """What these pages of it take."""

@@ -103,7 +103,7 @@ class Tiering:
                 return f"{name}: there is no codec {value!r}; there is {', '.join(CODECS)}"
             if name != "host.codec" and not (value.isascii() and value.isdigit() and len(value) < 10):
                 return f"{name} is a number of blocks or loads, not {value!r}"
-            if (name, int(value) if value.isdigit() else value) == ("promote.loads", 0):
+            if name == "promote.loads" and not int(value):
                 return "promote.loads must be at least 1"
             known[name] = value
         if any(name == "host.codec" for name, _ in settings):  # somebody has decided: it is tried again
@@ -114,8 +114,7 @@ class Tiering:
 
     def demotion(self, member: Member, pressure_bytes: int, now: int) -> tuple[MoveOrder | None, int]:
         """What is to leave the device tier, and the bytes that it takes below."""
-        wanted = self._evictor.wanted(member, Tier.DEVICE, pressure_bytes)
-        victims = self._evictor.victims(member, Tier.DEVICE, wanted, now)
+        victims = self._evictor.victims(member, Tier.DEVICE, pressure_bytes, now)
         below = sum(self._bytes_below(record, member.slot) for record in victims)
         moves = [Move(record.space, record.hash, Tier.HOST, self._codec_of(record)) for record in victims]
         return self.order(moves), below
@@ -123,10 +122,9 @@ class Tiering:
     def promotion(self, member: Member) -> MoveOrder | None:
         """What is hot below, as far as there is room above."""
         moves: list[Move] = []
-        room = member.info.free_bytes - int(self._low * member.info.capacity_bytes)
+        room = member.info.use(Tier.DEVICE).room(self._low)
         for space_id, block in self._hot.pop(member.slot, {}):
-            space = self._directory.known(space_id)
-            record = space.index.get(block) if space is not None else None
+            record = self._directory.record(space_id, block)
             if record is None or member.slot not in _only_below(record):
                 continue
             room -= self._evictor.bytes_on(record, member.slot, Tier.HOST, raw=True)
@@ -145,8 +143,7 @@ class Tiering:
     def settle(self, member: Member) -> None:
         """The order is carried out, or its shard is gone: what was to go and did not is queued again."""
         for move in member.move.moves if member.move is not None else ():
-            space = self._directory.known(move.namespace)
-            record = space.index.get(move.hash) if space is not None else None
+            record = self._directory.record(move.namespace, move.hash)
             if move.to > Tier.DEVICE and record is not None and record.copies.on(member.slot, Tier.DEVICE):
                 member.cold[Tier.DEVICE].push(record)
         member.move = None

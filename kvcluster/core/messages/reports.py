@@ -75,6 +75,10 @@ class TierUse(NamedTuple):
     free_bytes: int
     pages: int
 
+    def room(self, low_free: float) -> int:
+        """Bytes that may be filled until only that share is free; below 0 where less is."""
+        return self.free_bytes - int(low_free * self.capacity_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
