@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvcluster.cli.bench.specs import llama_8b
 from kvcluster.cli.bench.trace import measuring, reading, table
 from kvcluster.cli.bench.trace.cluster import MS, TENANT, Cluster
 from kvcluster.cli.main import main
@@ -19,7 +20,7 @@ from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import LoadGrant, Tier
 from kvcluster.core.reasons import Loss
 
-SPEC = measuring.llama_8b(16)
+SPEC = llama_8b("sha256:trace", 16)
 PAGE = SPEC.page_bytes(0, SPEC.whole(0))
 USERS, TURNS, GROWTH = 10, 3, 4
 

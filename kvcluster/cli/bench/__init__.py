@@ -115,7 +115,7 @@ def _transfer(options: argparse.Namespace) -> int:
             single_pages=100 if quick else 400,
             peers=Path(options.peers) if options.peers else measuring.peers_folder(),
             peer_python=options.peer_python,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            say=_say,
         )
 
     return _print(measure, table.lines, as_json=options.json, draw=draw)
@@ -155,7 +155,7 @@ def _tiers(options: argparse.Namespace) -> int:
             rounds=3 if quick else 9,
             blocks=32 if quick else 64,
             stores=60 if quick else 200,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            say=_say,
         )
 
     return _print(measure, table.lines, as_json=options.json)
@@ -173,10 +173,15 @@ def _trace(options: argparse.Namespace) -> int:
             host=options.host,
             shards=options.shards,
             block_tokens=options.as_tokens,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            say=_say,
         )
 
     return _print(measure, table.lines, as_json=options.json)
+
+
+def _say(line: str) -> None:
+    """How far it is, beside the figures."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _into(file: str, draw: Callable[[Mapping[str, Any], str], None]) -> Callable[[Mapping[str, Any]], None]:

@@ -125,16 +125,7 @@ class Engine:
                 for plane in planes(layer):
                     plane[:, :, :BLOCK_TOKENS] = 0
         with watch.prefill():
-            out = self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
-                streamer=watch,
-                max_new_tokens=NEW_TOKENS,
-                do_sample=False,
-                return_dict_in_generate=True,
-                output_logits=True,
-            )
+            out = self._generate(ids, cache, NEW_TOKENS, watch)
         reply = {
             "first_token_ns": watch.first_token_ns - began_ns,
             "prompt_tokens": ids.shape[1],
@@ -158,15 +149,7 @@ class Engine:
         client = self._connected()
         lay = Counter(block.tier if block.hit else "nowhere" for block in client.explain(ids[0].tolist()))
         cache = PrefixCache.from_inputs(client, self._model, ids)
-        out = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            max_new_tokens=1,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
+        out = self._generate(ids, cache, 1)
         stored = cache.save(out.sequences)
         client.flush()
         logits = out.logits[0][0]
@@ -202,6 +185,19 @@ class Engine:
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
+
+    def _generate(self, ids: torch.Tensor, cache: Any, tokens: int, streamer: BaseStreamer | None = None) -> Any:
+        """Greedy, with the logits."""
+        return self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            streamer=streamer,
+            max_new_tokens=tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
 
     def _connected(self) -> kvcluster.Client:
         assert self._client is not None, "the conductor connects first"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import kvcluster
+from kvcluster.cli.bench.specs import llama_8b
 from kvcluster.cli.bench.transfer.party import warm_memory
 from kvcluster.client import Client
 from kvcluster.client.control import NO_CALL, GrpcPort, expect
@@ -30,15 +31,7 @@ from kvcluster.transport.rpc import Connection
 from kvcluster.transport.seam import Deadline
 
 BLOCK_TOKENS = 16
-SPEC = kvcluster.KVSpec.uniform(
-    model="llama-3-8b",
-    weights="sha256:bench",
-    num_layers=32,
-    num_kv_heads=8,
-    head_dim=128,
-    dtype="bfloat16",
-    block_tokens=BLOCK_TOKENS,
-)
+SPEC = llama_8b("sha256:bench", BLOCK_TOKENS)
 _SHAPE = (32, 2, BLOCK_TOKENS, 8, 128)
 _PAGE = SPEC.page_bytes(0, SPEC.whole(0))
 _CALL_MS = 60_000

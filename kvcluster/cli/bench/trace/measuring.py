@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from kvcluster import config
+from kvcluster.cli.bench.specs import llama_8b
 from kvcluster.cli.bench.trace.cluster import MS, TENANT, Cluster
 from kvcluster.cli.bench.trace.reading import Trace
 from kvcluster.core.hashing import foreign
@@ -43,19 +44,6 @@ TRACE_TOKENS = 512
 ROWS = (Row(), Row("raw"), Row("q8", 1), Row("q8"), Row("q4", 1), Row("q4"))
 
 
-def llama_8b(block_tokens: int) -> KVSpec:
-    """The KV of Llama 3 8B: 128 KiB a token."""
-    return KVSpec.uniform(
-        model="llama-3-8b",
-        weights="sha256:trace",
-        num_layers=32,
-        num_kv_heads=8,
-        head_dim=128,
-        dtype="bfloat16",
-        block_tokens=block_tokens,
-    )
-
-
 def measure(
     trace: Trace, *, capacity: float, host: float, shards: int, block_tokens: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -64,7 +52,7 @@ def measure(
 
     Raises ConfigError where a tier would be too small for a page.
     """
-    spec = llama_8b(block_tokens)
+    spec = llama_8b("sha256:trace", block_tokens)
     page_bytes = spec.page_bytes(0, spec.whole(0))
     tiers = {"--capacity": capacity, "--host": host}
     device_bytes, host_bytes = (int(share * trace.distinct * page_bytes) // shards for share in tiers.values())
