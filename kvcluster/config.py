@@ -70,12 +70,17 @@ class CoordinatorConfig:
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
     """`device_bytes`: the pool, of raw pages. `host_bytes`: the tier below it, of encoded ones; 0 for none.
+    `disk_bytes`: the tier below that, of files in a folder of this shard's own within `disk_dir`; 0 for none.
+    `disk_file_bytes`: how large each file is, 0 to choose by the size of the tier.
     `q4_sampled`: of the pages that are encoded in q4, this share is looked at for what it loses.
     `extent_bytes`: the allocator's unit, 0 to choose one by the size of each tier.
     `scrub_bytes`: how much a second a shard reads of its own pages to find rotten ones; 0 for none."""
 
     device_bytes: int = 2**30
     host_bytes: int = 0
+    disk_bytes: int = 0
+    disk_dir: str = ""
+    disk_file_bytes: int = 0
     q4_sampled: float = 0.02
     extent_bytes: int = 0
     lease_ttl_ms: int = 10_000
@@ -227,6 +232,15 @@ def _check(config: Config) -> None:
         (
             not s.host_bytes or s.host_bytes >= 4_096,
             "shard.host_bytes must hold at least a page; give 64MiB or more, or 0 for no such tier",
+        ),
+        (not s.disk_bytes or bool(s.disk_dir), "shard.disk_bytes needs shard.disk_dir: a folder on a local drive"),
+        (
+            not s.disk_dir or bool(s.disk_bytes),
+            "shard.disk_dir needs shard.disk_bytes: how much it may take there",
+        ),
+        (
+            not s.disk_bytes or bool(s.host_bytes),
+            "shard.disk_bytes needs shard.host_bytes: pages come to disk out of the host tier, and back through it",
         ),
         (
             2 * s.report_interval_ms < config.membership_ttl_ms,

@@ -32,8 +32,12 @@ def print_status(status: dict[str, Any], address: str) -> None:
     if any(shard["below"] for shard in status["shards"]):
         policy = ", ".join(f"{name}={value}" for name, value in status["policy"].items())
         console.print(
-            f"{totals.get('demoted', 0):,} pages went down a tier and {totals.get('promoted', 0):,} came up; {policy}"
+            f"{totals.get('demoted', 0):,} pages went down a tier and {totals.get('promoted', 0):,} came up, "
+            f"{totals.get('staged', 0):,} were read from disk; {policy}"
         )
+    for shard in status["shards"]:
+        if shard["trouble"]:
+            console.print(f"[yellow]{shard['shard']}[/yellow]: {shard['trouble']}")
     for namespace, error in status["fallen"].items():
         console.print(f"[yellow]q4 loses {error:.3f} of namespace {namespace[:8]}[/yellow]: its pages go down in q8")
     if status["lost_shards"]:

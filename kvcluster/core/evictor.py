@@ -77,7 +77,8 @@ class Evictor:
 
     def pin(self, space: Space, blocks: Sequence[BlockHash], until: int, members: Sequence[Member], now: int) -> int:
         """Spares the leading blocks that are cached and fit the share that pins may take; how many."""
-        capacity = sum(member.info.use(tier).capacity_bytes for member in members for tier in Tier)
+        in_memory = (Tier.DEVICE, Tier.HOST)  # where most of what is pinned stays
+        capacity = sum(member.info.use(tier).capacity_bytes for member in members for tier in in_memory)
         room = int(self._pinned_share * capacity) - self._pinned_bytes(now)
         count = 0
         for block in blocks:

@@ -34,6 +34,9 @@ CallId = NewType("CallId", int)
 """Names a question inside one process, so that an effect can answer it."""
 
 HASH_BYTES = 32
+SUM_BYTES = 8
+"""A checksum, of which each layer of a page has one."""
+
 HOLDER_BYTES = 16
 
 

@@ -26,7 +26,6 @@ from kvcluster.core.messages import (
     Report,
     ReportAck,
     StreamEvent,
-    Tier,
     Tombstone,
 )
 from kvcluster.core.reasons import MissReason
@@ -262,12 +261,12 @@ class Intake:
 
     def _make_room(self, member: Member, pressure_bytes: int, now: int) -> None:
         """Orders the coldest a tier down, and the coldest of the lowest tier out of it."""
-        lowest, waited = member.info.lowest, pressure_bytes
-        if lowest is not Tier.DEVICE:
+        *upper, lowest = member.info.tiers
+        waited = pressure_bytes
+        if upper:
             waited = 0
             if member.move is None:
-                member.move, below = self._tiering.demotion(member, pressure_bytes, now)
-                waited = max(0, below - member.info.use(lowest).free_bytes)
+                member.move, waited = self._tiering.demotion(member, pressure_bytes, now)
         member.order = self._evictor.order(member, lowest, waited, now)
         ordered = member.order is not None or member.move is not None
         cut_short = any(cold.cut_short for cold in member.cold.values())

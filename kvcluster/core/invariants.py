@@ -25,20 +25,20 @@ def check_shard(shard: Shard) -> None:
                 continue
             counted = pins if lease.kind is LeaseKind.READ else writing
             counted[page.generation] = counted.get(page.generation, 0) + 1
-    end = 0
+    end = {False: 0, True: 0}  # in memory, and on disk
     for page in sorted(pool.everything(), key=lambda page: page.offset):
-        assert page.offset >= end, f"page {page.generation} lies on another"
-        end = page.offset + page.nbytes
+        on_disk = page.tier is Tier.DISK
+        assert page.offset >= end[on_disk], f"page {page.generation} lies on another"
+        end[on_disk] = page.offset + page.nbytes
         assert page.pins == pins.pop(page.generation, 0), f"page {page.generation} has pins without a lease"
         writers = writing.pop(page.generation, 0)
         assert (page.state is PageState.WRITING) == (writers == 1), f"page {page.generation} and its writers disagree"
         assert page.state is not PageState.FREE
         assert bool(page.sums) == (page.state is not PageState.WRITING), "READY means summed"
-    assert end <= pool.arena_bytes, "a page lies beyond the arena"
+    assert end[False] <= pool.arena_bytes, "a page lies beyond the arena"
+    assert pool.files is None or end[True] <= pool.files.capacity_bytes, "a page lies beyond the last file"
     for page in pool.ready():
-        twin = pool.on(Tier.HOST, page.space, page.key) if Tier.HOST in pool.allocators else None
-        held = twin is not None and twin.state is PageState.READY
-        assert held or not page.decoded, "what was decoded lies there without its twin"
+        assert pool.below_of(page) is not None or not page.decoded, "what was decoded lies there without its twin"
         assert (page.tier is Tier.DEVICE) <= (page.codec is Codec.RAW), "an encoded page where raw ones lie"
         assert page.loss >= page.codec.loss, "a codec without its loss"
     assert not pins and not writing, "a lease holds pages that are gone"
@@ -72,7 +72,9 @@ def check_coordinator(coordinator: Coordinator) -> None:
             assert member.order.number <= member.orders, "an order that the next will be taken for"
             ordered[member.order.tier] += len(member.order.blocks)
         if member.move is not None:
-            ordered[Tier.DEVICE] += sum(move.to > Tier.DEVICE for move in member.move.moves)
+            for move in member.move.moves:
+                if move.to > Tier.DEVICE:
+                    ordered[Tier(move.to - 1)] += 1
         orders = (member.order, member.move, member.pull)
         assert orders == (None,) * 3 or not coordinator.rebuilding, "an order of a coordinator that knows too little"
         for tier, cold in member.cold.items():

@@ -102,6 +102,10 @@ class LeaseBook:
     def running(self, attempt: Attempt) -> bool:
         return attempt in self._running
 
+    def holds(self, lease: Lease) -> bool:
+        """Does this very lease run still?"""
+        return self._running.get(lease.attempt) is lease
+
     def end(self, attempt: Attempt) -> Lease | None:
         """Its holder has stopped: the lease, whose pages the caller now gives back."""
         lease = self._running.pop(attempt, None) or self._revoked.pop(attempt, None)

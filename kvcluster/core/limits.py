@@ -47,6 +47,9 @@ EVICTED_FINGERPRINTS = 262_144
 EVICTIONS_PER_ORDER = 1_024
 """Blocks that one order may condemn, or move to another tier, so that a step of the shard stays short."""
 
+MOVES_PER_ORDER = 2 * EVICTIONS_PER_ORDER
+"""As EVICTIONS_PER_ORDER, out of each of two tiers."""
+
 REPLICAS = 64
 """Shards that one block may lie on: beyond it a copy costs room and spares no reader a wait."""
 
@@ -58,6 +61,9 @@ SUSPECTS_PER_CALL = 256
 
 WAITING_WRITES = 1_024
 """Reservations that wait for room at a shard; one more is answered `full`."""
+
+PINS_FROM_DISK = 256
+"""Loads that wait for pages from disk at one shard. One more is a miss: a second of reading waits already."""
 
 SUSPECTS = 1_024
 """Pages that readers suspect and the shard has yet to read. The round of the scrubber finds what is beyond it."""

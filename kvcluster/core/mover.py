@@ -1,4 +1,5 @@
-"""A shard's pages on their way between its tiers: demoted by being encoded below, promoted by being decoded above.
+"""A shard's pages on their way between its tiers: demoted by being encoded below, promoted by being decoded above. From
+the host tier to disk they go as they are.
 
 What is to move the coordinator has ordered (MoveOrder); the shell does it, a batch at a time, beside everything else,
 and says what came of it. Meanwhile the source is read like before and the target is nobody's: a batch is a read lease
@@ -6,8 +7,9 @@ and a write lease of the shard's own, so that whatever ends leases ends it too. 
 meanwhile takes its target with it.
 
 What is demoted leaves its tier in any case. Where its twin lies below already it is not encoded again, and where there
-is no room below, which the coordinator has tried to make, it is evicted, as it would be without a tier below. What was
-to stay raw goes encoded where only that has room.
+is no room below, which the coordinator has tried to make, it is evicted, as it would be without a tier below; likewise
+what cannot be written to disk. What was to stay raw goes encoded where only that has room. Where disk has room, but in
+no file for pages of this kind, the emptiest file is given up, once a batch.
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ class Mover:
         self._order = 0
         self._left: deque[Move] = deque()
         self._batch: _Batch | None = None
+        self._gave_up_file = False  # in the batch that is being put together
         self.moved = 0
 
     @property
@@ -95,6 +98,7 @@ class Mover:
             return []
         pairs: list[tuple[Page, Page]] = []
         nbytes = 0
+        self._gave_up_file = False
         while self._left and nbytes < BATCH_BYTES:
             move = self._left.popleft()
             space = self._spaces.known(move.namespace)
@@ -132,6 +136,8 @@ class Mover:
                 if alive and index in m.corrupt:
                     self._counters["corrupt"] += 1
                     self._withdraw(source, corrupt=True)
+                elif alive and sums is None and target.tier is Tier.DISK:
+                    self._evict(source)
                 elif alive and sums is None and target.tier > source.tier and not source.stays_raw:
                     source.stays_raw = True  # it goes as it is, by the next batch
                     self._left.appendleft(Move(source.space, source.key.hash, target.tier))
@@ -155,25 +161,44 @@ class Mover:
         source = self._source(move.to, space.id, key)
         if source is None:
             return None
-        twin = self._pool.on(move.to, space.id, key)
-        if twin is not None:
-            if down and twin.state is PageState.READY:
-                self._withdraw(source)
+        if down and self._pool.below_of(source) is not None:
+            self._withdraw(source)
+            return None
+        if self._pool.on(move.to, space.id, key) is not None:
             return None
         target = None
-        if down and not source.stays_raw:
-            for codec in dict.fromkeys((move.codec, Codec.Q8)):
-                target = target or self._reserve(source, space, move.to, space.fitting(group, part, codec))
-        else:
-            target = self._reserve(source, space, move.to, Codec.RAW)
+        for codec in self._codecs(move, source):
+            target = target or self._reserve(source, space, move.to, space.fitting(group, part, codec))
         if target is None:
             if down:
-                self._counters["evicted"] += 1
-                self._withdraw(source)
+                self._evict(source)
             return None
         return source, target
 
+    def _codecs(self, move: Move, source: Page) -> list[Codec]:
+        """In which it may go there, the best first."""
+        if move.to is Tier.DISK:
+            return [source.codec]
+        if move.to is Tier.DEVICE or source.stays_raw:
+            return [Codec.RAW]
+        return list(dict.fromkeys((move.codec, Codec.Q8)))
+
+    def _evict(self, page: Page) -> None:
+        self._counters["evicted"] += 1
+        self._withdraw(page)
+
     def _reserve(self, source: Page, space: Space, to: Tier, codec: Codec) -> Page | None:
+        target = self._reserve_once(source, space, to, codec)
+        if target is None and to is Tier.DISK and not self._gave_up_file and self._pool.files is not None:
+            self._gave_up_file = True
+            for owner in self._pool.files.sparsest():
+                page = self._pool.on(Tier.DISK, *owner)
+                if page is not None and page.state is PageState.READY:
+                    self._evict(page)
+            target = self._reserve_once(source, space, to, codec)
+        return target
+
+    def _reserve_once(self, source: Page, space: Space, to: Tier, codec: Codec) -> Page | None:
         return self._pool.reserve(
             space.id,
             source.key,
@@ -186,9 +211,9 @@ class Mover:
         )
 
     def _source(self, to: Tier, space: NamespaceId, key: PageKey) -> Page | None:
-        """What is READY of it in the other tier."""
+        """What is READY of it where it comes from: in the tier above, or else in the first below that has it."""
         for tier in self._pool.allocators:
-            page = self._pool.on(tier, space, key) if tier is not to else None
+            page = self._pool.on(tier, space, key) if tier == to - 1 or tier > to is Tier.DEVICE else None
             if page is not None and page.state is PageState.READY:
                 return page
         return None
@@ -197,5 +222,11 @@ class Mover:
         source, target = pair
         space = self._spaces.known(source.space)
         assert space is not None, "a page of a namespace that is not known"
-        sampled = target.codec is Codec.Q4 and int.from_bytes(source.key.hash[:4], "big") < self._sampled
-        return PageMove(source.space, space.spec, source.slot(), target.slot(), sampled)
+        coded = target.codec is Codec.Q4 and source.codec is not Codec.Q4
+        sampled = coded and int.from_bytes(source.key.hash[:4], "big") < self._sampled
+        return page_move(space, source, target)._replace(sampled=sampled)
+
+
+def page_move(space: Space, source: Page, target: Page) -> PageMove:
+    """What the shell is to know of it."""
+    return PageMove(space.id, space.tenant, space.spec, source.parent, source.depth, source.slot(), target.slot())

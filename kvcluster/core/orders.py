@@ -12,6 +12,7 @@ from kvcluster.core.ids import Attempt
 from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import (
     Effect,
+    Erase,
     EvictOrder,
     Fetch,
     PageKey,
@@ -19,6 +20,7 @@ from kvcluster.core.messages import (
     PurgedEvent,
     ReportAck,
     Revoke,
+    Tier,
     Tombstone,
 )
 from kvcluster.core.mover import Mover
@@ -44,6 +46,7 @@ class Orders:
         withdraw: Withdrawal,
         mover: Mover,
         counters: dict[str, int],
+        tombstones: Tombstones,
     ) -> None:
         self._pool = pool
         self._leases = leases
@@ -57,7 +60,7 @@ class Orders:
         self._pulling: tuple[int, Attempt] | None = None
         self.evicted = 0
         self.pulled = 0
-        self.tombstones = Tombstones()
+        self.tombstones = tombstones
         self.draining = False
 
     @property
@@ -78,8 +81,11 @@ class Orders:
             self.draining = True
             self._uplink.say_soon()
         effects: list[Effect] = []
-        for stone in ack.tombstones:
+        stones = [stone for stone in ack.tombstones if stone.number > self.tombstones.highest]
+        for stone in stones:
             effects += self._bury(stone)
+        if stones and Tier.DISK in self._pool.allocators:
+            effects.append(Erase(tuple(stones), self.tombstones.all()))
         if ack.order is not None and ack.order.number > self.evicted:
             self._evict(ack.order)
         if ack.move is not None:
@@ -97,8 +103,6 @@ class Orders:
     def _evict(self, order: EvictOrder) -> None:
         self.evicted = order.number
         self._uplink.say_soon()
-        if order.tier not in self._pool.allocators:
-            return
         for namespace, block in order.blocks:
             space = self._spaces.known(namespace)
             if space is None:
@@ -132,8 +136,6 @@ class Orders:
 
     def _bury(self, stone: Tombstone) -> list[Effect]:
         """All that the tombstone names goes: what is READY now, and what is being written of before."""
-        if stone.number <= self.tombstones.highest:
-            return []
         effects: list[Effect] = []
         named = {space.id: space for space in self._spaces if stone.names(space.tenant, space.spec)}
         for page in [page for page in self._pool.ready() if page.space in named]:

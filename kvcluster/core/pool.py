@@ -2,13 +2,15 @@
 
     FREE -reserve-> WRITING -commit-> READY -condemn-> CONDEMNED -last unpin-> FREE
                     WRITING -abort--> FREE
+    a private copy: WRITING -lend-> CONDEMNED
 
 A free page is no object here: it is room in the allocator. The invariant that matters: bytes of a page are
 given to a reader only in READY, are written only in WRITING, and are given back only when no pin is left.
 A condemned page keeps its bytes for the readers that it has and is found by no new one. Each reservation
 gets a generation that no other ever had. This module owns no bytes and knows no time.
 
-A block may lie in two tiers at once, as twins: encoded below, and decoded above.
+A block may lie in two tiers at once, as twins: encoded below, and decoded above. Nobody reads the disk tier's pages
+where they lie: whoever wants one gets a private copy in memory, which is nobody else's and ends with its reader.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from typing import NamedTuple
 from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import PageAllocator
 from kvcluster.core.codecs import Codec
+from kvcluster.core.file_allocator import FileAllocator
+from kvcluster.core.found import NO_DISK, Found, FoundPage
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import NewPage, PageEvent, PageKey, PageSlot, Tier, TierUse, Written
 from kvcluster.core.reasons import Loss, Miss, MissReason
@@ -39,6 +43,7 @@ class PageAction(Enum):
 
     COMMIT = "commit"
     ABORT = "abort"
+    LEND = "lend"
     CONDEMN = "condemn"
     LAST_UNPIN = "last_unpin"
 
@@ -46,6 +51,7 @@ class PageAction(Enum):
 TRANSITIONS: dict[tuple[PageState, PageAction], PageState] = {
     (PageState.WRITING, PageAction.COMMIT): PageState.READY,
     (PageState.WRITING, PageAction.ABORT): PageState.FREE,
+    (PageState.WRITING, PageAction.LEND): PageState.CONDEMNED,
     (PageState.READY, PageAction.CONDEMN): PageState.CONDEMNED,
     (PageState.CONDEMNED, PageAction.LAST_UNPIN): PageState.FREE,
 }
@@ -112,24 +118,35 @@ class Page:
 
 
 class PagePool:
-    """Pages by tier and key, over an allocator for the device tier and one for each tier below that there is."""
+    """Pages by tier and key, over an allocator for the device tier, one for each tier below that there is in memory,
+    and one for the disk tier."""
 
-    def __init__(self, allocator: PageAllocator, below: Mapping[Tier, PageAllocator] | None = None) -> None:
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        below: Mapping[Tier, PageAllocator] | None = None,
+        files: FileAllocator | None = None,
+    ) -> None:
         self.allocator = allocator
-        self.allocators = {Tier.DEVICE: allocator, **(below or {})}
+        self.memory = {Tier.DEVICE: allocator, **(below or {})}
+        self.files = files
+        self.allocators: dict[Tier, PageAllocator | FileAllocator] = {**self.memory}
         """The fastest tier first."""
+        if files is not None:
+            self.allocators[Tier.DISK] = files
         self._pages: dict[Tier, dict[PoolKey, Page]] = {tier: {} for tier in self.allocators}
-        self._condemned: dict[int, Page] = {}  # by generation: their keys may be taken again
+        self._condemned: dict[int, Page] = {}  # by generation: their keys may be taken again; and private copies
         self._generation = 0
 
     @classmethod
-    def of(cls, config: ShardConfig) -> PagePool:
-        """The device tier and, behind it in one arena, the host tier where there is one."""
+    def of(cls, config: ShardConfig, found: Found = NO_DISK) -> PagePool:
+        """The device tier and, behind it in one arena, the host tier where there is one; and the disk tier."""
+        files = FileAllocator(found.capacity_bytes, found.file_bytes) if found.capacity_bytes else None
         device = PageAllocator(config.device_bytes, config.extent_bytes)
         if not config.host_bytes:
             return cls(device)
         host = PageAllocator(config.host_bytes, config.extent_bytes, start=device.capacity_bytes)
-        return cls(device, {Tier.HOST: host})
+        return cls(device, {Tier.HOST: host}, files)
 
     def __len__(self) -> int:
         return sum(map(len, self._pages.values()))
@@ -148,8 +165,8 @@ class PagePool:
 
     @property
     def arena_bytes(self) -> int:
-        """All tiers together, in one arena."""
-        return sum(allocator.capacity_bytes for allocator in self.allocators.values())
+        """All tiers in memory together, in one arena."""
+        return sum(allocator.capacity_bytes for allocator in self.memory.values())
 
     @property
     def condemned(self) -> int:
@@ -172,7 +189,7 @@ class PagePool:
         which a copy is made that will never be encoded again."""
         page = self.get(space, key)
         if encoded and page is not None and page.decoded:
-            page = self.on(Tier.HOST, space, key)
+            page = self.below_of(page)
         if page is None:
             return Miss(MissReason.EVICTED)
         if page.state is not PageState.READY:
@@ -183,7 +200,13 @@ class PagePool:
 
     def on(self, tier: Tier, space: NamespaceId, key: PageKey) -> Page | None:
         """The page that is WRITING or READY for this key in that tier."""
-        return self._pages[tier].get(PoolKey(space, key))
+        pages = self._pages.get(tier)
+        return pages.get(PoolKey(space, key)) if pages is not None else None
+
+    def below_of(self, page: Page) -> Page | None:
+        """Its READY twin in a tier below, of two the upper one."""
+        below = (self.on(tier, page.space, page.key) for tier in self.allocators if tier > page.tier)
+        return next((twin for twin in below if twin is not None and twin.state is PageState.READY), None)
 
     def ready(self) -> Iterator[Page]:
         """Every READY page, the fastest tier first, in each the oldest reservation first."""
@@ -219,24 +242,39 @@ class PagePool:
         """A page to write, or None where there is no room for it."""
         pool_key = PoolKey(space, key)
         assert pool_key not in self._pages[tier], "one writer a page"
-        offset = self.allocators[tier].reserve(nbytes)
+        offset = self.memory[tier].reserve(nbytes) if tier in self.memory else self._in_file(pool_key, nbytes)
         if offset is None:
             return None
-        self._generation += 1
-        page = Page(
-            space,
-            key,
-            offset=offset,
-            nbytes=nbytes,
-            generation=self._generation,
-            parent=parent,
-            depth=depth,
-            loss=loss,
-            tier=tier,
-            codec=codec,
-        )
-        self._pages[tier][pool_key] = page
+        page = self._pages[tier][pool_key] = self._page(pool_key, offset, nbytes, parent, depth, loss, tier, codec)
         return page
+
+    def adopt(self, found: FoundPage) -> bool:
+        """A page of the disk tier that was there before this pool, READY again. False where it cannot be."""
+        pool_key = PoolKey(found.namespace, found.key)
+        pages = self._pages[Tier.DISK]
+        assert self.files is not None
+        if pool_key in pages or not self.files.adopt(found.offset, pool_key, found.nbytes):
+            return False
+        like = (found.nbytes, found.parent, found.depth, found.loss)
+        pages[pool_key] = page = self._page(pool_key, found.offset, *like, Tier.DISK, found.codec)
+        self.commit(page, found.sums)
+        return True
+
+    def private(self, page: Page) -> Page | None:
+        """Room in the host tier for a copy of this page that nobody finds; None where there is none."""
+        offset = self.memory[Tier.HOST].reserve(page.nbytes)
+        if offset is None:
+            return None
+        like = (page.nbytes, page.parent, page.depth, page.loss)
+        copy = self._page(PoolKey(page.space, page.key), offset, *like, Tier.HOST, page.codec)
+        self._condemned[copy.generation] = copy
+        return copy
+
+    def lend(self, copy: Page, sums: bytes) -> None:
+        """The bytes of a private copy are whole and verified: its one reader has it, until he is done."""
+        self._act(copy, PageAction.LEND)
+        copy.sums = sums
+        copy.pins = 1
 
     def commit(self, page: Page, sums: bytes) -> None:
         """The bytes are whole and verified: readers may have them."""
@@ -246,8 +284,9 @@ class PagePool:
     def abort(self, page: Page) -> None:
         """Its writer has stopped: the room is free."""
         self._act(page, PageAction.ABORT)
-        del self._pages[page.tier][PoolKey(page.space, page.key)]
-        self.allocators[page.tier].free(page.offset, page.nbytes)
+        if self._condemned.pop(page.generation, None) is None:
+            del self._pages[page.tier][PoolKey(page.space, page.key)]
+        self._free(page)
 
     def pin(self, page: Page) -> None:
         if page.state is not PageState.READY:
@@ -272,15 +311,49 @@ class PagePool:
         for tier, allocator in self.allocators.items():
             held = sum(allocator.size_class(page.nbytes) for page in self.everything() if page.tier is tier)
             assert held == allocator.used_bytes, f"pages hold {held}, the allocator gave {allocator.used_bytes}"
-        assert all(page.pins > 0 for page in self._condemned.values()), "a condemned page without readers takes room"
+        unread = [page for page in self._condemned.values() if not page.pins]
+        assert all(page.state is PageState.WRITING for page in unread), "a condemned page without readers takes room"
+
+    def _in_file(self, pool_key: PoolKey, nbytes: int) -> int | None:
+        return self.files.reserve(pool_key, nbytes) if self.files is not None else None
+
+    def _page(
+        self,
+        pool_key: PoolKey,
+        offset: int,
+        nbytes: int,
+        parent: BlockHash,
+        depth: int,
+        loss: Loss,
+        tier: Tier,
+        codec: Codec,
+    ) -> Page:
+        self._generation += 1
+        return Page(
+            *pool_key,
+            offset=offset,
+            nbytes=nbytes,
+            generation=self._generation,
+            parent=parent,
+            depth=depth,
+            loss=loss,
+            tier=tier,
+            codec=codec,
+        )
 
     def _free_if_unread(self, page: Page) -> bool:
         if page.state is not PageState.CONDEMNED or page.pins:
             return False
         self._act(page, PageAction.LAST_UNPIN)
         del self._condemned[page.generation]
-        self.allocators[page.tier].free(page.offset, page.nbytes)
+        self._free(page)
         return True
+
+    def _free(self, page: Page) -> None:
+        if page.tier in self.memory:
+            self.memory[page.tier].free(page.offset, page.nbytes)
+        elif self.files is not None:
+            self.files.free(page.offset)
 
     def _act(self, page: Page, action: PageAction) -> None:
         after = TRANSITIONS.get((page.state, action))

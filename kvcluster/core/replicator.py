@@ -31,6 +31,9 @@ MS = 1_000_000
 TRIES = 3
 """How often a wish goes into an order: a source that rots or a target that fills up is no reason to go on for ever."""
 
+_TAKING = (Tier.DEVICE, Tier.HOST)
+"""Tiers that copies may come into."""
+
 RETRY_NS = 250 * MS
 """A wish that went into an order waits so long for the next. A target whose room is in pieces says at once that nothing
 fitted, and would be told the same again at once, without end."""
@@ -133,7 +136,7 @@ class Replicator:
     def order(self, target: Member, now: int) -> None:
         """Gives a shard that has just reported its next pull, if there is one for it."""
         assert target.pull is None, "one pull at a time"
-        if not target.takes or all(self._room(target, tier) <= 0 for tier in Tier):
+        if not target.takes or all(self._room(target, tier) <= 0 for tier in _TAKING):
             return
         for wishes in (*self._draining.values(), self._wishes):
             taken = self._pick(target, wishes, now)
@@ -201,7 +204,7 @@ class Replicator:
             return False  # what is on its way is on no list
         wishes = self._draining.get(member.slot, {})
         stayers = self._stayers()
-        takers = [other for other in members if other.takes and any(self._room(other, tier) > 0 for tier in Tier)]
+        takers = [other for other in members if other.takes and any(self._room(other, tier) > 0 for tier in _TAKING)]
         for wished in list(islice(wishes, INSPECTED)):
             wish, record = wishes[wished], self._record(wished)
             staying = self._staying(record) if record is not None else {}
@@ -288,7 +291,8 @@ class Replicator:
         # What has lost least; and what was decoded as it was encoded, so that it will never be encoded again.
         for copy in sorted(record.copies.entries, key=lambda copy: (copy.loss, -copy.codec, copy.slot)):
             slots = staying.get((copy.group, copy.part), [])
-            into = copy.tier if target.info.use(copy.tier).capacity_bytes else Tier.DEVICE
+            into = min(copy.tier, Tier.HOST)  # nobody is sent anything straight to disk
+            into = into if target.info.use(into).capacity_bytes else Tier.DEVICE
             if copy.codec is not Codec.RAW and into is Tier.DEVICE:
                 continue
             if not self._book.alive(copy.slot) or source not in (None, (copy.slot, copy.codec, copy.loss, into)):

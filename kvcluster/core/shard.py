@@ -15,6 +15,7 @@ from typing import Any
 
 from kvcluster.config import ShardConfig
 from kvcluster.core import limits
+from kvcluster.core.found import NO_DISK, Found
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, NamespaceId, ShardId
 from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import (
@@ -35,7 +36,6 @@ from kvcluster.core.messages import (
     NewPage,
     Offers,
     PageEvent,
-    PageSlot,
     Pin,
     PinGrant,
     Refused,
@@ -49,6 +49,7 @@ from kvcluster.core.messages import (
     Send,
     ShardInfo,
     ShardMessage,
+    Staged,
     Stalled,
     Suspect,
     Tick,
@@ -63,9 +64,11 @@ from kvcluster.core.messages import (
 from kvcluster.core.mover import Mover
 from kvcluster.core.orders import Orders
 from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.reading import Reading
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spaces import Space, Spaces
 from kvcluster.core.stream import Piece
+from kvcluster.core.tombstones import Tombstones
 from kvcluster.core.uplink import FROM_SHARD, Uplink
 from kvcluster.core.verifier import Verifier
 from kvcluster.core.waiting import WaitingRoom, lost
@@ -73,7 +76,7 @@ from kvcluster.core.withdrawal import Withdrawal
 
 _COUNTERS = (
     *("commits", "duplicates", "evicted", "aborted", "revoked", "late", "full"),
-    *("suspected", "verified", "corrupt", "pulled", "purged", "demoted", "promoted"),
+    *("suspected", "verified", "corrupt", "pulled", "purged", "demoted", "promoted", "staged"),
 )
 
 
@@ -81,7 +84,15 @@ class Shard:
     """`step(message, now) -> effects`; call it again by `next_deadline()`."""
 
     def __init__(
-        self, shard: ShardId, epoch: Epoch, config: ShardConfig, *, membership_ttl_ms: int, address: str, host: str
+        self,
+        shard: ShardId,
+        epoch: Epoch,
+        config: ShardConfig,
+        *,
+        membership_ttl_ms: int,
+        address: str,
+        host: str,
+        found: Found = NO_DISK,
     ) -> None:
         self._shard = shard
         self.epoch = epoch
@@ -89,7 +100,7 @@ class Shard:
         """What its shell serves, told before the first step. It means nothing here."""
         self._address = address
         self._host = host
-        self._pool = PagePool.of(config)
+        self._pool = PagePool.of(config, found)
         self._leases = LeaseBook(config.lease_ttl_ms * 1_000_000)
         self._spaces = Spaces(self._used_namespaces)
         self._waiting = WaitingRoom(self._pool, self._spaces)
@@ -102,11 +113,15 @@ class Shard:
             *(self._pool, self._leases, self._spaces, self._own, self._withdraw, self._committed, self._counters),
             sampled=config.q4_sampled,
         )
+        self._reading = Reading(self._pool, self._leases, self._own, self._withdraw, self._counters)
         self._orders = Orders(
             *(self._pool, self._leases, self._spaces, self._waiting, self._uplink, self._own),
             *(self._withdraw, self._mover, self._counters),
+            Tombstones(found.tombstones),
         )
+        self._adopt(found)
         self._inventoried: tuple[Tombstone, ...] = ()  # what was carried out before the inventory under way began
+        self._trouble = found.why_none
         self._over = False
         self._pressed = False  # the last report told of somebody who waits for room
         self._handlers: dict[type, Callable[[Any, int], list[Effect]]] = {
@@ -122,6 +137,7 @@ class Shard:
             Suspect: self._suspect,
             Verified: self._verified,
             Moved: self._moved,
+            Staged: lambda m, now: self._reading.staged(m, may_grant=self.member(now)),
             ReportAnswered: self._report_answered,
             ReportFailed: self._report_failed,
             Tick: self._tick,
@@ -168,7 +184,7 @@ class Shard:
     @property
     def own_attempts(self) -> list[Attempt]:
         """Under which it reads its pages again, moves them between its tiers, or pulls others, at present."""
-        attempts = (self._verifier.attempt, self._orders.attempt, *self._mover.attempts)
+        attempts = (self._verifier.attempt, self._orders.attempt, *self._mover.attempts, *self._reading.attempts)
         return [attempt for attempt in attempts if attempt is not None]
 
     # ------------------------------------------------------------------------------------------ workers
@@ -186,16 +202,7 @@ class Shard:
         if not self.member(now):
             lost = Miss(MissReason.SHARD_LOST, "the shard has no coordinator")
             return [Answer(m.call, PinGrant((lost,) * len(m.keys)))]
-        pages: list[Page | None] = []
-        found: list[PageSlot | Miss] = []
-        for key in m.keys:
-            page = self._pool.find(m.namespace, key, m.accept, encoded=m.tenant == CLUSTER)
-            if isinstance(page, Page):
-                self._pool.pin(page)
-            pages.append(page if isinstance(page, Page) else None)
-            found.append(page.slot() if isinstance(page, Page) else page)
-        self._leases.grant(m.attempt, LeaseKind.READ, pages, now)
-        return [Answer(m.call, PinGrant(tuple(found)))]
+        return self._reading.pin(m, self._space(m.namespace), encoded=m.tenant == CLUSTER, now=now)
 
     def _reserve(self, m: Reserve, now: int) -> list[Effect]:
         refused = self._check(m) or self._check_parts(m)
@@ -236,7 +243,8 @@ class Shard:
 
     def _committed(self, page: Page) -> None:
         """It is READY from now on, in place of those that have lost more."""
-        self._verifier.committed(page)
+        if page.tier is not Tier.DISK:  # what lies there is verified when it is read
+            self._verifier.committed(page)
         self._uplink.tell(page.event())
         for tier in self._pool.allocators:
             other = self._pool.on(tier, page.space, page.key)
@@ -423,7 +431,7 @@ class Shard:
         """Nothing is served from this incarnation any more."""
         self._over = True
         effects: list[Effect] = [Revoke(attempt) for attempt in self._leases.revoke_all()]
-        effects += self._serve_waiting(now)
+        effects += [*self._serve_waiting(now), *self._reading.give_up()]
         effects += self._uplink.end()
         return [*effects, Leave(_FAREWELLS[farewell], for_good=farewell is Farewell.DRAINED)]
 
@@ -440,6 +448,15 @@ class Shard:
         return []
 
     # ------------------------------------------------------------------------------------------- reports
+
+    def _adopt(self, found: Found) -> None:
+        """What lies on disk from before is served again, as far as there is room to know whose it is."""
+        spaces = [self._spaces.attach(tenant, spec) for tenant, spec in found.specs]
+        known = {space.id: space for space in spaces if space is not None}
+        for page in found.pages:
+            space = known.get(page.namespace)
+            if space is not None and self._pool.adopt(page):
+                space.hold(page.key.group, page.key.part)
 
     def _inventory(self) -> list[PageEvent]:
         # The chunks are sent one by one, and a purge that comes between them is none that these pages have survived.
@@ -465,10 +482,11 @@ class Shard:
             free_bytes=allocator.free_bytes,
             pages=self._pool.count(Tier.DEVICE),
             # Nobody waits for what it reads and moves by itself.
-            leases=len(self._leases) - (self._verifier.attempt is not None) - len(self._mover.attempts),
+            leases=len(self._leases) - len(self.own_attempts) + (self._orders.attempt is not None),
             counters=tuple(self._counters.items()),
             draining=self._orders.draining,
             below=self._pool.below(),
+            trouble=self._trouble,
         )
 
 

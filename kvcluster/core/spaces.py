@@ -46,11 +46,11 @@ class Space:
         if taken is not None:
             return taken
         nbytes = self.page_bytes(group, part, codec)
-        if tier not in pool.allocators:
+        if tier not in pool.memory:
             return Written.FULL
         worse = pool.on(tier, self.id, new.key)
         if worse is not None:
-            if not pool.allocators[tier].room(nbytes):
+            if not pool.memory[tier].room(nbytes):
                 return Written.FULL
             withdraw(worse)
         page = pool.reserve(
@@ -63,8 +63,12 @@ class Space:
         )
         if page is None:
             return Written.FULL
-        self.parts.setdefault((group, part), self.page_bytes(group, part))
+        self.hold(group, part)
         return page
+
+    def hold(self, group: int, part: Part) -> None:
+        """Pages of this part are here, or have been."""
+        self.parts.setdefault((group, part), self.page_bytes(group, part))
 
     def page_bytes(self, group: int, part: Part, codec: Codec = Codec.RAW) -> int:
         """Of a page in that codec. Asked for with every page that is to be written."""

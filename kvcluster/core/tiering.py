@@ -1,7 +1,8 @@
 """Which blocks change their tier: turns watermarks into demotions, and heat into promotions.
 
-A shard that has a tier below is relieved by demotion: of its device tier the coldest blocks go down, encoded as the
-policy says, and only out of its lowest tier anything is evicted (evictor.py). The first blocks of a sequence, which
+A shard that has tiers below is relieved by demotion: of its device tier the coldest blocks go down, encoded as the
+policy says, of its host tier the coldest go to disk, as they are, and only out of its lowest tier anything is evicted
+(evictor.py). The first blocks of a sequence, which
 every later token attends to (attention sinks: Xiao et al., StreamingLLM, 2023), go down raw. Runs that are loaded often
 from below are brought up again as far as there is room above the watermark; nothing is demoted for them before they
 are there, and then the coldest is.
@@ -113,11 +114,18 @@ class Tiering:
         return None
 
     def demotion(self, member: Member, pressure_bytes: int, now: int) -> tuple[MoveOrder | None, int]:
-        """What is to leave the device tier, and the bytes that it takes below."""
-        victims = self._evictor.victims(member, Tier.DEVICE, pressure_bytes, now)
-        below = sum(self._bytes_below(record, member.slot) for record in victims)
-        moves = [Move(record.space, record.hash, Tier.HOST, self._codec_of(record)) for record in victims]
-        return self.order(moves), below
+        """What is to leave each tier but the lowest for the one below it, and the bytes that the lowest lacks for that.
+        Room is made before it is taken: what leaves a lower tier goes first."""
+        moves: list[Move] = []
+        waited = pressure_bytes
+        *upper, _ = member.info.tiers
+        for tier in upper:
+            to = Tier(tier + 1)
+            victims = self._evictor.victims(member, tier, waited, now)
+            below = sum(self._bytes_below(record, member.slot, to) for record in victims)
+            moves[:0] = [Move(record.space, record.hash, to, self._codec_of(record)) for record in victims]
+            waited = max(0, below - member.info.use(to).free_bytes)
+        return self.order(moves), waited
 
     def promotion(self, member: Member) -> MoveOrder | None:
         """What is hot below, as far as there is room above."""
@@ -127,7 +135,8 @@ class Tiering:
             record = self._directory.record(space_id, block)
             if record is None or member.slot not in _only_below(record):
                 continue
-            room -= self._evictor.bytes_on(record, member.slot, Tier.HOST, raw=True)
+            below = Tier.HOST if record.copies.on(member.slot, Tier.HOST) else Tier.DISK
+            room -= self._evictor.bytes_on(record, member.slot, below, raw=True)
             if room < 0:
                 break  # what stays hot is noticed again
             moves.append(Move(space_id, block, Tier.DEVICE))
@@ -144,8 +153,9 @@ class Tiering:
         """The order is carried out, or its shard is gone: what was to go and did not is queued again."""
         for move in member.move.moves if member.move is not None else ():
             record = self._directory.record(move.namespace, move.hash)
-            if move.to > Tier.DEVICE and record is not None and record.copies.on(member.slot, Tier.DEVICE):
-                member.cold[Tier.DEVICE].push(record)
+            left = Tier(max(move.to - 1, 0))
+            if move.to > left and record is not None and record.copies.on(member.slot, left):
+                member.cold[left].push(record)
         member.move = None
 
     def forget(self, member: Member) -> None:
@@ -158,10 +168,12 @@ class Tiering:
             return Codec.RAW
         return Codec.Q8 if self._codec is Codec.Q4 and record.space in self._fallen else self._codec
 
-    def _bytes_below(self, record: BlockRecord, slot: int) -> int:
+    def _bytes_below(self, record: BlockRecord, slot: int, to: Tier) -> int:
         """What a block takes in the tier below, where it does not lie there already."""
-        if record.copies.on(slot, Tier.HOST):
+        if any(copy.slot == slot and copy.tier >= to for copy in record.copies.entries):
             return 0
+        if to is Tier.DISK:
+            return self._evictor.bytes_on(record, slot, Tier.HOST)
         space = self._directory.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         codecs = (Codec.RAW, self._codec_of(record))

@@ -1,7 +1,7 @@
 """Withdrawing a page: nobody new reads it, and the coordinator is told.
 
-What was decoded from it goes with it, be it read a thousand times a second. Alone it would be encoded again some day,
-and lose more each time.
+What was decoded from it goes with it, be it read a thousand times a second, unless it lies encoded in another tier too.
+Alone it would be encoded again some day, and lose more each time.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ class Withdrawal:
         self._pool.condemn(page)
         self._uplink.tell(GoneEvent(page.space, page.key, corrupt=corrupt, tier=page.tier))
         above = self._pool.on(Tier.DEVICE, page.space, page.key)
-        if above is not None and above.decoded and above.state is PageState.READY:
+        if above is not None and above.decoded and above.state is PageState.READY and not self._pool.below_of(above):
             self(above)

@@ -29,11 +29,9 @@ from collections.abc import Sequence
 from xxhash import xxh3_64_intdigest
 
 from kvcluster.core import limits
-from kvcluster.core.ids import HASH_BYTES, NamespaceId
+from kvcluster.core.ids import HASH_BYTES, SUM_BYTES, NamespaceId
 from kvcluster.core.messages import PageKey
 from kvcluster.pages import native
-
-SUM_BYTES = 8
 
 _DOMAIN = b"kvcluster-sum-v1"
 _IDENTITY = struct.Struct(f"<{len(_DOMAIN)}s{HASH_BYTES}s{HASH_BYTES}s5IH")

@@ -1,41 +1,98 @@
-"""Moving a shard's pages between its tiers: each is encoded, decoded or copied, and then verified where it lay.
+"""Moving a shard's pages between its tiers: each is encoded, decoded or copied, and then verified.
 
-Which pages, and where to, the core has chosen (core/mover.py); nobody reads the targets and nobody frees a source
-before it is answered. What lies in the target is summed there, and is what was verified, but for what its codec loses.
-This is never in the way of whoever loads or stores: it runs beside the driver on one thread of a lower priority, leaves
-Python to other threads while it encodes, and lets others run after each page.
+Which pages, and where to, the core has chosen (core/mover.py, core/reading.py); nobody reads the targets and nobody
+frees a source before it is answered. What is encoded or decoded is summed where it lies, and is what was verified, but
+for what its codec loses; what is copied is verified by the sums that it had.
+
+`move` is never in the way of whoever loads or stores: it runs beside the driver on one thread of a lower priority,
+leaves Python to other threads while it encodes, and lets others run after each page. Somebody waits for `stage`.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from typing import Protocol
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.messages import Moved, MovePages, PageMove, PageSlot
+from kvcluster.core.messages import Moved, MovePages, PageMove, PageSlot, Stage, Staged, Tier
 from kvcluster.pages import checksum, codec
 from kvcluster.runtime.verifying import matches
 from kvcluster.transport.seam import Trouble
 
+log = logging.getLogger(__name__)
 
-def move(order: MovePages, view: Callable[[PageSlot], memoryview]) -> Moved:
+
+class Places(Protocol):
+    """Where pages lie."""
+
+    def bytes_of(self, slot: PageSlot) -> memoryview:
+        """Of a page in memory where they lie; of one on disk a copy. Raises Trouble in a shard that is ending, OSError
+        where they cannot be read."""
+
+    def write_to_disk(self, page: PageMove, data: memoryview) -> None:
+        """Raises OSError."""
+
+    def read_from_disk(self, slot: PageSlot, into: memoryview) -> None:
+        """Raises OSError."""
+
+
+def move(order: MovePages, places: Places) -> Moved:
     """Moves what `order` names. In a shard that is ending nothing moves any more."""
     sums: list[bytes | None] = []
     corrupt: list[int] = []
     errors: list[tuple[int, int]] = []
     for index, page in enumerate(order.pages):
+        made: bytes | None = None
         try:
-            source, target = view(page.source), view(page.target)
-        except Trouble:
-            sums.append(None)
-            continue
-        sums.append(_moved(page, source, target))
-        if page.sampled and sums[index] is not None:
-            errors.append((index, _lost(page, source, target)))
-        if not matches(page.namespace, page.source, source):  # afterwards: what was right now was right then
+            source = places.bytes_of(page.source)
+            if page.target.tier is Tier.DISK:
+                sound = matches(page.namespace, page.source, source)
+                made = _written(page, source, places) if sound else None
+            else:
+                target = places.bytes_of(page.target)
+                made = _moved(page, source, target)
+                if page.sampled and made is not None:
+                    errors.append((index, _lost(page, source, target)))
+                sound = matches(page.namespace, page.source, source)  # afterwards: what is right now was right then
+            if not sound:
+                corrupt.append(index)
+        except OSError as error:
+            log.warning("a page on disk cannot be read: %s", error)
             corrupt.append(index)
+        except Trouble:
+            pass
+        sums.append(made)
         time.sleep(0)
     return Moved(order.attempt, tuple(sums), tuple(corrupt), tuple(errors))
+
+
+def stage(order: Stage, places: Places) -> Staged:
+    """Reads what `order` names from disk. What is there afterwards is what was committed, or is named as corrupt."""
+    corrupt: list[int] = []
+    for index, page in enumerate(order.pages):
+        try:
+            target = places.bytes_of(page.target)
+            places.read_from_disk(page.source, target)
+            sound = matches(page.namespace, page.source, target)
+        except OSError as error:
+            log.warning("a page on disk cannot be read: %s", error)
+            sound = False
+        except Trouble:
+            sound = False
+        if not sound:
+            corrupt.append(index)
+    return Staged(order.attempt, tuple(corrupt))
+
+
+def _written(page: PageMove, source: memoryview, places: Places) -> bytes | None:
+    """The packed sums of a page that is on disk now; None where it could not be written."""
+    try:
+        places.write_to_disk(page, source)
+    except OSError as error:
+        log.warning("a page cannot be written to disk: %s", error)
+        return None
+    return page.source.sums
 
 
 def _moved(page: PageMove, source: memoryview, target: memoryview) -> bytes | None:

@@ -1,9 +1,9 @@
 """A shard's process without Ray: core, arena, driver, and a thread for each thing that takes its time.
 
 Effects end here: a report is sent by the reporter, pages are read again by the verifier, moved between tiers by the
-mover and brought from other shards by the fetcher; a revoked lease stops whoever moves its bytes, and `Leave` ends the
-process. How the coordinator and other shards are reached comes in as functions, so that the same host runs over gRPC
-and within a test.
+mover, read from disk by the stager and brought from other shards by the fetcher; a revoked lease stops whoever moves
+its bytes, and `Leave` ends the process. How the coordinator and other shards are reached comes in as functions, so
+that the same host runs over gRPC and within a test.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from kvcluster.config import Config
+from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, CallId, Epoch, ShardId
 from kvcluster.core.messages import (
     Effect,
+    Erase,
     Fetch,
     Inventory,
     Leave,
     MovePages,
     Offers,
+    PageMove,
     PageSlot,
     Refused,
     RefusedKind,
@@ -33,6 +36,8 @@ from kvcluster.core.messages import (
     Revoke,
     Send,
     ShardMessage,
+    Stage,
+    Tier,
     Verify,
 )
 from kvcluster.core.reasons import Miss, MissReason
@@ -40,6 +45,7 @@ from kvcluster.core.shard import Shard
 from kvcluster.errors import KVClusterError
 from kvcluster.pages.arena import Arena
 from kvcluster.runtime import moving
+from kvcluster.runtime.disk import open_disk
 from kvcluster.runtime.driver import Driver
 from kvcluster.runtime.fetching import Fetcher, OpenSource
 from kvcluster.runtime.threads import JobThread
@@ -67,6 +73,7 @@ class ShardHost:
         open_source: OpenSource,
         on_end: Callable[[Leave], None],
     ) -> None:
+        self._disk, found = open_disk(config.shard, shard)
         self.core = Shard(
             shard,
             epoch,
@@ -74,6 +81,7 @@ class ShardHost:
             membership_ttl_ms=config.membership_ttl_ms,
             address=address,
             host=host,
+            found=found,
         )
         self._arena = Arena(self.core.pool.arena_bytes)
         self._tell = tell
@@ -91,16 +99,20 @@ class ShardHost:
             on_failure=fail,
             name=shard,
         )
-        # The core has one of each under way at a time.
+        # The core has one of each under way at a time, but for what it stages: one for each lease.
         self._fetcher = Fetcher(self, open_source)
         self._reports = JobThread(self._report, name=f"{shard}-reporter", on_failure=fail)
         self._verifies = JobThread(self._verify, name=f"{shard}-verifier", on_failure=fail, niceness=NICENESS)
-        self._moves = JobThread(self._move, name=f"{shard}-mover", on_failure=fail, niceness=NICENESS)
+        # An erasure for each answer of the coordinator may wait behind a batch of moves, if the drive is stuck.
+        self._moves = JobThread(
+            self._move, name=f"{shard}-mover", on_failure=fail, niceness=NICENESS, most=limits.TOMBSTONES
+        )
+        self._stages = JobThread(self._stage, name=f"{shard}-stager", on_failure=fail, most=limits.PINS_FROM_DISK)
         self._fetches = JobThread(self._fetcher.fetch, name=f"{shard}-fetcher", on_failure=fail)
 
     @property
     def _threads(self) -> list[JobThread[Any]]:
-        return [self._reports, self._verifies, self._moves, self._fetches]
+        return [self._reports, self._verifies, self._moves, self._stages, self._fetches]
 
     def start(self, offers: Offers | None = None) -> None:
         """`offers` are the transports that serve it beside gRPC, for whoever asks."""
@@ -116,6 +128,8 @@ class ShardHost:
         for thread in self._threads:
             thread.close()
         self._arena.close()
+        if self._disk is not None:
+            self._disk.close()
 
     # ------------------------------------------------------------------------------- PageHost and ShmHost
 
@@ -156,6 +170,23 @@ class ShardHost:
         finally:
             self._sessions.pop(attempt, None)
 
+    # ------------------------------------------------------------------------------------------ places
+
+    def bytes_of(self, slot: PageSlot) -> memoryview:
+        if slot.tier is not Tier.DISK:
+            return self.view(slot)
+        copy = memoryview(bytearray(slot.nbytes))
+        self.read_from_disk(slot, copy)
+        return copy
+
+    def read_from_disk(self, slot: PageSlot, into: memoryview) -> None:
+        assert self._disk is not None
+        self._disk.read(slot, into)
+
+    def write_to_disk(self, page: PageMove, data: memoryview) -> None:
+        assert self._disk is not None
+        self._disk.write(page, data)
+
     # ----------------------------------------------------------------------------------------- effects
 
     def _perform(self, effect: Effect) -> None:
@@ -167,8 +198,10 @@ class ShardHost:
                 stop()
         elif isinstance(effect, Verify):
             self._verifies.submit(effect)
-        elif isinstance(effect, MovePages):
+        elif isinstance(effect, MovePages | Erase):  # on one thread: what is written later is not erased
             self._moves.submit(effect)
+        elif isinstance(effect, Stage):
+            self._stages.submit(effect)
         elif isinstance(effect, Fetch):
             self._fetches.submit(effect)
         elif isinstance(effect, Leave):
@@ -189,7 +222,13 @@ class ShardHost:
             self._driver.tell(ReportFailed())
 
     def _verify(self, order: Verify) -> None:
-        self._driver.tell(verify(order, self.view))
+        self._driver.tell(verify(order, self.bytes_of))
 
-    def _move(self, order: MovePages) -> None:
-        self._driver.tell(moving.move(order, self.view))
+    def _move(self, order: MovePages | Erase) -> None:
+        if isinstance(order, MovePages):
+            self._driver.tell(moving.move(order, self))
+        elif self._disk is not None:
+            self._disk.erase(order)
+
+    def _stage(self, order: Stage) -> None:
+        self._driver.tell(moving.stage(order, self))

@@ -1,9 +1,10 @@
-"""Tombstones on disk: what a coordinator was told to purge, kept for the coordinator after it.
+"""Tombstones on disk: what a coordinator was told to purge, kept for the coordinator after it; and what a shard with a
+disk tier has carried out there, kept for the shard after it.
 
-One small file in `coordinator.state_dir`, replaced whole: written beside itself, synced, renamed, and the folder
-synced; so it is the old one or the new one, whenever the power goes. It carries a digest, since a tombstone that rots
-into another one brings back what was purged. A file that cannot be understood is never passed over, for the same
-reason; what to do about it is a person's decision, and the error says which there are.
+One small file in `coordinator.state_dir` or beside the shard's pages, replaced whole: written beside itself, synced,
+renamed, and the folder synced; so it is the old one or the new one, whenever the power goes. It carries a digest,
+since a tombstone that rots into another one brings back what was purged. A file that cannot be understood is never
+passed over, for the same reason; what to do about it is a person's decision, and the error says which there are.
 
 It also carries the number of its owner. Each coordinator takes the file over when it starts; one that was cut off
 and does not know yet that it has a successor can then no longer overwrite what the successor wrote.
@@ -35,10 +36,12 @@ _FILTERS = ("model", "weights", "adapter")
 
 
 class TombstoneFile:
-    """The file of one coordinator. The folder is made where it is missing."""
+    """The file of one coordinator, or of one shard with a disk tier; `setting` is what named the folder, which is made
+    where it is missing."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, setting: str = "coordinator.state_dir") -> None:
         self._folder = Path(folder)
+        self._setting = setting
         self._owner = 0
 
     def take_over(self) -> tuple[Tombstone, ...]:
@@ -53,6 +56,10 @@ class TombstoneFile:
             self._owner = owner + 1
             self._replace(stones, folder)
             return stones
+
+    def forget(self) -> None:
+        """Removes it. Who does that has nothing that a purge could have named."""
+        self._path.unlink(missing_ok=True)
 
     def write(self, stones: tuple[Tombstone, ...]) -> None:
         """Replaces what is kept. It is on disk, or ConfigError says why not and what is there stays."""
@@ -106,7 +113,7 @@ class TombstoneFile:
 
     def _unusable(self, error: OSError) -> ConfigError:
         return ConfigError(
-            f"coordinator.state_dir {self._folder} cannot keep what is purged: {error.strerror or error}. "
+            f"{self._setting} {self._folder} cannot keep what is purged: {error.strerror or error}. "
             "Make room there, or name another folder"
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvcluster.core.ids import NamespaceId
+from kvcluster.core.ids import SUM_BYTES, NamespaceId
 from kvcluster.core.messages import PageSlot, Verified, Verify
 from kvcluster.pages import checksum
 from kvcluster.transport.seam import Trouble
@@ -25,10 +25,12 @@ def verify(order: Verify, view: Callable[[PageSlot], memoryview]) -> Verified:
     corrupt: list[int] = []
     for index, (namespace, slot) in enumerate(zip(order.namespaces, order.slots, strict=True)):
         try:
-            data = view(slot)
+            sound = matches(namespace, slot, view(slot))
+        except OSError:  # on disk, where it cannot be read any more
+            sound = False
         except Trouble:
             break
-        if not matches(namespace, slot, data):
+        if not sound:
             corrupt.append(index)
         time.sleep(0)
     return Verified(order.attempt, tuple(corrupt))
@@ -36,7 +38,7 @@ def verify(order: Verify, view: Callable[[PageSlot], memoryview]) -> Verified:
 
 def matches(namespace: NamespaceId, slot: PageSlot, data: memoryview) -> bool:
     """Are these, layer by layer, the bytes that were committed in this slot?"""
-    if len(slot.sums) != slot.key.part.layers * checksum.SUM_BYTES:
+    if len(slot.sums) != slot.key.part.layers * SUM_BYTES:
         return False
     identity = checksum.identity(namespace, slot.key, slot.codec)
     return checksum.first_mismatch(identity, 0, checksum.unpack_sums(slot.sums), data) is None

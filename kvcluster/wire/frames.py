@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from kvcluster.core import limits
+from kvcluster.core.ids import SUM_BYTES
 from kvcluster.core.messages import ReadRequest, Refused, TicketBody, WriteRequest, Written
 from kvcluster.core.reasons import Miss
 from kvcluster.errors import ProtocolError
@@ -32,7 +33,6 @@ _NAMES = {HEAD: "head", DATA: "pages", TAIL: "tail", REFUSED: "refusal"}
 
 _HEADER = struct.Struct("<HBBI")
 _RECORD = struct.Struct("<IHHHHQ")
-_SUM_BYTES = 8
 
 
 class Record(NamedTuple):
@@ -94,7 +94,7 @@ def decode_heads(data: bytes, at: int, count: int) -> tuple[list[RecordHead], in
     """So many headers of records, which begin at `at`, and where they end."""
     size = len(data)
     # Each takes this much, so that a lie about their number is found before it costs anything.
-    if count * (_RECORD.size + _SUM_BYTES) > size - at:
+    if count * (_RECORD.size + SUM_BYTES) > size - at:
         raise ProtocolError(f"a frame of {size} bytes cannot hold {count} records")
     heads = []
     for _ in range(count):
@@ -104,10 +104,10 @@ def decode_heads(data: bytes, at: int, count: int) -> tuple[list[RecordHead], in
         at += _RECORD.size
         if reserved or not layers or layer + layers > common.INDEX_MAX or nbytes % layers:
             raise ProtocolError(f"a record of {nbytes} bytes for {layers} layers from {layer} on cannot be")
-        if nbytes > limits.LAYER_BYTES * layers or at + _SUM_BYTES * layers > size:
+        if nbytes > limits.LAYER_BYTES * layers or at + SUM_BYTES * layers > size:
             raise ProtocolError(f"a record of {nbytes} bytes for {layers} layers is larger than may be")
         heads.append(RecordHead(item, layer, codec, struct.unpack_from(f"<{layers}Q", data, at), nbytes))
-        at += _SUM_BYTES * layers
+        at += SUM_BYTES * layers
     return heads, at
 
 

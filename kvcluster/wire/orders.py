@@ -78,7 +78,7 @@ def _encode_move(order: MoveOrder) -> pb.MoveOrder:
 
 
 def _decode_move(m: pb.MoveOrder) -> MoveOrder:
-    hashes: Sequence[BlockHash] = common.decode_hashes(m.hashes, limits.EVICTIONS_PER_ORDER, "blocks in an order")
+    hashes: Sequence[BlockHash] = common.decode_hashes(m.hashes, limits.MOVES_PER_ORDER, "blocks in an order")
     agree("an order", hashes, m.namespace_of, m.to, m.codecs)
     owners, tiers = _owners(m.namespaces, m.namespace_of), common.TIER.decode_all(m.to)
     moves = tuple(map(Move, owners, hashes, tiers, common.decode_codecs(m.codecs)))
@@ -86,7 +86,7 @@ def _decode_move(m: pb.MoveOrder) -> MoveOrder:
 
 
 def _owners(namespaces: bytes, namespace_of: Sequence[int]) -> list[NamespaceId]:
-    return pick(common.decode_namespaces(namespaces, limits.EVICTIONS_PER_ORDER), namespace_of, "a namespace")
+    return pick(common.decode_namespaces(namespaces, limits.MOVES_PER_ORDER), namespace_of, "a namespace")
 
 
 def _encode_pull(pull: PullOrder) -> pb.PullOrder:
@@ -104,6 +104,8 @@ def _encode_pull(pull: PullOrder) -> pb.PullOrder:
 def _decode_pull(m: pb.PullOrder) -> PullOrder:
     if common.decode_codec(m.codec) is not Codec.RAW and common.TIER.decode(m.into) is Tier.DEVICE:
         raise ProtocolError("encoded pages do not lie in the device tier")
+    if common.TIER.decode(m.into) is Tier.DISK:
+        raise ProtocolError("pages come to disk from the host tier alone")
     return PullOrder(
         number=quantity(m.number, "as an order's number"),
         source=common.decode_address(m.source),

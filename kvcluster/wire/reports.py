@@ -271,6 +271,7 @@ def encode_info(info: ShardInfo) -> pb.ShardInfo:
         below_capacity_bytes=[use.capacity_bytes for use in info.below],
         below_free_bytes=[use.free_bytes for use in info.below],
         below_pages=[use.pages for use in info.below],
+        trouble=info.trouble[: common.TEXT_CHARS],
     )
 
 
@@ -288,6 +289,7 @@ def decode_info(m: pb.ShardInfo) -> ShardInfo:
         counters=decode_counters(m.counters),
         draining=m.draining,
         below=_decode_below(m),
+        trouble=text(m.trouble, "what is wrong"),
     )
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeVar
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.ids import SUM_BYTES
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, Written
 from kvcluster.core.reasons import Miss
 from kvcluster.errors import LimitError, ProtocolError
@@ -32,7 +33,6 @@ T = TypeVar("T")
 _WELCOME = struct.Struct("<QQ")
 _COUNT = struct.Struct("<I")
 _PROGRESS = struct.Struct("<HHI")
-_SUM_BYTES = 8
 _CODEC_BYTES = 8
 _PAGE_BYTES = 16
 
@@ -77,7 +77,7 @@ def encode_read_grant(
 ) -> bytes:
     """Where each page lies that is not a miss. Raises LimitError where that is more than a frame may hold."""
     sums = [
-        granted[item].sums[_SUM_BYTES * want.layer_start : _SUM_BYTES * want.layer_stop]
+        granted[item].sums[SUM_BYTES * want.layer_start : SUM_BYTES * want.layer_stop]
         for item, want in enumerate(wants)
         if item in granted
     ]
@@ -94,7 +94,7 @@ def decode_read_grant(
     items = [item for item, miss in enumerate(outcome) if miss is None]
     ranges = [wants[item].layer_stop - wants[item].layer_start for item in items]
     spots, at = _spots(body, at, [wants[item].key for item in items], arena_bytes)
-    _check_end(body, at + _CODEC_BYTES * len(items) + _SUM_BYTES * sum(ranges))
+    _check_end(body, at + _CODEC_BYTES * len(items) + SUM_BYTES * sum(ranges))
     codecs = struct.unpack_from(f"<{len(items)}Q", body, at)
     sums = struct.unpack_from(f"<{sum(ranges)}Q", body, at + _CODEC_BYTES * len(items))
     places, first = {}, 0
@@ -200,12 +200,12 @@ def decode_written(body: bytes, pages: Sequence[NewPage]) -> Progress:
     if any(item >= len(pages) for item in items):
         raise ProtocolError(f"a WRITTEN names a page beyond the {len(pages)} of its request")
     layers = [pages[item].key.part.layers for item in items]
-    if at + _SUM_BYTES * sum(layers) != len(body):
+    if at + SUM_BYTES * sum(layers) != len(body):
         raise ProtocolError(f"a WRITTEN of {len(body)} bytes has not one sum for each of {sum(layers)} layers")
     written = []
     for item, count in zip(items, layers, strict=True):
         written.append((item, struct.unpack_from(f"<{count}Q", body, at)))
-        at += _SUM_BYTES * count
+        at += SUM_BYTES * count
     return Progress(written, processor)
 
 

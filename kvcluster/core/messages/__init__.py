@@ -11,7 +11,7 @@ outside only through wire/, which has validated their shapes and bounds; the cor
                             Renew, Flush, Suspect                                     shard.py
     a transport's exchange  ReadRequest, WriteRequest, TicketBody                     exchange.py
     driver -> both          Tick, Stalled;   driver -> shard   ReportAnswered, ReportFailed, Verified,
-                                               Moved
+                                               Moved, Staged
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvcluster.core.ids import Attempt, CallId, NamespaceId
+from kvcluster.core.ids import Attempt, BlockHash, CallId, NamespaceId, Tenant
 from kvcluster.core.messages.common import (
     PROTOCOL_VERSION,
     Done,
@@ -102,6 +102,7 @@ from kvcluster.core.messages.shard import (
     PinGrant,
     Renew,
     Reserve,
+    Staged,
     Suspect,
     Unpin,
     Verified,
@@ -157,10 +158,13 @@ class Fetch:
 
 class PageMove(NamedTuple):
     """One page on its way between tiers: `target` is to hold what `source` does, in its own codec. `sampled`: what it
-    loses by that is to be told."""
+    loses by that is to be told. Of whom it is, and its block's place in its chain, is written down with it on disk."""
 
     namespace: NamespaceId
+    tenant: Tenant
     spec: KVSpec
+    parent: BlockHash
+    depth: int
     source: PageSlot
     target: PageSlot
     sampled: bool = False
@@ -176,6 +180,24 @@ class MovePages:
 
     attempt: Attempt
     pages: tuple[PageMove, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Read each of these pages from disk into its private copy in memory, for somebody who waits for it, and verify it
+    there; answer with Staged, whatever happens. Sources and targets as with MovePages."""
+
+    attempt: Attempt
+    pages: tuple[PageMove, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Erase:
+    """Nothing that `purged` name and was written to disk until now is to be found there by anybody who starts later;
+    once that is so, keep `tombstones` beside it, which are all."""
+
+    purged: tuple[Tombstone, ...]
+    tombstones: tuple[Tombstone, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +222,7 @@ class Leave:
     for_good: bool = False
 
 
-Effect = Answer | Revoke | Send | Verify | Fetch | MovePages | Persist | Warn | Leave
+Effect = Answer | Revoke | Send | Verify | Fetch | MovePages | Stage | Erase | Persist | Warn | Leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +289,7 @@ ShardMessage = (
     | Suspect
     | Verified
     | Moved
+    | Staged
     | ReportAnswered
     | ReportFailed
     | Tick
@@ -290,6 +313,7 @@ __all__ = [
     "Drain",
     "Effect",
     "EndTicket",
+    "Erase",
     "EvictOrder",
     "Explain",
     "Explained",
@@ -349,6 +373,8 @@ __all__ = [
     "SiblingSpecs",
     "Siblings",
     "Source",
+    "Stage",
+    "Staged",
     "Stalled",
     "Status",
     "StoreGrant",

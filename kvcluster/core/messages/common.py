@@ -19,6 +19,7 @@ class Tier(IntEnum):
 
     DEVICE = 0  # as engines have it: raw
     HOST = 1  # encoded, in CPU memory
+    DISK = 2  # encoded, in files
 
 
 class PageKey(NamedTuple):

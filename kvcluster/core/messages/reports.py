@@ -85,7 +85,8 @@ class ShardInfo:
     """What a shard says of itself with each report. Bytes; counts are gauges, `counters` only grow.
 
     Capacity, free bytes and pages are those of its device tier; `below` tells of the tiers under it, the fastest first.
-    `draining`: it has been told that it is to go, which a new coordinator learns from it.
+    `draining`: it has been told that it is to go, which a new coordinator learns from it. `trouble`: what its operator
+    should know, such as why it runs without its disk tier.
     """
 
     shard: ShardId
@@ -99,6 +100,7 @@ class ShardInfo:
     counters: tuple[tuple[str, int], ...] = ()
     draining: bool = False
     below: tuple[TierUse, ...] = ()
+    trouble: str = ""
 
     def use(self, tier: Tier) -> TierUse:
         """Of that tier; of one that it does not have, nothing."""
@@ -107,9 +109,9 @@ class ShardInfo:
         return next((use for use in self.below if use.tier is tier), TierUse(tier, 0, 0, 0))
 
     @property
-    def lowest(self) -> Tier:
-        """The tier that nothing leaves but by being evicted."""
-        return self.below[-1].tier if self.below else Tier.DEVICE
+    def tiers(self) -> tuple[Tier, ...]:
+        """All that it has, the fastest first. Out of the last nothing goes but by being evicted."""
+        return (Tier.DEVICE, *(use.tier for use in self.below))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,8 @@ class EvictOrder:
 
 
 class Move(NamedTuple):
-    """A block that is to lie in another tier: demoted to HOST, in that codec, or promoted to DEVICE."""
+    """A block that is to lie in another tier: demoted to HOST, in that codec, or to DISK, as it is; or promoted to
+    DEVICE."""
 
     namespace: NamespaceId
     hash: BlockHash

@@ -211,11 +211,20 @@ class Verified:
 @dataclass(frozen=True, slots=True)
 class Moved:
     """The shell has carried out the MovePages of `attempt`. `sums[i]`: the packed per-layer checksums of page i as it
-    lies in its new place; None where it holds what cannot be encoded. Those at the indices `corrupt` did not match the
-    sums that they were committed with. `errors`: for the index of each that was sampled, what it lost, in
-    millionths."""
+    lies in its new place; None where it holds what cannot be encoded, or could not be written to disk. Those at the
+    indices `corrupt` did not match the sums that they were committed with. `errors`: for the index of each that was
+    sampled, what it lost, in millionths."""
 
     attempt: Attempt
     sums: tuple[bytes | None, ...]
     corrupt: tuple[int, ...] = ()
     errors: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The shell has carried out the Stage of `attempt`. Those at the indices `corrupt` could not be read, or are not
+    what was committed."""
+
+    attempt: Attempt
+    corrupt: tuple[int, ...] = ()

@@ -15,9 +15,10 @@ from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory
 from kvcluster.core.intake import Intake
 from kvcluster.core.leases import LeaseBook
-from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, Persist, PinGrant, Tick
+from kvcluster.core.messages import Abort, Answer, Done, Erase, GoneEvent, Persist, PinGrant, Tick
 from kvcluster.core.orders import Orders
 from kvcluster.core.pool import PageAction, PagePool, PageState
+from kvcluster.core.reading import Reading
 from kvcluster.core.reasons import Loss
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.shard import Shard
@@ -27,6 +28,7 @@ from kvcluster.core.withdrawal import Withdrawal
 from kvcluster.errors import CallerError
 from kvcluster.pages import checksum
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
+from kvcluster.testing.sim.disk import Disk
 from kvcluster.testing.sim.driver import CoreProcess
 from kvcluster.testing.sim.shard import ShardProcess
 
@@ -124,7 +126,7 @@ def forgotten_generation() -> list[Patch]:
             return False
         self._act(page, PageAction.LAST_UNPIN)
         del self._condemned[page.generation]
-        self.allocators[page.tier].free(page.offset, page.nbytes)
+        self._free(page)
         return True
 
     return [(PagePool, "_free_if_unread", free)]
@@ -238,12 +240,54 @@ def encoded_twice() -> list[Patch]:
 @planted
 def moved_unverified() -> list[Patch]:
     """What is encoded is not looked at before."""
-    original = ShardProcess.verify
+    return [(ShardProcess, "matches", lambda self, namespace, slot, data: data is not None)]
 
-    def verify(self: ShardProcess, namespace: Any, slot: Any, sums: Any) -> Any:
-        return checksum.pack_sums(sums) if slot.sums else original(self, namespace, slot, sums)
 
-    return [(ShardProcess, "verify", verify)]
+@planted
+def disk_unverified() -> list[Patch]:
+    """What is read from disk is taken for what was written."""
+    original = Reading.staged
+
+    def staged(self: Reading, m: Any, *, may_grant: bool) -> Any:
+        return original(self, replace(m, corrupt=()), may_grant=may_grant)
+
+    return [(Reading, "staged", staged)]
+
+
+@planted
+def purge_spares_disk() -> list[Patch]:
+    """A purge takes out of the files what is held, and not what was, whose records are still there."""
+    original = Orders.carry_out
+
+    def carry_out(self: Orders, ack: Any, now: int) -> Any:
+        return [effect for effect in original(self, ack, now) if not isinstance(effect, Erase)]
+
+    return [(Orders, "carry_out", carry_out)]
+
+
+@planted
+def purge_kept_before_done() -> list[Patch]:
+    """What was purged is written down at once, and erased from the files some day."""
+    original = Disk.erase
+
+    def erase(self: Disk, order: Any) -> None:
+        heads = dict(self._heads)
+        original(self, order)
+        self._heads = heads
+
+    return [(Disk, "erase", erase)]
+
+
+@planted
+def private_copy_given_back() -> list[Patch]:
+    """A page that was read from disk for somebody is free as soon as he is told of it."""
+    original = PagePool.lend
+
+    def lend(self: PagePool, copy: Any, sums: bytes) -> None:
+        original(self, copy, sums)
+        self._free(copy)
+
+    return [(PagePool, "lend", lend)]
 
 
 # ----------------------------------------------------------------------------------------- coordinator

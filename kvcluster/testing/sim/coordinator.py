@@ -27,7 +27,7 @@ class CoordinatorProcess(CoreProcess):
             membership_ttl_ms=config.membership_ttl_ms,
             expected=config.shards,
             now=clock.read(world.kernel.now),
-            tombstones=world.disk,
+            tombstones=world.kept,
         )
         super().__init__(world, f"c{number}", node, clock, core)
         self.core = core
@@ -44,7 +44,7 @@ class CoordinatorProcess(CoreProcess):
         match effect:
             case Persist(tombstones):
                 if self is self.world.coordinator:
-                    self.world.disk = tombstones
+                    self.world.kept = tombstones
                 else:  # its volume is where its successor runs: it cannot do what it must, and ends
                     self.world.kill(self)
             case Leave():

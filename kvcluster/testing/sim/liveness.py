@@ -155,4 +155,5 @@ def _restorable(world: World, model: content.Model, hashes: tuple[BlockHash, ...
 
 
 def _rotten(world: World) -> bool:
-    return any(shard.memory.rotten for shard in world.incarnations.values() if not shard.dead)
+    living = [shard for shard in world.incarnations.values() if not shard.dead]
+    return any(shard.memory.rotten or shard.disk.has_rotten for shard in living)

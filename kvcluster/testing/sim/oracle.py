@@ -40,6 +40,7 @@ from kvcluster.core.messages import (
     Revoke,
     ShardAddress,
     ShardInfo,
+    Staged,
     StoreGrant,
     Suspect,
     Tick,
@@ -81,6 +82,7 @@ class Oracle:
             ReportAnswered: self._report_answered,
             Verified: self._verified,
             Moved: self._moved,
+            Staged: self._staged,
             Suspect: self._suspect,
             Tick: self._tick,
         }
@@ -124,14 +126,15 @@ class Oracle:
                     self._granted_pins(shard, message, reply, now)
 
     def _granted_pins(self, shard: ShardProcess, message: object, grant: PinGrant, now: int) -> None:
-        assert isinstance(message, Pin)
         slots = [page for page in grant.pages if isinstance(page, PageSlot)]
-        for slot in slots:
-            page = shard.core.pool.on(slot.tier, message.namespace, slot.key)
-            hold(
-                page is not None and page.state is PageState.READY and page.generation == slot.generation,
-                f"a page of {slot.key.hash.hex()[:6]} is given to a reader that is not READY",
-            )
+        if isinstance(message, Pin):
+            for slot in slots:
+                page = shard.core.pool.on(slot.tier, message.namespace, slot.key)
+                hold(
+                    page is not None and page.state is PageState.READY and page.generation == slot.generation,
+                    f"a page of {slot.key.hash.hex()[:6]} is given to a reader that is not READY",
+                )
+        hold(not any(slot.tier is Tier.DISK for slot in slots), "a reader is sent to the disk")
         if slots:
             self._may_grant(shard, now)
 
@@ -141,8 +144,9 @@ class Oracle:
             return
         for place in self._vanished(shard):
             slot, _ = shard.ready.pop(place)
-            better = shard.core.pool.on(Tier.DEVICE, place[0], place[1])
-            hold(better is not None and better.loss < slot.loss, "a page is gone, and nobody knows why")
+            others = (shard.core.pool.on(tier, place[0], place[1]) for tier in shard.core.pool.allocators)
+            better = any(other is not None and other.loss < slot.loss for other in others)
+            hold(better, "a page is gone, and nobody knows why")
 
     def _pin(self, shard: ShardProcess, m: Pin, effects: list[Effect]) -> None:
         if m.epoch != shard.core.epoch or content.BY_SPACE[m.namespace].tenant not in (m.tenant, ""):
@@ -208,29 +212,46 @@ class Oracle:
 
     def _verified(self, shard: ShardProcess, m: Verified, effects: list[Effect]) -> None:
         gone = {place: shard.ready.pop(place)[0] for place in self._vanished(shard)}
-        rotten = {place[:2] for place, slot in gone.items() if shard.memory.is_rotten(slot.offset, slot.nbytes)}
+        rotten = {place[:2] for place, slot in gone.items() if shard.is_rotten(slot)}
         hold(all(place[:2] in rotten for place in gone), "a page that is right is condemned as corrupt")
 
     def _moved(self, shard: ShardProcess, m: Moved, effects: list[Effect]) -> None:
         """What is READY in its new place is right there; what is gone from its old one was demoted, or corrupt."""
         order, session = shard.moves[m.attempt], shard.sessions[m.attempt]
-        for namespace, _, source, target, _ in order.pages:
+        for namespace, _, _, _, _, source, target, _ in order.pages:
             page = shard.core.pool.on(target.tier, namespace, target.key)
             if page is None or page.generation != target.generation:
                 continue
             hold(not session.revoked, "a lease that was revoked is committed")
             self._may_grant(shard, shard.now())
             right = content.content(namespace, target.key, target.codec, target.loss).data
-            rotten = shard.memory.is_rotten(target.offset, target.nbytes)  # since they were summed there
-            hold(rotten or shard.memory.view(target) == right, f"wrong bytes of {target.key.hash.hex()[:6]} are moved")
+            rotten = shard.is_rotten(target)  # since they were summed there
+            hold(rotten or shard.bytes_of(target) == right, f"wrong bytes of {target.key.hash.hex()[:6]} are moved")
             known = shard.ready.get((namespace, source.key, source.tier))
             assert known is not None, "what was moved lay there"
             shard.ready[namespace, target.key, target.tier] = (target, known[1])
-        moved = {(namespace, slot.key) for namespace, _, slot, _, _ in order.pages}
+        moved = {(page.namespace, page.source.key) for page in order.pages}
         for place in self._vanished(shard):
             slot, _ = shard.ready.pop(place)
-            # The next batch has begun by now, and what has no room below, or a twin, is gone at once.
-            hold(place[:2] in moved or slot.tier is Tier.DEVICE, "a page is gone that was not to move")
+            # The next batch has begun by now, and what has no room below, or a twin, is gone at once; with a disk also
+            # out of the host tier, and out of the emptiest file.
+            next_one = slot.tier is Tier.DEVICE or Tier.DISK in shard.core.pool.allocators
+            hold(place[:2] in moved or next_one, "a page is gone that was not to move")
+
+    def _staged(self, shard: ShardProcess, m: Staged, effects: list[Effect]) -> None:
+        """What is read from disk is right in memory, and what is gone from there was not."""
+        order = shard.moves[m.attempt]
+        answers = [effect.reply for effect in effects if isinstance(effect, Answer)]
+        lent = {slot for reply in answers if isinstance(reply, PinGrant) for slot in reply.pages}
+        for page in order.pages:
+            slot = page.target._replace(sums=page.source.sums)
+            if slot in lent:
+                right = content.content(page.namespace, slot.key, slot.codec, slot.loss).data
+                sound = shard.is_rotten(slot) or shard.bytes_of(slot) == right
+                hold(sound, f"wrong bytes of {slot.key.hash.hex()[:6]} are read from disk")
+        gone = {place: shard.ready.pop(place)[0] for place in self._vanished(shard)}
+        rotten = {place[:2] for place, slot in gone.items() if shard.is_rotten(slot)}
+        hold(all(place[:2] in rotten for place in gone), "a page that is right is condemned as corrupt")
 
     def _suspect(self, shard: ShardProcess, m: Suspect, effects: list[Effect]) -> None:
         hold(not self._vanished(shard), "a page is condemned by a reader's word")
@@ -350,10 +371,10 @@ class Oracle:
             stored_at = max(shard.ready[place][1] for place in places)
             # Into which tier it would come there depends on what of it is brought: it fits for sure where it does in
             # each.
-            tiers = dict.fromkeys([Tier.DEVICE, *(slot.tier for slot in slots)])
-            nbytes = len(_units(slots)) * UNIT_BYTES
+            tiers = dict.fromkeys([Tier.DEVICE, *(min(slot.tier, Tier.HOST) for slot in slots)])
+            nbytes = sum(-(-slot.nbytes // UNIT_BYTES) for slot in slots) * UNIT_BYTES
             fits = any(all(nbytes <= self._room(member, tier) for tier in tiers) for member in takers)
-            rotten = any(shard.memory.is_rotten(slot.offset, slot.nbytes) for slot in slots)
+            rotten = any(shard.is_rotten(slot) for slot in slots)
             if fits and not rotten and space not in doomed and stored_at > self._purged_at.get(space, -1):
                 elsewhere = all(self._came_elsewhere(place[:2], shard, c) for place in places)
                 hold(elsewhere, f"{shard.name} is drained and takes {block.hex()[:6]} with it")
@@ -367,7 +388,7 @@ class Oracle:
         another has just died, its coordinator cannot know."""
         if name in self._others_had.get((c.name, shard.address), {}):
             return True
-        placed = self._placed[name]
+        placed = self._placed.get(name, {})
         members = [member.address for member in c.core.members.all()]
         others = [
             other
@@ -375,7 +396,7 @@ class Oracle:
             if other is not shard and (not other.dead or other.address in members)
         ]
         since = max((at for where, at in placed.items() if where != shard.name), default=-1)
-        return since >= placed[shard.name] or any(other.stored_at(*name) is not None for other in others)
+        return since >= placed.get(shard.name, 0) or any(other.stored_at(*name) is not None for other in others)
 
     def _room(self, member: Member, tier: Tier) -> int:
         low, use = self._world.scenario.config.coordinator.low_free, member.info.use(tier)

@@ -10,11 +10,15 @@ import random
 from dataclasses import dataclass, replace
 
 from kvcluster.config import Config, CoordinatorConfig, ShardConfig
+from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.testing.sim.kernel import MS, SECOND
 from kvcluster.testing.sim.memory import UNIT_BYTES
 
 DRIFT_PPM = 10_000
 """A clock is wrong by up to 1 %, so that two of them drift apart by up to 2 %: what a shard's term allows for."""
+
+DISK_FILE_BYTES = HEAD_BYTES + 5 * SECTOR_BYTES
+"""Of a file on disk: its head, its records, and four pages of less than a sector."""
 
 FAULTS = (
     *("crash shard", "crash coordinator", "crash worker", "crash node"),
@@ -83,6 +87,8 @@ def draw(rng: random.Random) -> Scenario:
 
 def _config(rng: random.Random, shards: int) -> Config:
     units = rng.choice((8, 16, 32, 64))
+    host_bytes = rng.choice((0, 0, 8, 16, 64)) * UNIT_BYTES
+    disk_files = rng.choice((0, 1, 2, 4, 8)) if host_bytes else 0
     return Config(
         shards=shards,
         membership_ttl_ms=1_200,
@@ -106,7 +112,10 @@ def _config(rng: random.Random, shards: int) -> Config:
         ),
         shard=ShardConfig(
             device_bytes=units * UNIT_BYTES,
-            host_bytes=rng.choice((0, 0, 8, 16, 64)) * UNIT_BYTES,
+            host_bytes=host_bytes,
+            disk_bytes=disk_files * DISK_FILE_BYTES,
+            disk_dir="simulated" if disk_files else "",
+            disk_file_bytes=DISK_FILE_BYTES,
             extent_bytes=rng.choice((UNIT_BYTES, 2 * UNIT_BYTES)),
             lease_ttl_ms=800,
             report_interval_ms=400,

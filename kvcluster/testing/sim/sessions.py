@@ -97,15 +97,20 @@ def read(shard: ShardProcess, opening: Transfer, up: Pipe, down: Pipe) -> Script
         down.put(_busy(request.attempt))
         return
     keys = tuple(want.key for want in request.wants)
-    grant = shard.ask_now(
-        lambda call: Pin(call, opening.tenant, request.namespace, request.attempt, request.epoch, keys, request.accept)
+    granted = Promise()
+    shard.ask(
+        lambda call: Pin(call, opening.tenant, request.namespace, request.attempt, request.epoch, keys, request.accept),
+        lambda reply: _granted(session, granted, reply),
     )
+    grant = yield granted, 5 * SECOND
     if isinstance(grant, Refused):
         shard.finish(session)
         down.put(grant)
         return
-    assert isinstance(grant, PinGrant)
-    session.pages = _slots(grant.pages)
+    if not isinstance(grant, PinGrant):
+        shard.finish(session)
+        shard.ask_now(lambda call: Unpin(call, request.attempt))
+        return
     down.put([page if isinstance(page, Miss) else None for page in grant.pages])
     rng = shard.world.rng
     layers = [
@@ -179,7 +184,7 @@ def write(shard: ShardProcess, opening: Transfer, up: Pipe, down: Pipe) -> Scrip
 
 
 def _granted(session: Session, granted: Promise, reply: object) -> None:
-    if isinstance(reply, WriteGrant):
+    if isinstance(reply, WriteGrant | PinGrant):
         session.pages = _slots(reply.pages)
     granted.fulfil(reply)
 

@@ -1,7 +1,8 @@
 """A shard's process: what runtime/shard_host.py does, on simulated time and memory.
 
 Effects end here. A report is carried to the coordinator by one script at a time, a revoked lease stops its session, a
-Verify is read page by page in the background, a Fetch brings pages from another shard, and Leave ends the process.
+Verify is read page by page in the background, as pages are moved between tiers and read from disk, a Fetch brings
+pages from another shard, and Leave ends the process.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcluster.core.codecs import Codec
+from kvcluster.core.found import NO_DISK
 from kvcluster.core.ids import CLUSTER, Attempt, CallId, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
     Abort,
     Commit,
     Done,
     Effect,
+    Erase,
     Fetch,
     Inventory,
     Leave,
     Moved,
     MovePages,
     PageKey,
+    PageMove,
     PageSlot,
     PageWant,
     ReadRequest,
@@ -36,6 +40,8 @@ from kvcluster.core.messages import (
     Send,
     ShardAddress,
     ShardMessage,
+    Stage,
+    Staged,
     Suspect,
     Tier,
     Verified,
@@ -46,6 +52,7 @@ from kvcluster.core.reasons import Loss
 from kvcluster.core.shard import Shard
 from kvcluster.pages import checksum
 from kvcluster.testing.sim import content, sessions
+from kvcluster.testing.sim.disk import Disk
 from kvcluster.testing.sim.driver import CoreProcess
 from kvcluster.testing.sim.kernel import MS, SECOND, Clock, Script
 from kvcluster.testing.sim.memory import Memory, flipped
@@ -71,6 +78,8 @@ class ShardProcess(CoreProcess):
         config = world.scenario.config
         # As with a fixed port: the next incarnation on this node is reached where the last one was.
         self.address = ShardAddress(shard, epoch, f"{shard}@{node}", f"node-{node}")
+        self.disk = world.disks.setdefault((shard, node), Disk())
+        found = self.disk.open(self, config.shard) if config.shard.disk_bytes else NO_DISK
         core = Shard(
             shard,
             epoch,
@@ -78,6 +87,7 @@ class ShardProcess(CoreProcess):
             membership_ttl_ms=config.membership_ttl_ms,
             address=self.address.address,
             host=self.address.host,
+            found=found,
         )
         super().__init__(world, str(shard), node, clock, core)
         self.core = core
@@ -87,8 +97,12 @@ class ShardProcess(CoreProcess):
         self.coordinator: CoordinatorProcess | None = None  # whose epoch it has adopted
         self.adopted = Epoch(0)
         self.ready: dict[Place, tuple[PageSlot, int]] = {}  # the oracle's own list
-        self.moves: dict[Attempt, MovePages] = {}  # what is under way, or ends at this moment
-        self.purged = 0  # likewise: the number of the last tombstone that it has carried out
+        for page in core.pool.ready():
+            self.ready[page.space, page.key, page.tier] = page.slot(), self.disk.stored_at(page.offset)
+        self.moves: dict[Attempt, MovePages | Stage] = {}  # what is under way, or ends at this moment
+        self._queue: list[MovePages | Erase] = []  # for one thread, in order
+        # Likewise: the number of the last tombstone that it has carried out.
+        self.purged = max((stone.number for stone in found.tombstones), default=0)
         self.farewell = False
 
     def stored_at(self, space: NamespaceId, key: PageKey) -> int | None:
@@ -145,9 +159,27 @@ class ShardProcess(CoreProcess):
             return None
         return checksum.pack_sums(sums)
 
+    def bytes_of(self, slot: PageSlot) -> bytes | None:
+        """What lies there, in memory or on disk; None where a file ends before it."""
+        return self.disk.read(slot) if slot.tier is Tier.DISK else bytes(self.memory.view(slot))
+
+    def is_rotten(self, slot: PageSlot) -> bool:
+        """Has a fault changed any of it?"""
+        if slot.tier is Tier.DISK:
+            return self.disk.is_rotten(slot.offset)
+        return self.memory.is_rotten(slot.offset, slot.nbytes)
+
+    def matches(self, namespace: NamespaceId, slot: PageSlot, data: bytes | None) -> bool:
+        """Are these the bytes that were committed in this slot?"""
+        identity = content.identity(namespace, slot.key, slot.codec)
+        sums = checksum.unpack_sums(slot.sums)
+        return data is not None and checksum.first_mismatch(identity, 0, sums, memoryview(data)) is None
+
     def rot(self) -> bool:
         """A bit of a page that holds something turns over. False where there is none."""
-        pages: list[Page] = list(self.core.pool.everything())
+        if self.world.rng.random() < 0.3 and self.disk.owner is self:
+            return self.disk.rot(self.world.rng)
+        pages: list[Page] = [page for page in self.core.pool.everything() if page.tier is not Tier.DISK]
         if not pages:
             return False
         page = self.world.rng.choice(pages)
@@ -171,8 +203,12 @@ class ShardProcess(CoreProcess):
                 self.start(self._verify(effect))
             case Fetch():
                 self.start(self._fetch(effect))
-            case MovePages():
-                self.start(self._move(effect))
+            case MovePages() | Erase():
+                self._queue.append(effect)
+                if len(self._queue) == 1:
+                    self.start(self._work())
+            case Stage():
+                self.start(self._stage(effect))
             case Leave():
                 self.world.left(self, for_good=effect.for_good)
             case _:
@@ -197,44 +233,99 @@ class ShardProcess(CoreProcess):
         corrupt: list[int] = []
         for index, (namespace, slot) in enumerate(zip(effect.namespaces, effect.slots, strict=True)):
             yield None, self.world.rng.randrange(2 * MS)
-            if self.verify(namespace, slot, list(checksum.unpack_sums(slot.sums))) is None:
+            if not self.matches(namespace, slot, self.bytes_of(slot)):
                 corrupt.append(index)
         self.finish(session)
         self.step(Verified(effect.attempt, tuple(corrupt)))
 
+    def _work(self) -> Script:
+        """The mover's thread."""
+        while self._queue:
+            effect = self._queue[0]
+            yield None, self.world.rng.randrange(2 * MS)
+            if isinstance(effect, Erase):
+                self.disk.erase(effect)
+            else:
+                yield from self._move(effect)
+            del self._queue[0]
+
     def _move(self, effect: MovePages) -> Script:
         """In the background, page by page: what is right becomes what its codec makes of it."""
-        self.moves[effect.attempt] = effect
-        session = Session(effect.attempt, None, None, writes=True)
-        session.pages = [slot for page in effect.pages for slot in (page.source, page.target)]
-        self.begin(session)
+        session = self._began(effect)
         sums: list[bytes | None] = []
         corrupt: list[int] = []
-        for index, (namespace, _, source, target, _) in enumerate(effect.pages):
+        for index, page in enumerate(effect.pages):
             yield None, self.world.rng.randrange(2 * MS)
-            fits = target.codec is Codec.RAW or source.codec is target.codec or content.encodable(source.key)
-            if fits:
-                self.memory.write(target.offset, self._recoded(namespace, source, target))
-            if self.verify(namespace, source, list(checksum.unpack_sums(source.sums))) is None:
+            before = self.bytes_of(page.source)
+            sound = self.matches(page.namespace, page.source, before)
+            if page.target.tier is Tier.DISK:
+                made = (yield from self._write(page)) if sound else None
+            else:
+                made = self._recode(page, before)
+            if not sound:
                 corrupt.append(index)
-            identity = content.identity(namespace, target.key, target.codec)
-            made = checksum.layer_sums(identity, 0, target.key.part.layers, self.memory.view(target))
-            sums.append(checksum.pack_sums(made) if fits else None)
-            self.world.count("move", f"{source.tier.name} to {target.tier.name}".lower() if fits else "cannot be")
+            sums.append(made)
+            tiers = f"{page.source.tier.name} to {page.target.tier.name}".lower()
+            self.world.count("move", tiers if made is not None else "cannot be")
         session.moving = False
         self.step(Moved(effect.attempt, tuple(sums), tuple(corrupt)))
         self.finish(session)
         del self.moves[effect.attempt]
 
-    def _recoded(self, namespace: NamespaceId, source: PageSlot, target: PageSlot) -> bytes:
+    def _began(self, effect: MovePages | Stage) -> Session:
+        self.moves[effect.attempt] = effect
+        session = Session(effect.attempt, None, None, writes=True)
+        slots = (slot for page in effect.pages for slot in (page.source, page.target))
+        session.pages = [slot for slot in slots if slot.tier is not Tier.DISK]
+        self.begin(session)
+        return session
+
+    def _write(self, page: PageMove) -> Script:
+        """To disk, as it is; the packed sums."""
+        known = self.ready.get((page.namespace, page.source.key, page.source.tier))
+        self.disk.begin_write(page)
+        yield None, self.world.rng.randrange(2 * MS)  # whoever dies now has left neither the old page nor the new
+        data = self.bytes_of(page.source)
+        assert data is not None
+        self.disk.write(page, data, known[1] if known is not None else 0)
+        return page.source.sums
+
+    def _stage(self, effect: Stage) -> Script:
+        """From disk into private copies."""
+        session = self._began(effect)
+        corrupt: list[int] = []
+        for index, page in enumerate(effect.pages):
+            yield None, self.world.rng.randrange(4 * MS)
+            data = self.disk.read(page.source)
+            if data is not None:
+                self.memory.write(page.target.offset, data)
+            if not self.matches(page.namespace, page.source, data):
+                corrupt.append(index)
+            self.world.count("stage", "corrupt" if index in corrupt else "read")
+        session.moving = False
+        self.step(Staged(effect.attempt, tuple(corrupt)))
+        self.finish(session)
+        del self.moves[effect.attempt]
+
+    def _recode(self, page: PageMove, before: bytes | None) -> bytes | None:
+        """Writes what becomes of a page to its place in memory; the packed sums, or None where it cannot be."""
+        source, target = page.source, page.target
+        fits = target.codec is Codec.RAW or source.codec is target.codec or content.encodable(source.key)
+        if not fits or before is None:
+            return None
+        self.memory.write(target.offset, self._recoded(page.namespace, source, target, before))
+        identity = content.identity(page.namespace, target.key, target.codec)
+        return checksum.pack_sums(checksum.layer_sums(identity, 0, target.key.part.layers, self.memory.view(target)))
+
+    def _recoded(self, namespace: NamespaceId, source: PageSlot, target: PageSlot, before: bytes) -> bytes:
         """What encoding or decoding a page makes of it: what is right of what is right, and else something wrong."""
         recodes = source.codec is not target.codec
         hold(not recodes or Codec.RAW in (source.codec, target.codec), "one codec's bytes go into another")
         encoded_before = source.codec is Codec.RAW and source.loss is not Loss.EXACT
         hold(target.codec is Codec.RAW or not recodes or not encoded_before, "what was decoded is encoded again")
-        before = content.content(namespace, source.key, source.codec, source.loss)
+        right = content.content(namespace, source.key, source.codec, source.loss)
         after = content.content(namespace, target.key, target.codec, target.loss)
-        return after.data if self.memory.view(source) == before.data else flipped(self.world.rng, after.data)
+        return after.data if before == right.data else flipped(self.world.rng, after.data)
 
     def _fetch(self, effect: Fetch) -> Script:
         """As a worker would, under the cluster's own credential, straight into our pages."""

@@ -18,6 +18,7 @@ from kvcluster.core.reasons import Loss
 from kvcluster.testing.sim import content, scenario, workload
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
+from kvcluster.testing.sim.disk import Disk
 from kvcluster.testing.sim.faults import Faults
 from kvcluster.testing.sim.journal import Journal
 from kvcluster.testing.sim.kernel import MS, SECOND, Clock, Kernel, Process
@@ -71,7 +72,8 @@ class World:
         self.models: list[Model] = rng.sample(content.MODELS, drawn.models)
         self.grants: list[tuple[Model, Keys, Loss]] = []
         self.told_to_go: dict[ShardId, None] = {}
-        self.disk: tuple[Tombstone, ...] = ()
+        self.kept: tuple[Tombstone, ...] = ()
+        self.disks: dict[tuple[ShardId, int], Disk] = {}  # by shard and node
         self.names = [ShardId(f"s{number}") for number in range(drawn.config.shards)]
         self.oracle = Oracle(self)
         self._bound: dict[int, CoordinatorProcess] = {}

@@ -16,6 +16,7 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TIER_DEVICE: _ClassVar[Tier]
     TIER_HOST: _ClassVar[Tier]
+    TIER_DISK: _ClassVar[Tier]
 
 class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -46,6 +47,7 @@ LOSS_Q8: Loss
 LOSS_Q4: Loss
 TIER_DEVICE: Tier
 TIER_HOST: Tier
+TIER_DISK: Tier
 MISS_REASON_UNSPECIFIED: MissReason
 MISS_REASON_NEVER_SEEN: MissReason
 MISS_REASON_EVICTED: MissReason

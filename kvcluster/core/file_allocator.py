@@ -1,0 +1,221 @@
+"""The allocator of the disk tier: bookkeeping of files of one size. It owns no bytes and opens no file.
+
+A file holds pages of one namespace and of one shape until its last page is gone; then it may hold others. It begins
+with a head that says whose pages these are, so that a file that is found can be understood alone, or dropped alone:
+
+    head (HEAD_BYTES) | a record for each slot, filled up to a sector | slots, each a whole number of sectors
+
+Where no file is left for pages of another kind, although there is room in files that are half empty, whoever wants it
+may give up the pages of the emptiest (`sparsest`).
+
+The invariant: used bytes + free slots + free files + what heads, records and rests take == capacity.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvcluster.core.ids import SUM_BYTES, NamespaceId
+from kvcluster.core.messages import PageKey
+from kvcluster.errors import ConfigError
+
+HEAD_BYTES = 16 * 1024
+"""A spec (limits.SPEC_BYTES), a tenant, and what else a head says."""
+
+SECTOR_BYTES = 4_096
+"""What file systems and drives read at a time."""
+
+RECORD_BYTES = 104
+"""What a record says of a page, but for its checksums, of which each layer has one."""
+
+MAX_FILES = 4_096
+"""Bounds what is kept by file, and how many are opened when a shard starts."""
+
+_FILES_AIMED_AT = 256
+_LEAST_FILE_BYTES = 16 * 2**20
+
+Owner = tuple[NamespaceId, PageKey]
+"""Whose page lies in a slot."""
+
+
+class Shape(NamedTuple):
+    """What the pages of one file have in common: their bytes, and of how many layers they are."""
+
+    nbytes: int
+    layers: int
+
+    @property
+    def slot_bytes(self) -> int:
+        return _sectors(self.nbytes)
+
+    @property
+    def record_bytes(self) -> int:
+        return RECORD_BYTES + self.layers * SUM_BYTES
+
+    def slots(self, file_bytes: int) -> int:
+        """How many pages a file of that size holds."""
+        slots = (file_bytes - HEAD_BYTES) // (self.slot_bytes + self.record_bytes)
+        while slots > 0 and self.first_slot(slots) + slots * self.slot_bytes > file_bytes:
+            slots -= 1
+        return max(0, slots)
+
+    def first_slot(self, slots: int) -> int:
+        """Where in a file of so many slots the first one begins."""
+        return HEAD_BYTES + _sectors(slots * self.record_bytes)
+
+
+def default_file_bytes(capacity_bytes: int) -> int:
+    """The power of two that cuts the tier into 256 to 511 files, at least 16 MiB."""
+    return 1 << (max(capacity_bytes // _FILES_AIMED_AT, _LEAST_FILE_BYTES).bit_length() - 1)
+
+
+@dataclass(slots=True)
+class _File:
+    """One that holds something."""
+
+    number: int
+    space: NamespaceId
+    shape: Shape
+    slots: int
+    free: list[int]  # ascending
+    taken: dict[int, Owner] = field(default_factory=dict)
+
+
+class FileAllocator:
+    """Gives out slots of files of `file_bytes` (0: a default by capacity), as many as fit `capacity_bytes`. An offset
+    counts as if the files lay one behind the other. Raises ConfigError where not even one fits, or they are too
+    many."""
+
+    def __init__(self, capacity_bytes: int, file_bytes: int = 0) -> None:
+        file_bytes = file_bytes or default_file_bytes(capacity_bytes)
+        files = capacity_bytes // file_bytes
+        if files < 1:
+            raise ConfigError(
+                f"a disk tier of {capacity_bytes} bytes is smaller than one file of {file_bytes}; "
+                "raise disk_bytes or lower disk_file_bytes"
+            )
+        if files > MAX_FILES:
+            raise ConfigError(
+                f"files of {file_bytes} bytes make {files} of a disk tier of {capacity_bytes}, more than {MAX_FILES}; "
+                "raise disk_file_bytes, or set it to 0 for a default"
+            )
+        self.file_bytes = file_bytes
+        self.files = files
+        self.capacity_bytes = files * file_bytes
+        self.used_bytes = 0
+        self._slot_bytes = 0  # free slots of files that hold something
+        self._empty = list(range(files - 1, -1, -1))  # the next one last
+        self._files: list[_File | None] = [None] * files
+        self._partial: dict[tuple[NamespaceId, Shape], list[int]] = {}  # files with a free slot, ascending
+
+    @property
+    def free_bytes(self) -> int:
+        """Empty files and free slots. Which of it serves pages of a given kind is another question."""
+        return len(self._empty) * self.file_bytes + self._slot_bytes
+
+    def size_class(self, nbytes: int) -> int:
+        """The bytes that a page of `nbytes` takes."""
+        return _sectors(nbytes)
+
+    def reserve(self, owner: Owner, nbytes: int) -> int | None:
+        """The offset of a slot for that page; None where there is none."""
+        shape = Shape(nbytes, owner[1].part.layers)
+        partial = self._partial.get((owner[0], shape))
+        if partial:
+            file = self._files[partial[0]]
+            assert file is not None
+        else:
+            if not self._empty or not shape.slots(self.file_bytes):
+                return None
+            file = self._open(self._empty.pop(), owner[0], shape)
+        return self._take(file, file.free[0], owner)
+
+    def adopt(self, offset: int, owner: Owner, nbytes: int) -> bool:
+        """Takes the slot in which that page was found. False where it cannot lie there."""
+        shape = Shape(nbytes, owner[1].part.layers)
+        number, inside = divmod(offset, self.file_bytes)
+        slots = shape.slots(self.file_bytes)
+        slot, rest = divmod(inside - shape.first_slot(slots), shape.slot_bytes)
+        if rest or not 0 <= slot < slots or not 0 <= number < self.files:
+            return False
+        file = self._files[number]
+        if file is None:
+            self._empty.remove(number)
+            file = self._open(number, owner[0], shape)
+        if (file.space, file.shape) != (owner[0], shape) or slot in file.taken:
+            return False
+        self._take(file, slot, owner)
+        return True
+
+    def free(self, offset: int) -> None:
+        """Gives a slot back."""
+        number, inside = divmod(offset, self.file_bytes)
+        file = self._files[number]
+        assert file is not None, "nothing was reserved there"
+        size = file.shape.slot_bytes
+        slot, rest = divmod(inside - file.shape.first_slot(file.slots), size)
+        assert not rest and slot in file.taken, "never reserved, or freed twice"
+        del file.taken[slot]
+        if not file.free:
+            insort(self._partial.setdefault((file.space, file.shape), []), number)
+        insort(file.free, slot)
+        self.used_bytes -= size
+        self._slot_bytes += size
+        if not file.taken:
+            self._close(file)
+
+    def sparsest(self) -> Iterator[Owner]:
+        """The pages of the file that holds the fewest bytes; none where an empty file is left."""
+        held = [file for file in self._files if file is not None]
+        if not self._empty and held:
+            yield from list(min(held, key=lambda file: len(file.taken) * file.shape.slot_bytes).taken.values())
+
+    def check(self) -> None:
+        """Conservation, file by file; for whoever wants to be sure."""
+        used = slots = 0
+        for file in self._files:
+            if file is not None:
+                size = file.shape.slot_bytes
+                assert file.taken and sorted([*file.free, *file.taken]) == list(range(file.slots))
+                assert bool(file.free) == (file.number in self._partial.get((file.space, file.shape), []))
+                used += len(file.taken) * size
+                slots += len(file.free) * size
+        assert (used, slots) == (self.used_bytes, self._slot_bytes)
+        assert sorted(self._empty) == [number for number, file in enumerate(self._files) if file is None]
+        assert used + self.free_bytes <= self.capacity_bytes
+
+    def _open(self, number: int, space: NamespaceId, shape: Shape) -> _File:
+        slots = shape.slots(self.file_bytes)
+        file = self._files[number] = _File(number, space, shape, slots, list(range(slots)))
+        insort(self._partial.setdefault((space, shape), []), number)
+        self._slot_bytes += slots * shape.slot_bytes
+        return file
+
+    def _take(self, file: _File, slot: int, owner: Owner) -> int:
+        file.free.remove(slot)
+        file.taken[slot] = owner
+        if not file.free:
+            self._unlist(file)
+        size = file.shape.slot_bytes
+        self.used_bytes += size
+        self._slot_bytes -= size
+        return file.number * self.file_bytes + file.shape.first_slot(file.slots) + slot * size
+
+    def _close(self, file: _File) -> None:
+        self._unlist(file)
+        self._files[file.number] = None
+        self._empty.append(file.number)
+        self._slot_bytes -= file.slots * file.shape.slot_bytes
+
+    def _unlist(self, file: _File) -> None:
+        partial = self._partial[file.space, file.shape]
+        partial.remove(file.number)
+        if not partial:
+            del self._partial[file.space, file.shape]
+
+
+def _sectors(nbytes: int) -> int:
+    return nbytes + -nbytes % SECTOR_BYTES

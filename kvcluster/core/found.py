@@ -1,0 +1,48 @@
+"""What a shard finds on disk when it starts: pages that the last one on that machine has left there.
+
+Its shell has read the files' own words (pages/page_file.py) and believes of them what their checksums bear out; whether
+a page's bytes are still right is found out when somebody wants them. What was purged is gone, as far as `tombstones`
+say; of later ones the coordinator tells every shard that begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvcluster.core.codecs import Codec
+from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
+from kvcluster.core.messages import PageKey, Tombstone
+from kvcluster.core.reasons import Loss
+from kvcluster.core.spec import KVSpec
+
+
+class FoundPage(NamedTuple):
+    """One page as its record has it, and where its bytes lie (file_allocator.py)."""
+
+    namespace: NamespaceId
+    key: PageKey
+    parent: BlockHash
+    depth: int
+    loss: Loss
+    codec: Codec
+    nbytes: int
+    sums: bytes
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """All of it. `specs` name the namespaces of `pages`. Without a folder to use, `why_none` says why; the shard runs
+    without a disk tier then."""
+
+    capacity_bytes: int = 0
+    file_bytes: int = 0
+    specs: tuple[tuple[Tenant, KVSpec], ...] = ()
+    pages: tuple[FoundPage, ...] = ()
+    tombstones: tuple[Tombstone, ...] = ()
+    why_none: str = ""
+
+
+NO_DISK = Found()
+"""Of a shard that is to have no disk tier."""

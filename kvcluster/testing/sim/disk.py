@@ -1,0 +1,129 @@
+"""The drives of a world: what shards have written there outlives them, as it does with runtime/disk.py.
+
+A file knows whose pages it holds; a record of a page stays until another is written in its place, its file begins
+another life or is beheaded, so that pages of long ago are found again when a shard starts.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvcluster.core.file_allocator import FileAllocator, Shape
+from kvcluster.core.found import Found, FoundPage
+from kvcluster.core.ids import NamespaceId
+from kvcluster.core.messages import Erase, PageKey, PageMove, PageSlot, Tombstone
+from kvcluster.testing.sim import content
+from kvcluster.testing.sim.memory import flipped
+
+if TYPE_CHECKING:
+    from kvcluster.config import ShardConfig
+    from kvcluster.testing.sim.shard import ShardProcess
+
+
+@dataclass(slots=True)
+class _Written:
+    """What lies in one slot. `page` is its record, None while that is being replaced."""
+
+    page: FoundPage | None
+    data: bytes
+    stored_at: int
+    rotten: bool = False
+
+
+class _Kind(NamedTuple):
+    """What a file's head says."""
+
+    namespace: NamespaceId
+    shape: Shape
+
+
+class Disk:
+    """One shard's folder on one node. `owner` holds it as long as it lives."""
+
+    def __init__(self) -> None:
+        self.owner: ShardProcess | None = None
+        self.tombstones: tuple[Tombstone, ...] = ()
+        self._file_bytes = 0
+        self._heads: dict[int, _Kind] = {}
+        self._slots: dict[int, _Written] = {}  # by offset
+
+    def open(self, shard: ShardProcess, config: ShardConfig) -> Found:
+        """What a shard that starts finds there."""
+        if self.owner is not None and not self.owner.dead:
+            return Found(why_none="another incarnation has the folder")
+        self.owner = shard
+        plan = FileAllocator(config.disk_bytes, config.disk_file_bytes)
+        self._file_bytes = plan.file_bytes
+        pages: list[FoundPage] = []
+        specs = {}
+        for offset, written in self._slots.items():
+            head = self._heads.get(offset // self._file_bytes)
+            page = written.page
+            if head is not None and page is not None and head == _kind(page.namespace, page.key, page.nbytes):
+                model = content.BY_SPACE[page.namespace]
+                specs[page.namespace] = model.tenant, model.spec
+                pages.append(page)
+        return Found(plan.capacity_bytes, plan.file_bytes, tuple(specs.values()), tuple(pages), self.tombstones)
+
+    def begin_write(self, move: PageMove) -> None:
+        """Its file is of its kind from now on, and what lay in its slot is found no more."""
+        number = move.target.offset // self._file_bytes
+        kind = _kind(move.namespace, move.target.key, move.target.nbytes)
+        if self._heads.get(number) != kind:
+            self._heads[number] = kind
+            first = number * self._file_bytes
+            for offset in [offset for offset in self._slots if first <= offset < first + self._file_bytes]:
+                self._slots[offset].page = None
+        if move.target.offset in self._slots:
+            self._slots[move.target.offset].page = None
+
+    def write(self, move: PageMove, data: bytes, stored_at: int) -> None:
+        """The page is there, and its record."""
+        slot = move.target
+        page = FoundPage(
+            *(move.namespace, slot.key, move.parent, move.depth, slot.loss, slot.codec, slot.nbytes),
+            sums=move.source.sums,
+            offset=slot.offset,
+        )
+        self._slots[slot.offset] = _Written(page, data, stored_at)
+
+    def read(self, slot: PageSlot) -> bytes | None:
+        """What lies there; None where the file ends before it."""
+        written = self._slots.get(slot.offset)
+        return written.data if written is not None else None
+
+    def stored_at(self, offset: int) -> int:
+        return self._slots[offset].stored_at
+
+    def erase(self, order: Erase) -> None:
+        for number, kind in list(self._heads.items()):
+            model = content.BY_SPACE[kind.namespace]
+            if any(stone.names(model.tenant, model.spec) for stone in order.purged):
+                del self._heads[number]
+        self.tombstones = order.tombstones
+
+    def is_rotten(self, offset: int) -> bool:
+        written = self._slots.get(offset)
+        return written is None or written.rotten
+
+    @property
+    def has_rotten(self) -> bool:
+        return any(written.rotten for written in self._slots.values())
+
+    def rot(self, rng: random.Random) -> bool:
+        """A bit of some page turns over, or its file is cut off before it. False where there is none."""
+        if not self._slots:
+            return False
+        offset = rng.choice(list(self._slots))
+        written = self._slots[offset]
+        if rng.random() < 0.3:
+            del self._slots[offset]
+        else:
+            written.data, written.rotten = flipped(rng, written.data), True
+        return True
+
+
+def _kind(namespace: NamespaceId, key: PageKey, nbytes: int) -> _Kind:
+    return _Kind(namespace, Shape(nbytes, key.part.layers))

@@ -1,0 +1,148 @@
+"""Files of pages on disk, version 1: what each says of itself, for a shard that finds them and knows nothing.
+
+    head at 0           "kvcluster-pages\\0" | version u32 | body's bytes u32 | xxh3_64 of the body u64 | body
+        body            life 16 | file_bytes u64 | page bytes u64 | layers u32 | tenant's bytes u16 | tenant | Spec
+    record of slot i    block 32 | parent 32 | depth u64 | group u32 | part 4 u32 | codec u16 | loss u8 | 0
+                        | a u64 a layer: its checksum | xxh3_64 of all that and the life, seeded by i, u64
+    slots               core/file_allocator.py says where records and slots lie
+
+Little-endian. The life is drawn when a file begins to hold pages of another kind, so that a record of an earlier life
+is none. A page's bytes are those of its codec (docs/codecs.md). What cannot be understood is passed over, be it rotten,
+torn or of a later version: what is lost by that is a page that is computed again. A record that is whole still promises
+nothing of its page: a reader verifies that with the checksums.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
+
+from kvcluster.core import codecs, limits
+from kvcluster.core.codecs import Codec
+from kvcluster.core.file_allocator import HEAD_BYTES, RECORD_BYTES, Shape
+from kvcluster.core.found import FoundPage
+from kvcluster.core.ids import HASH_BYTES, SUM_BYTES, BlockHash, NamespaceId, Tenant
+from kvcluster.core.messages import PageKey
+from kvcluster.core.reasons import Loss
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.errors import KVClusterError, ProtocolError
+from kvcluster.wire import common
+
+VERSION = 1
+LIFE_BYTES = 16
+NO_HEAD = bytes(HEAD_BYTES)
+"""In place of a head: this file holds nothing."""
+
+_MAGIC = b"kvcluster-pages\0"
+_OPENING = struct.Struct("<16sIIQ")
+_BODY = struct.Struct(f"<{LIFE_BYTES}sQQIH")
+_RECORD = struct.Struct(f"<{HASH_BYTES}s{HASH_BYTES}sQI4IHBx")
+_CHECK = struct.Struct("<Q")
+_MOST_PAGE_BYTES = 2**40
+_MOST_LAYERS = 2**20
+
+assert _RECORD.size + _CHECK.size == RECORD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Whose pages a file holds, and how long each is."""
+
+    life: bytes
+    file_bytes: int
+    shape: Shape
+    tenant: Tenant
+    spec: KVSpec
+
+    @property
+    def namespace(self) -> NamespaceId:
+        return self.spec.namespace(self.tenant)
+
+    @property
+    def slots(self) -> int:
+        return self.shape.slots(self.file_bytes)
+
+    @property
+    def records_bytes(self) -> int:
+        """Of all records together, which begin at HEAD_BYTES."""
+        return self.slots * self.shape.record_bytes
+
+
+def encode_head(head: Head) -> bytes:
+    """HEAD_BYTES of them."""
+    tenant = head.tenant.encode()
+    fixed = _BODY.pack(head.life, head.file_bytes, *head.shape, len(tenant))
+    body = fixed + tenant + common.encode_spec(head.spec)
+    data = _OPENING.pack(_MAGIC, VERSION, len(body), xxh3_64_intdigest(body)) + body
+    assert len(data) <= HEAD_BYTES, "limits bound what a spec and a tenant take"
+    return data + bytes(HEAD_BYTES - len(data))
+
+
+def decode_head(data: bytes) -> Head:
+    """The inverse. Raises ProtocolError for anything that `encode_head` did not write."""
+    if len(data) < _OPENING.size:
+        raise ProtocolError("a file of pages is cut off within its head")
+    magic, version, length, check = _OPENING.unpack_from(data)
+    if magic != _MAGIC or version != VERSION:
+        raise ProtocolError("a file does not begin as one of pages of version 1 does")
+    body = data[_OPENING.size : _OPENING.size + length]
+    if len(body) < max(length, _BODY.size) or xxh3_64_intdigest(body) != check:
+        raise ProtocolError("a file's head is not what its checksum says")
+    life, file_bytes, nbytes, layers, tenant_bytes = _BODY.unpack_from(body)
+    shape = Shape(common.at_most(nbytes, _MOST_PAGE_BYTES, "bytes of a page"), layers)
+    common.at_most(layers, _MOST_LAYERS, "layers of a page")
+    common.at_most(file_bytes, common.QUANTITY_MAX, "bytes of a file")
+    try:
+        tenant = Tenant(body[_BODY.size : _BODY.size + tenant_bytes].decode())
+    except UnicodeDecodeError:
+        raise ProtocolError("a file's tenant is no text") from None
+    spec = common.decode_spec(body[_BODY.size + tenant_bytes :])
+    if not nbytes or not layers:
+        raise ProtocolError("a file is of pages of nothing")
+    return Head(life, file_bytes, shape, tenant, spec)
+
+
+def encode_record(head: Head, slot: int, page: FoundPage) -> bytes:
+    """The record of that page in that slot."""
+    fixed = _RECORD.pack(page.key.hash, page.parent, page.depth, page.key.group, *page.key.part, page.codec, page.loss)
+    assert len(page.sums) == head.shape.layers * SUM_BYTES
+    return fixed + page.sums + _CHECK.pack(_check(head, slot, fixed + page.sums))
+
+
+def decode_records(head: Head, namespace: NamespaceId, data: bytes, at: int) -> list[FoundPage]:
+    """The pages of those records in `data`, which begins with the first, that are whole; `namespace` is the head's, and
+    `at` where the file begins."""
+    found: list[FoundPage] = []
+    size, slots = head.shape.record_bytes, head.slots
+    first = at + head.shape.first_slot(slots)
+    for slot in range(min(slots, len(data) // size)):
+        record = data[slot * size : (slot + 1) * size]
+        (check,) = _CHECK.unpack_from(record, size - _CHECK.size)
+        content = record[: size - _CHECK.size]
+        if check == _check(head, slot, content):
+            try:
+                found.append(_page(head, namespace, content, first + slot * head.shape.slot_bytes))
+            except (KVClusterError, ValueError):  # of a later version, which knew more codecs, or other bounds
+                continue
+    return found
+
+
+def _page(head: Head, namespace: NamespaceId, content: bytes, offset: int) -> FoundPage:
+    values: tuple[Any, ...] = _RECORD.unpack_from(content)
+    block, parent, depth, group, *bounds, codec_number, loss = values
+    codec, part = Codec(codec_number), Part(*bounds)
+    if depth > limits.TOKENS_PER_SEQUENCE or group >= len(head.spec.groups):
+        raise ProtocolError("a record names what its spec does not have")
+    head.spec.check_part(group, part)
+    if Shape(codecs.page_bytes(codec, head.spec, group, part), part.layers) != head.shape or loss < codec.loss:
+        raise ProtocolError("a record is of another page than its file holds")
+    key = PageKey(BlockHash(block), group, part)
+    sums = content[_RECORD.size :]
+    return FoundPage(*(namespace, key, BlockHash(parent), depth, Loss(loss), codec), head.shape.nbytes, sums, offset)
+
+
+def _check(head: Head, slot: int, content: bytes) -> int:
+    return xxh3_64_intdigest(head.life + content, slot)
