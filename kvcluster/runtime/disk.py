@@ -152,10 +152,12 @@ class DiskFolder:
         for path in self._folder.iterdir():
             if _NAME.fullmatch(path.name) and int(path.stem) >= files:
                 path.unlink()
+        dropped: list[KVClusterError] = []
         for number in range(files):
             file = os.open(self._path(number), os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
             try:
-                self._known_from(file, number)
+                why = self._why_dropped(file, number)
+                dropped += [why] if why is not None else []
                 if os.fstat(file).st_size != self._file_bytes:
                     os.truncate(file, min(os.fstat(file).st_size, self._file_bytes))
                     os.posix_fallocate(file, 0, self._file_bytes)
@@ -168,21 +170,24 @@ class DiskFolder:
                 return number
             finally:
                 os.close(file)
+        if dropped:
+            log.warning("%s: %d files are dropped; of the first: %s", self._folder, len(dropped), dropped[0])
         return files
 
-    def _known_from(self, file: int, number: int) -> None:
-        """What a file says of itself, if that can be understood and is still so."""
+    def _why_dropped(self, file: int, number: int) -> KVClusterError | None:
+        """Keeps what a file says of itself, if that can be understood and is still so; else it says nothing more."""
         data = os.pread(file, HEAD_BYTES, 0)
         if not any(data):
-            return
+            return None
         try:
             head = page_files.decode_head(data)
             if head.file_bytes != self._file_bytes:
                 raise ConfigError(f"it is of a tier with files of {head.file_bytes} bytes")
         except KVClusterError as error:
-            log.warning("%s is dropped: %s", self._path(number), error)
-            return
+            _write(file, memoryview(page_files.NO_HEAD), 0)
+            return error
         self._known[number] = _Known(head, head.namespace)
+        return None
 
     def _kept_tombstones(self, files: int) -> tuple[Tombstone, ...]:
         """What has been purged here. If that cannot be read any more, nothing here is believed."""
