@@ -8,6 +8,7 @@ as "4GiB".
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -234,6 +235,10 @@ def _check(config: Config) -> None:
             "shard.host_bytes must hold at least a page; give 64MiB or more, or 0 for no such tier",
         ),
         (not s.disk_bytes or bool(s.disk_dir), "shard.disk_bytes needs shard.disk_dir: a folder on a local drive"),
+        (
+            not s.disk_dir or os.path.isabs(s.disk_dir),
+            f"shard.disk_dir must be an absolute path, not {s.disk_dir!r}: shards run in folders of their own",
+        ),
         (
             not s.disk_dir or bool(s.disk_bytes),
             "shard.disk_dir needs shard.disk_bytes: how much it may take there",

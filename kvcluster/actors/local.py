@@ -58,18 +58,21 @@ def local(
     shards: int = 1,
     device_bytes: str | int = "1GiB",
     host_bytes: str | int = 0,
+    disk_bytes: str | int = 0,
+    disk_dir: str | Path = "",
     port: int = 0,
     config: Mapping[str, Any] | None = None,
 ) -> Iterator[LocalCluster]:
-    """An embedded cluster: Ray on loopback, one coordinator, `shards` shards of `device_bytes` each, and `host_bytes`
-    below that for what is encoded.
+    """An embedded cluster: Ray on loopback, one coordinator, `shards` shards of `device_bytes` each, `host_bytes` below
+    that for what is encoded, and `disk_bytes` of files in `disk_dir` below that, which outlive the block.
 
     Uses the Ray that this process is connected to, if it is; else starts one and ends it with the block. `config`
     are overrides as in config.load. Raises ConfigError where a setting cannot be used.
     """
     below = dict(config or {})
     below["shards"] = shards
-    below["shard"] = {**below.get("shard", {}), "device_bytes": device_bytes, "host_bytes": host_bytes}
+    tiers = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
+    below["shard"] = {**below.get("shard", {}), **tiers, "disk_dir": str(Path(disk_dir).absolute()) if disk_dir else ""}
     below["server"] = {"port": port, **below.get("server", {})}
     settings = load(overrides=below)
     # Wrong settings are found out before anything is started.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from typing import Any
@@ -21,6 +22,8 @@ def add(commands: Any) -> None:
     up.add_argument("--shards", type=int, help="number of shards (default 1)")
     up.add_argument("--device-bytes", help="pool of each shard, such as 1GiB (the default)")
     up.add_argument("--host-bytes", help="tier of encoded pages below it, such as 4GiB (default none)")
+    up.add_argument("--disk-bytes", help="tier of files below that, such as 100GiB (default none); needs --disk-dir")
+    up.add_argument("--disk-dir", help="folder on a local drive for these files, which the next cluster finds again")
     up.add_argument("--port", type=int, help=f"port of the coordinator (default {DEFAULT_PORT})")
     up.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     up.add_argument("--token-file", help="who may connect; see `kvcluster token`")
@@ -46,8 +49,10 @@ def _up(options: argparse.Namespace) -> int:
         settings["server"] = server
     if options.shards is not None:
         settings["shards"] = options.shards
-    sizes = {name: getattr(options, name) for name in ("device_bytes", "host_bytes")}
-    settings["shard"] = {name: value for name, value in sizes.items() if value is not None}
+    tiers = {name: getattr(options, name) for name in ("device_bytes", "host_bytes", "disk_bytes", "disk_dir")}
+    settings["shard"] = {name: value for name, value in tiers.items() if value is not None}
+    if options.disk_dir:  # the shards run in folders of their own
+        settings["shard"]["disk_dir"] = os.path.abspath(options.disk_dir)
     config = load(options.config, settings)
     with needs("cluster", "ray"):
         from kvcluster.actors import background

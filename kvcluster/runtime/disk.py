@@ -34,10 +34,12 @@ _OWNER_ONLY = 0o600
 
 
 class _Known(NamedTuple):
-    """A file that holds something, or has: its head, and whose namespace that makes it."""
+    """A file that holds something, or has: its head, and whose namespace that makes it. `nbytes`: how long it was when
+    it was opened."""
 
     head: Head
     namespace: NamespaceId
+    nbytes: int
 
 
 def open_disk(config: ShardConfig, shard: ShardId) -> tuple[DiskFolder | None, Found]:
@@ -186,7 +188,7 @@ class DiskFolder:
         except KVClusterError as error:
             _write(file, memoryview(page_files.NO_HEAD), 0)
             return error
-        self._known[number] = _Known(head, head.namespace)
+        self._known[number] = _Known(head, head.namespace, os.fstat(file).st_size)
         return None
 
     def _kept_tombstones(self, files: int) -> tuple[Tombstone, ...]:
@@ -203,14 +205,16 @@ class DiskFolder:
     def _scanned(self, files: int, tombstones: tuple[Tombstone, ...]) -> Found:
         specs: dict[NamespaceId, tuple[Tenant, KVSpec]] = {}
         pages: list[FoundPage] = []
-        for number, (head, namespace) in self._known.items():
+        for number, (head, namespace, nbytes) in self._known.items():
             file = os.open(self._path(number), os.O_RDONLY)
             try:
                 records = os.pread(file, head.records_bytes, HEAD_BYTES)
             finally:
                 os.close(file)
             specs[namespace] = head.tenant, head.spec
-            pages += page_files.decode_records(head, namespace, records, number * self._file_bytes)
+            begins = number * self._file_bytes
+            found = page_files.decode_records(head, namespace, records, begins)
+            pages += [page for page in found if page.offset + page.nbytes <= begins + nbytes]  # before it was cut off
         capacity = files * self._file_bytes
         return Found(capacity, self._file_bytes, tuple(specs.values()), tuple(pages), tombstones)
 
@@ -225,7 +229,7 @@ class DiskFolder:
         head = Head(os.urandom(page_files.LIFE_BYTES), self._file_bytes, shape, move.tenant, move.spec)
         self._known.pop(number, None)
         _write(file, memoryview(page_files.encode_head(head)), 0)
-        self._known[number] = _Known(head, move.namespace)
+        self._known[number] = _Known(head, move.namespace, self._file_bytes)
         return head
 
     def _behead(self, number: int) -> None:

@@ -217,8 +217,8 @@ def test_a_damaged_file_is_a_miss_and_never_a_wrong_byte(tmp_path: Path, start: 
     blocks = client.load(TOKENS, into) // BLOCK
     assert blocks < BLOCKS
     assert all(error < FURTHEST["q8"] for error in far(into[:blocks], values[:blocks]))
-    missing = client.explain(TOKENS)[blocks]
-    assert missing.reason in (MissReason.SHARD_LOST, MissReason.CORRUPT), missing
+    told = (MissReason.SHARD_LOST, MissReason.CORRUPT)
+    cluster.wait_until(lambda: client.explain(TOKENS)[blocks].reason in told)
     stored(client, values)  # and is there again
     wait_until_on_disk(cluster, client)
     assert client.load(TOKENS, into) == BLOCKS * BLOCK
@@ -231,7 +231,7 @@ def test_what_rots_under_a_running_shard_is_a_miss_that_is_counted_and_forgotten
     damaged(tmp_path, "a bit of each page")
     assert client.load(TOKENS, into) == 0
     cluster.wait_until(lambda: counted(client, "corrupt") == BLOCKS)
-    assert {block.reason for block in client.explain(TOKENS)} == {MissReason.CORRUPT}
+    cluster.wait_until(lambda: {block.reason for block in client.explain(TOKENS)} == {MissReason.CORRUPT})
 
 
 def test_a_file_that_goes_under_a_running_shard_is_a_miss(tmp_path: Path, start: Start) -> None:

@@ -34,8 +34,9 @@ def conduct(reader: EngineReplica, screen: Screen, signals: Signals) -> Figures:
     device = working_set // TIMES
     with ExitStack() as house:
         with screen.step("start a cluster with a host tier"), signals.put_off():
-            sizes = {"device_bytes": device, "host_bytes": 2 * device}
-            cluster = house.enter_context(kvcluster.local(shards=1, config={"coordinator": _PROMPTLY}, **sizes))
+            cluster = house.enter_context(
+                kvcluster.local(device_bytes=device, host_bytes=2 * device, config={"coordinator": _PROMPTLY})
+            )
         reader.ask("connect", address=cluster.address)
         with screen.step(f"read {DOCUMENTS} documents: KV is stored") as progress:
             computed = _read(reader, progress)
