@@ -113,16 +113,14 @@ class Disk:
         return any(written.rotten for written in self._slots.values())
 
     def rot(self, rng: random.Random) -> bool:
-        """A bit of some page turns over, or its file is cut off before it. False where there is none."""
-        if not self._slots:
-            return False
-        offset = rng.choice(list(self._slots))
-        written = self._slots[offset]
-        if rng.random() < 0.3:
-            del self._slots[offset]
-        else:
-            written.data, written.rotten = flipped(rng, written.data), True
-        return True
+        """A bit of each of some pages turns over, or their files are cut off before them. False where none are."""
+        for offset in rng.sample(list(self._slots), k=-(-len(self._slots) // 2)):  # a bad batch of sectors
+            written = self._slots[offset]
+            if rng.random() < 0.3:
+                del self._slots[offset]
+            else:
+                written.data, written.rotten = flipped(rng, written.data), True
+        return bool(self._slots)
 
 
 def _kind(namespace: NamespaceId, key: PageKey, nbytes: int) -> _Kind:

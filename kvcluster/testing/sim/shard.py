@@ -100,6 +100,7 @@ class ShardProcess(CoreProcess):
         for page in core.pool.ready():
             self.ready[page.space, page.key, page.tier] = page.slot(), self.disk.stored_at(page.offset)
         self.moves: dict[Attempt, MovePages | Stage] = {}  # what is under way, or ends at this moment
+        self.moves_ordered = self.moves_ended = 0  # the numbers of the last orders
         self._queue: list[MovePages | Erase] = []  # for one thread, in order
         # Likewise: the number of the last tombstone that it has carried out.
         self.purged = max((stone.number for stone in found.tombstones), default=0)
@@ -177,8 +178,8 @@ class ShardProcess(CoreProcess):
 
     def rot(self) -> bool:
         """A bit of a page that holds something turns over. False where there is none."""
-        if self.world.rng.random() < 0.3 and self.disk.owner is self:
-            return self.disk.rot(self.world.rng)
+        if self.world.rng.random() < 0.5 and self.disk.owner is self and self.disk.rot(self.world.rng):
+            return True
         pages: list[Page] = [page for page in self.core.pool.everything() if page.tier is not Tier.DISK]
         if not pages:
             return False
@@ -215,6 +216,8 @@ class ShardProcess(CoreProcess):
                 raise AssertionError(f"a shard does not perform {effect}")
 
     def _report(self, message: Report | Inventory) -> Script:
+        if isinstance(message, Report):
+            self.moves_ended = message.moved
         coordinator = self.world.coordinator_seen_by(self)
         promise = self.world.network.ask(self, coordinator, lambda call: replace(message, call=call))
         reply = yield promise, self.world.scenario.config.membership_ttl_ms * MS
