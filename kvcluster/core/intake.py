@@ -26,6 +26,7 @@ from kvcluster.core.messages import (
     Report,
     ReportAck,
     StreamEvent,
+    Tier,
     Tombstone,
 )
 from kvcluster.core.reasons import MissReason
@@ -251,6 +252,8 @@ class Intake:
         # What a draining shard holds beyond its watermark is to be moved and not to be lost.
         if member.order is None and (m.pressure_bytes or not member.draining):
             self._make_room(member, m.pressure_bytes, now)
+        elif member.move is None and 0 < m.info.use(Tier.HOST).wanted_bytes <= m.info.use(Tier.DISK).free_bytes:
+            member.move, _ = self._tiering.demotion(member, 0, now)  # so that others can read what it has on disk
         # What is made free is for those who wait for it, and a full shard would evict for one copy another.
         if member.order is None and member.move is None and not m.pressure_bytes:
             if not member.draining:

@@ -155,10 +155,11 @@ class PagePool:
         """How many pages are WRITING or READY in that tier."""
         return len(self._pages[tier])
 
-    def below(self) -> tuple[TierUse, ...]:
-        """What there is of each tier below the device tier."""
+    def below(self, wanted_bytes: int = 0) -> tuple[TierUse, ...]:
+        """What there is of each tier below the device tier; in the host tier somebody waits for so many bytes."""
+        wanted = {Tier.HOST: wanted_bytes}
         return tuple(
-            TierUse(tier, allocator.capacity_bytes, allocator.free_bytes, self.count(tier))
+            TierUse(tier, allocator.capacity_bytes, allocator.free_bytes, self.count(tier), wanted.get(tier, 0))
             for tier, allocator in self.allocators.items()
             if tier is not Tier.DEVICE
         )

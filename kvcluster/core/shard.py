@@ -113,7 +113,9 @@ class Shard:
             *(self._pool, self._leases, self._spaces, self._own, self._withdraw, self._committed, self._counters),
             sampled=config.q4_sampled,
         )
-        self._reading = Reading(self._pool, self._leases, self._own, self._withdraw, self._counters)
+        self._reading = Reading(
+            *(self._pool, self._leases, self._spaces, self._own, self._uplink, self._withdraw, self._counters)
+        )
         self._orders = Orders(
             *(self._pool, self._leases, self._spaces, self._waiting, self._uplink, self._own),
             *(self._withdraw, self._mover, self._counters),
@@ -149,7 +151,7 @@ class Shard:
     def step(self, message: ShardMessage, now: int) -> list[Effect]:
         """Takes one message and returns what is to be done, in order."""
         effects = self._handlers[type(message)](message, now)
-        effects += self._serve_waiting(now)
+        effects += [*self._serve_waiting(now), *self._reading.serve(now)]
         effects += self._verify(now)
         if self._pressed and not self._waiting:  # else this shard counts as full until its next heartbeat
             self._pressed = False
@@ -159,7 +161,7 @@ class Shard:
 
     def next_deadline(self) -> int | None:
         """When a Tick is due."""
-        due = [self._waiting.next_deadline, self._leases.next_expiry]
+        due = [self._waiting.next_deadline, self._reading.next_deadline, self._leases.next_expiry]
         if not self._over:
             due += [self._uplink.next_deadline, self._verifier.next_deadline]
         return min((at for at in due if at is not None), default=None)
@@ -202,7 +204,7 @@ class Shard:
         if not self.member(now):
             lost = Miss(MissReason.SHARD_LOST, "the shard has no coordinator")
             return [Answer(m.call, PinGrant((lost,) * len(m.keys)))]
-        return self._reading.pin(m, self._space(m.namespace), encoded=m.tenant == CLUSTER, now=now)
+        return self._reading.pin(m, now)
 
     def _reserve(self, m: Reserve, now: int) -> list[Effect]:
         refused = self._check(m) or self._check_parts(m)
@@ -257,8 +259,8 @@ class Shard:
         if lease is not None:
             self._give_back(lease)
             return [Answer(m.call, Done())]
-        gone = self._waiting.withdraw(m.attempt)
-        return [*map(lost, gone), Answer(m.call, Done(bool(gone)))]
+        gone = [*map(lost, self._waiting.withdraw(m.attempt)), *self._reading.withdraw(m.attempt)]
+        return [*gone, Answer(m.call, Done(bool(gone)))]
 
     def _renew(self, m: Renew, now: int) -> list[Effect]:
         return [Answer(m.call, Done(self._leases.renew(m.attempt, now)))]
@@ -287,7 +289,7 @@ class Shard:
             return Refused(RefusedKind.STALE, f"this is epoch {self.epoch}, not {m.epoch}")
         if self._own.owns(m.attempt):
             return Refused(RefusedKind.BAD, f"attempt {m.attempt} is this shard's own; draw a holder at random")
-        if m.attempt in self._leases or self._waiting.waits(m.attempt):
+        if m.attempt in self._leases or self._waiting.waits(m.attempt) or self._reading.waits(m.attempt):
             return Refused(RefusedKind.BAD, f"attempt {m.attempt} has a lease already, or waits for one")
         if self._leases.full(m.attempt.holder):
             return Refused(RefusedKind.LIMIT, f"{limits.LEASES_PER_HOLDER} leases are held already; release some")
@@ -469,7 +471,8 @@ class Shard:
         return space
 
     def _used_namespaces(self) -> list[NamespaceId]:
-        return [*(page.space for page in self._pool.everything()), *self._waiting.namespaces()]
+        waiting = [*self._waiting.namespaces(), *self._reading.namespaces()]
+        return [*(page.space for page in self._pool.everything()), *waiting]
 
     def _info(self) -> ShardInfo:
         allocator = self._pool.allocator
@@ -485,7 +488,7 @@ class Shard:
             leases=len(self._leases) - len(self.own_attempts) + (self._orders.attempt is not None),
             counters=tuple(self._counters.items()),
             draining=self._orders.draining,
-            below=self._pool.below(),
+            below=self._pool.below(self._reading.wanted_bytes),
             trouble=self._trouble,
         )
 

@@ -124,7 +124,8 @@ class Tiering:
             victims = self._evictor.victims(member, tier, waited, now)
             below = sum(self._bytes_below(record, member.slot, to) for record in victims)
             moves[:0] = [Move(record.space, record.hash, to, self._codec_of(record)) for record in victims]
-            waited = max(0, below - member.info.use(to).free_bytes)
+            use = member.info.use(to)
+            waited = max(0, below - use.free_bytes) + use.wanted_bytes
         return self.order(moves), waited
 
     def promotion(self, member: Member) -> MoveOrder | None:

@@ -271,6 +271,7 @@ def encode_info(info: ShardInfo) -> pb.ShardInfo:
         below_capacity_bytes=[use.capacity_bytes for use in info.below],
         below_free_bytes=[use.free_bytes for use in info.below],
         below_pages=[use.pages for use in info.below],
+        below_wanted_bytes=[use.wanted_bytes for use in info.below],
         trouble=info.trouble[: common.TEXT_CHARS],
     )
 
@@ -294,14 +295,15 @@ def decode_info(m: pb.ShardInfo) -> ShardInfo:
 
 
 def _decode_below(m: pb.ShardInfo) -> tuple[TierUse, ...]:
-    agree("tiers", m.below, m.below_capacity_bytes, m.below_free_bytes, m.below_pages)
+    agree("tiers", m.below, m.below_capacity_bytes, m.below_free_bytes, m.below_pages, m.below_wanted_bytes)
     tiers = common.TIER.decode_all(m.below)
     if any(lower <= upper for upper, lower in zip([Tier.DEVICE, *tiers], tiers, strict=False)):
         raise ProtocolError("the tiers below the device tier are to be told once each, the fastest first")
     capacities = [quantity(value, "bytes of capacity") for value in m.below_capacity_bytes]
     free = [quantity(value, "free bytes") for value in m.below_free_bytes]
     counts = [quantity(value, "pages") for value in m.below_pages]
-    return tuple(map(TierUse, tiers, capacities, free, counts))
+    wanted = [quantity(value, "wanted bytes") for value in m.below_wanted_bytes]
+    return tuple(map(TierUse, tiers, capacities, free, counts, wanted))
 
 
 def encode_counters(counters: tuple[tuple[str, int], ...]) -> pb.Counters:

@@ -68,12 +68,14 @@ class Tombstone:
 
 
 class TierUse(NamedTuple):
-    """One tier of a shard: how large it is, and what lies there."""
+    """One tier of a shard: how large it is, and what lies there. `wanted_bytes`: readers of what lies below wait for so
+    much of it."""
 
     tier: Tier
     capacity_bytes: int
     free_bytes: int
     pages: int
+    wanted_bytes: int = 0
 
     def room(self, low_free: float) -> int:
         """Bytes that may be filled until only that share is free; below 0 where less is."""

@@ -319,7 +319,7 @@ class Counters(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., values: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining", "below", "below_capacity_bytes", "below_free_bytes", "below_pages", "trouble")
+    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining", "below", "below_capacity_bytes", "below_free_bytes", "below_pages", "below_wanted_bytes", "trouble")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -334,6 +334,7 @@ class ShardInfo(_message.Message):
     BELOW_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     BELOW_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     BELOW_PAGES_FIELD_NUMBER: _ClassVar[int]
+    BELOW_WANTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     shard: str
     epoch: int
@@ -349,8 +350,9 @@ class ShardInfo(_message.Message):
     below_capacity_bytes: _containers.RepeatedScalarFieldContainer[int]
     below_free_bytes: _containers.RepeatedScalarFieldContainer[int]
     below_pages: _containers.RepeatedScalarFieldContainer[int]
+    below_wanted_bytes: _containers.RepeatedScalarFieldContainer[int]
     trouble: str
-    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ..., below: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., below_capacity_bytes: _Optional[_Iterable[int]] = ..., below_free_bytes: _Optional[_Iterable[int]] = ..., below_pages: _Optional[_Iterable[int]] = ..., trouble: _Optional[str] = ...) -> None: ...
+    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ..., below: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., below_capacity_bytes: _Optional[_Iterable[int]] = ..., below_free_bytes: _Optional[_Iterable[int]] = ..., below_pages: _Optional[_Iterable[int]] = ..., below_wanted_bytes: _Optional[_Iterable[int]] = ..., trouble: _Optional[str] = ...) -> None: ...
 
 class Specs(_message.Message):
     __slots__ = ("tenants", "specs")
