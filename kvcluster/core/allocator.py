@@ -188,14 +188,6 @@ class PageAllocator:
             wanted += max(0, -(-beyond // (width * self.extent_bytes // size))) * width
         return max(0, min(wanted, len(self._spans)) - self._free_extents)
 
-    def lacking(self, counts: Mapping[int, int]) -> int:
-        """Bytes that so many pages of each size want together and do not find. What can never fit is not asked for."""
-        wanted = {size: min(count, self.capacity_bytes // self.size_class(size)) for size, count in counts.items()}
-        lacking = sum(max(0, count - self.room(nbytes)) * self.size_class(nbytes) for nbytes, count in wanted.items())
-        if len(wanted) > 1:  # what each size finds for itself, they may not find together
-            lacking = max(lacking, self.extents_lacking(wanted) * self.extent_bytes)
-        return min(lacking, self.capacity_bytes)
-
     def check(self) -> None:
         """Conservation, span by span; for whoever wants to be sure."""
         spans = {span.first: span for span in self._spans if span is not None}

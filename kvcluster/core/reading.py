@@ -13,12 +13,13 @@ The reader's lease runs from when his copies have room, and holds the pages on d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, Attempt, CallId, NamespaceId
 from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
-from kvcluster.core.messages import Answer, Effect, PageKey, PageSlot, Pin, PinGrant, Stage, Staged, Tier
+from kvcluster.core.messages import Answer, Effect, PageSlot, Pin, PinGrant, Stage, Staged, Tier
 from kvcluster.core.mover import page_move
 from kvcluster.core.pool import Page, PagePool, PageState
 from kvcluster.core.reasons import Miss, MissReason
@@ -30,13 +31,22 @@ ROOM_NS = 500_000_000
 """How long a reader waits for room: a report, its answer and a batch of moves, several times over."""
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """A pin that waits for room, until when, and the bytes that it lacked when it was tried last."""
+
+    pin: Pin
+    until: int
+    lacked: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Staging:
     """A pin whose pages are being read. `copies`: by the page's place in the pin."""
 
     pin: Pin
     lease: Lease
-    found: list[PageSlot | Miss]
+    told: list[PageSlot | Miss]
     copies: dict[int, Page]
 
 
@@ -60,7 +70,8 @@ class Reading:
         self._uplink = uplink
         self._withdraw = withdraw
         self._counters = counters
-        self._waiting: dict[CallId, tuple[Pin, int]] = {}  # for room, in order of arrival, with when to give up
+        self._waiting: dict[CallId, _Waiting] = {}  # in order of arrival
+        self._tried_with = -1  # so many bytes were free when the first of them was tried last
         self._staging: dict[Attempt, _Staging] = {}  # by the attempt that its copies are written under
 
     @property
@@ -71,41 +82,54 @@ class Reading:
     @property
     def next_deadline(self) -> int | None:
         """When somebody has waited long enough for room."""
-        return next((until for _, until in self._waiting.values()), None)
+        return next((waiting.until for waiting in self._waiting.values()), None)
 
     @property
     def wanted_bytes(self) -> int:
-        """Of the host tier: what all who wait would want and do not find."""
-        return sum(self._lacking(self._on_disk(pin)) for pin, _ in self._waiting.values())
+        """Of the host tier: what all who wait want and did not find."""
+        return sum(waiting.lacked for waiting in self._waiting.values())
 
     def waits(self, attempt: Attempt) -> bool:
-        return any(pin.attempt == attempt for pin, _ in self._waiting.values())
+        return any(waiting.pin.attempt == attempt for waiting in self._waiting.values())
 
     def namespaces(self) -> list[NamespaceId]:
-        return [pin.namespace for pin, _ in self._waiting.values()]
+        return [waiting.pin.namespace for waiting in self._waiting.values()]
 
     def pin(self, m: Pin, now: int) -> list[Effect]:
         """A lease over what of it is READY. The answer comes at once, or when all that lies on disk is there."""
-        if self._must_wait(m):
-            self._waiting[m.call] = (m, now + ROOM_NS)
+        found = self._find(m)
+        copies, lacked = self._copies(found, behind_others=bool(self._waiting))
+        if lacked and len(self._waiting) < limits.PINS_FROM_DISK:
+            self._take_back(copies)
+            self._waiting[m.call] = _Waiting(m, now + ROOM_NS, lacked)
             self._uplink.say_soon()
             return []
-        return self._grant(m, now)
+        return self._grant(m, found, copies, now)
 
-    def serve(self, now: int) -> list[Effect]:
+    def serve(self, now: int, *, may_grant: bool) -> list[Effect]:
         """Those who find room by now, in order of arrival, or have waited long enough."""
+        if self._waiting and not may_grant:
+            return self._dismiss([waiting.pin for waiting in self._waiting.values()], _LOST)
         effects: list[Effect] = []
         while self._waiting:
-            m, until = next(iter(self._waiting.values()))
-            if now < until and self._lacking(self._on_disk(m)):
+            waiting = next(iter(self._waiting.values()))
+            free_bytes = self._pool.memory[Tier.HOST].free_bytes
+            if now < waiting.until and free_bytes == self._tried_with:
                 break
-            del self._waiting[m.call]
-            effects += self._grant(m, now)
+            found = self._find(waiting.pin)
+            copies, waiting.lacked = self._copies(found)
+            if waiting.lacked and now < waiting.until:
+                self._tried_with = free_bytes
+                self._take_back(copies)
+                break
+            del self._waiting[waiting.pin.call]
+            self._tried_with = -1
+            effects += self._grant(waiting.pin, found, copies, now)
         return effects
 
     def withdraw(self, attempt: Attempt) -> list[Effect]:
         """A reader who waited has gone."""
-        gone = [pin for pin, _ in self._waiting.values() if pin.attempt == attempt]
+        gone = [waiting.pin for waiting in self._waiting.values() if waiting.pin.attempt == attempt]
         return self._dismiss(gone, _TOO_LATE)
 
     def staged(self, m: Staged, *, may_grant: bool) -> list[Effect]:
@@ -126,39 +150,59 @@ class Reading:
             if reads:
                 self._replace(staging, index, copy if sound else None)
             else:
-                staging.found[index] = _TOO_LATE
-        return [Answer(staging.pin.call, PinGrant(tuple(staging.found)))]
+                staging.told[index] = _TOO_LATE
+        return [Answer(staging.pin.call, PinGrant(tuple(staging.told)))]
 
     def give_up(self) -> list[Effect]:
         """Nothing is read from this shard any more. What is under way comes to its end, and nobody waits for it."""
-        pins = [pin for pin, _ in self._waiting.values()] + [staging.pin for staging in self._staging.values()]
+        pins = [waiting.pin for waiting in self._waiting.values()]
+        pins += [staging.pin for staging in self._staging.values()]
         self._staging.clear()
-        return self._dismiss(pins, Miss(MissReason.SHARD_LOST, "the shard is leaving"))
+        return self._dismiss(pins, _LOST)
 
     # ------------------------------------------------------------------------------------------- granting
 
-    def _grant(self, m: Pin, now: int) -> list[Effect]:
-        pages: list[Page | None] = []
-        found: list[PageSlot | Miss] = []
+    def _find(self, m: Pin) -> list[Page | Miss]:
+        return [self._pool.find(m.namespace, key, m.accept, encoded=m.tenant == CLUSTER) for key in m.keys]
+
+    def _copies(self, found: Sequence[Page | Miss], *, behind_others: bool = False) -> tuple[dict[int, Page], int]:
+        """Room for copies of what of it lies on disk, by its place, and how many bytes of it were not to be had.
+        Nobody waits for more than the host tier has in all."""
+        on_disk = {at: page for at, page in enumerate(found) if isinstance(page, Page) and page.tier is Tier.DISK}
+        if not on_disk or len(self._staging) >= limits.PINS_FROM_DISK:
+            return {}, 0
+        host = self._pool.memory[Tier.HOST]
         copies: dict[int, Page] = {}
-        for index, key in enumerate(m.keys):
-            page = self._find(m, key)
-            if isinstance(page, Page) and page.tier is Tier.DISK:
-                copy = self._pool.private(page) if len(self._staging) < limits.PINS_FROM_DISK else None
-                if copy is None:
-                    page = _NO_ROOM
-                else:
-                    copies[index] = copy
+        lacked = 0
+        for at, page in on_disk.items():
+            copy = self._pool.private(page) if not behind_others else None
+            if copy is not None:
+                copies[at] = copy
+            else:
+                lacked += host.size_class(page.nbytes)
+        too_many = sum(host.size_class(page.nbytes) for page in on_disk.values()) > host.capacity_bytes
+        return copies, 0 if too_many and copies else lacked
+
+    def _take_back(self, copies: dict[int, Page]) -> None:
+        for copy in copies.values():
+            self._pool.abort(copy)
+
+    def _grant(self, m: Pin, found: Sequence[Page | Miss], copies: dict[int, Page], now: int) -> list[Effect]:
+        pages: list[Page | None] = []
+        told: list[PageSlot | Miss] = []
+        for at, page in enumerate(found):
+            if isinstance(page, Page) and page.tier is Tier.DISK and at not in copies:
+                page = _NO_ROOM
             if isinstance(page, Page):
                 self._pool.pin(page)
             pages.append(page if isinstance(page, Page) else None)
-            found.append(page.slot() if isinstance(page, Page) else page)
+            told.append(page.slot() if isinstance(page, Page) else page)
         lease = self._leases.grant(m.attempt, LeaseKind.READ, pages, now)
         if not copies:
-            return [Answer(m.call, PinGrant(tuple(found)))]
+            return [Answer(m.call, PinGrant(tuple(told)))]
         attempt = self._own.next()
         self._leases.grant(attempt, LeaseKind.WRITE, list(copies.values()), now)
-        self._staging[attempt] = _Staging(m, lease, found, copies)
+        self._staging[attempt] = _Staging(m, lease, told, copies)
         return [self._stage(attempt, m.namespace, lease, copies)]
 
     def _stage(self, attempt: Attempt, namespace: NamespaceId, lease: Lease, copies: dict[int, Page]) -> Stage:
@@ -173,37 +217,14 @@ class Reading:
         assert page is not None
         if copy is not None:
             self._pool.lend(copy, page.sums)
-            staging.found[index] = copy.slot()
+            staging.told[index] = copy.slot()
             self._counters["staged"] += 1
         else:
-            staging.found[index] = Miss(MissReason.CORRUPT, "on disk")
+            staging.told[index] = Miss(MissReason.CORRUPT, "on disk")
             if page.state is PageState.READY:
                 self._counters["corrupt"] += 1
                 self._withdraw(page, corrupt=True)
         self._pool.unpin(page)
-
-    def _must_wait(self, m: Pin) -> bool:
-        """Has it to be read from disk, and is there no room for it, or somebody before it? Where too many wait already,
-        nobody does."""
-        if Tier.DISK not in self._pool.allocators or len(self._waiting) >= limits.PINS_FROM_DISK:
-            return False
-        pages = self._on_disk(m)
-        return bool(pages) and (bool(self._waiting) or self._lacking(pages) > 0)
-
-    def _find(self, m: Pin, key: PageKey) -> Page | Miss:
-        return self._pool.find(m.namespace, key, m.accept, encoded=m.tenant == CLUSTER)
-
-    def _on_disk(self, m: Pin) -> list[Page]:
-        """What of it is to be read."""
-        pages = (self._find(m, key) for key in m.keys)
-        return [page for page in pages if isinstance(page, Page) and page.tier is Tier.DISK]
-
-    def _lacking(self, pages: list[Page]) -> int:
-        """Bytes of the host tier that copies of these want and do not find."""
-        counts: dict[int, int] = {}
-        for page in pages:
-            counts[page.nbytes] = counts.get(page.nbytes, 0) + 1
-        return self._pool.memory[Tier.HOST].lacking(counts)
 
     def _dismiss(self, pins: list[Pin], why: Miss) -> list[Effect]:
         for pin in pins:
@@ -212,4 +233,5 @@ class Reading:
 
 
 _NO_ROOM = Miss(MissReason.FULL, "the host tier has no room to read it from disk at present; raise host_bytes")
+_LOST = Miss(MissReason.SHARD_LOST, "the shard has no coordinator, or is leaving")
 _TOO_LATE = Miss(MissReason.DEADLINE, "it was not read from disk in time")

@@ -151,7 +151,7 @@ class Shard:
     def step(self, message: ShardMessage, now: int) -> list[Effect]:
         """Takes one message and returns what is to be done, in order."""
         effects = self._handlers[type(message)](message, now)
-        effects += [*self._serve_waiting(now), *self._reading.serve(now)]
+        effects += [*self._serve_waiting(now), *self._reading.serve(now, may_grant=self.member(now))]
         effects += self._verify(now)
         if self._pressed and not self._waiting:  # else this shard counts as full until its next heartbeat
             self._pressed = False

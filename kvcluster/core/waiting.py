@@ -76,7 +76,15 @@ class WaitingRoom:
             if self._pool.taken(m.namespace, new) is None:
                 nbytes = space.page_bytes(new.key.group, new.key.part)
                 wanted[nbytes] = wanted.get(nbytes, 0) + 1
-        return self._pool.allocator.lacking(wanted)
+        allocator = self._pool.allocator
+        most = allocator.capacity_bytes
+        wanted = {nbytes: min(count, most // allocator.size_class(nbytes)) for nbytes, count in wanted.items()}
+        lacking = sum(
+            max(0, count - allocator.room(nbytes)) * allocator.size_class(nbytes) for nbytes, count in wanted.items()
+        )
+        if len(wanted) > 1:  # what each size finds for itself, they may not find together
+            lacking = max(lacking, allocator.extents_lacking(wanted) * allocator.extent_bytes)
+        return min(lacking, most)
 
     def _take(self, those: list[Reserve]) -> list[Reserve]:
         for m in those:
