@@ -100,6 +100,8 @@ class Mover:
         nbytes = 0
         self._gave_up_file = False
         while self._left and nbytes < BATCH_BYTES:
+            if pairs and self._left[0].to is not pairs[0][1].tier:
+                break  # it may want the room that this batch makes at its end
             move = self._left.popleft()
             space = self._spaces.known(move.namespace)
             if space is not None and move.to in self._pool.allocators:

@@ -32,8 +32,9 @@ def add(commands: Any) -> None:
     _add_transfer(transfer)
     codec = kinds.add_parser("codec", help="encoding and decoding of pages: speed and error", allow_abbrev=False)
     _add_codec(codec)
-    tiers = kinds.add_parser("tiers", help="loads out of the host tier, and stores beside it", allow_abbrev=False)
+    tiers = kinds.add_parser("tiers", help="loads out of the tiers below, and stores beside them", allow_abbrev=False)
     tiers.add_argument("--quick", action="store_true", help="a first impression: 3 turns of 32 pages, 60 stores")
+    tiers.add_argument("--disk-dir", help="folder on the drive to measure (default: one for temporary files)")
     trace = kinds.add_parser("trace", help="hit rates of a request trace, by tiers and codecs", allow_abbrev=False)
     _add_trace(trace)
     runs = ((lookup, _lookup), (transfer, _transfer), (codec, _codec), (tiers, _tiers), (trace, _trace))
@@ -155,6 +156,7 @@ def _tiers(options: argparse.Namespace) -> int:
             rounds=3 if quick else 9,
             blocks=32 if quick else 64,
             stores=60 if quick else 200,
+            folder=Path(options.disk_dir) if options.disk_dir else None,
             say=_say,
         )
 

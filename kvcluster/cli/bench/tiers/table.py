@@ -29,4 +29,13 @@ def lines(figures: Mapping[str, Any]) -> list[str]:
         row = stores[name]
         out.append(f"{label:<24} {row['stores']:>8}  {row['p50_ms']:>5.2f}  {row['p99_ms']:>5.2f}")
     out.append(f"{'of idle':<24} {'':>8}  {stores['p50_of_idle']:>5.2f}  {stores['p99_of_idle']:>5.2f}")
+    restart = figures["restart"]
+    out += [
+        "",
+        f"a shard with a disk tier is killed: the prompt is loaded again {restart['back_s']:.1f} s later, of which the "
+        f"load took {restart['first_load_s'] * 1e3:.0f} ms",
+        "loads from                    tokens/s   of raw",
+    ]
+    for row in restart["loads"]:
+        out.append(f"{row['from']:<28} {row['tokens_per_s']:>9,.0f}   {row['of_raw']:.2f}")
     return out

@@ -1,0 +1,91 @@
+"""A shard that is killed, and what it serves from its disk as soon as it is back.
+
+Files that were just written are in the system's cache, which outlives the shard. So loads are measured twice: as they
+come then, and with that cache emptied of the files before each.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcluster.cli.bench.tiers.setting import (
+    PAGE_BYTES,
+    SHAPE,
+    SPEC,
+    lies_in,
+    load,
+    one_shard,
+    prompt,
+    rates,
+    store,
+    until,
+)
+from kvcluster.cli.bench.transfer.party import warm_memory
+from kvcluster.client import Client
+
+_COLD, _RAW, _FIRST = "from the drive", "device, raw", 0
+
+
+def restart(rounds: int, blocks: int, folder: Path | None, say: Callable[[str], object]) -> dict[str, Any]:
+    """Seconds from the kill to the first whole load, and loads from disk beside raw ones from the device tier."""
+    source, into = (
+        torch.frombuffer(warm_memory(blocks * PAGE_BYTES), dtype=torch.bfloat16).view(blocks, *SHAPE) for _ in range(2)
+    )
+    source.normal_()
+    tokens, raw = prompt(_FIRST, blocks), prompt(_FIRST + 1, blocks)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvcluster-bench-", dir=folder) as disk,
+        one_shard(
+            coordinator={"host_codec": "q4"},
+            device_bytes=2 * blocks * PAGE_BYTES,
+            host_bytes=blocks * PAGE_BYTES,  # three prompts in q4
+            disk_bytes=4 * blocks * PAGE_BYTES,
+            disk_dir=disk,
+        ) as cluster,
+    ):
+        client = cluster.client(SPEC)
+        say("filling the disk tier")
+        for pushing in range(6):
+            store(client, prompt(_FIRST + 10 * pushing, blocks), source)
+        until(lambda: lies_in("disk", client, tokens), "a prompt lies on disk")
+        say("killing the shard")
+        before = _epoch(client)
+        began = time.perf_counter()
+        os.kill(cluster.pids()[1], signal.SIGKILL)
+        until(lambda: _epoch(client) > before and client.lookup(tokens).tokens == len(tokens), "it is back")
+        first = load(client, tokens, into)
+        back = time.perf_counter() - began
+        store(client, raw, source)
+        say("loads from disk")
+        times: dict[str, list[float]] = {_RAW: [], "disk, cached by the system": [], _COLD: []}
+        for _ in range(rounds):
+            for name, turns in times.items():
+                if name == _COLD:
+                    _empty_cache(Path(disk))
+                turns.append(load(client, raw if name == _RAW else tokens, into))
+    rows = [{"from": name, **rates(turns, times[_RAW], blocks)} for name, turns in times.items()]
+    return {"back_s": back, "first_load_s": first, "loads": rows}
+
+
+def _epoch(client: Client) -> int:
+    """Of the one shard; 0 while there is none."""
+    return max((int(shard["epoch"]) for shard in client.status()["shards"]), default=0)
+
+
+def _empty_cache(disk: Path) -> None:
+    """Has the system forget what it keeps of these files in memory, once the drive has it."""
+    for path in disk.rglob("*.pages"):
+        file = os.open(path, os.O_RDWR)
+        try:
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
