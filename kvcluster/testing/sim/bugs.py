@@ -15,7 +15,7 @@ from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory
 from kvcluster.core.intake import Intake
 from kvcluster.core.leases import LeaseBook
-from kvcluster.core.messages import Abort, Answer, Done, Erase, GoneEvent, Persist, PinGrant, Tick
+from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, Persist, PinGrant, Tick
 from kvcluster.core.orders import Orders
 from kvcluster.core.pool import PageAction, PagePool, PageState
 from kvcluster.core.reading import Reading
@@ -252,17 +252,6 @@ def disk_unverified() -> list[Patch]:
         return original(self, replace(m, corrupt=()), may_grant=may_grant)
 
     return [(Reading, "staged", staged)]
-
-
-@planted
-def purge_spares_disk() -> list[Patch]:
-    """A purge takes out of the files what is held, and not what was, whose records are still there."""
-    original = Orders.carry_out
-
-    def carry_out(self: Orders, ack: Any, now: int) -> Any:
-        return [effect for effect in original(self, ack, now) if not isinstance(effect, Erase)]
-
-    return [(Orders, "carry_out", carry_out)]
 
 
 @planted

@@ -63,10 +63,13 @@ def draw(rng: random.Random) -> Scenario:
     calm = rng.random() < 0.1
     faults = () if calm else tuple(fault for fault in FAULTS if rng.random() < 0.4) or ("crash shard",)
     shaky = rng.random() < 0.5 and not calm
+    config = _config(rng, shards)
+    if faults and config.shard.disk_bytes:  # what lies on disk is worth a restart
+        faults += ("crash shard",) * 3
     return Scenario(
         nodes=rng.randint(1, shards + 1),
         workers=rng.randint(1, 4),
-        config=_config(rng, shards),
+        config=config,
         limits=_limits(rng),
         models=rng.choice((1, 2, 2, 3, 6)),
         prompts=rng.choice((1, 2, 3)),
@@ -87,8 +90,8 @@ def draw(rng: random.Random) -> Scenario:
 
 def _config(rng: random.Random, shards: int) -> Config:
     units = rng.choice((8, 16, 32, 64))
-    host_bytes = rng.choice((0, 0, 8, 16, 64)) * UNIT_BYTES
-    disk_files = rng.choice((0, 1, 2, 4, 8)) if host_bytes else 0
+    host_bytes = rng.choice((0, 8, 8, 16, 64)) * UNIT_BYTES
+    disk_files = rng.choice((0, 0, 2, 4, 8, 8)) if host_bytes else 0
     return Config(
         shards=shards,
         membership_ttl_ms=1_200,
