@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,8 @@ def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], name
         ("coordinator", "rebuild_grace_ms", 0, "coordinator.rebuild_grace_ms must be positive"),
         ("coordinator", "hold_ms", -1, "coordinator.hold_ms must not be negative"),
         ("shard", "device_bytes", 4_095, "shard.device_bytes must hold at least a page"),
+        ("shard", "disk_bytes", "1GiB", "shard.disk_bytes needs shard.disk_dir: a folder on a local drive"),
+        ("shard", "disk_dir", "/drive", "shard.disk_dir needs shard.disk_bytes: how much it may take there"),
         ("shard", "lease_ttl_ms", 99, "shard.lease_ttl_ms under 100"),
         ("shard", "report_interval_ms", 0, "shard.report_interval_ms must be positive"),
         ("shard", "report_interval_ms", 2_500, "must exceed two report intervals"),
@@ -135,6 +138,37 @@ def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], name
 def test_what_cannot_work_is_refused_with_the_rule_it_breaks(section: str, key: str, value: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
         config.load(overrides={section: {key: value}} if section else {key: value})
+
+
+ON_DISK = {"host_bytes": "1GiB", "disk_bytes": "0.5TiB", "disk_dir": "/drive"}
+
+
+def test_a_disk_tier_is_a_size_a_folder_and_a_host_tier(tmp_path: Path) -> None:
+    sizes = "".join(f'{name} = "{value}"\n' for name, value in ON_DISK.items())
+    shard = config.load(written(tmp_path, f'[shard]\n{sizes}disk_file_bytes = "64MiB"\n')).shard
+    assert (shard.disk_bytes, shard.disk_dir, shard.disk_file_bytes) == (2**39, "/drive", 2**26)
+    assert config.load(overrides={"shard": ON_DISK}).shard.disk_file_bytes == 0
+    none = Config().shard
+    assert (none.disk_bytes, none.disk_dir, none.disk_file_bytes) == (0, "", 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"disk_dir": ""}, "shard.disk_bytes needs shard.disk_dir: a folder on a local drive"),
+        ({"disk_bytes": 0}, "shard.disk_dir needs shard.disk_bytes: how much it may take there"),
+        ({"host_bytes": 0}, "shard.disk_bytes needs shard.host_bytes: pages come to disk out of the host tier"),
+        ({"disk_dir": "drive"}, "shard.disk_dir must be an absolute path, not 'drive': shards run in folders of"),
+        ({"disk_dir": "~/drive"}, "shard.disk_dir must be an absolute path, not '~/drive'"),
+        ({"disk_bytes": "some"}, "shard.disk_bytes: 'some' is no size"),
+        ({"disk_file_bytes": "some"}, "shard.disk_file_bytes: 'some' is no size"),
+        ({"disk_file_bytes": -1}, "shard.disk_file_bytes: -1 is no size"),
+        ({"disk_dir": 1}, "shard.disk_dir must be of type str"),
+    ],
+)
+def test_a_disk_tier_that_cannot_be_is_refused_with_what_it_lacks(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        config.load(overrides={"shard": ON_DISK | changed})
 
 
 @pytest.mark.parametrize(

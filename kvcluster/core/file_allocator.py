@@ -14,7 +14,6 @@ The invariant: used bytes + free slots + free files + what heads, records and re
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -167,11 +166,15 @@ class FileAllocator:
         if not file.taken:
             self._close(file)
 
-    def sparsest(self) -> Iterator[Owner]:
-        """The pages of the file that holds the fewest bytes; none where an empty file is left."""
+    def sparsest(self, owner: Owner, nbytes: int) -> list[tuple[Owner, int]]:
+        """The pages of the file that holds the fewest bytes, which could be given up for that page, and their offsets;
+        none where an empty file is left, no file holds such a page, or there is no room anywhere."""
         held = [file for file in self._files if file is not None]
-        if not self._empty and held:
-            yield from list(min(held, key=lambda file: len(file.taken) * file.shape.slot_bytes).taken.values())
+        shape = Shape(nbytes, owner[1].part.layers)
+        if self._empty or self._slot_bytes < shape.slot_bytes or not shape.slots(self.file_bytes):
+            return []
+        file = min(held, key=lambda file: len(file.taken) * file.shape.slot_bytes)
+        return [(owner, self._offset(file, slot)) for slot, owner in file.taken.items()]
 
     def check(self) -> None:
         """Conservation, file by file; for whoever wants to be sure."""
@@ -202,7 +205,11 @@ class FileAllocator:
         size = file.shape.slot_bytes
         self.used_bytes += size
         self._slot_bytes -= size
-        return file.number * self.file_bytes + file.shape.first_slot(file.slots) + slot * size
+        return self._offset(file, slot)
+
+    def _offset(self, file: _File, slot: int) -> int:
+        first = file.number * self.file_bytes + file.shape.first_slot(file.slots)
+        return first + slot * file.shape.slot_bytes
 
     def _close(self, file: _File) -> None:
         self._unlist(file)

@@ -1,6 +1,6 @@
 """What a shard finds on disk when it starts: pages that the last one on that machine has left there.
 
-Its shell has read the files' own words (pages/page_file.py) and believes of them what their checksums bear out; whether
+Its shell has read the files' own words (wire/page_files.py) and believes of them what their checksums bear out; whether
 a page's bytes are still right is found out when somebody wants them. What was purged is gone, as far as `tombstones`
 say; of later ones the coordinator tells every shard that begins.
 """
@@ -42,6 +42,9 @@ class Found:
     pages: tuple[FoundPage, ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
     why_none: str = ""
+
+    def pages_of(self, namespace: NamespaceId) -> list[FoundPage]:
+        return [page for page in self.pages if page.namespace == namespace]
 
 
 NO_DISK = Found()

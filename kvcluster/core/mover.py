@@ -193,9 +193,10 @@ class Mover:
         target = self._reserve_once(source, space, to, codec)
         if target is None and to is Tier.DISK and not self._gave_up_file and self._pool.files is not None:
             self._gave_up_file = True
-            for owner in self._pool.files.sparsest():
+            wanted = space.page_bytes(source.key.group, source.key.part, codec)
+            for owner, offset in self._pool.files.sparsest((space.id, source.key), wanted):
                 page = self._pool.on(Tier.DISK, *owner)
-                if page is not None and page.state is PageState.READY:
+                if page is not None and page.state is PageState.READY and page.offset == offset:
                     self._evict(page)
             target = self._reserve_once(source, space, to, codec)
         return target

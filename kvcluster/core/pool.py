@@ -112,6 +112,10 @@ class Page:
             self.key, self.offset, self.nbytes, self.generation, self.loss, self.sums, self.codec, self.tier
         )
 
+    def new(self) -> NewPage:
+        """As somebody asked for it who wanted to write it."""
+        return NewPage(self.key, self.parent, self.depth, self.loss)
+
     def event(self) -> PageEvent:
         """What the coordinator gets to know."""
         return PageEvent(self.space, self.key, self.parent, self.depth, self.tier, self.loss, self.codec)
@@ -274,6 +278,7 @@ class PagePool:
     def lend(self, copy: Page, sums: bytes) -> None:
         """The bytes of a private copy are whole and verified: its one reader has it, until he is done."""
         self._act(copy, PageAction.LEND)
+        assert copy.generation in self._condemned, "a page that others find"
         copy.sums = sums
         copy.pins = 1
 

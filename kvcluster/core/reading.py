@@ -71,7 +71,6 @@ class Reading:
         self._withdraw = withdraw
         self._counters = counters
         self._waiting: dict[CallId, _Waiting] = {}  # in order of arrival
-        self._tried_with = -1  # so many bytes were free when the first of them was tried last
         self._staging: dict[Attempt, _Staging] = {}  # by the attempt that its copies are written under
 
     @property
@@ -98,9 +97,9 @@ class Reading:
     def pin(self, m: Pin, now: int) -> list[Effect]:
         """A lease over what of it is READY. The answer comes at once, or when all that lies on disk is there."""
         found = self._find(m)
-        copies, lacked = self._copies(found, behind_others=bool(self._waiting))
-        if lacked and len(self._waiting) < limits.PINS_FROM_DISK:
-            self._take_back(copies)
+        may_wait = len(self._waiting) < limits.PINS_FROM_DISK
+        copies, lacked = self._copies(found, whole=may_wait, behind_others=bool(self._waiting))
+        if lacked and may_wait:
             self._waiting[m.call] = _Waiting(m, now + ROOM_NS, lacked)
             self._uplink.say_soon()
             return []
@@ -113,17 +112,11 @@ class Reading:
         effects: list[Effect] = []
         while self._waiting:
             waiting = next(iter(self._waiting.values()))
-            free_bytes = self._pool.memory[Tier.HOST].free_bytes
-            if now < waiting.until and free_bytes == self._tried_with:
-                break
             found = self._find(waiting.pin)
-            copies, waiting.lacked = self._copies(found)
+            copies, waiting.lacked = self._copies(found, whole=now < waiting.until)
             if waiting.lacked and now < waiting.until:
-                self._tried_with = free_bytes
-                self._take_back(copies)
                 break
             del self._waiting[waiting.pin.call]
-            self._tried_with = -1
             effects += self._grant(waiting.pin, found, copies, now)
         return effects
 
@@ -165,27 +158,32 @@ class Reading:
     def _find(self, m: Pin) -> list[Page | Miss]:
         return [self._pool.find(m.namespace, key, m.accept, encoded=m.tenant == CLUSTER) for key in m.keys]
 
-    def _copies(self, found: Sequence[Page | Miss], *, behind_others: bool = False) -> tuple[dict[int, Page], int]:
+    def _copies(
+        self, found: Sequence[Page | Miss], *, whole: bool, behind_others: bool = False
+    ) -> tuple[dict[int, Page], int]:
         """Room for copies of what of it lies on disk, by its place, and how many bytes of it were not to be had.
-        Nobody waits for more than the host tier has in all."""
+        `whole`: for all of them or for none; but nobody waits for more than the host tier has in all."""
         on_disk = {at: page for at, page in enumerate(found) if isinstance(page, Page) and page.tier is Tier.DISK}
         if not on_disk or len(self._staging) >= limits.PINS_FROM_DISK:
             return {}, 0
         host = self._pool.memory[Tier.HOST]
+        nbytes = sum(host.size_class(page.nbytes) for page in on_disk.values())
+        whole = whole and nbytes <= host.capacity_bytes
+        if behind_others or (whole and nbytes > host.free_bytes):
+            return {}, nbytes
         copies: dict[int, Page] = {}
         lacked = 0
         for at, page in on_disk.items():
-            copy = self._pool.private(page) if not behind_others else None
+            copy = self._pool.private(page)
             if copy is not None:
                 copies[at] = copy
             else:
                 lacked += host.size_class(page.nbytes)
-        too_many = sum(host.size_class(page.nbytes) for page in on_disk.values()) > host.capacity_bytes
-        return copies, 0 if too_many and copies else lacked
-
-    def _take_back(self, copies: dict[int, Page]) -> None:
-        for copy in copies.values():
-            self._pool.abort(copy)
+        if lacked and whole:
+            for copy in copies.values():
+                self._pool.abort(copy)
+            return {}, lacked
+        return copies, 0 if copies else lacked
 
     def _grant(self, m: Pin, found: Sequence[Page | Miss], copies: dict[int, Page], now: int) -> list[Effect]:
         pages: list[Page | None] = []

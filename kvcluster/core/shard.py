@@ -121,7 +121,7 @@ class Shard:
             *(self._withdraw, self._mover, self._counters),
             Tombstones(found.tombstones),
         )
-        self._adopt(found)
+        self._spaces.adopt(found, self._pool)
         self._inventoried: tuple[Tombstone, ...] = ()  # what was carried out before the inventory under way began
         self._trouble = found.why_none
         self._over = False
@@ -235,6 +235,10 @@ class Shard:
                 outcome.append(Written.LOST)
                 continue
             lease.pages[index] = None
+            if self._pool.taken(page.space, page.new()) is Written.DUPLICATE:  # by one that came into another tier
+                self._pool.abort(page)
+                outcome.append(Written.DUPLICATE)
+                continue
             self._pool.commit(page, sums)
             self._counters["commits"] += 1
             self._committed(page)
@@ -450,15 +454,6 @@ class Shard:
         return []
 
     # ------------------------------------------------------------------------------------------- reports
-
-    def _adopt(self, found: Found) -> None:
-        """What lies on disk from before is served again, as far as there is room to know whose it is."""
-        spaces = [self._spaces.attach(tenant, spec) for tenant, spec in found.specs]
-        known = {space.id: space for space in spaces if space is not None}
-        for page in found.pages:
-            space = known.get(page.namespace)
-            if space is not None and self._pool.adopt(page):
-                space.hold(page.key.group, page.key.part)
 
     def _inventory(self) -> list[PageEvent]:
         # The chunks are sent one by one, and a purge that comes between them is none that these pages have survived.

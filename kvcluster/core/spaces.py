@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.found import Found
 from kvcluster.core.ids import CLUSTER, NamespaceId, Tenant
 from kvcluster.core.messages import NewPage, Tier, Written
 from kvcluster.core.pool import Page, PagePool
@@ -104,6 +105,14 @@ class Spaces:
                 return None
             space = self._spaces[space_id] = Space(space_id, tenant, spec)
         return space
+
+    def adopt(self, found: Found, pool: PagePool) -> None:
+        """What lies on disk from before is in the pool again, as far as there is room to know whose it is."""
+        for tenant, spec in found.specs:
+            space = self.attach(tenant, spec)
+            for page in found.pages_of(space.id) if space is not None else ():
+                if space is not None and pool.adopt(page):
+                    space.hold(page.key.group, page.key.part)
 
     def find(self, space_id: NamespaceId, tenant: Tenant) -> Space | None:
         space = self._spaces.get(space_id)

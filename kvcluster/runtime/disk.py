@@ -23,13 +23,13 @@ from kvcluster.core.ids import NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import Erase, PageMove, PageSlot, Tombstone
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError, KVClusterError
-from kvcluster.runtime.tombstones import TombstoneFile
+from kvcluster.runtime.tombstones import NotUnderstood, TombstoneFile
 from kvcluster.wire import page_files
 from kvcluster.wire.page_files import Head
 
 log = logging.getLogger(__name__)
 
-_NAME = re.compile(r"\d{4}\.pages")
+_NAME = re.compile(r"[0-9]{4}\.pages")
 _OWNER_ONLY = 0o600
 
 
@@ -67,6 +67,8 @@ class DiskFolder:
         self._file_bytes = plan.file_bytes
         self._folder = Path(config.disk_dir) / shard
         self._known: dict[int, _Known] = {}
+        self._unsynced: dict[int, None] = {}  # files whose last head may be back when the power goes
+        self._behind = False  # with what is to be purged, since that failed
         self._lock = self._locked()
         try:
             files = self._preallocated(plan.files)
@@ -104,8 +106,7 @@ class DiskFolder:
         file = os.open(self._path(number), os.O_RDWR)
         try:
             head = self._head_for(file, number, move)
-            index = (at - head.shape.first_slot(head.slots)) // head.shape.slot_bytes
-            record_at = HEAD_BYTES + index * head.shape.record_bytes
+            index, record_at = _index(head, at), _record_at(head, at)
             page = FoundPage(
                 *(move.namespace, slot.key, move.parent, move.depth, slot.loss, slot.codec, slot.nbytes),
                 sums=move.source.sums,
@@ -118,13 +119,18 @@ class DiskFolder:
             os.close(file)
 
     def erase(self, order: Erase) -> None:
-        """Carries it out. Where that fails the tombstones are not kept: whoever starts here next is told of them again
-        by the coordinator."""
+        """Carries it out. Where that fails the tombstones are not kept: it is tried again with the next, and whoever
+        starts here before is told of them again by the coordinator."""
+        stones = order.tombstones if self._behind else order.purged  # rather too many than too few
+        self._behind = True
         try:
             for number, known in list(self._known.items()):
-                if any(stone.names(known.head.tenant, known.head.spec) for stone in order.purged):
+                if any(stone.names(known.head.tenant, known.head.spec) for stone in stones):
                     self._behead(number)
+            for number in list(self._unsynced):
+                self._sync(number)
             self._stones.write(order.tombstones)
+            self._behind = False
         except (OSError, ConfigError) as error:
             log.warning("%s: a purge is not on disk yet: %s", self._folder, error)
 
@@ -166,8 +172,9 @@ class DiskFolder:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not number:
                     raise
-                os.unlink(self._path(number))
                 self._known.pop(number, None)
+                for beyond in range(number, files):
+                    self._path(beyond).unlink(missing_ok=True)
                 log.warning("%s has room for %d files of %d only", self._folder, number, files)
                 return number
             finally:
@@ -186,6 +193,7 @@ class DiskFolder:
             if head.file_bytes != self._file_bytes:
                 raise ConfigError(f"it is of a tier with files of {head.file_bytes} bytes")
         except KVClusterError as error:
+            self._unsynced[number] = None
             _write(file, memoryview(page_files.NO_HEAD), 0)
             return error
         self._known[number] = _Known(head, head.namespace, os.fstat(file).st_size)
@@ -195,10 +203,11 @@ class DiskFolder:
         """What has been purged here. If that cannot be read any more, nothing here is believed."""
         try:
             return self._stones.take_over()
-        except ConfigError as error:
+        except NotUnderstood as error:
             log.warning("%s is emptied: %s", self._folder, error)
             for number in range(files):
                 self._behead(number)
+                self._sync(number)
             self._stones.forget()
             return self._stones.take_over()
 
@@ -206,15 +215,19 @@ class DiskFolder:
         specs: dict[NamespaceId, tuple[Tenant, KVSpec]] = {}
         pages: list[FoundPage] = []
         for number, (head, namespace, nbytes) in self._known.items():
-            file = os.open(self._path(number), os.O_RDONLY)
+            begins = number * self._file_bytes
+            file = os.open(self._path(number), os.O_RDWR)
             try:
                 records = os.pread(file, head.records_bytes, HEAD_BYTES)
+                found = page_files.decode_records(head, namespace, records, begins)
+                for page in found:
+                    if page.offset + page.nbytes <= begins + nbytes:
+                        pages.append(page)
+                    else:  # it was cut off, and has been filled up with nothing since
+                        _write(file, memoryview(bytes(head.shape.record_bytes)), _record_at(head, page.offset - begins))
             finally:
                 os.close(file)
             specs[namespace] = head.tenant, head.spec
-            begins = number * self._file_bytes
-            found = page_files.decode_records(head, namespace, records, begins)
-            pages += [page for page in found if page.offset + page.nbytes <= begins + nbytes]  # before it was cut off
         capacity = files * self._file_bytes
         return Found(capacity, self._file_bytes, tuple(specs.values()), tuple(pages), tombstones)
 
@@ -227,26 +240,45 @@ class DiskFolder:
         if known is not None and known.namespace == move.namespace and known.head.shape == shape:
             return known.head
         head = Head(os.urandom(page_files.LIFE_BYTES), self._file_bytes, shape, move.tenant, move.spec)
-        self._known.pop(number, None)
+        self._unsynced[number] = None
         _write(file, memoryview(page_files.encode_head(head)), 0)
         self._known[number] = _Known(head, move.namespace, self._file_bytes)
         return head
 
     def _behead(self, number: int) -> None:
-        """Nothing is found in this file any more, whenever the power goes."""
+        """Nothing is found in this file any more, once it is synced."""
         file = os.open(self._path(number), os.O_RDWR)
         try:
+            self._unsynced[number] = None
             _write(file, memoryview(page_files.NO_HEAD), 0)
-            os.fdatasync(file)
         finally:
             os.close(file)
         self._known.pop(number, None)
+
+    def _sync(self, number: int) -> None:
+        """What was written to this file is there, whenever the power goes."""
+        file = os.open(self._path(number), os.O_RDWR)
+        try:
+            os.fdatasync(file)
+        finally:
+            os.close(file)
+        del self._unsynced[number]
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:04}.pages"
 
     def _unusable(self, error: OSError) -> ConfigError:
         return ConfigError(f"shard.disk_dir: {self._folder} cannot be used: {error.strerror or error}")
+
+
+def _index(head: Head, at: int) -> int:
+    """The number of the slot that begins there in its file."""
+    return (at - head.shape.first_slot(head.slots)) // head.shape.slot_bytes
+
+
+def _record_at(head: Head, at: int) -> int:
+    """Where in the file the record of the slot lies that begins there."""
+    return HEAD_BYTES + _index(head, at) * head.shape.record_bytes
 
 
 def _write(file: int, data: memoryview, at: int) -> None:

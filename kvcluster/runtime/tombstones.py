@@ -35,6 +35,10 @@ _HEAD = re.compile(rb"kvcluster-tombstones 1 (\d{1,18}) ([0-9a-f]{64})\n")
 _FILTERS = ("model", "weights", "adapter")
 
 
+class NotUnderstood(ConfigError):
+    """The file is there and says nothing that can be believed."""
+
+
 class TombstoneFile:
     """The file of one coordinator, or of one shard with a disk tier; `setting` is what named the folder, which is made
     where it is missing."""
@@ -96,7 +100,7 @@ class TombstoneFile:
         try:
             return parse(data)
         except ValueError as error:
-            raise ConfigError(
+            raise NotUnderstood(
                 f"{self._path}, which says what was purged, cannot be understood: {error}. Restore it from a copy; or, "
                 "if nothing that was purged may still be wanted gone, remove it and run `kvcluster clear`"
             ) from None

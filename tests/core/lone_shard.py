@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from kvcluster.config import ShardConfig
 from kvcluster.core.codecs import Codec
+from kvcluster.core.found import NO_DISK, Found
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, ShardId, Tenant
 from kvcluster.core.invariants import check_shard
 from kvcluster.core.messages import (
@@ -19,6 +20,7 @@ from kvcluster.core.messages import (
     CommitGrant,
     Done,
     Effect,
+    Erase,
     EvictOrder,
     Fetch,
     Inventory,
@@ -84,9 +86,17 @@ class LoneShard:
     """A shard. The test plays its workers, and its coordinator by `answer` and `fail`."""
 
     def __init__(
-        self, pages: int = 8, epoch: int = 7, *, host_pages: int = 0, spec: KVSpec = SPEC, **config: int
+        self,
+        pages: int = 8,
+        epoch: int = 7,
+        *,
+        host_pages: int = 0,
+        found: Found = NO_DISK,
+        spec: KVSpec = SPEC,
+        **config: int,
     ) -> None:
-        """With room for so many raw pages of `spec`, and for so many below."""
+        """With room for so many raw pages of `spec`, for so many in its host tier, and with a disk tier where its
+        shell has `found` one."""
         page_bytes = spec.page_bytes(0, WHOLE)
         self.now = 10 * SECOND
         self.epoch = Epoch(epoch)
@@ -96,11 +106,13 @@ class LoneShard:
             self.epoch,
             ShardConfig(
                 device_bytes=pages * page_bytes,
+                disk_dir="",  # its shell has looked there, and tells what it has `found`
                 **({"host_bytes": host_pages * page_bytes, "extent_bytes": PAGE, "scrub_bytes": 0} | config),
             ),
             membership_ttl_ms=MEMBERSHIP_MS,
             address="a:1",
             host="here",
+            found=found,
         )
         self.spec = spec
         self.space = spec.namespace(OURS)
@@ -110,14 +122,17 @@ class LoneShard:
         self.reading: Verify | None = None
         self.fetching: list[Fetch] = []
         self.moving: MovePages | None = None
+        self.erased: list[Erase] = []
         self.left = False
         self._calls = itertools.count(1)
         self.moves = 0
 
     @classmethod
-    def joined(cls, pages: int = 8, *, host_pages: int = 0, spec: KVSpec = SPEC, **config: int) -> LoneShard:
+    def joined(
+        cls, pages: int = 8, *, host_pages: int = 0, found: Found = NO_DISK, spec: KVSpec = SPEC, **config: int
+    ) -> LoneShard:
         """One that a coordinator knows, with our `spec` attached and reported."""
-        shard = cls(pages, host_pages=host_pages, spec=spec, **config)
+        shard = cls(pages, host_pages=host_pages, found=found, spec=spec, **config)
         shard.attach(spec)
         shard.settle()
         assert shard.core.member(shard.now)
@@ -143,6 +158,8 @@ class LoneShard:
                 case MovePages():
                     assert self.moving is None, "two batches are moved"
                     self.moving = effect
+                case Erase():
+                    self.erased.append(effect)
                 case Leave():
                     self.left = True
         check_shard(self.core)
@@ -198,9 +215,9 @@ class LoneShard:
         """Lets the next heartbeat bring an order back."""
         return self.hear(order=EvictOrder(number, tuple((self.space, block) for block in blocks), tier))
 
-    def demote(self, *blocks: BlockHash, codec: Codec = Codec.Q8) -> list[Effect]:
-        """Lets the next heartbeat bring back the order to move these down."""
-        return self._order_moves([Move(self.space, block, Tier.HOST, codec) for block in blocks])
+    def demote(self, *blocks: BlockHash, codec: Codec = Codec.Q8, to: Tier = Tier.HOST) -> list[Effect]:
+        """Lets the next heartbeat bring back the order to move these down, to that tier."""
+        return self._order_moves([Move(self.space, block, to, codec) for block in blocks])
 
     def promote(self, *blocks: BlockHash) -> list[Effect]:
         return self._order_moves([Move(self.space, block, Tier.DEVICE) for block in blocks])
@@ -210,11 +227,14 @@ class LoneShard:
         return self.hear(move=MoveOrder(self.moves, tuple(moves)))
 
     def move(self, *, unfit: Sequence[int] = (), corrupt: Sequence[int] = ()) -> list[Effect]:
-        """What was to move has moved, but for the pages at the indices `unfit`, which cannot be encoded; those at the
-        indices `corrupt` were other bytes than they should be."""
+        """What was to move has moved, but for the pages at the indices `unfit`, which cannot be encoded or written;
+        those at the indices `corrupt` were other bytes than they should be."""
         moving, self.moving = self.moving, None
         assert moving is not None, "nothing moves"
-        sums = tuple(None if at in unfit else SUMS for at in range(len(moving.pages)))
+        sums = tuple(
+            None if at in unfit else page.source.sums if page.target.tier is Tier.DISK else SUMS
+            for at, page in enumerate(moving.pages)
+        )
         return self.step(Moved(moving.attempt, sums, tuple(corrupt)))
 
     def move_all(self) -> None:

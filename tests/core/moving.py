@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from kvcluster.core.codecs import Codec
+from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
+from kvcluster.core.found import NO_DISK, Found
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
 from kvcluster.core.messages import GoneEvent, PageEvent, ShardAddress, Tier
 from kvcluster.core.reasons import Loss
@@ -14,21 +16,30 @@ RAW, Q8 = CODED.page_bytes(0, CODED.whole(0)), 192
 SOURCE = ShardAddress(ShardId("b"), Epoch(3), "b:1")
 
 
-def tiered(pages: int = 8, host_pages: int = 8, *, spec: KVSpec = CODED, **config: int) -> LoneShard:
-    """A shard with a host tier, in which each page takes no more room than it is long."""
-    return LoneShard.joined(pages, host_pages=host_pages, spec=spec, **({"extent_bytes": 64} | config))
+def tiered(
+    pages: int = 8, host_pages: int = 8, *, found: Found = NO_DISK, spec: KVSpec = CODED, **config: int
+) -> LoneShard:
+    """A shard with a host tier, in which each page takes no more room than it is long, and perhaps a disk tier."""
+    return LoneShard.joined(pages, host_pages=host_pages, found=found, spec=spec, **({"extent_bytes": 64} | config))
 
 
-def holding(*blocks: BlockHash, loss: Loss = Loss.EXACT, **config: int) -> LoneShard:
+def disk(files: int = 4, pages: int = 4) -> Found:
+    """An empty disk tier of so many files, each for so many pages of CODED, in whatever codec: one a sector, and one
+    sector for all their records."""
+    file_bytes = HEAD_BYTES + SECTOR_BYTES * (1 + pages)
+    return Found(files * file_bytes, file_bytes)
+
+
+def holding(*blocks: BlockHash, loss: Loss = Loss.EXACT, found: Found = NO_DISK, **config: int) -> LoneShard:
     """One that holds these on its device."""
-    shard = tiered(**config)
+    shard = tiered(found=found, spec=CODED, **config)
     shard.store(attempt(1), *blocks, loss=loss)
     return shard
 
 
-def lowered(*blocks: BlockHash, codec: Codec = Codec.Q8, **config: int) -> LoneShard:
+def lowered(*blocks: BlockHash, codec: Codec = Codec.Q8, found: Found = NO_DISK, **config: int) -> LoneShard:
     """One that has demoted these."""
-    shard = holding(*blocks, **config)
+    shard = holding(*blocks, loss=Loss.EXACT, found=found, **config)
     shard.demote(*blocks, codec=codec)
     shard.move_all()
     shard.settle()
@@ -37,8 +48,17 @@ def lowered(*blocks: BlockHash, codec: Codec = Codec.Q8, **config: int) -> LoneS
 
 def doubled(*blocks: BlockHash, codec: Codec = Codec.Q8, **config: int) -> LoneShard:
     """One that has demoted these and promoted them again."""
-    shard = lowered(*blocks, codec=codec, **config)
+    shard = lowered(*blocks, codec=codec, found=NO_DISK, **config)
     shard.promote(*blocks)
+    shard.move_all()
+    shard.settle()
+    return shard
+
+
+def on_disk(*blocks: BlockHash, codec: Codec = Codec.Q8, found: Found | None = None, **config: int) -> LoneShard:
+    """One that has demoted these to disk."""
+    shard = lowered(*blocks, codec=codec, found=found or disk(), **config)
+    shard.demote(*blocks, to=Tier.DISK)
     shard.move_all()
     shard.settle()
     return shard
@@ -78,4 +98,5 @@ def left(block: BlockHash, tier: Tier, *, corrupt: bool = False) -> GoneEvent:
 
 ON_DEVICE = (Tier.DEVICE, Codec.RAW, Loss.EXACT)
 BELOW = (Tier.HOST, Codec.Q8, Loss.Q8)
+ON_DISK = (Tier.DISK, Codec.Q8, Loss.Q8)
 DECODED = (Tier.DEVICE, Codec.RAW, Loss.Q8)

@@ -6,14 +6,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt
-from kvcluster.core.leases import LeaseBook, LeaseKind
+from kvcluster.core.leases import Lease, LeaseBook, LeaseKind
 from tests.core.build import attempt, holder
 
 TTL = 10
 
 
 class LeasesAgainstTwoDicts(RuleBasedStateMachine):
-    """The model: attempt -> when its lease ends, and the attempts whose leases were revoked."""
+    """The model: attempt -> when its lease ends, and the attempts whose leases were revoked. An attempt whose lease has
+    ended may get another."""
 
     @initialize(per_holder=st.integers(1, 3), holders=st.integers(1, 3))
     def begin(self, per_holder: int, holders: int) -> None:
@@ -23,6 +24,7 @@ class LeasesAgainstTwoDicts(RuleBasedStateMachine):
         self.book = LeaseBook(TTL)
         self.ends: dict[Attempt, int] = {}
         self.revoked: list[Attempt] = []
+        self.leases: list[Lease] = []  # all that there ever were
         self.now = 0
         self.counter = 0
 
@@ -39,13 +41,21 @@ class LeasesAgainstTwoDicts(RuleBasedStateMachine):
 
     @rule(of=st.integers(0, 3), kind=st.sampled_from(LeaseKind))
     def grant(self, of: int, kind: LeaseKind) -> None:
-        if self.book.full(holder(of)):
-            return
-        self.counter += 1
-        asked = attempt(self.counter, of)
+        if not self.book.full(holder(of)):
+            self.counter += 1
+            self.begin_lease(attempt(self.counter, of), kind)
+
+    @rule(data=st.data(), kind=st.sampled_from(LeaseKind))
+    def grant_again(self, data: st.DataObject, kind: LeaseKind) -> None:
+        some = self.some(data)
+        if some not in self.book and not self.book.full(some.holder):
+            self.begin_lease(some, kind)
+
+    def begin_lease(self, asked: Attempt, kind: LeaseKind) -> None:
         lease = self.book.grant(asked, kind, [None], self.now)
         assert (lease.attempt, lease.kind, lease.pages, lease.expires_at) == (asked, kind, [None], self.now + TTL)
         self.ends[asked] = self.now + TTL
+        self.leases.append(lease)
 
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:
@@ -100,6 +110,12 @@ class LeasesAgainstTwoDicts(RuleBasedStateMachine):
                 some = attempt(counter, of)
                 assert (some in self.book) == (some in self.ends or some in self.revoked)
                 assert self.book.running(some) == (some in self.ends)
+
+    @invariant()
+    def of_the_leases_of_one_attempt_the_last_may_run(self) -> None:
+        last = {lease.attempt: lease for lease in self.leases}
+        for lease in self.leases:
+            assert self.book.holds(lease) == (lease is last[lease.attempt] and lease.attempt in self.ends)
 
     @invariant()
     def no_holder_has_more_than_its_share_and_no_more_come_than_may(self) -> None:
@@ -170,6 +186,18 @@ def test_an_attempt_has_one_lease() -> None:
     book.grant(attempt(1), LeaseKind.READ, [], now=0)
     with pytest.raises(AssertionError, match="one lease an attempt"):
         book.grant(attempt(1), LeaseKind.WRITE, [], now=1)
+
+
+def test_a_lease_that_has_ended_does_not_run_however_its_attempt_goes_on() -> None:
+    book = LeaseBook(TTL)
+    first = book.grant(attempt(1), LeaseKind.READ, [], now=0)
+    assert book.holds(first)
+    book.end(attempt(1))
+    assert not book.holds(first)
+    second = book.grant(attempt(1), LeaseKind.READ, [], now=0)
+    assert book.running(attempt(1)) and book.holds(second) and not book.holds(first)
+    book.revoke_all()
+    assert not book.holds(second), "it may not be renewed either"
 
 
 def test_a_stall_of_the_granter_costs_no_holder_its_lease() -> None:

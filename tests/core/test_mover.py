@@ -47,8 +47,8 @@ def test_a_demoted_page_is_encoded_below_and_told_of_there_before_it_leaves_its_
     shard = holding(A)
     shard.demote(A)
     assert shard.moving is not None
-    [(namespace, spec, source, target, _)] = shard.moving.pages
-    assert (namespace, spec) == (shard.space, CODED)
+    [(namespace, tenant, spec, parent, depth, source, target, _)] = shard.moving.pages
+    assert (namespace, tenant, spec, parent, depth) == (shard.space, OURS, CODED, root(), 0)
     assert (source.tier, source.codec, source.nbytes, source.loss) == (*ON_DEVICE[:2], RAW, Loss.EXACT)
     assert (target.tier, target.codec, target.nbytes, target.loss) == (*BELOW[:2], Q8, Loss.Q8)
     assert (source.key, target.key) == (key(A), key(A))
@@ -239,10 +239,10 @@ def test_a_block_that_is_named_twice_is_moved_once() -> None:
 def test_an_order_that_finds_nothing_to_do_is_done() -> None:
     shard = holding(A)
     shard.hear(move=MoveOrder(1, (Move(SPEC.namespace(THEIRS), A, Tier.HOST), Move(shard.space, B, Tier.HOST))))
-    assert shard.moving is None and report(shard).moved == 1
+    assert (shard.moving, report(shard).moved) == (None, 1)
     shard.settle()
     shard.hear(move=MoveOrder(2, (Move(shard.space, A, Tier.DEVICE),)))
-    assert shard.moving is None and report(shard).moved == 2, "it lies there already"
+    assert (shard.moving, report(shard).moved) == (None, 2), "it lies there already"
     assert lies(shard) == [ON_DEVICE]
 
 
@@ -328,7 +328,7 @@ def test_whatever_comes_in_the_middle_of_a_move_nothing_leaks_and_its_source_sta
             assert shard.moving.attempt in shard.revoked
     shard.move()
     assert lies(shard) == [BELOW if how == "a drain" else ON_DEVICE]
-    assert shard.moving is None
+    assert sources(shard) == []
     assert not len(shard.core.leases)
     assert free(shard, Tier.HOST) == 8 * RAW - (Q8 if how == "a drain" else 0)
 

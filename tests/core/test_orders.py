@@ -7,19 +7,26 @@ from dataclasses import replace
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.found import NO_DISK, Found
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
 from kvcluster.core.messages import (
     Abort,
+    Effect,
+    Erase,
     EvictOrder,
     Farewell,
     GoneEvent,
     Leave,
+    Move,
+    MoveOrder,
+    MovePages,
     NewPage,
     PageEvent,
     PageKey,
     PullOrder,
     PurgedEvent,
     ShardAddress,
+    Tier,
     Tombstone,
     Written,
 )
@@ -41,6 +48,7 @@ from tests.core.lone_shard import (
     report,
     slots,
 )
+from tests.core.moving import disk, holding, lowered, on_disk, tiered
 from tests.core.world import (
     LEFT,
     OURS,
@@ -278,6 +286,47 @@ def test_an_inventory_tells_the_tombstones_that_its_pages_have_survived(monkeypa
     assert shard.settle() == [*told.pages, PurgedEvent(10)]
     shard.hear(inventory=True)
     assert (inventory(shard).pages, inventory(shard).tombstones) == ((), (CLEAR,))
+
+
+def done_to_disk(effects: list[Effect]) -> list[Effect]:
+    """What the thread that writes to disk gets of these, in order."""
+    return [effect for effect in effects if isinstance(effect, Erase | MovePages)]
+
+
+def test_what_a_tombstone_names_is_erased_from_disk_once_with_all_that_one_answer_brings() -> None:
+    shard = on_disk(A, B)
+    first, second, third = CLEAR, Tombstone(11, THEIRS), Tombstone(12, OURS, model="another")
+    assert done_to_disk(shard.hear(tombstones=(first, second))) == [Erase((first, second), (first, second))]
+    assert list(shard.core.pool.ready()) == []
+    shard.settle()
+    assert done_to_disk(shard.hear(tombstones=(first, second))) == [], "it was told again, since nobody knew yet"
+    assert done_to_disk(shard.hear(tombstones=(second, third))) == [Erase((third,), (first, second, third))]
+    assert done_to_disk(shard.hear()) == []
+
+
+def test_what_an_answer_purges_is_erased_before_anything_that_it_orders_is_written() -> None:
+    shard = lowered(A, found=disk())
+    shard.attach(SPEC, THEIRS)
+    move = MoveOrder(9, (Move(shard.space, A, Tier.DISK),))
+    erase, written = done_to_disk(shard.hear(tombstones=(Tombstone(10, THEIRS),), move=move))
+    assert isinstance(erase, Erase) and isinstance(written, MovePages)
+
+
+def test_tombstones_that_were_found_on_disk_are_kept_with_those_that_come() -> None:
+    kept = Tombstone(4, THEIRS)
+    shard = tiered(found=replace(disk(), tombstones=(kept,)))
+    shard.hear(inventory=True)
+    assert inventory(shard).tombstones == (kept,), "its pages have survived that"
+    shard.settle()
+    assert done_to_disk(shard.hear(tombstones=(kept,))) == [], "it was carried out by the shard before"
+    assert done_to_disk(shard.hear(tombstones=(kept, CLEAR))) == [Erase((CLEAR,), (kept, CLEAR))]
+
+
+@pytest.mark.parametrize("found", [NO_DISK, Found(why_none="the drive is gone")])
+def test_a_shard_without_a_disk_tier_has_nothing_to_erase(found: Found) -> None:
+    shard = holding(A, found=found)
+    assert done_to_disk(shard.hear(tombstones=(CLEAR,))) == []
+    assert shard.settle() == [PurgedEvent(10)]
 
 
 # ------------------------------------------------------------------------------------------------- drains

@@ -10,8 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import ALIGN_BYTES, PageAllocator
 from kvcluster.core.codecs import Codec
+from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES, FileAllocator
+from kvcluster.core.found import Found, FoundPage
 from kvcluster.core.ids import HASH_BYTES, NamespaceId
-from kvcluster.core.messages import NewPage, PageKey, PageSlot, Tier, TierUse, Written
+from kvcluster.core.messages import NewPage, PageEvent, PageKey, PageSlot, Tier, TierUse, Written
 from kvcluster.core.pool import TRANSITIONS, IllegalTransition, Page, PageAction, PagePool, PageState
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from tests.core.build import SPACE, key, parent
@@ -179,33 +181,60 @@ def page_in(state: PageState) -> tuple[PagePool, Page]:
     return pool, page
 
 
+def copy_in(state: PageState) -> tuple[PagePool, Page]:
+    """A pool with one private copy in that state, which is never READY: its one reader has it condemned."""
+    pool = tiers_of()
+    copy = pool.private(ready_in(pool, Tier.DISK))
+    assert copy is not None
+    if state is PageState.FREE:
+        pool.abort(copy)
+    elif state is PageState.CONDEMNED:
+        pool.lend(copy, SUMS)
+    assert copy.state is state
+    return pool, copy
+
+
 ACTS: dict[PageAction, Callable[[PagePool, Page], object]] = {
     PageAction.COMMIT: lambda pool, page: pool.commit(page, b"other sums"),
     PageAction.ABORT: PagePool.abort,
+    PageAction.LEND: lambda pool, page: pool.lend(page, b"other sums"),
     PageAction.CONDEMN: PagePool.condemn,
     PageAction.LAST_UNPIN: PagePool.unpin,
 }
-PAIRS = [(state, action) for state in PageState for action in PageAction]
+PAGES = [(page_in, state, action) for state in PageState for action in PageAction]
+COPIES = [(copy_in, state, action) for state in PageState for action in PageAction if state is not PageState.READY]
+IN_STATE = "in_state", "state", "action"
+InState = Callable[[PageState], tuple[PagePool, Page]]
 
 
 def everything_of(pool: PagePool, page: Page) -> object:
     kept = [(p.generation, p.state) for p in pool.everything()]
-    return kept, page.slot(), page.state, page.pins, len(pool), pool.condemned, pool.allocator.used_bytes
+    used = [allocator.used_bytes for allocator in pool.allocators.values()]
+    return kept, page.slot(), page.state, page.pins, len(pool), pool.condemned, used
 
 
-@pytest.mark.parametrize(("state", "action"), [pair for pair in PAIRS if pair in TRANSITIONS])
-def test_a_page_does_what_its_state_allows(state: PageState, action: PageAction) -> None:
-    pool, page = page_in(state)
+@pytest.mark.parametrize(
+    IN_STATE,
+    [
+        *(case for case in PAGES if case[1:] in TRANSITIONS and case[2] is not PageAction.LEND),
+        *(case for case in COPIES if case[1:] in TRANSITIONS and case[2] is not PageAction.COMMIT),
+    ],
+)
+def test_a_page_does_what_its_state_allows(in_state: InState, state: PageState, action: PageAction) -> None:
+    pool, page = in_state(state)
     ACTS[action](pool, page)
     after = TRANSITIONS[state, action]
     # Without a reader a condemned page is free in the same call.
-    assert page.state is (PageState.FREE if after is PageState.CONDEMNED else after)
+    assert page.state is (PageState.FREE if action is PageAction.CONDEMN else after)
+    assert page.pins == (action is PageAction.LEND)
     pool.check()
 
 
-@pytest.mark.parametrize(("state", "action"), [pair for pair in PAIRS if pair not in TRANSITIONS])
-def test_what_its_state_does_not_allow_raises_and_changes_nothing(state: PageState, action: PageAction) -> None:
-    pool, page = page_in(state)
+@pytest.mark.parametrize(IN_STATE, [case for case in (*PAGES, *COPIES) if case[1:] not in TRANSITIONS])
+def test_what_its_state_does_not_allow_raises_and_changes_nothing(
+    in_state: InState, state: PageState, action: PageAction
+) -> None:
+    pool, page = in_state(state)
     before = everything_of(pool, page)
     # An unpin without a pin is caught before the table is asked, with a sentence of its own.
     mistake = AssertionError if action is PageAction.LAST_UNPIN else IllegalTransition
@@ -215,9 +244,10 @@ def test_what_its_state_does_not_allow_raises_and_changes_nothing(state: PageSta
     pool.check()
 
 
+@pytest.mark.parametrize("in_state", [page_in, copy_in])
 @pytest.mark.parametrize("state", [state for state in PageState if state is not PageState.READY])
-def test_only_a_ready_page_gets_a_new_reader(state: PageState) -> None:
-    pool, page = page_in(state)
+def test_only_a_ready_page_gets_a_new_reader(in_state: InState, state: PageState) -> None:
+    pool, page = in_state(state)
     before = everything_of(pool, page)
     with pytest.raises(IllegalTransition, match=f"pin of a page that is {state.value}"):
         pool.pin(page)
@@ -299,13 +329,20 @@ def test_the_check_finds_a_condemned_page_that_nobody_reads() -> None:
 # -------------------------------------------------------------------------------------------------- tiers
 
 
-def two_tiers(pages: int = 2, below: int = 2) -> PagePool:
+FIRST = HEAD_BYTES + SECTOR_BYTES
+"""Where the slots of a file begin here."""
+
+
+def tiers_of(pages: int = 2, below: int = 2, slots: int = 2) -> PagePool:
+    """All three of them, with room for so many small pages; on disk in one file."""
     device = PageAllocator(pages * ALIGN_BYTES, ALIGN_BYTES)
-    return PagePool(device, {Tier.HOST: PageAllocator(below * ALIGN_BYTES, ALIGN_BYTES, start=device.capacity_bytes)})
+    host = PageAllocator(below * ALIGN_BYTES, ALIGN_BYTES, start=device.capacity_bytes)
+    file_bytes = FIRST + slots * SECTOR_BYTES
+    return PagePool(device, {Tier.HOST: host}, FileAllocator(file_bytes, file_bytes))
 
 
 def written_in(pool: PagePool, tier: Tier, number: int = 0, loss: Loss = Loss.EXACT) -> Page:
-    codec = Codec.Q8 if loss and tier is Tier.HOST else Codec.RAW
+    codec = Codec.Q8 if loss and tier is not Tier.DEVICE else Codec.RAW
     page = pool.reserve(
         SPACE, key(number), ALIGN_BYTES, parent=parent(number), depth=number, loss=loss, tier=tier, codec=codec
     )
@@ -317,6 +354,25 @@ def ready_in(pool: PagePool, tier: Tier, number: int = 0, loss: Loss = Loss.EXAC
     page = written_in(pool, tier, number, loss)
     pool.commit(page, SUMS)
     return page
+
+
+def decoded_in(pool: PagePool, number: int = 0, loss: Loss = Loss.Q8) -> Page:
+    """In the device tier."""
+    page = ready_in(pool, Tier.DEVICE, number, loss)
+    page.decoded = True
+    return page
+
+
+def found_page(number: int = 0, slot: int = 0, *, space: NamespaceId = SPACE, nbytes: int = ALIGN_BYTES) -> FoundPage:
+    """One of Q8 in that slot of the one file."""
+    place = FIRST + slot * SECTOR_BYTES
+    return FoundPage(space, key(number), parent(number), number, Loss.Q8, Codec.Q8, nbytes, SUMS, place)
+
+
+def used(pool: PagePool) -> list[int]:
+    """Bytes by tier."""
+    pool.check()
+    return [allocator.used_bytes for allocator in pool.allocators.values()]
 
 
 def wish(loss: Loss) -> NewPage:
@@ -338,23 +394,83 @@ def test_without_host_bytes_there_is_one_tier() -> None:
     assert (list(pool.allocators), pool.below(), pool.arena_bytes) == ([Tier.DEVICE], (), 1_024)
 
 
-def test_of_twins_the_upper_is_found_and_each_by_its_tier() -> None:
-    pool = two_tiers()
-    below = ready_in(pool, Tier.HOST, loss=Loss.Q8)
+def test_the_disk_tier_lies_below_all_others_and_outside_their_arena() -> None:
+    file_bytes = FIRST + 2 * SECTOR_BYTES
+    found = Found(capacity_bytes=3 * file_bytes, file_bytes=file_bytes)
+    pool = PagePool.of(ShardConfig(device_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES), found)
+    assert list(pool.allocators) == list(Tier) and list(pool.memory) == [Tier.DEVICE, Tier.HOST]
+    assert pool.arena_bytes == 3_072
+    below = written_in(pool, Tier.DISK)
+    assert below.offset == FIRST, "an offset of its own kind"
+    assert pool.below() == (
+        TierUse(Tier.HOST, 2_048, 2_048, 0),
+        TierUse(Tier.DISK, 3 * file_bytes, 2 * file_bytes + SECTOR_BYTES, 1),
+    )
+    assert (pool.count(Tier.DISK), len(pool)) == (1, 1)
+
+
+def test_without_room_found_on_disk_there_is_no_disk_tier() -> None:
+    pool = PagePool.of(ShardConfig(device_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES), Found())
+    assert list(pool.allocators) == [Tier.DEVICE, Tier.HOST] and pool.files is None
+    assert pool.on(Tier.DISK, SPACE, key(0)) is None
+
+
+TWINS = [(Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.DISK), (Tier.HOST, Tier.DISK)]
+
+
+@pytest.mark.parametrize(("upper", "lower"), TWINS)
+def test_of_twins_the_upper_is_found_and_each_by_its_tier(upper: Tier, lower: Tier) -> None:
+    pool = tiers_of()
+    below = ready_in(pool, lower, loss=Loss.Q8)
     assert pool.get(SPACE, key(0)) is below
-    above = written_in(pool, Tier.DEVICE, loss=Loss.Q8)
+    above = written_in(pool, upper, loss=Loss.Q8)
     assert pool.get(SPACE, key(0)) is below, "the other is not there yet"
     pool.commit(above, SUMS)
     assert pool.get(SPACE, key(0)) is above
-    assert (pool.on(Tier.DEVICE, SPACE, key(0)), pool.on(Tier.HOST, SPACE, key(0))) == (above, below)
+    assert (pool.on(upper, SPACE, key(0)), pool.on(lower, SPACE, key(0))) == (above, below)
     assert list(pool.ready()) == [above, below]
     pool.condemn(above)
     assert pool.get(SPACE, key(0)) is below
 
 
+@pytest.mark.parametrize(("upper", "lower"), TWINS)
+def test_a_twin_below_counts_once_it_is_ready(upper: Tier, lower: Tier) -> None:
+    pool = tiers_of()
+    above = ready_in(pool, upper)
+    assert pool.below_of(above) is None
+    below = written_in(pool, lower)
+    ready_in(pool, lower, 1)
+    assert pool.below_of(above) is None
+    pool.commit(below, SUMS)
+    assert pool.below_of(above) is below
+    assert pool.below_of(below) is None, "what lies above is no twin below"
+    pool.condemn(below)
+    assert pool.below_of(above) is None
+
+
+def test_of_two_twins_below_the_upper_counts() -> None:
+    pool = tiers_of()
+    above, host, disk = (ready_in(pool, tier) for tier in Tier)
+    assert pool.below_of(above) is host
+    assert pool.below_of(host) is disk
+    pool.condemn(host)
+    assert pool.below_of(above) is disk
+
+
+@pytest.mark.parametrize("lower", [Tier.HOST, Tier.DISK])
+def test_who_wants_it_encoded_gets_the_twin_from_which_it_was_decoded(lower: Tier) -> None:
+    pool = tiers_of()
+    above, below = decoded_in(pool), ready_in(pool, lower, loss=Loss.Q8)
+    assert pool.find(SPACE, key(0), Loss.Q8, encoded=True) is below
+    assert pool.find(SPACE, key(0), Loss.Q8) is above
+    raw = ready_in(pool, Tier.DEVICE, 1)
+    ready_in(pool, lower, 1)
+    assert pool.find(SPACE, key(1), Loss.Q8, encoded=True) is raw, "it was not decoded"
+
+
 @pytest.mark.parametrize("tier", Tier)
 def test_what_is_being_written_in_any_tier_is_pending(tier: Tier) -> None:
-    pool = two_tiers()
+    pool = tiers_of()
     page = written_in(pool, tier)
     assert pool.get(SPACE, key(0)) is page
     miss = pool.find(SPACE, key(0), Loss.Q4)
@@ -366,7 +482,7 @@ def test_what_is_being_written_in_any_tier_is_pending(tier: Tier) -> None:
 @pytest.mark.parametrize("loss", Loss)
 @pytest.mark.parametrize("tier", Tier)
 def test_a_reader_gets_what_has_lost_no_more_than_he_accepts(tier: Tier, loss: Loss, accept: Loss) -> None:
-    pool = two_tiers()
+    pool = tiers_of()
     page = ready_in(pool, tier, loss=loss)
     if loss <= accept:
         assert pool.find(SPACE, key(0), accept) is page
@@ -376,52 +492,209 @@ def test_a_reader_gets_what_has_lost_no_more_than_he_accepts(tier: Tier, loss: L
     assert isinstance(missing, Miss) and missing.reason is MissReason.EVICTED
 
 
+@pytest.mark.parametrize("into", Tier)
+@pytest.mark.parametrize("tier", Tier)
+def test_what_loses_more_and_is_being_written_elsewhere_gives_way(tier: Tier, into: Tier) -> None:
+    pool = tiers_of()
+    written_in(pool, tier, loss=Loss.Q8)
+    assert pool.taken(SPACE, wish(Loss.EXACT), into) is (Written.PENDING if into is tier else None)
+
+
 @pytest.mark.parametrize("there", Loss)
 @pytest.mark.parametrize("new", Loss)
 @pytest.mark.parametrize("tier", Tier)
 def test_what_is_there_with_no_more_loss_is_not_written_again(tier: Tier, there: Loss, new: Loss) -> None:
-    pool = two_tiers()
+    pool = tiers_of()
     ready_in(pool, tier, loss=there)
     assert pool.taken(SPACE, wish(new)) is (Written.DUPLICATE if there <= new else None)
 
 
-def test_a_better_page_that_is_being_written_beside_a_worse_one_is_pending_for_who_wants_it_better() -> None:
-    pool = two_tiers()
-    ready_in(pool, Tier.HOST, loss=Loss.Q8)
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+def test_a_better_page_that_is_being_written_beside_a_worse_one_is_pending_for_who_wants_it_better(tier: Tier) -> None:
+    pool = tiers_of()
+    ready_in(pool, tier, loss=Loss.Q8)
     written_in(pool, Tier.DEVICE)
     assert pool.taken(SPACE, wish(Loss.EXACT)) is Written.PENDING
     assert pool.taken(SPACE, wish(Loss.Q8)) is Written.DUPLICATE
 
 
-def test_each_tier_has_room_of_its_own() -> None:
-    pool = two_tiers(pages=1, below=1)
-    above, below = ready_in(pool, Tier.DEVICE), ready_in(pool, Tier.HOST)
-    assert pool.reserve(SPACE, key(1), 1, parent=parent(1), depth=1, loss=Loss.EXACT, tier=Tier.HOST) is None
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+def test_each_tier_has_room_of_its_own(tier: Tier) -> None:
+    pool = tiers_of(1, 1, 1)
+    above, below = ready_in(pool, Tier.DEVICE), ready_in(pool, tier)
+    at = tier - 1
+    capacity = pool.below()[at].capacity_bytes
+    assert pool.reserve(SPACE, key(1), 1, parent=parent(1), depth=1, loss=Loss.EXACT, tier=tier) is None
     pool.pin(below)
     pool.condemn(below)
     pool.condemn(above)
     assert pool.allocator.free_bytes == ALIGN_BYTES
-    assert (pool.below()[0].free_bytes, pool.below()[0].pages) == (0, 0)
+    assert (pool.below()[at].free_bytes, pool.below()[at].pages) == (0, 0)
     assert pool.unpin(below)
-    assert pool.below()[0].free_bytes == ALIGN_BYTES
+    assert pool.below()[at].free_bytes == capacity
     pool.check()
 
 
-def test_what_a_page_is_told_with_names_its_tier_and_its_codec() -> None:
-    page = ready_in(two_tiers(), Tier.HOST, loss=Loss.Q8)
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+def test_what_a_page_is_told_with_names_its_tier_and_its_codec(tier: Tier) -> None:
+    page = ready_in(tiers_of(), tier, loss=Loss.Q8)
     slot, event = page.slot(), page.event()
-    assert (slot.tier, slot.codec, slot.loss) == (event.tier, event.codec, event.loss) == (Tier.HOST, Codec.Q8, Loss.Q8)
+    assert (slot.tier, slot.codec, slot.loss) == (event.tier, event.codec, event.loss) == (tier, Codec.Q8, Loss.Q8)
+
+
+def test_the_check_finds_room_in_a_file_that_no_page_holds() -> None:
+    pool = tiers_of()
+    assert pool.files is not None
+    pool.files.reserve((SPACE, key(0)), ALIGN_BYTES)
+    with pytest.raises(AssertionError, match="pages hold 0, the allocator gave 4096"):
+        pool.check()
+
+
+# ----------------------------------------------------------------------------- what was there before the pool
+
+
+def test_what_is_adopted_is_ready_where_it_lay() -> None:
+    pool = tiers_of()
+    assert pool.adopt(found_page(5, slot=1))
+    page = pool.on(Tier.DISK, SPACE, key(5))
+    assert page is not None and page is pool.find(SPACE, key(5), Loss.Q8)
+    place = FIRST + SECTOR_BYTES
+    assert page.slot() == PageSlot(
+        key(5), place, ALIGN_BYTES, page.generation, Loss.Q8, SUMS, codec=Codec.Q8, tier=Tier.DISK
+    )
+    assert page.event() == PageEvent(SPACE, key(5), parent(5), 5, Tier.DISK, Loss.Q8, Codec.Q8)
+    assert (page.state, page.pins, page.decoded) == (PageState.READY, 0, False)
+    assert used(pool) == [0, 0, SECTOR_BYTES]
+
+
+def test_what_is_adopted_has_a_generation_of_its_own() -> None:
+    pool = tiers_of()
+    assert pool.adopt(found_page(0, slot=0)) and pool.adopt(found_page(1, slot=1))
+    generations = [page.generation for page in pool.ready()] + [ready_in(pool, Tier.DEVICE).generation]
+    assert generations == sorted(set(generations))
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        found_page(0, slot=1),
+        found_page(1, slot=0),
+        found_page(1, slot=1, space=OTHER_SPACE),
+        found_page(1, slot=1, nbytes=ALIGN_BYTES + 1),
+        found_page(1, slot=2),
+        found_page(1, slot=-1),
+    ],
+    ids=["its key is there", "its slot is taken", "another's file", "pages of other bytes", "beyond", "no slot"],
+)
+def test_what_cannot_be_there_is_not_adopted_and_leaves_nothing_behind(again: FoundPage) -> None:
+    pool = tiers_of()
+    assert pool.adopt(found_page(0, slot=0))
+    assert not pool.adopt(again)
+    assert [page.key for page in pool.everything()] == [key(0)]
+    assert used(pool) == [0, 0, SECTOR_BYTES]
+
+
+def test_what_was_adopted_goes_like_any_other_page() -> None:
+    pool = tiers_of()
+    assert pool.adopt(found_page())
+    page = pool.get(SPACE, key(0))
+    assert page is not None
+    pool.pin(page)
+    assert not pool.condemn(page)
+    assert pool.unpin(page)
+    assert used(pool) == [0, 0, 0]
+    assert pool.adopt(found_page(0, slot=1)), "its key may be taken again"
+
+
+# ---------------------------------------------------------------------------------------------- private copies
+
+
+def copied(pool: PagePool, page: Page) -> Page:
+    copy = pool.private(page)
+    assert copy is not None
+    return copy
+
+
+def test_a_private_copy_is_to_be_what_its_page_is_in_the_host_tier() -> None:
+    pool = tiers_of()
+    page = ready_in(pool, Tier.DISK, 3, Loss.Q8)
+    copy = copied(pool, page)
+    assert copy.state is PageState.WRITING
+    assert (copy.space, copy.key, copy.nbytes, copy.parent, copy.depth) == (SPACE, key(3), ALIGN_BYTES, parent(3), 3)
+    assert (copy.tier, copy.codec, copy.loss) == (Tier.HOST, page.codec, page.loss)
+    assert copy.generation > page.generation and copy.sums == b"", "nothing is in it yet"
+    assert used(pool) == [0, ALIGN_BYTES, SECTOR_BYTES]
+
+
+def test_a_private_copy_is_found_by_nobody_and_is_no_page_of_its_tier() -> None:
+    pool = tiers_of()
+    page = ready_in(pool, Tier.DISK)
+    copy = copied(pool, page)
+    for lent in (False, True):
+        if lent:
+            pool.lend(copy, SUMS)
+        assert pool.find(SPACE, key(0), Loss.EXACT) is pool.get(SPACE, key(0)) is page
+        assert pool.on(Tier.HOST, SPACE, key(0)) is None and list(pool.ready()) == [page]
+        assert (pool.count(Tier.HOST), len(pool)) == (0, 1)
+        assert pool.taken(SPACE, wish(Loss.EXACT), Tier.HOST) is Written.DUPLICATE, "by its page alone"
+        assert list(pool.everything()) == [page, copy], "it takes room"
+    pool.condemn(page)
+    assert pool.get(SPACE, key(0)) is None and pool.taken(SPACE, wish(Loss.EXACT), Tier.HOST) is None
+
+
+def test_a_page_of_its_tier_may_be_written_beside_a_private_copy_of_the_same_key() -> None:
+    pool = tiers_of()
+    page = ready_in(pool, Tier.DISK)
+    copy = copied(pool, page)
+    host = ready_in(pool, Tier.HOST)
+    assert pool.get(SPACE, key(0)) is host and host.offset != copy.offset
+    pool.lend(copy, SUMS)
+    assert pool.unpin(copy)
+    assert pool.get(SPACE, key(0)) is host
+    assert used(pool) == [0, ALIGN_BYTES, SECTOR_BYTES]
+
+
+def test_a_private_copy_is_lent_to_one_reader_and_its_room_is_free_with_him() -> None:
+    pool = tiers_of()
+    copy = copied(pool, ready_in(pool, Tier.DISK))
+    pool.lend(copy, SUMS)
+    assert (copy.state, copy.pins, copy.sums) == (PageState.CONDEMNED, 1, SUMS)
+    assert copy.slot().tier is Tier.HOST
+    assert pool.unpin(copy)
+    assert used(pool) == [0, 0, SECTOR_BYTES]
+
+
+def test_a_private_copy_that_nothing_is_read_into_is_given_back() -> None:
+    pool = tiers_of()
+    page = ready_in(pool, Tier.DISK)
+    copy = copied(pool, page)
+    pool.abort(copy)
+    assert list(pool.everything()) == [page] and pool.condemned == 0
+    assert used(pool) == [0, 0, SECTOR_BYTES]
+
+
+def test_each_reader_has_a_copy_of_his_own_as_long_as_there_is_room() -> None:
+    pool = tiers_of(below=2)
+    page = ready_in(pool, Tier.DISK)
+    one, other = copied(pool, page), copied(pool, page)
+    assert one.offset != other.offset and one.generation != other.generation
+    assert pool.private(page) is None
+    assert used(pool) == [0, 2 * ALIGN_BYTES, SECTOR_BYTES]
+    pool.abort(one)
+    assert copied(pool, page).offset == one.offset
 
 
 class TwinsAgainstLists(RuleBasedStateMachine):
-    """The model: the state of each page by tier and number, of which there is at most one that is not condemned."""
+    """The model: the state of each page by tier and number, of which there is at most one that is not condemned; and
+    the private copies, with whether they are lent."""
 
-    @initialize(pages=st.integers(1, 3), below=st.integers(1, 3))
-    def begin(self, pages: int, below: int) -> None:
-        self.pool = two_tiers(pages, below)
-        self.room = {Tier.DEVICE: pages, Tier.HOST: below}
+    @initialize(pages=st.integers(1, 3), below=st.integers(1, 3), slots=st.integers(1, 3))
+    def begin(self, pages: int, below: int, slots: int) -> None:
+        self.pool = tiers_of(pages, below, slots)
+        self.room = {Tier.DEVICE: pages, Tier.HOST: below, Tier.DISK: slots}
         self.live: dict[tuple[Tier, int], Page] = {}
         self.condemned: list[Page] = []
+        self.copies: dict[Page, bool] = {}
 
     @rule(tier=st.sampled_from(Tier), number=st.integers(0, 2), loss=st.sampled_from(Loss))
     def reserve(self, tier: Tier, number: int, loss: Loss) -> None:
@@ -433,6 +706,17 @@ class TwinsAgainstLists(RuleBasedStateMachine):
         assert (page is not None) == (self.used(tier) < self.room[tier])
         if page is not None:
             self.live[tier, number] = page
+
+    @rule(number=st.integers(0, 2), slot=st.integers(-1, 3))
+    def adopt(self, number: int, slot: int) -> None:
+        found = found_page(number, slot)
+        held = [page.offset for page in self.pages() if page.tier is Tier.DISK]
+        fits = 0 <= slot < self.room[Tier.DISK] and found.offset not in held and (Tier.DISK, number) not in self.live
+        assert self.pool.adopt(found) == fits
+        if fits:
+            page = self.pool.on(Tier.DISK, SPACE, key(number))
+            assert page is not None and (page.state, page.offset) == (PageState.READY, found.offset)
+            self.live[Tier.DISK, number] = page
 
     @rule(data=st.data(), act=st.sampled_from(["commit", "abort", "pin", "unpin", "condemn"]))
     def act(self, data: st.DataObject, act: str) -> None:
@@ -455,6 +739,30 @@ class TwinsAgainstLists(RuleBasedStateMachine):
             if not self.pool.condemn(page):
                 self.condemned.append(page)
 
+    @rule(number=st.integers(0, 2))
+    def copy(self, number: int) -> None:
+        page = self.live.get((Tier.DISK, number))
+        if page is None or page.state is not PageState.READY:
+            return
+        copy = self.pool.private(page)
+        assert (copy is not None) == (self.used(Tier.HOST) < self.room[Tier.HOST])
+        if copy is not None:
+            self.copies[copy] = False
+
+    @rule(data=st.data(), sound=st.booleans())
+    def end_a_copy(self, data: st.DataObject, sound: bool) -> None:
+        if not self.copies:
+            return
+        copy = data.draw(st.sampled_from(list(self.copies)))
+        if not self.copies[copy] and sound:
+            self.pool.lend(copy, SUMS)
+            self.copies[copy] = True
+            return
+        if self.copies.pop(copy):
+            assert self.pool.unpin(copy)
+        else:
+            self.pool.abort(copy)
+
     @rule()
     def readers_end(self) -> None:
         for page in self.condemned:
@@ -462,17 +770,31 @@ class TwinsAgainstLists(RuleBasedStateMachine):
                 pass
         self.condemned.clear()
 
+    def pages(self) -> list[Page]:
+        return [*self.live.values(), *self.condemned, *self.copies]
+
     def used(self, tier: Tier) -> int:
-        return sum(page.tier is tier for page in (*self.live.values(), *self.condemned))
+        return sum(page.tier is tier for page in self.pages())
 
     @invariant()
     def each_tier_holds_what_it_should(self) -> None:
         self.pool.check()
-        for tier in Tier:
+        assert {page.generation for page in self.pool.everything()} == {page.generation for page in self.pages()}
+        assert self.pool.condemned == len(self.condemned) + len(self.copies)
+        for tier, allocator in self.pool.allocators.items():
             here = [page for (at, _), page in self.live.items() if at is tier]
             assert self.pool.count(tier) == len(here)
-            free = (self.room[tier] - self.used(tier)) * ALIGN_BYTES
-            assert self.pool.allocators[tier].free_bytes == free
+            unit = allocator.size_class(ALIGN_BYTES)
+            assert allocator.used_bytes == self.used(tier) * unit
+            free = (self.room[tier] - self.used(tier)) * unit
+            assert allocator.free_bytes == (free if self.used(tier) else allocator.capacity_bytes)
+
+    @invariant()
+    def no_byte_belongs_to_two_pages(self) -> None:
+        for on_disk in (False, True):
+            here = [page for page in self.pages() if (page.tier is Tier.DISK) is on_disk]
+            ranges = sorted((page.offset, page.offset + page.nbytes) for page in here)
+            assert all(stop <= start for (_, stop), (start, _) in pairwise(ranges))
 
     @invariant()
     def readers_find_the_upper_twin_that_is_ready(self) -> None:
@@ -480,6 +802,9 @@ class TwinsAgainstLists(RuleBasedStateMachine):
             twins = [page for tier in Tier if (page := self.live.get((tier, number))) is not None]
             found = [page for page in twins if page.state is PageState.READY] or twins
             assert self.pool.get(SPACE, key(number)) is (found[0] if found else None)
+            for page in twins:
+                ready = [twin for twin in twins if twin.tier > page.tier and twin.state is PageState.READY]
+                assert self.pool.below_of(page) is (ready[0] if ready else None)
 
 
 TestTwinsAgainstLists = TwinsAgainstLists.TestCase

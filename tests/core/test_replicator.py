@@ -11,6 +11,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
     Farewell,
+    PageEvent,
     Purge,
     Purged,
     PurgedEvent,
@@ -412,3 +413,66 @@ def test_a_draining_shard_that_holds_twins_is_emptied_of_each_once() -> None:
     assert pull_all(two) == [A, B]
     assert one.report().leave is Farewell.DRAINED
     assert homes(coordinator, A) == homes(coordinator, B) == ["b"]
+
+
+# ----------------------------------------------------------------------------------------- a disk tier
+
+
+def below_it(free_bytes: int = 64 * PAGE) -> tuple[TierUse, ...]:
+    """A disk tier of so many free bytes."""
+    return tuple(use._replace(tier=Tier.DISK) for use in below(free_bytes))
+
+
+def on_disk(*blocks: BlockHash, codec: Codec = Codec.Q8) -> list[PageEvent]:
+    return pages(blocks, tier=Tier.DISK, codec=codec, spec=CODED)
+
+
+@pytest.mark.parametrize("codec", Codec)
+def test_what_lies_on_disk_is_pulled_into_a_host_tier_as_it_is(codec: Codec) -> None:
+    coordinator, one = tiered(*on_disk(A, codec=codec))
+    [two] = others(coordinator, "b", below=below() + below_it())
+    want(coordinator, 2, A)
+    ack = two.report()
+    assert ack.pull is not None
+    assert (ack.pull.source, ack.pull.codec, ack.pull.into) == (one.address, codec, Tier.HOST)
+    assert [new.loss for new in ack.pull.pages] == [codec.loss]
+    two.pulled = ack.pull.number
+    assert two.report(*pages([A], tier=Tier.HOST, codec=codec, spec=CODED)).pull is None
+    assert homes(coordinator, A) == ["a", "b"]
+
+
+def test_room_on_disk_is_none_for_a_replica() -> None:
+    coordinator, _ = tiered(*on_disk(A), *twins(A, B)[1:2])
+    [two] = others(coordinator, "b", below=below(free_bytes=0) + below_it())
+    want(coordinator, 2, A, B)
+    assert two.report().pull is None, "its device takes nothing that is encoded"
+    two.info = replace(two.info, free_bytes=0, below=below() + below_it(free_bytes=0))
+    assert wanted(two.report()) == [A, B], "nor is any needed there"
+
+
+def test_what_is_encoded_on_disk_is_pulled_by_nobody_without_a_host_tier_and_what_is_raw_into_the_device() -> None:
+    coordinator, _ = tiered(*on_disk(A), *on_disk(A, B, codec=Codec.RAW)[1:])
+    [two] = others(coordinator, "b")
+    want(coordinator, 2, A, B)
+    ack = two.report()
+    assert wanted(ack) == [B]
+    assert ack.pull is not None and ack.pull.into is Tier.DEVICE
+    assert pull(two, ack).pull is None
+
+
+def test_copies_of_one_page_in_three_tiers_are_one_replica() -> None:
+    coordinator, one = tiered(*twins(A), *on_disk(A))
+    two, three = others(coordinator, "bc", below=below() + below_it())
+    two.report(*on_disk(A))
+    want(coordinator, 2, A)
+    assert pull_all(one, two, three) == []
+    two.report(gone(A, corrupt=True, tier=Tier.DISK, spec=CODED))
+    assert pull_all(one, two, three) == [A]
+
+
+def test_a_draining_shard_is_emptied_of_what_it_holds_on_disk() -> None:
+    coordinator, one = tiered(*on_disk(A, B))
+    [two] = others(coordinator, "b", below=below() + below_it())
+    assert drain(coordinator, one)
+    assert pull_all(two) == [A, B]
+    assert one.report().leave is Farewell.DRAINED

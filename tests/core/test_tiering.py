@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +54,11 @@ def below(capacity_bytes: int = ALL, free_bytes: int | None = None, pages: int =
     return (TierUse(Tier.HOST, capacity_bytes, capacity_bytes if free_bytes is None else free_bytes, pages),)
 
 
+def disk(capacity_bytes: int = ALL, free_bytes: int | None = None, pages: int = 0) -> tuple[TierUse, ...]:
+    """The tier under that."""
+    return tuple(use._replace(tier=Tier.DISK) for use in below(capacity_bytes, free_bytes, pages))
+
+
 def serving(
     *told: StreamEvent, capacity_pages: int = 100, host: tuple[TierUse, ...] | None = None, **config: Any
 ) -> tuple[LoneCoordinator, Voice]:
@@ -72,6 +78,11 @@ def encoded(*blocks: BlockHash) -> list[PageEvent]:
     return pages(blocks, tier=Tier.HOST, codec=Codec.Q8, spec=CODED)
 
 
+def on_disk(*blocks: BlockHash) -> list[PageEvent]:
+    """A chain in the tier below that."""
+    return pages(blocks, tier=Tier.DISK, codec=Codec.Q8, spec=CODED)
+
+
 def decoded(*blocks: BlockHash) -> list[PageEvent]:
     return pages(blocks, loss=Loss.Q8, spec=CODED)
 
@@ -85,6 +96,12 @@ def carry_out(voice: Voice, ack: ReportAck, *events: StreamEvent, pressure: int 
     assert ack.move is not None
     voice.moved = ack.move.number
     return voice.report(*events, pressure=pressure)
+
+
+def free_on(voice: Voice, tier: Tier, free_bytes: int) -> None:
+    """From now on it says that it has so much room in that tier below its device."""
+    uses = [use._replace(free_bytes=free_bytes) if use.tier is tier else use for use in voice.info.below]
+    voice.info = replace(voice.info, below=tuple(uses))
 
 
 def heat(coordinator: LoneCoordinator, *blocks: BlockHash, loads: int = 4) -> None:
@@ -290,6 +307,240 @@ def test_while_an_eviction_below_is_under_way_nothing_is_demoted() -> None:
     assert moved(voice.report(*left(B, A, tier=Tier.HOST), pressure=RAW), Tier.HOST) == [C]
 
 
+# ------------------------------------------------------------------------------------ three tiers
+
+OLD, OLDER = chain(6, seed=8), chain(6, seed=10)
+
+
+def three_deep(*, host_free: int, disk_free: int, hold_ms: int = 0, blocks: int = 6) -> tuple[LoneCoordinator, Voice]:
+    """A coordinator without marks, and a shard with the oldest blocks on disk, old ones in its host tier, and the
+    latest on its device."""
+    coordinator, voice = serving(
+        *on_disk(*OLDER[:blocks]),
+        host=below(6 * Q8, free_bytes=host_free, pages=6) + disk(6 * Q8, free_bytes=disk_free, pages=6),
+        low_free=0.0,
+        high_free=0.0,
+        hold_ms=hold_ms,
+    )
+    for told in (encoded(*OLD[:blocks]), above(*BLOCKS[:blocks])):
+        coordinator.now += SECOND
+        voice.report(*told)
+    return coordinator, voice
+
+
+def test_below_its_low_mark_the_host_tier_is_relieved_to_disk_and_nothing_is_evicted() -> None:
+    tiers = below(20 * Q8, free_bytes=2 * Q8, pages=12) + disk()
+    coordinator, voice = serving(*encoded(*BLOCKS), host=tiers, low_free=0.1, high_free=0.3)
+    assert voice.report().move is None
+    coordinator.now += SECOND
+    coordinator.load(attempt(1), BLOCKS[:2], whole(CODED, Loss.Q8))
+    free_on(voice, Tier.HOST, Q8)
+    ack = voice.report()
+    assert ack.order is None
+    assert moved(ack, Tier.DISK) == list(BLOCKS[:6:-1])
+    assert len(moves(ack)) == 5
+    free_on(voice, Tier.HOST, 6 * Q8)
+    events = [*on_disk(*BLOCKS)[7:], *left(*BLOCKS[7:], tier=Tier.HOST)]
+    ack = carry_out(voice, ack, *events)
+    assert (ack.move, ack.order) == (None, None)
+
+
+def test_what_is_waited_for_above_is_handed_down_tier_by_tier_and_evicted_out_of_the_lowest_alone() -> None:
+    _, voice = three_deep(host_free=Q8, disk_free=Q8)
+    ack = voice.report(pressure=4 * RAW)
+    assert moved(ack, Tier.HOST) == list(BLOCKS[5:1:-1])
+    assert moved(ack, Tier.DISK) == list(OLD[5:2:-1]), "there is room for one in the host tier"
+    assert ack.order is not None and ack.order.tier is Tier.DISK
+    assert ordered(ack) == list(OLDER[5:3:-1]), "and on disk"
+    assert voice.report(pressure=4 * RAW).move == ack.move, "until it is done"
+
+
+def test_room_is_made_in_the_lower_tier_before_the_upper_takes_it() -> None:
+    _, voice = three_deep(host_free=0, disk_free=6 * Q8)
+    ack = voice.report(pressure=2 * RAW)
+    assert [move.to for move in moves(ack)] == [Tier.DISK, Tier.DISK, Tier.HOST, Tier.HOST]
+    assert ack.order is None, "there is room on disk"
+
+
+def test_where_the_host_tier_has_room_nothing_goes_to_disk() -> None:
+    _, voice = three_deep(host_free=2 * Q8, disk_free=0)
+    ack = voice.report(pressure=2 * RAW)
+    assert {move.to for move in moves(ack)} == {Tier.HOST}
+    assert ack.order is None
+
+
+@pytest.mark.parametrize(("codec", "nbytes", "evicted"), [(Codec.RAW, RAW, 2), (Codec.Q4, 144, 0)])
+def test_what_goes_to_disk_takes_there_what_it_takes_in_the_host_tier_whatever_the_policy_says(
+    codec: Codec, nbytes: int, evicted: int
+) -> None:
+    tiers = below(2 * nbytes, free_bytes=0, pages=2) + disk(6 * Q8, free_bytes=0, pages=6)
+    coordinator, voice = serving(*on_disk(*OLD), host=tiers, low_free=0.1, high_free=0.5)
+    free_on(voice, Tier.DISK, 150)
+    coordinator.now += SECOND
+    ack = voice.report(*pages([A, B], tier=Tier.HOST, codec=codec, spec=CODED))
+    assert moved(ack, Tier.DISK) == [B]
+    assert len(ordered(ack)) == evicted
+
+
+def test_what_takes_no_room_in_the_host_tier_sends_nothing_to_disk() -> None:
+    coordinator, voice = three_deep(host_free=0, disk_free=0)
+    coordinator.now += SECOND
+    voice.report(*left(*BLOCKS[:6]), *decoded(*OLDER[:2]), *decoded(*OLD[:2])[1:])
+    ack = voice.report(pressure=3 * RAW)
+    assert sorted(moved(ack, Tier.HOST)) == sorted([*OLDER[:2], OLD[1]]), "each lies in a tier below already"
+    assert moved(ack, Tier.DISK) == [] and ack.order is None
+
+
+def test_a_full_disk_tier_evicts_by_marks_of_its_own_and_the_host_tier_evicts_nothing() -> None:
+    tiers = below(6 * Q8, free_bytes=0, pages=6) + disk(20 * Q8, free_bytes=Q8, pages=6)
+    coordinator, voice = serving(*on_disk(*OLD), host=tiers, low_free=0.1, high_free=0.2)
+    coordinator.now += SECOND
+    ack = voice.report(*encoded(*BLOCKS[:6]))
+    assert moved(ack, Tier.DISK) == [BLOCKS[5], BLOCKS[4]], "a fifth of the host tier is to be free"
+    assert ack.order is not None and ack.order.tier is Tier.DISK
+    assert ordered(ack) == list(OLD[:2:-1])
+
+
+def test_held_and_pinned_blocks_stay_in_the_host_tier_and_on_disk() -> None:
+    coordinator, voice = three_deep(host_free=0, disk_free=0, hold_ms=60_000)
+    coordinator.load(attempt(1), OLD[:5], whole(CODED, Loss.Q8))
+    assert pin(coordinator, OLDER[:5]) == 5
+    ack = voice.report(pressure=3 * RAW)
+    assert moved(ack, Tier.HOST) == list(BLOCKS[5:2:-1])
+    assert moved(ack, Tier.DISK) == [OLD[5]]
+    assert ordered(ack) == [OLDER[5]]
+
+
+def test_what_an_order_left_in_its_tier_is_ordered_again_and_what_it_moved_is_not() -> None:
+    _, voice = three_deep(host_free=0, disk_free=6 * Q8, blocks=2)
+    ack = voice.report(pressure=2 * RAW)
+    assert [(move.hash, move.to) for move in moves(ack)] == [
+        *((block, Tier.DISK) for block in (OLD[1], OLD[0])),
+        *((block, Tier.HOST) for block in (B, A)),
+    ]
+    came = [*on_disk(*OLD)[1:2], *left(OLD[1], tier=Tier.HOST), *encoded(A, B)[1:], *left(B)]
+    ack = carry_out(voice, ack, *came, pressure=2 * RAW)
+    assert moved(ack, Tier.HOST) == [A]
+    assert moved(ack, Tier.DISK) == [OLD[0]]
+
+
+def test_what_has_gone_to_disk_waits_there_for_its_turn_to_be_evicted() -> None:
+    coordinator, voice = three_deep(host_free=0, disk_free=Q8, blocks=1)
+    ack = voice.report(pressure=RAW)
+    assert moved(ack, Tier.DISK) == [OLD[0]]
+    free_on(voice, Tier.DISK, 0)
+    free_on(voice, Tier.HOST, 0)
+    came = [*on_disk(OLD[0]), *left(OLD[0], tier=Tier.HOST), *encoded(A), *left(A)]
+    coordinator.now += SECOND
+    ack = carry_out(voice, ack, *came, *above(*BLOCKS[:2])[1:], pressure=RAW)
+    assert (moved(ack, Tier.HOST), moved(ack, Tier.DISK)) == ([B], [A])
+    assert ordered(ack) == [OLDER[0]], "the coldest there"
+    voice.order = 1
+    ack = carry_out(voice, ack, *left(OLDER[0], tier=Tier.DISK), pressure=RAW)
+    assert ordered(ack) == [OLD[0]], "and then the next"
+
+
+def wanting(voice: Voice, nbytes: int) -> None:
+    """From now on it says that readers of what it has on disk wait for so much of its host tier."""
+    uses = [use._replace(wanted_bytes=nbytes) if use.tier is Tier.HOST else use for use in voice.info.below]
+    voice.info = replace(voice.info, below=tuple(uses))
+
+
+def test_the_host_tier_is_relieved_of_what_readers_of_the_disk_wait_for() -> None:
+    _, voice = three_deep(host_free=0, disk_free=6 * Q8)
+    assert voice.report().move is None
+    wanting(voice, Q8 + 1)
+    ack = voice.report()
+    assert moved(ack, Tier.DISK) == list(OLD[5:3:-1]) and len(moves(ack)) == 2
+    assert ack.order is None
+    wanting(voice, 0)
+    ack = carry_out(voice, ack, *on_disk(*OLD)[4:], *left(*OLD[4:], tier=Tier.HOST))
+    assert (ack.move, ack.order) == (None, None)
+
+
+def test_what_readers_wait_for_is_added_to_what_is_lacking_for_what_comes_down() -> None:
+    _, voice = three_deep(host_free=0, disk_free=0)
+    wanting(voice, Q8)
+    ack = voice.report(pressure=2 * RAW)
+    assert moved(ack, Tier.HOST) == list(BLOCKS[5:3:-1])
+    assert moved(ack, Tier.DISK) == list(OLD[5:2:-1])
+    assert ordered(ack) == list(OLDER[5:2:-1]), "and the disk of what comes to it"
+
+
+def test_what_readers_wait_for_waits_for_no_eviction_where_the_disk_has_room() -> None:
+    _, voice = three_deep(host_free=0, disk_free=0)
+    wanting(voice, Q8)
+    first = voice.report()
+    assert (moved(first, Tier.DISK), ordered(first)) == ([OLD[5]], [OLDER[5]])
+    came = [*on_disk(*OLD)[5:], *left(OLD[5], tier=Tier.HOST)]
+    assert carry_out(voice, first, *came).move is None, "that is under way still, and there is no room"
+    free_on(voice, Tier.DISK, Q8)
+    again = voice.report()
+    assert again.order == first.order
+    assert moved(again, Tier.DISK) == [OLD[4]]
+
+
+def test_a_draining_shard_makes_room_for_those_who_read_from_its_disk() -> None:
+    coordinator, voice = three_deep(host_free=0, disk_free=6 * Q8)
+    others(coordinator, "b", below=below())
+    assert drain(coordinator, voice)
+    assert voice.report().move is None
+    wanting(voice, Q8)
+    ack = voice.report()
+    assert [(move.hash, move.to) for move in moves(ack)] == [(OLD[5], Tier.DISK)]
+    assert ack.order is None
+
+
+def test_an_order_names_a_bounded_number_of_blocks_of_each_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limits.MOVES_PER_ORDER == 2 * limits.EVICTIONS_PER_ORDER
+    monkeypatch.setattr(limits, "EVICTIONS_PER_ORDER", 3)
+    _, voice = three_deep(host_free=0, disk_free=0)
+    ack = voice.report(pressure=6 * RAW)
+    assert [len(moved(ack, to)) for to in (Tier.HOST, Tier.DISK)] == [3, 3]
+    assert len(ordered(ack)) == 3
+
+
+def test_a_shard_whose_blocks_all_stay_where_they_are_is_full_in_spite_of_its_disk_tier() -> None:
+    coordinator, voice = three_deep(host_free=6 * Q8, disk_free=6 * Q8, hold_ms=60_000)
+    coordinator.load(attempt(1), BLOCKS[:6])
+    ack = voice.report(pressure=RAW)
+    assert (ack.move, ack.order) == (None, None)
+    assert decisions(coordinator.store(attempt(2), BLOCKS[6:7])) == [(1, Decision.REFUSED)]
+
+
+def test_what_is_loaded_often_from_disk_comes_straight_up() -> None:
+    coordinator, voice = serving(*on_disk(A, B), *encoded(A, B, C)[2:], host=below() + disk(), promote_loads=3)
+    heat(coordinator, A, B, C, loads=2)
+    assert voice.report().move is None
+    heat(coordinator, A, B, C, loads=1)
+    ack = voice.report()
+    assert moves(ack) == tuple(Move(coordinator.space, block, Tier.DEVICE) for block in (A, B, C))
+    assert carry_out(voice, ack, *decoded(A, B, C)).move is None
+    assert served_by(coordinator.load(attempt(9), [A, B, C], whole(CODED, Loss.Q8))) == [(3, ["a"])]
+
+
+@pytest.mark.parametrize(("free_pages", "comes"), [(2, 0), (4, 2), (5, 3)])
+def test_what_comes_up_from_disk_needs_room_for_raw_pages(free_pages: int, comes: int) -> None:
+    tiers = below(free_bytes=0) + disk()
+    coordinator, voice = serving(
+        *on_disk(A, B, C), host=tiers, capacity_pages=20, promote_loads=1, low_free=0.1, high_free=0.1
+    )
+    heat(coordinator, A, B, C, loads=1)
+    voice.free(free_pages)
+    assert moved(voice.report(), Tier.DEVICE) == [A, B, C][:comes]
+
+
+def test_what_came_up_from_disk_goes_down_again_without_taking_room() -> None:
+    tiers = below(free_bytes=0) + disk(free_bytes=0)
+    coordinator, voice = serving(*on_disk(A), host=tiers, promote_loads=1, low_free=0.0, high_free=0.0)
+    heat(coordinator, A, loads=1)
+    assert carry_out(voice, voice.report(), *decoded(A)).move is None
+    ack = voice.report(pressure=RAW)
+    assert moved(ack, Tier.HOST) == [A], "there its shard finds that it lies on disk"
+    assert (len(moves(ack)), ack.order) == (1, None)
+    assert carry_out(voice, ack, *left(A), pressure=RAW).move is None
+
+
 # --------------------------------------------------------------------------------------------- promotion
 
 
@@ -399,7 +650,7 @@ def test_what_came_up_is_queued_once_for_its_way_down() -> None:
     heat(coordinator, A, loads=1)
     carry_out(voice, voice.report(), *decoded(A))
     [member] = coordinator.core.members.all()
-    assert [len(member.cold[tier]) for tier in Tier] == [1, 1]
+    assert [len(member.cold[tier]) for tier in Tier] == [1, 1, 0]
 
 
 def test_a_promotion_does_not_hide_what_is_to_be_demoted_next() -> None:
@@ -443,12 +694,12 @@ def test_a_faster_tier_serves_before_a_better_copy_where_its_loss_is_accepted() 
     assert served_by(coordinator.load(attempt(2), [A], whole(CODED))) == [(1, ["a"])]
 
 
-@pytest.mark.parametrize("first", Tier)
-def test_a_block_is_gone_only_with_its_last_copy_in_any_tier(first: Tier) -> None:
-    coordinator, voice = serving(*encoded(A), *decoded(A))
-    voice.report(*left(A, tier=first))
-    assert coordinator.status().blocks == 1
-    voice.report(*left(A, tier=Tier(1 - first)))
+@pytest.mark.parametrize("order", list(itertools.permutations(Tier)), ids=lambda order: "-".join(t.name for t in order))
+def test_a_block_is_gone_only_with_its_last_copy_in_any_tier(order: tuple[Tier, ...]) -> None:
+    coordinator, voice = serving(*encoded(A), *decoded(A), *on_disk(A), host=below() + disk())
+    for tier in order:
+        assert coordinator.status().blocks == 1
+        voice.report(*left(A, tier=tier))
     assert coordinator.status().blocks == 0
     assert why(coordinator.load(attempt(1), [A], whole(CODED))) is MissReason.EVICTED
 
@@ -471,9 +722,18 @@ def test_an_exact_store_of_what_is_only_there_with_a_loss_is_granted() -> None:
     assert decisions(coordinator.store(attempt(3), [A], loss=Loss.Q4)) == [(1, Decision.COMMITTED)]
 
 
-def test_pins_may_take_their_share_of_all_tiers() -> None:
-    coordinator, _ = serving(*above(A, B, C), capacity_pages=4, host=below(4 * RAW), pinned_share=0.25)
+@pytest.mark.parametrize("under", [(), disk(100 * RAW)], ids=["no disk", "a disk"])
+def test_pins_may_take_their_share_of_all_tiers_in_memory(under: tuple[TierUse, ...]) -> None:
+    coordinator, _ = serving(*above(A, B, C), capacity_pages=4, host=below(4 * RAW) + under, pinned_share=0.25)
     assert pin(coordinator, [A, B, C]) == 2
+
+
+def test_of_tiers_the_fastest_serves_and_disk_where_there_is_no_other() -> None:
+    coordinator, voice = serving(*on_disk(A), *encoded(A), host=below() + disk())
+    for tier in (Tier.HOST, Tier.DISK):
+        [run] = coordinator.load(attempt(tier), [A], whole(CODED, Loss.Q4)).runs
+        assert [source.tier for group in run.plan for source in group or ()] == [tier]
+        voice.report(*left(A, tier=Tier.HOST))
 
 
 def test_parts_of_one_block_are_weighed_together() -> None:

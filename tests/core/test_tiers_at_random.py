@@ -1,22 +1,28 @@
-"""One shard with two tiers under whatever may happen to it, against a plain account of what it should hold.
+"""One shard with two or three tiers under whatever may happen to it, against a plain account of what it should hold.
 
-What it tells is what it holds; no page was encoded twice; a reader gets nothing that has lost more than he accepts;
-and when all has ended, no room is lost.
+What it tells is what it holds; no page was encoded twice; a reader gets nothing that has lost more than he accepts,
+and nothing that is not held for him; what lies on disk is there again when the shard has been started anew; and when
+all has ended, no room is lost.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import Attempt, BlockHash, Epoch, ShardId
+from kvcluster.core.found import NO_DISK, Found
+from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, ShardId
 from kvcluster.core.messages import (
     Abort,
     GoneEvent,
+    MovePages,
     NewPage,
     PageEvent,
     PageKey,
+    PageMove,
     PageSlot,
     PinGrant,
     PullOrder,
@@ -28,30 +34,60 @@ from kvcluster.core.messages import (
     Tombstone,
     Written,
 )
-from kvcluster.core.reasons import Loss, MissReason
-from tests.core.lone_shard import BLOCKS, LoneShard, end
+from kvcluster.core.reading import ROOM_NS
+from kvcluster.core.reasons import Loss, Miss, MissReason
+from tests.core.lone_shard import BLOCKS, end
+from tests.core.test_found import DiskShard, found, lying, on_disk
 from tests.core.world import CODED, LEFT, OURS, RIGHT, SECOND, WHOLE, attempt, root
 
 NAMES = [PageKey(block, 0, part) for block in BLOCKS[:3] for part in (WHOLE, LEFT, RIGHT)][:7]
 SOURCE = ShardAddress(ShardId("b"), Epoch(1), "b:1")
+
+REASONS = (
+    *(MissReason.EVICTED, MissReason.PENDING, MissReason.LOSSY, MissReason.CORRUPT),
+    *(MissReason.FULL, MissReason.DEADLINE, MissReason.SHARD_LOST),
+)
+"""Why somebody who has waited may get nothing."""
 
 blocks = st.lists(st.sampled_from(BLOCKS[:3]), min_size=1, max_size=3, unique=True)
 names = st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True)
 losses = st.sampled_from(Loss)
 
 
-class TwoTiers(RuleBasedStateMachine):
+def encodes(moving: MovePages) -> list[int]:
+    """The indices of the pages that are encoded on their way."""
+    codecs = [(page.source.codec, page.target.codec) for page in moving.pages]
+    return [at for at, (before, after) in enumerate(codecs) if before is Codec.RAW and after is not Codec.RAW]
+
+
+def is_to_disk(page: PageMove) -> bool:
+    return page.target.tier is Tier.DISK
+
+
+class TiersOfAShard(RuleBasedStateMachine):
     """The account: what was told of, and how often what lies in a page was encoded, by generation."""
 
-    @initialize(pages=st.integers(1, 4), host_bytes=st.sampled_from([256, 512, 2_048]))
-    def begin(self, pages: int, host_bytes: int) -> None:
-        self.shard = LoneShard.joined(pages, spec=CODED, extent_bytes=64, host_bytes=host_bytes)
+    @initialize(
+        pages=st.integers(1, 4),
+        host_bytes=st.sampled_from([256, 512, 2_048]),
+        files=st.integers(0, 2),
+        there=blocks,
+    )
+    def begin(self, pages: int, host_bytes: int, files: int, there: list[BlockHash]) -> None:
+        self.config = {"pages": pages, "host_bytes": host_bytes}
+        self.files = files
+        self.shard = self.started(found(*lying(*there), files=files) if files else NO_DISK)
         self.told: dict[tuple[PageKey, Tier], tuple[Loss, Codec]] = {}
+        self.tell_anew()
         self.encoded: dict[int, int] = {}
         self.open: dict[Attempt, bool] = {}  # with whether it writes
+        self.unanswered: dict[CallId, tuple[Attempt, Loss]] = {}  # pins
         self.attempts = 0
         self.orders = 0
         self.stones = 0
+
+    def started(self, with_found: Found) -> DiskShard:
+        return DiskShard.knowing(with_found, spec=CODED, **self.config)
 
     def next_attempt(self) -> Attempt:
         self.attempts += 1
@@ -92,18 +128,70 @@ class TwoTiers(RuleBasedStateMachine):
 
     @rule(block=st.sampled_from(BLOCKS[:3]), accept=losses)
     def pin(self, block: BlockHash, accept: Loss) -> None:
-        of, best = self.next_attempt(), self.best(PageKey(block, 0, WHOLE))
-        reply = self.shard.pin(of, block, accept=accept)
+        of, best, there = self.next_attempt(), self.best(PageKey(block, 0, WHOLE)), self.lies(block)
+        call = self.shard.pinning(of, block, accept=accept)
         self.open[of] = False
+        self.unanswered[call] = of, accept
+        if call not in self.shard.replies:
+            assert self.lies_on_disk_alone(block), "what lies in memory is not waited for"
+            assert best is not None and best <= accept, "what he does not accept is not waited for"
+            return
+        page = self.answer_of(call)
+        if isinstance(page, PageSlot):
+            assert best is not None and page.loss == best <= accept
+            assert page.tier is min(there), "of twins the upper"
+        elif best is not None:
+            assert page.reason is MissReason.LOSSY and best > accept
+
+    @precondition(lambda self: any(self.lies_on_disk_alone(block) for block in BLOCKS[:3]))
+    @rule(data=st.data())
+    def pin_what_is_to_be_read(self, data: st.DataObject) -> None:
+        self.pin(data.draw(st.sampled_from([block for block in BLOCKS[:3] if self.lies_on_disk_alone(block)])), Loss.Q4)
+
+    @rule(block=st.sampled_from(BLOCKS[:3]), loss=losses)
+    def bring_down_to_disk(self, block: BlockHash, loss: Loss) -> None:
+        """So that readers find something there."""
+        self.store([PageKey(block, 0, WHOLE)], loss, ends=True)
+        for tier in (Tier.HOST, Tier.DISK):
+            self.shard.order_moves(tier, block)
+            self.settle()
+            while self.shard.moving is not None:
+                self.end_batch(self.shard.moving)
+
+    @precondition(lambda self: self.shard.stages)
+    @rule(data=st.data(), sound=st.booleans())
+    def read(self, data: st.DataObject, sound: bool) -> None:
+        """The drive is done with what one of the readers wants."""
+        shard = self.shard
+        running = {of for of in self.open if shard.core.leases.running(of)} if shard.core.member(shard.now) else set()
+        before = dict(shard.replies)
+        corrupt = () if sound else (0,)
+        shard.read(*corrupt, which=data.draw(st.sampled_from(range(len(shard.stages)))))
+        answered = [call for call in self.unanswered if call in shard.replies and call not in before]
+        assert answered, "who waits for it gets an answer"
+        if len(answered) == 1:  # the room that this made may have been another's
+            of, _ = self.unanswered[answered[0]]
+            page = self.answer_of(answered[0])
+            if of not in running:
+                assert isinstance(page, Miss) and page.reason is MissReason.DEADLINE
+            elif sound:
+                assert isinstance(page, PageSlot) and page.tier is Tier.HOST
+            else:
+                assert isinstance(page, Miss) and page.reason is MissReason.CORRUPT
+        self.settle()
+
+    def answer_of(self, call: CallId) -> PageSlot | Miss:
+        """What a reader of one page was told."""
+        of, accept = self.unanswered.pop(call)
+        reply = self.shard.replies[call]
         assert isinstance(reply, PinGrant)
         [page] = reply.pages
         if isinstance(page, PageSlot):
-            assert best is not None and page.loss == best <= accept
-            assert page.loss >= page.codec.loss
-            upper = (page.key, Tier.DEVICE) in self.told
-            assert page.tier is (Tier.DEVICE if upper else Tier.HOST), "of twins the upper"
-        elif best is not None:
-            assert page.reason is MissReason.LOSSY and best > accept
+            assert page.codec.loss <= page.loss <= accept
+            assert page.tier is not Tier.DISK, "readers are shown memory and nothing else"
+            held = [lease.pages for lease in self.shard.core.leases.all() if lease.attempt == of]
+            assert [mine.generation for pages in held for mine in pages if mine is not None] == [page.generation]
+        return page
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), commits=st.booleans())
@@ -111,7 +199,8 @@ class TwoTiers(RuleBasedStateMachine):
         of = data.draw(st.sampled_from(list(self.open)))
         if self.open.pop(of) and commits:
             lease = next((lease for lease in self.shard.core.leases.all() if lease.attempt == of), None)
-            held = [at for at, page in enumerate(lease.pages) if page is not None] if lease is not None else []
+            pages = enumerate(lease.pages) if lease is not None else ()
+            held = [at for at, page in pages if page is not None]
             self.shard.commit(of, *held)
         else:
             end(self.shard, of, Abort)
@@ -138,6 +227,11 @@ class TwoTiers(RuleBasedStateMachine):
         self.settle()
 
     @rule(which=blocks)
+    def demote_to_disk(self, which: list[BlockHash]) -> None:
+        self.shard.order_moves(Tier.DISK, *which)
+        self.settle()
+
+    @rule(which=blocks)
     def promote(self, which: list[BlockHash]) -> None:
         self.shard.promote(*which)
         self.settle()
@@ -147,14 +241,17 @@ class TwoTiers(RuleBasedStateMachine):
     def move(self, data: st.DataObject) -> None:
         moving = self.shard.moving
         assert moving is not None
-        encodes = [at for at, page in enumerate(moving.pages) if page.target.codec is not page.source.codec]
-        encodes = [at for at in encodes if moving.pages[at].source.codec is Codec.RAW]
-        unfit = data.draw(st.sets(st.sampled_from(encodes))) if encodes else set()
+        may_fail = [at for at in range(len(moving.pages)) if at in encodes(moving) or is_to_disk(moving.pages[at])]
+        unfit = data.draw(st.sets(st.sampled_from(may_fail))) if may_fail else set()
         corrupt = data.draw(st.sets(st.sampled_from(range(len(moving.pages))), max_size=1))
-        for at, (_, _, source, target, _) in enumerate(moving.pages):
-            before = self.encoded.get(source.generation, 0)
-            self.encoded[target.generation] = before + (at in encodes)
-        self.shard.move(unfit=sorted(unfit), corrupt=sorted(corrupt))
+        self.end_batch(moving, sorted(unfit), sorted(corrupt))
+
+    def end_batch(self, moving: MovePages, unfit: Sequence[int] = (), corrupt: Sequence[int] = ()) -> None:
+        for at, page in enumerate(moving.pages):
+            assert not is_to_disk(page) or page.target.codec is page.source.codec, "as it is"
+            before = self.encoded.get(page.source.generation, 0)
+            self.encoded[page.target.generation] = before + (at in encodes(moving))
+        self.shard.move(unfit=unfit, corrupt=corrupt)
         self.settle()
 
     @rule(which=blocks, tier=st.sampled_from(Tier))
@@ -190,17 +287,39 @@ class TwoTiers(RuleBasedStateMachine):
         self.told.clear()
         self.settle()
 
-    @rule(epochs=st.integers(0, 1), seconds=st.sampled_from([1, 6, 12]))
-    def time(self, epochs: int, seconds: int) -> None:
+    @rule(epochs=st.integers(0, 1), passed=st.sampled_from([ROOM_NS, SECOND, 6 * SECOND, 12 * SECOND]))
+    def time(self, epochs: int, passed: int) -> None:
         """Some of which ends leases and the membership; and a new coordinator may be there then."""
-        self.shard.later(seconds * SECOND)
+        self.shard.later(passed)
         if epochs and self.shard.sent is not None:
             self.shard.coordinator = Epoch(self.shard.coordinator + 1)
             self.shard.moves = self.orders = 0
             self.told.clear()
         self.settle()
 
+    @rule()
+    def begin_anew(self) -> None:
+        """It dies, and another has its folder. What was being written is none."""
+        if not self.files:
+            return
+        ready = [page for page in self.shard.core.pool.ready() if page.tier is Tier.DISK]
+        encoded = {page.offset: self.encoded.get(page.generation, 0) for page in ready}
+        stones = [Tombstone(self.stones, OURS)] if self.stones else []
+        self.shard = self.started(found(*on_disk(self.shard), files=self.files, tombstones=stones))
+        self.encoded = {page.generation: encoded[page.offset] for page in self.shard.core.pool.ready()}
+        self.told = {(key, tier): page for (key, tier), page in self.told.items() if tier is Tier.DISK}
+        self.open.clear()
+        self.unanswered.clear()
+        self.orders = 0
+
     # ------------------------------------------------------------------------------------- claims
+
+    def lies(self, block: BlockHash) -> list[Tier]:
+        """Where all of it in one page is to be had."""
+        return [tier for (key, tier) in self.told if key == PageKey(block, 0, WHOLE)]
+
+    def lies_on_disk_alone(self, block: BlockHash) -> bool:
+        return self.lies(block) == [Tier.DISK]
 
     def best(self, name: PageKey) -> Loss | None:
         """The least loss with which it is there."""
@@ -222,6 +341,12 @@ class TwoTiers(RuleBasedStateMachine):
         for page in self.shard.core.pool.ready():
             assert self.encoded.get(page.generation, 0) <= 1
 
+    @invariant()
+    def who_is_answered_gets_what_he_accepts_or_a_reason(self) -> None:
+        for call in [call for call in self.unanswered if call in self.shard.replies]:
+            page = self.answer_of(call)
+            assert isinstance(page, PageSlot) or page.reason in REASONS
+
     def teardown(self) -> None:
         if not hasattr(self, "shard"):
             return
@@ -234,12 +359,17 @@ class TwoTiers(RuleBasedStateMachine):
         while shard.reading is not None:
             shard.verdict()
         self.settle()
-        assert not len(shard.core.leases)
+        while shard.stages:
+            shard.read()
+        self.settle()
+        assert all(call in shard.replies for call in self.unanswered)
+        assert not len(shard.core.leases) and not shard.core.own_attempts
         pool = shard.core.pool
         assert list(pool.everything()) == list(pool.ready())
         for tier, allocator in pool.allocators.items():
             held = sum(allocator.size_class(page.nbytes) for page in pool.ready() if page.tier is tier)
-            assert allocator.free_bytes == allocator.capacity_bytes - held
+            assert allocator.used_bytes == held
+            allocator.check()
 
 
-TestTwoTiers = TwoTiers.TestCase
+TestTiersOfAShard = TiersOfAShard.TestCase

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvcluster.core.codecs import Codec
-from kvcluster.core.messages import GoneEvent, PageEvent, PurgedEvent, Suspect, Tier, TierUse, Tombstone
+from kvcluster.core.file_allocator import SECTOR_BYTES
+from kvcluster.core.ids import CLUSTER
+from kvcluster.core.messages import (
+    GoneEvent,
+    NewPage,
+    PageEvent,
+    PullOrder,
+    PurgedEvent,
+    ShardInfo,
+    Suspect,
+    Tier,
+    TierUse,
+    Tombstone,
+    Written,
+)
 from kvcluster.core.reasons import Loss, MissReason
-from tests.core.lone_shard import A, B, LoneShard, counters, end, inventory, misses, pinned, report
-from tests.core.moving import Q8, RAW, doubled, left, tiered
-from tests.core.world import OURS, SECOND, attempt, key
+from tests.core.lone_shard import A, B, C, D, LoneShard, counters, end, inventory, misses, pinned, report
+from tests.core.moving import Q8, RAW, SOURCE, arrived, doubled, left, tiered
+from tests.core.test_found import FILE, DiskShard, found, lying
+from tests.core.world import CODED, OURS, SECOND, attempt, key, root
 
 
 def with_twins(codec: Codec = Codec.Q8, **config: int) -> LoneShard:
@@ -111,28 +124,122 @@ def test_the_readers_of_either_twin_read_on_when_both_are_withdrawn() -> None:
     assert [page.tier for page in pinned(shard.pin(attempt(13), A, accept=Loss.Q8))] == [Tier.HOST]
     shard.order(2, A, tier=Tier.HOST)
     allocators = shard.core.pool.allocators
-    assert [allocators[tier].used_bytes for tier in Tier] == [2 * RAW, Q8]
+    assert [allocator.used_bytes for allocator in allocators.values()] == [2 * RAW, Q8]
     assert end(shard, attempt(12)) and end(shard, attempt(13))
-    assert [allocators[tier].used_bytes for tier in Tier] == [RAW, 0]
+    assert [allocator.used_bytes for allocator in allocators.values()] == [RAW, 0]
 
 
-@pytest.mark.parametrize("host_pages", [0, 8])
-def test_a_shard_tells_of_each_tier_that_it_has(host_pages: int) -> None:
-    shard = tiered(host_pages=host_pages)
+def info_of(shard: LoneShard) -> ShardInfo:
+    """After A and B were stored and A was demoted."""
     shard.store(attempt(1), A, B)
     shard.demote(A)
     shard.move_all()
     shard.settle()
     shard.later(SECOND)
-    info = report(shard).info
-    if host_pages:
-        assert info.below == (TierUse(Tier.HOST, 8 * RAW, 8 * RAW - Q8, 1),)
-        assert (info.lowest, info.use(Tier.HOST)) == (Tier.HOST, info.below[0])
-        assert info.use(Tier.DEVICE) == TierUse(Tier.DEVICE, 8 * RAW, 7 * RAW, 1)
-    else:
-        assert info.below == ()
-        assert (info.lowest, info.use(Tier.HOST)) == (Tier.DEVICE, TierUse(Tier.HOST, 0, 0, 0))
-        assert info.use(Tier.DEVICE) == TierUse(Tier.DEVICE, 8 * RAW, 6 * RAW, 2)
+    return report(shard).info
+
+
+def test_a_shard_without_tiers_below_tells_of_none() -> None:
+    info = info_of(tiered(host_pages=0))
+    assert (info.below, info.tiers) == ((), (Tier.DEVICE,))
+    assert [info.use(tier) for tier in Tier] == [
+        TierUse(Tier.DEVICE, 8 * RAW, 6 * RAW, 2),
+        TierUse(Tier.HOST, 0, 0, 0),
+        TierUse(Tier.DISK, 0, 0, 0),
+    ]
+
+
+def test_a_shard_tells_of_each_tier_that_it_has() -> None:
+    info = info_of(tiered())
+    assert info.below == (TierUse(Tier.HOST, 8 * RAW, 8 * RAW - Q8, 1),)
+    assert info.tiers == (Tier.DEVICE, Tier.HOST)
+    assert [info.use(tier) for tier in Tier] == [
+        TierUse(Tier.DEVICE, 8 * RAW, 7 * RAW, 1),
+        info.below[0],
+        TierUse(Tier.DISK, 0, 0, 0),
+    ]
+
+
+def test_a_shard_tells_of_its_disk_tier_last() -> None:
+    info = info_of(DiskShard.knowing(found(*lying(C, D), files=2)))
+    disk = TierUse(Tier.DISK, 2 * FILE, FILE + 2 * SECTOR_BYTES, 2)
+    assert info.below == (TierUse(Tier.HOST, 8 * RAW, 8 * RAW - Q8, 1), disk)
+    assert (info.tiers, info.use(Tier.DISK)) == (tuple(Tier), disk)
+
+
+# ------------------------------------------------------------------------------------------------ on disk
+
+
+def decoded_from_disk(**config: int) -> DiskShard:
+    """A shard that holds A on disk and, decoded from that, on its device."""
+    shard = DiskShard.knowing(found(*lying(A)), spec=CODED, **config)
+    shard.order_moves(Tier.DEVICE, A)
+    shard.move_all()
+    shard.settle()
+    assert tiers(shard) == [Tier.DEVICE, Tier.DISK]
+    return shard
+
+
+def test_an_order_for_the_disk_tier_takes_what_was_decoded_from_it_too() -> None:
+    shard = decoded_from_disk()
+    shard.order(1, A, tier=Tier.DISK)
+    assert shard.settle() == [left(A, Tier.DISK), left(A, Tier.DEVICE)]
+    assert counters(shard)["evicted"] == 1
+
+
+def test_an_order_for_the_device_tier_leaves_the_twin_on_disk() -> None:
+    shard = decoded_from_disk()
+    shard.order(1, A)
+    assert shard.settle() == [left(A, Tier.DEVICE)]
+    assert tiers(shard) == [Tier.DISK]
+
+
+def test_what_was_decoded_stays_while_its_twin_goes_down_to_disk_and_goes_with_it_there() -> None:
+    shard = DiskShard.knowing(found())
+    shard.store(attempt(1), A)
+    for tier in (Tier.HOST, Tier.DEVICE):
+        shard.order_moves(tier, A)
+        shard.move_all()
+    shard.settle()
+    assert tiers(shard) == [Tier.DEVICE, Tier.HOST]
+    shard.order_moves(Tier.DISK, A)
+    shard.move_all()
+    assert shard.settle() == [arrived(A, Tier.DISK, Codec.Q8, Loss.Q8), left(A, Tier.HOST)]
+    assert tiers(shard) == [Tier.DEVICE, Tier.DISK]
+    shard.order(1, A, tier=Tier.DISK)
+    assert shard.settle() == [left(A, Tier.DISK), left(A, Tier.DEVICE)]
+
+
+def test_what_was_decoded_goes_with_a_page_on_disk_that_its_reader_finds_corrupt() -> None:
+    shard = decoded_from_disk()
+    reader = shard.pinning(attempt(1), A)
+    assert pinned(shard.replies[reader])
+    shard.pinning(attempt(2), A, tenant=CLUSTER)
+    shard.read(0)
+    assert shard.settle() == [left(A, Tier.DISK, corrupt=True), left(A, Tier.DEVICE)]
+    device, host, disk = shard.core.pool.allocators.values()
+    assert (device.used_bytes, host.used_bytes, disk.used_bytes) == (RAW, 0, 0), "one is still being read"
+    assert end(shard, attempt(1)) and end(shard, attempt(2))
+    assert (device.used_bytes, device.free_bytes) == (0, 8 * RAW)
+
+
+def test_what_was_decoded_is_withdrawn_alone_when_it_is_found_corrupt() -> None:
+    shard = decoded_from_disk(scrub_bytes=2**20)
+    while shard.reading is None:
+        shard.later(20 * SECOND)
+        shard.settle()
+    assert [slot.tier for slot in shard.reading.slots] == [Tier.DEVICE]
+    shard.verdict(0)
+    assert shard.settle() == [left(A, Tier.DEVICE, corrupt=True)]
+    assert tiers(shard) == [Tier.DISK]
+
+
+def test_a_purge_takes_what_lies_on_disk_and_what_was_decoded_from_it() -> None:
+    shard = decoded_from_disk()
+    shard.hear(tombstones=(Tombstone(3, OURS),))
+    assert shard.settle() == [PurgedEvent(3)]
+    assert list(shard.core.pool.everything()) == []
+    assert counters(shard)["purged"] == 2
 
 
 def test_an_inventory_tells_of_both_twins() -> None:
@@ -150,3 +257,14 @@ def test_an_inventory_tells_of_no_page_that_is_on_its_way_and_the_stream_tells_o
     shard.move()
     told = [(event.key.hash, event.tier) for event in shard.settle()[3:] if isinstance(event, PageEvent | GoneEvent)]
     assert told == [(B, Tier.HOST), (B, Tier.DEVICE)]
+
+
+def test_a_page_that_is_committed_after_one_that_has_lost_less_gives_way() -> None:
+    shard = tiered()
+    shard.reserve(attempt(1), A, loss=Loss.Q4)
+    better = NewPage(key(A), root(), 0, Loss.Q8)
+    shard.hear(pull=PullOrder(1, SOURCE, OURS, CODED, (better,), Codec.Q8, Tier.HOST))
+    shard.commit(shard.fetching[0].attempt, 0)
+    assert list(shard.commit(attempt(1), 0)) == [Written.DUPLICATE]
+    shard.settle()
+    assert [page.loss for page in pinned(shard.pin(attempt(2), A, accept=Loss.Q8))] == [Loss.Q8]

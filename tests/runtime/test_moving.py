@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from kvcluster.core.codecs import Codec, page_bytes
-from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Holder, NamespaceId
-from kvcluster.core.messages import Moved, MovePages, PageKey, PageMove, PageSlot, Tier
+from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Holder, NamespaceId, Tenant
+from kvcluster.core.messages import Moved, MovePages, PageKey, PageMove, PageSlot, Stage, Staged, Tier
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import LAST, Group, KVSpec, Part, Plane
 from kvcluster.pages import checksum, codec
-from kvcluster.runtime.moving import move
+from kvcluster.runtime.moving import move, stage
 from kvcluster.runtime.verifying import matches
 from kvcluster.transport.seam import Trouble
 
 ATTEMPT = Attempt(Holder(bytes(HOLDER_BYTES)), 7)
 SPACE = NamespaceId(b"\3" * HASH_BYTES)
+TENANT, PARENT = Tenant("t"), BlockHash(b"\4" * HASH_BYTES)
 BLOCK, DIM, HEADS, LAYERS = 8, 32, 2, 3
 MARGIN, FILL = 64, 0xAA
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -41,21 +44,39 @@ def mixed() -> KVSpec:
 
 
 class Arena:
-    """Memory in which pages are laid side by side, and the order that moves them. Where `ends_at` views have been taken
-    it is closed."""
+    """Memory in which pages are laid side by side, a drive beside it, and the order that moves them. Where `ends_at`
+    views of memory have been taken it is closed. `files` is what lies on the drive, by its offset there."""
 
     def __init__(self, spec: KVSpec, ends_at: int | None = None) -> None:
         self.spec = spec
         self.pages: list[PageMove] = []
+        self.files: dict[int, bytearray] = {}
+        self.written: list[PageMove] = []
+        self.full = False
         self._bytes = bytearray()
         self._views = 0
         self._ends_at = ends_at
 
-    def view(self, slot: PageSlot) -> memoryview:
+    def bytes_of(self, slot: PageSlot) -> memoryview:
+        if slot.tier is Tier.DISK:
+            copy = memoryview(bytearray(slot.nbytes))
+            self.read_from_disk(slot, copy)
+            return copy
         self._views += 1
         if self._ends_at is not None and self._views > self._ends_at:
             raise Trouble(Miss(MissReason.SHARD_LOST, "the shard is ending"))
         return memoryview(self._bytes)[slot.offset : slot.offset + slot.nbytes]
+
+    def write_to_disk(self, page: PageMove, data: memoryview) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "no room")
+        self.written.append(page)
+        self.files[page.target.offset] = bytearray(data)
+
+    def read_from_disk(self, slot: PageSlot, into: memoryview) -> None:
+        if slot.offset not in self.files:
+            raise OSError(errno.EIO, "the drive is gone")
+        into[:] = self.files[slot.offset]
 
     def page(self, key: PageKey, which: Codec, data: bytes | None = None) -> PageSlot:
         """A page that holds this and was committed so; or one that is still to be written."""
@@ -66,16 +87,38 @@ class Arena:
         assert len(self._bytes) == slot.offset + nbytes
         return slot._replace(sums=sums_of(slot, data)) if data is not None else slot
 
+    def file(self, key: PageKey, which: Codec, data: bytes | None = None) -> PageSlot:
+        """Likewise, on the drive."""
+        nbytes = page_bytes(which, self.spec, key.group, key.part)
+        slot = PageSlot(key, 4_096 * (1 + len(self.pages)), nbytes, 1, which.loss, b"", which, Tier.DISK)
+        if data is None:
+            return slot
+        self.files[slot.offset] = bytearray(data)
+        return slot._replace(sums=sums_of(slot, data))
+
     def to_move(self, source: PageSlot, which: Codec) -> PageMove:
         """Its own place in that codec."""
-        self.pages.append(PageMove(SPACE, self.spec, source, self.page(source.key, which)))
+        return self._to_move(source, self.page(source.key, which))
+
+    def to_disk(self, source: PageSlot) -> PageMove:
+        """Its own place on the drive, as it is."""
+        return self._to_move(source, self.file(source.key, source.codec))
+
+    def _to_move(self, source: PageSlot, target: PageSlot) -> PageMove:
+        self.pages.append(PageMove(SPACE, TENANT, self.spec, PARENT, 5, source, target))
         return self.pages[-1]
 
     def move(self) -> Moved:
         self._bytes += bytes([FILL]) * MARGIN
-        moved = move(MovePages(ATTEMPT, tuple(self.pages)), self.view)
+        moved = move(MovePages(ATTEMPT, tuple(self.pages)), self)
         assert moved.attempt == ATTEMPT
         return moved
+
+    def stage(self) -> Staged:
+        self._bytes += bytes([FILL]) * MARGIN
+        staged = stage(Stage(ATTEMPT, tuple(self.pages)), self)
+        assert staged.attempt == ATTEMPT
+        return staged
 
     def data(self, slot: PageSlot) -> bytes:
         return bytes(self._bytes[slot.offset : slot.offset + slot.nbytes])
@@ -87,7 +130,7 @@ class Arena:
         """Has nothing been written beside these places since the pages were laid?"""
         kept = bytearray(self._bytes)
         known = [slot for page in self.pages for slot in (page.source, page.target) if slot in but or slot.sums]
-        for slot in known:
+        for slot in [slot for slot in known if slot.tier is not Tier.DISK]:
             kept[slot.offset : slot.offset + slot.nbytes] = bytes([FILL]) * slot.nbytes
         return not kept.strip(bytes([FILL]))
 
@@ -313,3 +356,135 @@ def test_an_arena_that_closes_on_the_way_keeps_what_had_moved(views: int) -> Non
 
 def test_an_order_of_nothing_is_answered() -> None:
     assert Arena(spec_of()).move() == Moved(ATTEMPT, ())
+
+
+# ---------------------------------------------------------------------------------------------- to disk
+
+
+def made(arena: Arena, which: Codec, number: int = 1) -> tuple[PageKey, Codec, bytes]:
+    """What lies in a tier below the device's, as Arena.page and Arena.file take it."""
+    key = key_of(arena.spec, number)
+    raw = raw_page(arena.spec, key)
+    return key, which, raw if which is Codec.RAW else encoded(arena.spec, key, which, raw)
+
+
+@pytest.mark.parametrize("which", DOWN)
+def test_a_page_that_goes_to_disk_is_written_as_it_is_with_the_sums_that_it_had(which: Codec) -> None:
+    arena = Arena(spec_of())
+    source = arena.page(*made(arena, which))
+    page = arena.to_disk(source)
+    assert arena.move() == Moved(ATTEMPT, (source.sums,))
+    assert arena.files == {page.target.offset: arena.data(source)}
+    assert arena.written == [page], "with all that is written down of it"
+    assert arena.untouched(source)
+
+
+def test_what_has_rotted_is_not_written_to_disk_and_named() -> None:
+    arena = Arena(spec_of())
+    pages = [arena.to_disk(arena.page(*made(arena, Codec.Q8, number))) for number in range(4)]
+    for number, bit in ((0, 7), (2, -1)):
+        arena.spoil(pages[number].source, bit % (8 * pages[number].source.nbytes))
+    moved = arena.move()
+    assert moved == Moved(ATTEMPT, (None, pages[1].source.sums, None, pages[3].source.sums), corrupt=(0, 2))
+    assert arena.written == [pages[1], pages[3]]
+
+
+def test_what_cannot_be_written_to_disk_has_no_sums_and_is_not_corrupt() -> None:
+    arena = Arena(spec_of())
+    arena.to_disk(arena.page(*made(arena, Codec.Q8)))
+    arena.full = True
+    assert arena.move() == Moved(ATTEMPT, (None,))
+
+
+def test_in_an_arena_that_is_closed_nothing_is_written_to_disk_and_nothing_is_called_corrupt() -> None:
+    arena = Arena(spec_of(), ends_at=1)
+    for number in range(3):
+        arena.to_disk(arena.page(*made(arena, Codec.Q8, number)))
+    first = arena.pages[0].source.sums
+    assert arena.move() == Moved(ATTEMPT, (first, None, None))
+    assert arena.written == arena.pages[:1]
+
+
+# -------------------------------------------------------------------------------------------- from disk
+
+
+@pytest.mark.parametrize("which", DOWN)
+def test_a_page_that_comes_up_from_disk_is_decoded_and_summed_as_a_raw_one(which: Codec) -> None:
+    spec = spec_of()
+    arena, beside = Arena(spec), Arena(spec)
+    page = arena.to_move(arena.file(*made(arena, which)), Codec.RAW)
+    likewise = beside.to_move(beside.page(*made(arena, which)), Codec.RAW)
+    assert arena.move() == beside.move()
+    assert arena.data(page.target) == beside.data(likewise.target), "as from memory"
+    assert arena.files == {page.source.offset: beside.data(likewise.source)}
+    assert arena.untouched(page.target)
+
+
+@pytest.mark.parametrize("bit", [0, 999, -1])
+@pytest.mark.parametrize("which", DOWN)
+def test_what_has_rotted_on_disk_is_named_on_its_way_up(which: Codec, bit: int) -> None:
+    arena = Arena(spec_of())
+    pages = [arena.to_move(arena.file(*made(arena, which, number)), Codec.RAW) for number in range(3)]
+    rotten = arena.files[pages[1].source.offset]
+    rotten[bit % (8 * len(rotten)) // 8] ^= 1 << bit % 8
+    assert arena.move().corrupt == (1,)
+
+
+def test_what_cannot_be_read_from_disk_is_named_corrupt_and_the_others_come_up() -> None:
+    arena = Arena(spec_of())
+    pages = [arena.to_move(arena.file(*made(arena, Codec.Q8, number)), Codec.RAW) for number in range(3)]
+    del arena.files[pages[1].source.offset]
+    moved = arena.move()
+    assert moved.corrupt == (1,)
+    assert [sums is not None for sums in moved.sums] == [True, False, True]
+    assert arena.untouched(pages[0].target, pages[2].target)
+
+
+def staged(which: Codec, pages: int = 3, ends_at: int | None = None) -> tuple[Arena, list[bytes]]:
+    """An arena to which so many pages are to be brought as they are, and their bytes."""
+    arena = Arena(spec_of(), ends_at)
+    for number in range(pages):
+        arena.to_move(arena.file(*made(arena, which, number)), which)
+    return arena, [bytes(data) for data in arena.files.values()]
+
+
+@pytest.mark.parametrize("which", DOWN)
+def test_what_somebody_waits_for_is_read_as_it_lies_on_disk(which: Codec) -> None:
+    arena, found = staged(which)
+    assert arena.stage() == Staged(ATTEMPT)
+    assert [arena.data(page.target) for page in arena.pages] == found
+    assert arena.untouched(*[page.target for page in arena.pages])
+
+
+def rot(arena: Arena, page: PageMove) -> None:
+    arena.files[page.source.offset][17] ^= 0x20
+
+
+def lose(arena: Arena, page: PageMove) -> None:
+    del arena.files[page.source.offset]
+
+
+def exchange(arena: Arena, page: PageMove) -> None:
+    """Another page of the same length lies there."""
+    arena.files[page.source.offset][:] = arena.files[arena.pages[0].source.offset]
+
+
+@pytest.mark.parametrize("spoil", [rot, lose, exchange])
+def test_what_somebody_waits_for_is_named_where_it_is_not_what_was_committed(
+    spoil: Callable[[Arena, PageMove], None],
+) -> None:
+    arena, found = staged(Codec.Q8)
+    spoil(arena, arena.pages[1])
+    assert arena.stage() == Staged(ATTEMPT, corrupt=(1,))
+    assert [arena.data(arena.pages[at].target) for at in (0, 2)] == [found[0], found[2]]
+
+
+def test_in_an_arena_that_is_closed_nobody_gets_what_he_waits_for() -> None:
+    arena, found = staged(Codec.Q8, ends_at=1)
+    assert arena.stage() == Staged(ATTEMPT, corrupt=(1, 2))
+    assert arena.data(arena.pages[0].target) == found[0]
+    assert arena.untouched(arena.pages[0].target)
+
+
+def test_nobody_waits_for_nothing() -> None:
+    assert Arena(spec_of()).stage() == Staged(ATTEMPT)

@@ -122,6 +122,35 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, name: str) -> Non
         opened(tmp_path / name)
 
 
+def test_a_folder_that_another_setting_named_is_blamed_on_that(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"^the drive's folder .*file cannot keep what is purged"):
+        TombstoneFile(str(tmp_path / "file"), "the drive's folder").take_over()
+
+
+def test_whoever_forgets_begins_with_none_and_may_have_had_none(tmp_path: Path) -> None:
+    file, _ = opened(tmp_path)
+    file.write(STONES)
+    file.forget()
+    assert not (tmp_path / NAME).exists()
+    file.forget()
+    again, found = opened(tmp_path)
+    assert found == ()
+    again.write((CLEARED,))
+    assert opened(tmp_path)[1] == (CLEARED,)
+
+
+def test_what_cannot_be_understood_can_be_forgotten(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(b"kvcluster-tombstones 1 and nothing else")
+    file = TombstoneFile(str(tmp_path))
+    with pytest.raises(ConfigError):
+        file.take_over()
+    file.forget()
+    assert file.take_over() == ()
+    file.write(STONES)
+    assert opened(tmp_path)[1] == STONES
+
+
 # ------------------------------------------------------------------------------------------- its content
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 
 import pytest
@@ -85,6 +86,18 @@ def test_the_right_bytes_under_another_name_are_corrupt() -> None:
     other = slot._replace(key=slot.key._replace(hash=BlockHash(b"\xff" * HASH_BYTES)))
     assert not matches(SPACE, other, memoryview(data))
     assert not matches(OTHER, slot, memoryview(data))
+
+
+def test_a_page_that_cannot_be_read_is_corrupt_and_those_after_it_are_looked_at() -> None:
+    pages = [committed(number) for number in range(5)]
+    pages[4][1][0] ^= 1
+
+    def view(slot: PageSlot) -> memoryview:
+        if slot == pages[1][0]:
+            raise OSError(errno.EIO, "the drive is gone")
+        return Memory(pages).view(slot)
+
+    assert verify(order(pages), view) == Verified(ATTEMPT, (1, 4))
 
 
 def test_a_shard_that_ends_meanwhile_still_gets_its_answer() -> None:

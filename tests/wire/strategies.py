@@ -7,9 +7,12 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from kvcluster.core import codecs as core_codecs
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import Attempt, CallId, ShardId, Tenant
+from kvcluster.core.file_allocator import HEAD_BYTES, Shape
+from kvcluster.core.found import FoundPage
+from kvcluster.core.ids import SUM_BYTES, Attempt, CallId, ShardId, Tenant
 from kvcluster.core.messages import (
     Attach,
     Attached,
@@ -76,6 +79,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import DTYPE_BYTES, LAST, PREFIX, Group, KVSpec, Part, Plane, window
+from kvcluster.wire.page_files import LIFE_BYTES, Head
 
 hashes: SearchStrategy[Any] = st.binary(min_size=32, max_size=32)
 namespaces = hashes
@@ -181,7 +185,10 @@ infos = st.builds(
     leases=quantities,
     counters=counters,
     draining=st.booleans(),
-    below=st.lists(st.builds(TierUse, st.just(Tier.HOST), quantities, quantities, quantities), max_size=1).map(tuple),
+    below=st.sets(st.sampled_from([Tier.HOST, Tier.DISK])).flatmap(
+        lambda tiers: st.tuples(*(st.builds(TierUse, st.just(tier), *[quantities] * 4) for tier in sorted(tiers)))
+    ),
+    trouble=words,
 )
 page_events = st.builds(
     PageEvent,
@@ -215,15 +222,15 @@ moves = st.builds(
     moves=st.lists(st.builds(Move, namespaces, hashes, st.sampled_from(Tier), codecs), max_size=5).map(tuple),
 )
 new_pages = st.lists(st.builds(NewPage, key=keys, parent=hashes, depth=depths, loss=losses), max_size=5).map(tuple)
+_kinds = st.sampled_from([(Codec.RAW, Tier.DEVICE), *((codec, Tier.HOST) for codec in Codec)])
 pulls = st.builds(
-    PullOrder,
+    lambda kind, **order: PullOrder(**order, codec=kind[0], into=kind[1]),
+    _kinds,
     number=quantities,
     source=addresses,
     tenant=tenants,
     spec=specs(),
     pages=new_pages,
-    codec=codecs,
-    into=st.just(Tier.HOST),
 )
 
 read_requests = st.builds(
@@ -262,6 +269,37 @@ def tickets(draw: st.DrawFn) -> TicketBody:
     granted = sum(run.count for run in covered)
     found = draw(st.lists(hashes, min_size=granted, max_size=granted))
     return TicketBody(draw(namespaces), draw(attempts), tuple(found), draw(needs), covered)
+
+
+@st.composite
+def page_files(draw: st.DrawFn) -> tuple[Head, dict[int, FoundPage]]:
+    """The head of a file, and some pages that lie in it, by slot. The file begins at 0."""
+    spec = draw(specs())
+    group = draw(st.integers(0, len(spec.groups) - 1))
+    codec = draw(codecs)
+    layers, heads = (
+        sorted(draw(st.sets(st.integers(0, most), min_size=2, max_size=2))) for most in spec.whole(group)[1::2]
+    )
+    part = Part(*layers, *heads)
+    shape = Shape(core_codecs.page_bytes(codec, spec, group, part), part.layers)
+    room = draw(st.integers(1, 5)) * (shape.slot_bytes + shape.record_bytes) + 4_096
+    head = Head(
+        draw(st.binary(min_size=LIFE_BYTES, max_size=LIFE_BYTES)), HEAD_BYTES + room, shape, draw(tenants), spec
+    )
+    found: dict[int, FoundPage] = {}
+    for slot in draw(st.sets(st.integers(0, head.slots - 1))):
+        found[slot] = FoundPage(
+            namespace=head.namespace,
+            key=PageKey(draw(hashes), group, part),
+            parent=draw(hashes),
+            depth=draw(depths),
+            loss=draw(st.sampled_from([loss for loss in Loss if loss >= codec.loss])),
+            codec=codec,
+            nbytes=shape.nbytes,
+            sums=draw(st.binary(min_size=shape.layers * SUM_BYTES, max_size=shape.layers * SUM_BYTES)),
+            offset=shape.first_slot(head.slots) + slot * shape.slot_bytes,
+        )
+    return head, dict(sorted(found.items()))
 
 
 errors = st.lists(st.tuples(namespaces, quantities), max_size=4).map(tuple)

@@ -201,6 +201,7 @@ def test_events_of_one_namespace_and_part_share_them() -> None:
     report = method.decode_request(method.encode_request(Report(CALL, info, Epoch(1), 1, (page, page))), CALL, TENANT)
     assert isinstance(report, Report)
     one, other = report.events
+    assert isinstance(one, PageEvent) and isinstance(other, PageEvent)
     assert one.namespace is other.namespace and one.key.part is other.key.part
 
 

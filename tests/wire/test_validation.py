@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,7 +79,8 @@ SPEC = KVSpec.uniform(model="m", weights="sha256:0", num_layers=4, num_kv_heads=
 SHARD_ADDRESS = ShardAddress(ShardId("s"), Epoch(1), "a:1", "h")
 SOURCE = Source(0, PART, SHARD_ADDRESS, Tier.DEVICE, Loss.EXACT)
 INFO = ShardInfo(
-    ShardId("s"), Epoch(1), "a:1", "h", 1, 1, 1, 1, (("commits", 1),), below=(TierUse(Tier.HOST, 1, 1, 1),)
+    *(ShardId("s"), Epoch(1), "a:1", "h", 1, 1, 1, 1, (("commits", 1),)),
+    below=(TierUse(Tier.HOST, 1, 1, 1), TierUse(Tier.DISK, 1, 1, 1)),
 )
 PAGE = PageEvent(NAMESPACE, KEY, BLOCK, 3, Tier.DEVICE, Loss.EXACT)
 
@@ -252,8 +254,13 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("report", "events.codecs", [0x7F01], ProtocolError, "codec 127 version 1 is not known here: upgrade"),
     ("report", "moved", HUGE, LimitError, "as an order's number"),
     ("report", "info.below", [], ProtocolError, "lists of tiers must be equally long"),
-    ("report", "info.below", [0], ProtocolError, "once each, the fastest first"),
-    ("report", "info.below_free_bytes", [HUGE], LimitError, "free bytes"),
+    ("report", "info.below", [0, 2], ProtocolError, "once each, the fastest first"),
+    ("report", "info.below", [2, 1], ProtocolError, "the fastest first"),
+    ("report", "info.below", [2, 2], ProtocolError, "once each"),
+    ("report", "info.below_wanted_bytes", [1], ProtocolError, "lists of tiers must be equally long"),
+    ("report", "info.below_wanted_bytes", [1, HUGE], LimitError, "wanted bytes"),
+    ("report", "info.trouble", "t" * 1_025, LimitError, "1025 characters of what is wrong; at most 1024"),
+    ("report", "info.below_free_bytes", [HUGE, 1], LimitError, "free bytes"),
     ("report", "events.namespaces", b"n" * 33, ProtocolError, "take 32 bytes each"),
     ("report", "events.namespace_of", [0, 1], ProtocolError, "refers to a namespace beyond the 1"),
     ("report", "events.part_of", [0, 2**32 - 1], ProtocolError, "refers to a part beyond the 1"),
@@ -336,12 +343,13 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("ack", "report_ack.order.tier", 5, ProtocolError, "Tier 5 is not known here"),
     ("ack", "report_ack.move.number", HUGE, LimitError, "as an order's number"),
     ("ack", "report_ack.move.namespace_of", [1], ProtocolError, "refers to a namespace beyond the 1"),
-    ("ack", "report_ack.move.hashes", bytes(32 * 1_025), LimitError, "1025 blocks in an order; at most 1024"),
+    ("ack", "report_ack.move.hashes", bytes(32 * 2_049), LimitError, "2049 blocks in an order; at most 2048"),
     ("ack", "report_ack.move.to", [], ProtocolError, "lists of an order must be equally long"),
     ("ack", "report_ack.move.to", [5], ProtocolError, "Tier 5 is not known here"),
     ("ack", "report_ack.move.codecs", [0x0102], ProtocolError, "codec 1 version 2 is not known here"),
     ("ack", "report_ack.pull.codec", 0, ProtocolError, "codec 0 version 0 is not known here"),
     ("ack", "report_ack.pull.codec", 0x0101, ProtocolError, "encoded pages do not lie in the device tier"),
+    ("ack", "report_ack.pull.into", 2, ProtocolError, "come to disk from the host tier alone"),
     ("ack", "report_ack.pull.into", 5, ProtocolError, "Tier 5 is not known here"),
     ("ack", "report_ack.pull.number", HUGE, LimitError, "as an order's number"),
     ("ack", "report_ack.pull.source.epoch", HUGE, LimitError, "as an epoch"),
@@ -465,6 +473,20 @@ def test_an_order_or_a_suspicion_of_too_many_pages_is_refused() -> None:
     _name_more_pages(spoiled.keys, limits.SUSPECTS_PER_CALL)
     with pytest.raises(LimitError, match="257 pages suspected at once; at most 256"):
         read(spoiled)
+
+
+def test_one_order_may_move_as_much_out_of_two_tiers_as_may_be_evicted_out_of_each() -> None:
+    blocks = [BlockHash(number.to_bytes(32, "big")) for number in range(limits.EVICTIONS_PER_ORDER)]
+    down = [Move(NAMESPACE, block, to) for to in (Tier.DISK, Tier.HOST) for block in blocks]
+    ack = replace(ACK, move=MoveOrder(1, tuple(down)))
+    _, read = _start("ack")
+    assert read(coordinator_pb2.CoordinatorReply.FromString(coordinator.encode_reply(ack))) == ack
+
+
+def test_what_is_wrong_with_a_shard_is_told_as_far_as_there_is_room() -> None:
+    told = replace(REPORT, info=replace(INFO, trouble="ä" * 2_000))
+    read = reports.decode_report(reports.encode_report(told), CALL, TENANT)
+    assert read.info.trouble == "ä" * 1_024
 
 
 def _name_more_pages(keys: Any, count: int) -> None:
