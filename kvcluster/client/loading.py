@@ -30,7 +30,7 @@ from kvcluster.client.sink import Sink
 from kvcluster.client.transfer import GivenUp, Transfer
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, NamespaceId
-from kvcluster.core.messages import Explain, Explained, PageKey, ReadRequest, ShardAddress, TicketBody
+from kvcluster.core.messages import Explain, Explained, PageKey, ReadRequest, ShardAddress, TicketBody, Tier
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError
@@ -105,6 +105,12 @@ class Load:
         self._readers = readers
         self._next_attempt = next_attempt
         self._deadline = deadline
+        self._decodes = any(
+            source.loss is Loss.Q4 and source.tier > Tier.DEVICE
+            for run in body.runs
+            for group in run.plan
+            for source in group or ()
+        )
         self._plan = RetryPlan(body.hashes, parts, body.need.accept)
         self._reads: list[_Read] = []
         self._ended: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()  # None: look at the transfer
@@ -142,7 +148,8 @@ class Load:
         spare = READERS - len(self._reads)
         started: list[_Read] = []
         for shard, of_shard in pieces.items():
-            most = min(self._shards.streams(shard), spare // len(pieces))
+            streams = self._shards.streams(shard)
+            most = min(streams.decoding if self._decodes else streams.loads, spare // len(pieces))
             sizes = [piece.nbytes(self._spec) for piece in of_shard]
             for run in share_out(sizes, most):
                 share = of_shard[run.start : run.stop]

@@ -24,7 +24,16 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, KVClusterError, LimitError
 from kvcluster.transport.borrowed import Borrowed, Lends, NotLent
 from kvcluster.transport.choice import Choice
-from kvcluster.transport.seam import Deadline, PageSink, PageSource, RefusedByShard, Transport, Trouble
+from kvcluster.transport.seam import (
+    ONE_STREAM,
+    Deadline,
+    PageSink,
+    PageSource,
+    RefusedByShard,
+    Streams,
+    Transport,
+    Trouble,
+)
 
 
 class NotAsked(Trouble):
@@ -148,13 +157,13 @@ class Shards:
             all_heard = all_heard and heard
         return all_heard
 
-    def streams(self, shard: ShardAddress) -> int:
+    def streams(self, shard: ShardAddress) -> Streams:
         """How many exchanges at once make the way to that shard fastest. One where nothing is known of it yet, and
         while its breaker waits for a single one to show whether it answers."""
         with self._lock:
             way = self._ways.get(shard.shard)
             if way is None or way.shard != shard or way.transport is None or way.breaker.state is not State.CLOSED:
-                return 1
+                return ONE_STREAM
             return way.transport.streams
 
     def suspect(

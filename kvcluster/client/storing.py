@@ -186,7 +186,7 @@ class Store:
         block_bytes = sum(self._spec.page_bytes(group, part) for group, part in prepare.parts)
         writes: list[_Write] = []
         for shard, blocks in by_shard.items():
-            most = min(self._shards.streams(shard), WRITERS // len(by_shard))
+            most = min(self._shards.streams(shard).stores, WRITERS // len(by_shard))
             for run in share_out([block_bytes] * len(blocks), most):
                 pages, of_block = _pages(prepare, blocks[run.start : run.stop])
                 request = WriteRequest(namespace, self._next_attempt(), shard.epoch, pages, self._wait_ns)

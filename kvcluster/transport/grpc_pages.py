@@ -33,7 +33,16 @@ from kvcluster.core.reasons import Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.rpc import Connection, identity, status_of
-from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, Present, RefusedByShard, Trouble
+from kvcluster.transport.seam import (
+    ONE_STREAM,
+    Deadline,
+    PageHost,
+    PageSink,
+    PageSource,
+    Present,
+    RefusedByShard,
+    Trouble,
+)
 from kvcluster.transport.sessions import Asked, ReadSession, WriteSession, check_length, outgoing
 from kvcluster.wire import frames
 from kvcluster.wire.methods import SHARD
@@ -49,7 +58,7 @@ class GrpcPages:
     """A worker's way to a shard over gRPC."""
 
     name = "grpc"
-    streams = 1
+    streams = ONE_STREAM
 
     def __init__(self, address: str, token: str | None) -> None:
         self._connection = Connection(address, token)

@@ -23,7 +23,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.reasons import Miss
 from kvcluster.core.spec import KVSpec
-from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, Present, RefusedByShard
+from kvcluster.transport.seam import ONE_STREAM, Deadline, PageHost, PageSink, PageSource, Present, RefusedByShard
 from kvcluster.transport.sessions import ReadSession, WriteSession, outgoing
 
 
@@ -31,7 +31,7 @@ class MemoryTransport:
     """A worker's way to a shard of the same process."""
 
     name = "memory"
-    streams = 1
+    streams = ONE_STREAM
 
     def __init__(self, host: PageHost, tenant: Tenant) -> None:
         self._host = host

@@ -22,7 +22,7 @@ from kvcluster.core.ids import HASH_BYTES, Attempt, Epoch, NamespaceId
 from kvcluster.core.messages import Offers, ReadRequest, ShardAddress
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
-from kvcluster.transport.seam import DataPath, Deadline, Payload, RefusedByShard, Transport, Trouble
+from kvcluster.transport.seam import DataPath, Deadline, Payload, RefusedByShard, Streams, Transport, Trouble
 
 TRY_MS = 1_000
 """For one path to show that it works. On a network where this is too short, gRPC is as good as any."""
@@ -136,7 +136,7 @@ class Paths:
                 self._retire()
 
     @property
-    def in_use(self) -> tuple[str, int]:
+    def in_use(self) -> tuple[str, Streams]:
         """The name of the path in use, and how many exchanges at once make it fastest."""
         way = self._current
         return way.name if way.name in self._takes else "none", way.path.streams

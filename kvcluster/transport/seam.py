@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvcluster.core.ids import Attempt, CallId, Epoch, NamespaceId
 from kvcluster.core.messages import (
@@ -152,6 +152,18 @@ def to_its_end(progress: Generator[None, None, list[Miss | None]]) -> list[Miss 
             return outcome
 
 
+class Streams(NamedTuple):
+    """How many exchanges at once with one shard make a path fastest: for stores, for loads, and for loads of what lies
+    in q4, whose reader has more to do than the wire."""
+
+    stores: int = 1
+    loads: int = 1
+    decoding: int = 1
+
+
+ONE_STREAM = Streams()
+
+
 class DataPath(Protocol):
     """A worker's way to move pages to and from one shard incarnation.
 
@@ -162,8 +174,7 @@ class DataPath(Protocol):
 
     name: str
 
-    streams: int
-    """How many exchanges at once with one shard make it fastest."""
+    streams: Streams
 
     def read(
         self, request: ReadRequest, sink: PageSink, deadline: Deadline

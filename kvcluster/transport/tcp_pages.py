@@ -26,7 +26,7 @@ from kvcluster.transport.connections import Connections
 from kvcluster.transport.link import Link, dial
 from kvcluster.transport.listener import Listener, TenantOf, bounded, serve_exchanges
 from kvcluster.transport.rpc import check_address, host_and_port
-from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Trouble
+from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Streams, Trouble
 from kvcluster.transport.sessions import Asked, ReadSession, WriteSession, check_length, outgoing
 from kvcluster.wire import shard, streams
 from kvcluster.wire.streams import Kind
@@ -39,12 +39,15 @@ _BUFFER_BYTES = 2**20
 _STREAMS = 2 if (os.cpu_count() or 1) > 2 else 1
 """One thread in Python can drive about 3 GB/s. A second one needs a core for itself and one for the kernel's part."""
 
+_DECODING = 2 if (os.cpu_count() or 1) > 1 else 1
+"""While one thread decodes, the other receives."""
+
 
 class TcpPages:
     """A worker's data path to a shard over TCP. Connects when it is first used."""
 
     name = "tcp"
-    streams = _STREAMS
+    streams = Streams(stores=_STREAMS, loads=_STREAMS, decoding=max(_STREAMS, _DECODING))
 
     def __init__(self, address: str, token: str | None) -> None:
         check_address(address)

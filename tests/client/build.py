@@ -28,7 +28,7 @@ from kvcluster.core.messages import Written as Outcome
 from kvcluster.core.reasons import Miss
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Deadline, PageSink, PageSource, Payload, Transport
+from kvcluster.transport.seam import Deadline, PageSink, PageSource, Payload, Streams, Transport
 
 BOUND_S = 20.0
 """How long anything may take before a test fails; nothing is expected to take a tenth of it."""
@@ -168,7 +168,7 @@ class Watched:
 
     def __init__(self, inner: Transport, steps: Steps) -> None:
         self.name = inner.name
-        self.streams = steps.streams
+        self.streams = Streams(steps.streams, steps.streams, steps.streams)
         self._inner = inner
         self._steps = steps
         self._closed = False

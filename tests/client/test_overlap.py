@@ -32,7 +32,16 @@ from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import Group, KVSpec, Plane
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Deadline, PageSink, PageSource, Payload, RefusedByShard, Transport, Trouble
+from kvcluster.transport.seam import (
+    Deadline,
+    PageSink,
+    PageSource,
+    Payload,
+    RefusedByShard,
+    Streams,
+    Transport,
+    Trouble,
+)
 from tests.client.build import (
     BLOCK,
     BOUND_S,
@@ -230,16 +239,16 @@ def test_a_shard_that_has_failed_is_tried_by_one_exchange(alone: MemoryCluster) 
     )
     ((name, host),) = alone.shards.items()
     address = ShardAddress(name, host.core.epoch, name)
-    assert shards.streams(address) == 1, "nothing is known of it"
+    assert shards.streams(address) == Streams(1, 1, 1), "nothing is known of it"
     client = alone.client(SPEC)
     namespace = client._control.namespace(SPEC, Deadline.after_ms(1e3))
     shards.suspect(address, SPEC, namespace, [], Deadline.after_ms(1e3))
-    assert shards.streams(address) == 3
+    assert shards.streams(address) == Streams(3, 3, 3)
     shards.blame(address, LOST)
     now[0] += 10**9
-    assert shards.streams(address) == 1
+    assert shards.streams(address) == Streams(1, 1, 1)
     shards.suspect(address, SPEC, namespace, [], Deadline.after_ms(1e3))
-    assert shards.streams(address) == 3, "it has answered"
+    assert shards.streams(address) == Streams(3, 3, 3), "it has answered"
     shards.close()
 
 

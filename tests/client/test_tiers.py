@@ -12,14 +12,16 @@ import torch
 
 from kvcluster.client.client import Client
 from kvcluster.client.results import Stored
+from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, CallId, ShardId
-from kvcluster.core.messages import Done, Drain, Tier
+from kvcluster.core.messages import Done, Drain, ReadRequest, Tier
 from kvcluster.core.pool import Page
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import LAST, Group, KVSpec, Part, Plane
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Deadline
+from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.seam import Deadline, Streams
 from tests.client.build import BLOCK, BOUND_S, HEADS, LAYERS, counters, noise, prompt, room, same, shape_of, spec_of
 from tests.client.conftest import Start
 from tests.client.test_borrowing import Desk
@@ -124,6 +126,25 @@ def test_what_went_down_comes_back_as_near_as_its_codec_and_the_first_block_bit_
     errors = far(into, values)
     assert not errors[0] and all(0 < error < FURTHEST[codec] for error in errors[1:])
     assert client.status()["totals"]["demoted"] == BLOCKS
+
+
+@pytest.mark.parametrize(("codec", "exchanges"), [("q8", 1), ("q4", 2)])
+def test_what_lies_in_q4_is_read_by_as_many_exchanges_as_decode_it_fastest(
+    start: Start, monkeypatch: pytest.MonkeyPatch, codec: str, exchanges: int
+) -> None:
+    monkeypatch.setattr(MemoryTransport, "streams", Streams(stores=1, loads=1, decoding=2))
+    monkeypatch.setattr(limits, "STREAM_BYTES", 1)
+    client = went_down(tiers(start, codec), numbers())
+    reads: list[ReadRequest] = []
+    original = MemoryTransport.read
+
+    def read(self: MemoryTransport, request: ReadRequest, *rest: Any) -> Any:
+        reads.append(request)
+        return original(self, request, *rest)
+
+    monkeypatch.setattr(MemoryTransport, "read", read)
+    loaded(client)
+    assert len(reads) == exchanges
 
 
 def test_a_host_tier_that_keeps_everything_raw_loses_nothing(start: Start) -> None:

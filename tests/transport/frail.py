@@ -21,7 +21,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.testing.conformance import World
 from kvcluster.transport.choice import Choice
 from kvcluster.transport.paths import LEFT_ALONE_NS
-from kvcluster.transport.seam import Deadline, PageSink, PageSource, Payload, Transport, Trouble
+from kvcluster.transport.seam import Deadline, PageSink, PageSource, Payload, Streams, Transport, Trouble
 
 HERE = "this host"
 
@@ -36,7 +36,7 @@ class Frail:
 
     def __init__(self, name: str, transport: Transport) -> None:
         self.name = name
-        self.streams = 3
+        self.streams = Streams(3, 3, 3)
         self.opening: Exception | None = None
         self.error: Exception = broken()
         self.read_bytes: int | None = None
@@ -172,7 +172,7 @@ class Control(Frail):
 
     def __init__(self, transport: Transport, offers: Offers) -> None:
         super().__init__("grpc", transport)
-        self.streams = 1
+        self.streams = Streams()
         self.told = offers
         self.asked = 0
 

@@ -90,7 +90,7 @@ def test_the_first_of_shm_tcp_grpc_that_both_ends_name_moves_the_pages(
     ways = Ways(world, offered=offered, takes=takes)
     assert (ways.choice.name, ways.choice.refused()) == ("grpc", {}), "nothing was looked at yet"
     assert load(ways.choice, stored) == [None] * 3
-    assert (ways.choice.name, ways.choice.streams) == (used, 1 if used == "grpc" else 3)
+    assert (ways.choice.name, ways.choice.streams.loads) == (used, 1 if used == "grpc" else 3)
     assert ways.choice.refused() == refused
     assert [path.name for path in ways.all if path.reads] == [used]
 

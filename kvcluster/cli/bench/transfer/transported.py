@@ -35,7 +35,7 @@ from kvcluster.wire.methods import SHARD
 _NOTE = "checksums and pins; no lookup"
 PATHS = {
     "shm": {"over": "memory", "note": _NOTE},
-    "tcp": {"over": "tcp", "note": f"{_NOTE}; streams: {TcpPages.streams}"},
+    "tcp": {"over": "tcp", "note": f"{_NOTE}; streams: {TcpPages.streams.loads}"},
     "grpc": {"over": "tcp", "note": f"{_NOTE}; one stream"},
 }
 _OPEN: dict[str, Callable[[str, str | None], DataPath]] = {"shm": ShmPages, "tcp": TcpPages, "grpc": GrpcPages}
@@ -87,7 +87,8 @@ class _Source:
 
 
 class _Transported:
-    """A batch is divided among as many exchanges as the transport says make it fastest."""
+    """A batch is divided among as many exchanges as the transport says make it fastest; but over shm, where each is a
+    thread that copies, it is one, as that of a memcpy is."""
 
     def __init__(self, path: DataPath, control: GrpcPages, work: Work, epoch: Epoch) -> None:
         self._path = path
@@ -95,8 +96,9 @@ class _Transported:
         self._work = work
         self._epoch = epoch
         self._next_attempt = own_attempts()
-        self._pool = ThreadPoolExecutor(path.streams)
-        share = -(-work.pages // path.streams)
+        exchanges = 1 if path.name == "shm" else path.streams.loads
+        self._pool = ThreadPoolExecutor(exchanges)
+        share = -(-work.pages // exchanges)
         self._shares = [range(at, min(at + share, work.pages)) for at in range(0, work.pages, share)]
         self._attach()
 
