@@ -9,6 +9,7 @@ Where the host tier has no room for the copies, the shard says so with its next 
 (docs/adr/0026). Readers wait for that in order of arrival, and not for long: then they get what fits.
 
 The reader's lease runs from when his copies have room, and holds the pages on disk until the copies take their place.
+It does not run out while they are read, however slow the drive: who waits for us cannot show that he lives.
 """
 
 from __future__ import annotations
@@ -135,16 +136,23 @@ class Reading:
                 assert copy is not None
                 self._pool.abort(copy)
             return []
-        reads = may_grant and self._leases.holds(staging.lease)
+        if not (may_grant and self._leases.holds(staging.lease)):
+            for copy in staging.copies.values():
+                self._pool.abort(copy)
+            return self._dismiss([staging.pin], _TOO_LATE if may_grant else _LOST)
         for at, (index, copy) in enumerate(staging.copies.items()):
             sound = at not in m.corrupt
-            if not (reads and sound):
+            if not sound:
                 self._pool.abort(copy)
-            if reads:
-                self._replace(staging, index, copy if sound else None)
-            else:
-                staging.told[index] = _TOO_LATE
+            self._replace(staging, index, copy if sound else None)
         return [Answer(staging.pin.call, PinGrant(tuple(staging.told)))]
+
+    def renew(self, now: int) -> None:
+        """The leases of those that wait for the drive, and of what is read for them."""
+        for attempt, staging in self._staging.items():
+            self._leases.renew(attempt, now)
+            if self._leases.holds(staging.lease):
+                self._leases.renew(staging.lease.attempt, now)
 
     def give_up(self) -> list[Effect]:
         """Nothing is read from this shard any more. What is under way comes to its end, and nobody waits for it."""

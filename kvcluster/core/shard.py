@@ -444,6 +444,7 @@ class Shard:
     # ---------------------------------------------------------------------------------------------- time
 
     def _tick(self, m: Tick, now: int) -> list[Effect]:
+        self._reading.renew(now)
         revoked = self._leases.revoke_expired(now)
         self._counters["revoked"] += len(revoked)
         effects: list[Effect] = [Revoke(attempt) for attempt in revoked]

@@ -44,6 +44,9 @@ from kvcluster.wire.frames import Record
 _PROMPT_S = 5.0
 """Questions that the core answers at once; the wait only bounds a process that hangs."""
 
+_DRIVE_S = 55.0
+"""Beyond that, for pages that have to be read from disk first: likewise, and no longer than an exchange may take."""
+
 
 def outgoing(request: WriteRequest, outcome: Sequence[Written | None], source: PageSource) -> Iterator[list[Record]]:
     """The worker's side of a store: the layers of every page that is to be sent, in batches of about FRAME_BYTES.
@@ -122,10 +125,10 @@ class _Session:
         self._revoked = False
         self._watch = ExitStack()
 
-    def _begin(self, question: Callable[[CallId], ShardMessage], room_wait_s: float = 0.0) -> Reply:
+    def _begin(self, question: Callable[[CallId], ShardMessage], wait_s: float = 0.0) -> Reply:
         self._watch.enter_context(self._host.on_revoke(self._attempt, self._break_off))
         try:
-            answer = self._ask(question, _PROMPT_S + room_wait_s)
+            answer = self._ask(question, _PROMPT_S + wait_s)
         except BaseException:
             self._end()  # what was granted too late to be heard of
             raise
@@ -184,7 +187,9 @@ class ReadSession(_Session):
     def __enter__(self) -> ReadSession:
         r = self._request
         keys = tuple(want.key for want in self._wants)
-        answer = self._begin(lambda call: Pin(call, self._tenant, r.namespace, r.attempt, r.epoch, keys, r.accept))
+        answer = self._begin(
+            lambda call: Pin(call, self._tenant, r.namespace, r.attempt, r.epoch, keys, r.accept), _DRIVE_S
+        )
         assert isinstance(answer, PinGrant)
         self._pages = answer.pages
         self.granted = {item: page for item, page in enumerate(self._pages) if isinstance(page, PageSlot)}
@@ -263,7 +268,7 @@ class WriteSession(_Session):
         r = self._request
         answer = self._begin(
             lambda call: Reserve(call, self._tenant, r.namespace, r.attempt, r.epoch, r.pages, r.wait_ns),
-            room_wait_s=r.wait_ns / 1e9,
+            wait_s=r.wait_ns / 1e9,
         )
         assert isinstance(answer, WriteGrant)
         self._pages = answer.pages

@@ -37,11 +37,13 @@ OBSERVER = "observer"
 SHARDS = 3
 PLANTED = 3
 POOL_BYTES = 64 * 2**20
+BELOW_BYTES = {"host_bytes": 32 * 2**20, "disk_bytes": 128 * 2**20}
 SETTINGS: dict[str, Any] = {
     "shards": SHARDS,
-    "shard": {"device_bytes": POOL_BYTES},
-    # What a killed worker leaves is to be gone before anybody looks.
-    "coordinator": {"ticket_ttl_ms": 10_000},
+    "shard": {"device_bytes": POOL_BYTES, **BELOW_BYTES, "disk_file_bytes": 4 * 2**20},
+    # What a killed worker leaves is to be gone before anybody looks. Pages go down as they are: which bytes are right
+    # follows from a block's hash.
+    "coordinator": {"ticket_ttl_ms": 10_000, "host_codec": "raw"},
 }
 REPLICA_S = 10.0
 """A copy is made when a shard has room for it, and none is promised."""
@@ -69,7 +71,9 @@ class Run:
         with ExitStack() as house:
             self._folder = Path(tempfile.mkdtemp(prefix="kvchaos-"))
             house.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            self._site: Site = house.enter_context(OneHost(SETTINGS) if why else Nodes(SETTINGS))
+            # A shard that begins anew on another node has its disk there too, as with a volume that goes along.
+            settings = {**SETTINGS, "shard": {**SETTINGS["shard"], "disk_dir": str(self._folder / "disks")}}
+            self._site: Site = house.enter_context(OneHost(settings) if why else Nodes(settings))
             house.callback(self._end_processes)
             self.report = Report(self._site.form, self._seed)
             shards = tuple(f"shard-{number}" for number in range(SHARDS))
@@ -174,7 +178,7 @@ class Run:
         self._stop(self._coordinators(), fault.seconds)
 
     def _fill(self, _: Fault) -> None:
-        stored = self._ask("fill", nbytes=SHARDS * POOL_BYTES)
+        stored = self._ask("fill", nbytes=SHARDS * (POOL_BYTES + BELOW_BYTES["host_bytes"]))
         self.report.outcomes["blocks that filled the tiers"] += stored["blocks"]
 
     def _flip(self, fault: Fault) -> None:

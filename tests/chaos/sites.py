@@ -159,7 +159,8 @@ class Nodes:
         folder = self._folder / node
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        pool = load(overrides=self._settings).shard.device_bytes
+        shard = load(overrides=self._settings).shard
+        pool = shard.device_bytes + shard.host_bytes
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
         command += [
             f"--node-ip-address={address[node]}",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 REST_NS = 20 * SECOND
 """Every term there is has passed by then, several times over."""
 _LOOK_NS = 200 * MS
+_LOOKS = 20
 
 
 def come_to_rest(world: World) -> None:
@@ -112,6 +113,10 @@ def _last_wishes(worker: Worker) -> Script:
     world = worker.world
     for model in world.models[:2]:
         hashes = content.chain(model, 0, 0)
+        for _ in range(_LOOKS):  # the one before may have had so much moved that a shard tells anew what it holds
+            if all(member.cursor.current for member in world.coordinator.core.members.all()):
+                break
+            yield None, _LOOK_NS
         expected, rotten = _restorable(world, model, hashes), _rotten(world)  # what is found so may be gone afterwards
         too_much = _is_too_much(world, hashes)
         loaded = yield from worker.load(model, hashes, model.need())

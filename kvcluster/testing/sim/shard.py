@@ -297,6 +297,8 @@ class ShardProcess(CoreProcess):
         """From disk into private copies."""
         session = self._began(effect)
         corrupt: list[int] = []
+        if self.world.working and self.world.rng.random() < 0.05:  # the drive takes longer than a lease runs
+            yield None, self.world.rng.randrange(3 * SECOND)
         for index, page in enumerate(effect.pages):
             yield None, self.world.rng.randrange(4 * MS)
             data = self.disk.read(page.source)

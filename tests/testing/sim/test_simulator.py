@@ -79,15 +79,16 @@ def test_the_same_seed_gives_the_same_journal_whatever_the_process_hashes_by() -
 
 
 def test_a_failure_is_told_with_all_that_repeats_it() -> None:
-    _, failure = runner.run_seed(4, "wrong-page-served")
+    seed = runner.run(range(100), "wrong-page-served").failures[0].seed
+    _, failure = runner.run_seed(seed, "wrong-page-served")
     assert failure is not None
     lines = failure.story.splitlines()
     assert 20 < len(lines) <= journal.TAIL + 4
-    assert "seed 4, commit " in failure.story
+    assert f"seed {seed}, commit " in failure.story
     assert "scenario: Scenario(nodes=" in failure.story
     assert "Violation: " in failure.error and failure.error in failure.story
-    assert lines[-1] == "repeat: kvcluster simulate --first 4 --seeds 1 --bug wrong-page-served --journal"
-    again = runner.run_seed(4, "wrong-page-served")[1]
+    assert lines[-1] == f"repeat: kvcluster simulate --first {seed} --seeds 1 --bug wrong-page-served --journal"
+    again = runner.run_seed(seed, "wrong-page-served")[1]
     assert again == failure
 
 
