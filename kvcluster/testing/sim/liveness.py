@@ -164,13 +164,14 @@ def _restorable(world: World, model: content.Model, hashes: tuple[BlockHash, ...
 
 
 def _is_too_much(world: World, hashes: tuple[BlockHash, ...]) -> bool:
-    """Would reading these from disk take more than the host tier of a shard? Half of it, as pages of two sizes may."""
+    """Would these, read from disk, and what of them is in the host tier anyway, fill that tier of a shard? Half of it, as
+    pages of two sizes may."""
     for shard in world.incarnations.values():
         pages = shard.core.pool.ready() if not shard.dead else ()
-        on_disk = [page for page in pages if page.tier is Tier.DISK and page.key.hash in hashes]
-        if on_disk:
+        below = [page for page in pages if page.tier is not Tier.DEVICE and page.key.hash in hashes]
+        if any(page.tier is Tier.DISK for page in below):
             host = shard.core.pool.memory[Tier.HOST]
-            if 2 * sum(host.size_class(page.nbytes) for page in on_disk) > host.capacity_bytes:
+            if 2 * sum(host.size_class(page.nbytes) for page in below) > host.capacity_bytes:
                 return True
     return False
 
