@@ -164,8 +164,8 @@ def _restorable(world: World, model: content.Model, hashes: tuple[BlockHash, ...
 
 
 def _is_too_much(world: World, hashes: tuple[BlockHash, ...]) -> bool:
-    """Would these, read from disk, and what of them is in the host tier anyway, fill that tier of a shard? Half of it, as
-    pages of two sizes may."""
+    """Would these, read from disk, and what of them is in the host tier anyway, fill that tier of a shard? Half of it,
+    as pages of two sizes may."""
     for shard in world.incarnations.values():
         pages = shard.core.pool.ready() if not shard.dead else ()
         below = [page for page in pages if page.tier is not Tier.DEVICE and page.key.hash in hashes]
