@@ -22,6 +22,9 @@ from kvcluster.transport.seam import Trouble
 
 log = logging.getLogger(__name__)
 
+NICENESS = 12
+"""A fifteenth of the time that others get where processors are short. Who waits for room leaves his own time to it."""
+
 
 class Places(Protocol):
     """Where pages lie."""

@@ -105,7 +105,7 @@ class ShardHost:
         self._verifies = JobThread(self._verify, name=f"{shard}-verifier", on_failure=fail, niceness=NICENESS)
         # An erasure for each answer of the coordinator may wait behind a batch of moves, if the drive is stuck.
         self._moves = JobThread(
-            self._move, name=f"{shard}-mover", on_failure=fail, niceness=NICENESS, most=limits.TOMBSTONES
+            self._move, name=f"{shard}-mover", on_failure=fail, niceness=moving.NICENESS, most=limits.TOMBSTONES
         )
         self._stages = JobThread(self._stage, name=f"{shard}-stager", on_failure=fail, most=limits.PINS_FROM_DISK)
         self._fetches = JobThread(self._fetcher.fetch, name=f"{shard}-fetcher", on_failure=fail)
