@@ -113,10 +113,7 @@ def _last_wishes(worker: Worker) -> Script:
     world = worker.world
     for model in world.models[:2]:
         hashes = content.chain(model, 0, 0)
-        for _ in range(_LOOKS):  # the one before may have had so much moved that a shard tells anew what it holds
-            if all(member.cursor.current for member in world.coordinator.core.members.all()):
-                break
-            yield None, _LOOK_NS
+        yield from _all_is_told(world)
         expected, rotten = _restorable(world, model, hashes), _rotten(world)  # what is found so may be gone afterwards
         too_much = _is_too_much(world, hashes)
         loaded = yield from worker.load(model, hashes, model.need())
@@ -128,10 +125,19 @@ def _last_wishes(worker: Worker) -> Script:
         if len(model.whole()) == 1:  # one size of page: whether two sizes fit together, only their shard knows
             short = content.chain(model, 0, 0)[:1]
             stored = False
+            yield from _all_is_told(world)
             for _ in range(6):  # room is asked for by reports
                 stored = stored or (yield from worker.store(model, short, 0, model.whole(), 300 * MS))
             hold(stored or _rotten(world), "a block could not be stored in peace")
             return
+
+
+def _all_is_told(world: World) -> Script:
+    """What was loaded last may have had so much moved that a shard tells anew what it holds."""
+    for _ in range(_LOOKS):
+        if all(member.cursor.current for member in world.coordinator.core.members.all()):
+            return
+        yield None, _LOOK_NS
 
 
 def _restorable(world: World, model: content.Model, hashes: tuple[BlockHash, ...]) -> int:
