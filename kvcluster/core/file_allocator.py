@@ -65,6 +65,10 @@ class Shape(NamedTuple):
         """Where in a file of so many slots the first one begins."""
         return HEAD_BYTES + _sectors(slots * self.record_bytes)
 
+    def slot_at(self, inside: int, slots: int) -> tuple[int, int]:
+        """Which slot of such a file that place lies in, and how far."""
+        return divmod(inside - self.first_slot(slots), self.slot_bytes)
+
 
 def default_file_bytes(capacity_bytes: int) -> int:
     """The power of two that cuts the tier into 256 to 511 files, at least 16 MiB."""
@@ -137,7 +141,7 @@ class FileAllocator:
         shape = Shape(nbytes, owner[1].part.layers)
         number, inside = divmod(offset, self.file_bytes)
         slots = shape.slots(self.file_bytes)
-        slot, rest = divmod(inside - shape.first_slot(slots), shape.slot_bytes)
+        slot, rest = shape.slot_at(inside, slots)
         if rest or not 0 <= slot < slots or not 0 <= number < self.files:
             return False
         file = self._files[number]
@@ -155,7 +159,7 @@ class FileAllocator:
         file = self._files[number]
         assert file is not None, "nothing was reserved there"
         size = file.shape.slot_bytes
-        slot, rest = divmod(inside - file.shape.first_slot(file.slots), size)
+        slot, rest = file.shape.slot_at(inside, file.slots)
         assert not rest and slot in file.taken, "never reserved, or freed twice"
         del file.taken[slot]
         if not file.free:
@@ -169,10 +173,10 @@ class FileAllocator:
     def sparsest(self, owner: Owner, nbytes: int) -> list[tuple[Owner, int]]:
         """The pages of the file that holds the fewest bytes, which could be given up for that page, and their offsets;
         none where an empty file is left, no file holds such a page, or there is no room anywhere."""
-        held = [file for file in self._files if file is not None]
         shape = Shape(nbytes, owner[1].part.layers)
         if self._empty or self._slot_bytes < shape.slot_bytes or not shape.slots(self.file_bytes):
             return []
+        held = [file for file in self._files if file is not None]
         file = min(held, key=lambda file: len(file.taken) * file.shape.slot_bytes)
         return [(owner, self._offset(file, slot)) for slot, owner in file.taken.items()]
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
-from kvcluster.core.messages import PageKey, Tombstone
+from kvcluster.core.messages import PageKey, PageMove, Tombstone
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import KVSpec
 
@@ -30,6 +30,13 @@ class FoundPage(NamedTuple):
     sums: bytes
     offset: int
 
+    @classmethod
+    def of(cls, move: PageMove) -> FoundPage:
+        """As a page will be found that is moved to disk so."""
+        to = move.target
+        named = (move.namespace, to.key, move.parent, move.depth)
+        return cls(*named, to.loss, to.codec, to.nbytes, move.source.sums, to.offset)
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -43,8 +50,12 @@ class Found:
     tombstones: tuple[Tombstone, ...] = ()
     why_none: str = ""
 
-    def pages_of(self, namespace: NamespaceId) -> list[FoundPage]:
-        return [page for page in self.pages if page.namespace == namespace]
+    def by_namespace(self) -> dict[NamespaceId, list[FoundPage]]:
+        """The pages of each."""
+        pages: dict[NamespaceId, list[FoundPage]] = {}
+        for page in self.pages:
+            pages.setdefault(page.namespace, []).append(page)
+        return pages
 
 
 NO_DISK = Found()

@@ -73,8 +73,8 @@ def check_coordinator(coordinator: Coordinator) -> None:
             ordered[member.order.tier] += len(member.order.blocks)
         if member.move is not None:
             for move in member.move.moves:
-                if move.to > Tier.DEVICE:
-                    ordered[Tier(move.to - 1)] += 1
+                if move.leaves is not None:
+                    ordered[move.leaves] += 1
         orders = (member.order, member.move, member.pull)
         assert orders == (None,) * 3 or not coordinator.rebuilding, "an order of a coordinator that knows too little"
         for tier, cold in member.cold.items():

@@ -159,8 +159,8 @@ class Mover:
     def _pair(self, move: Move, space: Space, group: int, part: Part) -> tuple[Page, Page] | None:
         """A page that is to be moved, and its target, reserved. What is done at once is done."""
         key = PageKey(move.hash, group, part)
-        down = move.to > Tier.DEVICE
-        source = self._source(move.to, space.id, key)
+        down = move.leaves is not None
+        source = self._source(move, space.id, key)
         if source is None:
             return None
         if down and self._pool.below_of(source) is not None:
@@ -213,10 +213,11 @@ class Mover:
             codec=codec,
         )
 
-    def _source(self, to: Tier, space: NamespaceId, key: PageKey) -> Page | None:
-        """What is READY of it where it comes from: in the tier above, or else in the first below that has it."""
-        for tier in self._pool.allocators:
-            page = self._pool.on(tier, space, key) if tier == to - 1 or tier > to is Tier.DEVICE else None
+    def _source(self, move: Move, space: NamespaceId, key: PageKey) -> Page | None:
+        """What is READY of it where it comes from: in the tier that it leaves, or in the first below that has it."""
+        below = [tier for tier in self._pool.allocators if tier > move.to]
+        for tier in [move.leaves] if move.leaves is not None else below:
+            page = self._pool.on(tier, space, key)
             if page is not None and page.state is PageState.READY:
                 return page
         return None

@@ -23,16 +23,13 @@ from kvcluster.core.heat import Heat
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member, Membership
-from kvcluster.core.messages import NewPage, PageKey, PullOrder, ShardAddress, Tier, Tombstone
+from kvcluster.core.messages import IN_MEMORY, NewPage, PageKey, PullOrder, ShardAddress, Tier, Tombstone
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import Part
 
 MS = 1_000_000
 TRIES = 3
 """How often a wish goes into an order: a source that rots or a target that fills up is no reason to go on for ever."""
-
-_TAKING = (Tier.DEVICE, Tier.HOST)
-"""Tiers that copies may come into."""
 
 RETRY_NS = 250 * MS
 """A wish that went into an order waits so long for the next. A target whose room is in pieces says at once that nothing
@@ -136,7 +133,7 @@ class Replicator:
     def order(self, target: Member, now: int) -> None:
         """Gives a shard that has just reported its next pull, if there is one for it."""
         assert target.pull is None, "one pull at a time"
-        if not target.takes or all(self._room(target, tier) <= 0 for tier in _TAKING):
+        if not target.takes or all(self._room(target, tier) <= 0 for tier in IN_MEMORY):
             return
         for wishes in (*self._draining.values(), self._wishes):
             taken = self._pick(target, wishes, now)
@@ -204,7 +201,7 @@ class Replicator:
             return False  # what is on its way is on no list
         wishes = self._draining.get(member.slot, {})
         stayers = self._stayers()
-        takers = [other for other in members if other.takes and any(self._room(other, tier) > 0 for tier in _TAKING)]
+        takers = [other for other in members if other.takes and any(self._room(other, tier) > 0 for tier in IN_MEMORY)]
         for wished in list(islice(wishes, INSPECTED)):
             wish, record = wishes[wished], self._record(wished)
             staying = self._staying(record) if record is not None else {}

@@ -108,10 +108,13 @@ class Spaces:
 
     def adopt(self, found: Found, pool: PagePool) -> None:
         """What lies on disk from before is in the pool again, as far as there is room to know whose it is."""
+        pages = found.by_namespace()
         for tenant, spec in found.specs:
             space = self.attach(tenant, spec)
-            for page in found.pages_of(space.id) if space is not None else ():
-                if space is not None and pool.adopt(page):
+            if space is None:
+                continue
+            for page in pages.get(space.id, ()):
+                if pool.adopt(page):
                     space.hold(page.key.group, page.key.part)
 
     def find(self, space_id: NamespaceId, tenant: Tenant) -> Space | None:

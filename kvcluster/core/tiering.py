@@ -2,10 +2,9 @@
 
 A shard that has tiers below is relieved by demotion: of its device tier the coldest blocks go down, encoded as the
 policy says, of its host tier the coldest go to disk, as they are, and only out of its lowest tier anything is evicted
-(evictor.py). The first blocks of a sequence, which
-every later token attends to (attention sinks: Xiao et al., StreamingLLM, 2023), go down raw. Runs that are loaded often
-from below are brought up again as far as there is room above the watermark; nothing is demoted for them before they
-are there, and then the coldest is.
+(evictor.py). The first blocks of a sequence, which every later token attends to (attention sinks: Xiao et al.,
+StreamingLLM, 2023), go down raw. Runs that are loaded often from below are brought up again as far as there is room
+above the watermark; nothing is demoted for them before they are there, and then the coldest is.
 
 One order a shard is under way at a time; the next is worked out when the shard has carried it out.
 
@@ -154,9 +153,8 @@ class Tiering:
         """The order is carried out, or its shard is gone: what was to go and did not is queued again."""
         for move in member.move.moves if member.move is not None else ():
             record = self._directory.record(move.namespace, move.hash)
-            left = Tier(max(move.to - 1, 0))
-            if move.to > left and record is not None and record.copies.on(member.slot, left):
-                member.cold[left].push(record)
+            if move.leaves is not None and record is not None and record.copies.on(member.slot, move.leaves):
+                member.cold[move.leaves].push(record)
         member.move = None
 
     def forget(self, member: Member) -> None:

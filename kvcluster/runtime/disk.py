@@ -13,6 +13,8 @@ import fcntl
 import logging
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,38 +49,39 @@ def open_disk(config: ShardConfig, shard: ShardId) -> tuple[DiskFolder | None, F
     if not config.disk_bytes:
         return None, NO_DISK
     try:
-        folder = DiskFolder(config, shard)
+        return DiskFolder.open(config, shard)
     except ConfigError as error:
         why = f"it runs without its disk tier: {error}"
         log.warning("%s: %s", shard, why)
         return None, Found(why_none=why)
-    return folder, folder.found
 
 
 class DiskFolder:
-    """The files of one shard, below `config.disk_dir`. `found` is what was there. Writes and erasures come from one
-    thread; reads from any.
-
-    Raises ConfigError where the folder cannot be used, or another process does.
-    """
+    """The files of one shard, below `config.disk_dir`. Writes and erasures come from one thread; reads from any."""
 
     def __init__(self, config: ShardConfig, shard: ShardId) -> None:
         plan = FileAllocator(config.disk_bytes, config.disk_file_bytes)
         self._file_bytes = plan.file_bytes
+        self._files = plan.files
         self._folder = Path(config.disk_dir) / shard
+        self._stones = TombstoneFile(str(self._folder), "the disk tier's folder")
         self._known: dict[int, _Known] = {}
         self._unsynced: dict[int, None] = {}  # files whose last head may be back when the power goes
         self._behind = False  # with what is to be purged, since that failed
         self._lock = self._locked()
+
+    @classmethod
+    def open(cls, config: ShardConfig, shard: ShardId) -> tuple[DiskFolder, Found]:
+        """The folder, held from now on, and what was there. Raises ConfigError where it cannot be used, or another
+        process does."""
+        folder = cls(config, shard)
         try:
-            files = self._preallocated(plan.files)
-            self._stones = TombstoneFile(str(self._folder), "the disk tier's folder")
-            tombstones = self._kept_tombstones(files)
-            self.found = self._scanned(files, tombstones)
+            folder._preallocate()
+            return folder, folder._found(folder._kept_tombstones())
         except BaseException as error:
-            os.close(self._lock)
+            folder.close()
             if isinstance(error, OSError):
-                raise self._unusable(error) from None
+                raise folder._unusable(error) from None
             raise
 
     def close(self) -> None:
@@ -88,35 +91,23 @@ class DiskFolder:
     def read(self, slot: PageSlot, into: memoryview) -> None:
         """The bytes of a page as they lie there, right or wrong. Raises OSError where there are not as many."""
         number, at = divmod(slot.offset, self._file_bytes)
-        file = os.open(self._path(number), os.O_RDONLY)
-        try:
+        with self._opened(number, os.O_RDONLY) as file:
             while into.nbytes:
                 count = os.preadv(file, [into], at)
                 if not count:
                     raise OSError(errno.EIO, "a file of pages is cut off")
                 into, at = into[count:], at + count
-        finally:
-            os.close(file)
 
     def write(self, move: PageMove, data: memoryview) -> None:
         """Puts a page, of the checksums of its source, where its target says, and then its record. Raises OSError; the
         page is not found there then."""
-        slot = move.target
-        number, at = divmod(slot.offset, self._file_bytes)
-        file = os.open(self._path(number), os.O_RDWR)
-        try:
+        number, at = divmod(move.target.offset, self._file_bytes)
+        with self._opened(number) as file:
             head = self._head_for(file, number, move)
-            index, record_at = _index(head, at), _record_at(head, at)
-            page = FoundPage(
-                *(move.namespace, slot.key, move.parent, move.depth, slot.loss, slot.codec, slot.nbytes),
-                sums=move.source.sums,
-                offset=slot.offset,
-            )
-            _write(file, memoryview(bytes(head.shape.record_bytes)), record_at)  # of what lay here before
+            slot = head.slot_at(at)
+            _write(file, bytes(head.shape.record_bytes), head.record_at(slot))  # of what lay here before
             _write(file, data, at)
-            _write(file, memoryview(page_files.encode_record(head, index, page)), record_at)
-        finally:
-            os.close(file)
+            _write(file, page_files.encode_record(head, slot, FoundPage.of(move)), head.record_at(slot))
 
     def erase(self, order: Erase) -> None:
         """Carries it out. Where that fails the tombstones are not kept: it is tried again with the next, and whoever
@@ -155,33 +146,31 @@ class DiskFolder:
             raise self._unusable(error) from None
         return lock
 
-    def _preallocated(self, files: int) -> int:
-        """How many of so many files there is room for; at least one. What is beyond them goes."""
+    def _preallocate(self) -> None:
+        """As many of its files as there is room for; at least one. What is beyond them goes."""
         for path in self._folder.iterdir():
-            if _NAME.fullmatch(path.name) and int(path.stem) >= files:
+            if _NAME.fullmatch(path.name) and int(path.stem) >= self._files:
                 path.unlink()
         dropped: list[KVClusterError] = []
-        for number in range(files):
-            file = os.open(self._path(number), os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
-            try:
-                why = self._why_dropped(file, number)
-                dropped += [why] if why is not None else []
-                if os.fstat(file).st_size != self._file_bytes:
-                    os.truncate(file, min(os.fstat(file).st_size, self._file_bytes))
-                    os.posix_fallocate(file, 0, self._file_bytes)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not number:
-                    raise
-                self._known.pop(number, None)
-                for beyond in range(number, files):
-                    self._path(beyond).unlink(missing_ok=True)
-                log.warning("%s has room for %d files of %d only", self._folder, number, files)
-                return number
-            finally:
-                os.close(file)
+        for number in range(self._files):
+            with self._opened(number, os.O_RDWR | os.O_CREAT) as file:
+                try:
+                    why = self._why_dropped(file, number)
+                    dropped += [why] if why is not None else []
+                    if os.fstat(file).st_size != self._file_bytes:
+                        os.truncate(file, min(os.fstat(file).st_size, self._file_bytes))
+                        os.posix_fallocate(file, 0, self._file_bytes)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not number:
+                        raise
+                    self._known.pop(number, None)
+                    for beyond in range(number, self._files):
+                        self._path(beyond).unlink(missing_ok=True)
+                    log.warning("%s has room for %d files of %d only", self._folder, number, self._files)
+                    self._files = number
+                    return
         if dropped:
             log.warning("%s: %d files are dropped; of the first: %s", self._folder, len(dropped), dropped[0])
-        return files
 
     def _why_dropped(self, file: int, number: int) -> KVClusterError | None:
         """Keeps what a file says of itself, if that can be understood and is still so; else it says nothing more."""
@@ -194,41 +183,38 @@ class DiskFolder:
                 raise ConfigError(f"it is of a tier with files of {head.file_bytes} bytes")
         except KVClusterError as error:
             self._unsynced[number] = None
-            _write(file, memoryview(page_files.NO_HEAD), 0)
+            _write(file, page_files.NO_HEAD, 0)
             return error
         self._known[number] = _Known(head, head.namespace, os.fstat(file).st_size)
         return None
 
-    def _kept_tombstones(self, files: int) -> tuple[Tombstone, ...]:
+    def _kept_tombstones(self) -> tuple[Tombstone, ...]:
         """What has been purged here. If that cannot be read any more, nothing here is believed."""
         try:
             return self._stones.take_over()
         except NotUnderstood as error:
             log.warning("%s is emptied: %s", self._folder, error)
-            for number in range(files):
+            for number in range(self._files):
                 self._behead(number)
                 self._sync(number)
             self._stones.forget()
             return self._stones.take_over()
 
-    def _scanned(self, files: int, tombstones: tuple[Tombstone, ...]) -> Found:
+    def _found(self, tombstones: tuple[Tombstone, ...]) -> Found:
         specs: dict[NamespaceId, tuple[Tenant, KVSpec]] = {}
         pages: list[FoundPage] = []
         for number, (head, namespace, nbytes) in self._known.items():
             begins = number * self._file_bytes
-            file = os.open(self._path(number), os.O_RDWR)
-            try:
+            with self._opened(number) as file:
                 records = os.pread(file, head.records_bytes, HEAD_BYTES)
-                found = page_files.decode_records(head, namespace, records, begins)
-                for page in found:
+                for page in page_files.decode_records(head, namespace, records, begins):
                     if page.offset + page.nbytes <= begins + nbytes:
                         pages.append(page)
                     else:  # it was cut off, and has been filled up with nothing since
-                        _write(file, memoryview(bytes(head.shape.record_bytes)), _record_at(head, page.offset - begins))
-            finally:
-                os.close(file)
+                        slot = head.slot_at(page.offset - begins)
+                        _write(file, bytes(head.shape.record_bytes), head.record_at(slot))
             specs[namespace] = head.tenant, head.spec
-        capacity = files * self._file_bytes
+        capacity = self._files * self._file_bytes
         return Found(capacity, self._file_bytes, tuple(specs.values()), tuple(pages), tombstones)
 
     # -------------------------------------------------------------------------------------------- writing
@@ -241,28 +227,30 @@ class DiskFolder:
             return known.head
         head = Head(os.urandom(page_files.LIFE_BYTES), self._file_bytes, shape, move.tenant, move.spec)
         self._unsynced[number] = None
-        _write(file, memoryview(page_files.encode_head(head)), 0)
+        _write(file, page_files.encode_head(head), 0)
         self._known[number] = _Known(head, move.namespace, self._file_bytes)
         return head
 
     def _behead(self, number: int) -> None:
         """Nothing is found in this file any more, once it is synced."""
-        file = os.open(self._path(number), os.O_RDWR)
-        try:
+        with self._opened(number) as file:
             self._unsynced[number] = None
-            _write(file, memoryview(page_files.NO_HEAD), 0)
-        finally:
-            os.close(file)
+            _write(file, page_files.NO_HEAD, 0)
         self._known.pop(number, None)
 
     def _sync(self, number: int) -> None:
         """What was written to this file is there, whenever the power goes."""
-        file = os.open(self._path(number), os.O_RDWR)
-        try:
+        with self._opened(number) as file:
             os.fdatasync(file)
+        del self._unsynced[number]
+
+    @contextmanager
+    def _opened(self, number: int, flags: int = os.O_RDWR) -> Iterator[int]:
+        file = os.open(self._path(number), flags, _OWNER_ONLY)
+        try:
+            yield file
         finally:
             os.close(file)
-        del self._unsynced[number]
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:04}.pages"
@@ -271,17 +259,8 @@ class DiskFolder:
         return ConfigError(f"shard.disk_dir: {self._folder} cannot be used: {error.strerror or error}")
 
 
-def _index(head: Head, at: int) -> int:
-    """The number of the slot that begins there in its file."""
-    return (at - head.shape.first_slot(head.slots)) // head.shape.slot_bytes
-
-
-def _record_at(head: Head, at: int) -> int:
-    """Where in the file the record of the slot lies that begins there."""
-    return HEAD_BYTES + _index(head, at) * head.shape.record_bytes
-
-
-def _write(file: int, data: memoryview, at: int) -> None:
-    while data.nbytes:
-        count = os.pwrite(file, data, at)
-        data, at = data[count:], at + count
+def _write(file: int, data: bytes | memoryview, at: int) -> None:
+    left = memoryview(data)
+    while left.nbytes:
+        count = os.pwrite(file, left, at)
+        left, at = left[count:], at + count

@@ -47,7 +47,7 @@ class TcpPages:
     """A worker's data path to a shard over TCP. Connects when it is first used."""
 
     name = "tcp"
-    streams = Streams(stores=_STREAMS, loads=_STREAMS, decoding=max(_STREAMS, _DECODING))
+    streams = Streams(stores=_STREAMS, loads=_STREAMS, decoding=_DECODING)
 
     def __init__(self, address: str, token: str | None) -> None:
         check_address(address)

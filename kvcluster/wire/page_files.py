@@ -70,6 +70,14 @@ class Head:
         """Of all records together, which begin at HEAD_BYTES."""
         return self.slots * self.shape.record_bytes
 
+    def slot_at(self, inside: int) -> int:
+        """Which slot begins there in its file."""
+        return self.shape.slot_at(inside, self.slots)[0]
+
+    def record_at(self, slot: int) -> int:
+        """Where in the file its record lies."""
+        return HEAD_BYTES + slot * self.shape.record_bytes
+
 
 def encode_head(head: Head) -> bytes:
     """HEAD_BYTES of them."""

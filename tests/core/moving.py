@@ -6,7 +6,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.found import NO_DISK, Found
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
-from kvcluster.core.messages import GoneEvent, PageEvent, ShardAddress, Tier
+from kvcluster.core.messages import Farewell, GoneEvent, PageEvent, ShardAddress, Tier
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import KVSpec
 from tests.core.lone_shard import A, LoneShard, report
@@ -72,6 +72,28 @@ def lies(shard: LoneShard, block: BlockHash = A) -> list[tuple[Tier, Codec, Loss
 
 def free(shard: LoneShard, tier: Tier = Tier.DEVICE) -> int:
     return shard.core.pool.allocators[tier].free_bytes
+
+
+INTERRUPTIONS = ("a drain", "its lease expires", "no coordinator", "the end")
+
+
+def interrupt(shard: LoneShard, how: str) -> None:
+    """Has one of INTERRUPTIONS come while a batch is under way, of leases of a second for "its lease expires"."""
+    assert shard.moving is not None
+    match how:
+        case "a drain":
+            shard.hear(drain=True)
+        case "its lease expires":
+            shard.settle()
+            shard.later(SECOND)
+            assert shard.moving.attempt in shard.revoked
+        case "no coordinator":
+            shard.settle()
+            shard.later(6 * SECOND)
+            assert not shard.core.member(shard.now)
+        case "the end":
+            shard.hear(leave=Farewell.DRAINED)
+            assert shard.moving.attempt in shard.revoked
 
 
 def sources(shard: LoneShard) -> list[BlockHash]:

@@ -12,7 +12,6 @@ from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.found import FoundPage
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
-    Farewell,
     Move,
     MoveOrder,
     NewPage,
@@ -29,6 +28,7 @@ from tests.core.lone_shard import BLOCKS, A, B, C, D, LoneShard, counters, pinne
 from tests.core.moving import (
     BELOW,
     DECODED,
+    INTERRUPTIONS,
     ON_DEVICE,
     ON_DISK,
     Q8,
@@ -38,6 +38,7 @@ from tests.core.moving import (
     disk,
     free,
     holding,
+    interrupt,
     left,
     lies,
     lowered,
@@ -385,25 +386,11 @@ def test_no_file_is_given_up_where_one_for_pages_of_that_kind_has_room() -> None
 # ------------------------------------------------------------------------------------ what comes between
 
 
-@pytest.mark.parametrize("how", ["a drain", "its lease expires", "no coordinator", "the end"])
+@pytest.mark.parametrize("how", INTERRUPTIONS)
 def test_whatever_comes_in_the_middle_of_a_move_to_disk_nothing_leaks_and_its_source_stays(how: str) -> None:
     shard = lowered(A, found=disk(), lease_ttl_ms=1_000 if how == "its lease expires" else 8_000)
     shard.demote(A, to=Tier.DISK)
-    assert shard.moving is not None
-    match how:
-        case "a drain":
-            shard.hear(drain=True)
-        case "its lease expires":
-            shard.settle()
-            shard.later(SECOND)
-            assert shard.moving.attempt in shard.revoked
-        case "no coordinator":
-            shard.settle()
-            shard.later(6 * SECOND)
-            assert not shard.core.member(shard.now)
-        case "the end":
-            shard.hear(leave=Farewell.DRAINED)
-            assert shard.moving.attempt in shard.revoked
+    interrupt(shard, how)
     shard.move()
     assert lies(shard) == [ON_DISK if how == "a drain" else BELOW]
     assert not len(shard.core.leases)

@@ -320,15 +320,20 @@ def test_what_was_found_comes_up_like_what_went_down() -> None:
     assert [gone.tier for gone in shard.settle() if isinstance(gone, GoneEvent)] == [Tier.DISK, Tier.DEVICE]
 
 
-def test_what_was_found_is_not_read_until_somebody_wants_it() -> None:
-    shard = DiskShard.knowing(found(*lying(A)), scrub_bytes=2**20)
-    shard.store(attempt(1), B)
+def scrubs_nothing_but(shard: DiskShard, block: BlockHash) -> None:
+    """Round after round."""
     for _ in range(3):
         shard.later(20 * SECOND)
         shard.settle()
         assert shard.reading is not None
-        assert [slot.key for slot in shard.reading.slots] == [key(B)]
+        assert [slot.key for slot in shard.reading.slots] == [key(block)]
         shard.verdict()
+
+
+def test_what_was_found_is_not_read_until_somebody_wants_it() -> None:
+    shard = DiskShard.knowing(found(*lying(A)), scrub_bytes=2**20)
+    shard.store(attempt(1), B)
+    scrubs_nothing_but(shard, B)
     assert shard.stages == []
 
 
@@ -340,12 +345,7 @@ def test_what_went_down_to_disk_is_not_read_until_somebody_wants_it() -> None:
         shard.move_all()
     if shard.reading is not None:  # what was READY before
         shard.verdict()
-    for _ in range(3):
-        shard.later(20 * SECOND)
-        shard.settle()
-        assert shard.reading is not None
-        assert [slot.key for slot in shard.reading.slots] == [key(B)]
-        shard.verdict()
+    scrubs_nothing_but(shard, B)
 
 
 # --------------------------------------------------------------------------------------------- tombstones

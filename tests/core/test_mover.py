@@ -8,7 +8,6 @@ from kvcluster.core import mover
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, Epoch
 from kvcluster.core.messages import (
-    Farewell,
     Move,
     MoveOrder,
     NewPage,
@@ -23,6 +22,7 @@ from kvcluster.core.reasons import Loss, MissReason
 from tests.core.lone_shard import BLOCKS, A, B, C, D, LoneShard, counters, end, granted, misses, pinned, report, slots
 from tests.core.moving import (
     BELOW,
+    INTERRUPTIONS,
     ON_DEVICE,
     Q8,
     RAW,
@@ -31,6 +31,7 @@ from tests.core.moving import (
     doubled,
     free,
     holding,
+    interrupt,
     left,
     lies,
     lowered,
@@ -307,25 +308,11 @@ def test_a_purge_of_one_namespace_leaves_the_source_of_another_where_it_is() -> 
     assert free(shard, Tier.HOST) == 8 * RAW
 
 
-@pytest.mark.parametrize("how", ["a drain", "its lease expires", "no coordinator", "the end"])
+@pytest.mark.parametrize("how", INTERRUPTIONS)
 def test_whatever_comes_in_the_middle_of_a_move_nothing_leaks_and_its_source_stays(how: str) -> None:
     shard = holding(A, lease_ttl_ms=1_000 if how == "its lease expires" else 8_000)
     shard.demote(A)
-    assert shard.moving is not None
-    match how:
-        case "a drain":
-            shard.hear(drain=True)
-        case "its lease expires":
-            shard.settle()
-            shard.later(SECOND)
-            assert shard.moving.attempt in shard.revoked
-        case "no coordinator":
-            shard.settle()
-            shard.later(6 * SECOND)
-            assert not shard.core.member(shard.now)
-        case "the end":
-            shard.hear(leave=Farewell.DRAINED)
-            assert shard.moving.attempt in shard.revoked
+    interrupt(shard, how)
     shard.move()
     assert lies(shard) == [BELOW if how == "a drain" else ON_DEVICE]
     assert sources(shard) == []

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -68,8 +69,8 @@ class Drive:
     def open(self) -> Found:
         """By the next shard, where there was one."""
         self.close()
-        self._folder = DiskFolder(self.config, SHARD)
-        return self._folder.found
+        self._folder, found = DiskFolder.open(self.config, SHARD)
+        return found
 
     def close(self) -> None:
         if self._folder is not None:
@@ -85,24 +86,14 @@ class Drive:
         pages = [self.pages[offset] for offset in sorted(self.pages)]
         return [page for page in pages if not files or page.offset // FILE_BYTES in files]
 
-    def write(
-        self,
-        file: int,
-        slot: int,
-        *,
-        tenant: Tenant = RED,
-        spec: KVSpec = SPEC,
-        codec: Codec = Codec.Q8,
-        part: Part = WHOLE,
-        loss: Loss = Loss.Q4,
-        depth: int = 7,
-    ) -> FoundPage:
-        """Another page, in that slot of that file."""
-        move, data = self.new(file, slot, tenant=tenant, spec=spec, codec=codec, part=part, loss=loss, depth=depth)
+    def write(self, file: int, slot: int, **of: Any) -> FoundPage:
+        """Another page, in that slot of that file; as `new` has it."""
+        move, data = self.new(file, slot, **of)
         self.folder.write(move, memoryview(data))
         to = move.target
         page = FoundPage(
-            *(move.namespace, to.key, move.parent, depth, loss, codec, to.nbytes, move.source.sums, to.offset)
+            *(move.namespace, to.key, move.parent, move.depth, to.loss, to.codec, to.nbytes),
+            *(move.source.sums, to.offset),
         )
         self.pages[page.offset], self.data[page.offset] = page, data
         return page
@@ -353,8 +344,8 @@ def test_files_of_another_size_are_dropped_and_stay_so_when_that_size_comes_back
 
 
 def test_shards_share_a_folder_s_parent_and_nothing_else(full: Drive) -> None:
-    beside = DiskFolder(full.config, ShardId("shard-1"))
-    assert beside.found.pages == ()
+    beside, found = DiskFolder.open(full.config, ShardId("shard-1"))
+    assert found.pages == ()
     beside.close()
     assert full.found() == full.all()
 
@@ -466,7 +457,7 @@ def test_what_fills_a_slot_up_may_be_anything(full: Drive) -> None:
 
 def test_a_folder_that_is_in_use_is_nobody_else_s_until_it_is_closed(full: Drive) -> None:
     with pytest.raises(ConfigError, match=r"another process uses .*shard-0; give each cluster a disk_dir of its own"):
-        DiskFolder(full.config, SHARD)
+        DiskFolder.open(full.config, SHARD)
     folder, found = open_disk(full.config, SHARD)
     assert folder is None
     assert found == Found(why_none=found.why_none)

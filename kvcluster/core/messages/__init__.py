@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from kvcluster.core.ids import Attempt, BlockHash, CallId, NamespaceId, Tenant
 from kvcluster.core.messages.common import (
+    IN_MEMORY,
     PROTOCOL_VERSION,
     Done,
     Need,
@@ -297,6 +298,7 @@ ShardMessage = (
 )
 
 __all__ = [
+    "IN_MEMORY",
     "PROTOCOL_VERSION",
     "Abort",
     "Answer",

@@ -22,6 +22,10 @@ class Tier(IntEnum):
     DISK = 2  # encoded, in files
 
 
+IN_MEMORY = (Tier.DEVICE, Tier.HOST)
+"""The tiers that readers are shown, and that copies come into."""
+
+
 class PageKey(NamedTuple):
     """What names a page within a namespace: one block's bytes of one group and part."""
 

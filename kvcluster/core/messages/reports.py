@@ -177,6 +177,11 @@ class Move(NamedTuple):
     to: Tier
     codec: Codec = Codec.RAW
 
+    @property
+    def leaves(self) -> Tier | None:
+        """The tier that it goes down out of; None where it comes up, and stays below as well."""
+        return Tier(self.to - 1) if self.to > Tier.DEVICE else None
+
 
 @dataclass(frozen=True, slots=True)
 class MoveOrder:

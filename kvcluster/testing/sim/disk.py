@@ -81,13 +81,7 @@ class Disk:
 
     def write(self, move: PageMove, data: bytes, stored_at: int) -> None:
         """The page is there, and its record."""
-        slot = move.target
-        page = FoundPage(
-            *(move.namespace, slot.key, move.parent, move.depth, slot.loss, slot.codec, slot.nbytes),
-            sums=move.source.sums,
-            offset=slot.offset,
-        )
-        self._slots[slot.offset] = _Written(page, data, stored_at)
+        self._slots[move.target.offset] = _Written(FoundPage.of(move), data, stored_at)
 
     def read(self, slot: PageSlot) -> bytes | None:
         """What lies there; None where the file ends before it."""

@@ -213,6 +213,9 @@ class Oracle:
                 shard.purged = max([shard.purged, *(stone.number for stone in ack.tombstones)])
 
     def _verified(self, shard: ShardProcess, m: Verified, effects: list[Effect]) -> None:
+        self._only_rotten_are_gone(shard)
+
+    def _only_rotten_are_gone(self, shard: ShardProcess) -> None:
         gone = {place: shard.ready.pop(place)[0] for place in self._vanished(shard)}
         rotten = {place[:2] for place, slot in gone.items() if shard.is_rotten(slot)}
         hold(all(place[:2] in rotten for place in gone), "a page that is right is condemned as corrupt")
@@ -251,9 +254,7 @@ class Oracle:
                 right = content.content(page.namespace, slot.key, slot.codec, slot.loss).data
                 sound = shard.is_rotten(slot) or shard.bytes_of(slot) == right
                 hold(sound, f"wrong bytes of {slot.key.hash.hex()[:6]} are read from disk")
-        gone = {place: shard.ready.pop(place)[0] for place in self._vanished(shard)}
-        rotten = {place[:2] for place, slot in gone.items() if shard.is_rotten(slot)}
-        hold(all(place[:2] in rotten for place in gone), "a page that is right is condemned as corrupt")
+        self._only_rotten_are_gone(shard)
 
     def _suspect(self, shard: ShardProcess, m: Suspect, effects: list[Effect]) -> None:
         hold(not self._vanished(shard), "a page is condemned by a reader's word")
@@ -401,8 +402,7 @@ class Oracle:
         return since >= placed.get(shard.name, 0) or any(other.stored_at(*name) is not None for other in others)
 
     def _room(self, member: Member, tier: Tier) -> int:
-        low, use = self._world.scenario.config.coordinator.low_free, member.info.use(tier)
-        return use.free_bytes - int(low * use.capacity_bytes)
+        return member.info.use(tier).room(self._world.scenario.config.coordinator.low_free)
 
     def purged(self, m: Purge) -> None:
         """It was answered: from now on nothing of before is found."""

@@ -31,6 +31,7 @@ from kvcluster.cli.bench.tiers.setting import (
     rates,
     set_policy,
     store,
+    tensors,
     tier_of,
     until,
 )
@@ -69,9 +70,7 @@ def measure(
 
 def _loads(rounds: int, blocks: int, say: Callable[[str], object]) -> list[dict[str, Any]]:
     """Prompts that lie raw, in q8 and in q4 are loaded in turns, over tcp and over shm; medians."""
-    memory = [warm_memory(blocks * PAGE_BYTES) for _ in range(2)]
-    source, into = (torch.frombuffer(m, dtype=torch.bfloat16).view(blocks, *SHAPE) for m in memory)
-    source.normal_()
+    source, into = tensors(blocks)
     # The prompt that goes down is followed by one that pushes it there: twice as many blocks as fit above.
     with one_shard(device_bytes=2 * blocks * PAGE_BYTES, host_bytes=4 * blocks * PAGE_BYTES) as cluster:
         writer = cluster.client(SPEC)

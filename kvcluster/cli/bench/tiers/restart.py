@@ -14,11 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvcluster.cli.bench.tiers.setting import (
     PAGE_BYTES,
-    SHAPE,
     SPEC,
     lies_in,
     load,
@@ -26,9 +23,9 @@ from kvcluster.cli.bench.tiers.setting import (
     prompt,
     rates,
     store,
+    tensors,
     until,
 )
-from kvcluster.cli.bench.transfer.party import warm_memory
 from kvcluster.client import Client
 
 _COLD, _RAW, _FIRST = "from the drive", "device, raw", 0
@@ -36,10 +33,7 @@ _COLD, _RAW, _FIRST = "from the drive", "device, raw", 0
 
 def restart(rounds: int, blocks: int, folder: Path | None, say: Callable[[str], object]) -> dict[str, Any]:
     """Seconds from the kill to the first whole load, and loads from disk beside raw ones from the device tier."""
-    source, into = (
-        torch.frombuffer(warm_memory(blocks * PAGE_BYTES), dtype=torch.bfloat16).view(blocks, *SHAPE) for _ in range(2)
-    )
-    source.normal_()
+    source, into = tensors(blocks)
     tokens, raw = prompt(_FIRST, blocks), prompt(_FIRST + 1, blocks)
     with (
         tempfile.TemporaryDirectory(prefix="kvcluster-bench-", dir=folder) as disk,

@@ -16,6 +16,7 @@ import torch
 import kvcluster
 from kvcluster.actors.local import LocalCluster
 from kvcluster.cli.bench.specs import llama_8b
+from kvcluster.cli.bench.transfer.party import warm_memory
 from kvcluster.client import Client
 from kvcluster.client.control import NO_CALL, GrpcPort, expect
 from kvcluster.core.messages import Done, SetPolicy
@@ -54,6 +55,14 @@ def set_policy(address: str, setting: tuple[str, str]) -> None:
 def prompt(number: int, blocks: int) -> list[int]:
     """One that no other number has."""
     return [number, *range(1, blocks * BLOCK_TOKENS)]
+
+
+def tensors(blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random numbers to store, and where they are to be loaded, in memory that has been touched."""
+    source, into = (
+        torch.frombuffer(warm_memory(blocks * PAGE_BYTES), dtype=torch.bfloat16).view(blocks, *SHAPE) for _ in range(2)
+    )
+    return source.normal_(), into
 
 
 def store(client: Client, tokens: list[int], kv: torch.Tensor) -> None:
