@@ -20,8 +20,9 @@ from kvcluster.core.spec import KVSpec
 class Board:
     """Of one load. Thread-safe. Once the gates of its transfer are closed it stays as it is."""
 
-    def __init__(self, body: TicketBody, spec: KVSpec, pieces: Pieces) -> None:
+    def __init__(self, body: TicketBody, spec: KVSpec, pieces: Pieces, first: int = 0) -> None:
         self._spec = spec
+        self._first = first  # the blocks before it are whole without this load
         self._lock = threading.Lock()  # held for counting only, never while bytes move
         self._nbytes = 0
         self._loss = body.loss
@@ -81,4 +82,4 @@ class Board:
             if not failed:
                 return Loaded(len(self._left), self._nbytes, loss=self._loss)
             first = min(failed)
-            return Loaded(first if self._whole_prefix else 0, self._nbytes, failed[first], failed, self._loss)
+            return Loaded(first if self._whole_prefix else self._first, self._nbytes, failed[first], failed, self._loss)

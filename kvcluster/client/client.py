@@ -149,10 +149,17 @@ class Client:
         return Ticket(decode_ticket(data), None, lambda: None)
 
     def begin_load(
-        self, ticket: Ticket, into: Any, *, adapter: str | None = None, deadline_ms: float | None = None
+        self,
+        ticket: Ticket,
+        into: Any,
+        *,
+        first: int = 0,
+        adapter: str | None = None,
+        deadline_ms: float | None = None,
     ) -> Transfer[Loaded]:
-        """Begins to load the ticket's blocks into the leading blocks of `into`.
+        """Begins to load the ticket's blocks from `first` on into the leading blocks of `into`.
 
+        The blocks before `first` the caller has: they are not read, and Loaded counts them as there.
         `into` is a dense tensor `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`, Paged or Buffers (see
         client/memory.py), of this client's part; a list of one a group where the spec has several. It must not be
         used until the transfer says so. The ticket says for which adapter; only a client that redeems one which it
@@ -161,8 +168,9 @@ class Client:
         from kvcluster.client.memory import bind
 
         spec, deadline = self._spec_of(ticket, adapter), self._call(deadline_ms)
-        bound = bind(into, spec, self.parts, ticket.blocks, writable=True)
-        return self._movers.load(ticket.body, bound, spec, deadline)
+        arguments.check_first(first, ticket.hashes)
+        bound = bind(into, spec, self.parts, ticket.blocks - first, first=first, writable=True)
+        return self._movers.load(ticket.body, first, bound, spec, deadline)
 
     def borrow(self, ticket: Ticket, *, adapter: str | None = None, deadline_ms: float | None = None) -> BorrowedBlocks:
         """The ticket's blocks where they lie, without a copy, as far as their shards are reached over shared memory:
@@ -251,7 +259,7 @@ class Client:
         with self._prepare(spec, hashes, self._need(accept), deadline, hold=True) as ticket:
             if not ticket.blocks:
                 return 0
-            return self._movers.load(ticket.body, bound, spec, deadline).result().blocks * spec.block_tokens
+            return self._movers.load(ticket.body, 0, bound, spec, deadline).result().blocks * spec.block_tokens
 
     def store(
         self,

@@ -43,7 +43,8 @@ class Paged:
     `layers` holds for each layer of the part, in order, a tensor viewed as `[num_blocks, planes, block_tokens,
     heads, dim]`, of any strides; or a tuple of tensors, one a plane, each `[num_blocks, block_tokens, heads,
     dim]`, which is the only way where planes differ in dim or dtype. An opaque plane is uint8
-    `[num_blocks, nbytes]`. Views are enough: the cache is never copied as a whole.
+    `[num_blocks, nbytes]`. Views are enough: the cache is never copied as a whole. A destination's blocks that its
+    group does not need, such as those before a window, may have any id: they are not touched.
     """
 
     layers: Sequence[Tensor | tuple[Tensor, ...]]
@@ -87,16 +88,18 @@ def bind(
     parts: tuple[Part | None, ...],
     blocks: int,
     *,
+    first: int = 0,
     writable: bool,
 ) -> Bound:
     """Checks that `memory` holds `blocks` blocks of `parts`, one part a group, and opens it for moving bytes.
 
+    They are the blocks from `first` on of a sequence: the Bound counts as the sequence does.
     A spec with several groups takes a list with one entry a group, None exactly where its part is None. A
     destination (`writable`) may have room for more blocks than `blocks`; a source has exactly as many.
     Raises CallerError, which says what was given, what was expected and what to do; nothing has moved then.
     """
     given = list(memory) if isinstance(memory, (list, tuple)) else [memory]
-    assert len(parts) == len(spec.groups) and blocks >= 0
+    assert len(parts) == len(spec.groups) and blocks >= 0 and first >= 0
     if len(given) != len(parts):
         raise CallerError(
             f"memory is a list of {len(given)} where the spec has {len(parts)} group(s): "
@@ -113,8 +116,8 @@ def bind(
             regions.append(None)
             continue
         spec.check_part(index, part)
-        regions.append(_bind_group(Ask(spec, index, part, blocks, writable), one))
-    return Bound(tuple(regions), given)
+        regions.append(_bind_group(Ask(spec, index, part, first, blocks, writable), one))
+    return Bound(tuple(regions), first, given)
 
 
 class Staging:
@@ -137,8 +140,9 @@ class Bound:
     its own.
     """
 
-    def __init__(self, regions: tuple[Region | None, ...], owners: object) -> None:
+    def __init__(self, regions: tuple[Region | None, ...], first: int, owners: object) -> None:
         self._regions = regions
+        self._first = first
         self._owners = owners  # the regions hold addresses only
 
     def put(self, block: int, group: int, rect: Part, data: memoryview) -> None:
@@ -154,13 +158,13 @@ class Bound:
             raise ProtocolError(f"{rect} of a page take {expected} bytes, but {len(data)} came: does its spec differ?")
         both = region.part.intersect(rect)
         if both is not None:
-            region.write(block, rect, both, data)
+            region.write(block - self._first, rect, both, data)
 
     def place(self, block: int, group: int, rect: Part) -> memoryview | None:
         """Where `rect` of a page lies here, as `put` would write it; None where that is not one run of bytes."""
         region = self._regions[group]
         assert region is not None
-        return region.place(block, rect) if region.part.intersect(rect) == rect else None
+        return region.place(block - self._first, rect) if region.part.intersect(rect) == rect else None
 
     def get(self, block: int, group: int, layer_start: int, layer_stop: int, staging: Staging) -> memoryview:
         """Those layers of the bound part, read-only, in page layout; layers are counted in the group.
@@ -171,7 +175,7 @@ class Bound:
         region = self._regions[group]
         assert region is not None
         assert region.part.layer_start <= layer_start < layer_stop <= region.part.layer_stop
-        return region.read(block, layer_start, layer_stop, staging)
+        return region.read(block - self._first, layer_start, layer_stop, staging)
 
 
 class Region(Protocol):
@@ -247,6 +251,7 @@ class Ask:
     spec: KVSpec
     index: int
     part: Part
+    first: int
     blocks: int
     writable: bool
 
@@ -263,6 +268,15 @@ class Ask:
     @property
     def head_bytes(self) -> int:
         return self.spec.groups[self.index].layer_bytes(block_tokens=self.spec.block_tokens, heads=1)
+
+    @property
+    def untouched(self) -> int:
+        """So many of the blocks, at their beginning, are neither read nor written: their group can do without."""
+        if not self.writable:
+            return 0
+        end = self.first + self.blocks
+        needed = self.spec.groups[self.index].reuse.blocks_needed(end, self.spec.block_tokens)
+        return max(0, self.blocks - needed)
 
     def tokens(self, plane: Plane) -> int:
         """Rows of a head in one block: opaque bytes are one, whatever the number of tokens."""

@@ -55,8 +55,8 @@ Placed = tuple[ShardAddress, Piece]
 Pieces = dict[ShardAddress, list[Piece]]
 
 
-def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None]) -> Pieces:
-    """What to read from each shard so that this worker's parts of the ticket's blocks are filled.
+def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None], first: int = 0) -> Pieces:
+    """What to read from each shard so that this worker's parts of the ticket's blocks from `first` on are filled.
 
     Raises CallerError where the ticket was prepared for less than these parts, ProtocolError where it does not say
     where all of them lie: what is not asked for would else be taken for loaded.
@@ -75,7 +75,7 @@ def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None]) ->
     pieces: Pieces = {}
     total = len(body.hashes)
     first_needed = [
-        None if part is None else total - group.reuse.blocks_needed(total, spec.block_tokens)
+        None if part is None else max(first, total - group.reuse.blocks_needed(total, spec.block_tokens))
         for group, part in zip(spec.groups, parts, strict=True)
     ]
     at = 0
@@ -83,8 +83,8 @@ def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None]) ->
         # The blocks of a run lie alike, so where each of them is cut is worked out once.
         cuts = [None if part is None else _cuts(part, run.plan[group] or ()) for group, part in enumerate(parts)]
         for block in range(at, at + run.count):
-            for group, first in enumerate(first_needed):
-                if first is None or block < first:
+            for group, needed in enumerate(first_needed):
+                if needed is None or block < needed:
                     continue
                 of_group = cuts[group]
                 if of_group is None:

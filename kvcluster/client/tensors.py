@@ -357,8 +357,8 @@ def _check_block_ids(ask: Ask, block_ids: Sequence[int] | Tensor) -> list[int]:
             f"block_ids of {ask.name} are {block_ids!r:.80}; expected a flat sequence of integers"
         ) from None
     ask.check_count(len(ids))
-    ids = ids[: ask.blocks]
+    ids = ids[ask.untouched : ask.blocks]
     if ask.writable and len(set(ids)) < len(ids):
         twice = next(i for i in ids if ids.count(i) > 1)
         raise CallerError(f"block id {twice} of {ask.name} occurs twice; expected a place of its own for each block")
-    return ids
+    return [*ids[:1] * ask.untouched, *ids]
