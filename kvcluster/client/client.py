@@ -149,17 +149,11 @@ class Client:
         return Ticket(decode_ticket(data), None, lambda: None)
 
     def begin_load(
-        self,
-        ticket: Ticket,
-        into: Any,
-        *,
-        first: int = 0,
-        adapter: str | None = None,
-        deadline_ms: float | None = None,
+        self, ticket: Ticket, into: Any, *, first: int = 0, adapter: str | None = None, deadline_ms: float | None = None
     ) -> Transfer[Loaded]:
-        """Begins to load the ticket's blocks from `first` on into the leading blocks of `into`.
+        """Begins to load the ticket's blocks from `first` on into the leading blocks of `into`. Those before it the
+        caller has: they are not read, and Loaded counts them as there.
 
-        The blocks before `first` the caller has: they are not read, and Loaded counts them as there.
         `into` is a dense tensor `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`, Paged or Buffers (see
         client/memory.py), of this client's part; a list of one a group where the spec has several. It must not be
         used until the transfer says so. The ticket says for which adapter; only a client that redeems one which it

@@ -76,9 +76,7 @@ class Movers:
         self._lock = threading.Lock()
         self._closed = False
 
-    def load(
-        self, body: TicketBody, first: int, bound: Bound, spec: KVSpec, deadline: Deadline
-    ) -> Transfer[Loaded]:
+    def load(self, body: TicketBody, first: int, bound: Bound, spec: KVSpec, deadline: Deadline) -> Transfer[Loaded]:
         """As Client.begin_load, into checked memory."""
         pieces = plan_pieces(body, spec, self._parts, first)
         board = Board(body, spec, pieces, first)

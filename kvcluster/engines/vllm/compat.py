@@ -1,0 +1,249 @@
+"""What this connector must know of vLLM's inside, for the releases that the compatibility table in docs/vllm.md names.
+
+Everything here reads vLLM's objects and gives back our own values; nothing else of the connector looks inside them, so
+that what changes in a release changes here. What can be served is a list of what is understood: a kind of layer, of KV
+or of parallelism that comes with a later release is refused by name until somebody has looked at it. `Any` lives here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm
+from huggingface_hub import snapshot_download
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
+
+from kvcluster.client.memory import Paged
+from kvcluster.core.spec import PREFIX, Group, Part, Plane, window
+from kvcluster.errors import CallerError
+
+NULL_BLOCK = 0
+"""The number that stands in a block table for a block which the engine no longer keeps, or never had."""
+
+_CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
+
+_IRRELEVANT = """
+    architectures bos_token_id dtype eos_token_id id2label label2id output_attentions output_hidden_states pad_token_id
+    return_dict tie_word_embeddings torch_dtype transformers_version use_cache
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What KV of one engine is: `groups` of the whole model, and for each the part that one rank holds. `layers` are
+    the engine's names of a group's layers, in the order of `groups[i].layers`."""
+
+    block_tokens: int
+    groups: tuple[Group, ...]
+    parts: tuple[Part, ...]
+    layers: tuple[tuple[str, ...], ...]
+
+    @property
+    def may_fail_in_part(self) -> bool:
+        """Can the engine go on from a load of which only the first blocks came? With several block tables it cannot:
+        it takes back the whole request, and only where the load is not within a forward pass."""
+        return len(self.groups) == 1 and self.groups[0].reuse == PREFIX
+
+
+def layout(config: Any, kv: Any) -> Layout:
+    """Of a VllmConfig and a KVCacheConfig. Raises CallerError, naming the trait, for what is not served."""
+    for trait in _traits(config, kv):
+        raise CallerError(f"kvcluster does not serve this engine: {trait}")
+    tp = config.parallel_config.tensor_parallel_size
+    rank = config.parallel_config.rank % tp
+    heads = config.model_config.get_total_num_kv_heads()
+    groups, parts, names = [], [], []
+    for of_engine in kv.kv_cache_groups:
+        spec = of_engine.kv_cache_spec
+        layers = sorted(of_engine.layer_names, key=extract_layer_index)
+        v_dim = spec.head_size_v if spec.head_size_v is not None else spec.head_size
+        dtype = str(spec.dtype).removeprefix("torch.")
+        planes = (Plane("k", heads, spec.head_size, dtype), Plane("v", heads, v_dim, dtype))
+        slides = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+        group = Group(tuple(extract_layer_index(name) for name in layers), planes, window(slides) if slides else PREFIX)
+        first = rank * heads // tp  # where ranks outnumber heads, neighbours hold the same one
+        groups.append(group)
+        parts.append(Part(0, len(layers), first, first + spec.num_kv_heads))
+        names.append(tuple(layers))
+    block_tokens = kv.kv_cache_groups[0].kv_cache_spec.block_size
+    return Layout(block_tokens, tuple(groups), tuple(parts), tuple(names))
+
+
+def _traits(config: Any, kv: Any) -> Iterator[str]:
+    parallel, cache = config.parallel_config, config.cache_config
+    if parallel.pipeline_parallel_size > 1:
+        yield "it is spread over pipeline ranks; use --tensor-parallel-size"
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            yield f"{name} is {getattr(parallel, name)}; only 1 is served"
+    if cache.enable_prefix_caching and cache.prefix_caching_hash_algo not in _CRYPTOGRAPHIC:
+        yield (
+            f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo}, which is not cryptographic: a collision in "
+            f"this engine would reach all others; use --prefix-caching-hash-algo {_CRYPTOGRAPHIC[0]}"
+        )
+    heads, tp = config.model_config.get_total_num_kv_heads(), parallel.tensor_parallel_size
+    if not kv.kv_cache_groups:
+        yield "it keeps no KV"
+    sizes = {group.kv_cache_spec.block_size for group in kv.kv_cache_groups}
+    if len(sizes) > 1:
+        yield f"its groups of layers have blocks of {', '.join(map(str, sorted(sizes)))} tokens; all must have as many"
+    for number, group in enumerate(kv.kv_cache_groups):
+        spec = group.kv_cache_spec
+        if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+            yield f"group {number} keeps {type(spec).__name__}; FullAttentionSpec and SlidingWindowSpec are served"
+            continue
+        if group.is_eagle_group or not getattr(group, "enable_kv_transfer", True):
+            yield f"group {number} belongs to a draft model; speculate with --speculative-config of method ngram"
+        if spec.kv_quant_mode != KVQuantMode.NONE:
+            yield "its KV is quantised with scales of its own; leave --kv-cache-dtype at auto"
+        if getattr(spec, "attention_chunk_size", None) or getattr(spec, "non_causal", False):
+            yield f"group {number} attends in chunks or to what follows, so that KV depends on more than its prefix"
+        if getattr(spec, "tokens_per_state", 1) != 1:
+            yield f"group {number} keeps {spec.tokens_per_state} tokens a state"
+        if spec.num_kv_heads * min(tp, heads) != heads and not (tp > heads and spec.num_kv_heads == 1):
+            yield f"group {number} has {spec.num_kv_heads} heads a rank, where the model has {heads} for {tp} ranks"
+
+
+def views(kv_caches: dict[str, torch.Tensor], layers: Sequence[str], group: Group, block_tokens: int) -> list[Any]:
+    """A group's KV as `Paged.layers` wants it. The engine has `[blocks, heads, tokens, dim of K + dim of V]` a layer.
+
+    Raises CallerError where it has anything else.
+    """
+    k, v = group.planes
+    out: list[Any] = []
+    for name in layers:
+        cache = kv_caches[name]
+        blocks, _, tokens, content = cache.shape if cache.ndim == 4 else (0, 0, 0, 0)
+        if not blocks or tokens != block_tokens or content != k.dim + v.dim or cache.stride(3) != 1:
+            raise CallerError(
+                f"kvcluster does not know the layout of {name}: {list(cache.shape)} with strides "
+                f"{list(cache.stride())}; expected [blocks, heads, {block_tokens}, {k.dim + v.dim}]. Does the "
+                "attention backend split blocks? Then give --block-size its own size"
+            )
+        if cache.device.type != "cpu":
+            raise CallerError(f"{name} lies on {cache.device}; this release moves KV in CPU memory only")
+        if k.dim == v.dim:
+            out += Paged.vllm_cpu([cache], []).layers
+        else:
+            out.append(tuple(half.permute(0, 2, 1, 3) for half in (cache[..., : k.dim], cache[..., k.dim :])))
+    return out
+
+
+def extra_keys(request: Any, block_tokens: int, first: int, stop: int) -> dict[int, bytes]:
+    """What blocks `first` to `stop` depend on beside their tokens, as the engine's own prefix cache knows it: images
+    and embeddings. Adapter and salt are in our hashes in another way."""
+    if not request.mm_features and getattr(request, "prompt_embeds", None) is None:
+        return {}
+    found: dict[int, bytes] = {}
+    for block in range(first, stop):
+        keys, _ = generate_block_hash_extra_keys(request, block * block_tokens, (block + 1) * block_tokens, 0)
+        rest = [key for key in keys or () if key[0] not in ("lora", "cache_salt")]
+        if rest:
+            found[block] = repr(rest).encode()
+    return found
+
+
+def is_private(request: Any) -> bool:
+    """Does its KV follow from more than what it can be hashed by, or will nobody go on from it?"""
+    in_place = request.lora_request is not None and getattr(request.lora_request, "load_inplace", False)
+    return in_place or request.pooling_params is not None or getattr(request, "resumable", False)
+
+
+def reads_cache(request: Any) -> bool:
+    """May the request go on from KV that it has not computed? Not where it wants the logprobs of its prompt."""
+    return not getattr(request, "skip_reading_prefix_cache", False)
+
+
+def adapter(request: Any) -> tuple[int, str]:
+    """The number that the engine loaded the request's LoRA under, and where that lies; (0, "") where it uses none."""
+    lora = request.lora_request
+    return (0, "") if lora is None else (int(lora.lora_int_id), str(lora.lora_path))
+
+
+def salt(request: Any) -> bytes:
+    """What the caller gave to keep the request's KV apart."""
+    return (request.cache_salt or "").encode()
+
+
+def validated_tokens(request: Any) -> int:
+    """How many tokens' KV has been computed by steps whose outcome is known."""
+    return int(request.num_computed_tokens) - int(getattr(request, "num_in_flight_tokens", 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One request of a step: `new_blocks` are its block table, or what is added to it. Its first `computed` tokens
+    have KV before the step, and it computes `tokens` more."""
+
+    request: str
+    new_blocks: tuple[tuple[int, ...], ...] | None
+    replaces: bool
+    computed: int
+    tokens: int
+
+
+def scheduled(output: Any) -> Iterator[Scheduled]:
+    """The requests of a SchedulerOutput."""
+    tokens = output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        yield Scheduled(new.req_id, _ids(new.block_ids), True, new.num_computed_tokens, tokens[new.req_id])
+    cached = output.scheduled_cached_reqs
+    for i, request in enumerate(cached.req_ids):
+        blocks = cached.new_block_ids[i]
+        yield Scheduled(
+            request,
+            None if blocks is None else _ids(blocks),
+            request in cached.resumed_req_ids,
+            cached.num_computed_tokens[i],
+            tokens[request],
+        )
+
+
+def _ids(blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(of_group) for of_group in blocks)
+
+
+def preempted(output: Any) -> tuple[str, ...]:
+    """Requests that lost their blocks since the last step."""
+    return tuple(output.preempted_req_ids or ())
+
+
+def checkpoint(config: Any) -> str:
+    """Where the model's weights lie on disk. Raises CallerError where they are made up, or nobody knows."""
+    load_format = str(getattr(config.load_config.load_format, "value", config.load_config.load_format))
+    if load_format == "dummy":
+        raise CallerError("load_format is dummy: weights that are made up have no identity; give weights='sha256:...'")
+    model = config.model_config
+    if os.path.exists(model.model):
+        return str(model.model)
+    try:
+        return str(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    except Exception as error:  # whatever the hub's library raises
+        raise CallerError(
+            f"cannot tell where the checkpoint of {model.model} lies ({error}); give weights='sha256:...'"
+        ) from None
+
+
+def settings_of_model(config: Any) -> dict[str, Any]:
+    """What bears on KV beside the checkpoint's files and the layout: the model's own settings, overridden or not."""
+    model = config.model_config
+    text = model.hf_text_config.to_dict()
+    plain = {key: value for key, value in text.items() if not key.startswith("_") and key not in _IRRELEVANT.split()}
+    multimodal = getattr(model, "multimodal_config", None)
+    return {
+        "config": plain,
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "mm_processor_kwargs": getattr(multimodal, "mm_processor_kwargs", None),
+    }
+
+
+def version() -> str:
+    """Major and minor of the engine."""
+    return ".".join(vllm.__version__.split(".")[:2])

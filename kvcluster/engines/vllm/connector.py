@@ -1,0 +1,206 @@
+"""`KVClusterConnector`: vLLM's interface for connectors (KVConnectorBase_V1, with its hybrid memory allocator).
+
+vLLM makes one for its scheduler and one for each worker. This module is the shape that vLLM wants and nothing else:
+what is decided is in scheduler.py, what moves in worker.py, and what they know of vLLM's objects in compat.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.logger import init_logger
+
+from kvcluster.engines.vllm import compat, settings
+from kvcluster.engines.vllm.identity import Adapters, Membership
+from kvcluster.engines.vllm.metrics import PromMetrics, TransferStats
+from kvcluster.engines.vllm.orders import Report, Step
+from kvcluster.engines.vllm.scheduler import SchedulerSide
+from kvcluster.engines.vllm.worker import WorkerSide
+from kvcluster.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_logger = init_logger("vllm.kvcluster")  # beneath vllm's own, whose handler prints it
+
+
+class Orders(KVConnectorMetadata):
+    """A step's orders on their way to the workers."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+
+class Reported(KVConnectorWorkerMetadata):
+    """The workers' report on its way back."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, Reported)
+        self.report.merge(other.report)
+        return self
+
+
+class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
+    """See docs/vllm.md. Raises ConfigError for wrong settings, CallerError for an engine that is not served."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            raise ConfigError(
+                'kvcluster needs "kv_load_failure_policy": "recompute" in --kv-transfer-config: with "fail" an answer '
+                "is lost whenever a shard is"
+            )
+        chosen = settings.read(transfer.kv_connector_extra_config)
+        layout = compat.layout(vllm_config, kv_cache_config)
+        on_scheduler = role == KVConnectorRole.SCHEDULER
+        membership = Membership(vllm_config, layout, chosen, whole=on_scheduler, log=_logger.info)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._stats = TransferStats()
+        if on_scheduler:
+            self._scheduler = SchedulerSide(
+                chosen,
+                layout,
+                membership,
+                Adapters(_logger.info),
+                engine_blocks=kv_cache_config.num_blocks,
+                ranks=vllm_config.parallel_config.tensor_parallel_size,
+            )
+        else:
+            self._worker = WorkerSide(chosen, layout, membership)
+        membership.start()
+
+    # ---------------------------------------------------------------------------------------------- scheduler
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that does not come about is a miss for somebody later, and no reason to compute an answer twice."""
+        return False
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Loads within a forward pass wait between its layers, which a whole graph has no room for."""
+        return settings.read(extra_config).layerwise_ms > 0
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._of_scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        table = tuple(tuple(of_group) for of_group in blocks.get_block_ids())
+        self._of_scheduler.allocated(request, table, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return Orders(self._of_scheduler.step(scheduler_output))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        reported = connector_output.kv_connector_worker_meta
+        if isinstance(reported, Reported):
+            self._of_scheduler.reported(reported.report)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self._of_scheduler.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._of_scheduler.finished(request)
+
+    def has_pending_block_frees(self) -> bool:
+        return self._of_scheduler.reads_sources
+
+    def reset_cache(self) -> bool | None:
+        """From now on this engine shares with nobody: whoever asks for this has changed its weights."""
+        self._of_scheduler.reset()
+        return True
+
+    @property
+    def _of_scheduler(self) -> SchedulerSide:
+        assert self._scheduler is not None, "this connector is a worker's"
+        return self._scheduler
+
+    # ------------------------------------------------------------------------------------------------ workers
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._of_worker.register(kv_caches)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """vLLM calls this first in every step, before anything is written."""
+        assert isinstance(kv_connector_metadata, Orders)
+        self._of_worker.before(kv_connector_metadata.step)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self._of_worker.load(self._step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._of_worker.wait_layer(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: a block is stored when all its layers are there, for a page is verified and found as a whole."""
+
+    def wait_for_save(self) -> None:
+        self._of_worker.after(self._step)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        sent, received, failed = self._of_worker.settle()
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._of_worker.invalid_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return Reported(self._of_worker.take_report())
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+
+    @property
+    def _of_worker(self) -> WorkerSide:
+        assert self._worker is not None, "this connector is the scheduler's"
+        return self._worker
+
+    @property
+    def _step(self) -> Step:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Orders)
+        return metadata.step
+
+    # ------------------------------------------------------------------------------------------------- counts
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self._scheduler is None:
+            return None
+        taken = self._scheduler.stats.take()
+        return TransferStats(taken) if taken else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return TransferStats(dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: VllmConfig, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KVConnectorPromMetrics | None:
+        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

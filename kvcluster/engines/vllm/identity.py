@@ -1,0 +1,186 @@
+"""Who this engine is to the cluster: the KVSpec that its KV is cached under, and how to come by it without a wait.
+
+The layout is known at start; the fingerprint of the weights has to be read, which takes seconds, and a cluster has to
+be found, which takes as long as it wants. Both happen on one thread, `Membership`, beside an engine that serves
+already: until it has a client, nothing is loaded and nothing stored. What changed in memory (`withdraw`) is known to
+nobody, so from then on the engine is alone under a random weights id, until it is started anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from kvcluster.client.client import Client
+from kvcluster.client.connect import connect
+from kvcluster.config import ClientConfig
+from kvcluster.core.spec import KVSpec
+from kvcluster.engines.vllm import compat, weights
+from kvcluster.engines.vllm.settings import Settings
+from kvcluster.errors import KVClusterError, Unreachable
+
+Log = Callable[[str], object]
+
+_PAUSE_S = 1.0
+"""Between two tries to reach a cluster: soon enough after it has come up, and nothing to an engine's processor."""
+
+
+def spec_of(config: Any, layout: compat.Layout, settings: Settings, fingerprint: str) -> KVSpec:
+    """The spec of an engine without an adapter. Raises SpecError for weights that are not pinned."""
+    told = compat.settings_of_model(config)
+    rope = told["config"].pop("rope_parameters", None)
+    extra = (
+        ("config", "sha256:" + hashlib.sha256(_canonical(told).encode()).hexdigest()),
+        ("engine", f"vllm-{compat.version()}"),
+    )
+    return KVSpec(
+        model=settings.model or PurePath(config.model_config.model).name,
+        weights=fingerprint,
+        block_tokens=layout.block_tokens,
+        groups=layout.groups,
+        rope=_canonical(rope),
+        extra=extra,
+    )
+
+
+class Membership:
+    """One process's client, as soon as there is one. Constructed idle; `start` begins to look for it.
+
+    `client` and `spec` come together and stay; `why` says what is missing until then.
+    """
+
+    def __init__(self, config: Any, layout: compat.Layout, settings: Settings, *, whole: bool, log: Log) -> None:
+        self.client: Client | None = None
+        self.why = "the weights are being read"
+        self._config = config
+        self._layout = layout
+        self._settings = settings
+        self._parts = None if whole else dict(enumerate(layout.parts))
+        self._log = log
+        self._wanted = settings.weights  # "" until they were read
+        self._left: Client | None = None  # to be closed, on this object's own thread
+        self._stop = threading.Event()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="kvcluster-join", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def spec(self) -> KVSpec | None:
+        """What is cached under, once that is known and the cluster has been reached."""
+        client = self.client
+        return None if client is None else client.spec
+
+    def withdraw(self) -> None:
+        """From now on nobody shares with this engine: what its weights are is not known any more."""
+        self.use("private:" + os.urandom(16).hex())
+
+    def use(self, weights_id: str) -> None:
+        """Caches under these weights from now on. What is under way is broken off."""
+        with self._changed:
+            if self._wanted == weights_id:
+                return
+            self._wanted = weights_id
+            self._left, self.client = self.client, None
+            self.why = "the weights have changed"
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        self._stop.set()
+        with self._changed:
+            client, self.client = self.client, None
+            self._changed.notify_all()
+        if client is not None:
+            client.close()
+
+    def _run(self) -> None:
+        try:
+            self._fingerprint()
+            while not self._stop.is_set():
+                self._join()
+                with self._changed:
+                    self._changed.wait_for(lambda: self.client is None or self._stop.is_set())
+                    left, self._left = self._left, None
+                if left is not None:
+                    left.close()
+        except KVClusterError as error:
+            self.why = str(error)
+            self._log(f"neither loads nor stores: {error}")
+        except Exception as error:  # a thread that dies silently would be a riddle
+            self.why = f"{type(error).__name__}: {error}"
+            self._log(f"neither loads nor stores: {self.why}")
+
+    def _fingerprint(self) -> None:
+        if not self._wanted:
+            read = weights.fingerprint(compat.checkpoint(self._config))
+            with self._changed:
+                if not self._wanted:  # a reset may have come first
+                    self._wanted = read
+
+    def _join(self) -> None:
+        """A client for the weights that are wanted now. Raises what no second try would mend."""
+        settings, wanted = self._settings, self._wanted
+        spec = spec_of(self._config, self._layout, settings, wanted)
+        client_config = ClientConfig(
+            deadline_ms=settings.load_ms, transports=settings.transports, accept=settings.accept, store_wait_ms=0
+        )
+        told = ""
+        while not self._stop.is_set() and self._wanted == wanted:
+            try:
+                client = connect(settings.address, spec, token=settings.token, part=self._parts, config=client_config)
+            except Unreachable as error:
+                self.why = str(error)
+                if told != self.why:
+                    self._log(f"computes everything until the cluster is there: {error}")
+                    told = self.why
+                self._stop.wait(_PAUSE_S)
+                continue
+            with self._changed:
+                if self._wanted == wanted and not self._stop.is_set():
+                    self.client, self.why = client, ""
+                    self._log(f"caches {spec.model} under weights {wanted} at {settings.address}")
+                    return
+            client.close()
+
+
+class Adapters:
+    """The content of the LoRA adapters in use, each read once, on a thread of its own, and never waited for.
+
+    The engine keeps what it has loaded under a number, whatever becomes of the files; so that is what is remembered.
+    """
+
+    def __init__(self, log: Log, fingerprint: Callable[[str], str] = weights.fingerprint) -> None:
+        self._fingerprint = fingerprint
+        self._log = log
+        self._known: dict[int, str | None] = {0: ""}  # None while it is read
+        self._lock = threading.Lock()
+
+    def get(self, number: int, path: str) -> str | None:
+        """The content hash of the adapter of that number, "" for no adapter, None while it is not known."""
+        with self._lock:
+            if number in self._known:
+                return self._known[number]
+            self._known[number] = None
+        threading.Thread(target=self._read, args=(number, path), name="kvcluster-adapter", daemon=True).start()
+        return None
+
+    def _read(self, number: int, path: str) -> None:
+        try:
+            read = self._fingerprint(path)
+        except KVClusterError as error:
+            self._log(f"neither loads nor stores for the adapter {path}: {error}")
+            return
+        with self._lock:
+            self._known[number] = read
+
+
+def _canonical(value: object) -> str:
+    if isinstance(value, Mapping):
+        value = dict(value)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)

@@ -1,0 +1,466 @@
+"""The scheduler's side of the connector: what to load for a request, and which blocks to store after which step.
+
+It never waits and moves no bytes. For every request that runs it keeps the hash chain, the block table as the engine
+told it, and how far the chain is known to be in the cluster. What is true of KV follows from three rules:
+
+    - A block is stored once the step that fills it has run over KV that is known to be good. A step with a load in its
+      forward pass may turn out to have run over KV that did not come, at this rank or at another; so while such a step
+      is out, nothing is stored, and afterwards only what the engine still calls computed.
+    - Whatever a step hands to a new owner is named in it, so that stores which still read it stop first.
+    - A request whose load failed is not looked up again: it computes.
+
+An engine with several block tables cannot take back a part of a load, only a whole request that waits for it; so its
+loads go on beside the forward passes. With one table, a load that will be short goes on within one, layer by layer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcluster.client.client import Client
+from kvcluster.client.rates import LearnedRate
+from kvcluster.client.ticket import Ticket
+from kvcluster.core import hashing, limits
+from kvcluster.core.breakeven import Breakeven
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.spec import PREFIX
+from kvcluster.engines.vllm import compat
+from kvcluster.engines.vllm.identity import Adapters, Membership
+from kvcluster.engines.vllm.lookups import Ask, Lookup, Lookups, Outcome
+from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Report, Step, StoreOrder
+from kvcluster.engines.vllm.rates import PrefillRate
+from kvcluster.engines.vllm.settings import Settings
+from kvcluster.engines.vllm.stats import Stats
+
+_LAYERWISE_SLACK = 10
+"""A load within a forward pass may take so many times what was expected of it, since all others wait for it as well."""
+
+_LEAST_LAYERWISE_MS = 200
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """What is known of one request. `chain` are hashes of its leading blocks, of which the workers know `told`.
+    Blocks before `stored` are in the cluster or on their way there. `orders` are stores whose source is still read.
+    What is `private` is stored no more."""
+
+    of_engine: Any
+    adapter: str
+    client: Client
+    chain: list[BlockHash] = field(default_factory=list)
+    told: int = 0
+    table: list[list[int]] = field(default_factory=list)
+    stored: int = 0
+    loss: Loss = Loss.EXACT
+    lookup: Lookup | None = None
+    layerwise: bool = False
+    loading: LoadOrder | None = None
+    load_failed: bool = False
+    private: bool = False
+    orders: set[int] = field(default_factory=set)
+    # For its answer's report.
+    local_tokens: int = 0
+    loaded_tokens: int = 0
+    loaded_bytes: int = 0
+    computed_tokens: int = 0
+    miss: Miss | None = None
+
+
+class SchedulerSide:
+    """Of one engine. Every method belongs to the engine's scheduler, and returns at once."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        layout: compat.Layout,
+        membership: Membership,
+        adapters: Adapters,
+        *,
+        engine_blocks: int,
+        ranks: int,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._settings = settings
+        self._layout = layout
+        self._membership = membership
+        self._adapters = adapters
+        self._ranks = ranks
+        self._clock = clock
+        self._lookups = Lookups(settings.lookup_ms * 1_000_000)
+        self._link = LearnedRate()
+        self._prefill = PrefillRate(settings.prefill_tokens_per_s)
+        self._requests: dict[str, _Request] = {}
+        self._new_loads: list[LoadOrder] = []
+        self._gone: list[str] = []
+        self._held: list[str] = []
+        self._step = 0
+        self._loading_steps: set[int] = set()  # steps that are out with a load in their forward pass
+        self._order = 0
+        self._drained: dict[int, tuple[str, int]] = {}  # by store order, whose it is and how many ranks still read
+        # What this engine's own prefix cache may hold of blocks that were loaded with a loss: its hits do not say so.
+        self._lossy: OrderedDict[BlockHash, Loss] = OrderedDict()
+        self._most_lossy = 4 * engine_blocks
+        self._keeps_all = all(group.reuse == PREFIX for group in layout.groups)
+        self.stats = Stats()
+
+    # --------------------------------------------------------------------------------------- before a request runs
+
+    def matched(self, of_engine: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens can be loaded behind the `local_tokens` that the engine has; None while that is not known.
+        The other value says whether they are loaded beside the forward passes."""
+        request = self._request(of_engine)
+        if request is None:
+            return 0, False
+        request.local_tokens = local_tokens
+        if request.load_failed or not compat.reads_cache(of_engine):
+            return 0, False
+        ticket = self._look_up(request)
+        if ticket is None:
+            return (0 if request.lookup is None else None), False
+        tokens = ticket.blocks * self._layout.block_tokens - local_tokens
+        if tokens <= 0 or self._better_computed(request, tokens):
+            self._end_lookup(request)
+            return 0, False
+        return tokens, not request.layerwise
+
+    def _request(self, of_engine: Any) -> _Request | None:
+        """The request as it is known here; None where it neither loads nor stores. What is not known in time, its
+        adapter's content or the cluster, it goes without for good, so that its blocks are of one namespace."""
+        known = self._requests.get(of_engine.request_id)
+        if known is not None:
+            return known
+        client = self._membership.client
+        adapter = self._adapters.get(*compat.adapter(of_engine))
+        if client is None or adapter is None or compat.is_private(of_engine):
+            return None
+        known = self._requests[of_engine.request_id] = _Request(of_engine, adapter, client)
+        return known
+
+    def _look_up(self, request: _Request) -> Ticket | None:
+        """The ticket for a request; None where there is none yet (`request.lookup` stays) or will be none."""
+        now = self._clock()
+        if request.lookup is None:
+            begun = self._lookups.begin(self._asker(request), now)
+            if not isinstance(begun, Lookup):
+                request.miss = begun or Miss(MissReason.PENDING, "other lookups come first")
+                return None
+            request.lookup = begun
+        outcome = self._lookups.look(request.lookup, now)
+        if outcome is Outcome.PENDING:
+            return None
+        request.miss = request.lookup.miss
+        if outcome is Outcome.NOTHING:
+            self._end_lookup(request)
+            return None
+        if len(request.lookup.hashes) > len(request.chain):
+            request.chain = list(request.lookup.hashes)
+        return request.lookup.ticket
+
+    def _asker(self, request: _Request) -> Ask:
+        """The question of how far a request's tokens are cached. The last of them has to be computed in any case, or
+        there is nothing to go on from; so a block that ends with it is not asked for."""
+        blocks = min((request.of_engine.num_tokens - 1) // self._layout.block_tokens, limits.BLOCKS_PER_CALL)
+        grow = self._grower(request, blocks)
+
+        def ask() -> tuple[Client, Sequence[BlockHash], str]:
+            return request.client, grow(), request.adapter
+
+        return ask
+
+    def _grower(self, request: _Request, blocks: int) -> Callable[[], list[BlockHash]]:
+        """Makes the request's chain up to that block, on whatever thread. What it needs of the engine is taken now."""
+        of_engine, step, known = request.of_engine, self._layout.block_tokens, request.chain[:blocks]
+        tokens = list(of_engine.all_token_ids[len(known) * step : blocks * step])
+        extra = {
+            block - len(known): key for block, key in compat.extra_keys(of_engine, step, len(known), blocks).items()
+        }
+        salt = compat.salt(of_engine)
+
+        def grow() -> list[BlockHash]:
+            if not known:
+                return request.client.hashes(
+                    tokens, salt=salt, adapter=request.adapter, extra_keys=extra, deadline_ms=self._settings.lookup_ms
+                )
+            return known + hashing.chain(known[-1], tokens, step, extra)
+
+        return grow
+
+    def _better_computed(self, request: _Request, tokens: int) -> bool:
+        """Is that faster than loading so many tokens? Where not, says in `request.layerwise` how to load them."""
+        link, prefill = self._link.ask(self._clock()), self._prefill.known()
+        request.layerwise = False
+        if link is None:
+            return False  # this load is to show it
+        even = Breakeven(request.client.spec, self._layout.parts, prefill or 1)
+        miss = None if prefill is None else even.miss(tokens, link)
+        if miss is not None:
+            request.miss = miss
+            return True
+        expected_ns = link.load_ns(even.nbytes(tokens))
+        request.layerwise = self._layout.may_fail_in_part and expected_ns <= self._settings.layerwise_ms * 1_000_000
+        return False
+
+    def allocated(self, of_engine: Any, table: BlockIds, tokens: int) -> None:
+        """The engine has room for the tokens that were matched, in these blocks; 0 where it takes none of them."""
+        request = self._requests.get(of_engine.request_id)
+        if request is None or request.loading is not None:
+            return
+        lookup = request.lookup
+        if not tokens or lookup is None or lookup.ticket is None:
+            self._end_lookup(request)
+            return
+        ticket, first = lookup.ticket, request.local_tokens // self._layout.block_tokens
+        assert first * self._layout.block_tokens + tokens == ticket.blocks * self._layout.block_tokens
+        deadline_ms = self._settings.load_ms
+        if request.layerwise:
+            slack_ms = max(_LEAST_LAYERWISE_MS, _LAYERWISE_SLACK * self._settings.layerwise_ms)
+            deadline_ms = min(deadline_ms, slack_ms)
+        request.loading = LoadOrder(
+            request=of_engine.request_id,
+            adapter=request.adapter,
+            ticket=bytes(ticket),
+            first=first,
+            into=tuple(tuple(of_group[first : ticket.blocks]) for of_group in table),
+            layerwise=request.layerwise,
+            deadline_ms=deadline_ms,
+        )
+        request.table = [list(of_group) for of_group in table]
+        request.stored = max(request.stored, ticket.blocks)
+        request.loss = max(request.loss, ticket.loss)
+        self._new_loads.append(request.loading)
+
+    # ----------------------------------------------------------------------------------------------- with each step
+
+    def step(self, output: Any) -> Step:
+        """The orders of the step that the engine has just scheduled."""
+        self._step += 1
+        now = self._clock()
+        self._lookups.tend(now)
+        for lost in compat.preempted(output):
+            self._lose_blocks(lost)
+        loads, self._new_loads = tuple(self._new_loads), []
+        within = any(load.layerwise for load in loads)
+        if within:
+            self._loading_steps.add(self._step)
+        written = [block for load in loads for of_group in load.into for block in of_group]
+        stores: list[StoreOrder] = []
+        chains: list[tuple[str, int, tuple[BlockHash, ...]]] = []
+        tokens = 0
+        client = self._membership.client
+        may_store = self._lookups.healthy and client is not None
+        for one in compat.scheduled(output):
+            tokens += one.tokens
+            self._note_blocks(one, written)
+            request = self._requests.get(one.request)
+            if request is not None:
+                prompt = request.of_engine.num_prompt_tokens
+                request.computed_tokens += max(0, min(prompt, one.computed + one.tokens) - one.computed)
+            if request is not None and may_store and not request.private:
+                store = self._store(request, one)
+                if store is not None:
+                    chains.append((one.request, request.told, tuple(request.chain[request.told :])))
+                    request.told = len(request.chain)
+                    stores.append(store)
+        if not within:
+            self._prefill.began(self._step, tokens, now)
+        gone, self._gone = tuple(self._gone), []
+        held, self._held = tuple(self._held), []
+        return Step(
+            number=self._step,
+            weights=client.spec.weights if client is not None else "",
+            chains=tuple(chains),
+            loads=loads,
+            stores=tuple(stores),
+            written=tuple(block for block in written if block != compat.NULL_BLOCK),
+            gone=gone,
+            held=held,
+        )
+
+    def _note_blocks(self, one: compat.Scheduled, written: list[int]) -> None:
+        """What the engine says of a request's block table, and which blocks this step is the first to write."""
+        if one.new_blocks is None:
+            return
+        computed = one.computed // self._layout.block_tokens if one.replaces else 0
+        written += [block for of_group in one.new_blocks for block in of_group[computed:]]
+        request = self._requests.get(one.request)
+        if request is None:
+            return
+        if one.replaces or not request.table:
+            request.table = [list(of_group) for of_group in one.new_blocks]
+        else:
+            for mine, new in zip(request.table, one.new_blocks, strict=True):
+                mine += new
+
+    def _store(self, request: _Request, one: compat.Scheduled) -> StoreOrder | None:
+        """What is to be stored of a request once this step is through."""
+        of_engine, step = request.of_engine, self._layout.block_tokens
+        tokens = one.computed + one.tokens
+        if self._loading_steps:  # of this step or one before it nobody knows yet whether it ran over KV that came
+            tokens = min(compat.validated_tokens(of_engine), one.computed)
+            if request.loading is not None:
+                return None
+        full = min(tokens, of_engine.num_tokens) // step
+        full = min(full, limits.BLOCKS_PER_CALL, *(len(of_group) for of_group in request.table))
+        first = request.stored
+        if not self._keeps_all:  # what a window has left behind may be somebody else's by now
+            first = max(first, one.computed // step)
+        while first < full and any(of_group[first] == compat.NULL_BLOCK for of_group in request.table):
+            first += 1
+        stop = first
+        while stop < full and all(of_group[stop] != compat.NULL_BLOCK for of_group in request.table):
+            stop += 1
+        request.stored = max(request.stored, stop)
+        if first == stop:
+            return None
+        if stop > len(request.chain):
+            request.chain = self._grower(request, stop)()
+        self._order += 1
+        self._drained[self._order] = (of_engine.request_id, self._ranks)
+        request.orders.add(self._order)
+        return StoreOrder(
+            number=self._order,
+            request=of_engine.request_id,
+            adapter=request.adapter,
+            first=first,
+            source=tuple(tuple(of_group[first:stop]) for of_group in request.table),
+            loss=self._loss(request, first),
+        )
+
+    def _loss(self, request: _Request, first: int) -> Loss:
+        """What KV computed over a request's prefix has lost; the engine's own cache may have given some of it."""
+        if not self._lossy:
+            return request.loss
+        for name in request.chain[: max(first, request.local_tokens // self._layout.block_tokens)]:
+            if name in self._lossy:
+                self._lossy.move_to_end(name)
+                request.loss = max(request.loss, self._lossy[name])
+        return request.loss
+
+    def reported(self, report: Report) -> None:
+        """What the workers say of the last step, from all ranks."""
+        now = self._clock()
+        self._prefill.ended(report.step, now)
+        self._loading_steps -= {number for number in self._loading_steps if number <= report.step}
+        for name, load in report.loads.items():
+            self._loaded(name, load, now)
+        for number, ranks in report.drained.items():
+            self._drain(number, ranks)
+        self.stats.stored(report)
+
+    def _loaded(self, name: str, load: LoadReport, now: int) -> None:
+        self._link.learn(load.nbytes // self._ranks, load.took_ns, now)
+        request = self._requests.get(name)
+        order = request.loading if request is not None else None
+        self.stats.loaded(load)
+        if request is None or order is None:
+            return
+        request.loading = None
+        wanted = order.first + len(order.into[0])
+        came = load.blocks if self._layout.may_fail_in_part or load.blocks == wanted else order.first
+        request.loaded_tokens += (came - order.first) * self._layout.block_tokens
+        request.loaded_bytes += load.nbytes
+        request.loss = max(request.loss, load.loss)
+        if load.loss > Loss.EXACT:
+            self._remember_loss(request.chain[order.first : came], load.loss)
+        self._end_lookup(request)
+        if came < wanted:
+            request.load_failed = True
+            request.miss = load.miss
+            request.stored = min(request.stored, came)
+            if order.layerwise:
+                self._distrust(request, {block for of_group in order.into for block in of_group[came - order.first :]})
+
+    def _distrust(self, failed: _Request, blocks: set[int]) -> None:
+        """These blocks are computed after all, by the request that failed to load them. Whoever else has them in its
+        table through the engine's own cache stores nothing: that its KV is right would rest on the engine's order."""
+        for request in self._requests.values():
+            if request is not failed and any(block in blocks for of_group in request.table for block in of_group):
+                request.private = True
+
+    def _remember_loss(self, names: Sequence[BlockHash], loss: Loss) -> None:
+        for name in names:
+            self._lossy[name] = max(loss, self._lossy.pop(name, Loss.EXACT))
+        while len(self._lossy) > self._most_lossy:
+            self._lossy.popitem(last=False)
+
+    def _drain(self, number: int, ranks: int) -> None:
+        if number not in self._drained:
+            return
+        name, left = self._drained[number]
+        if left > ranks:
+            self._drained[number] = name, left - ranks
+            return
+        del self._drained[number]
+        request = self._requests.get(name)
+        if request is not None:
+            request.orders.discard(number)
+
+    # ------------------------------------------------------------------------------------------------- at its end
+
+    def finished(self, of_engine: Any) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: whether its blocks are still read, and what its answer is to say."""
+        name = of_engine.request_id
+        request = self._requests.pop(name, None)
+        if request is None:
+            return False, None
+        self._end_lookup(request)
+        self._gone.append(name)
+        # The blocks of a load that is under way the engine keeps by itself.
+        hold = bool(request.orders) and request.loading is None
+        if hold:
+            self._held.append(name)
+        return hold, self._report(request) if self._settings.report else None
+
+    def _report(self, request: _Request) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "local_tokens": request.local_tokens,
+            "loaded_tokens": request.loaded_tokens,
+            "loaded_bytes": request.loaded_bytes,
+            "computed_tokens": request.computed_tokens,
+            "preemptions": int(getattr(request.of_engine, "num_preemptions", 0)),
+            "miss": str(request.miss) if request.miss is not None else None,
+        }
+        return {"kvcluster": told}
+
+    def _lose_blocks(self, name: str) -> None:
+        """A request was preempted: its blocks are somebody else's now, and it will be looked up again."""
+        request = self._requests.get(name)
+        if request is None:
+            return
+        request.table = []
+        request.orders.clear()
+        request.loading = None
+        request.stored = 0  # stores that lost their source came to nothing
+        request.load_failed = request.private
+        self._end_lookup(request)
+
+    def _end_lookup(self, request: _Request) -> None:
+        if request.lookup is not None:
+            self._lookups.end(request.lookup)
+            request.lookup = None
+
+    # --------------------------------------------------------------------------------------------- the whole engine
+
+    @property
+    def reads_sources(self) -> bool:
+        """Are there stores whose end gives blocks of finished requests back?"""
+        return bool(self._drained)
+
+    def reset(self) -> None:
+        """The engine's weights may have changed: whoever runs or comes is alone from now on."""
+        self._membership.withdraw()
+        for request in self._requests.values():
+            self._end_lookup(request)
+            request.private = request.load_failed = True
+        self._lossy.clear()
+
+    def close(self) -> None:
+        for request in self._requests.values():
+            self._end_lookup(request)
+        self._lookups.close()
+        self._membership.close()

@@ -1,0 +1,73 @@
+"""The connector's settings: what stands in `kv_connector_extra_config`. Unknown keys are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kvcluster.config import LOSSES, TRANSPORTS
+from kvcluster.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`address`: of the coordinator, "host:port". `token_file`: a file that holds the credential. `weights`: a digest
+    or commit that pins the weights, in place of what is found out. `model`: the name of the model in the namespace, in
+    place of the last part of its path.
+
+    `prefill_tokens_per_s`: how fast this engine computes, in place of what is learnt; what would take longer to load is
+    computed. `layerwise_ms`: a load that is expected to take no longer goes on within the forward pass, layer by layer;
+    others go on beside it. `lookup_ms`: a request waits so long at most to hear what there is for it. `load_ms`: so
+    long at most for a load. `store_ms`: a store ends after so long. `hold_ms`: so long at most the blocks of a finished
+    request are kept back for their stores. `report`: every answer says in `kv_transfer_params` what was loaded for it,
+    and why no more. `transports`, `accept`: as in the client's own configuration.
+    """
+
+    address: str = ""
+    token_file: str = ""
+    weights: str = ""
+    model: str = ""
+    prefill_tokens_per_s: int = 0
+    layerwise_ms: int = 20
+    lookup_ms: int = 250
+    load_ms: int = 5_000
+    store_ms: int = 5_000
+    hold_ms: int = 1_000
+    report: bool = False
+    transports: tuple[str, ...] = TRANSPORTS
+    accept: str = "q4"
+
+    @property
+    def token(self) -> str | None:
+        """The credential. Raises ConfigError where its file cannot be read."""
+        if not self.token_file:
+            return None
+        try:
+            return Path(self.token_file).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read token_file {self.token_file}: {error}") from None
+
+
+def read(given: Mapping[str, Any]) -> Settings:
+    """Raises ConfigError, naming the key, for what is unknown, of the wrong type or out of range."""
+    known = {field.name: field for field in fields(Settings)}
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"kv_connector_extra_config has no {name!r}; known: {', '.join(known)}")
+        default = known[name].default
+        if isinstance(default, tuple):
+            if not isinstance(value, (list, tuple)) or not value or any(one not in TRANSPORTS for one in value):
+                raise ConfigError(f"{name} must be a list of {', '.join(TRANSPORTS)}, not {value!r}")
+        elif type(value) is not type(default):
+            raise ConfigError(f"{name} must be of type {type(default).__name__}, not {value!r}")
+        elif isinstance(value, int) and value < 0:
+            raise ConfigError(f"{name} must not be negative, but is {value}")
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    settings = Settings(**values)
+    if not settings.address:
+        raise ConfigError('kv_connector_extra_config needs "address": the coordinator\'s host:port')
+    if settings.accept not in LOSSES:
+        raise ConfigError(f"accept: there is no loss {settings.accept!r}; there is {', '.join(LOSSES)}")
+    return settings

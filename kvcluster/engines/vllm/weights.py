@@ -1,0 +1,132 @@
+"""Which weights an engine runs, as text that is equal exactly where they are: the fingerprint of its checkpoint.
+
+A snapshot of a hub lies under the commit that it is of, so that its path says it all. Any other checkpoint is read:
+SHA-256 over the names and bytes of all its files. That takes about a second a gigabyte, so it is remembered by each
+file's size, time and inode, in a file that the processes of a host share; one reads while the others wait for it.
+
+A file that is rewritten in place with its time set back would be missed. Weights that change in memory are not seen
+here at all: that is what the engine's reset is for.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvcluster.errors import CallerError
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_CHUNK_BYTES = 8 * 2**20
+_DOMAIN = b"kvcluster-checkpoint-v1"
+_REMEMBERED = 256
+"""Checkpoints of one host, adapters among them."""
+
+
+def fingerprint(path: str, cache: Path | None = None) -> str:
+    """Of a checkpoint: a folder, or one file. `cache` is a folder for what has been read, by default the user's.
+
+    Raises CallerError where there is nothing to read, or it changes while it is read.
+    """
+    commit = _snapshot(Path(path))
+    if commit is not None:
+        return f"commit:{commit}"
+    files = _files(Path(path))
+    if not files:
+        raise CallerError(f"{path} holds no files, so its weights cannot be told; give weights='sha256:...'")
+    cache = cache or _user_cache()
+    with _one_at_a_time(cache) as remembered:
+        before = _state(files)
+        key = json.dumps(before)
+        if key not in remembered:
+            digest = _read(files)
+            if _state(files) != before:
+                raise CallerError(f"{path} changes while it is read; start the engine when it is complete")
+            remembered[key] = digest
+        return remembered[key]
+
+
+def _snapshot(path: Path) -> str | None:
+    """The commit that a hub's cache keeps this folder under: .../snapshots/<commit>."""
+    parts = Path(os.path.abspath(path)).parts
+    if len(parts) >= 2 and parts[-2] == "snapshots" and _COMMIT.fullmatch(parts[-1]):
+        return parts[-1]
+    return None
+
+
+def _files(path: Path) -> list[tuple[str, Path]]:
+    """Its files by their names, without what is hidden, in order."""
+    if path.is_file():
+        return [(path.name, path)]
+    found: list[tuple[str, Path]] = []
+    for folder, folders, names in os.walk(path, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [
+            (Path(folder, name).relative_to(path).as_posix(), Path(folder, name))
+            for name in names
+            if not name.startswith(".")
+        ]
+    return sorted(found)
+
+
+def _state(files: list[tuple[str, Path]]) -> list[list[object]]:
+    state: list[list[object]] = []
+    for name, path in files:
+        try:
+            told = path.stat()
+        except OSError as error:
+            raise CallerError(f"cannot read {path}: {error.strerror}") from None
+        state.append([name, os.path.realpath(path), told.st_size, told.st_mtime_ns, told.st_ino])
+    return state
+
+
+def _read(files: list[tuple[str, Path]]) -> str:
+    digest = hashlib.sha256(_DOMAIN)
+    for name, path in files:
+        of_file = hashlib.sha256()
+        try:
+            with path.open("rb") as file:
+                while chunk := file.read(_CHUNK_BYTES):
+                    of_file.update(chunk)
+        except OSError as error:
+            raise CallerError(f"cannot read {path}: {error.strerror}") from None
+        encoded = name.encode("utf-8", "surrogateescape")
+        digest.update(len(encoded).to_bytes(8, "little") + encoded + of_file.digest())
+    return "sha256:" + digest.hexdigest()
+
+
+def _user_cache() -> Path:
+    return Path("~/.cache/kvcluster").expanduser()
+
+
+@contextmanager
+def _one_at_a_time(cache: Path) -> Iterator[dict[str, str]]:
+    """What this host has read so far; what is added is kept. Without a place to keep it, everything is read anew."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = os.open(cache / "weights.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:
+        yield {}
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = cache / "weights.json"
+        remembered: dict[str, str] = {}
+        with suppress(OSError, ValueError):
+            read = json.loads(kept.read_text(encoding="utf-8"))
+            remembered = read if isinstance(read, dict) else {}
+        known = len(remembered)
+        yield remembered
+        if len(remembered) > known:
+            with suppress(OSError):
+                new = kept.with_suffix(".new")
+                latest = dict(list(remembered.items())[-_REMEMBERED:])
+                new.write_text(json.dumps(latest), encoding="utf-8")
+                new.replace(kept)
+    finally:
+        os.close(lock)

@@ -1,0 +1,267 @@
+"""The workers' side of the connector: moves the bytes that the scheduler's side has ordered, for one rank's part.
+
+A load writes into blocks that the engine has set aside for it. Within a forward pass each layer waits for its own, and
+what has not come by then is told as invalid; beside the passes it is told when it is over. A store reads blocks of the
+engine after the pass that filled them, on threads of the client. So a block is read while the engine goes on, and may
+be handed to somebody else meanwhile: each step names the blocks that it hands on, and before it runs whoever reads
+them is given a moment and then broken off. Once `Transfer.cancel` returns nothing is read any more, and what was cut
+off is not committed, so a block that was copied too late is no block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvcluster.client.memory import Paged
+from kvcluster.client.results import Loaded, Stored
+from kvcluster.client.transfer import Transfer
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.engines.vllm import compat
+from kvcluster.engines.vllm.identity import Membership
+from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Report, Step, StoreOrder
+from kvcluster.engines.vllm.settings import Settings
+from kvcluster.errors import KVClusterError
+
+_GRACE_NS = 5_000_000
+"""How long one step waits in all for stores that read what it is to overwrite: a copy of a few blocks ends in it."""
+
+
+class _Load:
+    """One load order, under way or never begun."""
+
+    def __init__(self, order: LoadOrder, transfer: Transfer[Loaded] | None, miss: Miss | None) -> None:
+        self.order = order
+        self.transfer = transfer
+        self.miss = miss
+        self.began_ns = time.monotonic_ns()
+        self.abandoned = False
+
+    def over(self) -> bool:
+        return self.transfer is None or self.transfer.done()
+
+    def report(self) -> LoadReport:
+        """Ends it where it has not, and says what came."""
+        took_ns = time.monotonic_ns() - self.began_ns
+        if self.transfer is None:
+            return LoadReport(self.order.first, 0, took_ns, Loss.EXACT, self.miss)
+        try:
+            loaded = self.transfer.result(None if self.transfer.done() else 0)
+        except KVClusterError as error:
+            return LoadReport(self.order.first, 0, took_ns, Loss.EXACT, Miss(MissReason.SHARD_LOST, str(error)))
+        return LoadReport(loaded.blocks, loaded.nbytes, took_ns, loaded.loss, loaded.miss)
+
+
+class _Store:
+    """One store order whose transfer has begun."""
+
+    def __init__(self, order: StoreOrder, transfer: Transfer[Stored]) -> None:
+        self.order = order
+        self.transfer = transfer
+        self.told_drained = False
+        self.dropped = False
+
+
+class WorkerSide:
+    """Of one rank. Every method belongs to the thread that runs the model."""
+
+    def __init__(self, settings: Settings, layout: compat.Layout, membership: Membership) -> None:
+        self._settings = settings
+        self._layout = layout
+        self._membership = membership
+        self._views: list[list[Any]] = []
+        self._layer_numbers: dict[str, int] = {
+            name: number
+            for group, names in zip(layout.groups, layout.layers, strict=True)
+            for name, number in zip(names, group.layers, strict=True)
+        }
+        self._chains: dict[str, list[BlockHash]] = {}
+        self._loads: list[_Load] = []
+        self._stores: list[_Store] = []
+        self._held: dict[str, int] = {}  # until when blocks of requests that ended are kept for their stores
+        self._invalid: set[int] = set()
+        self._failed: set[str] = set()
+        self._received: set[str] = set()
+        self._report = Report()
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """The engine's KV, a tensor a layer. Raises CallerError for a layout that is not known."""
+        self._views = [
+            compat.views(dict(kv_caches), names, group, self._layout.block_tokens)
+            for group, names in zip(self._layout.groups, self._layout.layers, strict=True)
+        ]
+
+    # ------------------------------------------------------------------------------------------ one step, in order
+
+    def before(self, step: Step) -> None:
+        """Before anything of the step is written: whoever reads what it is to overwrite stops."""
+        written = set(step.written)
+        until = time.monotonic_ns() + _GRACE_NS
+        for store in self._stores:
+            mine = (block for of_group in store.order.source for block in of_group)
+            if store.transfer.source_free() or written.isdisjoint(mine):
+                continue
+            while not store.transfer.source_free() and time.monotonic_ns() < until:
+                time.sleep(0.0002)
+            if not store.transfer.source_free():
+                store.transfer.cancel()
+                store.dropped = True
+        if step.weights and (spec := self._membership.spec) is not None and spec.weights != step.weights:
+            self._membership.use(step.weights)
+        for name, first, hashes in step.chains:
+            self._chains.setdefault(name, [])[first:] = hashes
+        for name in step.gone:
+            self._chains.pop(name, None)
+            for load in self._loads:
+                if load.order.request == name and load.transfer is not None:
+                    load.transfer.cancel()
+        now = time.monotonic_ns()
+        self._held.update(dict.fromkeys(step.held, now + self._settings.hold_ms * 1_000_000))
+
+    def load(self, step: Step) -> None:
+        """Begins the step's loads."""
+        for order in step.loads:
+            transfer, miss = self._begin_load(order)
+            self._loads.append(_Load(order, transfer, miss))
+
+    def wait_layer(self, name: str) -> None:
+        """Returns once that layer's KV of the loads within this pass is there, or will not come."""
+        for load in self._loads:
+            if load.order.layerwise and load.transfer is not None:
+                load.transfer.wait_layer(self._layer_numbers[name])
+
+    def after(self, step: Step) -> None:
+        """The pass is over: loads within it end, and what it has filled is stored."""
+        for load in [one for one in self._loads if one.order.layerwise]:
+            self._end_load(load)
+        for order in step.stores:
+            self._begin_store(order)
+        self._report.step = step.number
+
+    def settle(self) -> tuple[set[str], set[str], set[str]]:
+        """Requests whose blocks are read no more, those whose loads are over, and those of them whose loads failed."""
+        for load in [one for one in self._loads if not one.order.layerwise and one.over()]:
+            self._end_load(load)
+        self._settle_stores()
+        sent = {name for name in self._held if not self._is_read(name)}
+        for name in sent:
+            del self._held[name]
+        received, self._received = self._received, set()
+        failed, self._failed = self._failed, set()
+        return sent, received, failed
+
+    def invalid_blocks(self) -> set[int]:
+        """Blocks of the engine that were to be loaded and were not."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def take_report(self) -> Report:
+        """What happened since it was last taken."""
+        report, self._report = self._report, Report(step=self._report.step)
+        return report
+
+    def close(self) -> None:
+        """Ends all that is under way."""
+        for transfer in [*(load.transfer for load in self._loads), *(store.transfer for store in self._stores)]:
+            if transfer is not None:
+                transfer.cancel()
+        self._membership.close()
+
+    # --------------------------------------------------------------------------------------------------- loads
+
+    def _begin_load(self, order: LoadOrder) -> tuple[Transfer[Loaded] | None, Miss | None]:
+        client = self._membership.client
+        if client is None:
+            return None, Miss(MissReason.SHARD_LOST, f"a worker has no cluster: {self._membership.why}")
+        try:
+            ticket = client.redeem(order.ticket)
+            into = self._memory(order.into)
+            return client.begin_load(
+                ticket, into, first=order.first, adapter=order.adapter, deadline_ms=order.deadline_ms
+            ), None
+        except KVClusterError as error:
+            return None, Miss(MissReason.SHARD_LOST, str(error))
+
+    def _end_load(self, load: _Load) -> None:
+        self._loads.remove(load)
+        order, report = load.order, load.report()
+        self._report.loads[order.request] = report
+        if not order.layerwise:
+            self._received.add(order.request)
+        came = report.blocks - order.first
+        if came == len(order.into[0]):
+            return
+        if self._layout.may_fail_in_part:
+            self._invalid.update(order.into[0][came:])
+        else:
+            self._failed.add(order.request)
+
+    # -------------------------------------------------------------------------------------------------- stores
+
+    def _begin_store(self, order: StoreOrder) -> None:
+        client = self._membership.client
+        if client is None:
+            self._refuse(order, "a worker has no cluster")
+            return
+        hashes = self._chains[order.request][: order.first + len(order.source[0])]
+        try:
+            transfer = client.begin_store(
+                hashes,
+                self._memory(order.source),
+                first=order.first,
+                loss=order.loss,
+                adapter=order.adapter,
+                deadline_ms=self._settings.store_ms,
+            )
+        except KVClusterError as error:
+            self._refuse(order, str(error))
+            return
+        self._stores.append(_Store(order, transfer))
+
+    def _refuse(self, order: StoreOrder, why: str) -> None:
+        self._report.drained[order.number] += 1
+        self._report.store_misses[why] += 1
+
+    def _settle_stores(self) -> None:
+        now = time.monotonic_ns()
+        running: list[_Store] = []
+        for store in self._stores:
+            if store.transfer.source_free():
+                self._tell_drained(store)
+            elif self._held.get(store.order.request, now) < now:
+                store.transfer.cancel()
+                store.dropped = True
+            if store.transfer.done():
+                self._tell_drained(store)
+                self._count(store)
+            else:
+                running.append(store)
+        self._stores = running
+
+    def _tell_drained(self, store: _Store) -> None:
+        if not store.told_drained:
+            store.told_drained = True
+            self._report.drained[store.order.number] += 1
+
+    def _count(self, store: _Store) -> None:
+        try:
+            stored = store.transfer.result(0)
+        except KVClusterError as error:
+            self._report.store_misses[str(error)] += 1
+            return
+        self._report.stored += stored.blocks
+        self._report.store_bytes += stored.nbytes
+        if store.dropped:
+            self._report.dropped += 1
+        elif stored.miss is not None:
+            self._report.store_misses[stored.miss.reason.value] += 1
+
+    def _is_read(self, name: str) -> bool:
+        return any(s.order.request == name and not s.transfer.source_free() and not s.dropped for s in self._stores)
+
+    def _memory(self, blocks: BlockIds) -> list[Paged]:
+        return [Paged(views, of_group) for views, of_group in zip(self._views, blocks, strict=True)]
