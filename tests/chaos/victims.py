@@ -73,6 +73,23 @@ def flip_bits(pid: int, blocks: Sequence[BlockHash], rng: random.Random, arena_b
     return len(flipped)
 
 
+def flip_pages(pid: int, pages: Iterable[bytes], arena_bytes: int) -> int:
+    """Flips a bit in the middle of each of these pages wherever it lies in that process's arena; returns how many."""
+    flipped = 0
+    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        for start, stop in _mappings(pid, arena_bytes):
+            memory.seek(start)
+            arena = memory.read(stop - start)
+            for page in pages:
+                at = arena.find(page)
+                if at >= 0:
+                    at += len(page) // 2
+                    memory.seek(start + at)
+                    memory.write(bytes([arena[at] ^ 1]))
+                    flipped += 1
+    return flipped
+
+
 def _listening(pid: int, port: int) -> Iterator[str]:
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net", table).read_text(encoding="ascii").splitlines()[1:]:

@@ -64,9 +64,11 @@ class _Request:
     private: bool = False
     orders: set[int] = field(default_factory=set)
     # For its answer's report.
+    preemptions: int = 0
     local_tokens: int = 0
     loaded_tokens: int = 0
     loaded_bytes: int = 0
+    resumed_tokens: int = 0
     computed_tokens: int = 0
     miss: Miss | None = None
 
@@ -362,7 +364,9 @@ class SchedulerSide:
         request.loading = None
         wanted = order.first + len(order.into[0])
         came = load.blocks if self._layout.may_fail_in_part or load.blocks == wanted else order.first
-        request.loaded_tokens += (came - order.first) * self._layout.block_tokens
+        tokens = (came - order.first) * self._layout.block_tokens
+        request.loaded_tokens += tokens
+        request.resumed_tokens += tokens if request.preemptions else 0
         request.loaded_bytes += load.nbytes
         request.loss = max(request.loss, load.loss)
         if load.loss > Loss.EXACT:
@@ -422,7 +426,8 @@ class SchedulerSide:
             "loaded_tokens": request.loaded_tokens,
             "loaded_bytes": request.loaded_bytes,
             "computed_tokens": request.computed_tokens,
-            "preemptions": int(getattr(request.of_engine, "num_preemptions", 0)),
+            "resumed_tokens": request.resumed_tokens,
+            "preemptions": request.preemptions,
             "miss": str(request.miss) if request.miss is not None else None,
         }
         return {"kvcluster": told}
@@ -432,6 +437,7 @@ class SchedulerSide:
         request = self._requests.get(name)
         if request is None:
             return
+        request.preemptions += 1
         request.table = []
         request.orders.clear()
         request.loading = None

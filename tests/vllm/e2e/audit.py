@@ -1,0 +1,94 @@
+"""The strictest oracle: every READY page is held against the KV that a clean engine computes for its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvcluster.client.client import Client
+from kvcluster.client.memory import Dense
+from kvcluster.core.spec import KVSpec
+
+if TYPE_CHECKING:
+    from tests.vllm.e2e.run import House
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Of `ready` pages of the whole cluster so many were compared, and `wrong` of them differ."""
+
+    pages: int
+    ready: int
+    wrong: int
+
+    def __str__(self) -> str:
+        return f"{self.pages} of {self.ready} pages compared, {self.wrong} differ"
+
+
+class Audit:
+    """Of what one client's namespace holds. `compute` first, then `compare`."""
+
+    def __init__(self, house: House, model: str, client: Client) -> None:
+        self._house = house
+        self._model = model
+        self._client = client
+        self._sequences: list[list[int]] = []
+        self._kv: list[dict[int, torch.Tensor]] = []
+
+    def compute(self, sequences: Sequence[list[int]]) -> None:
+        """Has a clean engine compute these, one after the other, without any cache."""
+        self._sequences = list(sequences)
+        rounds = [{"prompts": self._sequences, "serial": True, "sampling": {"max_tokens": 1}}]
+        outcome = self._house.run({"model": self._house.model(self._model), "capture": True, "rounds": rounds})
+        self._kv = torch.load(outcome["kv"])
+
+    def of(self, client: Client) -> Audit:
+        """The same for another namespace."""
+        other = Audit(self._house, self._model, client)
+        other._sequences, other._kv = self._sequences, self._kv
+        return other
+
+    def compare(self) -> Compared:
+        """Loads each page that any of the sequences reaches, and counts those that differ by a bit."""
+        spec = self._client.spec
+        seen: set[tuple[bytes, int]] = set()
+        wrong: set[tuple[bytes, int]] = set()
+        for tokens, kv in zip(self._sequences, self._kv, strict=True):
+            hashes = self._client.hashes(tokens)
+            for boundary in range(1, len(hashes) + 1):
+                with self._client.prepare_load(hashes[:boundary]) as ticket:
+                    if ticket.blocks < boundary:
+                        continue
+                    into = [dense(spec, group, boundary) for group in range(len(spec.groups))]
+                    loaded = self._client.begin_load(ticket, [Dense(t) for t in into]).result()
+                    if loaded.blocks < boundary:
+                        wrong.add((hashes[boundary - 1], -1))
+                        continue
+                for number, group in enumerate(spec.groups):
+                    for block in range(boundary - group.reuse.blocks_needed(boundary, spec.block_tokens), boundary):
+                        name = (hashes[block], number)
+                        if name in seen:
+                            continue
+                        seen.add(name)
+                        if not torch.equal(into[number][block], _expected(spec, number, block, kv)):
+                            wrong.add(name)
+        ready = sum(shard["pages"] for shard in self._client.status()["shards"])
+        return Compared(len(seen), ready, len(wrong))
+
+
+def dense(spec: KVSpec, group: int, blocks: int) -> torch.Tensor:
+    """Room for so many blocks of a group."""
+    of_group = spec.groups[group]
+    plane = of_group.planes[0]
+    shape = [blocks, len(of_group.layers), len(of_group.planes), spec.block_tokens, plane.heads, plane.dim]
+    return torch.zeros(shape, dtype=getattr(torch, plane.dtype))
+
+
+def _expected(spec: KVSpec, group: int, block: int, kv: dict[int, torch.Tensor]) -> torch.Tensor:
+    """A page `[layers, planes, block_tokens, heads, dim]` out of `[tokens, planes, heads, dim]` a layer."""
+    step = spec.block_tokens
+    rows = [kv[layer][block * step : (block + 1) * step].transpose(0, 1) for layer in spec.groups[group].layers]
+    return torch.stack(rows)

@@ -1,0 +1,180 @@
+"""One engine in a process of its own: `python -m tests.vllm.e2e.engine JOB`, where JOB is a file that says what to run.
+
+A job is JSON: `model`, `connector` (its extra config, or null for none), `llm` (more arguments of vllm.LLM), `rounds`,
+and `out`, where the answers go. A round has `prompts` (token ids), `serial` or not, `sampling`, perhaps a `mutant`
+(mutants.py), an `adapter` or a `cache_salt`. With `capture` the KV of its prompts is kept as well (capture.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""What makes an engine on a CPU exact and quiet (docs/vllm.md)."""
+
+LLM_ARGUMENTS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": 32,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 8,
+    "enable_prefix_caching": False,
+    "disable_log_stats": False,
+}
+
+JOIN_S = 60.0
+
+
+def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
+    """The --kv-transfer-config of docs/vllm.md."""
+    return {
+        "kv_connector": "KVClusterConnector",
+        "kv_connector_module_path": "kvcluster.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """The job's answers, by round."""
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.lora.request import LoRARequest
+
+    from tests.vllm.e2e import capture, mutants
+
+    arguments = LLM_ARGUMENTS | job.get("llm", {})
+    if job.get("connector") is not None:
+        arguments["kv_transfer_config"] = transfer_config(job["connector"])
+    if job.get("capture"):
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "CaptureConnector",
+            "kv_connector_module_path": "tests.vllm.e2e.capture",
+            "kv_role": "kv_both",
+        }
+    llm = LLM(model=job["model"], **arguments)
+    answers: dict[str, Any] = {"rounds": []}
+    scheduler = None
+    if job.get("connector") is not None:
+        scheduler = _scheduler_side(llm)
+        if scheduler is not None:
+            answers["spec"] = pickle.dumps(_joined(scheduler)).hex()
+    kept: list[dict[int, Any]] = []
+    for number, one in enumerate(job["rounds"]):
+        each = one.get("samplings") or [one.get("sampling", {})] * len(one["prompts"])
+        params = [SamplingParams(**{"temperature": 0, "logprobs": 0, "max_tokens": 32, **given}) for given in each]
+        prompts = [TokensPrompt(prompt_token_ids=p) for p in one["prompts"]]
+        if one.get("cache_salt"):
+            for prompt in prompts:
+                prompt["cache_salt"] = one["cache_salt"]
+        lora = LoRARequest("tuned", one["adapter_number"], one["adapter"]) if one.get("adapter") else None
+        if one.get("reset"):
+            llm.llm_engine.reset_prefix_cache(reset_connector=True)
+        if one.get("nudge"):
+            _nudge(llm)
+        began = time.perf_counter()
+        with mutants.planted(one.get("mutant", "")):
+            if one.get("serial"):
+                outputs = []
+                for prompt, of_prompt in zip(prompts, params, strict=True):
+                    outputs += llm.generate([prompt], of_prompt, use_tqdm=False, lora_request=lora)
+                    if job.get("capture"):
+                        kept.append({layer: _joined_tensors(pieces) for layer, pieces in capture.captured.items()})
+                        capture.captured.clear()
+            else:
+                outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
+        told = [_answer(output) for output in outputs]
+        answers["rounds"].append({"number": number, "seconds": time.perf_counter() - began, "answers": told})
+    answers["metrics"] = {metric.name: _value(metric) for metric in llm.get_metrics()}
+    if job.get("capture"):
+        import torch
+
+        torch.save(kept, job["out"] + ".kv")
+    if scheduler is not None:
+        _flush(scheduler)
+    return answers
+
+
+def _answer(output: Any) -> dict[str, Any]:
+    choices = [
+        {"ids": list(c.token_ids), "logprobs": [d[t].logprob for t, d in zip(c.token_ids, c.logprobs, strict=True)]}
+        for c in output.outputs
+    ]
+    told = (output.kv_transfer_params or {}).get("kvcluster")
+    return {"choices": choices, "report": told, "prompt": len(output.prompt_token_ids)}
+
+
+def _value(metric: Any) -> Any:
+    return getattr(metric, "value", None)
+
+
+def _scheduler_side(llm: Any) -> Any:
+    core = llm.llm_engine.engine_core
+    core = getattr(core, "engine_core", None)
+    return None if core is None else core.scheduler.connector._scheduler
+
+
+def _joined(scheduler: Any) -> Any:
+    """The spec, once the engine has a cluster."""
+    until = time.monotonic() + JOIN_S
+    while scheduler._membership.spec is None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert scheduler._membership.spec is not None, scheduler._membership.why
+    return scheduler._membership.spec
+
+
+def _flush(scheduler: Any) -> None:
+    """Every store of this process has ended before it does."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():  # ranks in processes of their own flush as they close
+        return
+    client = get_kv_transfer_group()._worker._membership.client
+    if client is not None:
+        client.flush(deadline_ms=10_000)
+
+
+def _nudge(llm: Any) -> None:
+    """Changes one weight in memory, as training does."""
+
+    def change(model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if "layers.0.self_attn.qkv_proj" in name:
+                parameter.data[-1, 0] += 0.5
+
+    llm.apply_model(change)
+
+
+def _joined_tensors(pieces: list[Any]) -> Any:
+    import torch
+
+    return torch.cat(pieces)
+
+
+def main() -> None:
+    """Runs the job that the first argument names."""
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    answers = run(job)
+    Path(job["out"]).write_text(json.dumps(answers), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT)
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    main()

@@ -1,0 +1,103 @@
+"""The models of the end-to-end tests: tiny, of random weights, in float32, made where they are needed.
+
+`initializer_range` is wide, so that greedy output does not repeat itself: an output of one token shows nothing. Run as
+`python -m tests.vllm.e2e.models FOLDER` in the engine's environment.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TOKENS = 256
+"""Token ids below it are bytes; those above end a text."""
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": TOKENS + 2,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "bos_token_id": TOKENS + 1,
+    "eos_token_id": TOKENS + 1,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+LAYERS = {"llama": 4, "gemma": 6}
+WINDOW = 64
+
+
+def make_all(folder: Path) -> None:
+    """Every model and adapter, each in a folder of its own; what is there stays."""
+    for name in LAYERS:
+        if not (folder / name / "tokenizer.json").exists():
+            make(name, folder / name, seed=1)
+    changed = folder / "changed" / "llama"  # another checkpoint under the same name
+    if not (changed / "tokenizer.json").exists():
+        make("llama", changed, seed=2)
+    for number in (1, 2):
+        adapter(folder / "adapters" / str(number) / "tuned", seed=number)
+
+
+def make(name: str, folder: Path, seed: int) -> None:
+    """One model: "llama" has full attention, "gemma" (Gemma 3) layers that slide and layers that do not."""
+    torch.manual_seed(seed)
+    if name == "llama":
+        LlamaForCausalLM(LlamaConfig(**_SHAPE, num_hidden_layers=LAYERS[name])).save_pretrained(folder)
+    else:
+        kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+        config = Gemma3TextConfig(
+            **_SHAPE,
+            num_hidden_layers=LAYERS[name],
+            layer_types=kinds,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=_SHAPE["head_dim"],
+        )
+        Gemma3ForCausalLM(config).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate([*alphabet, "<pad>", "<eos>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+
+
+def adapter(folder: Path, seed: int) -> None:
+    """A LoRA for "llama": its name is its folder's, whatever its content."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    hidden, heads = _SHAPE["hidden_size"], _SHAPE["num_key_value_heads"] * _SHAPE["head_dim"]
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(LAYERS["llama"]):
+        for module, out in (("k_proj", heads), ("v_proj", heads), ("q_proj", hidden)):
+            path = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            tensors[f"{path}.lora_A.weight"] = torch.randn(8, hidden, generator=generator) * 0.2
+            tensors[f"{path}.lora_B.weight"] = torch.randn(out, 8, generator=generator) * 0.2
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "v_proj"]}
+    config |= {"bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": "llama"}
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def nudged(model: Path, into: Path) -> None:
+    """A copy of a model that differs in one weight of its first layer."""
+    shutil.copytree(model, into, dirs_exist_ok=True)
+    tensors = load_file(into / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_proj.weight"][0, 0] += 0.5
+    save_file(tensors, into / "model.safetensors", {"format": "pt"})
+
+
+if __name__ == "__main__":
+    make_all(Path(sys.argv[1]))

@@ -1,0 +1,60 @@
+"""Tensor parallel ranks as parts of one block: a block is a hit only where every rank's part is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kvcluster
+from kvcluster.client.memory import Dense
+from kvcluster.core.spec import Part
+from tests.chaos import victims
+from tests.vllm.e2e.audit import dense
+from tests.vllm.e2e.run import BLOCK, House, answers, differences, eventually, loaded, prompts
+
+TWO: dict[str, Any] = {"tensor_parallel_size": 2}
+
+
+def check(house: House) -> None:
+    """Two ranks store and load; then one rank's page of one block is gone."""
+    asked = [prompt for prompt in prompts(12, seed=21) if len(prompt) > 4 * BLOCK][:4]
+    round_ = {"prompts": asked, "serial": True, "sampling": {"max_tokens": 16}}
+    model = house.model("llama")
+    right = answers(house.run({"model": model, "llm": TWO, "rounds": [round_]}))
+    connector = house.connector()
+    outcome = house.run({"model": model, "connector": connector, "llm": TWO, "rounds": [round_, round_]})
+    differ = [differences(answers(outcome, number), right) for number in (0, 1)]
+    house.table.add(
+        "two ranks: stored and loaded",
+        f"{sum(differ)} of {2 * len(asked)} differ; {loaded(answers(outcome, 1))} loaded",
+        not sum(differ) and loaded(answers(outcome, 1)) == len(asked),
+    )
+
+    _lose_a_part(house, asked[0], block=2)
+    outcome = house.run({"model": model, "connector": connector, "llm": TWO, "rounds": [round_]})
+    told = answers(outcome)
+    house.table.add(
+        "two ranks: one rank's page of block 2 is gone",
+        f"{differences(told, right)} of {len(asked)} differ; {told[0]['report']['loaded_tokens']} tokens loaded, "
+        f"for {2 * BLOCK} before it",
+        not differences(told, right) and told[0]["report"]["loaded_tokens"] == 2 * BLOCK,
+    )
+
+
+def _lose_a_part(house: House, prompt: list[int], block: int) -> None:
+    """Spoils the second rank's page of that block, and has its shard find out."""
+    spec = house.spec
+    half = spec.groups[0].heads // 2
+    part = Part(0, len(spec.groups[0].layers), half, 2 * half)
+    with kvcluster.connect(house.site.address, spec, token=house.site.token or None, part=part) as client:
+        hashes = client.hashes(prompt)[: block + 1]
+
+        def load() -> Any:
+            into = dense(spec, 0, block + 1)[:, :, :, :, half:].contiguous()
+            with client.prepare_load(hashes) as ticket:
+                return client.begin_load(ticket, [Dense(into)]).result(), into
+
+        _, into = load()
+        page = into[block].numpy().tobytes()
+        pids = victims.actors(house.site.pids(), victims.SHARD)
+        assert sum(victims.flip_pages(pid, [page], 2**20) for pid in pids) == 1
+        eventually(lambda: load()[0].blocks == block, 30, "the spoilt page is found")
