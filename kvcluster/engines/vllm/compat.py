@@ -171,6 +171,18 @@ def salt(request: Any) -> bytes:
     return (request.cache_salt or "").encode()
 
 
+def transfer_params(request: Any) -> dict[str, Any]:
+    """What the caller said of this request's KV."""
+    params = request.kv_transfer_params
+    return params if isinstance(params, dict) else {}
+
+
+def roles(config: Any) -> tuple[bool, bool]:
+    """Does this engine store, and does it load?"""
+    role = config.kv_transfer_config.kv_role
+    return role in ("kv_producer", "kv_both"), role in ("kv_consumer", "kv_both")
+
+
 def validated_tokens(request: Any) -> int:
     """How many tokens' KV has been computed by steps whose outcome is known."""
     return int(request.num_computed_tokens) - int(getattr(request, "num_in_flight_tokens", 0))

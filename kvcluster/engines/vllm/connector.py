@@ -78,6 +78,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._stats = TransferStats()
         if on_scheduler:
+            stores, loads = compat.roles(vllm_config)
             self._scheduler = SchedulerSide(
                 chosen,
                 layout,
@@ -85,6 +86,8 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
                 Adapters(_logger.info),
                 engine_blocks=kv_cache_config.num_blocks,
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
+                stores=stores,
+                loads=loads,
             )
         else:
             self._worker = WorkerSide(chosen, layout, membership)

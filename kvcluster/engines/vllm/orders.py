@@ -55,7 +55,8 @@ class Step:
 
     `chains` adds to the hash chain of a request, from a block number on. `written` are blocks of the engine that this
     step hands to somebody new: whoever still reads them stops. `gone` are requests of which no more is to come, `held`
-    those among them whose blocks the engine keeps until this side says that they are not read any more.
+    those among them whose blocks the engine keeps until this side says that they are not read any more. The step ends
+    when every store of the requests `handed_over` has, or their time is up.
     """
 
     number: int
@@ -66,6 +67,7 @@ class Step:
     written: tuple[int, ...] = ()
     gone: tuple[str, ...] = ()
     held: tuple[str, ...] = ()
+    handed_over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

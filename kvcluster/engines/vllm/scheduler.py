@@ -18,59 +18,29 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from kvcluster.client.client import Client
 from kvcluster.client.rates import LearnedRate
 from kvcluster.client.ticket import Ticket
-from kvcluster.core import hashing, limits
+from kvcluster.core import limits
 from kvcluster.core.breakeven import Breakeven
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import PREFIX
-from kvcluster.engines.vllm import compat
+from kvcluster.engines.vllm import compat, handover
 from kvcluster.engines.vllm.identity import Adapters, Membership
 from kvcluster.engines.vllm.lookups import Ask, Lookup, Lookups, Outcome
 from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Report, Step, StoreOrder
 from kvcluster.engines.vllm.rates import PrefillRate
 from kvcluster.engines.vllm.settings import Settings
 from kvcluster.engines.vllm.stats import Stats
+from kvcluster.engines.vllm.tracked import Tracked
 
 _LAYERWISE_SLACK = 10
 """A load within a forward pass may take so many times what was expected of it, since all others wait for it as well."""
 
 _LEAST_LAYERWISE_MS = 200
-
-
-@dataclass(eq=False, slots=True)
-class _Request:
-    """What is known of one request. `chain` are hashes of its leading blocks, of which the workers know `told`.
-    Blocks before `stored` are in the cluster or on their way there. `orders` are stores whose source is still read.
-    What is `private` is stored no more."""
-
-    of_engine: Any
-    adapter: str
-    client: Client
-    chain: list[BlockHash] = field(default_factory=list)
-    told: int = 0
-    table: list[list[int]] = field(default_factory=list)
-    stored: int = 0
-    loss: Loss = Loss.EXACT
-    lookup: Lookup | None = None
-    layerwise: bool = False
-    loading: LoadOrder | None = None
-    load_failed: bool = False
-    private: bool = False
-    orders: set[int] = field(default_factory=set)
-    # For its answer's report.
-    preemptions: int = 0
-    local_tokens: int = 0
-    loaded_tokens: int = 0
-    loaded_bytes: int = 0
-    resumed_tokens: int = 0
-    computed_tokens: int = 0
-    miss: Miss | None = None
 
 
 class SchedulerSide:
@@ -85,6 +55,8 @@ class SchedulerSide:
         *,
         engine_blocks: int,
         ranks: int,
+        stores: bool = True,
+        loads: bool = True,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._settings = settings
@@ -92,11 +64,13 @@ class SchedulerSide:
         self._membership = membership
         self._adapters = adapters
         self._ranks = ranks
+        self._stores = stores
+        self._loads = loads
         self._clock = clock
         self._lookups = Lookups(settings.lookup_ms * 1_000_000)
         self._link = LearnedRate()
         self._prefill = PrefillRate(settings.prefill_tokens_per_s)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Tracked] = {}
         self._new_loads: list[LoadOrder] = []
         self._gone: list[str] = []
         self._held: list[str] = []
@@ -119,18 +93,23 @@ class SchedulerSide:
         if request is None:
             return 0, False
         request.local_tokens = local_tokens
-        if request.load_failed or not compat.reads_cache(of_engine):
+        if request.load_failed or not self._loads or not compat.reads_cache(of_engine):
             return 0, False
+        if self._clock() < request.look_again_ns:
+            return None, False
         ticket = self._look_up(request)
         if ticket is None:
             return (0 if request.lookup is None else None), False
+        if self._is_promised_more(request, ticket):
+            self._end_lookup(request)
+            return None, False
         tokens = ticket.blocks * self._layout.block_tokens - local_tokens
         if tokens <= 0 or self._better_computed(request, tokens):
             self._end_lookup(request)
             return 0, False
         return tokens, not request.layerwise
 
-    def _request(self, of_engine: Any) -> _Request | None:
+    def _request(self, of_engine: Any) -> Tracked | None:
         """The request as it is known here; None where it neither loads nor stores. What is not known in time, its
         adapter's content or the cluster, it goes without for good, so that its blocks are of one namespace."""
         known = self._requests.get(of_engine.request_id)
@@ -140,10 +119,11 @@ class SchedulerSide:
         adapter = self._adapters.get(*compat.adapter(of_engine))
         if client is None or adapter is None or compat.is_private(of_engine):
             return None
-        known = self._requests[of_engine.request_id] = _Request(of_engine, adapter, client)
+        known = Tracked(of_engine, client, adapter, self._layout.block_tokens)
+        self._requests[of_engine.request_id] = known
         return known
 
-    def _look_up(self, request: _Request) -> Ticket | None:
+    def _look_up(self, request: Tracked) -> Ticket | None:
         """The ticket for a request; None where there is none yet (`request.lookup` stays) or will be none."""
         now = self._clock()
         if request.lookup is None:
@@ -163,36 +143,29 @@ class SchedulerSide:
             request.chain = list(request.lookup.hashes)
         return request.lookup.ticket
 
-    def _asker(self, request: _Request) -> Ask:
+    def _is_promised_more(self, request: Tracked, ticket: Ticket) -> bool:
+        """Has another server stored more than is found, and is it time to look again?"""
+        promised = handover.promised(compat.transfer_params(request.of_engine))
+        blocks = min(promised, (request.of_engine.num_tokens - 1) // self._layout.block_tokens)
+        if ticket.blocks >= blocks:
+            return False
+        now = self._clock()
+        request.promised_until_ns = request.promised_until_ns or now + self._settings.handover_ms * 1_000_000
+        request.look_again_ns = now + handover.PAUSE_NS
+        return now < request.promised_until_ns
+
+    def _asker(self, request: Tracked) -> Ask:
         """The question of how far a request's tokens are cached. The last of them has to be computed in any case, or
         there is nothing to go on from; so a block that ends with it is not asked for."""
         blocks = min((request.of_engine.num_tokens - 1) // self._layout.block_tokens, limits.BLOCKS_PER_CALL)
-        grow = self._grower(request, blocks)
+        grow = request.grower(blocks, self._settings.lookup_ms)
 
         def ask() -> tuple[Client, Sequence[BlockHash], str]:
             return request.client, grow(), request.adapter
 
         return ask
 
-    def _grower(self, request: _Request, blocks: int) -> Callable[[], list[BlockHash]]:
-        """Makes the request's chain up to that block, on whatever thread. What it needs of the engine is taken now."""
-        of_engine, step, known = request.of_engine, self._layout.block_tokens, request.chain[:blocks]
-        tokens = list(of_engine.all_token_ids[len(known) * step : blocks * step])
-        extra = {
-            block - len(known): key for block, key in compat.extra_keys(of_engine, step, len(known), blocks).items()
-        }
-        salt = compat.salt(of_engine)
-
-        def grow() -> list[BlockHash]:
-            if not known:
-                return request.client.hashes(
-                    tokens, salt=salt, adapter=request.adapter, extra_keys=extra, deadline_ms=self._settings.lookup_ms
-                )
-            return known + hashing.chain(known[-1], tokens, step, extra)
-
-        return grow
-
-    def _better_computed(self, request: _Request, tokens: int) -> bool:
+    def _better_computed(self, request: Tracked, tokens: int) -> bool:
         """Is that faster than loading so many tokens? Where not, says in `request.layerwise` how to load them."""
         link, prefill = self._link.ask(self._clock()), self._prefill.known()
         request.layerwise = False
@@ -243,8 +216,10 @@ class SchedulerSide:
         self._step += 1
         now = self._clock()
         self._lookups.tend(now)
-        for lost in compat.preempted(output):
-            self._lose_blocks(lost)
+        for name in compat.preempted(output):
+            if (lost := self._requests.get(name)) is not None:
+                lost.lose_blocks()
+                self._end_lookup(lost)
         loads, self._new_loads = tuple(self._new_loads), []
         within = any(load.layerwise for load in loads)
         if within:
@@ -254,20 +229,27 @@ class SchedulerSide:
         chains: list[tuple[str, int, tuple[BlockHash, ...]]] = []
         tokens = 0
         client = self._membership.client
-        may_store = self._lookups.healthy and client is not None
+        may_store = self._stores and self._lookups.healthy and client is not None
+        handed_over: list[str] = []
         for one in compat.scheduled(output):
             tokens += one.tokens
-            self._note_blocks(one, written)
+            if one.new_blocks is not None:  # what is computed already is shared with others, and written by nobody
+                computed = one.computed // self._layout.block_tokens if one.replaces else 0
+                written += [block for of_group in one.new_blocks for block in of_group[computed:]]
             request = self._requests.get(one.request)
-            if request is not None:
-                prompt = request.of_engine.num_prompt_tokens
-                request.computed_tokens += max(0, min(prompt, one.computed + one.tokens) - one.computed)
-            if request is not None and may_store and not request.private:
+            if request is None:
+                continue
+            request.note(one)
+            if may_store and not request.private:
                 store = self._store(request, one)
                 if store is not None:
                     chains.append((one.request, request.told, tuple(request.chain[request.told :])))
                     request.told = len(request.chain)
                     stores.append(store)
+                prompt = request.of_engine.num_prompt_tokens
+                ends = request.of_engine.max_tokens == 1 and one.computed + one.tokens >= prompt
+                if ends and handover.is_asked(compat.transfer_params(request.of_engine)):
+                    handed_over.append(one.request)
         if not within:
             self._prefill.began(self._step, tokens, now)
         gone, self._gone = tuple(self._gone), []
@@ -281,24 +263,10 @@ class SchedulerSide:
             written=tuple(block for block in written if block != compat.NULL_BLOCK),
             gone=gone,
             held=held,
+            handed_over=tuple(handed_over),
         )
 
-    def _note_blocks(self, one: compat.Scheduled, written: list[int]) -> None:
-        """What the engine says of a request's block table, and which blocks this step is the first to write."""
-        if one.new_blocks is None:
-            return
-        computed = one.computed // self._layout.block_tokens if one.replaces else 0
-        written += [block for of_group in one.new_blocks for block in of_group[computed:]]
-        request = self._requests.get(one.request)
-        if request is None:
-            return
-        if one.replaces or not request.table:
-            request.table = [list(of_group) for of_group in one.new_blocks]
-        else:
-            for mine, new in zip(request.table, one.new_blocks, strict=True):
-                mine += new
-
-    def _store(self, request: _Request, one: compat.Scheduled) -> StoreOrder | None:
+    def _store(self, request: Tracked, one: compat.Scheduled) -> StoreOrder | None:
         """What is to be stored of a request once this step is through."""
         of_engine, step = request.of_engine, self._layout.block_tokens
         tokens = one.computed + one.tokens
@@ -311,16 +279,12 @@ class SchedulerSide:
         first = request.stored
         if not self._keeps_all:  # what a window has left behind may be somebody else's by now
             first = max(first, one.computed // step)
-        while first < full and any(of_group[first] == compat.NULL_BLOCK for of_group in request.table):
-            first += 1
-        stop = first
-        while stop < full and all(of_group[stop] != compat.NULL_BLOCK for of_group in request.table):
-            stop += 1
-        request.stored = max(request.stored, stop)
-        if first == stop:
+        new = request.storable(first, full)
+        request.stored = max(request.stored, new.stop)
+        if not new:
             return None
-        if stop > len(request.chain):
-            request.chain = self._grower(request, stop)()
+        if new.stop > len(request.chain):
+            request.chain = request.grower(new.stop, self._settings.lookup_ms)()
         self._order += 1
         self._drained[self._order] = (of_engine.request_id, self._ranks)
         request.orders.add(self._order)
@@ -328,12 +292,12 @@ class SchedulerSide:
             number=self._order,
             request=of_engine.request_id,
             adapter=request.adapter,
-            first=first,
-            source=tuple(tuple(of_group[first:stop]) for of_group in request.table),
-            loss=self._loss(request, first),
+            first=new.start,
+            source=request.blocks(new),
+            loss=self._loss(request, new.start),
         )
 
-    def _loss(self, request: _Request, first: int) -> Loss:
+    def _loss(self, request: Tracked, first: int) -> Loss:
         """What KV computed over a request's prefix has lost; the engine's own cache may have given some of it."""
         if not self._lossy:
             return request.loss
@@ -361,14 +325,9 @@ class SchedulerSide:
         self.stats.loaded(load)
         if request is None or order is None:
             return
-        request.loading = None
         wanted = order.first + len(order.into[0])
         came = load.blocks if self._layout.may_fail_in_part or load.blocks == wanted else order.first
-        tokens = (came - order.first) * self._layout.block_tokens
-        request.loaded_tokens += tokens
-        request.resumed_tokens += tokens if request.preemptions else 0
-        request.loaded_bytes += load.nbytes
-        request.loss = max(request.loss, load.loss)
+        request.loaded(came, load.nbytes, load.loss)
         if load.loss > Loss.EXACT:
             self._remember_loss(request.chain[order.first : came], load.loss)
         self._end_lookup(request)
@@ -379,11 +338,11 @@ class SchedulerSide:
             if order.layerwise:
                 self._distrust(request, {block for of_group in order.into for block in of_group[came - order.first :]})
 
-    def _distrust(self, failed: _Request, blocks: set[int]) -> None:
+    def _distrust(self, failed: Tracked, blocks: set[int]) -> None:
         """These blocks are computed after all, by the request that failed to load them. Whoever else has them in its
         table through the engine's own cache stores nothing: that its KV is right would rest on the engine's order."""
         for request in self._requests.values():
-            if request is not failed and any(block in blocks for of_group in request.table for block in of_group):
+            if request is not failed and request.has(blocks):
                 request.private = True
 
     def _remember_loss(self, names: Sequence[BlockHash], loss: Loss) -> None:
@@ -418,34 +377,20 @@ class SchedulerSide:
         hold = bool(request.orders) and request.loading is None
         if hold:
             self._held.append(name)
-        return hold, self._report(request) if self._settings.report else None
+        return hold, self._answer(request)
 
-    def _report(self, request: _Request) -> dict[str, Any]:
-        told: dict[str, Any] = {
-            "local_tokens": request.local_tokens,
-            "loaded_tokens": request.loaded_tokens,
-            "loaded_bytes": request.loaded_bytes,
-            "computed_tokens": request.computed_tokens,
-            "resumed_tokens": request.resumed_tokens,
-            "preemptions": request.preemptions,
-            "miss": str(request.miss) if request.miss is not None else None,
-        }
-        return {"kvcluster": told}
+    def _answer(self, request: Tracked) -> dict[str, Any] | None:
+        """What goes with a request's answer."""
+        told = {"kvcluster": request.report()} if self._settings.report else None
+        if not handover.is_asked(compat.transfer_params(request.of_engine)):
+            return told
+        blocks = min(request.stored, request.of_engine.num_prompt_tokens // self._layout.block_tokens)
+        promise = handover.promise(request.chain, 0 if request.private else min(blocks, len(request.chain)))
+        if told is not None:
+            promise["kvcluster"] |= told["kvcluster"]
+        return promise
 
-    def _lose_blocks(self, name: str) -> None:
-        """A request was preempted: its blocks are somebody else's now, and it will be looked up again."""
-        request = self._requests.get(name)
-        if request is None:
-            return
-        request.preemptions += 1
-        request.table = []
-        request.orders.clear()
-        request.loading = None
-        request.stored = 0  # stores that lost their source came to nothing
-        request.load_failed = request.private
-        self._end_lookup(request)
-
-    def _end_lookup(self, request: _Request) -> None:
+    def _end_lookup(self, request: Tracked) -> None:
         if request.lookup is not None:
             self._lookups.end(request.lookup)
             request.lookup = None

@@ -21,8 +21,10 @@ class Settings:
     computed. `layerwise_ms`: a load that is expected to take no longer goes on within the forward pass, layer by layer;
     others go on beside it. `lookup_ms`: a request waits so long at most to hear what there is for it. `load_ms`: so
     long at most for a load. `store_ms`: a store ends after so long. `hold_ms`: so long at most the blocks of a finished
-    request are kept back for their stores. `report`: every answer says in `kv_transfer_params` what was loaded for it,
-    and why no more. `transports`, `accept`: as in the client's own configuration.
+    request are kept back for their stores. `handover_ms`: so long at most an answer that another server goes on from
+    waits until its blocks are committed, and that server until it finds them. `report`: every answer says in
+    `kv_transfer_params` what was loaded for it, and why no more. `transports`, `accept`: as in the client's own
+    configuration.
     """
 
     address: str = ""
@@ -35,6 +37,7 @@ class Settings:
     load_ms: int = 5_000
     store_ms: int = 5_000
     hold_ms: int = 1_000
+    handover_ms: int = 1_000
     report: bool = False
     transports: tuple[str, ...] = TRANSPORTS
     accept: str = "q4"

@@ -26,6 +26,7 @@ from kvcluster.engines.vllm.identity import Membership
 from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Report, Step, StoreOrder
 from kvcluster.engines.vllm.settings import Settings
 from kvcluster.errors import KVClusterError
+from kvcluster.transport.seam import Deadline
 
 _GRACE_NS = 5_000_000
 """How long one step waits in all for stores that read what it is to overwrite: a copy of a few blocks ends in it."""
@@ -140,6 +141,11 @@ class WorkerSide:
             self._end_load(load)
         for order in step.stores:
             self._begin_store(order)
+        if step.handed_over:
+            deadline = Deadline.after_ms(self._settings.handover_ms)
+            for store in self._stores:
+                if store.order.request in step.handed_over:
+                    store.transfer.wait_ended(deadline)
         self._report.step = step.number
 
     def settle(self) -> tuple[set[str], set[str], set[str]]:

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.vllm.e2e import exactness, identity, ranks, servers
+from tests.vllm.e2e import cost, exactness, identity, prefill, ranks, servers
 from tests.vllm.e2e.run import Table, house
 
 CHECKS = {
@@ -17,6 +17,8 @@ CHECKS = {
     "ranks": ranks.check,
     "servers-llama": lambda one: servers.check(one, "llama"),
     "servers-gemma": lambda one: servers.check(one, "gemma"),
+    "prefill": prefill.check,
+    "cost": cost.check,
 }
 
 

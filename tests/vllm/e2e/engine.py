@@ -40,12 +40,12 @@ LLM_ARGUMENTS: dict[str, Any] = {
 JOIN_S = 60.0
 
 
-def transfer_config(extra: dict[str, Any]) -> dict[str, Any]:
+def transfer_config(extra: dict[str, Any], role: str = "kv_both") -> dict[str, Any]:
     """The --kv-transfer-config of docs/vllm.md."""
     return {
         "kv_connector": "KVClusterConnector",
         "kv_connector_module_path": "kvcluster.engines.vllm",
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }

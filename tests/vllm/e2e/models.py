@@ -35,7 +35,9 @@ _SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
-LAYERS = {"llama": 4, "gemma": 6}
+LAYERS = {"llama": 4, "gemma": 6, "middling": 12}
+_MIDDLING = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "head_dim": 64}
+"""Large enough that an engine spends its time computing, as those do that people run."""
 WINDOW = 64
 
 
@@ -52,10 +54,11 @@ def make_all(folder: Path) -> None:
 
 
 def make(name: str, folder: Path, seed: int) -> None:
-    """One model: "llama" has full attention, "gemma" (Gemma 3) layers that slide and layers that do not."""
+    """One model: "llama" and "middling" have full attention, "gemma" (Gemma 3) also layers that slide."""
     torch.manual_seed(seed)
-    if name == "llama":
-        LlamaForCausalLM(LlamaConfig(**_SHAPE, num_hidden_layers=LAYERS[name])).save_pretrained(folder)
+    if name != "gemma":
+        shape = _SHAPE | (_MIDDLING if name == "middling" else {})
+        LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=LAYERS[name])).save_pretrained(folder)
     else:
         kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
         config = Gemma3TextConfig(

@@ -1,0 +1,72 @@
+"""An engine that stays up and takes the time of every step: `python -m tests.vllm.e2e.timed JOB`, rounds on stdin."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from tests.vllm.e2e.engine import LLM_ARGUMENTS, transfer_config
+
+
+def main() -> None:
+    """Says `{}` when it is up, and answers each line of stdin by one of stdout."""
+    from vllm import LLM
+
+    job = json.loads(sys.argv[1])
+    arguments = LLM_ARGUMENTS | job["llm"]
+    if job["connector"] is not None:
+        arguments["kv_transfer_config"] = transfer_config(job["connector"])
+    llm = LLM(model=job["model"], **arguments)
+    _round(llm, [[1] * 200], 4, "warm")
+    time.sleep(2)  # for the fingerprint and the cluster
+    _say({})
+    for number, line in enumerate(sys.stdin):
+        asked = json.loads(line)
+        _say(_round(llm, asked["prompts"], asked["new_tokens"], str(number)))
+
+
+def _round(llm: Any, prompts: list[list[int]], new_tokens: int, name: str) -> dict[str, Any]:
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    began = time.perf_counter()
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"{name}-{number}", TokensPrompt(prompt_token_ids=prompt), params)
+    last: dict[str, float] = {}
+    counts: dict[str, int] = {}
+    first: list[float] = []
+    between: list[float] = []
+    steps: list[float] = []
+    while engine.has_unfinished_requests():
+        start = time.perf_counter()
+        outputs = engine.step()
+        now = time.perf_counter()
+        if outputs:
+            steps.append(now - start)
+        for output in outputs:
+            tokens = len(output.outputs[0].token_ids)
+            if tokens == counts.get(output.request_id, 0):
+                continue
+            counts[output.request_id] = tokens
+            if output.request_id in last:
+                between.append(now - last[output.request_id])
+            else:
+                first.append(now - began)
+            last[output.request_id] = now
+    seconds = time.perf_counter() - began
+    until = time.perf_counter() + 0.3  # what is delayed, such as blocks that are held, is no part of the round
+    while engine.engine_core.engine_core.scheduler.has_requests() and time.perf_counter() < until:
+        engine.step()
+    return {"seconds": seconds, "first": first, "between": between, "steps": steps}
+
+
+def _say(what: dict[str, Any]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main()
