@@ -116,6 +116,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
         return Orders(self._of_scheduler.step(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._of_scheduler.gave_back(connector_output.finished_sending or ())
         reported = connector_output.kv_connector_worker_meta
         if isinstance(reported, Reported):
             self._of_scheduler.reported(reported.report)
@@ -129,7 +130,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
         return self._of_scheduler.finished(request)
 
     def has_pending_block_frees(self) -> bool:
-        return self._of_scheduler.reads_sources
+        return self._of_scheduler.keeps_blocks
 
     def reset_cache(self) -> bool | None:
         """From now on this engine shares with nobody: whoever asks for this has changed its weights."""

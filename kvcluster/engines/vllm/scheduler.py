@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kvcluster.client.client import Client
@@ -74,6 +74,7 @@ class SchedulerSide:
         self._new_loads: list[LoadOrder] = []
         self._gone: list[str] = []
         self._held: list[str] = []
+        self._kept: set[str] = set()  # requests that ended, whose blocks the engine keeps for their stores
         self._step = 0
         self._loading_steps: set[int] = set()  # steps that are out with a load in their forward pass
         self._order = 0
@@ -377,6 +378,7 @@ class SchedulerSide:
         hold = bool(request.orders) and request.loading is None
         if hold:
             self._held.append(name)
+            self._kept.add(name)
         return hold, self._answer(request)
 
     def _answer(self, request: Tracked) -> dict[str, Any] | None:
@@ -398,9 +400,13 @@ class SchedulerSide:
     # --------------------------------------------------------------------------------------------- the whole engine
 
     @property
-    def reads_sources(self) -> bool:
-        """Are there stores whose end gives blocks of finished requests back?"""
-        return bool(self._drained)
+    def keeps_blocks(self) -> bool:
+        """Are blocks of requests that ended about to be given back?"""
+        return bool(self._kept)
+
+    def gave_back(self, names: Collection[str]) -> None:
+        """The workers read the blocks of these requests no more, so that the engine frees them."""
+        self._kept.difference_update(names)
 
     def reset(self) -> None:
         """The engine's weights may have changed: whoever runs or comes is alone from now on."""

@@ -155,8 +155,8 @@ def _nudge(llm: Any) -> None:
 
     def change(model: Any) -> None:
         for name, parameter in model.named_parameters():
-            if "layers.0.self_attn.qkv_proj" in name:
-                parameter.data[-1, 0] += 0.5
+            if "layers.0.input_layernorm" in name:  # a linear layer's weights are packed on a CPU
+                parameter.data[0] += 1.0
 
     llm.apply_model(change)
 
