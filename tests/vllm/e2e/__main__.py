@@ -1,41 +1,60 @@
-"""`python -m tests.vllm.e2e --env FOLDER`: real vLLM engines over a real cluster, and a table of what was seen."""
+"""`python -m tests.vllm.e2e --env FOLDER`: real vLLM engines over real clusters, and a table of what was seen."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.vllm.e2e import cost, exactness, identity, prefill, ranks, servers
-from tests.vllm.e2e.run import Table, house
+from tests.vllm.e2e.run import House, Table, house
 
-CHECKS = {
+CHECKS: dict[str, Callable[[House], None]] = {
+    "servers-llama": lambda one: servers.check(one, "llama"),
     "llama": lambda one: exactness.check(one, "llama"),
     "gemma": lambda one: exactness.check(one, "gemma"),
+    "servers-gemma": lambda one: servers.check(one, "gemma"),
     "identity": identity.check,
     "ranks": ranks.check,
-    "servers-llama": lambda one: servers.check(one, "llama"),
-    "servers-gemma": lambda one: servers.check(one, "gemma"),
     "prefill": prefill.check,
-    "cost": cost.check,
 }
+"""Each has a cluster of its own, and engines that count on one core; so two are run at once, the longest first."""
+
+ALONE: dict[str, Callable[[House], None]] = {"cost": cost.check}
+"""These take the time, so nothing runs beside them."""
 
 
 def main() -> int:
     """Runs the checks, or those that are named; ends with 1 where anything is not as it must be."""
     parser = argparse.ArgumentParser(description=__doc__)
+    known = [*CHECKS, *ALONE]
     parser.add_argument("--env", required=True, type=Path, help="the engines' virtual environment")
-    parser.add_argument("--only", nargs="+", choices=list(CHECKS), default=list(CHECKS), help="these checks")
+    parser.add_argument("--only", nargs="+", choices=known, default=known, help="these checks")
     options = parser.parse_args()
-    table = Table()
-    for name in options.only:
-        began = time.monotonic()
-        with house(options.env.absolute(), table) as one:
-            CHECKS[name](one)
-        print(f"--- {name}: {time.monotonic() - began:.0f} s", flush=True)
-    print(f"\n{table.text()}")
-    return 0 if table.ok else 1
+    environment = options.env.absolute()
+    tables = {name: Table() for name in options.only}
+    with ThreadPoolExecutor(2) as both:
+        for name in [name for name in CHECKS if name in options.only]:
+            both.submit(_run, name, CHECKS[name], environment, tables[name])
+    for name in [name for name in ALONE if name in options.only]:
+        _run(name, ALONE[name], environment, tables[name])
+    print("\n".join(["", *(table.text() for table in tables.values())]))
+    return 0 if all(table.ok for table in tables.values()) else 1
+
+
+def _run(name: str, check: Callable[[House], None], environment: Path, table: Table) -> None:
+    began = time.monotonic()
+    try:
+        with house(environment, table) as one:
+            check(one)
+    except Exception as error:  # the others go on
+        traceback.print_exc()
+        table.add(name, f"{type(error).__name__}: {str(error)[:200]!r}", False)
+    print(f"--- {name}: {time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Table:
         return bool(self.rows) and all(ok for _, _, ok in self.rows)
 
     def text(self) -> str:
-        width = max(len(what) for what, _, _ in self.rows)
+        width = max((len(what) for what, _, _ in self.rows), default=0)
         return "\n".join(f"{'ok ' if ok else 'BAD'}  {what:<{width}}  {seen}" for what, seen, ok in self.rows)
 
 
