@@ -1,4 +1,4 @@
-"""`kvcluster drain | clear | purge`: what is done to a cluster that runs, by its operator or by a tenant."""
+"""`kvcluster drain | clear | purge | off | on`: what is done to a cluster that runs, by its operator or by a tenant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from kvcluster.cli.where import add_where, address_of, coordinator, read_status
 from kvcluster.client.control import NO_CALL, NOBODY, GrpcPort, expect
 from kvcluster.core.ids import ShardId
-from kvcluster.core.messages import Done, Drain, Purge, Purged
+from kvcluster.core.messages import Done, Drain, Purge, Purged, SetPolicy
 from kvcluster.errors import CallerError, Unreachable
 from kvcluster.transport.seam import Deadline, Trouble
 
@@ -21,7 +21,7 @@ _PATIENCE_S = 30.0
 
 
 def add(commands: Any) -> None:
-    """Adds the three commands."""
+    """Adds these commands."""
     drain = commands.add_parser("drain", help="copy what a shard holds to others, and let it go", allow_abbrev=False)
     drain.add_argument("shard", metavar="SHARD", help="its name, as `kvcluster status` shows it")
     drain.add_argument(
@@ -44,6 +44,11 @@ def add(commands: Any) -> None:
     _add_yes(purge)
     add_where(purge)
     purge.set_defaults(run=_purge)
+
+    for name, does in (("off", "grant no load and no store any more; engines compute"), ("on", "serve again")):
+        switch = commands.add_parser(name, help=does, allow_abbrev=False)
+        add_where(switch)
+        switch.set_defaults(run=_switch, cache=name)
 
 
 def _add_yes(command: Any) -> None:
@@ -82,6 +87,17 @@ def _confirmed(question: str) -> bool:
     if not sys.stdin.isatty():
         raise CallerError("this asks before anything is lost, and nobody is there to answer; give --yes")
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+# -------------------------------------------------------------------------------------------- on and off
+
+
+def _switch(options: argparse.Namespace) -> int:
+    with coordinator(options, wait_ms=_ANSWER_MS) as port:
+        expect(Done, port.ask(SetPolicy(NO_CALL, (("cache", options.cache),)), Deadline.after_ms(_ANSWER_MS)))
+    said = {"off": "off: engines compute everything; what is cached stays", "on": "on"}
+    print(f"the cache at {address_of(options)} is {said[options.cache]}")
+    return 0
 
 
 # --------------------------------------------------------------------------------------------- draining

@@ -34,7 +34,7 @@ def _policy(options: argparse.Namespace) -> int:
     for name, value in policy.items():
         print(f"{name}={value}")
     if settings:
-        print("What goes down from now on follows it, until the coordinator restarts: the configuration keeps it.")
+        print("What goes down from now on follows it.")
     return 0
 
 

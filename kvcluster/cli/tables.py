@@ -29,8 +29,10 @@ def print_status(status: dict[str, Any], address: str) -> None:
         f"{totals.get('verified', 0):,} pages read again, {totals.get('suspected', 0):,} as readers had doubts; "
         f"{totals.get('corrupt', 0):,} were corrupt; {totals.get('pulled', 0):,} copied between shards"
     )
+    if status["policy"].get("cache") == "off":
+        console.print("[red]off[/red]: nothing is loaded or stored; `kvcluster on` turns it on again")
     if any(shard["below"] for shard in status["shards"]):
-        policy = ", ".join(f"{name}={value}" for name, value in status["policy"].items())
+        policy = ", ".join(f"{name}={value}" for name, value in status["policy"].items() if name != "cache")
         console.print(
             f"{totals.get('demoted', 0):,} pages went down a tier and {totals.get('promoted', 0):,} came up, "
             f"{totals.get('staged', 0):,} were read from disk; {policy}"

@@ -37,6 +37,7 @@ from kvcluster.core.messages import (
     Explained,
     GetStatus,
     Inventory,
+    KeepSettings,
     Persist,
     PinBlocks,
     Pinned,
@@ -230,8 +231,25 @@ class Coordinator:
         return [Answer(m.call, Done(member is not None))]
 
     def _set_policy(self, m: SetPolicy, now: int) -> list[Effect]:
-        why_not = self.tiering.set(m.settings)
-        return [Answer(m.call, Done() if why_not is None else Refused(RefusedKind.BAD, why_not))]
+        why_not = self.set(m.settings)
+        if why_not is not None:
+            return [Answer(m.call, Refused(RefusedKind.BAD, why_not))]
+        return [KeepSettings(self._policy), Answer(m.call, Done())]
+
+    def set(self, settings: Iterable[tuple[str, str]]) -> str | None:
+        """Changes what SetPolicy may; or says why not, and changes nothing. For what was kept from before, too."""
+        given = dict(settings)
+        cache = given.pop("cache", None)
+        if cache not in (None, "on", "off"):
+            return f"cache is on or off, not {cache!r}"
+        why_not = self.tiering.set(tuple(given.items()))
+        if why_not is None and cache is not None:
+            self._state.off = cache == "off"
+        return why_not
+
+    @property
+    def _policy(self) -> tuple[tuple[str, str], ...]:
+        return (("cache", "off" if self._state.off else "on"), *self.tiering.policy)
 
     def _status(self, m: GetStatus, now: int) -> list[Effect]:
         shards = [ShardStatus(s.info, s.state, max(0, now - s.seen_at)) for s in self._state.members.all()]
@@ -245,7 +263,7 @@ class Coordinator:
             tickets=len(self._state.tickets),
             shards=tuple(sorted(shards, key=lambda shard: shard.info.shard)),
             counters=tuple(self._state.counters.items()),
-            policy=self.tiering.policy,
+            policy=self._policy,
             fallen=self.tiering.fallen,
         )
         return [Answer(m.call, status)]

@@ -53,6 +53,8 @@ class Grants:
         space = state.find(m.namespace, m.tenant, m.need)
         if isinstance(space, Refused):
             return [Answer(m.call, space)]
+        if state.off:
+            return [Answer(m.call, LoadGrant(0, (), 0, OFF))]
         again = self._answered_before(m.attempt, space, LoadGrant)
         if again is not None:
             return [Answer(m.call, again)]
@@ -83,7 +85,7 @@ class Grants:
         if not m.parts or not all(space.has(group, part) for group, part in m.parts):
             return [Answer(m.call, BAD_PART)]
         again = self._answered_before(m.attempt, space, StoreGrant)
-        if again is not None:
+        if again is not None and not state.off:
             return [Answer(m.call, again)]
         state.counters["stores"] += 1
         refused = self._why_no_store(m)
@@ -191,6 +193,8 @@ class Grants:
         return self._state.book.version, space.purged
 
     def _why_no_store(self, m: PrepareStore) -> Miss | None:
+        if self._state.off:
+            return OFF
         if self._state.rebuilding:
             return Miss(MissReason.REBUILDING)
         if not any(member.cursor.current for member in self._state.members.all()):
@@ -200,6 +204,7 @@ class Grants:
         return None
 
 
+OFF = Miss(MissReason.OFF, "an operator has turned the cache off; `kvcluster on` turns it on again")
 _NO_ROOM = Miss(MissReason.FULL, "no shard has room to make")
 _PURGING = Miss(MissReason.REBUILDING, "the shards carry out a purge at this moment")
 _OTHER_ATTEMPT = Refused(RefusedKind.BAD, "this attempt prepared something else; count on for each prepare")

@@ -30,6 +30,7 @@ class MissReason(Enum):
     FULL = "full"
     DEADLINE = "deadline"
     SLOWER_THAN_RECOMPUTE = "slower_than_recompute"
+    OFF = "off"  # an operator has turned the cache off
 
 
 @dataclass(frozen=True, slots=True)

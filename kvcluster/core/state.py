@@ -23,13 +23,15 @@ _COUNTERS = (
 
 
 class State:
-    """`rebuild_until`: it has just started and does not know enough to order anything; None once it does."""
+    """`rebuild_until`: it has just started and does not know enough to order anything; None once it does. `off`:
+    nothing is granted, because an operator has said so."""
 
     def __init__(
         self, epoch: Epoch, config: CoordinatorConfig, tombstones: Tombstones, *, membership_ttl_ms: int, now: int
     ) -> None:
         self.epoch = epoch
         self.rebuild_until: int | None = now + config.rebuild_grace_ms * MS
+        self.off = False
         self.book = CopyBook()
         self.directory = Directory(self.book, tombstones)
         self.members = Membership(membership_ttl_ms * MS, self.book)

@@ -98,7 +98,7 @@ class Tiering:
         known = dict(self.policy)
         for name, value in settings:
             if name not in known:
-                return f"there is no policy {name!r}; there is {', '.join(known)}"
+                return f"there is no policy {name!r}; there is cache, {', '.join(known)}"
             if name == "host.codec" and value not in CODECS:
                 return f"{name}: there is no codec {value!r}; there is {', '.join(CODECS)}"
             if name != "host.codec" and not (value.isascii() and value.isdigit() and len(value) < 10):

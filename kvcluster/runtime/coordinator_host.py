@@ -1,4 +1,4 @@
-"""A coordinator's process without Ray: core, driver, and the file of what was purged."""
+"""A coordinator's process without Ray: core, driver, and the files of what was purged and set."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from collections.abc import Callable
 from kvcluster.config import Config
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import CallId, Epoch
-from kvcluster.core.messages import CoordinatorMessage, Effect, Leave, Reply, Tombstone, Warn
+from kvcluster.core.messages import CoordinatorMessage, Effect, Leave, Reply, Warn
 from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.errors import ConfigError
 from kvcluster.runtime.driver import Driver
+from kvcluster.runtime.kept_settings import SettingsFile
 from kvcluster.runtime.tombstones import Keeping, NotKept, TombstoneFile
 from kvcluster.transport.seam import Trouble
 
@@ -19,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class CoordinatorHost:
-    """One coordinator incarnation. Raises ConfigError where the tombstones of the last cannot be read."""
+    """One coordinator incarnation. Raises ConfigError where what the last has kept cannot be read."""
 
     def __init__(self, epoch: Epoch, config: Config, *, on_end: Callable[[Leave], None]) -> None:
         file = TombstoneFile(config.coordinator.state_dir) if config.coordinator.state_dir else None
@@ -31,9 +33,16 @@ class CoordinatorHost:
             now=time.monotonic_ns(),
             tombstones=file.take_over() if file is not None else (),
         )
+        settings = SettingsFile(config.coordinator.state_dir) if config.coordinator.state_dir else None
+        if settings is not None and (why_not := self.core.set(settings.read())) is not None:
+            raise ConfigError(f"what was set before cannot be set now: {why_not}")
         self._on_end = on_end
         self._driver: Driver[CoordinatorMessage] = Driver(
-            Keeping(self.core, file.write if file is not None else _keep_nothing),
+            Keeping(
+                self.core,
+                file.write if file is not None else _keep_nothing,
+                settings.write if settings is not None else _keep_nothing,
+            ),
             self._perform,
             stall_ns=config.stall_ms * 1_000_000,
             on_failure=lambda error: on_end(Leave(f"the coordinator failed: {error!r}")),
@@ -65,5 +74,5 @@ class CoordinatorHost:
             self._on_end(effect)
 
 
-def _keep_nothing(stones: tuple[Tombstone, ...]) -> None:
-    """Without a folder the shards alone remember."""
+def _keep_nothing(what: object) -> None:
+    """Without a folder the shards alone remember what was purged, and nobody what was set."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvcluster.core.ids import Tenant
-from kvcluster.core.messages import Answer, Effect, Persist, Refused, RefusedKind, Tombstone
+from kvcluster.core.messages import Answer, Effect, KeepSettings, Persist, Refused, RefusedKind, Tombstone
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.driver import Core
 
@@ -168,25 +168,34 @@ class NotKept(Refused):
 
 
 class Keeping:
-    """A coordinator's core, whose Persist effects are carried out within the step: what comes after one may rely on it.
+    """A coordinator's core, of which what is to be kept is written within the step: what comes after may rely on it.
     Others wait meanwhile for as long as a disk takes to sync, which is little beside how seldom anybody purges.
 
-    Where `write` raises ConfigError, whoever would have been answered after that gets NotKept instead. The purge has
-    taken place nevertheless, in the core and soon in the shards; it is the promise for all time that is missing, and
-    the next write that succeeds contains it.
+    Where one of `write` and `keep` raises ConfigError, whoever would have been answered after that gets NotKept
+    instead. The purge has taken place nevertheless, in the core and soon in the shards, and what was set holds; it is
+    the promise for all time that is missing, and the next write that succeeds contains it.
     """
 
-    def __init__(self, core: Core[M], write: Callable[[tuple[Tombstone, ...]], None]) -> None:
+    def __init__(
+        self,
+        core: Core[M],
+        write: Callable[[tuple[Tombstone, ...]], None],
+        keep: Callable[[tuple[tuple[str, str], ...]], None],
+    ) -> None:
         self._core = core
         self._write = write
+        self._keep = keep
 
     def step(self, message: Any, now: int) -> list[Effect]:
         out: list[Effect] = []
         failure: ConfigError | None = None
         for effect in self._core.step(message, now):
-            if isinstance(effect, Persist):
+            if isinstance(effect, (Persist, KeepSettings)):
                 try:
-                    self._write(effect.tombstones)
+                    if isinstance(effect, Persist):
+                        self._write(effect.tombstones)
+                    else:
+                        self._keep(effect.settings)
                 except ConfigError as error:
                     failure = error
             elif failure is not None and isinstance(effect, Answer):

@@ -1,4 +1,4 @@
-"""`kvcluster drain`, `clear` and `purge` as a person meets them: what they ask, say, and end with."""
+"""`kvcluster drain`, `clear`, `purge`, `off` and `on` as a person meets them: what they ask, say, and end with."""
 
 from __future__ import annotations
 
@@ -337,3 +337,15 @@ def test_status_shows_what_drains_what_is_lost_and_what_rotted(capsys: pytest.Ca
     assert up[-4:] == ["50", "4", "3", "here:1"]
     assert draining[:2] == ["b", "draining"]
     assert gone == ["c", "lost", *["-"] * 8, "here:1"]
+
+
+def test_off_and_on_are_said_and_shown(served: Served, client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+    assert served.run("off") == 0
+    assert "engines compute everything; what is cached stays" in capsys.readouterr().out
+    missed = client.lookup(prompt(8, 0))
+    assert missed.blocks == 0 and "turned the cache off" in str(missed.reason)
+    assert client.store(prompt(2, 99), kv(2, 99)).blocks == 0
+    assert served.run("status") == 0
+    assert "off: nothing is loaded or stored" in capsys.readouterr().out
+    assert served.run("on") == 0
+    assert client.lookup(prompt(8, 0)).blocks == 8

@@ -237,9 +237,13 @@ class Disk:
 PROMISE = Answer(CallId(2), Purged(5))
 
 
+def unasked(settings: object) -> None:
+    raise AssertionError("nothing was set")
+
+
 def test_what_is_promised_after_is_on_disk_by_then() -> None:
     disk = Disk()
-    keeping = Keeping(Scripted(Persist(STONES), PROMISE), disk.write)
+    keeping = Keeping(Scripted(Persist(STONES), PROMISE), disk.write, unasked)
     assert keeping.step(None, 0) == [PROMISE]
     assert disk.kept == [STONES]
     assert keeping.next_deadline() == 42
@@ -249,7 +253,7 @@ def test_a_promise_that_cannot_be_kept_is_not_given() -> None:
     disk = Disk()
     disk.full = True
     before, after = Answer(CallId(1), Done()), Leave("over")
-    keeping = Keeping(Scripted(before, Persist(STONES), PROMISE, after), disk.write)
+    keeping = Keeping(Scripted(before, Persist(STONES), PROMISE, after), disk.write, unasked)
     first, instead, last = keeping.step(None, 0)
     assert (first, last) == (before, after), "what came before, and what promises nothing, is as it was"
     assert isinstance(instead, Answer)

@@ -216,6 +216,13 @@ class Persist:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepSettings:
+    """As Persist, for all that SetPolicy has set."""
+
+    settings: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """This incarnation is over: give up what it holds and end the process. `for_good`: no other shall follow."""
 
@@ -223,7 +230,7 @@ class Leave:
     for_good: bool = False
 
 
-Effect = Answer | Revoke | Send | Verify | Fetch | MovePages | Stage | Erase | Persist | Warn | Leave
+Effect = Answer | Revoke | Send | Verify | Fetch | MovePages | Stage | Erase | Persist | KeepSettings | Warn | Leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +333,7 @@ __all__ = [
     "GetStatus",
     "GoneEvent",
     "Inventory",
+    "KeepSettings",
     "Leave",
     "LoadGrant",
     "Move",

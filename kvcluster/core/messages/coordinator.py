@@ -238,8 +238,9 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class SetPolicy:
-    """From now on these settings of the tiers hold (tiering.py), until the coordinator restarts. What was moved before
-    stays as it is. Answered by Done; or Refused, and nothing is set, where one is not known or has no such value."""
+    """From now on these settings hold: of the tiers (tiering.py), and `cache`, which is on or off. What was moved
+    before stays as it is. Answered by Done; or Refused, and nothing is set, where one is not known or has no such
+    value."""
 
     call: CallId
     settings: tuple[tuple[str, str], ...]

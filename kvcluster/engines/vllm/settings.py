@@ -33,7 +33,7 @@ class Settings:
     model: str = ""
     prefill_tokens_per_s: int = 0
     layerwise_ms: int = 20
-    lookup_ms: int = 250
+    lookup_ms: int = 500
     load_ms: int = 5_000
     store_ms: int = 5_000
     hold_ms: int = 1_000

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import Epoch, ShardId
-from kvcluster.core.messages import Effect, Leave, Persist, Purge, Purged, Reply
+from kvcluster.core.messages import Effect, KeepSettings, Leave, Persist, Purge, Purged, Reply
 from kvcluster.testing.sim.driver import CoreProcess
 from kvcluster.testing.sim.kernel import Clock
 
@@ -47,6 +47,8 @@ class CoordinatorProcess(CoreProcess):
                     self.world.kept = tombstones
                 else:  # its volume is where its successor runs: it cannot do what it must, and ends
                     self.world.kill(self)
+            case KeepSettings():
+                pass  # nobody sets any here
             case Leave():
                 self.world.left(self, for_good=effect.for_good)
             case _:

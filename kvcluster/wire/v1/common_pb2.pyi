@@ -34,6 +34,7 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_REASON_FULL: _ClassVar[MissReason]
     MISS_REASON_DEADLINE: _ClassVar[MissReason]
     MISS_REASON_SLOWER_THAN_RECOMPUTE: _ClassVar[MissReason]
+    MISS_REASON_OFF: _ClassVar[MissReason]
 
 class RefusedKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -62,6 +63,7 @@ MISS_REASON_REBUILDING: MissReason
 MISS_REASON_FULL: MissReason
 MISS_REASON_DEADLINE: MissReason
 MISS_REASON_SLOWER_THAN_RECOMPUTE: MissReason
+MISS_REASON_OFF: MissReason
 REFUSED_KIND_UNSPECIFIED: RefusedKind
 REFUSED_KIND_UNKNOWN_NAMESPACE: RefusedKind
 REFUSED_KIND_STALE: RefusedKind

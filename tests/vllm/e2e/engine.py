@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def _joined(scheduler: Any) -> Any:
     """The spec, once the engine has a cluster."""
     until = time.monotonic() + JOIN_S
     while scheduler._membership.spec is None and time.monotonic() < until:
-        time.sleep(0.01)
+        threading.Event().wait(0.01)
     assert scheduler._membership.spec is not None, scheduler._membership.why
     return scheduler._membership.spec
 

@@ -9,6 +9,7 @@ import random
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -186,4 +187,4 @@ def eventually(condition: Any, seconds: float, what: str) -> None:
     until = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < until, f"not within {seconds} s: {what}"
-        time.sleep(0.1)
+        threading.Event().wait(0.1)

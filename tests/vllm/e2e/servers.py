@@ -277,7 +277,7 @@ def _in_use_again(two: Sequence[Server], model: str, seed: int) -> float:
     for number in range(60):
         prompt = prompts(2, seed=1_000 * seed + number, longest=200)[1][:150]
         drive(two[:1], model, [Ask(prompt, {"max_tokens": 2})])
-        time.sleep(0.5)
+        threading.Event().wait(0.5)
         second = drive(two[1:], model, [Ask(prompt, {"max_tokens": 2})])
         if second.reports.get(0, {}).get("loaded_tokens"):
             return time.monotonic() - began
@@ -301,7 +301,7 @@ def _kill_coordinator(house: House, asks: Sequence[Ask]) -> str:
 def _stop_shard(house: House, asks: Sequence[Ask]) -> str:
     stopped = _shards(house)[:1]
     victims.send(stopped, signal.SIGSTOP)
-    time.sleep(8)
+    threading.Event().wait(8)
     victims.send(stopped, signal.SIGCONT)
     return "SIGSTOP"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from typing import Any
 
@@ -20,7 +21,7 @@ def main() -> None:
         arguments["kv_transfer_config"] = transfer_config(job["connector"])
     llm = LLM(model=job["model"], **arguments)
     _round(llm, [[1] * 200], 4, "warm")
-    time.sleep(2)  # for the fingerprint and the cluster
+    threading.Event().wait(2)  # for the fingerprint and the cluster
     _say({})
     for number, line in enumerate(sys.stdin):
         asked = json.loads(line)
