@@ -41,6 +41,8 @@ def _print_coordinator(console: Console, found: dict[str, Any]) -> None:
     if coordinator["why"] is not None:
         console.print(escape(coordinator["why"]), soft_wrap=True)
         console.print(f"What to do: {escape(coordinator['advice'])}", soft_wrap=True)
+    for line in coordinator["apart"]:
+        console.print(f"[yellow]never shared[/yellow]: {escape(line)}", soft_wrap=True)
 
 
 def _rows(shard: dict[str, Any]) -> list[list[str]]:

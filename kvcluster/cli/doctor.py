@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from typing import Any
 
+from kvcluster.cli.apart import kept_apart, read_namespaces
 from kvcluster.cli.screen import needs
 from kvcluster.cli.where import add_where, address_of, read_status
 from kvcluster.client.control import GrpcPort
@@ -86,6 +87,7 @@ def _examine_coordinator(address: str, token: str | None) -> tuple[dict[str, Any
         "protocol_version": None,
         "credential": None,
         "state": None,
+        "apart": [],
         "why": None,
         "advice": None,
     }
@@ -97,6 +99,7 @@ def _examine_coordinator(address: str, token: str | None) -> tuple[dict[str, Any
                 connection.ask(version_question(), None, Deadline.after_ms(PATIENCE_MS))
             found |= {"protocol_version": PROTOCOL_VERSION, "credential": "accepted"}
             status = read_status(GrpcPort(connection), PATIENCE_MS)
+            found["apart"] = list(kept_apart(read_namespaces(GrpcPort(connection), PATIENCE_MS)))
             found["state"] = status["state"]
             return found, status
     except KVClusterError as error:

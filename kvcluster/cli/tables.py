@@ -6,7 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+
+_APART = 5
+"""Lines about namespaces that cannot share; `--json` has them all."""
 
 _COUNTERS = ("evicted", "pulled", "corrupt")
 
@@ -42,6 +46,8 @@ def print_status(status: dict[str, Any], address: str) -> None:
             console.print(f"[yellow]{shard['shard']}[/yellow]: {shard['trouble']}")
     for namespace, error in status["fallen"].items():
         console.print(f"[yellow]q4 loses {error:.3f} of namespace {namespace[:8]}[/yellow]: its pages go down in q8")
+    for line in status.get("apart", [])[:_APART]:
+        console.print(f"[yellow]never shared[/yellow]: {escape(line)}", soft_wrap=True)
     if status["lost_shards"]:
         lost = ", ".join(status["lost_shards"])
         console.print(f"[red]nothing is heard of {lost}[/red]: what lay there alone is a miss")

@@ -35,9 +35,11 @@ from kvcluster.core.messages import (
     EndTicket,
     Explain,
     Explained,
+    GetNamespaces,
     GetStatus,
     Inventory,
     KeepSettings,
+    Namespaces,
     Persist,
     PinBlocks,
     Pinned,
@@ -101,6 +103,7 @@ class Coordinator:
             EndTicket: self._grants.end,
             Explain: self._explain,
             Siblings: self._siblings,
+            GetNamespaces: self._namespaces,
             PinBlocks: self._pin,
             UnpinBlocks: self._unpin,
             Purge: self._purge,
@@ -192,6 +195,9 @@ class Coordinator:
     def _siblings(self, m: Siblings, now: int) -> list[Effect]:
         space = self._state.directory.find(m.namespace, m.tenant)
         return [Answer(m.call, UNKNOWN if space is None else SiblingSpecs(self._state.directory.siblings(space)))]
+
+    def _namespaces(self, m: GetNamespaces, now: int) -> list[Effect]:
+        return [Answer(m.call, Namespaces(self._state.directory.listed(m.tenant)))]
 
     # ---------------------------------------------------------------------------------------- operations
 

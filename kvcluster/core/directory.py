@@ -114,6 +114,12 @@ class Directory:
         others.sort(key=lambda other: (len(differing_fields(space.spec, other.spec)), other.id))
         return tuple(other.spec for other in others[: limits.EXPLAINED_NAMESPACES])
 
+    def listed(self, tenant: Tenant) -> tuple[tuple[KVSpec, int], ...]:
+        """The tenant's namespaces and how many blocks each holds, by model, the fullest first."""
+        own = [(space.spec, len(space.index)) for space in self._spaces.values() if space.tenant == tenant]
+        own.sort(key=lambda known: (known[0].model, -known[1]))
+        return tuple(own[: limits.LISTED_NAMESPACES])
+
     def _forget_bare(self, tenant: Tenant) -> bool:
         """Makes room by forgetting a namespace that holds nothing. Its workers attach again."""
         for space in self._spaces.values():

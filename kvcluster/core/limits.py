@@ -29,6 +29,9 @@ NAMESPACES = 65_536
 SEQUENCES_PER_HOLDER = 4_096
 """Open sequences of one worker, forks included."""
 
+LISTED_NAMESPACES = 256
+"""In one answer to a person: specs take some hundred bytes each, and nobody reads more."""
+
 TOKENS_PER_SEQUENCE = 16 * 1024 * 1024
 """Above the longest context any published model claims; bounds a block table."""
 

@@ -21,8 +21,10 @@ from kvcluster.core.messages import (
     EndTicket,
     Explain,
     Explained,
+    GetNamespaces,
     GetStatus,
     LoadGrant,
+    Namespaces,
     PinBlocks,
     Pinned,
     Plan,
@@ -182,6 +184,17 @@ def decode_siblings(data: bytes, call: CallId, tenant: Tenant) -> Siblings:
     return Siblings(call, tenant, common.decode_namespace(common.parse(pb.SiblingsRequest, data).namespace))
 
 
+def encode_get_namespaces(message: GetNamespaces) -> bytes:
+    """Which namespaces has this tenant?"""
+    return pb.GetNamespacesRequest().SerializeToString()
+
+
+def decode_get_namespaces(data: bytes, call: CallId, tenant: Tenant) -> GetNamespaces:
+    """The inverse."""
+    common.parse(pb.GetNamespacesRequest, data)
+    return GetNamespaces(call, tenant)
+
+
 def encode_pin_blocks(message: PinBlocks) -> bytes:
     """Spare these blocks for a while."""
     return pb.PinBlocksRequest(
@@ -295,6 +308,8 @@ def encode_reply(reply: Reply) -> bytes:
         case SiblingSpecs():
             specs = pb.SiblingSpecs(specs=[common.encode_spec(spec) for spec in reply.specs])
             m = pb.CoordinatorReply(sibling_specs=specs)
+        case Namespaces():
+            m = pb.CoordinatorReply(namespaces=_encode_namespaces(reply))
         case Pinned():
             m = pb.CoordinatorReply(pinned=pb.Pinned(blocks=reply.blocks))
         case Purged():
@@ -325,6 +340,7 @@ _REPLIES: dict[str | None, Callable[[pb.CoordinatorReply], Reply]] = {
     "store_grant": lambda m: _decode_store_grant(m.store_grant),
     "explained": lambda m: _decode_explained(m.explained),
     "sibling_specs": lambda m: _decode_sibling_specs(m.sibling_specs),
+    "namespaces": lambda m: _decode_namespaces(m.namespaces),
     "pinned": lambda m: Pinned(at_most(m.pinned.blocks, limits.BLOCKS_PER_CALL, "pinned blocks")),
     "purged": lambda m: Purged(quantity(m.purged.blocks, "purged blocks")),
     "status": lambda m: _decode_status(m.status),
@@ -421,6 +437,17 @@ def _decode_explained(m: pb.Explained) -> Explained:
         if (plan is None) == (miss is None):
             raise ProtocolError("a block has either a plan or a reason why there is none")
     return Explained(tuple(map(BlockFate, counts, plans, misses)))
+
+
+def _encode_namespaces(reply: Namespaces) -> pb.Namespaces:
+    specs = [common.encode_spec(spec) for spec, _ in reply.known]
+    return pb.Namespaces(specs=specs, blocks=[blocks for _, blocks in reply.known])
+
+
+def _decode_namespaces(m: pb.Namespaces) -> Namespaces:
+    at_most(agree("namespaces", m.specs, m.blocks), limits.LISTED_NAMESPACES, "namespaces")
+    specs = [common.decode_spec(spec) for spec in m.specs]
+    return Namespaces(tuple(zip(specs, [quantity(blocks, "blocks") for blocks in m.blocks], strict=True)))
 
 
 def _decode_sibling_specs(m: pb.SiblingSpecs) -> SiblingSpecs:

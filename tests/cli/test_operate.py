@@ -349,3 +349,13 @@ def test_off_and_on_are_said_and_shown(served: Served, client: Client, capsys: p
     assert "off: nothing is loaded or stored" in capsys.readouterr().out
     assert served.run("on") == 0
     assert client.lookup(prompt(8, 0)).blocks == 8
+
+
+def test_status_says_which_engines_of_one_model_can_never_share(
+    served: Served, client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stranger = served.cluster.client(spec_of(weights="sha256:2"))
+    stranger.store(prompt(2), kv(2))
+    assert served.run("status") == 0
+    said = capsys.readouterr().out
+    assert "never shared: tiny: 2 blocks are apart from 80 others, by weights (sha256:2, not sha256:1)" in said

@@ -28,6 +28,7 @@ from kvcluster.core.messages import (
     Explained,
     Farewell,
     Flush,
+    GetNamespaces,
     GetOffers,
     GetStatus,
     GoneEvent,
@@ -35,6 +36,7 @@ from kvcluster.core.messages import (
     LoadGrant,
     Move,
     MoveOrder,
+    Namespaces,
     Need,
     NewPage,
     Offer,
@@ -326,6 +328,7 @@ COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
     "EndTicket": st.builds(EndTicket, call=calls, attempt=attempts),
     "Explain": st.builds(Explain, **_asked, hashes=blocks, need=needs),
     "Siblings": st.builds(Siblings, **_asked),
+    "GetNamespaces": st.builds(GetNamespaces, call=calls, tenant=tenants),
     "PinBlocks": st.builds(
         PinBlocks, **_asked, hashes=blocks, ttl_ns=quantities, replicas=st.integers(1, limits.REPLICAS)
     ),
@@ -392,6 +395,7 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
     "EndTicket": dones,
     "Explain": explanations,
     "Siblings": st.builds(SiblingSpecs, specs=st.lists(specs(), max_size=3).map(tuple)),
+    "GetNamespaces": st.builds(Namespaces, known=st.lists(st.tuples(specs(), quantities), max_size=3).map(tuple)),
     "PinBlocks": pinned,
     "UnpinBlocks": pinned,
     "Purge": st.builds(Purged, blocks=quantities),

@@ -27,6 +27,7 @@ from kvcluster.core.messages import (
     LoadGrant,
     Move,
     MoveOrder,
+    Namespaces,
     Need,
     NewPage,
     Offer,
@@ -179,6 +180,7 @@ def _start(name: str) -> tuple[Any, Callable[[Any], object]]:
                 "status": STATUS,
             }
             answers |= {"siblings": SiblingSpecs((SPEC,)), "pinned": Pinned(1), "purged": Purged(1)}
+            answers |= {"namespaces": Namespaces(((SPEC, 7),))}
             return _stream(c.CoordinatorReply, coordinator.encode_reply(answers[name]), reply)
 
 
@@ -332,6 +334,10 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("explained", "explained.plan_of", [0, 0], ProtocolError, "either a plan or a reason"),
     ("explained", "explained.miss_of", [1, 1], ProtocolError, "either a plan or a reason"),
     ("explained", "explained.counts", [1], ProtocolError, "lists of fates must be equally long"),
+    ("namespaces", "namespaces.specs", [b"\n\x01m"], SpecError, "does not pin the weights"),
+    ("namespaces", "namespaces.specs", [b""] * 2, ProtocolError, "namespaces"),
+    ("namespaces", "namespaces.blocks", [], ProtocolError, "namespaces"),
+    ("namespaces", "namespaces.blocks", [2**63], LimitError, "blocks"),
     ("siblings", "sibling_specs.specs", [b"\n\x01m"], SpecError, "does not pin the weights"),
     ("siblings", "sibling_specs.specs", [b""] * 17, LimitError, "17 sibling specs; at most 16"),
     ("pinned", "pinned.blocks", MANY, LimitError, "pinned blocks"),

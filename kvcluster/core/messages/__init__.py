@@ -4,7 +4,7 @@ A question carries `call`, which the driver made up; the core answers it with `A
 once or in a later step. `tenant` is always the one that the caller's credential names. Messages come from
 outside only through wire/, which has validated their shapes and bounds; the core asserts, and decides.
 
-    worker -> coordinator   Attach, PrepareLoad, PrepareStore, RenewTicket, EndTicket, Explain, Siblings,
+    worker -> coordinator   Attach, PrepareLoad, PrepareStore, RenewTicket, EndTicket, Explain, Siblings, GetNamespaces,
                             PinBlocks, UnpinBlocks, Purge, Drain, SetPolicy, GetStatus   coordinator.py
     shard  -> coordinator   Report, Inventory                                         reports.py
     worker -> shard         AttachShard, GetOffers, Pin, Unpin, Reserve, Commit, Abort,
@@ -43,8 +43,10 @@ from kvcluster.core.messages.coordinator import (
     EndTicket,
     Explain,
     Explained,
+    GetNamespaces,
     GetStatus,
     LoadGrant,
+    Namespaces,
     PinBlocks,
     Pinned,
     PrepareLoad,
@@ -251,6 +253,7 @@ Reply = (
     | StoreGrant
     | Explained
     | SiblingSpecs
+    | Namespaces
     | Pinned
     | Purged
     | Status
@@ -272,6 +275,7 @@ CoordinatorMessage = (
     | EndTicket
     | Explain
     | Siblings
+    | GetNamespaces
     | PinBlocks
     | UnpinBlocks
     | Purge
@@ -329,6 +333,7 @@ __all__ = [
     "Farewell",
     "Fetch",
     "Flush",
+    "GetNamespaces",
     "GetOffers",
     "GetStatus",
     "GoneEvent",
@@ -340,6 +345,7 @@ __all__ = [
     "MoveOrder",
     "MovePages",
     "Moved",
+    "Namespaces",
     "Need",
     "NewPage",
     "Offer",

@@ -174,6 +174,22 @@ class SiblingSpecs:
 
 
 @dataclass(frozen=True, slots=True)
+class GetNamespaces:
+    """Which namespaces has this tenant? Answered by Namespaces."""
+
+    call: CallId
+    tenant: Tenant
+
+
+@dataclass(frozen=True, slots=True)
+class Namespaces:
+    """The caller's namespaces, each its spec and how many blocks it holds; those of one model one after the other, the
+    fullest first, and no more than limits.LISTED_NAMESPACES."""
+
+    known: tuple[tuple[KVSpec, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PinBlocks:
     """Do not evict these blocks for `ttl_ns`. Answered by Pinned, which says how many fitted the share.
 

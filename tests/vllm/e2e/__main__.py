@@ -19,13 +19,12 @@ CHECKS: dict[str, Callable[[House], None]] = {
     "gemma": lambda one: exactness.check(one, "gemma"),
     "servers-gemma": lambda one: servers.check(one, "gemma"),
     "identity": identity.check,
-    "ranks": ranks.check,
     "prefill": prefill.check,
 }
 """Each has a cluster of its own, and engines that count on one core; so two are run at once, the longest first."""
 
-ALONE: dict[str, Callable[[House], None]] = {"cost": cost.check}
-"""These take the time, so nothing runs beside them."""
+ALONE: dict[str, Callable[[House], None]] = {"ranks": ranks.check, "cost": cost.check}
+"""Two ranks need both cores, and who takes the time wants nothing beside it."""
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ def check(house: House) -> None:
     model = house.model("llama")
     right = answers(house.run({"model": model, "llm": TWO, "rounds": [round_]}))
     # Ranks wait for each other with busy loops, and here they share two cores with everything else.
-    connector = house.connector(lookup_ms=5_000)
+    connector = house.connector(lookup_ms=30_000, load_ms=30_000)
     outcome = house.run({"model": model, "connector": connector, "llm": TWO, "rounds": [round_, round_]})
     differ = [differences(answers(outcome, number), right) for number in (0, 1)]
     house.table.add(

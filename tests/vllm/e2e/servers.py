@@ -24,6 +24,7 @@ from typing import Any
 import aiohttp
 
 import kvcluster
+from kvcluster.cli.main import main
 from kvcluster.client.memory import Dense
 from tests.chaos import victims
 from tests.vllm.e2e.audit import dense
@@ -267,8 +268,24 @@ def _faults(house: House, model: str, two: Sequence[Server]) -> None:
             f"{_hits(traffic)} loaded; in use again after {again:.1f} s",
             not bad and not late and not traffic.errors,
         )
+    _switch(house, model, two, asks[:24], right[:24])
     exceptions = sum(server.text().count("Traceback") for server in two)
     house.table.add(f"{model}: exceptions in the servers under faults", str(exceptions), not exceptions)
+
+
+def _switch(house: House, model: str, two: Sequence[Server], asks: Sequence[Ask], right: Sequence[Any]) -> None:
+    """Off, engines go on and compute; on, they load again."""
+    hits = {}
+    for cache in ("off", "on"):
+        assert main([cache, "--address", house.site.address]) == 0
+        traffic = drive(two, model, asks)
+        hits[cache] = _hits(traffic)
+        assert not wrong(traffic, asks, right), cache
+    house.table.add(
+        f"{model}: kvcluster off, and on again",
+        f"0 wrong; {hits['off']} of {len(asks)} loaded while off, {hits['on']} afterwards",
+        not hits["off"] and hits["on"] > 0,
+    )
 
 
 def _in_use_again(two: Sequence[Server], model: str, seed: int) -> float:

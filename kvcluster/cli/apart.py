@@ -1,0 +1,56 @@
+"""Engines of one model that can never share, and what keeps them apart: what `status` and `doctor` say of namespaces.
+
+Whoever attaches names everything that must match. Two namespaces of one model are two sets of engines, or one set whose
+weights or settings have changed; each computes what the other has. That is right, and often not what was meant: so it
+is said, with the field that differs. Adapters are meant to be apart and are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from kvcluster.client.control import NO_CALL, NOBODY, GrpcPort, expect
+from kvcluster.core.messages import GetNamespaces, Namespaces
+from kvcluster.core.spec import KVSpec, differing_fields
+from kvcluster.transport.seam import Deadline
+
+Known = Sequence[tuple[KVSpec, int]]
+_SHOWN = 40
+
+
+def read_namespaces(port: GrpcPort, wait_ms: int) -> Known:
+    """The namespaces of this credential's tenant. Raises Trouble where nobody answers in time."""
+    return expect(Namespaces, port.ask(GetNamespaces(NO_CALL, NOBODY), Deadline.after_ms(wait_ms))).known
+
+
+def kept_apart(known: Known) -> Iterator[str]:
+    """A sentence for each namespace that cannot share with the fullest of its model."""
+    for model, of_model in groupby(sorted(known, key=lambda one: one[0].model), key=lambda one: one[0].model):
+        (fullest, most), *others = sorted(of_model, key=lambda one: -one[1])
+        for spec, blocks in others:
+            fields = [name for name in differing_fields(fullest, spec) if name != "adapter"]
+            if fields:
+                what = "; ".join(_difference(name, fullest, spec) for name in fields)
+                yield f"{model}: {blocks:,} blocks are apart from {most:,} others, by {what}"
+
+
+def _difference(name: str, one: KVSpec, other: KVSpec) -> str:
+    if name == "extra":
+        mine, theirs = dict(one.extra), dict(other.extra)
+        keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+        return "; ".join(f"{key} ({_short(theirs.get(key))}, not {_short(mine.get(key))})" for key in keys)
+    if name == "dtype":
+        return f"dtype ({_dtypes(other)}, not {_dtypes(one)})"
+    if name == "layout":
+        return "layout of layers and heads"
+    return f"{name} ({_short(getattr(other, name))}, not {_short(getattr(one, name))})"
+
+
+def _dtypes(spec: KVSpec) -> str:
+    return " and ".join(dict.fromkeys(plane.dtype for group in spec.groups for plane in group.planes))
+
+
+def _short(value: object) -> str:
+    text = "none" if value in (None, "") else str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
