@@ -57,6 +57,19 @@ def check(house: House, model: str) -> None:
         _check_counts(house, f"{model}: loaded, not recomputed ({way})", answers(second, 0), spec)
         _check_resumed(house, f"{model}: preempted and resumed from the cluster ({way})", answers(second, 1))
 
+    own = FEW_BLOCKS | {"enable_prefix_caching": True}
+    third = house.run(
+        {"model": house.model(model), "connector": house.connector(), "llm": own, "rounds": [batched, batched, serial]}
+    )
+    told = [answers(third, number) for number in range(3)]
+    differ, hits = sum(differences(mine, expected) for mine in told), sum(loaded(mine) for mine in told)
+    local = sum(1 for mine in told for one in mine if one["report"]["local_tokens"])
+    add(
+        f"{model}: with the engine's own prefix cache on",
+        f"{differ} of {3 * REQUESTS} differ; {hits} loaded, {local} found blocks in its own cache",
+        not differ and hits > 0 and local > 0,
+    )
+
     with kvcluster.connect(house.site.address, spec, token=house.site.token or None) as client:
         client.flush()
         audit = Audit(house, model, client)
