@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcluster.client.board import Board
@@ -100,7 +100,7 @@ class Movers:
             loaded = load.run(pieces)
             ended = time.monotonic_ns()
             self.learned.learn(loaded.nbytes, ended - began, ended)
-            return loaded
+            return replace(loaded, took_ns=ended - began)
 
         with self._lock:
             self._begin(self._loader, transfer, lambda: transfer.run(work))

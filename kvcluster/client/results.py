@@ -25,7 +25,7 @@ class Lookup:
 class Loaded:
     """The leading `blocks` blocks are valid in the destination. `nbytes` of KV came and were verified, and decoded
     where they came encoded. `loss` is the worst that any of it has lost: what is computed over it has lost as much, and
-    is to be stored so.
+    is to be stored so. `took_ns` is how long the bytes took; 0 where it was broken off.
 
     `failed` names, in order, every block of the ticket that is not whole there, and why; all others were filled, those
     behind it too. `miss` is the first of these reasons, None where nothing failed. Where a group needs only the blocks
@@ -37,6 +37,7 @@ class Loaded:
     miss: Miss | None = None
     failed: Mapping[int, Miss] = field(default_factory=dict)
     loss: Loss = Loss.EXACT
+    took_ns: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,25 +31,25 @@ def over(link: LinkRate, *sizes: int) -> list[tuple[int, int]]:
 
 
 def test_nothing_is_known_before_the_first_load() -> None:
-    assert LearnedRate().ask(0) is None
+    assert LearnedRate().ask(MIB, 0) is None
     assert LearnedRate().known() is None
     assert learned((0, MS), (MIB, 0)).known() is None, "and nothing is learned from nothing"
 
 
 def test_loads_of_several_sizes_tell_the_fixed_time_from_the_rate() -> None:
-    link = learned(*over(GOOD, MIB, 64 * MIB, 2 * MIB, 32 * MIB)).ask(1)
+    link = learned(*over(GOOD, MIB, 64 * MIB, 2 * MIB, 32 * MIB)).ask(MIB, 1)
     assert link is not None
     assert link.fixed_ns == pytest.approx(GOOD.fixed_ns, rel=1e-3)
     assert link.bytes_per_s == pytest.approx(GOOD.bytes_per_s, rel=1e-3)
 
 
 def test_loads_of_one_size_count_as_bytes_alone() -> None:
-    assert learned((1_000_000, MS), (1_000_000, MS)).ask(1) == LinkRate(0, 10**9)
-    assert learned((1_000_000, MS), (1_010_000, 9 * MS)).ask(1) != LinkRate(0, 10**9), "but all of them count"
+    assert learned((1_000_000, MS), (1_000_000, MS)).ask(MIB, 1) == LinkRate(0, 10**9)
+    assert learned((1_000_000, MS), (1_010_000, 9 * MS)).ask(MIB, 1) != LinkRate(0, 10**9), "but all of them count"
 
 
 def test_loads_that_came_sooner_the_more_they_carried_count_as_bytes_alone() -> None:
-    link = learned((64 * MIB, MS), (MIB, 50 * MS)).ask(1)
+    link = learned((64 * MIB, MS), (MIB, 50 * MS)).ask(MIB, 1)
     assert link is not None
     assert link.fixed_ns == 0
 
@@ -65,23 +65,37 @@ def test_what_was_lately_counts_for_more() -> None:
 
 def test_after_a_while_one_asker_is_sent_to_load_and_others_go_by_the_old() -> None:
     rate = learned(*over(BAD, MIB, 8 * MIB))
-    bad = rate.ask(BELIEVED_NS - 1)
+    bad = rate.ask(MIB, BELIEVED_NS - 1)
     assert bad is not None
-    assert rate.ask(BELIEVED_NS) is None
-    assert rate.ask(BELIEVED_NS) == bad
-    assert rate.ask(2 * BELIEVED_NS) is None, "and another, where nothing has come of the first"
+    assert rate.ask(MIB, BELIEVED_NS) is None
+    assert rate.ask(MIB, BELIEVED_NS) == bad
+    assert rate.ask(MIB, 2 * BELIEVED_NS) is None, "and another, where nothing has come of the first"
 
 
 def test_a_bad_minute_is_over_with_the_first_good_load_after_it() -> None:
     rate, tokens = learned(*over(BAD, *[MIB] * 50)), 1_024
-    bad = rate.ask(1)
+    bad = rate.ask(MIB, 1)
     assert bad is not None
     assert not EVEN.pays(tokens, bad)
-    assert rate.ask(BELIEVED_NS) is None, "so it loads"
+    assert rate.ask(MIB, BELIEVED_NS) is None, "so it loads"
     rate.learn(EVEN.nbytes(tokens), GOOD.load_ns(EVEN.nbytes(tokens)), BELIEVED_NS + 1)
-    good = rate.ask(BELIEVED_NS + 2)
+    good = rate.ask(MIB, BELIEVED_NS + 2)
     assert good is not None
     assert EVEN.pays(tokens, good)
+
+
+def test_a_load_far_larger_than_any_so_far_has_to_show_it() -> None:
+    rate = learned(*over(BAD, MIB, MIB))
+    assert rate.ask(2 * MIB, 1) is not None
+    assert rate.ask(2 * MIB + 1, 1) is None, "what small loads took is mostly fixed, and nobody knows how much"
+    rate.learn(8 * MIB, GOOD.load_ns(8 * MIB), 2)
+    assert rate.ask(16 * MIB, 3) is not None
+
+
+def test_what_large_loads_took_is_forgotten_with_the_rest() -> None:
+    rate = learned(*over(GOOD, 64 * MIB))
+    rate.learn(MIB, MS, BELIEVED_NS)
+    assert rate.ask(64 * MIB, BELIEVED_NS + 1) is None
 
 
 def test_what_was_learned_long_ago_is_not_mixed_with_what_is_new() -> None:
@@ -92,7 +106,7 @@ def test_what_was_learned_long_ago_is_not_mixed_with_what_is_new() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 10**13), st.integers(1, 10**13)), min_size=1, max_size=30))
 def test_whatever_loads_there_were_there_is_a_rate(loads: list[tuple[int, int]]) -> None:
-    link = learned(*loads).ask(1)
+    link = learned(*loads).ask(1, 1)
     assert link is not None
     EVEN.least_tokens(link)
 

@@ -168,11 +168,12 @@ class SchedulerSide:
 
     def _better_computed(self, request: Tracked, tokens: int) -> bool:
         """Is that faster than loading so many tokens? Where not, says in `request.layerwise` how to load them."""
-        link, prefill = self._link.ask(self._clock()), self._prefill.known()
+        prefill = self._prefill.known()
+        even = Breakeven(request.client.spec, self._layout.parts, prefill or 1)
+        link = self._link.ask(even.nbytes(tokens), self._clock())
         request.layerwise = False
         if link is None:
             return False  # this load is to show it
-        even = Breakeven(request.client.spec, self._layout.parts, prefill or 1)
         miss = None if prefill is None else even.miss(tokens, link)
         if miss is not None:
             request.miss = miss

@@ -54,7 +54,8 @@ class _Load:
             loaded = self.transfer.result(None if self.transfer.done() else 0)
         except KVClusterError as error:
             return LoadReport(self.order.first, 0, took_ns, Loss.EXACT, Miss(MissReason.SHARD_LOST, str(error)))
-        return LoadReport(loaded.blocks, loaded.nbytes, took_ns, loaded.loss, loaded.miss)
+        # Not until now, which is when the model's thread looked, but until the last byte was there.
+        return LoadReport(loaded.blocks, loaded.nbytes, loaded.took_ns or took_ns, loaded.loss, loaded.miss)
 
 
 class _Store:
