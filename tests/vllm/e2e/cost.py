@@ -1,4 +1,5 @@
-"""What the connector costs an engine, and what it gives: ratios of interleaved runs, with their spread.
+"""What the connector costs an engine, and what it gives: ratios of interleaved runs, with their spread; and a picture,
+build/vllm-ttft.png.
 
 Engines stay up and take turns, all pinned to one core, and the cluster to the other; while one runs the others are
 idle. So a pair of runs sees the same machine. Times come from the engine's own loop, one reading a step.
@@ -11,12 +12,16 @@ import os
 import random
 import statistics
 import subprocess
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import kvcluster
 from tests.vllm.e2e.engine import ENVIRONMENT
+from tests.vllm.e2e.picture import draw
 from tests.vllm.e2e.run import ROOT, House, free_port
 
 ENGINE_CORE, CLUSTER_CORE = 0, 1
@@ -90,6 +95,7 @@ def check(house: House, rounds: int = 7) -> None:
         _no_reuse(house, up, rounds)
         _between_tokens(house, up, rounds)
         _unreachable(house, up, rounds)
+        _visible(house, up, rounds)
         _hits(house, up, rounds)
 
 
@@ -126,6 +132,30 @@ def _unreachable(house: House, up: dict[str, Engine], rounds: int) -> None:
     _row(house, "cost: time to first token, coordinator unreachable", ratios, most=1.02)
 
 
+def _visible(house: House, up: dict[str, Engine], rounds: int) -> None:
+    """From the first token, when all of a prompt's KV has been computed, until another process finds all of it."""
+    house.run({"model": house.model(MODEL), "connector": house.connector(), "llm": LLM, "rounds": []})  # tells the spec
+    rng, waits = random.Random(5), []
+    with kvcluster.connect(house.site.address, house.spec, token=house.site.token or None) as client:
+        for _ in range(rounds):
+            prompt = _text(rng, 512)
+            seen: list[float] = []
+
+            def watch(prompt: list[int] = prompt, seen: list[float] = seen) -> None:
+                until = time.perf_counter() + 30
+                while client.lookup(prompt).tokens < len(prompt) and time.perf_counter() < until:
+                    threading.Event().wait(0.002)
+                seen.append(time.perf_counter())
+
+            watcher = threading.Thread(target=watch)
+            watcher.start()
+            ran = up["cached"].run([prompt], 2)
+            watcher.join()
+            waits.append(1e3 * (seen[0] - ran["began"] - ran["first"][0]))
+    text = f"{statistics.median(waits):.0f} ms ({min(waits):.0f} to {max(waits):.0f}), 512 tokens, 24 MiB"
+    house.table.add("cost: from a prefill's end until others find it", text, max(waits) < 10_000)
+
+
 def _hits(house: House, up: dict[str, Engine], rounds: int) -> None:
     """Computed by one engine, loaded by another; and what the connector would have chosen."""
     rng = random.Random(4)
@@ -146,7 +176,7 @@ def _hits(house: House, up: dict[str, Engine], rounds: int) -> None:
     pays = next((tokens for tokens, computed_ms, hit_ms, _ in told if hit_ms < computed_ms), None)
     house.table.add("cost: loads pay from", f"{pays} tokens on", pays is not None)
     Path(ROOT, "build").mkdir(exist_ok=True)
-    Path(ROOT, "build", "vllm-ttft.json").write_text(json.dumps(told), encoding="utf-8")
+    draw(told, pays, str(ROOT / "build" / "vllm-ttft.png"))
 
 
 def _row(house: House, what: str, ratios: Sequence[float], least: float = 0, most: float = 0) -> None:

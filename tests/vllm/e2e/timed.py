@@ -62,7 +62,7 @@ def _round(llm: Any, prompts: list[list[int]], new_tokens: int, name: str) -> di
     until = time.perf_counter() + 0.3  # what is delayed, such as blocks that are held, is no part of the round
     while engine.engine_core.engine_core.scheduler.has_requests() and time.perf_counter() < until:
         engine.step()
-    return {"seconds": seconds, "first": first, "between": between, "steps": steps}
+    return {"seconds": seconds, "began": began, "first": first, "between": between, "steps": steps}
 
 
 def _say(what: dict[str, Any]) -> None:
