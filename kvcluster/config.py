@@ -109,7 +109,8 @@ class ClientConfig:
     """`deadline_ms`: of one call, however many parts it has. `store_wait_ms`: how long a store may wait for room.
     `breaker_failures`: after so many in a row a shard is not asked for `breaker_ms`, then for twice as long.
     `transports`: by which it lets pages be moved, whichever else a shard offers. `accept`: the worst loss that loads
-    take, exact, q8 or q4; what has lost more is a miss."""
+    take, exact, q8 or q4; what has lost more is a miss. `store_niceness`: threads that store have so much less of a
+    priority than others of their process, 0 to 19: for who does not wait for his stores, and has better to do."""
 
     deadline_ms: int = 10_000
     connect_ms: int = 5_000
@@ -118,6 +119,7 @@ class ClientConfig:
     breaker_ms: int = 500
     accept: str = "q4"
     transports: tuple[str, ...] = TRANSPORTS
+    store_niceness: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,7 @@ def _check(config: Config) -> None:
             f"client.accept: there is no loss {config.client.accept!r}; there is {', '.join(LOSSES)}",
         ),
         (config.client.breaker_failures >= 1, "client.breaker_failures must be at least 1"),
+        (0 <= config.client.store_niceness <= 19, "client.store_niceness must be between 0 and 19"),
         (s.device_bytes >= 4_096, "shard.device_bytes must hold at least a page; give 64MiB or more"),
         (
             not s.host_bytes or s.host_bytes >= 4_096,

@@ -93,6 +93,7 @@ class Client:
             self.parts,
             next_attempt=self._attempt,
             store_wait_ms=self._config.store_wait_ms,
+            store_niceness=self._config.store_niceness,
         )
         self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=self._deadline)
         # Without anything to decode it with, a page that is encoded had better not be promised.

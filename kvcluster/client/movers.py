@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kvcluster.client.board import Board
@@ -35,6 +36,7 @@ from kvcluster.core.placement import run_start
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError
+from kvcluster.runtime.threads import be_nice
 from kvcluster.transport.seam import Deadline
 
 _UNNAMED = NamespaceId(b"")  # filled in by Control
@@ -59,6 +61,7 @@ class Movers:
         *,
         next_attempt: Callable[[], Attempt],
         store_wait_ms: int,
+        store_niceness: int = 0,
     ) -> None:
         self.learned = LearnedRate()
         """Of recent loads, of which one ends at a time."""
@@ -70,8 +73,9 @@ class Movers:
         self._host = socket.gethostname()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvcluster-load")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kvcluster-read")
-        self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvcluster-store")
-        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="kvcluster-write")
+        yields = partial(be_nice, store_niceness)
+        self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvcluster-store", initializer=yields)
+        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="kvcluster-write", initializer=yields)
         self._running: dict[Transfer[Any], _Job] = {}
         self._lock = threading.Lock()
         self._closed = False

@@ -21,12 +21,18 @@ log = logging.getLogger(__name__)
 J = TypeVar("J")
 
 
-class JobThread(Generic[J]):
-    """Runs `do` with each job, in order. At most `most` jobs wait, besides the one under way.
+def be_nice(niceness: int) -> None:
+    """Lowers the priority of the calling thread alone, where the system can do that. `niceness` should stay small: a
+    thread that hardly ever runs may hold, when it is stopped, what others wait for."""
+    if niceness:
+        with contextlib.suppress(OSError):  # only Linux gives threads priorities of their own
+            tid = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, tid, os.getpriority(os.PRIO_PROCESS, tid) + niceness)
 
-    `niceness` is added to the priority of this thread alone, where the system can do that. It should stay small:
-    a thread that hardly ever runs may hold, when it is stopped, what others wait for.
-    """
+
+class JobThread(Generic[J]):
+    """Runs `do` with each job, in order. At most `most` jobs wait, besides the one under way. `niceness` as in
+    `be_nice`."""
 
     def __init__(
         self,
@@ -61,10 +67,7 @@ class JobThread(Generic[J]):
             self._thread.join()
 
     def _run(self) -> None:
-        if self._niceness:
-            with contextlib.suppress(OSError):  # only Linux gives threads priorities of their own
-                tid = threading.get_native_id()
-                os.setpriority(os.PRIO_PROCESS, tid, os.getpriority(os.PRIO_PROCESS, tid) + self._niceness)
+        be_nice(self._niceness)
         try:
             while (job := self._jobs.get()) is not None and not self._closing:
                 self._do(job)

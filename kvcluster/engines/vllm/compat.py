@@ -183,6 +183,23 @@ def roles(config: Any) -> tuple[bool, bool]:
     return role in ("kv_producer", "kv_both"), role in ("kv_consumer", "kv_both")
 
 
+def takes_back_within(config: Any) -> bool:
+    """Does the engine compute anew, and rightly, what a step has computed over KV that did not come within its pass?
+    Not where the next step has been scheduled by then, nor with its second model runner: both go on from what should
+    have been taken back (https://github.com/vllm-project/vllm/issues/49250)."""
+    return config.max_concurrent_batches == 1 and not config.use_v2_model_runner
+
+
+def preemptions(request: Any) -> int:
+    """How often it has lost its blocks so far."""
+    return int(request.num_preemptions)
+
+
+def forget(cache_manager: Any, blocks: set[int]) -> None:
+    """Has the engine's own prefix cache give these blocks to nobody any more."""
+    cache_manager.evict_blocks(blocks)
+
+
 def validated_tokens(request: Any) -> int:
     """How many tokens' KV has been computed by steps whose outcome is known."""
     return int(request.num_computed_tokens) - int(getattr(request, "num_in_flight_tokens", 0))

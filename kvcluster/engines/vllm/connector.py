@@ -6,6 +6,7 @@ what is decided is in scheduler.py, what moves in worker.py, and what they know 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,6 +72,8 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
                 "is lost whenever a shard is"
             )
         chosen = settings.read(transfer.kv_connector_extra_config)
+        if not compat.takes_back_within(vllm_config):
+            chosen = replace(chosen, layerwise_ms=0)
         layout = compat.layout(vllm_config, kv_cache_config)
         on_scheduler = role == KVConnectorRole.SCHEDULER
         membership = Membership(vllm_config, layout, chosen, whole=on_scheduler, log=_logger.info)
@@ -88,6 +91,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
                 stores=stores,
                 loads=loads,
+                forget=self._forget,
             )
         else:
             self._worker = WorkerSide(chosen, layout, membership)
@@ -136,6 +140,10 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
         """From now on this engine shares with nobody: whoever asks for this has changed its weights."""
         self._of_scheduler.reset()
         return True
+
+    def _forget(self, blocks: set[int]) -> None:
+        if self._kv_cache_manager is not None:  # which the scheduler binds as soon as it has one
+            compat.forget(self._kv_cache_manager, blocks)
 
     @property
     def _of_scheduler(self) -> SchedulerSide:

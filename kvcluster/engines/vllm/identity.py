@@ -26,6 +26,12 @@ from kvcluster.errors import KVClusterError, Unreachable
 
 Log = Callable[[str], object]
 
+_STORE_WAIT_MS = 1_000
+"""A shard that is full makes room within a few reports; a long prompt brings more than it keeps free."""
+
+_STORE_NICENESS = 10
+"""Nobody waits for a store but its blocks, and everybody for the next token."""
+
 _PAUSE_S = 1.0
 """Between two tries to reach a cluster: soon enough after it has come up, and nothing to an engine's processor."""
 
@@ -87,7 +93,8 @@ class Membership:
             if self._wanted == weights_id:
                 return
             self._wanted = weights_id
-            self._left, self.client = self.client, None
+            if self.client is not None:  # one that was left before may still wait to be closed
+                self._left, self.client = self.client, None
             self.why = "the weights have changed"
             self._changed.notify_all()
 
@@ -128,7 +135,11 @@ class Membership:
         settings, wanted = self._settings, self._wanted
         spec = spec_of(self._config, self._layout, settings, wanted)
         client_config = ClientConfig(
-            deadline_ms=settings.load_ms, transports=settings.transports, accept=settings.accept, store_wait_ms=0
+            deadline_ms=settings.load_ms,
+            transports=settings.transports,
+            accept=settings.accept,
+            store_wait_ms=_STORE_WAIT_MS,
+            store_niceness=_STORE_NICENESS,
         )
         told = ""
         while not self._stop.is_set() and self._wanted == wanted:
@@ -175,6 +186,9 @@ class Adapters:
             read = self._fingerprint(path)
         except KVClusterError as error:
             self._log(f"neither loads nor stores for the adapter {path}: {error}")
+            return
+        except Exception as error:  # a thread that dies silently would be a riddle
+            self._log(f"neither loads nor stores for the adapter {path}: {type(error).__name__}: {error}")
             return
         with self._lock:
             self._known[number] = read

@@ -73,13 +73,26 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """How a load ended: `blocks` of its ticket are there, those before `first` included, and `nbytes` of KV were
-    verified and written in `took_ns`. `miss` says why no more came."""
+    verified and written in `took_ns`. `miss` says why no more came. `ranks` say so together: ranks end a load beside
+    the passes in steps of their own."""
 
     blocks: int
     nbytes: int
     took_ns: int
     loss: Loss
     miss: Miss | None
+    ranks: int = 1
+
+    def with_others(self, other: LoadReport) -> LoadReport:
+        """The same load, of more ranks: as far as all have it, all of the bytes, the longest time."""
+        return LoadReport(
+            min(self.blocks, other.blocks),
+            self.nbytes + other.nbytes,
+            max(self.took_ns, other.took_ns),
+            max(self.loss, other.loss),
+            self.miss or other.miss,
+            self.ranks + other.ranks,
+        )
 
 
 @dataclass(slots=True)
@@ -104,7 +117,7 @@ class Report:
         self.step = min(self.step, other.step)
         for request, load in other.loads.items():
             mine = self.loads.get(request)
-            self.loads[request] = load if mine is None else _worse(mine, load)
+            self.loads[request] = load if mine is None else mine.with_others(load)
         self.drained += other.drained
         self.stored += other.stored
         self.store_bytes += other.store_bytes
@@ -113,14 +126,3 @@ class Report:
 
     def __bool__(self) -> bool:
         return bool(self.loads or self.drained or self.stored or self.dropped or self.store_misses)
-
-
-def _worse(one: LoadReport, other: LoadReport) -> LoadReport:
-    """Of one load at two ranks: as far as both have it, all of the bytes, the longer time."""
-    return LoadReport(
-        min(one.blocks, other.blocks),
-        one.nbytes + other.nbytes,
-        max(one.took_ns, other.took_ns),
-        max(one.loss, other.loss),
-        one.miss or other.miss,
-    )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvcluster.client.client import Client
@@ -36,11 +37,22 @@ from kvcluster.engines.vllm.rates import PrefillRate
 from kvcluster.engines.vllm.settings import Settings
 from kvcluster.engines.vllm.stats import Stats
 from kvcluster.engines.vllm.tracked import Tracked
+from kvcluster.errors import KVClusterError
 
 _LAYERWISE_SLACK = 10
 """A load within a forward pass may take so many times what was expected of it, since all others wait for it as well."""
 
 _LEAST_LAYERWISE_MS = 200
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A load that is under way at some rank at least. `names` are the hashes of its blocks; `told` is what the ranks
+    have reported that ended it."""
+
+    order: LoadOrder
+    names: tuple[BlockHash, ...]
+    told: LoadReport | None = None
 
 
 class SchedulerSide:
@@ -57,6 +69,7 @@ class SchedulerSide:
         ranks: int,
         stores: bool = True,
         loads: bool = True,
+        forget: Callable[[set[int]], object] = lambda blocks: None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._settings = settings
@@ -66,12 +79,15 @@ class SchedulerSide:
         self._ranks = ranks
         self._stores = stores
         self._loads = loads
+        self._forget = forget
         self._clock = clock
         self._lookups = Lookups(settings.lookup_ms * 1_000_000)
         self._link = LearnedRate()
         self._prefill = PrefillRate(settings.prefill_tokens_per_s)
         self._requests: dict[str, Tracked] = {}
         self._new_loads: list[LoadOrder] = []
+        self._loading: dict[str, _Loading] = {}  # by request, whether it still lives or not
+        self._ended_in_doubt: list[list[int]] = []
         self._gone: list[str] = []
         self._held: list[str] = []
         self._kept: set[str] = set()  # requests that ended, whose blocks the engine keeps for their stores
@@ -93,6 +109,7 @@ class SchedulerSide:
         request = self._request(of_engine)
         if request is None:
             return 0, False
+        self._lose_blocks(request)
         request.local_tokens = local_tokens
         if request.load_failed or not self._loads or not compat.reads_cache(of_engine):
             return 0, False
@@ -121,6 +138,7 @@ class SchedulerSide:
         if client is None or adapter is None or compat.is_private(of_engine):
             return None
         known = Tracked(of_engine, client, adapter, self._layout.block_tokens)
+        known.preemptions = compat.preemptions(of_engine)
         self._requests[of_engine.request_id] = known
         return known
 
@@ -220,9 +238,11 @@ class SchedulerSide:
         self._lookups.tend(now)
         for name in compat.preempted(output):
             if (lost := self._requests.get(name)) is not None:
-                lost.lose_blocks()
-                self._end_lookup(lost)
+                self._lose_blocks(lost)
         loads, self._new_loads = tuple(self._new_loads), []
+        for load in loads:
+            chain = self._requests[load.request].chain
+            self._loading[load.request] = _Loading(load, tuple(chain[load.first : load.first + len(load.into[0])]))
         within = any(load.layerwise for load in loads)
         if within:
             self._loading_steps.add(self._step)
@@ -274,7 +294,7 @@ class SchedulerSide:
         tokens = one.computed + one.tokens
         if self._loading_steps:  # of this step or one before it nobody knows yet whether it ran over KV that came
             tokens = min(compat.validated_tokens(of_engine), one.computed)
-            if request.loading is not None:
+            if request.loading is not None or request.has(self._in_doubt()):
                 return None
         full = min(tokens, of_engine.num_tokens) // step
         full = min(full, limits.BLOCKS_PER_CALL, *(len(of_group) for of_group in request.table))
@@ -286,7 +306,11 @@ class SchedulerSide:
         if not new:
             return None
         if new.stop > len(request.chain):
-            request.chain = request.grower(new.stop, self._settings.lookup_ms)()
+            try:  # of what is not known at once it goes without: nobody waits here
+                request.chain = request.grower(new.stop, deadline_ms=0)()
+            except KVClusterError as error:
+                request.private, request.miss = True, Miss(MissReason.SHARD_LOST, str(error))
+                return None
         self._order += 1
         self._drained[self._order] = (of_engine.request_id, self._ranks)
         request.orders.add(self._order)
@@ -316,36 +340,58 @@ class SchedulerSide:
         self._loading_steps -= {number for number in self._loading_steps if number <= report.step}
         for name, load in report.loads.items():
             self._loaded(name, load, now)
+        if not self._loading_steps:
+            self._ended_in_doubt.clear()
         for number, ranks in report.drained.items():
             self._drain(number, ranks)
         self.stats.stored(report)
 
     def _loaded(self, name: str, load: LoadReport, now: int) -> None:
-        self._link.learn(load.nbytes // self._ranks, load.took_ns, now)
-        request = self._requests.get(name)
-        order = request.loading if request is not None else None
-        self.stats.loaded(load)
-        if request is None or order is None:
+        loading = self._loading.get(name)
+        if loading is None:
             return
+        loading.told = load = load if loading.told is None else loading.told.with_others(load)
+        if load.ranks < self._ranks:
+            return
+        del self._loading[name]
+        self._link.learn(load.nbytes // self._ranks, load.took_ns, now)
+        self.stats.loaded(load)
+        order = loading.order
         wanted = order.first + len(order.into[0])
         came = load.blocks if self._layout.may_fail_in_part or load.blocks == wanted else order.first
-        request.loaded(came, load.nbytes, load.loss)
         if load.loss > Loss.EXACT:
-            self._remember_loss(request.chain[order.first : came], load.loss)
+            self._remember_loss(loading.names[: came - order.first], load.loss)
+        if came < wanted and order.layerwise:
+            self._distrust(order, set(order.into[0][came - order.first :]))
+        request = self._requests.get(name)
+        if request is None or request.loading is not order:
+            return
+        request.loaded(came, load.nbytes, load.loss)
         self._end_lookup(request)
         if came < wanted:
             request.load_failed = True
             request.miss = load.miss
             request.stored = min(request.stored, came)
-            if order.layerwise:
-                self._distrust(request, {block for of_group in order.into for block in of_group[came - order.first :]})
 
-    def _distrust(self, failed: Tracked, blocks: set[int]) -> None:
+    def _in_doubt(self) -> set[int]:
+        """Blocks that are to be loaded within passes that are out."""
+        within = (loading.order for loading in self._loading.values() if loading.order.layerwise)
+        return {block for order in within for block in order.into[0]}
+
+    def _distrust(self, failed: LoadOrder, blocks: set[int]) -> None:
         """These blocks are computed after all, by the request that failed to load them. Whoever else has them in its
-        table through the engine's own cache stores nothing: that its KV is right would rest on the engine's order."""
+        table through the engine's own cache stores nothing: that its KV is right would rest on the engine's order. And
+        that cache forgets them, and what was computed over them: who is to compute them anew may end before it does."""
+        tables = self._ended_in_doubt
         for request in self._requests.values():
-            if request is not failed and request.has(blocks):
-                request.private = True
+            if request.has(blocks):
+                request.private = request.private or request.of_engine.request_id != failed.request
+                tables = [*tables, request.table[0]]
+        wrong = set(blocks)
+        for table in tables:
+            first = next((at for at, block in enumerate(table) if block in blocks), len(table))
+            wrong.update(table[first:])
+        self._forget(wrong)
 
     def _remember_loss(self, names: Sequence[BlockHash], loss: Loss) -> None:
         for name in names:
@@ -375,6 +421,8 @@ class SchedulerSide:
             return False, None
         self._end_lookup(request)
         self._gone.append(name)
+        if request.has(self._in_doubt()):
+            self._ended_in_doubt.append(request.table[0])
         # The blocks of a load that is under way the engine keeps by itself.
         hold = bool(request.orders) and request.loading is None
         if hold:
@@ -392,6 +440,14 @@ class SchedulerSide:
         if told is not None:
             promise["kvcluster"] |= told["kvcluster"]
         return promise
+
+    def _lose_blocks(self, request: Tracked) -> None:
+        """It was preempted, which is noticed here or when it is looked up again, whichever comes first."""
+        preemptions = compat.preemptions(request.of_engine)
+        if request.preemptions < preemptions:
+            request.preemptions = preemptions
+            request.lose_blocks()
+            self._end_lookup(request)
 
     def _end_lookup(self, request: Tracked) -> None:
         if request.lookup is not None:

@@ -84,7 +84,6 @@ class Tracked:
 
     def lose_blocks(self) -> None:
         """It was preempted: its blocks are somebody else's now, and it will be looked up again."""
-        self.preemptions += 1
         self.table = []
         self.orders.clear()
         self.loading = None

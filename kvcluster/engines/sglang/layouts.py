@@ -1,0 +1,198 @@
+"""Layouts: which pages of the cluster SGLang's pages are, for each layout of its host pool, and who holds what of them.
+
+SGLang keeps K and V of a page apart, each as one run of bytes (but in `layer_first`, where each layer is one), so each
+is a group of its own here, and its run is a page of the cluster as it lies: `[layers, 1, tokens, heads, dim]` with the
+axes named as the layout has them.
+
+    layout              run of K, of V, of the latent       the page's "layers"     its "heads"
+    layer_first         one a layer: [tokens, heads, dim]   layers                  heads
+    page_first_direct   [layers, tokens, heads, dim]        layers                  heads
+    page_first          [tokens, layers, heads, dim]        one                     layers x heads
+    page_head           [heads, tokens, layers, dim]        heads                   layers
+
+So nothing is permuted on its way, and a page can be quantised as any other, since its last axis is always one head of
+one token in one layer. A rank holds a range of the model's KV heads, which is a range of an axis above: its part. Of
+`page_first` it is one only among ranks with as many heads each, of which therefore the identity tells.
+
+The identity has the layout's name as well: pages that happen to have one size never stand for one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvcluster.client.memory import Buffers, Paged
+from kvcluster.core.spec import Group, KVSpec, Part, Plane
+from kvcluster.engines.sglang import compat
+from kvcluster.engines.sglang.compat import HostPool, PoolMemory, Rank
+from kvcluster.engines.sglang.settings import Settings
+from kvcluster.errors import CallerError, SpecError
+
+_HIDING = "uint8"
+"""What SGLang keeps numbers in that torch cannot index, such as both formats of fp8."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Heads:
+    """The KV heads of the whole model, and those that this rank holds. `among`: what else they are counted among,
+    where ranks of another number would count otherwise."""
+
+    whole: int
+    start: int
+    stop: int
+    among: str = ""
+
+
+class Layout:
+    """One engine rank's pages: the spec that names them, the part of each group that this rank holds, and where they
+    lie. Raises CallerError (SpecError) where the pool cannot be named."""
+
+    def __init__(self, pool: HostPool, memory: PoolMemory, rank: Rank, settings: Settings, version: str) -> None:
+        heads = _heads(pool, rank, settings.kv_heads)
+        axes = _axes(pool, heads)
+        names = ("latent",) if pool.latent else ("k", "v")
+        stop = pool.first_layer + pool.layers - pool.drafts
+        identity = {
+            "engine": "sglang",
+            "engine_version": version,
+            "layout": pool.layout,
+            "kv_cache_dtype": _dtype(pool, settings),
+            "layers": f"{pool.first_layer}:{stop}",
+            **({"ranks": heads.among} if heads.among else {}),
+            **({"draft_layers": str(pool.drafts), "draft_weights": _drafts(pool, settings)} if pool.drafts else {}),
+        }
+        for name, text in settings.extra:
+            if identity.setdefault(name, text) != text:
+                raise CallerError(
+                    f'"extra" in --hicache-storage-backend-extra-config gives {name!r}, which is {identity[name]!r} '
+                    "here already; name it otherwise"
+                )
+        groups = (
+            # A layer belongs to one group, so those of K and of V are counted in turn.
+            Group(tuple(len(names) * n + kind for n in axes.layers), (Plane(name, axes.heads, dim, pool.dtype),))
+            for kind, (name, dim) in enumerate(zip(names, pool.dims, strict=True))
+        )
+        try:
+            self.spec = KVSpec(
+                model=settings.model,
+                weights=settings.weights,
+                block_tokens=pool.page_tokens,
+                groups=tuple(groups),
+                rope=settings.rope,
+                extra=tuple(sorted(identity.items())),
+            )
+        except SpecError as error:
+            raise SpecError(
+                f"pages of {pool.page_tokens} tokens of this model cannot be named: {error}. A block is a page of "
+                "SGLang's, so that block_tokens are its --page-size; of --hicache-mem-layout page_first all its layers "
+                "count as one"
+            ) from None
+        self.parts = dict.fromkeys(range(len(names)), axes.part)
+        self._kinds = len(names)
+        self._memory = memory
+        self._layers = memory.layers(self._kinds) if pool.layout == "layer_first" else None
+        self._check(pool)
+
+    @property
+    def page_bytes(self) -> list[int]:
+        """Of one page, for each group."""
+        return [self.spec.page_bytes(group, part) for group, part in self.parts.items()]
+
+    def in_pool(self, indices: object) -> list[Buffers | Paged]:
+        """Where the pages lie that SGLang names by slots of the host pool: for each group. Without a copy, but in
+        `layer_first`, whose layers are gathered."""
+        if self._layers is not None:
+            step, starts = self.spec.block_tokens, self._memory.starts(indices)
+            return [Paged(layers, [start // step for start in starts]) for layers in self._layers]
+        return [Buffers(runs) for runs in self._memory.runs(indices, self._kinds)]
+
+    def flat(self, pages: Sequence[object], *, writable: bool) -> list[Buffers | Paged]:
+        """The same of flat pages: the runs of one page behind one another."""
+        sizes = self.page_bytes
+        views = [compat.flat_page(page, writable=writable) for page in pages]
+        for view in views:
+            if len(view) != sum(sizes):
+                raise CallerError(f"a page of {len(view)} bytes is given; the host pool's have {sum(sizes)}")
+        starts = [sum(sizes[:group]) for group in self.parts]
+        return [Buffers([view[at : at + n] for view in views]) for at, n in zip(starts, sizes, strict=True)]
+
+    def blank(self) -> torch.Tensor:
+        """Room for a flat page."""
+        return self._memory.blank()
+
+    def _check(self, pool: HostPool) -> None:
+        """The pool's first page, by the sizes that SGLang names."""
+        for one, expected in zip(self.in_pool(self._memory.first_page()), self.page_bytes, strict=True):
+            found = len(memoryview(one.pages[0])) if isinstance(one, Buffers) else expected
+            if found != expected:
+                raise CallerError(
+                    f"a run of bytes of {pool.layout!r} has {found} of them, where {expected} were expected: this "
+                    "release of SGLang lays pages out otherwise; start without this storage backend"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Axes:
+    """What a run of bytes has as a page of the cluster: the numbers of its "layers", its "heads", and this rank's part
+    of both."""
+
+    layers: Sequence[int]
+    heads: int
+    part: Part
+
+
+def _axes(pool: HostPool, heads: _Heads) -> _Axes:
+    layers = pool.layers
+    if pool.layout == "page_first":
+        return _Axes([0], layers * heads.whole, Part(0, 1, layers * heads.start, layers * heads.stop))
+    if pool.layout == "page_head":
+        return _Axes(range(heads.whole), layers, Part(heads.start, heads.stop, 0, layers))
+    numbers = range(pool.first_layer, pool.first_layer + layers)
+    return _Axes(numbers, heads.whole, Part(0, layers, heads.start, heads.stop))
+
+
+def _heads(pool: HostPool, rank: Rank, kv_heads: int) -> _Heads:
+    """Where a model has fewer KV heads than there are ranks, several hold the same one; then, and only then, a pool
+    has a single head and does not tell which. With `kv_heads` that is known; without, ranks share with the same rank
+    of engines of as many ranks."""
+    if pool.latent:
+        return _Heads(1, 0, 1)
+    mine, first = pool.heads, rank.tp_rank * pool.heads
+    beside = f"{mine} a rank" if pool.layout == "page_first" else ""
+    if not kv_heads:
+        among = f"{rank.tp_size} of 1 head" if mine == 1 < rank.tp_size else beside
+        return _Heads(mine * rank.tp_size, first, first + mine, among)
+    if mine * rank.tp_size == kv_heads:
+        return _Heads(kv_heads, first, first + mine, beside)
+    if mine == 1 and rank.tp_size % kv_heads == 0:
+        head = rank.tp_rank // (rank.tp_size // kv_heads)
+        return _Heads(kv_heads, head, head + 1, beside)
+    raise CallerError(
+        f'"kv_heads": {kv_heads} in --hicache-storage-backend-extra-config does not fit: each of {rank.tp_size} ranks '
+        f"holds {mine}; give the KV heads of the whole model (num_key_value_heads of its config), or leave it out"
+    )
+
+
+def _dtype(pool: HostPool, settings: Settings) -> str:
+    if pool.dtype != _HIDING:
+        return pool.dtype
+    if not settings.kv_cache_dtype:
+        raise CallerError(
+            f"the host pool holds {pool.dtype}, which does not tell what its bytes mean (both formats of fp8 look so): "
+            'add "kv_cache_dtype" to --hicache-storage-backend-extra-config, with what --kv-cache-dtype is, such as '
+            '"fp8_e4m3"'
+        )
+    return settings.kv_cache_dtype
+
+
+def _drafts(pool: HostPool, settings: Settings) -> str:
+    if not settings.draft_weights:
+        raise CallerError(
+            f'{pool.drafts} layers of a draft model are packed into the host pool: add "draft_weights" to '
+            "--hicache-storage-backend-extra-config, a fingerprint of its weights (that of the model's own, where they "
+            "are part of its checkpoint)"
+        )
+    return settings.draft_weights

@@ -1,0 +1,151 @@
+"""Settings: what `--hicache-storage-backend-extra-config` says to kvcluster, checked whole while the engine starts.
+
+SGLang hands over one flat JSON object, in which its own keys stand beside ours. What is wrong with ours is told before
+anything is connected, and an unknown key is refused by name: one that is ignored would be found out by a hit rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvcluster import config
+from kvcluster.config import ClientConfig
+from kvcluster.core.spec import KVSpec
+from kvcluster.errors import ConfigError
+from kvcluster.transport.rpc import check_address
+
+_WHERE = "--hicache-storage-backend-extra-config"
+
+_SGLANG = (
+    *("backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path", "tp_lcm_size"),
+    *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
+    "hicache_storage_pass_prefix_keys",
+)
+"""SGLang's own keys, some of which it takes out before anybody else sees them."""
+
+_OURS = {
+    "address": "host:port of the coordinator",
+    "weights": "a fingerprint of the exact weights",
+    "model": "the model's name, where replicas serve it under different ones",
+    "token_file": "a file that holds this engine's token and nothing else",
+    "kv_cache_dtype": "what --kv-cache-dtype says, where the host pool's own dtype does not tell",
+    "kv_heads": "KV heads of the whole model, where ranks have one each",
+    "draft_weights": "a fingerprint of the draft model's weights, where its layers are packed into the host pool",
+    "rope": "the rotary settings, where the command line overrides those of the checkpoint",
+    "extra": "names and texts of anything else that KV depends on",
+    "lookup_ms": "the deadline of asking what is there",
+    "retry_ms": "how long nothing is asked of a cluster that does not answer",
+    "client": "settings of the client: deadline_ms, connect_ms, accept, transports...",
+}
+
+
+_LOOKUP_MS = 1_000
+"""A request waits for this, and it is a question without bytes."""
+
+_RETRY_MS = 1_000
+"""So long after a cluster that came back may go unused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`client.deadline_ms` is that of moving one batch of pages, `lookup_ms` that of asking what is there; after a
+    cluster did not answer, nothing is asked of it for `retry_ms`. The others are told in `_OURS`."""
+
+    address: str
+    weights: str
+    model: str
+    client: ClientConfig
+    token: str | None = None
+    kv_cache_dtype: str = ""
+    kv_heads: int = 0
+    draft_weights: str = ""
+    rope: str = ""
+    extra: tuple[tuple[str, str], ...] = ()
+    lookup_ms: int = _LOOKUP_MS
+    retry_ms: int = _RETRY_MS
+
+
+def read(given: Mapping[str, object], model_name: str) -> Settings:
+    """The settings among SGLang's extra config. Raises ConfigError, or SpecError for weights that can move."""
+    for key in given:
+        if key not in _OURS and key not in _SGLANG:
+            raise ConfigError(f"{_WHERE} has the unknown key {key!r}; kvcluster knows {', '.join(_OURS)}")
+    for key, advice in (
+        ("address", 'the coordinator\'s "host:port", such as "127.0.0.1:7070"'),
+        (
+            "weights",
+            "a fingerprint of the exact weights, such as the commit of the checkpoint or the digest of its files: "
+            "without it KV of other weights under the same name would be taken for fresh",
+        ),
+    ):
+        if not given.get(key):
+            raise ConfigError(f'{_WHERE} lacks "{key}": give {advice}')
+    settings = Settings(
+        address=_text(given, "address"),
+        weights=_text(given, "weights"),
+        model=_text(given, "model") or model_name,
+        client=_client(given.get("client", {})),
+        token=_token(_text(given, "token_file")),
+        kv_cache_dtype=_text(given, "kv_cache_dtype"),
+        kv_heads=_number(given, "kv_heads", 0, least=0),
+        draft_weights=_text(given, "draft_weights"),
+        rope=_text(given, "rope"),
+        extra=_pairs(given.get("extra", {})),
+        lookup_ms=_number(given, "lookup_ms", _LOOKUP_MS, least=1),
+        retry_ms=_number(given, "retry_ms", _RETRY_MS, least=1),
+    )
+    if not settings.model:
+        raise ConfigError(f'SGLang tells no model name: give "model" in {_WHERE}, the same for all replicas')
+    check_address(settings.address)
+    for weights in (settings.weights, settings.draft_weights or settings.weights):
+        # The pool, and so the rest of the spec, is not known before it is registered; the texts can be judged now.
+        KVSpec.uniform(
+            model=settings.model,
+            weights=weights,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            dtype="uint8",
+            rope=settings.rope,
+            extra=dict(settings.extra),
+        )
+    return settings
+
+
+def _text(given: Mapping[str, object], key: str) -> str:
+    value = given.get(key, "")
+    if not isinstance(value, str):
+        raise ConfigError(f"{_WHERE}: {key} must be text ({_OURS[key]}), not {value!r}")
+    return value
+
+
+def _number(given: Mapping[str, object], key: str, default: int, *, least: int) -> int:
+    value = given.get(key, default)
+    if type(value) is not int or not least <= value < 2**31:
+        raise ConfigError(f"{_WHERE}: {key} must be an integer of at least {least} ({_OURS[key]}), not {value!r}")
+    return value
+
+
+def _pairs(value: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, Mapping) or not all(isinstance(text, str) for pair in value.items() for text in pair):
+        raise ConfigError(
+            f'{_WHERE}: extra must be an object of texts, such as {{"lora": "sha256:..."}}, not {value!r}'
+        )
+    return tuple(sorted(value.items()))
+
+
+def _client(value: object) -> ClientConfig:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{_WHERE}: client must be an object ({_OURS['client']}), not {value!r}")
+    return config.load(overrides={"client": dict(value)}).client
+
+
+def _token(path: str) -> str | None:
+    if not path:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{_WHERE}: token_file {path!r} cannot be read: {error}") from None

@@ -1,0 +1,309 @@
+"""KVClusterStorage: SGLang's storage interface over a kvcluster client.
+
+SGLang calls from threads of its own: one asks how much of a prompt is there (`batch_exists`), one loads it into the
+host pool in batches of pages (`batch_get_v1`), one stores what was computed (`batch_set_v1`). With `"interface_v1": 1`
+it names slots of the host pool, and bytes are moved from and to where they lie; without, it hands over each page as a
+flat tensor (`batch_get`, `batch_set`), which it has copied. Both are the same pages.
+
+Its keys are chained SHA-256 digests in hexadecimal, rooted in what keeps requests apart (adapter, salt); here they are
+bound to the namespace, so that a key of another model, dtype, layout or tenant names nothing.
+
+Mistakes are told where they can be mended: by the constructor and by registration, which end the start of the engine.
+After that nothing is raised but by `clear`, which must not claim what it did not do, and by what belongs to
+pools that were refused. Whatever else goes wrong is a miss, logged, and SGLang computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+
+import kvcluster
+from kvcluster.client.client import Client
+from kvcluster.client.memory import Buffers, Paged
+from kvcluster.client.ticket import Ticket
+from kvcluster.core import hashing, limits
+from kvcluster.core.ids import BlockHash
+from kvcluster.engines.sglang import compat
+from kvcluster.engines.sglang.layouts import Layout
+from kvcluster.engines.sglang.link import Joined, Link, answered
+from kvcluster.engines.sglang.losses import Losses, book_of
+from kvcluster.engines.sglang.settings import read
+from kvcluster.errors import CallerError, KVClusterError, Unreachable
+from kvcluster.transport.seam import Deadline
+
+T = TypeVar("T")
+Lie = Callable[[int, int], list[Buffers | Paged]]
+"""Where the pages from one number to another of a call lie."""
+
+
+class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
+    """What SGLang's `dynamic` storage backend makes of the keys `module_path` and `class_name`.
+
+    `storage_config` is SGLang's, with our settings among its extra config (settings.py); `options` may hold `connect`,
+    which stands in for `kvcluster.connect`. Raises ConfigError or CallerError (SpecError) where they cannot be used.
+    """
+
+    def __init__(self, storage_config: object, options: Mapping[str, object] | None = None) -> None:
+        with compat.reading():
+            self._rank = compat.rank(storage_config)
+            self._settings = read(compat.extra_config(storage_config), compat.model_name(storage_config))
+        self.mem_pool_host: object = None
+        self._connect: Callable[..., Client] = (options or {}).get("connect", kvcluster.connect)  # type: ignore[assignment]
+        self._link: Link | None = None
+        self._layout: Layout | None = None
+        self._losses = Losses()
+
+    # --------------------------------------------------------------------------- what may refuse the engine's start
+
+    def register_mem_pool_host(self, mem_pool_host: object) -> None:
+        """Names the pages of this host pool, and begins to connect. Raises CallerError where they cannot be named."""
+        self.close()
+        self.mem_pool_host = mem_pool_host
+        with compat.reading():
+            pool, memory = compat.describe(mem_pool_host), compat.PoolMemory(mem_pool_host)
+            layout = self._layout = Layout(pool, memory, self._rank, self._settings, compat.version())
+        self._losses = book_of(mem_pool_host)
+        settings = self._settings
+
+        def connect() -> Client:
+            return self._connect(
+                settings.address, layout.spec, token=settings.token, part=layout.parts, config=settings.client
+            )
+
+        self._link = Link(connect, retry_ms=settings.retry_ms)
+        self._link.start()
+
+    def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: object) -> None:
+        """The pool that is registered already is named here a second time. Raises CallerError for any other."""
+        if host_pool is not self.mem_pool_host:
+            self.close()
+            raise _second_pool(host_pool_name)
+
+    def batch_exists_v2(self, keys: Sequence[str], pool_transfers: object = None, extra_info: object = None) -> object:
+        """Raises CallerError: it is asked for second pools alone."""
+        raise _second_pool(_names(pool_transfers))
+
+    def batch_get_v2(self, transfers: object, extra_info: object = None) -> object:
+        """As `batch_exists_v2`."""
+        raise _second_pool(_names(transfers))
+
+    def batch_set_v2(self, transfers: object, extra_info: object = None) -> object:
+        """As `batch_exists_v2`."""
+        raise _second_pool(_names(transfers))
+
+    # --------------------------------------------------------------------------------- pages where they lie (v1)
+
+    def batch_exists(self, keys: Sequence[str], extra_info: object = None) -> int:
+        """How many of the leading pages can be loaded."""
+        return self._guard("asking what is there", 0, lambda joined: self._find(joined, keys))
+
+    def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: object = None) -> list[bool]:
+        """Loads pages into their slots of the host pool: which of them came. What is behind one that did not is of no
+        use to a prefix, and counts as if it had not come either."""
+        came = self._guard("loading", 0, lambda joined: self._load(joined, keys, self._slots(keys, host_indices)))
+        return [number < came for number in range(len(keys))]
+
+    def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: object = None) -> list[bool]:
+        """Stores pages from their slots of the host pool: are they in the cluster, or being stored by somebody else?
+        The cluster tells of a batch as a whole, so that one page that was not stored counts for all of them."""
+        stored = self._rank.writer and self._guard(
+            "storing",
+            False,
+            lambda joined: self._store(joined, keys, self._slots(keys, host_indices), compat.prefix_keys(extra_info)),
+        )
+        return [stored] * len(keys)
+
+    # ------------------------------------------------------------------------------------------- pages by copies
+
+    def exists(self, key: str) -> bool:
+        """Can this page be loaded?"""
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: object = None, target_sizes: object = None) -> torch.Tensor | None:
+        """As `batch_get`, of one page."""
+        targets = None if target_location is None else [target_location]
+        return self.batch_get([key], targets)[0]
+
+    def batch_get(
+        self, keys: Sequence[str], target_locations: Sequence[object] | None = None, target_sizes: object = None
+    ) -> list[torch.Tensor | None]:
+        """Fills flat tensors, or new ones where none are given, and returns each that is a page now; None for a page
+        that did not come and all behind it."""
+        targets: list[torch.Tensor] = []
+
+        def load(joined: Joined) -> int:
+            given = target_locations or [self._pages.blank() for _ in keys]
+            targets.extend(given)  # type: ignore[arg-type]
+            return self._load(joined, keys, self._flat(keys, given, writable=True))
+
+        came = self._guard("loading", 0, load)
+        return [targets[number] if number < came else None for number in range(len(keys))]
+
+    def set(self, key: str, value: object = None, target_location: object = None, target_sizes: object = None) -> bool:
+        """As `batch_set`, of one page, which is `value` or else lies at `target_location`."""
+        return self.batch_set([key], [target_location if value is None else value])
+
+    def batch_set(
+        self,
+        keys: Sequence[str],
+        values: Sequence[object] | None = None,
+        target_locations: Sequence[object] | None = None,
+        target_sizes: object = None,
+    ) -> bool:
+        """Stores flat tensors, `values` or those at `target_locations`: as `batch_set_v1`, for all of them at once."""
+        given = (target_locations if values is None else values) or []
+        return self._rank.writer and self._guard(
+            "storing",
+            False,
+            lambda joined: self._store(joined, keys, self._flat(keys, given, writable=False), None),
+        )
+
+    # ------------------------------------------------------------------------------------------------ the others
+
+    def clear(self) -> None:
+        """Forgets every page of this model and these weights, of all engines of this credential. Raises Unreachable
+        where that is not known to hold; SGLang reports it then as not cleared."""
+        joined = self._link.joined() if self._link is not None else None
+        if joined is None or self._layout is None:
+            raise Unreachable(
+                f"there is no connection to {self._settings.address}, so nothing is known to be forgotten"
+            )
+        spec = self._layout.spec
+        joined.client.purge(model=spec.model, weights=spec.weights)
+
+    def close(self) -> None:
+        """Ends the connection; every call is a miss from then on. May be called again."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    # --------------------------------------------------------------------------------------------------- helpers
+
+    @property
+    def _pages(self) -> Layout:
+        assert self._layout is not None, "a link comes after its layout"
+        return self._layout
+
+    def _guard(self, what: str, otherwise: T, work: Callable[[Joined], T]) -> T:
+        """What comes of the work; `otherwise` where there is nobody to ask, and where anything goes wrong."""
+        link = self._link
+        joined = link.joined() if link is not None else None
+        if link is None or joined is None:
+            return otherwise
+        try:
+            return work(joined)
+        except CallerError as error:
+            link.tell(f"{what} failed, and is a miss: {error}")
+        except KVClusterError as error:  # it does not know us any more, or is another one
+            link.lost(str(error))
+        except Exception as error:  # a mistake of ours must not end a thread of SGLang's
+            link.tell(f"{what} failed, and is a miss: {error!r}", trace=True)
+        return otherwise
+
+    def _find(self, joined: Joined, keys: Sequence[str]) -> int:
+        deadline, found = Deadline.after_ms(self._settings.lookup_ms), 0
+        for start, stop in _pieces(len(keys)):
+            hashes = _hashes(joined, keys[start:stop])
+            with joined.client.prepare_load(hashes, deadline_ms=_rest_ms(deadline)) as ticket:
+                self._heard(ticket)
+                found += ticket.blocks
+            if found < stop:
+                break
+        return found
+
+    def _load(self, joined: Joined, keys: Sequence[str], lie: Lie) -> int:
+        deadline, came = Deadline.after_ms(self._settings.client.deadline_ms), 0
+        for start, stop in _pieces(len(keys)):
+            hashes = _hashes(joined, keys[start:stop])
+            into = lie(start, stop)  # a mistake shows whether or not the pages are there
+            with joined.client.prepare_load(hashes, deadline_ms=_rest_ms(deadline)) as ticket:
+                self._heard(ticket)
+                if not ticket.blocks:
+                    break
+                loaded = joined.client.begin_load(ticket, into, deadline_ms=_rest_ms(deadline)).result()
+            # Noted before SGLang knows of any of them, and so before anything is computed over them.
+            self._losses.note(keys[start : start + loaded.blocks], loaded.loss)
+            came += loaded.blocks
+            if came < stop:
+                break
+        return came
+
+    def _store(self, joined: Joined, keys: Sequence[str], lie: Lie, prefix: Sequence[str] | None) -> bool:
+        deadline = Deadline.after_ms(self._settings.client.deadline_ms)
+        for start, stop in _pieces(len(keys)):
+            before = None if prefix is None else [*prefix, *keys[:start]]
+            some = keys[start:stop]
+            # What comes before tells the cluster where in a sequence these belong: which go together, which go last.
+            known = before if before is not None and len(before) + len(some) <= limits.BLOCKS_PER_CALL else []
+            loss = self._losses.of(before, some)
+            stored = joined.client.begin_store(
+                _hashes(joined, [*known, *some]),
+                lie(start, stop),
+                first=len(known),
+                loss=loss,
+                deadline_ms=_rest_ms(deadline),
+            ).result()
+            self._losses.note(some, loss)
+            there = stored.blocks + stored.deduplicated + stored.pending
+            if there < len(some):
+                if self._link is not None:
+                    self._link.tell(f"{there} of {len(some)} pages were stored: {stored.miss}")
+                return False
+        return True
+
+    def _slots(self, keys: Sequence[str], host_indices: torch.Tensor) -> Lie:
+        step = self._pages.spec.block_tokens
+        if len(host_indices) != len(keys) * step:
+            raise CallerError(f"{len(host_indices)} slots are given for {len(keys)} pages of {step} tokens")
+        return lambda start, stop: self._pages.in_pool(host_indices[start * step : stop * step])
+
+    def _flat(self, keys: Sequence[str], pages: Sequence[object], *, writable: bool) -> Lie:
+        if len(pages) != len(keys):
+            raise CallerError(f"{len(pages)} tensors are given for {len(keys)} pages")
+        return lambda start, stop: self._pages.flat(pages[start:stop], writable=writable)
+
+    def _heard(self, ticket: Ticket) -> None:
+        """What a ticket says of whether there is anybody to ask. Stores are not asked: no request waits for them."""
+        link = self._link
+        if link is None:
+            return
+        if answered(ticket):
+            link.found()
+        else:
+            link.lost(str(ticket.miss))
+
+
+def _hashes(joined: Joined, keys: Sequence[str]) -> list[BlockHash]:
+    try:
+        digests = [bytes.fromhex(key) for key in keys]
+    except ValueError:
+        raise CallerError(
+            "a page's key is not hexadecimal; only the page hashes that SGLang makes are served"
+        ) from None
+    return hashing.foreign(joined.namespace, digests)
+
+
+def _pieces(pages: int) -> list[tuple[int, int]]:
+    """A call's pages, as many at once as one question carries."""
+    step = limits.BLOCKS_PER_CALL
+    return [(start, min(start + step, pages)) for start in range(0, pages, step)]
+
+
+def _rest_ms(deadline: Deadline) -> float:
+    return deadline.remaining_s() * 1e3
+
+
+def _names(transfers: object) -> str:
+    given = transfers if isinstance(transfers, (list, tuple)) else []
+    return ", ".join(str(getattr(transfer, "name", transfer)) for transfer in given) or "without a name"
+
+
+def _second_pool(name: object) -> CallerError:
+    return CallerError(
+        f"SGLang keeps more than one host pool for this model (here {name}: a sliding window, recurrent state, an "
+        "indexer or a draft model of its own), and kvcluster stores the pages of full attention only: start without "
+        "what needs that pool, such as --speculative-algorithm, or without this storage backend"
+    )
