@@ -110,6 +110,7 @@ def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], name
         ("server", "transports", ["shm", "tcp"], "server.transports must name grpc, since control goes over it"),
         ("server", "transports", ["grpc", "rdma"], "server.transports: there is no 'rdma'; there is shm, tcp, grpc"),
         ("client", "transports", [], "client.transports must name one of shm, tcp, grpc"),
+        ("client", "store_niceness", 20, "client.store_niceness must be between 0 and 19"),
         ("client", "transports", ["udp"], "client.transports: there is no 'udp'; there is shm, tcp, grpc"),
         ("coordinator", "low_free", -0.1, "low_free <= high_free"),
         ("coordinator", "low_free", 0.2, "low_free <= high_free"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 
 import pytest
@@ -168,3 +169,18 @@ def test_a_client_leaves_no_thread_behind(cluster: MemoryCluster) -> None:
         assert client.load(TOKENS, room(3)) == 3 * BLOCK
         assert threading.active_count() == before + 4, "to load, to read a shard, to store, to keep tickets"
     assert threading.active_count() == before
+
+
+def test_threads_that_store_yield_to_those_that_compute_where_the_caller_says_so(start: Start) -> None:
+    cluster = start(shards=1, device_bytes="4MiB", config={"client": {"store_niceness": 7}})
+    before = set(threading.enumerate())
+    client = cluster.client(SPEC)
+    assert client.store(prompt(2), kv(2)).blocks == 2
+    assert client.load(prompt(2), room(2)) == 2 * BLOCK
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    by_name = {
+        thread.name.rstrip("_0123456789"): os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) - mine
+        for thread in set(threading.enumerate()) - before
+    }
+    assert by_name["kvcluster-store"] == 7
+    assert by_name["kvcluster-load"] == by_name["kvcluster-read"] == 0
