@@ -48,7 +48,8 @@ def test_what_does_not_come_is_counted_from_the_sequence_start(cluster: MemoryCl
     fill(cluster)
     client = cluster.client(SPEC)
     with client.prepare_load(client.hashes(prompt(4))) as ticket:
-        client.clear()
+        for shard in list(cluster.shards):
+            cluster.stop_shard(shard)
         loaded = client.begin_load(ticket, room(2), first=2).result()
     assert loaded.blocks == 2 and sorted(loaded.failed) == [2, 3]
     assert loaded.miss is not None and loaded.miss.reason is not MissReason.DEADLINE
