@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import io
+import json
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from kvcluster.cli import operate
 from kvcluster.cli.main import main
@@ -359,3 +365,82 @@ def test_status_says_which_engines_of_one_model_can_never_share(
     assert served.run("status") == 0
     said = capsys.readouterr().out
     assert "never shared: tiny: 2 blocks are apart from 80 others, by weights (sha256:2, not sha256:1)" in said
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    file = tmp_path / "system.json"
+    file.write_text(json.dumps(prompt(8, 0)), encoding="utf-8")
+    return file
+
+
+def test_a_prompt_is_pinned_by_the_name_of_its_model(
+    served: Served, client: Client, token_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert served.run("pin", "--model", "tiny", "--prompt-file", str(token_file), "--ttl", "60") == 0
+    assert "32 of 32 tokens are pinned for 60 s" in capsys.readouterr().out
+    assert served.run("unpin", "--model", "tiny", "--prompt-file", str(token_file)) == 0
+    assert "may be evicted again" in capsys.readouterr().out
+
+
+def test_what_is_not_cached_is_not_pinned(
+    served: Served, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(json.dumps(prompt(8, 99)), encoding="utf-8")
+    assert served.run("pin", "--model", "tiny", "--prompt-file", str(file)) == 1
+    assert "have an engine compute it" in capsys.readouterr().err
+
+
+def test_the_weights_are_named_where_engines_run_different_ones(
+    served: Served, client: Client, token_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.cluster.client(spec_of(weights="sha256:2")).store(prompt(2), kv(2))
+    assert served.run("pin", "--model", "tiny", "--prompt-file", str(token_file)) == 1
+    assert "name them by --weights: sha256:1, sha256:2" in capsys.readouterr().err
+    assert served.run("pin", "--model", "tiny", "--weights", "sha256:1", "--prompt-file", str(token_file)) == 0
+
+
+@pytest.mark.parametrize(
+    ("content", "model", "said"),
+    [
+        ("[1, 2]", "gigantic", "no engine has named a model 'gigantic' with adapter ''; there is tiny"),
+        ("a text", "tiny", "no JSON list of token ids; for text give --tokenizer"),
+        ('["a"]', "tiny", "no JSON list of token ids"),
+        ("[" * 100_000, "tiny", "no JSON list of token ids"),
+    ],
+)
+def test_what_cannot_be_pinned_is_said(
+    served: Served,
+    client: Client,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: str,
+    model: str,
+    said: str,
+) -> None:
+    file = tmp_path / "prompt"
+    file.write_text(content, encoding="utf-8")
+    assert served.run("pin", "--model", model, "--prompt-file", str(file)) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_said(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert served.run("pin", "--model", "tiny", "--prompt-file", "nowhere.txt") == 1
+    assert "cannot read nowhere.txt" in capsys.readouterr().err
+
+
+def test_text_is_made_token_ids_of_by_the_models_tokenizer(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vocabulary = {word: number for number, word in enumerate(["[UNK]", "be", "kind"])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    served.cluster.client(SPEC).store([1, 2] * 4, kv(2))
+    file = tmp_path / "system.txt"
+    file.write_text("be kind " * 4, encoding="utf-8")
+    eventually(
+        lambda: served.run("pin", "--model", "tiny", "--prompt-file", str(file), "--tokenizer", str(tmp_path)) == 0
+    )
+    assert "8 of 8 tokens are pinned" in capsys.readouterr().out
