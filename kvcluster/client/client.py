@@ -22,6 +22,7 @@ from kvcluster.client.control import NO_CALL, NOBODY, Control, CoordinatorPort
 from kvcluster.client.explaining import explain
 from kvcluster.client.lease_keeper import LeaseKeeper
 from kvcluster.client.movers import Movers
+from kvcluster.client.opening import open_ways
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
 from kvcluster.client.shards import OpenTransport, Shards
 from kvcluster.client.status import status_dict
@@ -87,14 +88,7 @@ class Client:
         )
         self._attempt = own_attempts()
         self._keeper = LeaseKeeper(self._renew, self._end)
-        self._movers = Movers(
-            self._control,
-            self._shards,
-            self.parts,
-            next_attempt=self._attempt,
-            store_wait_ms=self._config.store_wait_ms,
-            store_niceness=self._config.store_niceness,
-        )
+        self._movers = Movers(self._control, self._shards, self.parts, next_attempt=self._attempt, config=self._config)
         self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=self._deadline)
         # Without anything to decode it with, a page that is encoded had better not be promised.
         self._accept = Loss[self._config.accept.upper()] if implementation() is not None else Loss.EXACT
@@ -104,6 +98,10 @@ class Client:
         """Names the spec to the coordinator. Done by the first call otherwise; `connect` does it to fail early.
         Raises Trouble (an Unreachable) where it does not answer."""
         self._control.attach(self.spec, deadline)
+
+    def open_ways(self, *, deadline_ms: float | None = None) -> None:
+        """Finds the way to every shard that is up, so that the first load or store need not. Nothing is raised."""
+        open_ways(self._control, self._shards, self.spec, self.parts, self._attempt, self._call(deadline_ms))
 
     # ------------------------------------------------------------------------------------ level 1: blocks
 
@@ -487,12 +485,9 @@ class Client:
 
     def _call(self, deadline_ms: float | None) -> Deadline:
         """The deadline of a call that begins now. Raises CallerError where the client is closed."""
-        self._check_open()
-        return self._deadline(deadline_ms)
-
-    def _check_open(self) -> None:
         if self._closed:
             raise CallerError("this client is closed; connect again")
+        return self._deadline(deadline_ms)
 
     def _deadline(self, deadline_ms: float | None) -> Deadline:
         if deadline_ms is None:

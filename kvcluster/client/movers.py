@@ -29,6 +29,7 @@ from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.shards import Shards
 from kvcluster.client.storing import WRITERS, Store, Tally
 from kvcluster.client.transfer import Transfer
+from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import PrepareStore, TicketBody
@@ -60,8 +61,7 @@ class Movers:
         parts: tuple[Part | None, ...],
         *,
         next_attempt: Callable[[], Attempt],
-        store_wait_ms: int,
-        store_niceness: int = 0,
+        config: ClientConfig,
     ) -> None:
         self.learned = LearnedRate()
         """Of recent loads, of which one ends at a time."""
@@ -69,11 +69,11 @@ class Movers:
         self._shards = shards
         self._parts = parts
         self._next_attempt = next_attempt
-        self._store_wait_ns = store_wait_ms * 1_000_000
+        self._store_wait_ns = config.store_wait_ms * 1_000_000
         self._host = socket.gethostname()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvcluster-load")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kvcluster-read")
-        yields = partial(be_nice, store_niceness)
+        yields = partial(be_nice, config.store_niceness)
         self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvcluster-store", initializer=yields)
         self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="kvcluster-write", initializer=yields)
         self._running: dict[Transfer[Any], _Job] = {}

@@ -175,7 +175,7 @@ def test_threads_that_store_yield_to_those_that_compute_where_the_caller_says_so
     cluster = start(shards=1, device_bytes="4MiB", config={"client": {"store_niceness": 7}})
     before = set(threading.enumerate())
     client = cluster.client(SPEC)
-    assert client.store(prompt(2), kv(2)).blocks == 2
+    assert client.store(prompt(2), kv(2)).blocks == 2 and client.flush()
     assert client.load(prompt(2), room(2)) == 2 * BLOCK
     mine = os.getpriority(os.PRIO_PROCESS, 0)
     by_name = {
@@ -184,3 +184,16 @@ def test_threads_that_store_yield_to_those_that_compute_where_the_caller_says_so
     }
     assert by_name["kvcluster-store"] == 7
     assert by_name["kvcluster-load"] == by_name["kvcluster-read"] == 0
+
+
+def test_ways_that_were_opened_before_are_there_when_pages_are_moved(start: Start) -> None:
+    cluster = start(shards=2, device_bytes="4MiB")
+    client = cluster.client(SPEC)
+    assert client.status()["transports"] == {}
+    client.open_ways()
+    assert sorted(client.status()["transports"]) == sorted(cluster.shards)
+    gone, there = sorted(cluster.shards)
+    cluster.stop_shard(gone)
+    late = cluster.client(SPEC)
+    late.open_ways()
+    assert there in late.status()["transports"], "whoever does not answer keeps nobody from the others"

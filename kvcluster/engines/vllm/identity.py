@@ -152,6 +152,8 @@ class Membership:
                     told = self.why
                 self._stop.wait(_PAUSE_S)
                 continue
+            if self._parts is not None:  # the scheduler's side asks the coordinator alone
+                client.open_ways()
             with self._changed:
                 if self._wanted == wanted and not self._stop.is_set():
                     self.client, self.why = client, ""
