@@ -44,6 +44,9 @@ _LAYERWISE_SLACK = 10
 
 _LEAST_LAYERWISE_MS = 200
 
+_PENDING_NS = 100_000_000
+"""So long a request waits at most for a block that somebody else is storing: most stores are over much sooner."""
+
 
 @dataclass(slots=True)
 class _Loading:
@@ -118,7 +121,7 @@ class SchedulerSide:
         ticket = self._look_up(request)
         if ticket is None:
             return (0 if request.lookup is None else None), False
-        if self._is_promised_more(request, ticket):
+        if self._comes_more(request, ticket):
             self._end_lookup(request)
             return None, False
         tokens = ticket.blocks * self._layout.block_tokens - local_tokens
@@ -162,16 +165,21 @@ class SchedulerSide:
             request.chain = list(request.lookup.hashes)
         return request.lookup.ticket
 
-    def _is_promised_more(self, request: Tracked, ticket: Ticket) -> bool:
-        """Has another server stored more than is found, and is it time to look again?"""
-        promised = handover.promised(compat.transfer_params(request.of_engine))
-        blocks = min(promised, (request.of_engine.num_tokens - 1) // self._layout.block_tokens)
-        if ticket.blocks >= blocks:
+    def _comes_more(self, request: Tracked, ticket: Ticket) -> bool:
+        """Is more than is found on its way, and worth the wait until it is looked for again? Another server has said
+        so, or somebody is storing the next block at this moment; then others of the same prompt follow it closely."""
+        asked = (request.of_engine.num_tokens - 1) // self._layout.block_tokens
+        promised = min(handover.promised(compat.transfer_params(request.of_engine)), asked)
+        if ticket.blocks < promised:
+            patience_ns = self._settings.handover_ms * 1_000_000
+        elif ticket.miss is not None and ticket.miss.reason is MissReason.PENDING:
+            patience_ns = _PENDING_NS
+        else:
             return False
         now = self._clock()
-        request.promised_until_ns = request.promised_until_ns or now + self._settings.handover_ms * 1_000_000
+        request.comes_until_ns = request.comes_until_ns or now + patience_ns
         request.look_again_ns = now + handover.PAUSE_NS
-        return now < request.promised_until_ns
+        return now < request.comes_until_ns
 
     def _asker(self, request: Tracked) -> Ask:
         """The question of how far a request's tokens are cached. The last of them has to be computed in any case, or

@@ -36,8 +36,8 @@ class Tracked:
 
     # Of its next load, or the one that is under way.
     lookup: Lookup | None = None
-    look_again_ns: int = 0  # not before, where blocks are promised that were not found
-    promised_until_ns: int = 0
+    look_again_ns: int = 0  # not before, where blocks are on their way that were not found
+    comes_until_ns: int = 0
     layerwise: bool = False
     loading: LoadOrder | None = None
     load_failed: bool = False
@@ -87,6 +87,7 @@ class Tracked:
         self.table = []
         self.orders.clear()
         self.loading = None
+        self.look_again_ns = self.comes_until_ns = 0
         self.stored = 0  # stores that lost their source came to nothing
         self.load_failed = self.private
 
