@@ -22,10 +22,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 EXTRAS := cluster,transformers,bench,test,dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test e2e-vllm check bench simulate chaos soak fuzz fmt proto clean
+.PHONY: help install demo test e2e-vllm bench-vllm check bench simulate chaos soak fuzz fmt proto clean
 
 help: ## list what can be made
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## make .venv with everything pinned in constraints.txt (PYTHON=python3.12 to choose)
 
@@ -60,6 +60,9 @@ e2e-vllm: install ## real vLLM engines over a real cluster (4 GB in .venv-vllm; 
 	@.venv-vllm/bin/python -m pytest -q -c tests/vllm/pytest.ini tests/vllm
 	$(say) "engines and servers"
 	@$(BIN)/python -m tests.vllm.e2e --env .venv-vllm $(E2E_ARGS)
+
+bench-vllm: install ## what the connector costs an engine and what it gives; after e2e-vllm, five quiet minutes
+	@$(BIN)/python -m tests.vllm.e2e --env .venv-vllm --only cost
 
 check: install ## what every change must pass: format, lint, types, import rule, tidiness, fast tests
 	$(say) "format (make fmt mends it)"

@@ -40,14 +40,16 @@ FIELDS: dict[str, tuple[str, ...]] = {
 REQUEST = (
     *("request_id", "num_prompt_tokens", "num_computed_tokens", "num_in_flight_tokens", "all_token_ids", "max_tokens"),
     *("lora_request", "cache_salt", "mm_features", "prompt_embeds", "pooling_params", "kv_transfer_params"),
-    *("resumable", "skip_reading_prefix_cache"),
+    *("resumable", "skip_reading_prefix_cache", "num_preemptions"),
 )
 """Attributes that a request is given when it is made."""
 
 
 def complaints() -> Iterator[str]:
     """What does not fit."""
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
     from kvcluster.engines.vllm import KVClusterConnector
@@ -72,6 +74,11 @@ def complaints() -> Iterator[str]:
         for name in names:
             if name not in has:
                 yield f"{kind} has no {name}"
+    if not hasattr(KVCacheManager, "evict_blocks"):
+        yield "KVCacheManager has no evict_blocks"
+    for name in ("max_concurrent_batches", "use_v2_model_runner"):
+        if not hasattr(VllmConfig, name):
+            yield f"VllmConfig has no {name}"
     made = inspect.getsource(Request.__init__)
     for name in REQUEST:
         if f"self.{name}" not in made:

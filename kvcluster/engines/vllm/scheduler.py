@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from kvcluster.client.client import Client
@@ -36,7 +35,7 @@ from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Repor
 from kvcluster.engines.vllm.rates import PrefillRate
 from kvcluster.engines.vllm.settings import Settings
 from kvcluster.engines.vllm.stats import Stats
-from kvcluster.engines.vllm.tracked import Tracked
+from kvcluster.engines.vllm.tracked import Loading, Tracked
 from kvcluster.errors import KVClusterError
 
 _LAYERWISE_SLACK = 10
@@ -46,16 +45,6 @@ _LEAST_LAYERWISE_MS = 200
 
 _PENDING_NS = 100_000_000
 """So long a request waits at most for a block that somebody else is storing: most stores are over much sooner."""
-
-
-@dataclass(slots=True)
-class _Loading:
-    """A load that is under way at some rank at least. `names` are the hashes of its blocks; `told` is what the ranks
-    have reported that ended it."""
-
-    order: LoadOrder
-    names: tuple[BlockHash, ...]
-    told: LoadReport | None = None
 
 
 class SchedulerSide:
@@ -89,7 +78,7 @@ class SchedulerSide:
         self._prefill = PrefillRate(settings.prefill_tokens_per_s)
         self._requests: dict[str, Tracked] = {}
         self._new_loads: list[LoadOrder] = []
-        self._loading: dict[str, _Loading] = {}  # by request, whether it still lives or not
+        self._loading: dict[str, Loading] = {}  # by request, whether it still lives or not
         self._ended_in_doubt: list[list[int]] = []
         self._gone: list[str] = []
         self._held: list[str] = []
@@ -109,6 +98,12 @@ class SchedulerSide:
     def matched(self, of_engine: Any, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens can be loaded behind the `local_tokens` that the engine has; None while that is not known.
         The other value says whether they are loaded beside the forward passes."""
+        tokens, beside = self._matched(of_engine, local_tokens)
+        if tokens is not None and self._shares_a_load(of_engine, local_tokens):
+            return None, False
+        return tokens, beside
+
+    def _matched(self, of_engine: Any, local_tokens: int) -> tuple[int | None, bool]:
         request = self._request(of_engine)
         if request is None:
             return 0, False
@@ -129,6 +124,17 @@ class SchedulerSide:
             self._end_lookup(request)
             return 0, False
         return tokens, not request.layerwise
+
+    def _shares_a_load(self, of_engine: Any, local_tokens: int) -> bool:
+        """Does the engine's own cache give it blocks that are only about to be loaded, within the pass that is being
+        put together? If they do not come, the engine lets it go on from them before they are computed; so it is to
+        wait for the next pass."""
+        within = {name for load in self._loading.values() if load.order.layerwise for name in load.names}
+        if not within or not local_tokens:
+            return False
+        request, blocks = self._requests.get(of_engine.request_id), local_tokens // self._layout.block_tokens
+        mine = request.chain[:blocks] if request is not None else []
+        return len(mine) < blocks or not within.isdisjoint(mine)
 
     def _request(self, of_engine: Any) -> Tracked | None:
         """The request as it is known here; None where it neither loads nor stores. What is not known in time, its
@@ -236,6 +242,8 @@ class SchedulerSide:
         request.stored = max(request.stored, ticket.blocks)
         request.loss = max(request.loss, ticket.loss)
         self._new_loads.append(request.loading)
+        names = tuple(request.chain[first : ticket.blocks])
+        self._loading[of_engine.request_id] = Loading(request.loading, names)
 
     # ----------------------------------------------------------------------------------------------- with each step
 
@@ -248,9 +256,6 @@ class SchedulerSide:
             if (lost := self._requests.get(name)) is not None:
                 self._lose_blocks(lost)
         loads, self._new_loads = tuple(self._new_loads), []
-        for load in loads:
-            chain = self._requests[load.request].chain
-            self._loading[load.request] = _Loading(load, tuple(chain[load.first : load.first + len(load.into[0])]))
         within = any(load.layerwise for load in loads)
         if within:
             self._loading_steps.add(self._step)

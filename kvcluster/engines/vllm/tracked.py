@@ -1,4 +1,5 @@
-"""One request of an engine as the scheduler's side knows it: its hash chain, its block table, and what came of it."""
+"""One request of an engine as the scheduler's side knows it: its hash chain, its block table, and what came of it; and
+its load, which may outlive it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.reasons import Loss, Miss
 from kvcluster.engines.vllm import compat
 from kvcluster.engines.vllm.lookups import Lookup
-from kvcluster.engines.vllm.orders import BlockIds, LoadOrder
+from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport
 
 
 @dataclass(eq=False, slots=True)
@@ -130,3 +131,13 @@ class Tracked:
             "preemptions": self.preemptions,
             "miss": str(self.miss) if self.miss is not None else None,
         }
+
+
+@dataclass(slots=True)
+class Loading:
+    """A load that is under way at some rank at least. `names` are the hashes of its blocks; `told` is what the ranks
+    have reported that ended it."""
+
+    order: LoadOrder
+    names: tuple[BlockHash, ...]
+    told: LoadReport | None = None

@@ -30,6 +30,9 @@ SETTINGS: dict[str, Any] = {
     "shard": {"device_bytes": "256MiB"},
     "coordinator": {"hot_replicas": 1},  # one page a block, so that all can be counted
 }
+PATIENT = {"lookup_ms": 5_000, "handover_ms": 10_000}
+"""What is found must not depend on how busy this machine is."""
+
 ALWAYS = 1
 """A prefill rate at which every load pays: these models compute faster than anything is loaded."""
 
@@ -75,7 +78,7 @@ class House:
         """A connector's extra config for this cluster."""
         token = self.folder / "token"
         token.write_text(self.site.token, encoding="utf-8")
-        given = {"address": self.site.address, "report": True, "prefill_tokens_per_s": ALWAYS} | settings
+        given = {"address": self.site.address, "report": True, "prefill_tokens_per_s": ALWAYS} | PATIENT | settings
         return given | ({"token_file": str(token)} if self.site.token else {})
 
     def run(self, job: dict[str, Any], *, environment: dict[str, str] | None = None) -> dict[str, Any]:

@@ -1,0 +1,158 @@
+"""What tests of the connector are made of: engine configurations as vLLM makes them, and KV caches as it allocates
+them.
+
+Nothing here is a stand-in for anything of vLLM's: a folder with a config.json is all that a VllmConfig asks for, and
+the groups of layers, their memory and its layout come out of the functions that an engine calls.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_configs,
+    get_request_block_hasher,
+    init_none_hash,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.request import Request
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from kvcluster.core.spec import KVSpec
+from kvcluster.engines.vllm import compat, settings
+
+BLOCK = 4
+WINDOW = 16
+"""Of the layers that have one: four blocks."""
+
+WEIGHTS = "sha256:1"
+_SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+    "torch_dtype": "float32",
+    "bos_token_id": 255,
+    "eos_token_id": 255,
+}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2} | _SIZES
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 6,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "query_pre_attn_scalar": 8,
+} | _SIZES
+
+
+def model_folder(path: Path, content: dict[str, Any]) -> Path:
+    """A checkpoint as far as an engine reads it before it loads weights."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+    """What --kv-transfer-config says, with a cluster that nobody connects to unless a test has it so."""
+    return {
+        "kv_connector": "KVClusterConnector",
+        "kv_connector_module_path": "kvcluster.engines.vllm",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"address": "cluster:1", "weights": WEIGHTS, **extra},
+    }
+
+
+def engine_config(
+    model: Path, extra: dict[str, Any] | None = None, *, role: str = "kv_both", **arguments: Any
+) -> VllmConfig:
+    """As an engine makes it, with `extra` as the connector's settings. Two ranks want tensor_parallel_size=2."""
+    if arguments.get("tensor_parallel_size", 1) > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    below: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "kv_transfer_config": transfer(role, **extra or {}),
+    }
+    config = EngineArgs(model=str(model), **(below | arguments)).create_engine_config()
+    config.cache_config.kv_cache_layout = "LBHNC"  # what the attention backend of a CPU asks for
+    return config
+
+
+def layer_specs(config: VllmConfig) -> dict[str, Any]:
+    """The KV of each attention layer, as the model's layers would tell it: by the configuration's layer types."""
+    model, text = config.model_config, config.model_config.hf_text_config
+    types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    shape = {
+        "block_size": config.cache_config.block_size,
+        "num_kv_heads": model.get_num_kv_heads(config.parallel_config),
+        "head_size": model.get_head_size(),
+        "dtype": model.dtype,
+    }
+    return {
+        f"model.layers.{number}.self_attn.attn": (
+            SlidingWindowSpec(**shape, sliding_window=text.sliding_window)
+            if kind == "sliding_attention"
+            else FullAttentionSpec(**shape)
+        )
+        for number, kind in enumerate(types)
+    }
+
+
+def kv_config(config: VllmConfig, blocks: int = 160) -> KVCacheConfig:
+    """The groups of layers and so many blocks of them, for each rank alike. The engine's core notes the number."""
+    config.cache_config.num_gpu_blocks_override = blocks
+    made = get_kv_cache_configs(config, [layer_specs(config)], [2**30])[0]
+    config.cache_config.num_gpu_blocks = made.num_blocks
+    return generate_scheduler_kv_cache_config([made])
+
+
+def kv_caches(config: VllmConfig, kv: KVCacheConfig) -> dict[str, torch.Tensor]:
+    """Memory for it, a tensor a layer: groups lie over one another, as a block belongs to one group at a time."""
+    layout = config.cache_config.get_resolved_kv_cache_layout()
+    return allocate_kv_cache(kv, torch.device("cpu"), layout)
+
+
+def layout_of(config: VllmConfig, blocks: int = 160) -> compat.Layout:
+    return compat.layout(config, kv_config(config, blocks))
+
+
+def settings_of(config: VllmConfig) -> settings.Settings:
+    return settings.read(config.kv_transfer_config.kv_connector_extra_config)
+
+
+def spec_of(layout: compat.Layout, *, weights: str = WEIGHTS, model: str = "tiny") -> KVSpec:
+    """Of an engine with this layout, where a test does not care what else there is in a spec."""
+    return KVSpec(model=model, weights=weights, block_tokens=layout.block_tokens, groups=layout.groups)
+
+
+def request_of(name: str, tokens: list[int], *, max_tokens: int = 1, block: int = BLOCK, **more: Any) -> Request:
+    """As the engine's core makes it, with hashes for the engine's own prefix cache."""
+    hasher = get_hash_fn_by_name("sha256")
+    init_none_hash(hasher)
+    sampling = more.pop("sampling_params", None) or SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Request(
+        request_id=name,
+        prompt_token_ids=tokens,
+        sampling_params=sampling,
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(block, hasher),
+        **more,
+    )

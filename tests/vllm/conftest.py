@@ -1,0 +1,119 @@
+"""Tiny models that nobody runs, and clusters whose bill is settled at the end: for tests over vLLM's own objects."""
+
+from __future__ import annotations
+
+import os
+
+# Before vLLM is imported, which reads them once: nothing is asked of a network, and little is said of a small machine.
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+import tests.conftest  # its profiles of hypothesis  # noqa: F401
+from kvcluster.client.client import Client
+from kvcluster.config import ClientConfig
+from kvcluster.core.spec import KVSpec
+from kvcluster.engines.vllm import identity
+from kvcluster.testing import MemoryCluster
+from kvcluster.transport.seam import Deadline
+from tests.client.build import BOUND_S, Steps, watched_client
+from tests.client.conftest import settle, start  # noqa: F401
+from tests.vllm.build import GEMMA, LLAMA, engine_config, model_folder
+from tests.vllm.toy import Engine, Rank
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers that keep everything."""
+    return model_folder(tmp_path_factory.mktemp("models") / "llama", LLAMA)
+
+
+@pytest.fixture(scope="session")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers with a window and two without."""
+    return model_folder(tmp_path_factory.mktemp("models") / "gemma", GEMMA)
+
+
+class Bench:
+    """A cluster in this process, whatever address the connectors are given, and engines over it.
+
+    `steps` are hooks into the exchanges with shards, `on_connect` one into finding the cluster.
+    """
+
+    def __init__(self, clusters: ExitStack, engines: ExitStack) -> None:
+        self._clusters = clusters
+        self._engines = engines
+        self.clusters: list[MemoryCluster] = []
+        self.steps = Steps()
+        self.on_connect: Callable[[KVSpec], None] = lambda spec: None
+
+    @property
+    def cluster(self) -> MemoryCluster:
+        if not self.clusters:
+            self.start()
+        return self.clusters[-1]
+
+    def start(self, **settings: Any) -> MemoryCluster:
+        """One of a test's own settings, in place of a shard of 8 MiB."""
+        below: dict[str, Any] = {"shards": 1, "device_bytes": "8MiB"}
+        self.clusters.append(self._clusters.enter_context(MemoryCluster(**(below | settings))))
+        return self.clusters[-1]
+
+    def connect(self, address: str, spec: KVSpec, *, token: str | None, part: Any, config: ClientConfig) -> Client:
+        """In place of kvcluster.connect."""
+        self.on_connect(spec)
+        client = watched_client(self.cluster, self.steps, spec, part=part, config=config)
+        client.attach(Deadline.after_ms(BOUND_S * 1e3))
+        return client
+
+    def engine(
+        self,
+        model: Path,
+        extra: dict[str, Any] | None = None,
+        *,
+        blocks: int = 160,
+        overlap: bool = False,
+        at_once: bool = False,
+        joined: bool = True,
+        rank: Any = Rank,
+        **arguments: Any,
+    ) -> Engine:
+        """An engine replica whose processes have their clients, where it is `joined`."""
+        cluster = self.cluster  # started here, and not by whichever of its threads comes first
+        engine = Engine(
+            engine_config(model, extra, **arguments), blocks=blocks, overlap=overlap, at_once=at_once, rank=rank
+        )
+        self._engines.callback(engine.close)
+        if joined:
+            engine.join(cluster.wait_until)
+        return engine
+
+
+@contextmanager
+def a_bench() -> Iterator[Bench]:
+    """Settles the bill of every cluster, once the engines over it are gone."""
+    with ExitStack() as clusters, ExitStack() as engines:
+        bench = Bench(clusters, engines)
+        engines.enter_context(patch.object(identity, "connect", bench.connect))
+        yield bench
+        engines.close()
+        for cluster in bench.clusters:
+            settle(cluster)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with a_bench() as bench:
+        yield bench
