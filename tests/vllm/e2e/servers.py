@@ -72,24 +72,26 @@ class Traffic:
 
 
 @contextmanager
-def servers(house: House, model: str, count: int = 2, role: str = "kv_both") -> Iterator[list[Server]]:
+def servers(
+    house: House, model: str, count: int = 2, role: str = "kv_both", blocks: int = FEW_BLOCKS
+) -> Iterator[list[Server]]:
     """Servers of one model over the house's cluster, ended at the end."""
     with ExitStack() as stack:
-        started = [stack.enter_context(_server(house, model, role)) for _ in range(count)]
+        started = [stack.enter_context(_server(house, model, role, blocks)) for _ in range(count)]
         for one in started:
             eventually(lambda one=one: _healthy(one), UP_S, f"{one.url} is up: {one.text()[-2000:]}")
         yield started
 
 
 @contextmanager
-def _server(house: House, model: str, role: str) -> Iterator[Server]:
+def _server(house: House, model: str, role: str, blocks: int) -> Iterator[Server]:
     port = free_port()
     said = house.folder / f"server-{port}.txt"
     command = [str(house.python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", house.model(model), "--served-model-name", model, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "1024"]
     command += ["--max-num-batched-tokens", "256", "--max-num-seqs", str(AT_ONCE), "--no-enable-prefix-caching"]
-    command += ["--num-gpu-blocks-override", str(FEW_BLOCKS)]
+    command += ["--num-gpu-blocks-override", str(blocks)]
     command += ["--kv-transfer-config", json.dumps(transfer_config(house.connector(), role))]
     with open(said, "wb") as file:
         process = subprocess.Popen(
