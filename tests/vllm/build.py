@@ -16,18 +16,23 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import (
-    generate_scheduler_kv_cache_config,
-    get_kv_cache_configs,
-    get_request_block_hasher,
-    init_none_hash,
-)
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.vllm import compat, settings
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+except ImportError:  # before 0.33
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs as _plan
+else:
+
+    def _plan(config: Any, specs: Any, memory: Any) -> Any:
+        return get_kv_cache_configs(config, specs, memory, get_global_kv_cache_groups(config, specs))
+
 
 BLOCK = 4
 WINDOW = 16
@@ -119,7 +124,7 @@ def layer_specs(config: VllmConfig) -> dict[str, Any]:
 def kv_config(config: VllmConfig, blocks: int = 160) -> KVCacheConfig:
     """The groups of layers and so many blocks of them, for each rank alike. The engine's core notes the number."""
     config.cache_config.num_gpu_blocks_override = blocks
-    made = get_kv_cache_configs(config, [layer_specs(config)], [2**30])[0]
+    made = _plan(config, [layer_specs(config)], [2**30])[0]
     config.cache_config.num_gpu_blocks = made.num_blocks
     return generate_scheduler_kv_cache_config([made])
 

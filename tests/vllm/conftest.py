@@ -20,6 +20,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import vllm.platforms
+from vllm.platforms.cpu import CpuPlatform
+
+if vllm.platforms.current_platform.is_unspecified():  # a release for GPUs, unpacked where there is none
+    vllm.platforms._current_platform = CpuPlatform()
 
 import tests.conftest  # its profiles of hypothesis  # noqa: F401
 from kvcluster.client.client import Client

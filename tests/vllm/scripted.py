@@ -43,7 +43,7 @@ class ScriptedRank:
 
     `come` says how many blocks of its ticket a load brings; `loss` what they have lost; `took_ms` how long it took.
     Loads beside the passes end with the step after their own, or when `finish` is called where `patient`. While `reads`
-    stores go on reading until `drain`.
+    stores go on reading until `drain`, or their blocks are named in a step.
     """
 
     member = None
@@ -70,7 +70,10 @@ class ScriptedRank:
 
     def drain(self, *numbers: int) -> None:
         """These stores, or all, have read their sources."""
-        for number in numbers or tuple(self._reading):
+        self._end_stores(numbers or tuple(self._reading))
+
+    def _end_stores(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
             del self._reading[number]
             self._ended.append(number)
 
@@ -83,6 +86,9 @@ class ScriptedRank:
         assert isinstance(orders, Orders)
         step, report, told = orders.step, Report(orders.step.number), KVConnectorOutput()
         told.finished_recving = set()
+        written = set(step.written)
+        broken_off = [number for number, store in self._reading.items() if not written.isdisjoint(blocks_of(store))]
+        self._end_stores(broken_off)
         for load in [one for one in self._beside if not self.patient or one.request in self._ending | set(step.gone)]:
             self._beside.remove(load)
             self._end(load, report, told, gone=load.request in step.gone)
@@ -129,6 +135,11 @@ class ScriptedRank:
 
     def close(self) -> None:
         """It has nothing."""
+
+
+def blocks_of(store: StoreOrder) -> set[int]:
+    """The engine's blocks that a store reads."""
+    return {block for source in store.source for block in source}
 
 
 def fill(client: Client, tokens: Sequence[int], *, loss: Loss = Loss.EXACT, **more: Any) -> None:

@@ -326,12 +326,12 @@ class Engine:
                 self.wait_idle()
         raise AssertionError(f"{wanted} did not end in {most} steps")
 
-    def drain(self, most: int = 50) -> None:
+    def drain(self, most: int = 50, *, flush: bool = True) -> None:
         """Steps until nothing is out, held or moving, and what was stored is visible to all."""
         for _ in range(most):
             self.wait_idle()
             if not self.scheduler.has_requests() and not self._out and not self.side._drained:
-                return self.flush()
+                return self.flush() if flush else None
             if self.scheduler.has_requests() or not self._out:
                 self.step()
             else:

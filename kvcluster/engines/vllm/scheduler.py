@@ -313,7 +313,7 @@ class SchedulerSide:
         full = min(full, limits.BLOCKS_PER_CALL, *(len(of_group) for of_group in request.table))
         first = request.stored
         if not self._keeps_all:  # what a window has left behind may be somebody else's by now
-            first = max(first, one.computed // step)
+            first = max(first, compat.validated_tokens(of_engine) // step)
         new = request.storable(first, full)
         request.stored = max(request.stored, new.stop)
         if not new:

@@ -1,0 +1,276 @@
+"""Lookups: a scheduler never waits for one, a request no longer than somebody answers, and no ticket is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from kvcluster.client.client import Client
+from kvcluster.core.messages import CoordinatorMessage, PrepareLoad
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.engines.vllm.lookups import MOST, Ask, Lookup, Lookups, Outcome
+from kvcluster.errors import CallerError
+from kvcluster.testing import MemoryCluster
+from kvcluster.transport.seam import Trouble
+from tests.client.build import BLOCK, BOUND_S, SPEC, Hold, Port, kv, prompt, watched_client
+from tests.client.conftest import Start
+
+TOKENS = prompt(4)
+MS = 1_000_000
+PATIENCE = 250 * MS
+OPEN = 500 * MS
+"""For so long nobody is kept waiting after two failures."""
+
+
+class Bench:
+    """Lookups over a cluster that has TOKENS. Time is what a test says."""
+
+    def __init__(self, cluster: MemoryCluster, stack: ExitStack) -> None:
+        self.cluster = cluster
+        self.port = Port(cluster)
+        self.client: Client = stack.enter_context(watched_client(cluster, port=self.port))
+        assert self.client.store(TOKENS, kv(4)).blocks == 4
+        assert self.client.flush()
+        self.hashes = self.client.hashes(TOKENS)
+        self.lookups = Lookups(PATIENCE)
+        stack.callback(self.lookups.close)
+        self.now = 1_000_000 * MS
+
+    def ask(self) -> Any:
+        return self.client, self.hashes, ""
+
+    def begin(self, ask: Ask | None = None) -> Lookup:
+        begun = self.lookups.begin(ask or self.ask, self.now)
+        assert isinstance(begun, Lookup), begun
+        return begun
+
+    def look(self, lookup: Lookup) -> Outcome:
+        return self.lookups.look(lookup, self.now)
+
+    def heard(self, lookup: Lookup) -> Outcome:
+        """How it stands once it is answered."""
+        assert lookup._answered.wait(BOUND_S)
+        return self.look(lookup)
+
+    def fail(self, times: int = 2) -> None:
+        """Lookups that nobody answers in time, one after the other."""
+        for _ in range(times):
+            lookup = self.begin(_raises(Trouble(Miss(MissReason.SHARD_LOST, "gone"))))
+            assert self.heard(lookup) is Outcome.NOTHING
+            self.lookups.end(lookup)
+
+    def hold(self) -> Hold:
+        """The coordinator's answers to lookups stay away until the test lets them go."""
+        hold = Hold()
+
+        def after(message: CoordinatorMessage) -> None:
+            if isinstance(message, PrepareLoad):
+                hold()
+
+        self.port.after = after
+        return hold
+
+
+def _raises(error: BaseException) -> Ask:
+    def ask() -> Any:
+        raise error
+
+    return ask
+
+
+@pytest.fixture
+def bench(start: Start) -> Iterator[Bench]:
+    with ExitStack() as stack:
+        yield Bench(start(shards=1, device_bytes="1MiB"), stack)
+
+
+def test_a_lookup_is_pending_until_it_is_answered(bench: Bench) -> None:
+    hold = bench.hold()
+    lookup = bench.begin()
+    hold.wait_reached()
+    assert bench.look(lookup) is Outcome.PENDING
+    hold.let_go()
+    assert bench.heard(lookup) is Outcome.ANSWERED
+    assert lookup.ticket is not None
+    assert (lookup.ticket.blocks, list(lookup.hashes), lookup.miss) == (4, bench.hashes, None)
+    assert bench.look(lookup) is Outcome.ANSWERED, "it may be looked at again"
+    bench.lookups.end(lookup)
+    bench.cluster.wait_until_idle(BOUND_S)
+
+
+def test_what_it_prepares_is_for_all_ranks(bench: Bench) -> None:
+    lookup = bench.begin()
+    assert bench.heard(lookup) is Outcome.ANSWERED
+    assert lookup.ticket is not None
+    assert lookup.ticket.body.need.parts == (SPEC.whole(0),)
+
+
+def test_to_find_nothing_is_an_answer(bench: Bench) -> None:
+    others = bench.client.hashes(prompt(3, seed=9))
+    for _ in range(3):
+        lookup = bench.begin(lambda: (bench.client, others, ""))
+        assert bench.heard(lookup) is Outcome.ANSWERED
+        assert lookup.ticket is not None and lookup.ticket.blocks == 0
+        assert lookup.miss is not None and lookup.miss.reason is MissReason.NEVER_SEEN
+    assert bench.lookups.healthy
+
+
+def test_a_request_waits_no_longer_than_its_patience(bench: Bench) -> None:
+    hold = bench.hold()
+    lookup = bench.begin()
+    bench.now += PATIENCE - 1
+    assert bench.look(lookup) is Outcome.PENDING
+    bench.now += 1
+    assert bench.look(lookup) is Outcome.NOTHING
+    assert lookup.miss is not None and lookup.miss.reason is MissReason.DEADLINE
+    assert bench.lookups.healthy, "one may be the engine's own, that had no time to hear"
+    bench.lookups.end(lookup)
+    hold.let_go()
+
+
+def test_an_answer_that_comes_late_gives_its_ticket_back(bench: Bench) -> None:
+    hold = bench.hold()
+    lookup = bench.begin()
+    hold.wait_reached()
+    assert not bench.cluster.idle(), "the coordinator has granted it"
+    bench.now += PATIENCE
+    assert bench.look(lookup) is Outcome.NOTHING
+    bench.lookups.end(lookup)
+    hold.let_go()
+    bench.cluster.wait_until_idle(BOUND_S)
+    assert lookup.ticket is None
+
+
+def test_an_answer_that_nobody_came_for_gives_its_ticket_back(bench: Bench) -> None:
+    lookup = bench.begin()
+    assert lookup._answered.wait(BOUND_S)
+    assert not bench.cluster.idle()
+    bench.lookups.end(lookup)
+    bench.cluster.wait_until_idle(BOUND_S)
+
+
+@pytest.mark.parametrize(
+    "error", [Trouble(Miss(MissReason.DEADLINE)), Trouble(Miss(MissReason.SHARD_LOST)), CallerError("no"), OSError("x")]
+)
+def test_whatever_befalls_a_lookup_its_request_hears_of_it(bench: Bench, error: BaseException) -> None:
+    lookup = bench.begin(_raises(error))
+    assert bench.heard(lookup) is Outcome.NOTHING
+    assert lookup.miss is not None
+
+
+def test_after_two_failures_nobody_is_kept_waiting(bench: Bench) -> None:
+    bench.fail(1)
+    assert bench.lookups.healthy
+    bench.fail(1)
+    assert not bench.lookups.healthy
+    for _ in range(100):
+        miss = bench.lookups.begin(bench.ask, bench.now)
+        assert isinstance(miss, Miss) and miss.reason is MissReason.SHARD_LOST
+
+
+def test_lookups_that_take_too_long_are_failures(bench: Bench) -> None:
+    hold = bench.hold()
+    lookups = [bench.begin(), bench.begin()]
+    bench.now += PATIENCE
+    for lookup in lookups:
+        assert bench.look(lookup) is Outcome.NOTHING
+        bench.lookups.end(lookup)
+    assert not bench.lookups.healthy
+    hold.let_go()
+
+
+def test_an_answer_in_between_forgets_the_failure(bench: Bench) -> None:
+    for _ in range(3):
+        bench.fail(1)
+        assert bench.heard(bench.begin()) is Outcome.ANSWERED
+    assert bench.lookups.healthy
+
+
+def test_a_probe_that_keeps_nobody_waiting_finds_that_the_cluster_is_back(bench: Bench) -> None:
+    bench.fail()
+    bench.now += OPEN
+    hold = bench.hold()
+    probe = bench.begin()
+    assert bench.look(probe) is Outcome.NOTHING, "its request goes on at once"
+    bench.lookups.end(probe)
+    assert isinstance(bench.lookups.begin(bench.ask, bench.now), Miss), "one is enough"
+    hold.wait_reached()
+    hold.let_go()
+    assert probe._answered.wait(BOUND_S)
+    assert not bench.lookups.healthy
+    bench.lookups.tend(bench.now)
+    assert bench.lookups.healthy
+    bench.port.after = lambda message: None
+    assert bench.heard(bench.begin()) is Outcome.ANSWERED
+    # The probe's own ticket has gone, which the bill says that is settled when the last lookup is closed.
+
+
+def test_a_probe_that_fails_doubles_the_time_until_the_next(bench: Bench) -> None:
+    bench.fail()
+    bench.now += OPEN
+    bench.fail(1)
+    bench.lookups.tend(bench.now)
+    bench.now += OPEN
+    assert isinstance(bench.lookups.begin(bench.ask, bench.now), Miss)
+    bench.now += OPEN
+    assert isinstance(bench.lookups.begin(bench.ask, bench.now), Lookup)
+
+
+def test_a_late_answer_says_nothing_of_the_coordinator_as_it_is_now(bench: Bench) -> None:
+    hold = bench.hold()
+    late = bench.begin()
+    hold.wait_reached()
+    bench.now += PATIENCE
+    bench.look(late)
+    bench.lookups.end(late)
+    bench.fail(1)
+    assert not bench.lookups.healthy
+    hold.let_go()
+    assert late._answered.wait(BOUND_S)
+    bench.lookups.tend(bench.now)
+    assert not bench.lookups.healthy
+
+
+def test_so_many_are_under_way_at_most(bench: Bench) -> None:
+    hold = bench.hold()
+    lookups = [bench.begin() for _ in range(MOST)]
+    assert bench.lookups.begin(bench.ask, bench.now) is None
+    bench.lookups.end(lookups[0])
+    assert bench.lookups.begin(bench.ask, bench.now) is None, "it is asked still"
+    hold.let_go()
+    assert all(lookup._answered.wait(BOUND_S) for lookup in lookups)
+    bench.lookups.tend(bench.now)
+    bench.begin()
+    for lookup in lookups:
+        bench.lookups.end(lookup)
+
+
+def test_closed_in_the_midst_no_ticket_is_left(bench: Bench) -> None:
+    hold = bench.hold()
+    lookups = [bench.begin() for _ in range(5)]
+    hold.wait_reached()
+    bench.lookups.close()
+    hold.let_go()
+    bench.cluster.wait_until_idle(BOUND_S)
+    assert all(lookup.ticket is None for lookup in lookups)
+
+
+def test_prompts_are_hashed_on_the_lookups_own_thread(bench: Bench) -> None:
+    hold = Hold()
+    asked: list[Callable[[], Any]] = []
+
+    def ask() -> Any:
+        hold()
+        asked.append(bench.ask)
+        return bench.ask()
+
+    lookup = bench.begin(ask)
+    hold.wait_reached()
+    assert bench.look(lookup) is Outcome.PENDING and not asked
+    hold.let_go()
+    assert bench.heard(lookup) is Outcome.ANSWERED
+    bench.lookups.end(lookup)
+    assert len(TOKENS) == 4 * BLOCK

@@ -1,0 +1,85 @@
+"""What stands in `kv_connector_extra_config`: whatever is wrong with it is told by name, before an engine runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+
+from kvcluster.config import TRANSPORTS
+from kvcluster.engines.vllm import KVClusterConnector, settings
+from kvcluster.errors import ConfigError
+from tests.vllm.build import engine_config, kv_config
+
+ADDRESS = {"address": "host:7070"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, 'kv_connector_extra_config needs "address": the coordinator\'s host:port'),
+        ({"address": ""}, 'kv_connector_extra_config needs "address"'),
+        ({"adress": "host:7070"}, "kv_connector_extra_config has no 'adress'; known: address, token_file, weights"),
+        ({"address": 7070}, "address must be of type str, not 7070"),
+        (ADDRESS | {"weights": None}, "weights must be of type str, not None"),
+        (ADDRESS | {"prefill_tokens_per_s": "fast"}, "prefill_tokens_per_s must be of type int, not 'fast'"),
+        (ADDRESS | {"prefill_tokens_per_s": 1e3}, "prefill_tokens_per_s must be of type int, not 1000.0"),
+        (ADDRESS | {"load_ms": True}, "load_ms must be of type int, not True"),
+        (ADDRESS | {"hold_ms": -1}, "hold_ms must not be negative, but is -1"),
+        (ADDRESS | {"report": 1}, "report must be of type bool, not 1"),
+        (ADDRESS | {"transports": "grpc"}, f"transports must be a list of {', '.join(TRANSPORTS)}, not 'grpc'"),
+        (ADDRESS | {"transports": []}, "transports must be a list of"),
+        (ADDRESS | {"transports": ["grpc", "pigeon"]}, "transports must be a list of"),
+        (ADDRESS | {"accept": "q2"}, "accept: there is no loss 'q2'; there is exact, q8, q4"),
+    ],
+)
+def test_what_is_wrong_is_told_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        settings.read(given)
+
+
+def test_what_is_given_stands_and_the_rest_has_its_default() -> None:
+    read = settings.read(ADDRESS | {"load_ms": 7, "transports": ["grpc"], "report": True, "accept": "exact"})
+    assert (read.address, read.load_ms, read.transports, read.report) == ("host:7070", 7, ("grpc",), True)
+    assert settings.read(ADDRESS) == settings.Settings(address="host:7070")
+    assert settings.read(ADDRESS).transports == TRANSPORTS
+
+
+def test_a_token_is_what_its_file_holds(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("secret\n", encoding="utf-8")
+    assert settings.read(ADDRESS | {"token_file": str(file)}).token == "secret"
+    assert settings.read(ADDRESS).token is None
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_a_token_that_cannot_be_read_names_its_file(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"cannot read token_file {re.escape(str(file))}"):
+        assert settings.read(ADDRESS | {"token_file": str(file)}).token
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_an_engine_with_wrong_settings_does_not_start(llama: Path, role: KVConnectorRole) -> None:
+    config = engine_config(llama, {"load_mss": 1})
+    with pytest.raises(ConfigError, match="has no 'load_mss'"):
+        KVConnectorFactory.create_connector(config, role, kv_config(config))
+
+
+def test_an_engine_that_would_fail_requests_for_a_failed_load_does_not_start(llama: Path) -> None:
+    config = engine_config(llama)
+    config.kv_transfer_config.kv_load_failure_policy = "fail"
+    with pytest.raises(ConfigError, match='needs "kv_load_failure_policy": "recompute"'):
+        KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, kv_config(config))
+
+
+@pytest.mark.parametrize(("layerwise_ms", "piecewise"), [(20, True), (0, False)])
+def test_waiting_within_a_pass_leaves_room_between_layers(layerwise_ms: int, piecewise: bool) -> None:
+    extra = ADDRESS | {"layerwise_ms": layerwise_ms}
+    assert KVClusterConnector.requires_piecewise_for_cudagraph(extra) is piecewise
