@@ -145,12 +145,12 @@ def blocks_of(store: StoreOrder) -> set[int]:
 def fill(client: Client, tokens: Sequence[int], *, loss: Loss = Loss.EXACT, **more: Any) -> None:
     """Has the cluster hold the full blocks of a prompt, whatever is in them."""
     blocks = len(tokens) // client.spec.block_tokens
-    stored = client.store(list(tokens), _memory(client.spec, blocks), loss=loss, **more)
+    stored = client.store(list(tokens), memory_of(client.spec, blocks), loss=loss, **more)
     assert stored.miss is None
     assert client.flush(deadline_ms=BOUND_S * 1e3)
 
 
-def _memory(spec: KVSpec, blocks: int) -> Any:
+def memory_of(spec: KVSpec, blocks: int) -> Any:
     made = []
     for group in spec.groups:
         plane = group.planes[0]

@@ -171,17 +171,6 @@ def test_after_two_failures_nobody_is_kept_waiting(bench: Bench) -> None:
         assert isinstance(miss, Miss) and miss.reason is MissReason.SHARD_LOST
 
 
-def test_lookups_that_take_too_long_are_failures(bench: Bench) -> None:
-    hold = bench.hold()
-    lookups = [bench.begin(), bench.begin()]
-    bench.now += PATIENCE
-    for lookup in lookups:
-        assert bench.look(lookup) is Outcome.NOTHING
-        bench.lookups.end(lookup)
-    assert not bench.lookups.healthy
-    hold.let_go()
-
-
 def test_an_answer_in_between_forgets_the_failure(bench: Bench) -> None:
     for _ in range(3):
         bench.fail(1)
