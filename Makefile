@@ -19,7 +19,7 @@ FUZZ_SEED ?= 0
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-EXTRAS := cluster,transformers,bench,test,dev
+EXTRAS := cluster,transformers,ray-serve,events,bench,test,dev
 say = @printf '==> %s\n'
 
 .PHONY: help install demo test e2e-vllm bench-vllm check bench simulate chaos soak fuzz fmt proto clean

@@ -16,6 +16,7 @@ import aiohttp
 from aiohttp import web
 
 _PATHS = ("/v1/completions", "/v1/chat/completions")
+_IDLE_S = 2.0
 _PREFILL_S = 60.0
 
 
@@ -28,7 +29,9 @@ class Proxy:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self, app: web.Application) -> None:
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        # vLLM closes a connection that was idle for 5 s, perhaps in the moment in which it is used again.
+        connector = aiohttp.TCPConnector(keepalive_timeout=_IDLE_S)
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=connector)
 
     async def stop(self, app: web.Application) -> None:
         if self._session is not None:

@@ -6,7 +6,7 @@
         client.store(token_ids, blocks)
         tokens = client.load(token_ids, out)
 
-Importing this needs neither torch nor ray: tensors bring torch, `local` brings ray.
+Importing this needs neither torch nor ray: tensors bring torch, `local` brings ray, `EventSubscriber` ZMQ.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         Transfer,
         connect,
     )
+    from kvcluster.client.events import EventSubscriber
     from kvcluster.client.memory import Buffers, Dense, Paged
     from kvcluster.core.reasons import Loss, Miss, MissReason
     from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Part, Plane, window
@@ -48,6 +49,7 @@ _WHERE = {
         "Transfer",
         "connect",
     ),
+    "kvcluster.client.events": ("EventSubscriber",),
     "kvcluster.client.memory": ("Buffers", "Dense", "Paged"),
     "kvcluster.core.reasons": ("Loss", "Miss", "MissReason"),
     "kvcluster.core.spec": ("LAST", "PREFIX", "Group", "KVSpec", "Part", "Plane", "window"),
@@ -63,6 +65,7 @@ __all__ = [
     "Buffers",
     "Client",
     "Dense",
+    "EventSubscriber",
     "Group",
     "KVClusterError",
     "KVSpec",

@@ -35,6 +35,7 @@ CODECS = ("raw", "q8", "q4")
 LOSSES = ("exact", "q8", "q4")
 """What KV may have lost, the least first."""
 
+_LOOPBACK = re.compile(r"tcp://(?:127\.[0-9.]+|\[::1\]):")
 _MAY_BE_ZERO = ("hold_ms", "store_wait_ms")
 
 
@@ -105,6 +106,18 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EventsConfig:
+    """KV events for outsiders. `endpoint`: where they are published, such as "tcp://127.0.0.1:5557"; "" for nowhere.
+    `replay`: where what was missed is asked for, out of the last `buffer_batches` batches. They tell the token ids of
+    all tenants to whoever listens, so both are loopback addresses unless `insecure` says that this is meant."""
+
+    endpoint: str = ""
+    replay: str = ""
+    buffer_batches: int = 10_000
+    insecure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ClientConfig:
     """`deadline_ms`: of one call, however many parts it has. `store_wait_ms`: how long a store may wait for room.
     `breaker_failures`: after so many in a row a shard is not asked for `breaker_ms`, then for twice as long.
@@ -133,6 +146,7 @@ class Config:
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    events: EventsConfig = field(default_factory=EventsConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
 
 
@@ -206,7 +220,7 @@ def _value(value: Any, default: Any, name: str) -> Any:
 
 
 def _check(config: Config) -> None:
-    c, s = config.coordinator, config.shard
+    c, s, e = config.coordinator, config.shard, config.events
     rules = [
         (config.shards >= 1, "shards must be at least 1"),
         (0 <= config.server.port <= 65_535, "server.port must be between 0 and 65535; 0 chooses a free one"),
@@ -230,6 +244,11 @@ def _check(config: Config) -> None:
             config.client.accept in LOSSES,
             f"client.accept: there is no loss {config.client.accept!r}; there is {', '.join(LOSSES)}",
         ),
+        (
+            not e.replay or bool(e.endpoint),
+            "events.replay needs events.endpoint: what is not published is not replayed",
+        ),
+        (e.buffer_batches >= 1, "events.buffer_batches must be at least 1"),
         (config.client.breaker_failures >= 1, "client.breaker_failures must be at least 1"),
         (0 <= config.client.store_niceness <= 19, "client.store_niceness must be between 0 and 19"),
         (s.device_bytes >= 4_096, "shard.device_bytes must hold at least a page; give 64MiB or more"),
@@ -260,6 +279,17 @@ def _check(config: Config) -> None:
         for name in names:
             known = f"{prefix}.transports: there is no {name!r}; there is {', '.join(TRANSPORTS)}"
             rules.append((name in TRANSPORTS, known))
+    for name, where in (("endpoint", e.endpoint), ("replay", e.replay)):
+        told = re.fullmatch(r"tcp://(?:[^:\[\]]+|\[[^\[\]]+\]):([0-9]{1,5})", where)
+        is_tcp = told is not None and int(told[1]) <= 65_535
+        rules.append((not where or is_tcp, f"events.{name} must be such as tcp://127.0.0.1:5557, not {where!r}"))
+        rules.append(
+            (
+                not where or e.insecure or bool(_LOOPBACK.match(where)),
+                f"events.{name}: whoever reaches {where} reads the prompts of all tenants. Use a loopback address, or "
+                "say events.insecure = true",
+            )
+        )
     sections: dict[str, Any] = {"": config, "coordinator.": c, "shard.": s, "client.": config.client}
     for prefix, section in sections.items():
         for name in (f.name for f in fields(section) if f.name.endswith("_ms")):

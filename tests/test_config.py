@@ -110,6 +110,12 @@ def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], name
         ("server", "transports", ["shm", "tcp"], "server.transports must name grpc, since control goes over it"),
         ("server", "transports", ["grpc", "rdma"], "server.transports: there is no 'rdma'; there is shm, tcp, grpc"),
         ("client", "transports", [], "client.transports must name one of shm, tcp, grpc"),
+        ("events", "endpoint", "127.0.0.1:5557", "events.endpoint must be such as tcp://127.0.0.1:5557"),
+        ("events", "endpoint", "tcp://127.0.0.1:65536", "events.endpoint must be such as tcp://127.0.0.1:5557"),
+        ("events", "endpoint", "tcp://0.0.0.0:5557", "events.endpoint: whoever reaches tcp://0.0.0.0:5557 reads"),
+        ("events", "endpoint", "tcp://*:5557", "Use a loopback address, or say events.insecure = true"),
+        ("events", "replay", "tcp://127.0.0.1:5558", "events.replay needs events.endpoint"),
+        ("events", "buffer_batches", 0, "events.buffer_batches must be at least 1"),
         ("client", "store_niceness", 20, "client.store_niceness must be between 0 and 19"),
         ("client", "transports", ["udp"], "client.transports: there is no 'udp'; there is shm, tcp, grpc"),
         ("coordinator", "low_free", -0.1, "low_free <= high_free"),
@@ -180,6 +186,9 @@ def test_a_disk_tier_that_cannot_be_is_refused_with_what_it_lacks(changed: dict[
         ("server", "threads", 2),
         ("server", "transports", ("grpc",)),
         ("client", "transports", ("tcp",)),
+        ("events", "endpoint", "tcp://127.0.0.1:0"),
+        ("events", "endpoint", "tcp://[::1]:65535"),
+        ("events", "buffer_batches", 1),
         ("coordinator", "low_free", 0.1),
         ("coordinator", "high_free", 0.9),
         ("coordinator", "pinned_share", 0),
@@ -202,6 +211,14 @@ def test_the_edges_of_the_rules_are_allowed(section: str, key: str, value: Any) 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the configuration .*gone\.toml: No such file"):
         config.load(tmp_path / "gone.toml")
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5557", "tcp://*:5557", "tcp://localhost:5557"])
+def test_events_go_beyond_loopback_only_where_that_is_meant(endpoint: str) -> None:
+    meant = {"endpoint": endpoint, "insecure": True}
+    assert config.load(overrides={"events": meant}).events.endpoint == endpoint
+    with pytest.raises(ConfigError, match="reads the prompts of all tenants"):
+        config.load(overrides={"events": {"endpoint": endpoint}})
 
 
 @pytest.mark.parametrize("content", [b"shards =", b"shards = 1\nshards = 2", b'\xff = "not UTF-8"'])

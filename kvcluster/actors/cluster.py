@@ -25,9 +25,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvcluster.actors.coordinator import CoordinatorActor
 from kvcluster.actors.shard import ShardActor
 from kvcluster.config import Config
+from kvcluster.core.ids import Epoch
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime.allocation import ENVIRONMENT
 from kvcluster.runtime.auth import authenticator
+from kvcluster.runtime.coordinator_host import publisher_of
 
 log = logging.getLogger(__name__)
 NAMESPACE = "kvcluster"
@@ -50,20 +52,25 @@ class Cluster:
             ray.kill(actor, no_restart=True)
 
 
-def check(config: Config) -> None:
-    """Raises ConfigError where credentials or the port cannot be used: in the caller, not in an actor's log."""
+def check(config: Config) -> int:
+    """The port to listen on. Raises ConfigError where credentials or ports cannot be used: in the caller, not in an
+    actor's log."""
     authenticator(config.server, "")
-    _port(config)
+    port = _port(config)
+    publisher = publisher_of(config.events, Epoch(0), lambda: None)
+    if publisher is not None:
+        publisher.start()
+        publisher.close()
+    return port
 
 
 def start(config: Config, *, detached: bool) -> Cluster:
     """Starts the actors on the Ray that this process is connected to, and waits until every shard is up.
 
-    Raises ConfigError where the configuration or the port cannot be used.
+    Raises ConfigError where the configuration or a port cannot be used.
     """
-    authenticator(config.server, "")
+    config = replace(config, server=replace(config.server, port=check(config)))
     secret = secrets.token_urlsafe(32)
-    config = replace(config, server=replace(config.server, port=_port(config)))
     here = {"scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)}
     coordinator = _actor(CoordinatorActor, COORDINATOR_NAME, detached, here, config, secret)
     started: list[Any] = [coordinator]

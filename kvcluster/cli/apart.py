@@ -2,7 +2,8 @@
 
 Whoever attaches names everything that must match. Two namespaces of one model are two sets of engines, or one set whose
 weights or settings have changed; each computes what the other has. That is right, and often not what was meant: so it
-is said, with the field that differs. Adapters are meant to be apart and are passed over.
+is said, with the field that differs. Adapters are meant to be apart and are passed over, and so is what an engine has
+cached for itself alone (engines.py tells of those that do).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from itertools import groupby
 
 from kvcluster.client.control import NO_CALL, NOBODY, GrpcPort, expect
 from kvcluster.core.messages import GetNamespaces, Namespaces
-from kvcluster.core.spec import KVSpec, differing_fields
+from kvcluster.core.spec import PRIVATE_WEIGHTS, KVSpec, differing_fields
 from kvcluster.transport.seam import Deadline
 
 Known = Sequence[tuple[KVSpec, int]]
@@ -26,6 +27,7 @@ def read_namespaces(port: GrpcPort, wait_ms: int) -> Known:
 
 def kept_apart(known: Known) -> Iterator[str]:
     """A sentence for each namespace that cannot share with the fullest of its model."""
+    known = [(spec, blocks) for spec, blocks in known if not spec.weights.startswith(PRIVATE_WEIGHTS)]
     for model, of_model in groupby(sorted(known, key=lambda one: one[0].model), key=lambda one: one[0].model):
         (fullest, most), *others = sorted(of_model, key=lambda one: -one[1])
         for spec, blocks in others:

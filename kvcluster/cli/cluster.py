@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from kvcluster.cli.apart import kept_apart, read_namespaces
+from kvcluster.cli.engines import alone, engines_dict, read_engines
 from kvcluster.cli.screen import needs
 from kvcluster.cli.where import DEFAULT_PORT, add_where, address_of, coordinator, read_status
 from kvcluster.config import load
@@ -84,7 +85,9 @@ def _status(options: argparse.Namespace) -> int:
     try:
         # Unlike `connect`, this does not wait for a cluster to come: whoever asks wants to know how it is now.
         with coordinator(options) as port:
-            status = read_status(port, 5_000) | {"apart": list(kept_apart(read_namespaces(port, 5_000)))}
+            engines = read_engines(port, 5_000)
+            apart = [*kept_apart(read_namespaces(port, 5_000)), *alone(engines)]
+            status = read_status(port, 5_000) | {"apart": apart, "engines": engines_dict(engines)}
     except Trouble:
         raise Unreachable(f"no cluster answers at {address}; `kvcluster up` starts one") from None
     if options.json:

@@ -16,6 +16,7 @@ from contextlib import closing, suppress
 from typing import Any
 
 from kvcluster.cli.apart import kept_apart, read_namespaces
+from kvcluster.cli.engines import alone, read_engines
 from kvcluster.cli.screen import needs
 from kvcluster.cli.where import add_where, address_of, read_status
 from kvcluster.client.control import GrpcPort
@@ -99,7 +100,11 @@ def _examine_coordinator(address: str, token: str | None) -> tuple[dict[str, Any
                 connection.ask(version_question(), None, Deadline.after_ms(PATIENCE_MS))
             found |= {"protocol_version": PROTOCOL_VERSION, "credential": "accepted"}
             status = read_status(GrpcPort(connection), PATIENCE_MS)
-            found["apart"] = list(kept_apart(read_namespaces(GrpcPort(connection), PATIENCE_MS)))
+            port = GrpcPort(connection)
+            found["apart"] = [
+                *kept_apart(read_namespaces(port, PATIENCE_MS)),
+                *alone(read_engines(port, PATIENCE_MS)),
+            ]
             found["state"] = status["state"]
             return found, status
     except KVClusterError as error:

@@ -8,9 +8,27 @@ import sys
 from collections.abc import Sequence
 
 from kvcluster import __version__
-from kvcluster.cli import bench, breakeven, cluster, demo_command, doctor, operate, pin, policy, simulate, token
+from kvcluster.cli import (
+    bench,
+    breakeven,
+    cluster,
+    demo_command,
+    doctor,
+    engines,
+    events,
+    operate,
+    pin,
+    policy,
+    simulate,
+    token,
+)
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.seam import Trouble
+
+_COMMANDS = (
+    *(cluster, operate, pin, policy, engines, events, doctor),
+    *(demo_command, bench, breakeven, simulate, token),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"kvcluster {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (cluster, operate, pin, policy, doctor, demo_command, bench, breakeven, simulate, token):
+    for module in _COMMANDS:
         module.add(commands)
     options = parser.parse_args(arguments)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +11,12 @@ from rich.table import Table
 
 _APART = 5
 """Lines about namespaces that cannot share; `--json` has them all."""
+
+_ENGINES_SHOWN = 5
+"""Engines that are named; `kvcluster weights` shows them all."""
+
+_WEIGHTS_SHOWN = 24
+"""Characters of a fingerprint: enough to tell two from another."""
 
 _COUNTERS = ("evicted", "pulled", "corrupt")
 
@@ -71,6 +77,29 @@ def print_status(status: dict[str, Any], address: str) -> None:
     for shard in status["shards"]:
         for row in _rows(shard):
             table.add_row(*row)
+    console.print(table)
+    engines = status.get("engines", ())
+    if engines:
+        names = [f"{one['name']} ({one['model']})" for one in engines[:_ENGINES_SHOWN]]
+        more = f" and {len(engines) - _ENGINES_SHOWN} more" if len(engines) > _ENGINES_SHOWN else ""
+        console.print(f"{len(engines)} engine(s): {escape(', '.join(names))}{more}", soft_wrap=True)
+
+
+def print_engines(engines: Sequence[dict[str, Any]]) -> None:
+    """A row for each: who it is, what it caches under, and what it tells of itself."""
+    console = Console(width=max(Console().width, 130), highlight=False)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("engine", "model", "weights", "", "facts"):
+        table.add_column(column, no_wrap=column != "facts")
+    for engine in engines:
+        weights, facts = engine["weights"], engine["facts"]
+        table.add_row(
+            escape(engine["name"]),
+            escape(engine["model"]),
+            escape(weights if len(weights) <= _WEIGHTS_SHOWN else f"{weights[:_WEIGHTS_SHOWN]}..."),
+            "[yellow]private[/yellow]" if engine["private"] else "shared",
+            escape("; ".join(f"{name} {value}" for name, value in facts.items())),
+        )
     console.print(table)
 
 

@@ -63,6 +63,13 @@ def check_first(first: int, hashes: Sequence[BlockHash]) -> None:
         raise CallerError(f"first={first!r} does not lie within the {len(hashes)} hashes")
 
 
+def check_tokens_of(token_ids: Sequence[int], blocks: int, block_tokens: int) -> None:
+    """The token ids of so many full blocks, or none."""
+    hashing.token_bytes(token_ids)
+    if token_ids and len(token_ids) != blocks * block_tokens:
+        raise CallerError(f"{len(token_ids)} token ids are not those of {blocks} blocks of {block_tokens} tokens")
+
+
 def check_loss(loss: Loss) -> Loss:
     """What KV has lost, or may have."""
     given: object = loss

@@ -20,35 +20,32 @@ from kvcluster.client import arguments
 from kvcluster.client.borrowing import BorrowedBlocks, Borrower
 from kvcluster.client.control import NO_CALL, NOBODY, Control, CoordinatorPort
 from kvcluster.client.explaining import explain
-from kvcluster.client.lease_keeper import LeaseKeeper
 from kvcluster.client.movers import Movers
 from kvcluster.client.opening import open_ways
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
 from kvcluster.client.shards import OpenTransport, Shards
 from kvcluster.client.status import status_dict
 from kvcluster.client.ticket import Ticket
+from kvcluster.client.tickets import Tickets
 from kvcluster.client.transfer import Transfer
 from kvcluster.config import ClientConfig
 from kvcluster.core import messages
-from kvcluster.core.ids import Attempt, BlockHash, NamespaceId
+from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import (
-    Done,
-    EndTicket,
+    EngineInfo,
     GetStatus,
-    LoadGrant,
     Need,
     PinBlocks,
-    PrepareLoad,
     Purge,
     Purged,
-    RenewTicket,
+    Registered,
+    RegisterEngine,
     Status,
-    TicketBody,
     UnpinBlocks,
 )
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.errors import CallerError, KVClusterError, Unreachable
+from kvcluster.errors import CallerError, Unreachable
 from kvcluster.pages.codec import implementation
 from kvcluster.transport.choice import own_attempts
 from kvcluster.transport.seam import Deadline, Trouble
@@ -59,8 +56,6 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _UNNAMED = NamespaceId(b"")  # filled in by Control, which attaches first
-_HOUSEKEEPING_MS = 2_000
-"""To renew or end a ticket. Both are hints, so that a coordinator which hangs need not keep `close` any longer."""
 
 
 class Client:
@@ -87,7 +82,7 @@ class Client:
             open_transport, breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms
         )
         self._attempt = own_attempts()
-        self._keeper = LeaseKeeper(self._renew, self._end)
+        self._tickets = Tickets(self._control, self._attempt)
         self._movers = Movers(self._control, self._shards, self.parts, next_attempt=self._attempt, config=self._config)
         self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=self._deadline)
         # Without anything to decode it with, a page that is encoded had better not be promised.
@@ -102,6 +97,10 @@ class Client:
     def open_ways(self, *, deadline_ms: float | None = None) -> None:
         """Finds the way to every shard that is up, so that the first load or store need not. Nothing is raised."""
         open_ways(self._control, self._shards, self.spec, self.parts, self._attempt, self._call(deadline_ms))
+
+    def register(self, engine: EngineInfo, *, deadline_ms: float | None = None) -> Registered:
+        """Tells the cluster that this engine lives, and hears what its weights are to be called. Raises Trouble."""
+        return self._control.say(Registered, RegisterEngine(NO_CALL, NOBODY, engine), self._call(deadline_ms))
 
     # ------------------------------------------------------------------------------------ level 1: blocks
 
@@ -139,7 +138,7 @@ class Client:
         arguments.check_hashes(hashes)
         spec = self._spec(adapter)
         parts = tuple(spec.whole(g) for g in range(len(spec.groups))) if whole else self.parts
-        return self._prepare(spec, hashes, self._need(accept, parts), self._call(deadline_ms), hold=True)
+        return self._tickets.prepare(spec, hashes, self._need(accept, parts), self._call(deadline_ms), hold=True)
 
     def redeem(self, data: bytes) -> Ticket:
         """The ticket that another process of the same credential prepared. Raises ProtocolError if it is none."""
@@ -171,6 +170,11 @@ class Client:
         spec, deadline = self._spec_of(ticket, adapter, by="borrow"), self._call(deadline_ms)
         return self._borrower.borrow(ticket.body, spec, deadline)
 
+    @property
+    def wants_tokens(self) -> bool:
+        """Does the cluster publish KV events, for which stores are to tell token ids? False while it is not known."""
+        return self._control.wants_tokens
+
     def begin_store(
         self,
         hashes: Sequence[BlockHash],
@@ -178,6 +182,7 @@ class Client:
         *,
         first: int = 0,
         loss: Loss = Loss.EXACT,
+        token_ids: Sequence[int] = (),
         adapter: str | None = None,
         deadline_ms: float | None = None,
     ) -> Transfer[Stored]:
@@ -185,22 +190,32 @@ class Client:
 
         `hashes` is the chain from the first block of the sequence. `source` must stay as it is until
         `source_free()`. `loss` is that of the prefix which it was computed over (Loaded.loss). What others have stored,
-        with no more loss, or are storing is not moved. Where more stores of this client wait
-        than may (limits.STORES_QUEUED), this one has ended already, with a miss `full`. Raises CallerError where the
-        source does not fit.
+        with no more loss, or are storing is not moved. Where more stores of this client wait than may
+        (limits.STORES_QUEUED), this one has ended already, with a miss `full`. `token_ids` are those of
+        `hashes[first:]`, for KV events; they go nowhere unless the cluster `wants_tokens`. Raises CallerError where
+        something does not fit.
         """
         arguments.check_hashes(hashes)
         arguments.check_first(first, hashes)
-        return self._store(hashes, source, first, loss, self._spec(adapter), self._call(deadline_ms))
+        spec = self._spec(adapter)
+        arguments.check_tokens_of(token_ids, len(hashes) - first, spec.block_tokens)
+        return self._store(hashes, source, first, loss, token_ids, spec, self._call(deadline_ms))
 
     def _store(
-        self, hashes: Sequence[BlockHash], source: Any, first: int, loss: Loss, spec: KVSpec, deadline: Deadline
+        self,
+        hashes: Sequence[BlockHash],
+        source: Any,
+        first: int,
+        loss: Loss,
+        tokens: Sequence[int],
+        spec: KVSpec,
+        deadline: Deadline,
     ) -> Transfer[Stored]:
         from kvcluster.client.memory import bind
 
         loss = arguments.check_loss(loss)
         bound = bind(source, spec, self.parts, len(hashes) - first, writable=False)
-        return self._movers.store(hashes, first, loss, bound, spec, deadline)
+        return self._movers.store(hashes, first, loss, bound, tokens, spec, deadline)
 
     # ------------------------------------------------------------------------------------ level 2: tokens
 
@@ -219,7 +234,7 @@ class Client:
         hashes, trouble = self._hash(token_ids, spec, salt, extra_keys, deadline)
         if not hashes:
             return Lookup(0, 0, None, trouble)
-        ticket = self._prepare(spec, hashes, self._need(accept), deadline, hold=False)
+        ticket = self._tickets.prepare(spec, hashes, self._need(accept), deadline, hold=False)
         link = self._movers.learned.known()
         page_bytes = sum(spec.page_bytes(g, p) for g, p in enumerate(self.parts) if p is not None)
         seconds = None
@@ -249,7 +264,7 @@ class Client:
             return 0
         # Checked before anything is asked: a mistake must not wait for the first hit to show.
         bound = bind(out, spec, self.parts, len(hashes), writable=True)
-        with self._prepare(spec, hashes, self._need(accept), deadline, hold=True) as ticket:
+        with self._tickets.prepare(spec, hashes, self._need(accept), deadline, hold=True) as ticket:
             if not ticket.blocks:
                 return 0
             return self._movers.load(ticket.body, 0, bound, spec, deadline).result().blocks * spec.block_tokens
@@ -270,7 +285,8 @@ class Client:
         hashes, trouble = self._hash(token_ids, spec, salt, extra_keys, deadline)
         if not hashes:
             return Stored(0, 0, 0, 0, trouble)
-        return self._store(hashes, blocks, 0, loss, spec, deadline).result()
+        tokens = token_ids[: len(hashes) * spec.block_tokens]
+        return self._store(hashes, blocks, 0, loss, tokens, spec, deadline).result()
 
     def flush(self, *, deadline_ms: float | None = None) -> bool:
         """Waits until every store so far has ended and what it committed is visible to all. False where the
@@ -364,7 +380,7 @@ class Client:
         self._closed = True
         self._movers.close(self._shards.close)
         self._borrower.close()  # after whoever hangs in asking a shard was broken off
-        self._keeper.close()
+        self._tickets.close()
         self._control.close()
 
     def __enter__(self) -> Client:
@@ -378,38 +394,6 @@ class Client:
     def _need(self, accept: Loss | None, parts: Sequence[Part | None] | None = None) -> Need:
         accept = self._accept if accept is None else arguments.check_loss(accept)
         return Need(self.parts if parts is None else tuple(parts), accept)
-
-    def _prepare(
-        self, spec: KVSpec, hashes: Sequence[BlockHash], need: Need, deadline: Deadline, *, hold: bool
-    ) -> Ticket:
-        attempt = self._attempt()
-        message = PrepareLoad(NO_CALL, NOBODY, _UNNAMED, attempt, tuple(hashes), need, hold)
-        try:
-            grant = self._control.ask(LoadGrant, spec, message, deadline)
-            attached = self._control.attach(spec, deadline)
-        except Trouble as trouble:
-            return Ticket(TicketBody(NamespaceId(bytes(32)), attempt, (), need, ()), trouble.miss, lambda: None)
-        body = TicketBody(attached.namespace, attempt, tuple(hashes[: grant.blocks]), need, grant.runs)
-        if not grant.hold_ns:
-            return Ticket(body, grant.miss, lambda: None)
-        # The hold is shorter than the ticket: it is what has to be renewed in time.
-        self._keeper.keep(attempt, min(attached.ticket_ttl_ns, grant.hold_ns))
-        return Ticket(body, grant.miss, lambda: self._keeper.release(attempt))
-
-    def _end(self, attempt: Attempt) -> bool:
-        try:
-            self._control.say(Done, EndTicket(NO_CALL, attempt), Deadline.after_ms(_HOUSEKEEPING_MS))
-        except (Trouble, KVClusterError):
-            return False
-        return True
-
-    def _renew(self, attempt: Attempt) -> bool:
-        try:
-            return self._control.say(Done, RenewTicket(NO_CALL, attempt), Deadline.after_ms(_HOUSEKEEPING_MS)).ok
-        except Trouble:
-            return True  # perhaps the next time
-        except KVClusterError:
-            return False
 
     def _pin(
         self,

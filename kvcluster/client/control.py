@@ -73,6 +73,12 @@ class Control:
         with self._lock:
             return spec in self._attached
 
+    @property
+    def wants_tokens(self) -> bool:
+        """Does the coordinator that was attached to want token ids with stores?"""
+        with self._lock:
+            return any(known.wants_tokens for known in self._attached.values())
+
     def namespace(self, spec: KVSpec, deadline: Deadline) -> NamespaceId:
         return self.attach(spec, deadline).namespace
 

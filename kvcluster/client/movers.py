@@ -111,7 +111,14 @@ class Movers:
         return transfer
 
     def store(
-        self, hashes: Sequence[BlockHash], first: int, loss: Loss, bound: Bound, spec: KVSpec, deadline: Deadline
+        self,
+        hashes: Sequence[BlockHash],
+        first: int,
+        loss: Loss,
+        bound: Bound,
+        tokens: Sequence[int],
+        spec: KVSpec,
+        deadline: Deadline,
     ) -> Transfer[Stored]:
         """As Client.begin_store, out of checked memory."""
         new = tuple(hashes[first:])
@@ -136,7 +143,7 @@ class Movers:
         def work() -> Stored:
             if not new:
                 return tally.stored()
-            run_blocks = self._control.attach(spec, deadline).run_blocks
+            attached = self._control.attach(spec, deadline)
             prepare = PrepareStore(
                 call=NO_CALL,
                 tenant=NOBODY,
@@ -144,11 +151,12 @@ class Movers:
                 attempt=ticket_attempt,
                 first=first,
                 parent=hashes[first - 1] if first else BlockHash(bytes(HASH_BYTES)),
-                run=hashes[run_start(first, run_blocks)],
+                run=hashes[run_start(first, attached.run_blocks)],
                 hashes=new,
                 parts=parts,
                 loss=loss,
                 host=self._host,
+                tokens=tuple(tokens) if attached.wants_tokens else (),
             )
             return job.run(prepare)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvcluster.config import CoordinatorConfig
+from kvcluster.core.announcer import Announcer
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory
 from kvcluster.core.eviction import LRU, EvictionPolicy
@@ -33,8 +34,10 @@ from kvcluster.core.messages import (
     Drain,
     Effect,
     EndTicket,
+    Engines,
     Explain,
     Explained,
+    GetEngines,
     GetNamespaces,
     GetStatus,
     Inventory,
@@ -49,9 +52,13 @@ from kvcluster.core.messages import (
     Purged,
     Refused,
     RefusedKind,
+    Registered,
+    RegisterEngine,
     RenewTicket,
     Report,
+    Retell,
     SetPolicy,
+    SetWeights,
     ShardStatus,
     Siblings,
     SiblingSpecs,
@@ -73,7 +80,7 @@ class Coordinator:
     """`step(message, now) -> effects`; call it again by `next_deadline()`.
 
     `expected` shards end the rebuilding early. `tombstones` are those of the coordinator before. `policy` scores
-    blocks for eviction.
+    blocks for eviction. One that `announces` says what outsiders are to be told: effects `Publish`.
     """
 
     def __init__(
@@ -86,10 +93,19 @@ class Coordinator:
         now: int,
         tombstones: Iterable[Tombstone] = (),
         policy: EvictionPolicy | None = None,
+        announces: bool = False,
     ) -> None:
         self._config = config
         self._started_at = now
-        self._state = state = State(epoch, config, Tombstones(tombstones), membership_ttl_ms=membership_ttl_ms, now=now)
+        self._announcer = announcer = Announcer() if announces else None
+        self._state = state = State(
+            epoch,
+            config,
+            Tombstones(tombstones),
+            membership_ttl_ms=membership_ttl_ms,
+            now=now,
+            announcer=announcer,
+        )
         self._evictor = Evictor(config, state.directory)
         self.tiering = tiering = Tiering(config, state.directory, state.book, self._evictor)
         self._replicator = Replicator(config, state.directory, state.book, state.members)
@@ -104,6 +120,9 @@ class Coordinator:
             Explain: self._explain,
             Siblings: self._siblings,
             GetNamespaces: self._namespaces,
+            RegisterEngine: self._register,
+            GetEngines: self._engines,
+            SetWeights: self._set_weights,
             PinBlocks: self._pin,
             UnpinBlocks: self._unpin,
             Purge: self._purge,
@@ -112,6 +131,7 @@ class Coordinator:
             GetStatus: self._status,
             Report: self._intake.report,
             Inventory: self._intake.inventory,
+            Retell: self._retell,
             Tick: self._tick,
             Stalled: self._stalled,
         }
@@ -120,13 +140,14 @@ class Coordinator:
 
     def step(self, message: CoordinatorMessage, now: int) -> list[Effect]:
         """Takes one message and returns what is to be done, in order."""
-        return self._handlers[type(message)](message, now)
+        effects = self._handlers[type(message)](message, now)
+        return effects if self._announcer is None else [*effects, *self._announcer.take()]
 
     def next_deadline(self) -> int | None:
         """When a Tick is due."""
         state = self._state
-        sweep = 0 if self._intake.sweeping else None
-        due = (state.members.next_expiry, state.tickets.next_expiry, state.rebuild_until, sweep)
+        some = self._intake.sweeping or (self._announcer is not None and self._announcer.retelling)
+        due = (state.members.next_expiry, state.tickets.next_expiry, state.rebuild_until, 0 if some else None)
         return min((at for at in due if at is not None), default=None)
 
     @property
@@ -170,7 +191,8 @@ class Coordinator:
         if space is None:
             return [Answer(m.call, Refused(RefusedKind.LIMIT, "this tenant has as many namespaces as it may"))]
         shards = tuple(member.address for member in state.members.all())
-        attached = Attached(space.id, state.epoch, state.tickets.ttl_ns, self._config.run_blocks, shards)
+        ttl_ns, wants_tokens = state.tickets.ttl_ns, self._announcer is not None
+        attached = Attached(space.id, state.epoch, ttl_ns, self._config.run_blocks, shards, wants_tokens)
         return [Answer(m.call, attached)]
 
     def _explain(self, m: Explain, now: int) -> list[Effect]:
@@ -199,7 +221,18 @@ class Coordinator:
     def _namespaces(self, m: GetNamespaces, now: int) -> list[Effect]:
         return [Answer(m.call, Namespaces(self._state.directory.listed(m.tenant)))]
 
+    def _register(self, m: RegisterEngine, now: int) -> list[Effect]:
+        engines = self._state.engines
+        weights = engines.register(m.tenant, m.info, now)
+        return [Answer(m.call, _TOO_MANY_ENGINES if weights is None else Registered(engines.ttl_ns, weights))]
+
+    def _engines(self, m: GetEngines, now: int) -> list[Effect]:
+        return [Answer(m.call, Engines(self._state.engines.living(m.tenant, now)))]
+
     # ---------------------------------------------------------------------------------------- operations
+
+    def _set_weights(self, m: SetWeights, now: int) -> list[Effect]:
+        return [Answer(m.call, Engines(self._state.engines.set_weights(m.tenant, m.model, m.weights, m.engine, now)))]
 
     def _pin(self, m: PinBlocks, now: int) -> list[Effect]:
         space = self._state.directory.find(m.namespace, m.tenant)
@@ -285,6 +318,13 @@ class Coordinator:
         if state.rebuild_until is not None and now >= state.rebuild_until:
             state.rebuild_until = None
         self._intake.sweep_some(now)
+        if self._announcer is not None:
+            self._announcer.tell_some()
+        return []
+
+    def _retell(self, m: Retell, now: int) -> list[Effect]:
+        if self._announcer is not None:
+            self._announcer.retell((space.id, space.index.standing()) for space in self._state.directory)
         return []
 
     def _stalled(self, m: Stalled, now: int) -> list[Effect]:
@@ -296,4 +336,5 @@ class Coordinator:
         return []
 
 
+_TOO_MANY_ENGINES = Refused(RefusedKind.LIMIT, "as many engines are known as may be; this one is served all the same")
 _TOO_MANY_PURGES = Refused(RefusedKind.LIMIT, "as many different purges are remembered as may be; clear instead")

@@ -45,10 +45,11 @@ class Served(NamedTuple):
 class Copies:
     """An immutable set of copies. Made only by a CopyBook; compare with `is`."""
 
-    __slots__ = ("_less", "_more", "_served", "_version", "entries")
+    __slots__ = ("_less", "_more", "_served", "_version", "entries", "tiers")
 
     def __init__(self, entries: tuple[Copy, ...]) -> None:
         self.entries = entries
+        self.tiers = sum({1 << copy.tier for copy in entries})  # a bit for each that a copy is in
         self._more: dict[Copy, Copies] = {}
         self._less: dict[tuple[int, int, Part, Tier], Copies] = {}
         self._served: dict[tuple[Need, bool], Served] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvcluster.core import codecs, limits
+from kvcluster.core.announcer import Announcer
 from kvcluster.core.codecs import Codec
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
@@ -23,11 +24,13 @@ class Space:
 
     __slots__ = ("_page_bytes", "id", "index", "pinned", "purged", "spec", "tenant")
 
-    def __init__(self, space: NamespaceId, tenant: Tenant, spec: KVSpec, book: CopyBook) -> None:
+    def __init__(
+        self, space: NamespaceId, tenant: Tenant, spec: KVSpec, book: CopyBook, announcer: Announcer | None
+    ) -> None:
         self.id = space
         self.tenant = tenant
         self.spec = spec
-        self.index = PrefixIndex(space, [group.reuse for group in spec.groups], spec.block_tokens, book)
+        self.index = PrefixIndex(space, [group.reuse for group in spec.groups], spec.block_tokens, book, announcer)
         self.pinned: dict[BlockHash, int] = {}
         self.purged = 0
         self._page_bytes: dict[tuple[int, Part, Codec], int] = {}
@@ -54,10 +57,11 @@ class Space:
 
 
 class Directory:
-    """Namespaces by id."""
+    """Namespaces by id. `announcer` hears of each and of its blocks."""
 
-    def __init__(self, book: CopyBook, tombstones: Tombstones) -> None:
+    def __init__(self, book: CopyBook, tombstones: Tombstones, announcer: Announcer | None = None) -> None:
         self._book = book
+        self._announcer = announcer
         self._tombstones = tombstones
         self._spaces: dict[NamespaceId, Space] = {}
         self._owned: dict[Tenant, int] = {}
@@ -79,7 +83,9 @@ class Directory:
         if space is None:
             if self._owned.get(tenant, 0) >= limits.NAMESPACES_PER_TENANT and not self._forget_bare(tenant):
                 return None
-            space = self._spaces[space_id] = Space(space_id, tenant, spec, self._book)
+            space = self._spaces[space_id] = Space(space_id, tenant, spec, self._book, self._announcer)
+            if self._announcer is not None:
+                self._announcer.opened(space_id, spec)
             space.purged = self._tombstones.latest(tenant, spec)
             self._owned[tenant] = self._owned.get(tenant, 0) + 1
         return space
@@ -125,6 +131,8 @@ class Directory:
         for space in self._spaces.values():
             if space.tenant == tenant and not len(space.index):
                 del self._spaces[space.id]
+                if self._announcer is not None:
+                    self._announcer.closed(space.id)
                 self._owned[tenant] -= 1
                 return True
         return False

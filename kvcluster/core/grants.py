@@ -93,6 +93,8 @@ class Grants:
             state.counters["refused_blocks"] += len(m.hashes)
             return [Answer(m.call, StoreGrant((StoreRun(len(m.hashes), Decision.REFUSED, miss=refused),)))]
         space.index.touch_ancestors(m.parent, now, now - self._refresh)
+        if state.announcer is not None and len(m.tokens) == len(m.hashes) * space.spec.block_tokens:
+            state.announcer.remember(m.hashes, m.tokens, space.spec.block_tokens)
         # Each page by itself: a worker may write several parts of one group, and all of them have to be there.
         needs = [Need((None,) * group + (part,), m.loss) for group, part in m.parts]
         place = cache(lambda run: state.members.place(run, m.host, space.purged))

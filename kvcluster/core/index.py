@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvcluster.core.announcer import Announcer
 from kvcluster.core.copies import Copies, Copy, CopyBook
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Need, PageEvent, Plan, Run, Tier
@@ -37,6 +38,11 @@ class BlockRecord:
         self.held_until = 0
         self.copies = copies
 
+    @property
+    def tiers(self) -> int:
+        """A bit for each tier that it is in."""
+        return self.copies.tiers
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -52,13 +58,21 @@ class Found:
 
 
 class PrefixIndex:
-    """The blocks of one namespace."""
+    """The blocks of one namespace. What becomes of them is told to `announcer`."""
 
-    def __init__(self, space: NamespaceId, reuses: Sequence[Reuse], block_tokens: int, book: CopyBook) -> None:
+    def __init__(
+        self,
+        space: NamespaceId,
+        reuses: Sequence[Reuse],
+        block_tokens: int,
+        book: CopyBook,
+        announcer: Announcer | None = None,
+    ) -> None:
         self._space = space
         self._reuses = tuple(reuses)
         self._block_tokens = block_tokens
         self._book = book
+        self._announcer = announcer
         self._records: dict[BlockHash, BlockRecord] = {}
 
     def __len__(self) -> int:
@@ -66,6 +80,10 @@ class PrefixIndex:
 
     def __iter__(self) -> Iterator[BlockRecord]:
         return iter(self._records.values())
+
+    def standing(self) -> Iterator[BlockRecord]:
+        """Those of now, without what is gone by the time that it comes to them."""
+        return (record for record in list(self._records.values()) if self._records.get(record.hash) is record)
 
     def get(self, block: BlockHash) -> BlockRecord | None:
         return self._records.get(block)
@@ -123,26 +141,38 @@ class PrefixIndex:
             copies = self._book.add(self._book.none, copy)
             record = BlockRecord(self._space, key.hash, parent_hash, event.depth, now, copies)
             self._records[key.hash] = record
+            self._tell(record, 0)
             return record
-        known = record.copies.on(slot, event.tier)
-        record.copies = self._book.add(record.copies, copy)
-        return None if known else record
+        before = record.copies
+        record.copies = self._book.add(before, copy)
+        self._tell(record, before.tiers)
+        return None if before.on(slot, event.tier) else record
 
     def remove(self, block: BlockHash, slot: int, group: int, part: Part, tier: Tier) -> bool:
         """Forgets a page. True where the block is gone with it."""
         record = self._records.get(block)
         if record is None:
             return False
+        before = record.copies.tiers
         record.copies = self._book.remove(record.copies, slot, group, part, tier)
+        self._tell(record, before)
         return self._drop_if_bare(record)
 
     def sweep(self, record: BlockRecord) -> bool:
         """Forgets what a record says of dead shards. True where the block is gone with it."""
+        before = record.copies.tiers
         record.copies = self._book.remaining(record.copies)
+        self._tell(record, before)
         return self._drop_if_bare(record)
 
     def clear(self) -> None:
         self._records.clear()
+        if self._announcer is not None:
+            self._announcer.cleared(self._space)
+
+    def _tell(self, record: BlockRecord, before: int) -> None:
+        if self._announcer is not None and record.copies.tiers != before:
+            self._announcer.changed(self._space, record, before)
 
     def _drop_if_bare(self, record: BlockRecord) -> bool:
         if record.copies.entries:

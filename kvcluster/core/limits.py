@@ -29,6 +29,15 @@ NAMESPACES = 65_536
 SEQUENCES_PER_HOLDER = 4_096
 """Open sequences of one worker, forks included."""
 
+ENGINES = 4_096
+"""Engines that are known to live, of all tenants; one more is served and not listed."""
+
+ENGINE_FACTS = 32
+"""What one engine tells of itself."""
+
+LISTED_ENGINES = 256
+"""As LISTED_NAMESPACES, of engines."""
+
 LISTED_NAMESPACES = 256
 """In one answer to a person: specs take some hundred bytes each, and nobody reads more."""
 
@@ -97,6 +106,9 @@ PULL_BYTES = 64 * 1024 * 1024
 
 HOT_RUNS = 65_536
 """Runs whose loads are counted within one window; one more is not."""
+
+TOKEN_BLOCKS_REMEMBERED = 65_536
+"""Blocks that are being stored, whose token ids wait to be told to outsiders: some 20 MiB with blocks of 16 tokens."""
 
 SPEC_BYTES = 8 * 1024
 """Canonical bytes of a KVSpec: several hundred layers in a dozen groups fit, and a chunk of an inventory in which every

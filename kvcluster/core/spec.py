@@ -51,6 +51,19 @@ def _check_text(value: object) -> None:
         raise SpecError(f"{value!r} is no text that could be sent to anybody") from None
 
 
+PRIVATE_WEIGHTS = "private:"
+"""What the weights of an engine begin with that shares with nobody, before a random id."""
+
+
+def check_weights(weights: str) -> None:
+    """Raises SpecError for what names weights and does not pin them."""
+    if not weights or weights.strip().lower() in _MUTABLE_WEIGHTS:
+        raise SpecError(
+            f"weights={weights!r} does not pin the weights: give a digest or commit, such as 'sha256:...'; "
+            "a name that can move would let stale KV be taken for fresh"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Plane:
     """One tensor kind of a group. `heads` and `dim` are those of the whole model, not of a rank.
@@ -212,11 +225,7 @@ class KVSpec:
             _check_text(text)
         if not self.model:
             raise SpecError("model must be named")
-        if not self.weights or self.weights.strip().lower() in _MUTABLE_WEIGHTS:
-            raise SpecError(
-                f"weights={self.weights!r} does not pin the weights: give a digest or commit, such as 'sha256:...'; "
-                "a name that can move would let stale KV be taken for fresh"
-            )
+        check_weights(self.weights)
         _check_number(self.block_tokens, 1, "block_tokens")
         if self.block_tokens > MAX_BLOCK_TOKENS:
             raise SpecError(f"block_tokens must be at most {MAX_BLOCK_TOKENS}, not {self.block_tokens}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from kvcluster.config import CoordinatorConfig
+from kvcluster.core.announcer import Announcer
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory, Space
+from kvcluster.core.engines import EngineBook
 from kvcluster.core.evicted import EvictedMemory
 from kvcluster.core.ids import Epoch, NamespaceId, Tenant
 from kvcluster.core.members import Membership
@@ -13,6 +15,8 @@ from kvcluster.core.tickets import TicketBook
 from kvcluster.core.tombstones import Tombstones
 
 MS = 1_000_000
+ENGINE_TTL_NS = 10_000 * MS
+"""An engine registers several times in it (engines/vllm/identity.py)."""
 UNKNOWN = Refused(RefusedKind.UNKNOWN_NAMESPACE, "attach first")
 BAD_PART = Refused(RefusedKind.BAD, "the spec of this namespace has no such group or part")
 _COUNTERS = (
@@ -24,20 +28,29 @@ _COUNTERS = (
 
 class State:
     """`rebuild_until`: it has just started and does not know enough to order anything; None once it does. `off`:
-    nothing is granted, because an operator has said so."""
+    nothing is granted, because an operator has said so. `announcer`: where outsiders are told of blocks."""
 
     def __init__(
-        self, epoch: Epoch, config: CoordinatorConfig, tombstones: Tombstones, *, membership_ttl_ms: int, now: int
+        self,
+        epoch: Epoch,
+        config: CoordinatorConfig,
+        tombstones: Tombstones,
+        *,
+        membership_ttl_ms: int,
+        now: int,
+        announcer: Announcer | None = None,
     ) -> None:
         self.epoch = epoch
         self.rebuild_until: int | None = now + config.rebuild_grace_ms * MS
         self.off = False
         self.book = CopyBook()
-        self.directory = Directory(self.book, tombstones)
+        self.announcer = announcer
+        self.directory = Directory(self.book, tombstones, announcer)
         self.members = Membership(membership_ttl_ms * MS, self.book)
         self.tickets = TicketBook(config.ticket_ttl_ms * MS)
         self.evicted = EvictedMemory()
         self.tombstones = tombstones
+        self.engines = EngineBook(ENGINE_TTL_NS)
         self.counters = dict.fromkeys(_COUNTERS, 0)
 
     @property

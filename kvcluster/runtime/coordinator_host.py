@@ -1,15 +1,16 @@
-"""A coordinator's process without Ray: core, driver, and the files of what was purged and set."""
+"""A coordinator's process without Ray: core, driver, the files of what was purged and set, and KV events."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from kvcluster.config import Config
+from kvcluster.config import Config, EventsConfig
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import CallId, Epoch
-from kvcluster.core.messages import CoordinatorMessage, Effect, Leave, Reply, Warn
+from kvcluster.core.messages import CoordinatorMessage, Effect, Leave, Publish, Reply, Retell, Warn
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.driver import Driver
@@ -17,11 +18,15 @@ from kvcluster.runtime.kept_settings import SettingsFile
 from kvcluster.runtime.tombstones import Keeping, NotKept, TombstoneFile
 from kvcluster.transport.seam import Trouble
 
+if TYPE_CHECKING:
+    from kvcluster.runtime.publishing import Publisher
+
 log = logging.getLogger(__name__)
 
 
 class CoordinatorHost:
-    """One coordinator incarnation. Raises ConfigError where what the last has kept cannot be read."""
+    """One coordinator incarnation. Raises ConfigError where what the last has kept cannot be read, or where what is
+    configured is not installed."""
 
     def __init__(self, epoch: Epoch, config: Config, *, on_end: Callable[[Leave], None]) -> None:
         file = TombstoneFile(config.coordinator.state_dir) if config.coordinator.state_dir else None
@@ -32,11 +37,13 @@ class CoordinatorHost:
             expected=config.shards,
             now=time.monotonic_ns(),
             tombstones=file.take_over() if file is not None else (),
+            announces=bool(config.events.endpoint),
         )
         settings = SettingsFile(config.coordinator.state_dir) if config.coordinator.state_dir else None
         if settings is not None and (why_not := self.core.set(settings.read())) is not None:
             raise ConfigError(f"what was set before cannot be set now: {why_not}")
         self._on_end = on_end
+        self.publisher = publisher_of(config.events, epoch, lambda: self._driver.tell(Retell()))
         self._driver: Driver[CoordinatorMessage] = Driver(
             Keeping(
                 self.core,
@@ -50,10 +57,15 @@ class CoordinatorHost:
         )
 
     def start(self) -> None:
+        """Raises ConfigError where KV events are to be published and cannot be."""
+        if self.publisher is not None:
+            self.publisher.start()
         self._driver.start()
 
     def close(self) -> None:
         self._driver.close()
+        if self.publisher is not None:
+            self.publisher.close()
 
     def ask(self, build: Callable[[CallId], CoordinatorMessage], wait_s: float) -> Reply:
         """As Driver.ask. Raises Trouble as well where what was asked for cannot be promised for good."""
@@ -67,11 +79,31 @@ class CoordinatorHost:
         return self._driver.inspect(look)
 
     def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, Warn):
+        if isinstance(effect, Publish):
+            assert self.publisher is not None, "it was told to announce"
+            self.publisher.publish(effect)
+        elif isinstance(effect, Warn):
             log.warning("%s", effect.text)
         elif isinstance(effect, Leave):
             log.warning("leaving: %s", effect.reason)
             self._on_end(effect)
+
+
+def publisher_of(events: EventsConfig, epoch: Epoch, on_behind: Callable[[], None]) -> Publisher | None:
+    """What publishes KV events, or None where nobody is told. Raises ConfigError where what it takes is not there."""
+    if not events.endpoint:
+        return None
+    try:
+        from kvcluster.runtime.publishing import Publisher
+    except ImportError as error:
+        raise ConfigError(f"events.endpoint needs {error.name}: pip install 'kvcluster[events]'") from None
+    return Publisher(
+        events.endpoint,
+        replay=events.replay,
+        buffer_batches=events.buffer_batches,
+        first_sequence=epoch,
+        on_behind=on_behind,
+    )
 
 
 def _keep_nothing(what: object) -> None:

@@ -27,9 +27,11 @@ from kvcluster.core.messages import (
     Done,
     Drain,
     EndTicket,
+    Engines,
     Explain,
     Explained,
     Flush,
+    GetEngines,
     GetNamespaces,
     GetOffers,
     GetStatus,
@@ -44,11 +46,14 @@ from kvcluster.core.messages import (
     Purge,
     Purged,
     Refused,
+    Registered,
+    RegisterEngine,
     RenewTicket,
     Reply,
     Report,
     ReportAck,
     SetPolicy,
+    SetWeights,
     ShardMessage,
     Siblings,
     SiblingSpecs,
@@ -58,7 +63,7 @@ from kvcluster.core.messages import (
     UnpinBlocks,
 )
 from kvcluster.errors import ProtocolError
-from kvcluster.wire import coordinator, reports, shard
+from kvcluster.wire import answers, coordinator, engines, reports, shard
 from kvcluster.wire.v1 import coordinator_pb2
 
 Question = CoordinatorMessage | ShardMessage
@@ -145,7 +150,7 @@ def _encode_attach(message: Attach | AttachShard) -> bytes:
     return coordinator.encode_attach(message.spec)
 
 
-_C = _Service(COORDINATOR_SERVICE, coordinator.encode_reply, coordinator.decode_reply)
+_C = _Service(COORDINATOR_SERVICE, answers.encode_reply, answers.decode_reply)
 _S = _Service(SHARD_SERVICE, shard.encode_reply, shard.decode_reply)
 _c = coordinator
 
@@ -159,6 +164,15 @@ COORDINATOR: Mapping[str, Method] = _table(
         _C.method("Explain", Explain, Explained, _c.encode_explain, _c.decode_explain),
         _C.method("Siblings", Siblings, SiblingSpecs, _c.encode_siblings, _c.decode_siblings),
         _C.method("GetNamespaces", GetNamespaces, Namespaces, _c.encode_get_namespaces, _c.decode_get_namespaces),
+        _C.method(
+            "RegisterEngine",
+            RegisterEngine,
+            Registered,
+            engines.encode_register_engine,
+            engines.decode_register_engine,
+        ),
+        _C.method("GetEngines", GetEngines, Engines, engines.encode_get_engines, engines.decode_get_engines),
+        _C.method("SetWeights", SetWeights, Engines, engines.encode_set_weights, engines.decode_set_weights),
         _C.method("PinBlocks", PinBlocks, Pinned, _c.encode_pin_blocks, _c.decode_pin_blocks),
         _C.method("UnpinBlocks", UnpinBlocks, Pinned, _c.encode_unpin_blocks, _c.decode_unpin_blocks),
         _C.method("Purge", Purge, Purged, _c.encode_purge, _c.decode_purge),

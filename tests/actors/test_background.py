@@ -24,17 +24,12 @@ from kvcluster.config import Config, load
 from kvcluster.errors import ConfigError
 from tests.actors.processes import listening, outcome, session, start_worker, title
 from tests.actors.worker import PATIENT, SPEC, digest, kv, tokens
+from tests.ports import free_port
 from tests.waiting import eventually
 
 
 def config_of(port: int) -> Config:
     return load(overrides={"shards": 2, "shard": {"device_bytes": "64MiB"}, "server": {"port": port}})
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @pytest.fixture

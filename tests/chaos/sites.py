@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from kvcluster.runtime.auth import digest, new_token
 from tests.actors.processes import session, title
 from tests.chaos.netns import Network
 from tests.chaos.niceness import NODE, set_niceness
+from tests.ports import free_port
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -238,7 +238,7 @@ class OneHost:
         self._settings = settings
 
     def __enter__(self) -> OneHost:
-        self._running, started = background.up(load(overrides={**self._settings, "server": {"port": _free_port()}}))
+        self._running, started = background.up(load(overrides={**self._settings, "server": {"port": free_port()}}))
         assert started, f"port {self._running.port} has a cluster already"
         self.address = self._running.address
         return self
@@ -263,12 +263,6 @@ class OneHost:
 
     def mend(self) -> list[str]:
         return []
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def _kill(pids: Sequence[int]) -> None:

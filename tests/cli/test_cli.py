@@ -21,6 +21,7 @@ from kvcluster.errors import CredentialError
 from kvcluster.runtime.auth import digest, parse_tokens
 from tests.actors.processes import processes, title
 from tests.actors.worker import PATIENT, SPEC, kv, tokens
+from tests.ports import free_port
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -36,12 +37,6 @@ def kvc(*arguments: str, hidden: str = "", token: str | None = None) -> subproce
     return subprocess.run(
         [sys.executable, *program, *arguments], capture_output=True, text=True, cwd=ROOT, env=env, check=False
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 # ------------------------------------------------------------------------------------- without a cluster

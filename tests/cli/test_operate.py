@@ -7,7 +7,6 @@ import json
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,58 +23,11 @@ from kvcluster.cli.operate import progress
 from kvcluster.cli.tables import print_status
 from kvcluster.client import Client
 from kvcluster.client.status import status_dict
-from kvcluster.core.ids import CallId, Epoch, ShardId
-from kvcluster.core.messages import CoordinatorMessage, Reply, ShardInfo, ShardStatus, Status
-from kvcluster.runtime.auth import Authenticator, digest
-from kvcluster.runtime.server import Gate, Server, unary_handlers
-from kvcluster.testing import MemoryCluster
-from kvcluster.wire.methods import COORDINATOR
+from kvcluster.core.ids import Epoch, ShardId
+from kvcluster.core.messages import ShardInfo, ShardStatus, Status
+from tests.cli.front import Served
 from tests.client.build import SPEC, kv, prompt, spec_of
 from tests.waiting import eventually
-
-
-class Served:
-    """A cluster of this process whose coordinator answers the command line."""
-
-    def __init__(self, cluster: MemoryCluster) -> None:
-        self.cluster = cluster
-        self.tenants = {digest(name): name for name in ("default", "other", "operator")}
-        gate = Gate(Authenticator(self.tenants, "secret", frozenset({digest("operator")})))  # type: ignore[arg-type]
-        handlers = unary_handlers(
-            COORDINATOR, gate, self._ask, frozenset({"Report", "Inventory"}), operators=frozenset({"Drain"})
-        )
-        self._server = Server(handlers, "127.0.0.1", 0, threads=4)
-        self._server.start()
-        self.address = self._server.address
-
-    def run(self, *arguments: str, token: str = "default") -> int:
-        return main([*arguments, "--address", self.address, "--token", token])
-
-    def close(self) -> None:
-        self._server.close(grace_s=0)
-
-    def _ask(self, build: Callable[[CallId], CoordinatorMessage], wait_s: float) -> Reply:
-        return self.cluster.running_coordinator().ask(build, wait_s)
-
-
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr(operate, "_POLL_S", 0.001)
-    with MemoryCluster(shards=2, device_bytes="4MiB") as cluster:
-        served = Served(cluster)
-        try:
-            yield served
-        finally:
-            served.close()
-
-
-@pytest.fixture
-def client(served: Served) -> Client:
-    client = served.cluster.client(SPEC)
-    for seed in range(10):
-        assert client.store(prompt(8, seed), kv(8, seed)).blocks == 8
-    assert client.flush()
-    return client
 
 
 class Terminal(io.StringIO):

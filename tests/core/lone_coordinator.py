@@ -158,12 +158,20 @@ class Voice:
 class LoneCoordinator:
     """A coordinator. The test plays its shards (`voice`) and its workers."""
 
-    def __init__(self, *, expected: int, epoch: int = 100, spec: KVSpec = SPEC, **config: Any) -> None:
+    def __init__(
+        self, *, expected: int, epoch: int = 100, spec: KVSpec = SPEC, announces: bool = False, **config: Any
+    ) -> None:
         self.now = 50 * SECOND
         self.config = replace(CoordinatorConfig(), **config)
         self.core = Coordinator(
-            Epoch(epoch), self.config, membership_ttl_ms=MEMBERSHIP_MS, expected=expected, now=self.now
+            Epoch(epoch),
+            self.config,
+            membership_ttl_ms=MEMBERSHIP_MS,
+            expected=expected,
+            now=self.now,
+            announces=announces,
         )
+        self.listeners: list[Callable[[list[Effect]], object]] = []
         self.spec = spec
         self.space = spec.namespace(OURS)
         self.left = False
@@ -200,6 +208,8 @@ class LoneCoordinator:
         effects = self.core.step(message, self.now)
         self.left = self.left or any(isinstance(effect, Leave) for effect in effects)
         check_coordinator(self.core)
+        for listen in self.listeners:
+            listen(effects)
         return effects
 
     def ask(self, kind: type[R], build: Callable[[CallId], CoordinatorMessage]) -> R:

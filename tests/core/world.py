@@ -83,6 +83,7 @@ from kvcluster.core.pool import PageState
 from kvcluster.core.reasons import Loss
 from kvcluster.core.shard import Shard
 from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
+from tests.core.outsider import Outsider, same, truth
 
 MS = 1_000_000
 SECOND = 1_000 * MS
@@ -278,6 +279,7 @@ class World:
         self._names = [ShardId(f"s{number}") for number in range(shards)]
         self.kept: tuple[Tombstone, ...] = ()
         self.coordinator = self._coordinator(1_000)
+        self.outsider = Outsider()
         self.boxes = [self._box(name) for name in self._names]
         self.strays: list[Report | Inventory] = []
         self.rotten: set[tuple[Box, int]] = set()  # pages whose bytes have flipped
@@ -309,6 +311,7 @@ class World:
             expected=len(self._names),
             now=self.now,
             tombstones=self.kept,
+            announces=True,
         )
 
     def _box(self, name: ShardId) -> Box:
@@ -323,6 +326,7 @@ class World:
         """Steps the coordinator; the reply if `message` asks anything. One that leaves is started anew."""
         before = {member.slot: member.orders for member in self.coordinator.members.all()}
         effects = self.coordinator.step(message, self.now)
+        self.outsider.hear(effects)
         for effect in effects:
             if isinstance(effect, Persist):
                 self.kept = effect.tombstones
@@ -487,6 +491,7 @@ class World:
     def restart_coordinator(self, clock: int) -> None:
         """It knows nothing, and its clock may have gone back."""
         self.coordinator = self._coordinator(self.coordinator.epoch + clock)
+        self.outsider = Outsider()  # whoever publishes tells all to begin anew
         self.tickets.clear()
         self._last_prepare = None
 
@@ -707,6 +712,7 @@ class World:
     def check(self) -> None:
         """What holds after every step."""
         check_coordinator(self.coordinator)
+        assert same(self.outsider.picture, truth(self.coordinator)), "an outsider who heard everything knows it all"
         for box in self.living():
             check_shard(box.core)
             for page in box.core.pool.everything():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcluster.client.client import Client
 from kvcluster.engines.vllm.orders import Step
 from tests.client.build import BOUND_S, prompt
 from tests.vllm.build import BLOCK
@@ -197,6 +198,57 @@ def test_after_a_reset_nobody_shares_with_this_engine(bench: Bench, llama: Path)
     engine.run()
     assert engine.steps[-1].weights == engine.client.spec.weights
     assert rank.stores[-1].request == "b", "it goes on for itself"
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_an_engine_is_ready_to_share_again_where_its_own_cache_could_be_reset(
+    bench: Bench, llama: Path, running: bool
+) -> None:
+    engine = engine_of(bench, llama, BESIDE)
+    engine.add("old", SIX, max_tokens=8)
+    engine.step()
+    if not running:
+        engine.run()
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True) is not running
+    assert engine.side._membership._ready is not running
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.side._membership._ready, "the next one stands for itself"
+
+
+def test_what_ran_before_the_weights_got_their_name_is_stored_under_none(bench: Bench, llama: Path) -> None:
+    engine = engine_of(bench, llama, BESIDE)
+    (rank,) = engine.ranks
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.join(bench.cluster.wait_until)
+    engine.add("alone", SIX, max_tokens=12)
+    engine.step()
+    engine.side._membership.use("sha256:new")
+    engine.join(bench.cluster.wait_until)
+    stores = len(rank.stores)
+    for _ in range(6):
+        engine.step()
+    assert len(rank.stores) == stores, "its hashes are of the namespace that the engine was alone in"
+    engine.add("shared", prompt(4, seed=3, block_tokens=BLOCK), max_tokens=2)
+    engine.run()
+    assert {store.request for store in rank.stores[stores:]} == {"shared"}
+    assert engine.steps[-1].weights == "sha256:new"
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_stores_tell_token_ids_where_the_cluster_publishes_events_and_not_elsewhere(
+    bench: Bench, llama: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    monkeypatch.setattr(Client, "wants_tokens", wanted)
+    engine = engine_of(bench, llama, BESIDE)
+    (rank,) = engine.ranks
+    engine.add("a", SIX, max_tokens=6)
+    engine.run()
+    assert rank.stores
+    for store in rank.stores:
+        tokens = list(engine.requests["a"].all_token_ids)
+        stop = store.first + len(store.source[0])
+        assert list(store.tokens) == (tokens[store.first * BLOCK : stop * BLOCK] if wanted else [])
 
 
 def test_a_reset_gives_back_what_lookups_have_promised(bench: Bench, llama: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,11 +13,14 @@ import pytest
 from vllm.config import VllmConfig
 
 from kvcluster.client.client import Client
+from kvcluster.client.control import NO_CALL, NOBODY
+from kvcluster.core.messages import EngineInfo, Engines, GetEngines, Registered, SetWeights
 from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.engines.vllm import compat, identity, weights
 from kvcluster.engines.vllm.identity import Adapters, Membership
-from kvcluster.errors import CallerError, Unreachable
+from kvcluster.errors import CallerError, LimitError, Unreachable
 from kvcluster.testing import MemoryCluster
+from kvcluster.transport.seam import Deadline
 from tests.client.build import BOUND_S
 from tests.client.conftest import Start
 from tests.vllm.build import GEMMA, LLAMA, engine_config, kv_config, layout_of, model_folder, settings_of
@@ -182,6 +186,7 @@ def bench(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         bench = Bench(start(shards=1, device_bytes="1MiB"), checkpoint(tmp_path / "tiny"), stack)
         monkeypatch.setattr(identity, "connect", bench.door.connect)
         monkeypatch.setattr(identity, "_PAUSE_S", 0.001)
+        monkeypatch.setattr(identity, "_REGISTER_S", 0.02)
         monkeypatch.setattr(weights, "_user_cache", lambda: tmp_path / "cache")
         yield bench
 
@@ -223,13 +228,115 @@ def test_who_withdraws_leaves_at_once_and_is_alone_from_then_on(bench: Bench) ->
     bench.until(lambda: member.client and other.client)
     for one in (member, other):
         bench.door.closed = Unreachable("busy")
-        one.withdraw()
+        one.withdraw(ready=True)
         assert one.client is None
     bench.door.closed = None
     bench.until(lambda: member.client and other.client)
     assert member.spec is not None and other.spec is not None
     names = {member.spec.weights, other.spec.weights, "sha256:1"}
     assert len(names) == 3, "not even with another that has withdrawn"
+
+
+# ------------------------------------------------------------------------------------------------- registration
+
+
+class Desk:
+    """An operator's view of the engines of one tenant."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._client = bench.cluster.client(spec_of(bench.model))
+
+    def engines(self) -> list[EngineInfo]:
+        return [info for info, _ in self._client._control.say(Engines, GetEngines(NO_CALL, NOBODY), _soon()).known]
+
+    def shown(self, **fields: object) -> bool:
+        """Is there one engine, and is it like this?"""
+        known = self.engines()
+        return len(known) == 1 and all(getattr(known[0], name) == value for name, value in fields.items())
+
+    def set_weights(self, weights: str) -> int:
+        message = SetWeights(NO_CALL, NOBODY, "tiny", weights)
+        return len(self._client._control.say(Engines, message, _soon()).known)
+
+
+def _soon() -> Deadline:
+    return Deadline.after_ms(BOUND_S * 1e3)
+
+
+def test_an_engine_registers_what_it_is_once_and_not_for_each_rank(bench: Bench) -> None:
+    member, worker = bench.member(), bench.member(whole=False)
+    bench.until(lambda: member.client and worker.client)
+    desk = Desk(bench)
+    bench.until(lambda: desk.shown(model="tiny", weights="sha256:1", private=False, withdrawn=0))
+    [info] = desk.engines()
+    facts = dict(info.facts)
+    assert facts["engine"] == f"vllm {compat.vllm.__version__}"
+    assert facts["hash"] == "sha256 over token ids, not seeded"
+    assert (facts["own hash"], facts["block"], facts["dtype"], facts["ranks"]) == ("sha256", "4 tokens", "float32", "1")
+    assert facts["groups"] == "2 layers"
+    assert info.name.endswith(f":{os.getpid()}")
+
+
+def test_who_has_withdrawn_shares_again_under_the_weights_that_an_operator_names(bench: Bench) -> None:
+    member, desk = bench.member(), Desk(bench)
+    bench.until(lambda: member.client)
+    member.withdraw(ready=True)
+    bench.until(lambda: desk.shown(private=True, withdrawn=1))
+    assert desk.set_weights("sha256:new") == 1
+    bench.until(lambda: desk.shown(weights="sha256:new", private=False))
+    assert member.spec is not None and member.spec.weights == "sha256:new"
+    assert bench.logged[-2] == "the weights are sha256:new from now on, as an operator has said"
+    assert desk.set_weights("sha256:newer") == 0, "it is private no more"
+
+
+def test_a_word_for_an_earlier_withdrawal_is_not_taken(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    member, desk = bench.member(), Desk(bench)
+    bench.until(lambda: member.client)
+    member.withdraw(ready=True)
+    bench.until(lambda: desk.shown(private=True, withdrawn=1))
+    assert desk.set_weights("sha256:new") == 1
+    register = Client.register
+
+    def late(client: Client, info: EngineInfo, **more: Any) -> Registered:
+        told = register(client, info, **more)
+        if told.weights:
+            member.withdraw(ready=True)  # before it is heard
+        return told
+
+    monkeypatch.setattr(Client, "register", late)
+    bench.until(lambda: desk.shown(private=True, withdrawn=2) or member._withdrawn > 2 or not member._private)
+    monkeypatch.undo()
+    assert member._private and member._withdrawn == 2
+    bench.until(lambda: member.client)
+    assert member.spec is not None and member.spec.weights.startswith("private:")
+
+
+def test_who_still_holds_kv_of_the_weights_before_is_not_given_a_name(bench: Bench) -> None:
+    member, desk = bench.member(), Desk(bench)
+    bench.until(lambda: member.client)
+    member.withdraw(ready=False)
+    bench.until(lambda: desk.shown(private=True, ready=False))
+    assert desk.set_weights("sha256:new") == 0
+    member.withdraw(ready=True)
+    bench.until(lambda: desk.shown(withdrawn=2, ready=True))
+    assert desk.set_weights("sha256:new") == 1
+
+
+def test_a_cluster_that_lists_no_engines_serves_them_all_the_same(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(client: Client, info: EngineInfo, **more: Any) -> Registered:
+        raise LimitError("as many engines are known as may be")
+
+    asked = threading.Event()
+    monkeypatch.setattr(Client, "register", lambda *given, **more: (asked.set(), refuse(*given, **more)))
+    member = bench.member()
+    assert asked.wait(BOUND_S)
+    assert member.client is not None and member._thread.is_alive()
+
+
+# ---------------------------------------------------------------------------------------------------- other weights
 
 
 def test_the_client_of_the_weights_before_is_closed(bench: Bench) -> None:

@@ -129,6 +129,7 @@ def test_a_request_waits_no_longer_than_its_patience(bench: Bench) -> None:
     assert bench.lookups.healthy, "one may be the engine's own, that had no time to hear"
     bench.lookups.end(lookup)
     hold.let_go()
+    bench.cluster.wait_until_idle(BOUND_S)
 
 
 def test_an_answer_that_comes_late_gives_its_ticket_back(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -23,11 +24,14 @@ from kvcluster.core.messages import (
     Done,
     Drain,
     EndTicket,
+    EngineInfo,
+    Engines,
     EvictOrder,
     Explain,
     Explained,
     Farewell,
     Flush,
+    GetEngines,
     GetNamespaces,
     GetOffers,
     GetStatus,
@@ -56,11 +60,14 @@ from kvcluster.core.messages import (
     ReadRequest,
     Refused,
     RefusedKind,
+    Registered,
+    RegisterEngine,
     RenewTicket,
     Report,
     ReportAck,
     Run,
     SetPolicy,
+    SetWeights,
     ShardAddress,
     ShardInfo,
     ShardStatus,
@@ -309,6 +316,24 @@ settings = st.lists(st.tuples(words, words), max_size=4).map(tuple)
 _asked: dict[str, SearchStrategy[Any]] = {"call": calls, "tenant": tenants, "namespace": namespaces}
 _told: dict[str, SearchStrategy[Any]] = {"call": calls, "info": infos, "coordinator": epochs, "specs": owned_specs}
 
+engines = st.builds(
+    EngineInfo,
+    engine=st.text(min_size=1, max_size=20),
+    name=words,
+    model=words,
+    weights=words,
+    facts=st.lists(st.tuples(words, words), max_size=4).map(tuple),
+    private=st.booleans(),
+    withdrawn=quantities,
+    ready=st.booleans(),
+)
+listed_engines = st.builds(Engines, known=st.lists(st.tuples(engines, quantities), max_size=3).map(tuple))
+
+
+def _with_tokens(prepare: PrepareStore, block_tokens: int) -> PrepareStore:
+    return replace(prepare, tokens=tuple(range(len(prepare.hashes) * block_tokens)))
+
+
 COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
     "Attach": st.builds(Attach, call=calls, tenant=tenants, spec=specs()),
     "PrepareLoad": st.builds(PrepareLoad, **_asked, attempt=attempts, hashes=blocks, need=needs, hold=st.booleans()),
@@ -323,12 +348,17 @@ COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
         parts=st.lists(st.tuples(group_numbers, parts), max_size=4).map(tuple),
         loss=losses,
         host=words,
-    ),
+    ).flatmap(lambda prepare: st.integers(0, 3).map(lambda count: _with_tokens(prepare, count))),
     "RenewTicket": st.builds(RenewTicket, call=calls, attempt=attempts),
     "EndTicket": st.builds(EndTicket, call=calls, attempt=attempts),
     "Explain": st.builds(Explain, **_asked, hashes=blocks, need=needs),
     "Siblings": st.builds(Siblings, **_asked),
     "GetNamespaces": st.builds(GetNamespaces, call=calls, tenant=tenants),
+    "RegisterEngine": st.builds(RegisterEngine, call=calls, tenant=tenants, info=engines),
+    "GetEngines": st.builds(GetEngines, call=calls, tenant=tenants),
+    "SetWeights": st.builds(
+        SetWeights, call=calls, tenant=tenants, model=words, weights=words.map("sha256:{}".format), engine=words
+    ),
     "PinBlocks": st.builds(
         PinBlocks, **_asked, hashes=blocks, ttl_ns=quantities, replicas=st.integers(1, limits.REPLICAS)
     ),
@@ -396,6 +426,9 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
     "Explain": explanations,
     "Siblings": st.builds(SiblingSpecs, specs=st.lists(specs(), max_size=3).map(tuple)),
     "GetNamespaces": st.builds(Namespaces, known=st.lists(st.tuples(specs(), quantities), max_size=3).map(tuple)),
+    "RegisterEngine": st.builds(Registered, ttl_ns=quantities, weights=words),
+    "GetEngines": listed_engines,
+    "SetWeights": listed_engines,
     "PinBlocks": pinned,
     "UnpinBlocks": pinned,
     "Purge": st.builds(Purged, blocks=quantities),

@@ -44,7 +44,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Loss, MissReason
 from kvcluster.core.spec import Part
 from kvcluster.errors import CallerError, LimitError, ProtocolError
-from kvcluster.wire import common, coordinator, orders, shard
+from kvcluster.wire import answers, common, orders, shard
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method, version_question
 from kvcluster.wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.wire import strategies as of
@@ -115,7 +115,7 @@ def test_answering_or_asking_the_wrong_thing_is_our_own_mistake() -> None:
         lambda: COORDINATOR["PrepareLoad"].encode_request(None),
         lambda: COORDINATOR["Ping"].encode_request(GetStatus(CALL)),
         lambda: SHARD["Ping"].encode_reply(Refused(RefusedKind.BAD, "")),
-        lambda: coordinator.encode_reply(AttachedShard(NamespaceId(bytes(32)), Epoch(1), 1)),
+        lambda: answers.encode_reply(AttachedShard(NamespaceId(bytes(32)), Epoch(1), 1)),
         lambda: shard.encode_reply(Pinned(1)),
     ]
     for mistake in mistakes:
@@ -227,7 +227,7 @@ def test_the_tables_are_the_services_of_the_proto_files(table: Mapping[str, Meth
         (common.TIER, Tier, common_pb2.Tier),
         (common._REASON, MissReason, common_pb2.MissReason),
         (common._REFUSED, RefusedKind, common_pb2.RefusedKind),
-        (coordinator.DECISION, Decision, coordinator_pb2.Decision),
+        (answers.DECISION, Decision, coordinator_pb2.Decision),
         (shard.WRITTEN, Written, shard_pb2.Written),
         (orders.FAREWELL, Farewell, coordinator_pb2.Farewell),
     ],
@@ -258,7 +258,7 @@ def _module(kind: Any) -> Any:
 def test_requests_hold_no_repeated_messages() -> None:
     files = (coordinator_pb2.DESCRIPTOR, shard_pb2.DESCRIPTOR)
     requests = [kind for file in files for name, kind in file.message_types_by_name.items() if name.endswith("Request")]
-    assert len(requests) == 21
+    assert len(requests) == 24
     assert [found for kind in requests for found in _repeated_messages(kind)] == []
     assert list(_repeated_messages(common_pb2.Spec.DESCRIPTOR)) == ["Spec.groups", "Spec.extra"], "the check sees"
 

@@ -18,6 +18,8 @@ from kvcluster.core.messages import (
     BlockFate,
     Decision,
     Drain,
+    EngineInfo,
+    Engines,
     EvictOrder,
     Explained,
     Farewell,
@@ -44,12 +46,14 @@ from kvcluster.core.messages import (
     Purged,
     PurgedEvent,
     ReadRequest,
+    RegisterEngine,
     RenewTicket,
     Reply,
     Report,
     ReportAck,
     Run,
     SetPolicy,
+    SetWeights,
     ShardAddress,
     ShardInfo,
     ShardStatus,
@@ -67,7 +71,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError, LimitError, ProtocolError, SpecError
-from kvcluster.wire import common, coordinator, reports, shard
+from kvcluster.wire import answers, common, coordinator, engines, reports, shard
 from kvcluster.wire.methods import COORDINATOR, SHARD
 from kvcluster.wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
@@ -108,6 +112,7 @@ ACK = ReportAck(
     tombstones=STONES,
     leave=Farewell.DRAINED,
 )
+ENGINE = EngineInfo("e", "host:1", "m", "sha256:1", (("dtype", "float32"),))
 STATUS = Status(Epoch(1), "serving", 1, 1, 1, 1, (ShardStatus(INFO, "up", 1),), (("loads", 1),))
 
 
@@ -122,7 +127,7 @@ def _stream(kind: type[Any], encoded: bytes, decode: Callable[[bytes], object]) 
 
 def _start(name: str) -> tuple[Any, Callable[[Any], object]]:
     c, s = coordinator_pb2, shard_pb2
-    reply = coordinator.decode_reply
+    reply = answers.decode_reply
     match name:
         case "load":
             return _question(
@@ -145,6 +150,12 @@ def _start(name: str) -> tuple[Any, Callable[[Any], object]]:
         case "policy":
             data = coordinator.encode_set_policy(SetPolicy(CALL, (("host.codec", "q4"),)))
             return _question(c.SetPolicyRequest, data, coordinator.decode_set_policy)
+        case "engine":
+            data = engines.encode_register_engine(RegisterEngine(CALL, TENANT, ENGINE))
+            return _question(c.RegisterEngineRequest, data, engines.decode_register_engine)
+        case "weights":
+            data = engines.encode_set_weights(SetWeights(CALL, TENANT, "m", "sha256:1"))
+            return _question(c.SetWeightsRequest, data, engines.decode_set_weights)
         case "drain":
             data = coordinator.encode_drain(Drain(CALL, ShardId("s")))
             return _question(c.DrainRequest, data, coordinator.decode_drain)
@@ -170,18 +181,18 @@ def _start(name: str) -> tuple[Any, Callable[[Any], object]]:
             return _stream(s.ShardReply, shard.encode_reply(offers), shard.decode_reply)
         case "attached":
             attached = Attached(NAMESPACE, Epoch(1), 1, 64, (SHARD_ADDRESS,))
-            return _stream(c.CoordinatorReply, coordinator.encode_reply(attached), reply)
+            return _stream(c.CoordinatorReply, answers.encode_reply(attached), reply)
         case _:
-            answers: dict[str, Reply] = {
+            replies: dict[str, Reply] = {
                 "grant": GRANT,
                 "stored": STORED,
                 "explained": EXPLAINED,
                 "ack": ACK,
                 "status": STATUS,
             }
-            answers |= {"siblings": SiblingSpecs((SPEC,)), "pinned": Pinned(1), "purged": Purged(1)}
-            answers |= {"namespaces": Namespaces(((SPEC, 7),))}
-            return _stream(c.CoordinatorReply, coordinator.encode_reply(answers[name]), reply)
+            replies |= {"siblings": SiblingSpecs((SPEC,)), "pinned": Pinned(1), "purged": Purged(1)}
+            replies |= {"namespaces": Namespaces(((SPEC, 7),)), "engines": Engines(((ENGINE, 7),))}
+            return _stream(c.CoordinatorReply, answers.encode_reply(replies[name]), reply)
 
 
 MANY = limits.BLOCKS_PER_CALL + 1
@@ -221,6 +232,14 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("policy", "names", [], ProtocolError, "lists of settings must be equally long"),
     ("policy", "names", ["n" * 1_025], LimitError, "characters of a policy's name"),
     ("policy", "values", ["v" * 1_025], LimitError, "characters of a policy's value"),
+    ("engine", "engine.engine", "", ProtocolError, "an engine has an id"),
+    ("engine", "engine.name", "n" * 1_025, LimitError, "1025 characters of a name"),
+    ("engine", "engine.fact_values", [], ProtocolError, "lists of facts must be equally long"),
+    ("engine", "engine.withdrawn", HUGE, LimitError, "withdrawals"),
+    ("weights", "weights", "", ProtocolError, "does not pin the weights"),
+    ("weights", "weights", "main", ProtocolError, "does not pin the weights"),
+    ("weights", "model", "m" * 1_025, LimitError, "1025 characters of a model"),
+    ("engines", "engines.seen_ns_ago", [], ProtocolError, "lists of engines must be equally long"),
     ("drain", "shard", "s" * 1_025, LimitError, "1025 characters of a shard's name"),
     ("suspect", "namespace", b"", ProtocolError, "a namespace is 32 bytes, not 0"),
     ("suspect", "epoch", HUGE, LimitError, "as an epoch"),
@@ -486,7 +505,7 @@ def test_one_order_may_move_as_much_out_of_two_tiers_as_may_be_evicted_out_of_ea
     down = [Move(NAMESPACE, block, to) for to in (Tier.DISK, Tier.HOST) for block in blocks]
     ack = replace(ACK, move=MoveOrder(1, tuple(down)))
     _, read = _start("ack")
-    assert read(coordinator_pb2.CoordinatorReply.FromString(coordinator.encode_reply(ack))) == ack
+    assert read(coordinator_pb2.CoordinatorReply.FromString(answers.encode_reply(ack))) == ack
 
 
 def test_what_is_wrong_with_a_shard_is_told_as_far_as_there_is_room() -> None:

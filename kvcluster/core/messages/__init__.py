@@ -6,12 +6,14 @@ outside only through wire/, which has validated their shapes and bounds; the cor
 
     worker -> coordinator   Attach, PrepareLoad, PrepareStore, RenewTicket, EndTicket, Explain, Siblings, GetNamespaces,
                             PinBlocks, UnpinBlocks, Purge, Drain, SetPolicy, GetStatus   coordinator.py
+                            RegisterEngine, GetEngines, SetWeights                    engines.py
     shard  -> coordinator   Report, Inventory                                         reports.py
     worker -> shard         AttachShard, GetOffers, Pin, Unpin, Reserve, Commit, Abort,
                             Renew, Flush, Suspect                                     shard.py
     a transport's exchange  ReadRequest, WriteRequest, TicketBody                     exchange.py
     driver -> both          Tick, Stalled;   driver -> shard   ReportAnswered, ReportFailed, Verified,
-                                               Moved, Staged
+                                               Moved, Staged;   driver -> coordinator   Retell
+    coordinator -> outsiders   Publish                                                events.py
 """
 
 from __future__ import annotations
@@ -63,6 +65,15 @@ from kvcluster.core.messages.coordinator import (
     StoreRun,
     UnpinBlocks,
 )
+from kvcluster.core.messages.engines import (
+    EngineInfo,
+    Engines,
+    GetEngines,
+    Registered,
+    RegisterEngine,
+    SetWeights,
+)
+from kvcluster.core.messages.events import Publish
 from kvcluster.core.messages.exchange import (
     PageWant,
     ReadRequest,
@@ -232,12 +243,31 @@ class Leave:
     for_good: bool = False
 
 
-Effect = Answer | Revoke | Send | Verify | Fetch | MovePages | Stage | Erase | Persist | KeepSettings | Warn | Leave
+Effect = (
+    Answer
+    | Revoke
+    | Send
+    | Verify
+    | Fetch
+    | MovePages
+    | Stage
+    | Erase
+    | Persist
+    | KeepSettings
+    | Publish
+    | Warn
+    | Leave
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
     """Nothing arrived, but `next_deadline()` has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retell:
+    """Some outsider has missed what was published: publish all blocks again, in later ticks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +284,8 @@ Reply = (
     | Explained
     | SiblingSpecs
     | Namespaces
+    | Registered
+    | Engines
     | Pinned
     | Purged
     | Status
@@ -276,6 +308,9 @@ CoordinatorMessage = (
     | Explain
     | Siblings
     | GetNamespaces
+    | RegisterEngine
+    | GetEngines
+    | SetWeights
     | PinBlocks
     | UnpinBlocks
     | Purge
@@ -284,6 +319,7 @@ CoordinatorMessage = (
     | GetStatus
     | Report
     | Inventory
+    | Retell
     | Tick
     | Stalled
 )
@@ -326,6 +362,8 @@ __all__ = [
     "Drain",
     "Effect",
     "EndTicket",
+    "EngineInfo",
+    "Engines",
     "Erase",
     "EvictOrder",
     "Explain",
@@ -333,6 +371,7 @@ __all__ = [
     "Farewell",
     "Fetch",
     "Flush",
+    "GetEngines",
     "GetNamespaces",
     "GetOffers",
     "GetStatus",
@@ -363,6 +402,7 @@ __all__ = [
     "Plan",
     "PrepareLoad",
     "PrepareStore",
+    "Publish",
     "PullOrder",
     "Purge",
     "Purged",
@@ -370,6 +410,8 @@ __all__ = [
     "ReadRequest",
     "Refused",
     "RefusedKind",
+    "RegisterEngine",
+    "Registered",
     "Renew",
     "RenewTicket",
     "Reply",
@@ -378,10 +420,12 @@ __all__ = [
     "ReportAnswered",
     "ReportFailed",
     "Reserve",
+    "Retell",
     "Revoke",
     "Run",
     "Send",
     "SetPolicy",
+    "SetWeights",
     "ShardAddress",
     "ShardInfo",
     "ShardMessage",

@@ -26,13 +26,15 @@ class Attach:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """The namespace of the caller's spec, and the terms of this coordinator. Nanoseconds."""
+    """The namespace of the caller's spec, and the terms of this coordinator. Nanoseconds. `wants_tokens`: who stores
+    is to tell token ids too, for outsiders (core/announcer.py)."""
 
     namespace: NamespaceId
     epoch: Epoch
     ticket_ttl_ns: int
     run_blocks: int
     shards: tuple[ShardAddress, ...] = ()
+    wants_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ class PrepareStore:
 
     `hashes` continue a chain at depth `first`, after `parent`; `run` is the hash of the first block of
     their run (see placement.py), which is one of `hashes` when they begin it. `parts` are the (group, part)
-    pages that the worker would write for every block. `host` is where the worker runs.
+    pages that the worker would write for every block. `host` is where the worker runs. `tokens` are the token ids of
+    these blocks where they are wanted (Attached), or empty.
     """
 
     call: CallId
@@ -86,6 +89,7 @@ class PrepareStore:
     parts: tuple[tuple[int, Part], ...]
     loss: Loss = Loss.EXACT
     host: str = ""
+    tokens: tuple[int, ...] = ()
 
 
 class Decision(Enum):

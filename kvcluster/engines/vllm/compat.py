@@ -19,6 +19,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
+import kvcluster
 from kvcluster.client.memory import Paged
 from kvcluster.core.spec import PREFIX, Group, Part, Plane, window
 from kvcluster.errors import CallerError
@@ -195,6 +196,14 @@ def preemptions(request: Any) -> int:
     return int(request.num_preemptions)
 
 
+def is_clear(cache_manager: Any) -> bool:
+    """Holds the engine's own cache nothing that anybody could go on from? Not as long as any block is in use: then it
+    could not be reset."""
+    pool = cache_manager.block_pool
+    in_use = pool.num_gpu_blocks - pool.get_num_free_blocks()
+    return not cache_manager.enable_caching or in_use <= 1  # the null block always is
+
+
 def forget(cache_manager: Any, blocks: set[int]) -> None:
     """Has the engine's own prefix cache give these blocks to nobody any more."""
     cache_manager.evict_blocks(blocks)
@@ -276,3 +285,24 @@ def settings_of_model(config: Any) -> dict[str, Any]:
 def version() -> str:
     """Major and minor of the engine."""
     return ".".join(vllm.__version__.split(".")[:2])
+
+
+def facts(config: Any, layout: Layout) -> tuple[tuple[str, str], ...]:
+    """What an operator may want to know of an engine, as (name, value). Most of it is in the namespace as well; the
+    algorithm is of the engine's own hashes, which the cluster does not use."""
+    cache, parallel = config.cache_config, config.parallel_config
+    return (
+        ("engine", f"vllm {vllm.__version__}"),
+        ("kvcluster", kvcluster.__version__),
+        ("hash", "sha256 over token ids, not seeded"),
+        ("own hash", cache.prefix_caching_hash_algo if cache.enable_prefix_caching else "none"),
+        ("block", f"{layout.block_tokens} tokens"),
+        ("groups", ", ".join(_named(group) for group in layout.groups)),
+        ("dtype", ", ".join(dict.fromkeys(plane.dtype for group in layout.groups for plane in group.planes))),
+        ("ranks", str(parallel.tensor_parallel_size)),
+    )
+
+
+def _named(group: Group) -> str:
+    slides = f" with a window of {group.reuse.tokens}" if group.reuse.kind == "window" else ""
+    return f"{len(group.layers)} layers{slides}"

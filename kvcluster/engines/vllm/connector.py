@@ -138,7 +138,8 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         """From now on this engine shares with nobody: whoever asks for this has changed its weights."""
-        self._of_scheduler.reset()
+        manager = self._kv_cache_manager
+        self._of_scheduler.reset(ready=manager is not None and compat.is_clear(manager))
         return True
 
     def _forget(self, blocks: set[int]) -> None:

@@ -3,7 +3,8 @@
 The layout is known at start; the fingerprint of the weights has to be read, which takes seconds, and a cluster has to
 be found, which takes as long as it wants. Both happen on one thread, `Membership`, beside an engine that serves
 already: until it has a client, nothing is loaded and nothing stored. What changed in memory (`withdraw`) is known to
-nobody, so from then on the engine is alone under a random weights id, until it is started anew.
+nobody, so from then on the engine is alone under a random weights id, until somebody who knows says what the weights
+are (`kvcluster weights set`) or it is started anew. To be told so, and to be seen, it registers again and again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
@@ -19,10 +21,12 @@ from typing import Any
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
 from kvcluster.config import ClientConfig
-from kvcluster.core.spec import KVSpec
+from kvcluster.core.messages import EngineInfo
+from kvcluster.core.spec import PRIVATE_WEIGHTS, KVSpec
 from kvcluster.engines.vllm import compat, weights
 from kvcluster.engines.vllm.settings import Settings
 from kvcluster.errors import KVClusterError, Unreachable
+from kvcluster.transport.seam import Trouble
 
 Log = Callable[[str], object]
 
@@ -31,6 +35,9 @@ _STORE_WAIT_MS = 1_000
 
 _STORE_NICENESS = 10
 """Nobody waits for a store but its blocks, and everybody for the next token."""
+
+_REGISTER_S = 2.0
+"""Between two registrations: several before the cluster takes an engine for gone, and soon after a word for it."""
 
 _PAUSE_S = 1.0
 """Between two tries to reach a cluster: soon enough after it has come up, and nothing to an engine's processor."""
@@ -57,7 +64,8 @@ def spec_of(config: Any, layout: compat.Layout, settings: Settings, fingerprint:
 class Membership:
     """One process's client, as soon as there is one. Constructed idle; `start` begins to look for it.
 
-    `client` and `spec` come together and stay; `why` says what is missing until then.
+    `client` and `spec` come together and stay; `why` says what is missing until then. `whole`: it speaks for the engine
+    and not for one rank, so that it is this one that registers.
     """
 
     def __init__(self, config: Any, layout: compat.Layout, settings: Settings, *, whole: bool, log: Log) -> None:
@@ -67,11 +75,16 @@ class Membership:
         self._layout = layout
         self._settings = settings
         self._parts = None if whole else dict(enumerate(layout.parts))
+        self._whole = whole
+        self._id = os.urandom(8).hex()
+        self._withdrawn = 0
+        self._private = False
+        self._ready = True
         self._log = log
         self._wanted = settings.weights  # "" until they were read
         self._left: Client | None = None  # to be closed, on this object's own thread
         self._stop = threading.Event()
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # its lock may be taken again by who has it
         self._thread = threading.Thread(target=self._run, name="kvcluster-join", daemon=True)
 
     def start(self) -> None:
@@ -83,9 +96,13 @@ class Membership:
         client = self.client
         return None if client is None else client.spec
 
-    def withdraw(self) -> None:
-        """From now on nobody shares with this engine: what its weights are is not known any more."""
-        self.use("private:" + os.urandom(16).hex())
+    def withdraw(self, *, ready: bool) -> None:
+        """From now on nobody shares with this engine: what its weights are is not known any more. `ready`: nothing is
+        left in it that the weights of before have computed, so that it may share again once they have a name."""
+        with self._changed:
+            self._withdrawn += 1
+            self._private, self._ready = True, ready
+            self.use(PRIVATE_WEIGHTS + os.urandom(16).hex())
 
     def use(self, weights_id: str) -> None:
         """Caches under these weights from now on. What is under way is broken off."""
@@ -111,8 +128,8 @@ class Membership:
             self._fingerprint()
             while not self._stop.is_set():
                 self._join()
+                self._attend()
                 with self._changed:
-                    self._changed.wait_for(lambda: self.client is None or self._stop.is_set())
                     left, self._left = self._left, None
                 if left is not None:
                     left.close()
@@ -122,6 +139,41 @@ class Membership:
         except Exception as error:  # a thread that dies silently would be a riddle
             self.why = f"{type(error).__name__}: {error}"
             self._log(f"neither loads nor stores: {self.why}")
+
+    def _attend(self) -> None:
+        """Registers until there is no client any more."""
+        while (client := self.client) is not None and not self._stop.is_set():
+            if self._whole:
+                self._register(client)
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self.client is None or self._stop.is_set(), _REGISTER_S if self._whole else None
+                )
+
+    def _register(self, client: Client) -> None:
+        with self._changed:
+            info = self._info(client.spec)
+        try:
+            told = client.register(info)
+        except (Trouble, KVClusterError):  # it is served all the same
+            return
+        with self._changed:
+            if told.weights and self._private and self._withdrawn == info.withdrawn:
+                self._log(f"the weights are {told.weights} from now on, as an operator has said")
+                self._private = False
+                self.use(told.weights)
+
+    def _info(self, spec: KVSpec) -> EngineInfo:
+        return EngineInfo(
+            engine=self._id,
+            name=f"{socket.gethostname()}:{os.getpid()}",
+            model=spec.model,
+            weights=spec.weights,
+            facts=compat.facts(self._config, self._layout),
+            private=self._private,
+            withdrawn=self._withdrawn,
+            ready=self._ready,
+        )
 
     def _fingerprint(self) -> None:
         if not self._wanted:

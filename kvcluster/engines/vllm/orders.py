@@ -38,7 +38,8 @@ class LoadOrder:
 class StoreOrder:
     """When this step's forward pass is through, store blocks `first` to `first + len(source[0])` of a request's chain.
 
-    `number` is this order's own among all of its scheduler.
+    `number` is this order's own among all of its scheduler. `tokens` are the token ids of these blocks where the
+    cluster wants them, for KV events.
     """
 
     number: int
@@ -47,6 +48,7 @@ class StoreOrder:
     first: int
     source: BlockIds
     loss: Loss
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,10 +139,11 @@ class SchedulerSide:
     def _request(self, of_engine: Any) -> Tracked | None:
         """The request as it is known here; None where it neither loads nor stores. What is not known in time, its
         adapter's content or the cluster, it goes without for good, so that its blocks are of one namespace."""
-        known = self._requests.get(of_engine.request_id)
+        known, client = self._requests.get(of_engine.request_id), self._membership.client
         if known is not None:
+            if known.client is not client:  # its hashes are of another namespace than the engine's is now
+                known.private = known.load_failed = True
             return known
-        client = self._membership.client
         adapter = self._adapters.get(*compat.adapter(of_engine))
         if client is None or adapter is None or compat.is_private(of_engine):
             return None
@@ -264,7 +265,7 @@ class SchedulerSide:
         chains: list[tuple[str, int, tuple[BlockHash, ...]]] = []
         tokens = 0
         client = self._membership.client
-        may_store = self._stores and self._lookups.healthy and client is not None
+        may_store = self._stores and self._lookups.healthy
         handed_over: list[str] = []
         for one in compat.scheduled(output):
             tokens += one.tokens
@@ -275,7 +276,7 @@ class SchedulerSide:
             if request is None:
                 continue
             request.note(one)
-            if may_store and not request.private:
+            if may_store and not request.private and request.client is client:
                 store = self._store(request, one)
                 if store is not None:
                     chains.append((one.request, request.told, tuple(request.chain[request.told :])))
@@ -334,6 +335,7 @@ class SchedulerSide:
             first=new.start,
             source=request.blocks(new),
             loss=self._loss(request, new.start),
+            tokens=request.tokens(new),
         )
 
     def _loss(self, request: Tracked, first: int) -> Loss:
@@ -478,9 +480,10 @@ class SchedulerSide:
         """The workers read the blocks of these requests no more, so that the engine frees them."""
         self._kept.difference_update(names)
 
-    def reset(self) -> None:
-        """The engine's weights may have changed: whoever runs or comes is alone from now on."""
-        self._membership.withdraw()
+    def reset(self, *, ready: bool = False) -> None:
+        """The engine's weights may have changed: whoever runs or comes is alone from now on. `ready` as of
+        Membership.withdraw."""
+        self._membership.withdraw(ready=ready)
         for request in self._requests.values():
             self._end_lookup(request)
             request.private = request.load_failed = True

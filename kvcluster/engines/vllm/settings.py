@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
+from kvcluster.client.credential import read_token
 from kvcluster.config import LOSSES, TRANSPORTS
 from kvcluster.errors import ConfigError
 
@@ -45,12 +45,7 @@ class Settings:
     @property
     def token(self) -> str | None:
         """The credential. Raises ConfigError where its file cannot be read."""
-        if not self.token_file:
-            return None
-        try:
-            return Path(self.token_file).read_text(encoding="utf-8").strip()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read token_file {self.token_file}: {error}") from None
+        return read_token(self.token_file)
 
 
 def read(given: Mapping[str, Any]) -> Settings:

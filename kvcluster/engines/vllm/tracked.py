@@ -116,6 +116,12 @@ class Tracked:
             stop += 1
         return range(first, stop)
 
+    def tokens(self, which: range) -> tuple[int, ...]:
+        """The token ids of these blocks, where the cluster wants them."""
+        if not self.client.wants_tokens:
+            return ()
+        return tuple(self.of_engine.all_token_ids[which.start * self.block_tokens : which.stop * self.block_tokens])
+
     def blocks(self, which: range) -> BlockIds:
         """The engine's own numbers of these."""
         return tuple(tuple(of_group[which.start : which.stop]) for of_group in self.table)

@@ -221,6 +221,7 @@ class WorkerSide:
                 self._memory(order.source),
                 first=order.first,
                 loss=order.loss,
+                token_ids=order.tokens,
                 adapter=order.adapter,
                 deadline_ms=self._settings.store_ms,
             )

@@ -75,7 +75,7 @@ class PrepareLoadRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., attempt: _Optional[int] = ..., hashes: _Optional[bytes] = ..., need: _Optional[_Union[_common_pb2.Need, _Mapping]] = ..., hold: bool = ...) -> None: ...
 
 class PrepareStoreRequest(_message.Message):
-    __slots__ = ("namespace", "holder", "attempt", "first", "parent", "run", "hashes", "parts", "loss", "host")
+    __slots__ = ("namespace", "holder", "attempt", "first", "parent", "run", "hashes", "parts", "loss", "host", "tokens")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,7 @@ class PrepareStoreRequest(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     holder: bytes
     attempt: int
@@ -96,7 +97,8 @@ class PrepareStoreRequest(_message.Message):
     parts: _containers.RepeatedScalarFieldContainer[int]
     loss: _common_pb2.Loss
     host: str
-    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., attempt: _Optional[int] = ..., first: _Optional[int] = ..., parent: _Optional[bytes] = ..., run: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[_Iterable[int]] = ..., loss: _Optional[_Union[_common_pb2.Loss, str]] = ..., host: _Optional[str] = ...) -> None: ...
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., attempt: _Optional[int] = ..., first: _Optional[int] = ..., parent: _Optional[bytes] = ..., run: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[_Iterable[int]] = ..., loss: _Optional[_Union[_common_pb2.Loss, str]] = ..., host: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TicketRequest(_message.Message):
     __slots__ = ("holder", "attempt")
@@ -125,6 +127,26 @@ class SiblingsRequest(_message.Message):
 class GetNamespacesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class RegisterEngineRequest(_message.Message):
+    __slots__ = ("engine",)
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    engine: Engine
+    def __init__(self, engine: _Optional[_Union[Engine, _Mapping]] = ...) -> None: ...
+
+class GetEnginesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetWeightsRequest(_message.Message):
+    __slots__ = ("model", "weights", "engine")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    weights: str
+    engine: str
+    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class PinBlocksRequest(_message.Message):
     __slots__ = ("namespace", "hashes", "ttl_ns", "replicas")
@@ -175,7 +197,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class CoordinatorReply(_message.Message):
-    __slots__ = ("refused", "done", "attached", "load_grant", "store_grant", "explained", "sibling_specs", "pinned", "status", "report_ack", "purged", "namespaces")
+    __slots__ = ("refused", "done", "attached", "load_grant", "store_grant", "explained", "sibling_specs", "pinned", "status", "report_ack", "purged", "namespaces", "registered", "engines")
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
@@ -188,6 +210,8 @@ class CoordinatorReply(_message.Message):
     REPORT_ACK_FIELD_NUMBER: _ClassVar[int]
     PURGED_FIELD_NUMBER: _ClassVar[int]
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     refused: _common_pb2.Refused
     done: _common_pb2.Done
     attached: Attached
@@ -200,23 +224,27 @@ class CoordinatorReply(_message.Message):
     report_ack: ReportAck
     purged: Purged
     namespaces: Namespaces
-    def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., load_grant: _Optional[_Union[LoadGrant, _Mapping]] = ..., store_grant: _Optional[_Union[StoreGrant, _Mapping]] = ..., explained: _Optional[_Union[Explained, _Mapping]] = ..., sibling_specs: _Optional[_Union[SiblingSpecs, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., purged: _Optional[_Union[Purged, _Mapping]] = ..., namespaces: _Optional[_Union[Namespaces, _Mapping]] = ...) -> None: ...
+    registered: Registered
+    engines: Engines
+    def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., load_grant: _Optional[_Union[LoadGrant, _Mapping]] = ..., store_grant: _Optional[_Union[StoreGrant, _Mapping]] = ..., explained: _Optional[_Union[Explained, _Mapping]] = ..., sibling_specs: _Optional[_Union[SiblingSpecs, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., purged: _Optional[_Union[Purged, _Mapping]] = ..., namespaces: _Optional[_Union[Namespaces, _Mapping]] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., engines: _Optional[_Union[Engines, _Mapping]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("protocol_version", "namespace", "epoch", "ticket_ttl_ns", "run_blocks", "shards")
+    __slots__ = ("protocol_version", "namespace", "epoch", "ticket_ttl_ns", "run_blocks", "shards", "wants_tokens")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TICKET_TTL_NS_FIELD_NUMBER: _ClassVar[int]
     RUN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
+    WANTS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     namespace: bytes
     epoch: int
     ticket_ttl_ns: int
     run_blocks: int
     shards: _containers.RepeatedCompositeFieldContainer[_common_pb2.ShardAddress]
-    def __init__(self, protocol_version: _Optional[int] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., ticket_ttl_ns: _Optional[int] = ..., run_blocks: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardAddress, _Mapping]]] = ...) -> None: ...
+    wants_tokens: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., ticket_ttl_ns: _Optional[int] = ..., run_blocks: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardAddress, _Mapping]]] = ..., wants_tokens: bool = ...) -> None: ...
 
 class LoadGrant(_message.Message):
     __slots__ = ("blocks", "runs", "hold_ns", "miss")
@@ -295,6 +323,44 @@ class ShardStatus(_message.Message):
     state: str
     seen_ns_ago: int
     def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., state: _Optional[str] = ..., seen_ns_ago: _Optional[int] = ...) -> None: ...
+
+class Engine(_message.Message):
+    __slots__ = ("engine", "name", "model", "weights", "fact_names", "fact_values", "private", "withdrawn", "ready")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    FACT_NAMES_FIELD_NUMBER: _ClassVar[int]
+    FACT_VALUES_FIELD_NUMBER: _ClassVar[int]
+    PRIVATE_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    name: str
+    model: str
+    weights: str
+    fact_names: _containers.RepeatedScalarFieldContainer[str]
+    fact_values: _containers.RepeatedScalarFieldContainer[str]
+    private: bool
+    withdrawn: int
+    ready: bool
+    def __init__(self, engine: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., weights: _Optional[str] = ..., fact_names: _Optional[_Iterable[str]] = ..., fact_values: _Optional[_Iterable[str]] = ..., private: bool = ..., withdrawn: _Optional[int] = ..., ready: bool = ...) -> None: ...
+
+class Registered(_message.Message):
+    __slots__ = ("ttl_ns", "weights")
+    TTL_NS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ttl_ns: int
+    weights: str
+    def __init__(self, ttl_ns: _Optional[int] = ..., weights: _Optional[str] = ...) -> None: ...
+
+class Engines(_message.Message):
+    __slots__ = ("engines", "seen_ns_ago")
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    SEEN_NS_AGO_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.RepeatedCompositeFieldContainer[Engine]
+    seen_ns_ago: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., seen_ns_ago: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Status(_message.Message):
     __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters", "policy_names", "policy_values", "fallen_namespaces", "fallen_errors")

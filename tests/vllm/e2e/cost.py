@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import kvcluster
+from tests.ports import free_port
 from tests.vllm.e2e.engine import ENVIRONMENT
 from tests.vllm.e2e.picture import draw
-from tests.vllm.e2e.run import ROOT, House, free_port
+from tests.vllm.e2e.run import ROOT, House
 
 ENGINE_CORE, CLUSTER_CORE = 0, 1
 MODEL = "middling"
@@ -40,7 +41,7 @@ class Engine:
             self._process = subprocess.Popen(
                 ["taskset", "-c", str(ENGINE_CORE), str(house.python), "-m", "tests.vllm.e2e.timed", json.dumps(job)],
                 cwd=ROOT,
-                env=os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+                env=os.environ | ENVIRONMENT | house.sockets | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=said,

@@ -2,7 +2,9 @@
 
 A job is JSON: `model`, `connector` (its extra config, or null for none), `llm` (more arguments of vllm.LLM), `rounds`,
 and `out`, where the answers go. A round has `prompts` (token ids), `serial` or not, `sampling`, perhaps a `mutant`
-(mutants.py), an `adapter` or a `cache_salt`. With `capture` the KV of its prompts is kept as well (capture.py).
+(mutants.py), an `adapter` or a `cache_salt`. Before it, weights may change (`nudge`), the engine be `reset`, and its
+weights be given a `weights` name by the operator's command. With `capture` the KV of its prompts is kept as well
+(capture.py).
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from kvcluster.engines.ray_serve import kv_transfer_config
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -43,13 +48,7 @@ JOIN_S = 60.0
 
 def transfer_config(extra: dict[str, Any], role: str = "kv_both") -> dict[str, Any]:
     """The --kv-transfer-config of docs/vllm.md."""
-    return {
-        "kv_connector": "KVClusterConnector",
-        "kv_connector_module_path": "kvcluster.engines.vllm",
-        "kv_role": role,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
+    return kv_transfer_config(role=role, **extra)
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
@@ -89,6 +88,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             llm.llm_engine.reset_prefix_cache(reset_connector=True)
         if one.get("nudge"):
             _nudge(llm)
+        if one.get("weights"):
+            _name_weights(llm, job, one["weights"])
         began = time.perf_counter()
         with mutants.planted(one.get("mutant", "")):
             if one.get("serial"):
@@ -160,6 +161,26 @@ def _nudge(llm: Any) -> None:
                 parameter.data[0] += 1.0
 
     llm.apply_model(change)
+
+
+def _name_weights(llm: Any, job: dict[str, Any], weights: str) -> None:
+    """As an operator does; and one step, by which the workers hear of it."""
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.inputs import TokensPrompt
+
+    from kvcluster.cli.main import main as kvcluster
+
+    given = job["connector"]
+    token = ("--token", Path(given["token_file"]).read_text(encoding="utf-8")) if "token_file" in given else ()
+    name = f"{socket.gethostname()}:{os.getpid()}"
+    command = ("weights", "set", Path(job["model"]).name, weights, "--engine", name, "--address", given["address"])
+    assert kvcluster([*command, *token]) == 0
+    worker = get_kv_transfer_group()._worker._membership
+    until = time.monotonic() + JOIN_S
+    while (worker.spec is None or worker.spec.weights != weights) and time.monotonic() < until:
+        llm.generate([TokensPrompt(prompt_token_ids=[1])], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert worker.spec is not None and worker.spec.weights == weights, worker.why
 
 
 def _joined_tensors(pieces: list[Any]) -> Any:

@@ -48,6 +48,13 @@ def check(house: House) -> None:
     _row(house, "identity: after that and a reset", answers(outcome, 1), nudged, hits=False)
     _row(house, "identity: new prompts after the reset", answers(outcome, 2), nudged_later, hits=False)
 
+    # Two engines with the same new weights: alone since their reset, until an operator names what they have.
+    named = {"prompts": asked, "nudge": True, "reset": True, "weights": "sha256:nudged"}
+    house.run({"model": model, "connector": connector, "rounds": [plain, named]})
+    outcome = house.run({"model": model, "connector": connector, "rounds": [named, {"prompts": later}]})
+    _row(house, "identity: weights that changed, once an operator has named them", answers(outcome), nudged, hits=True)
+    _row(house, "identity: and new prompts then", answers(outcome, 1), nudged_later, hits=False)
+
     salted = plain | {"cache_salt": "somebody"}
     outcome = house.run({"model": model, "connector": connector, "rounds": [{"prompts": later}, salted]})
     told = answers(outcome)

@@ -123,5 +123,6 @@ def _plant_store(side: Any) -> None:
     def before(self: Any, step: Any) -> None:
         for name, first, hashes in step.chains:
             self._chains.setdefault(name, [])[first:] = hashes
+        self._held.update(dict.fromkeys(step.held, 0))  # given back at once, or the engine would wait for ever
 
     side._begin_store, side.before = begin_store, before

@@ -6,19 +6,22 @@ import json
 import os
 import pickle
 import random
-import socket
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvcluster.cli.apart import read_namespaces
+from kvcluster.client.control import GrpcPort
 from kvcluster.core.spec import KVSpec
+from kvcluster.transport.rpc import Connection
 from tests.chaos.sites import OneHost
+from tests.ports import event_endpoints
 
 ROOT = Path(__file__).parents[3]
 BLOCK = 32
@@ -64,12 +67,23 @@ class House:
     folder: Path
     site: OneHost
     table: Table
+    events: tuple[str, str] = ("", "")
     specs: list[KVSpec] = field(default_factory=list)
+
+    def namespaces(self) -> list[KVSpec]:
+        """What the cluster knows of."""
+        with closing(Connection(self.site.address, None)) as connection:
+            return [spec for spec, _ in read_namespaces(GrpcPort(connection), 10_000)]
 
     @property
     def spec(self) -> KVSpec:
         """What engines with this house's connector cache under, as the last one told it."""
         return self.specs[-1]
+
+    @property
+    def sockets(self) -> dict[str, str]:
+        """Where engines leave theirs behind."""
+        return {"VLLM_RPC_BASE_PATH": str(self.folder)}
 
     def model(self, name: str) -> str:
         return str(self.folder / "models" / name)
@@ -93,7 +107,7 @@ class House:
             process = subprocess.Popen(
                 [str(self.python), "-m", "tests.vllm.e2e.engine", file.name],
                 cwd=ROOT,
-                env=os.environ | (environment or {}),
+                env=os.environ | self.sockets | (environment or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=subprocess.STDOUT,
@@ -124,10 +138,12 @@ class Running:
 
 
 @contextmanager
-def house(environment: Path, table: Table, settings: dict[str, Any] | None = None) -> Iterator[House]:
-    """A cluster on this host, and the models; all of it goes at the end."""
+def house(environment: Path, table: Table, *, published: bool = True) -> Iterator[House]:
+    """A cluster on this host, which publishes KV events or not, and the models; all of it goes at the end."""
     python = environment / "bin" / "python"
-    with tempfile.TemporaryDirectory(prefix="kve2e-") as folder, OneHost(settings or SETTINGS) as site:
+    events = event_endpoints() if published else ("", "")
+    settings = SETTINGS | {"events": {"endpoint": events[0], "replay": events[1]}}
+    with tempfile.TemporaryDirectory(prefix="kve2e-") as folder, OneHost(settings) as site:
         made = subprocess.run(
             [str(python), "-m", "tests.vllm.e2e.models", f"{folder}/models"],
             cwd=ROOT,
@@ -136,7 +152,7 @@ def house(environment: Path, table: Table, settings: dict[str, Any] | None = Non
             check=False,
         )
         assert made.returncode == 0, made.stderr[-4000:]
-        yield House(python, Path(folder), site, table)
+        yield House(python, Path(folder), site, table, events)
 
 
 # ------------------------------------------------------------------------------------------------------- prompts
@@ -178,12 +194,6 @@ def least_distinct(outputs: Sequence[dict[str, Any]]) -> int:
 def loaded(outputs: Sequence[dict[str, Any]]) -> int:
     """Requests for which something was loaded."""
     return sum(1 for one in outputs if one["report"] and one["report"]["loaded_tokens"])
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def eventually(condition: Any, seconds: float, what: str) -> None:

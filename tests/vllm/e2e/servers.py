@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,16 @@ import aiohttp
 
 import kvcluster
 from kvcluster.cli.main import main
+from kvcluster.cli.where import read_status
+from kvcluster.client.control import GrpcPort
 from kvcluster.client.memory import Dense
+from kvcluster.transport.rpc import Connection
 from tests.chaos import victims
+from tests.ports import free_port
 from tests.vllm.e2e.audit import dense
 from tests.vllm.e2e.engine import ENVIRONMENT, transfer_config
-from tests.vllm.e2e.run import ROOT, House, answers, eventually, free_port, prompts
+from tests.vllm.e2e.run import ROOT, House, answers, eventually, prompts
+from tests.vllm.e2e.told import listening
 
 UP_S, ANSWER_S = 180.0, 30.0
 """A server is up in the first; an answer that takes longer than the second is late, whatever happens to the cluster."""
@@ -73,18 +78,18 @@ class Traffic:
 
 @contextmanager
 def servers(
-    house: House, model: str, count: int = 2, role: str = "kv_both", blocks: int = FEW_BLOCKS
+    house: House, model: str, count: int = 2, role: str = "kv_both", blocks: int = FEW_BLOCKS, **connector: Any
 ) -> Iterator[list[Server]]:
     """Servers of one model over the house's cluster, ended at the end."""
     with ExitStack() as stack:
-        started = [stack.enter_context(_server(house, model, role, blocks)) for _ in range(count)]
+        started = [stack.enter_context(_server(house, model, role, blocks, connector)) for _ in range(count)]
         for one in started:
             eventually(lambda one=one: _healthy(one), UP_S, f"{one.url} is up: {one.text()[-2000:]}")
         yield started
 
 
 @contextmanager
-def _server(house: House, model: str, role: str, blocks: int) -> Iterator[Server]:
+def _server(house: House, model: str, role: str, blocks: int, connector: dict[str, Any]) -> Iterator[Server]:
     port = free_port()
     said = house.folder / f"server-{port}.txt"
     command = [str(house.python), "-m", "vllm.entrypoints.openai.api_server"]
@@ -92,12 +97,12 @@ def _server(house: House, model: str, role: str, blocks: int) -> Iterator[Server
     command += ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "1024"]
     command += ["--max-num-batched-tokens", "256", "--max-num-seqs", str(AT_ONCE), "--no-enable-prefix-caching"]
     command += ["--num-gpu-blocks-override", str(blocks)]
-    command += ["--kv-transfer-config", json.dumps(transfer_config(house.connector(), role))]
+    command += ["--kv-transfer-config", json.dumps(transfer_config(house.connector(**connector), role))]
     with open(said, "wb") as file:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | ENVIRONMENT,
+            env=os.environ | ENVIRONMENT | house.sockets,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -156,7 +161,9 @@ def drive(
     async def all_of_them() -> None:
         gate = asyncio.Semaphore(AT_ONCE * len(to))
         timeout = aiohttp.ClientTimeout(total=4 * ANSWER_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        # A connection each: a server closes one that was idle for 5 s, perhaps when it is about to be used again.
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
 
             async def one(number: int, ask: Ask) -> None:
                 async with gate:
@@ -217,8 +224,9 @@ def check(house: House, model: str) -> None:
     """Mixed traffic, and for the plain model all faults."""
     asks = mixed(REQUESTS, seed=5)
     right = expected(house, model, asks)
-    with servers(house, model) as two:
+    with listening(house) as told, servers(house, model) as two:
         traffic = drive(two, model, asks)
+        proved = told.proved
         preempted = sum(metric(server, "vllm:num_preemptions_total") for server in two)
         resumed = sum(1 for report in traffic.reports.values() if report["resumed_tokens"])
         hits = _hits(traffic)
@@ -230,11 +238,27 @@ def check(house: House, model: str) -> None:
             f"{model}: two servers, {REQUESTS} mixed requests",
             f"{bad} wrong; {hits} loaded; {preempted:.0f} preemptions, {resumed} of them resumed from the cluster; "
             f"{exceptions} exceptions, {len(traffic.errors)} errors; longest {max(traffic.seconds):.1f} s; "
-            f"{counted / 2**20:.0f} MiB by /metrics, {promised / 2**20:.0f} by answers",
+            f"{counted / 2**20:.0f} MiB by /metrics, {promised / 2**20:.0f} by answers"
+            + (f"; the first error: {traffic.errors[0]}" if traffic.errors else ""),
             not bad and hits > 0 and preempted > 0 and resumed > 0 and not exceptions and not traffic.errors,
         )
         if model == "llama":
             _faults(house, model, two)
+        with suppress(AssertionError):
+            eventually(lambda: len(told.anywhere) == _blocks(house), 20, "a listener knows what is cached")
+        there = _blocks(house)
+        house.table.add(
+            f"{model}: KV events, heard all the while",
+            f"{len(told.anywhere)} blocks, where the cluster has {there}; token ids prove {proved} blocks of the mixed "
+            f"traffic, and are false for {told.false} of all",
+            len(told.anywhere) == there > 0 and proved > 0 and not told.false,
+        )
+
+
+def _blocks(house: House) -> int:
+    with closing(Connection(house.site.address, None)) as connection:
+        blocks: int = read_status(GrpcPort(connection), 10_000)["blocks"]
+        return blocks
 
 
 def _hits(traffic: Traffic) -> int:

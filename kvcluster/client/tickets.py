@@ -1,0 +1,65 @@
+"""A client's load tickets: asked for, renewed as long as they are held, and ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvcluster.client.control import NO_CALL, NOBODY, Control
+from kvcluster.client.lease_keeper import LeaseKeeper
+from kvcluster.client.ticket import Ticket
+from kvcluster.core.ids import Attempt, BlockHash, NamespaceId
+from kvcluster.core.messages import Done, EndTicket, LoadGrant, Need, PrepareLoad, RenewTicket, TicketBody
+from kvcluster.core.spec import KVSpec
+from kvcluster.errors import KVClusterError
+from kvcluster.transport.seam import Deadline, Trouble
+
+_UNNAMED = NamespaceId(b"")  # filled in by Control, which attaches first
+_HOUSEKEEPING_MS = 2_000
+"""To renew or end a ticket. Both are hints, so that a coordinator which hangs need not keep `close` any longer."""
+
+
+class Tickets:
+    """Those of one client."""
+
+    def __init__(self, control: Control, next_attempt: Callable[[], Attempt]) -> None:
+        self._control = control
+        self._next_attempt = next_attempt
+        self._keeper = LeaseKeeper(self._renew, self._end)
+
+    def prepare(
+        self, spec: KVSpec, hashes: Sequence[BlockHash], need: Need, deadline: Deadline, *, hold: bool
+    ) -> Ticket:
+        """How far these blocks can be loaded; trouble is a ticket of none. With `hold` they are spared until it is
+        released."""
+        attempt = self._next_attempt()
+        message = PrepareLoad(NO_CALL, NOBODY, _UNNAMED, attempt, tuple(hashes), need, hold)
+        try:
+            grant = self._control.ask(LoadGrant, spec, message, deadline)
+            attached = self._control.attach(spec, deadline)
+        except Trouble as trouble:
+            return Ticket(TicketBody(NamespaceId(bytes(32)), attempt, (), need, ()), trouble.miss, lambda: None)
+        body = TicketBody(attached.namespace, attempt, tuple(hashes[: grant.blocks]), need, grant.runs)
+        if not grant.hold_ns:
+            return Ticket(body, grant.miss, lambda: None)
+        # The hold is shorter than the ticket: it is what has to be renewed in time.
+        self._keeper.keep(attempt, min(attached.ticket_ttl_ns, grant.hold_ns))
+        return Ticket(body, grant.miss, lambda: self._keeper.release(attempt))
+
+    def close(self) -> None:
+        """Gives back what is still held."""
+        self._keeper.close()
+
+    def _end(self, attempt: Attempt) -> bool:
+        try:
+            self._control.say(Done, EndTicket(NO_CALL, attempt), Deadline.after_ms(_HOUSEKEEPING_MS))
+        except (Trouble, KVClusterError):
+            return False
+        return True
+
+    def _renew(self, attempt: Attempt) -> bool:
+        try:
+            return self._control.say(Done, RenewTicket(NO_CALL, attempt), Deadline.after_ms(_HOUSEKEEPING_MS)).ok
+        except Trouble:
+            return True  # perhaps the next time
+        except KVClusterError:
+            return False

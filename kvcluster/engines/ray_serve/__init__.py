@@ -1,0 +1,10 @@
+"""Ray Serve: engine replicas that share through a cluster, and a router that sends a prompt where its prefix lies.
+
+    from kvcluster.engines.ray_serve import kv_transfer_config, request_router_config
+
+The first configures the engines (`kvcluster.engines.vllm`), the second their deployment (docs/ray-serve.md).
+"""
+
+from kvcluster.engines.ray_serve.config import kv_transfer_config, request_router_config
+
+__all__ = ["kv_transfer_config", "request_router_config"]

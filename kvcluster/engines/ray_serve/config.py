@@ -1,0 +1,52 @@
+"""What an application on Ray Serve is configured with, as values that Ray and vLLM check for themselves.
+
+    LLMConfig(..., engine_kwargs={"kv_transfer_config": kv_transfer_config("coordinator:7070")},
+              deployment_config={"request_router_config": request_router_config("coordinator:7070", model="llama")})
+
+Both are plain data, so that an application can be built where neither a GPU nor vLLM is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvcluster.engines.ray_serve import settings
+from kvcluster.errors import ConfigError
+from kvcluster.transport.rpc import check_address
+
+if TYPE_CHECKING:
+    from ray.serve.config import RequestRouterConfig
+
+ROUTER = "kvcluster.engines.ray_serve.router.KVClusterRouter"
+_ROLES = ("kv_both", "kv_producer", "kv_consumer")
+
+
+def kv_transfer_config(address: str, *, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
+    """vLLM's `kv_transfer_config` for engines that share through the cluster at `address` ("host:port").
+
+    `extra` is for the connector (docs/vllm.md): token_file, weights, load_ms... It refuses what it does not know when
+    the engine starts. Raises ConfigError for a bad address or role.
+    """
+    check_address(address)
+    if role not in _ROLES:
+        raise ConfigError(f"there is no role {role!r}; there is {', '.join(_ROLES)}")
+    return {
+        "kv_connector": "KVClusterConnector",
+        "kv_connector_module_path": "kvcluster.engines.vllm",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",  # vLLM's own default would end a request whose load failed
+        "kv_connector_extra_config": {"address": address, **extra},
+    }
+
+
+def request_router_config(address: str, *, model: str, tokenizer: str = "", **given: Any) -> RequestRouterConfig:
+    """Serve's `request_router_config` with a router that sends a prompt where its prefix lies.
+
+    `model` is the model's name in the cluster, which engines take from the last part of its path; `tokenizer` its
+    folder or name, for prompts that are text. More: `settings.Settings`. Raises ConfigError for a mistake in any.
+    """
+    values = {"address": address, "model": model, "tokenizer": tokenizer, **given}
+    settings.read(values)  # here, and not in the logs of whoever routes first
+    from ray.serve.config import RequestRouterConfig
+
+    return RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs=values)

@@ -1,0 +1,112 @@
+"""What a request asks, found in whatever arguments its deployment takes: token ids, text, or a chat.
+
+Serve's own LLM applications hand on vLLM's request objects, or a namespace with the same names; a deployment of one's
+own is called with such an object, with a mapping, or with keyword arguments. A guess that is wrong costs a hit and
+never an answer: what is found here only says where to look. So what is unusual is left alone, and the reason is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+_TOKENS = "prompt_token_ids"
+_WANTED = ("messages", "prompt", _TOKENS)
+_CHAT = ("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "reasoning_effort")
+_UNUSUAL = {
+    "prompt_embeds": "embeddings",
+    "truncate_prompt_tokens": "truncated",
+    "lora_request": "adapter",
+    "multi_modal_data": "images",
+    "mm_processor_kwargs": "images",
+}
+"""Of these a prompt's blocks depend on more, or on less, than on its tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Exactly one of `tokens`, `text` and `messages`. `special`: does the tokenizer add its own tokens to the text?
+    `chat`: what else a chat template is given."""
+
+    tokens: Sequence[int] | None = None
+    text: str | None = None
+    messages: Sequence[Mapping[str, object]] | None = None
+    salt: bytes = b""
+    special: bool = True
+    chat: Mapping[str, object] = field(default_factory=dict)
+
+
+def find(args: Sequence[object], kwargs: Mapping[str, object]) -> Prompt | str:
+    """The prompt of a call, or in a word why there is none to look for."""
+    for given in (*args, kwargs):
+        if any(_get(given, name) is not None for name in _WANTED):
+            return _read(given)
+    return "no_prompt"
+
+
+def _read(given: object) -> Prompt | str:
+    for name, why in _UNUSUAL.items():
+        if _get(given, name) is not None:
+            return why
+    salt = _get(given, "cache_salt")
+    salted = salt.encode() if isinstance(salt, str) else b""
+    special = _get(given, "add_special_tokens")
+    messages = _get(given, "messages")
+    if messages is not None:
+        return _chat(given, messages, salted, special is True)
+    prompt = _get(given, _TOKENS)
+    if prompt is None:
+        prompt = _get(given, "prompt")
+    if isinstance(prompt, Mapping):  # vLLM's own form: {"prompt_token_ids": [...]} or {"prompt": "..."}
+        return _read(prompt) if any(_get(prompt, name) is not None for name in _WANTED) else "no_prompt"
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        if len(prompt) > 1:
+            return "batch"
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return Prompt(text=prompt, salt=salted, special=special is not False)
+    if isinstance(prompt, (list, tuple)) and prompt and type(prompt[0]) is int:
+        return Prompt(tokens=prompt, salt=salted)
+    return "no_prompt"
+
+
+def _chat(given: object, messages: object, salt: bytes, special: bool) -> Prompt | str:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        return "no_prompt"
+    plain = []
+    for message in messages:
+        as_dict = _as_dict(message)
+        if as_dict is None:
+            return "no_prompt"
+        content = _text_of(as_dict.get("content"))
+        if content is None:
+            return "images"
+        plain.append({**as_dict, "content": content})
+    chat = {name: value for name in _CHAT if (value := _get(given, name)) is not None}
+    more = _get(given, "chat_template_kwargs")
+    if isinstance(more, Mapping):
+        chat.update(more)
+    if "tools" in chat and isinstance(chat["tools"], (list, tuple)):
+        chat["tools"] = [_as_dict(tool) for tool in chat["tools"]]
+    return Prompt(messages=plain, salt=salt, special=special, chat=chat)
+
+
+def _text_of(content: object) -> str | None:
+    """A message's content as vLLM joins it for templates that take text; None where it is more than text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, (list, tuple)):
+        return None
+    parts = [part if isinstance(part, str) else _get(part, "text") for part in content]
+    return "\n".join(parts) if all(isinstance(part, str) for part in parts) else None  # type: ignore[arg-type]
+
+
+def _as_dict(value: object) -> dict[str, object] | None:
+    if isinstance(value, Mapping):
+        return dict(value)
+    dump = getattr(value, "model_dump", None)  # a pydantic object
+    return dict(dump(exclude_none=True)) if callable(dump) else None
+
+
+def _get(given: object, name: str) -> object:
+    return given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)

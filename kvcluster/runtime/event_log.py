@@ -1,0 +1,211 @@
+"""What was published of KV events: the numbering of each topic, and the last batches, for whoever missed some.
+
+Pure: it is given effects of the core and gives batches, and knows neither sockets nor clocks. A topic is in one of two
+states. *New*: nothing was told of it, or some of what was to be told is lost; its next batch says AllBlocksCleared, so
+that who does not look at numbers starts anew as well. *Told*: every batch follows the one before.
+
+The invariant: in one topic numbers only grow, and one that is left out was never given to anybody. Numbers begin with
+`first_sequence`, which a later publisher must choose higher than any number of an earlier one; then who listens sees a
+publisher that has restarted as a gap that nothing fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvcluster.core import limits
+from kvcluster.core.messages.events import AllBlocksCleared, BlocksStored, EventStream, KVEvent, Publish
+from kvcluster.wire import kv_events
+from kvcluster.wire.kv_events import Batch, ReplayRequest
+
+TOPICS = limits.NAMESPACES
+"""Of each a number is kept for ever. What is published of one more is dropped."""
+
+BUFFER_BYTES = 256 * 1024 * 1024
+"""Of payloads kept for replay, besides their number: a batch with token ids may take a MiB."""
+
+BATCH_EVENTS = 4_096
+"""In one batch that is sent. An effect with more becomes several, which no reader finds too large."""
+
+BATCH_WEIGHT = 65_536
+"""Events, hashes and token ids in one batch: two MiB of hashes, and no event of the core has more of them."""
+
+assert limits.BLOCKS_PER_CALL < BATCH_WEIGHT
+assert BATCH_EVENTS <= kv_events.BATCH_EVENTS
+
+
+def weight(events: Sequence[KVEvent]) -> int:
+    """How much there is to tell: events, hashes and token ids."""
+    return sum(_weight(event) for event in events)
+
+
+def _weight(event: KVEvent) -> int:
+    if isinstance(event, AllBlocksCleared):
+        return 1
+    return 1 + len(event.hashes) + (len(event.tokens) if isinstance(event, BlocksStored) else 0)
+
+
+@dataclass(slots=True)
+class _Topic:
+    following: int
+    """The next number; the one before is the last that was given, or left out."""
+
+    lost: int = -1
+    """The highest number that cannot be replayed any more, because it was left out or is old."""
+
+    new: bool = True
+
+
+class EventLog:
+    """All topics of one publisher. Holds at most `buffer_batches`, and BUFFER_BYTES of payloads."""
+
+    def __init__(self, first_sequence: int, buffer_batches: int, *, buffer_bytes: int = BUFFER_BYTES) -> None:
+        self._first_sequence = first_sequence
+        self._buffer_batches = buffer_batches
+        self._buffer_bytes = buffer_bytes
+        self._topics: dict[str, _Topic] = {}
+        # Batches by their place among all that there were, without a gap.
+        self._kept: dict[int, Batch] = {}
+        self._kept_bytes = 0
+        self._end = 0
+        # Streams told of since the last `rest`, and between that and the one before.
+        self._lately: dict[str, EventStream] = {}
+        self._before: dict[str, EventStream] = {}
+
+    def add(self, effect: Publish, at_s: float) -> list[Batch]:
+        """What is to be sent. Nothing where there are TOPICS others."""
+        name, topic = self._topic(effect.stream)
+        if topic is None:
+            return []
+        pieces = list(_divided(effect.events))
+        if topic.new:
+            topic.new = False
+            pieces.insert(0, [AllBlocksCleared()])
+        self._lately[name] = effect.stream
+        return [self._keep(name, topic, kv_events.encode(effect.stream, piece, at_s)) for piece in pieces]
+
+    def rest(self, at_s: float) -> list[Batch]:
+        """To be called at intervals: what is to be sent of topics that have become quiet, an empty batch of each. Who
+        lost the last that was told sees by its number that there was one."""
+        quiet = [(name, stream) for name, stream in self._before.items() if name not in self._lately]
+        self._before, self._lately = self._lately, {}
+        return [self._keep(name, self._topics[name], kv_events.encode(stream, (), at_s)) for name, stream in quiet]
+
+    def skip(self, stream: EventStream, batches: int) -> None:
+        """So much of a stream was dropped: it is told as lost, and the numbers say how much."""
+        _, topic = self._topic(stream)
+        if topic is not None:
+            topic.following += batches
+            topic.lost = topic.following - 1
+            topic.new = True
+
+    def replay(self, request: ReplayRequest) -> Replay:
+        """The batches that answer it, of those that there are now."""
+        names = self._topics if request.topic is None else [request.topic]
+        asked = [topic for name in names if (topic := self._topics.get(name)) is not None]
+        return Replay(self, request, self._first, self._end, behind=any(topic.lost >= request.start for topic in asked))
+
+    @property
+    def _first(self) -> int:
+        return self._end - len(self._kept)
+
+    def _topic(self, stream: EventStream) -> tuple[str, _Topic | None]:
+        name = kv_events.topic_of(stream)
+        topic = self._topics.get(name)
+        if topic is None and len(self._topics) < TOPICS:
+            topic = self._topics[name] = _Topic(self._first_sequence)
+        return name, topic
+
+    def _keep(self, name: str, topic: _Topic, payload: bytes) -> Batch:
+        batch = Batch(name, topic.following, payload)
+        topic.following += 1
+        self._kept[self._end] = batch
+        self._end += 1
+        self._kept_bytes += len(payload)
+        while len(self._kept) > self._buffer_batches or self._kept_bytes > self._buffer_bytes:
+            old = self._kept.pop(self._first)
+            self._kept_bytes -= len(old.payload)
+            self._topics[old.topic].lost = max(old.sequence, self._topics[old.topic].lost)
+        return batch
+
+    def at(self, place: int) -> tuple[int, Batch | None]:
+        """The first batch that is kept at that place or behind it, and its place; at the end there is none."""
+        place = max(place, self._first)
+        return place, self._kept.get(place)
+
+
+class Replay:
+    """The answer to one request, a batch at a time."""
+
+    def __init__(self, log: EventLog, request: ReplayRequest, place: int, stop: int, *, behind: bool) -> None:
+        self._log = log
+        self._request = request
+        self._place = place
+        self._stop = stop
+        self.behind = behind
+        """Something that was asked for is not kept any more, as far as is known."""
+
+    def following(self) -> Batch | None:
+        """The batch to be sent next, again until `sent`. None at the end."""
+        while self._place < self._stop:
+            place, batch = self._log.at(self._place)
+            self.behind |= place > self._place
+            self._place = place
+            if batch is not None and place < self._stop and self._wanted(batch):
+                return batch
+            self._place += 1
+        return None
+
+    def sent(self) -> None:
+        self._place += 1
+
+    def _wanted(self, batch: Batch) -> bool:
+        return batch.sequence >= self._request.start and self._request.topic in (None, batch.topic)
+
+
+class Wish:
+    """Something that others may wish for as often as they like, and that is done once in `interval_ns` at most."""
+
+    def __init__(self, interval_ns: int) -> None:
+        self._interval_ns = interval_ns
+        self._wished = False
+        self._not_before_ns: int | None = None
+
+    def make(self) -> None:
+        self._wished = True
+
+    def due(self, now_ns: int) -> bool:
+        """Is it to be done now? Then whoever asks does it, and one that is made from here on waits."""
+        if not self._wished or (self._not_before_ns is not None and now_ns < self._not_before_ns):
+            return False
+        self._wished = False
+        self._not_before_ns = now_ns + self._interval_ns
+        return True
+
+
+def _divided(events: Sequence[KVEvent]) -> Iterator[list[KVEvent]]:
+    """In pieces that a batch may hold."""
+    piece: list[KVEvent] = []
+    so_far = 0
+    for event in (part for whole in events for part in _parts(whole)):
+        if piece and (len(piece) >= BATCH_EVENTS or so_far + _weight(event) > BATCH_WEIGHT):
+            yield piece
+            piece, so_far = [], 0
+        piece.append(event)
+        so_far += _weight(event)
+    if piece:
+        yield piece
+
+
+def _parts(event: KVEvent) -> Iterator[KVEvent]:
+    """A chain with many token ids goes in several events, each the parent of the next."""
+    if not isinstance(event, BlocksStored) or _weight(event) <= BATCH_WEIGHT:
+        yield event
+        return
+    each = len(event.tokens) // len(event.hashes)
+    step = max(1, (BATCH_WEIGHT - 1) // (1 + each))
+    for at in range(0, len(event.hashes), step):
+        parent = event.hashes[at - 1] if at else event.parent
+        tokens = event.tokens[at * each : (at + step) * each]
+        yield BlocksStored(event.tier, parent, event.hashes[at : at + step], tokens)

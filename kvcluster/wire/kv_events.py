@@ -1,0 +1,273 @@
+"""KV events in vLLM's words: what a coordinator tells outsiders, and what an engine of vLLM's kind tells us.
+
+A message is three frames: topic, sequence (u64, big-endian), payload. The payload is msgpack, as vLLM's
+`vllm/distributed/kv_events.py` has it, so that whoever listens to vLLM understands it:
+
+    [time in s, [event...], data-parallel rank]     a batch; what follows the events is not looked at
+    event     a map with its name under "type", or an array that begins with it, as vLLM wrote it until it took to maps
+    BlockStored        block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name ...
+    BlockRemoved       block_hashes, medium ...
+    AllBlocksCleared
+
+    replay    a request is an empty frame, the first sequence wanted, and for us a topic where only that is wanted. The
+              answer is a message for each batch, an empty frame first, and ends with one whose sequence is END
+
+Our hashes are the 32 bytes that name a block everywhere else. Other engines may send any bytes, or an integer of 64
+bits, which is read as its 8 bytes, big-endian, a negative one as its two's complement: it is equal where they were
+equal, and vLLM, which makes such integers of the end of a hash, is understood. `medium` is "GPU", "CPU" or "STORAGE",
+in capitals or not; none is the engine's own memory. What lies in a medium that is unknown here is passed over, as are
+fields beyond those above. Groups are not told apart: a block is in a tier as far as some group of it is.
+
+Everything that is read raises ProtocolError or LimitError for what is not as it should be, an event of an unknown name
+included: what it did to the picture of whoever listens cannot be guessed.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.messages import Tier
+from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream, KVEvent
+from kvcluster.errors import LimitError, ProtocolError
+from kvcluster.wire import common
+
+BATCH_BYTES = 16 * 1024 * 1024
+"""A step of an engine makes a million tokens at most, of five bytes each."""
+
+BATCH_EVENTS = 65_536
+"""In one batch: one for each block of a million tokens, where no two belong together."""
+
+EVENT_HASHES = 65_536
+"""In one event: as BATCH_EVENTS."""
+
+EVENT_TOKENS = 2**21
+"""In one event: twice the longest context in use."""
+
+HASH_BYTES_MOST = 64
+"""Of a foreign hash: SHA-512, the longest that anybody uses."""
+
+TOPIC_BYTES = 4 * common.TEXT_CHARS
+"""A name of a model, in UTF-8."""
+
+NAMESPACE_DIGITS = 16
+"""Of a namespace, in a topic: 64 bits, which no two namespaces of a cluster share by chance."""
+
+OWNERSHIP = "kvcluster"
+END = b"\xff" * 8
+"""In place of a sequence, after the last batch of a replay: -1, as vLLM has it."""
+
+_SEQUENCE = struct.Struct(">Q")
+_OURS = re.compile(rf"kv@([0-9a-f]{{{NAMESPACE_DIGITS}}})@(.*)", re.DOTALL)
+_MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
+_TIERS = {medium: tier for tier, medium in _MEDIUM.items()}
+
+# -------------------------------------------------------------------------------------------- what is read
+
+_Hash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=HASH_BYTES_MOST)] | int
+_Hashes = Annotated[list[_Hash], msgspec.Meta(max_length=EVENT_HASHES)]
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+_Medium = Annotated[str, msgspec.Meta(max_length=common.TEXT_CHARS)]
+
+
+class _Stored(msgspec.Struct, tag="BlockStored"):
+    block_hashes: _Hashes
+    parent_block_hash: _Hash | None
+    token_ids: Annotated[list[_Token], msgspec.Meta(max_length=EVENT_TOKENS)]
+    block_size: Annotated[int, msgspec.Meta(ge=0)]
+    lora_id: int | None = None
+    medium: _Medium | None = None
+
+
+class _Removed(msgspec.Struct, tag="BlockRemoved"):
+    block_hashes: _Hashes
+    medium: _Medium | None = None
+
+
+class _Cleared(msgspec.Struct, tag="AllBlocksCleared"):
+    pass
+
+
+class _StoredRow(_Stored, array_like=True, tag="BlockStored"):
+    pass
+
+
+class _RemovedRow(_Removed, array_like=True, tag="BlockRemoved"):
+    pass
+
+
+class _ClearedRow(_Cleared, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+class _Batch(msgspec.Struct, array_like=True):
+    at_s: float
+    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=BATCH_EVENTS)]
+
+
+_BATCH = msgspec.msgpack.Decoder(_Batch)
+_MAP = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
+_ROW = msgspec.msgpack.Decoder(_StoredRow | _RemovedRow | _ClearedRow)
+_ROWS = (*range(0x90, 0xA0), 0xDC, 0xDD)
+"""How an array of msgpack begins."""
+
+_encoder = msgspec.msgpack.Encoder()
+
+# ---------------------------------------------------------------------------------------------- batches
+
+
+def encode(stream: EventStream, events: Sequence[KVEvent], at_s: float) -> bytes:
+    """The payload that tells these events of that stream. `at_s` is seconds since 1970, on the clock of whoever
+    publishes; nobody should compute with it."""
+    return _encoder.encode((at_s, [_words(stream, event) for event in events], 0))  # rank 0: as a vLLM of one rank
+
+
+def decode(payload: bytes) -> list[KVEvent]:
+    """The events of a batch of ours, of vLLM or of an engine with its words, in order. Token ids that are not
+    `block_size` for each hash are left out: vLLM tells all of a range, of which it may have cached a part."""
+    common.at_most(len(payload), BATCH_BYTES, "bytes in a batch of KV events")
+    try:
+        batch = _BATCH.decode(payload)
+        found = [(_ROW if memoryview(raw)[0] in _ROWS else _MAP).decode(raw) for raw in batch.events]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"this is no batch of KV events: {error}") from None
+    events = [_event(one) for one in found]
+    return [event for event in events if event is not None]
+
+
+def _words(stream: EventStream, event: KVEvent) -> dict[str, object]:
+    if isinstance(event, BlocksStored):
+        return {
+            "type": "BlockStored",
+            "block_hashes": event.hashes,
+            "parent_block_hash": event.parent,
+            "token_ids": event.tokens,
+            "block_size": stream.block_tokens,
+            "lora_id": None,
+            "medium": _MEDIUM[event.tier],
+            "lora_name": stream.adapter or None,
+            "ownership": OWNERSHIP,
+        }
+    if isinstance(event, BlocksRemoved):
+        medium = _MEDIUM[event.tier]
+        return {"type": "BlockRemoved", "block_hashes": event.hashes, "medium": medium, "ownership": OWNERSHIP}
+    return {"type": "AllBlocksCleared"}
+
+
+def _event(found: _Stored | _Removed | _Cleared) -> KVEvent | None:
+    """None where there is nothing in it that is known here."""
+    if isinstance(found, _Cleared):
+        return AllBlocksCleared()
+    tier = _TIERS.get((found.medium or "GPU").upper())
+    if tier is None or not found.block_hashes:
+        return None
+    hashes = tuple(_hash(one) for one in found.block_hashes)
+    if isinstance(found, _Removed):
+        return BlocksRemoved(tier, hashes)
+    parent = None if found.parent_block_hash is None else _hash(found.parent_block_hash)
+    whole = len(found.token_ids) == found.block_size * len(hashes)
+    return BlocksStored(tier, parent, hashes, tuple(found.token_ids) if whole else ())
+
+
+def _hash(word: bytes | int) -> BlockHash:
+    return BlockHash(word if isinstance(word, bytes) else _SEQUENCE.pack(word & 2**64 - 1))
+
+
+# ----------------------------------------------------------------------------------------------- topics
+
+
+def topic_of(stream: EventStream) -> str:
+    """Of the stream of one namespace: `kv@NAMESPACE@MODEL`, where llm-d has a pod in place of the namespace."""
+    return f"kv@{stream.namespace.hex()[:NAMESPACE_DIGITS]}@{stream.model}"
+
+
+def parse_topic(topic: str) -> tuple[str, str] | None:
+    """The first digits of the namespace, and the model, where it is a topic of ours."""
+    ours = _OURS.fullmatch(topic)
+    return None if ours is None else (ours[1], ours[2])
+
+
+def encode_topic(topic: str) -> bytes:
+    """The first frame of a message. A topic that begins with what was subscribed to is heard."""
+    return topic.encode()
+
+
+def _topic(frame: bytes) -> str:
+    if len(frame) > TOPIC_BYTES:
+        raise LimitError(f"a topic of {len(frame)} bytes; at most {TOPIC_BYTES} are read")
+    try:
+        return frame.decode()
+    except UnicodeDecodeError:
+        raise ProtocolError("a topic that is not UTF-8") from None
+
+
+# --------------------------------------------------------------------------------------------- messages
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One message: the batch of a topic with that number. What it holds is for `decode`."""
+
+    topic: str
+    sequence: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRequest:
+    """Every batch from the number `start` on: of one topic, or of all."""
+
+    start: int
+    topic: str | None = None
+
+
+def encode_batch(batch: Batch) -> list[bytes]:
+    """Its three frames."""
+    return [encode_topic(batch.topic), _SEQUENCE.pack(batch.sequence), batch.payload]
+
+
+def decode_batch(frames: Sequence[bytes]) -> Batch:
+    """The inverse."""
+    if len(frames) != 3:
+        raise ProtocolError(f"a message of KV events has 3 frames, not {len(frames)}")
+    if frames[1] == END:
+        raise ProtocolError("a batch of KV events has the number that ends a replay")
+    return Batch(_topic(frames[0]), _sequence(frames[1]), frames[2])
+
+
+def encode_answer(batch: Batch | None) -> list[bytes]:
+    """One message of a replay; None ends it."""
+    return [b"", b"", END, b""] if batch is None else [b"", *encode_batch(batch)]
+
+
+def decode_answer(frames: Sequence[bytes]) -> Batch | None:
+    """The inverse."""
+    if len(frames) != 4 or frames[0]:
+        raise ProtocolError("a message of a replay is an empty frame and three more")
+    return None if frames[2] == END else decode_batch(frames[1:])
+
+
+def encode_request(request: ReplayRequest) -> list[bytes]:
+    """What asks for a replay. vLLM answers requests without a topic only."""
+    frames = [b"", _SEQUENCE.pack(request.start)]
+    return frames if request.topic is None else [*frames, encode_topic(request.topic)]
+
+
+def decode_request(frames: Sequence[bytes]) -> ReplayRequest:
+    """The inverse."""
+    if len(frames) not in (2, 3) or frames[0]:
+        raise ProtocolError("a request for a replay is an empty frame, a number, and perhaps a topic")
+    return ReplayRequest(_sequence(frames[1]), _topic(frames[2]) if len(frames) == 3 else None)
+
+
+def _sequence(frame: bytes) -> int:
+    if len(frame) != _SEQUENCE.size:
+        raise ProtocolError(f"a sequence has {_SEQUENCE.size} bytes, not {len(frame)}")
+    (number,) = _SEQUENCE.unpack(frame)
+    return int(number)

@@ -1,0 +1,37 @@
+"""A cluster within this process, whose coordinator is behind a real server: what commands of operators ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvcluster.cli.main import main
+from kvcluster.core.ids import CallId
+from kvcluster.core.messages import CoordinatorMessage, Reply
+from kvcluster.runtime.auth import Authenticator, digest
+from kvcluster.runtime.server import Gate, Server, unary_handlers
+from kvcluster.testing import MemoryCluster
+from kvcluster.wire.methods import COORDINATOR
+
+
+class Served:
+    """A cluster of this process whose coordinator answers the command line."""
+
+    def __init__(self, cluster: MemoryCluster) -> None:
+        self.cluster = cluster
+        self.tenants = {digest(name): name for name in ("default", "other", "operator")}
+        gate = Gate(Authenticator(self.tenants, "secret", frozenset({digest("operator")})))  # type: ignore[arg-type]
+        handlers = unary_handlers(
+            COORDINATOR, gate, self._ask, frozenset({"Report", "Inventory"}), operators=frozenset({"Drain"})
+        )
+        self._server = Server(handlers, "127.0.0.1", 0, threads=4)
+        self._server.start()
+        self.address = self._server.address
+
+    def run(self, *arguments: str, token: str = "default") -> int:
+        return main([*arguments, "--address", self.address, "--token", token])
+
+    def close(self) -> None:
+        self._server.close(grace_s=0)
+
+    def _ask(self, build: Callable[[CallId], CoordinatorMessage], wait_s: float) -> Reply:
+        return self.cluster.running_coordinator().ask(build, wait_s)

@@ -1,0 +1,98 @@
+"""`kvcluster events` prints what comes, one line each, until it is told to end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from kvcluster.cli import main as cli
+from kvcluster.core.messages import Tier
+from kvcluster.core.messages.events import BlocksRemoved, Publish
+from kvcluster.runtime import publishing
+from kvcluster.runtime.publishing import Publisher
+from tests.runtime.events import block, effect, published, stored, stream
+from tests.waiting import eventually
+
+
+def run(publisher: Publisher, *arguments: str) -> int:
+    return cli.main(["events", "--endpoint", publisher.endpoint, "--replay", publisher.replay_endpoint, *arguments])
+
+
+def fill(publisher: Publisher) -> None:
+    publisher.publish(effect(0))
+    publisher.publish(effect(1))
+    publisher.publish(Publish(stream(), (BlocksRemoved(Tier.DISK, (block(0), block(1))),)))
+    eventually(lambda: publisher.counters()["batches"] == 4)
+
+
+def test_each_event_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with published() as publisher:
+        fill(publisher)
+        assert run(publisher, "--count", "4") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "cleared  'llama' [0000000000000000]",
+        "stored   'llama' [0000000000000000]  host: 1 block from 000000000000",
+        "stored   'llama' [0000000000000000]  host: 1 block from 000000000000 behind 000000000000",
+        "removed  'llama' [0000000000000000]  disk: 2 blocks from 000000000000",
+    ]
+
+
+def test_for_machines_each_event_is_an_object(capsys: pytest.CaptureFixture[str]) -> None:
+    with published() as publisher:
+        fill(publisher)
+        assert run(publisher, "--count", "4", "--json") == 0
+    of = {"topic": "kv@0000000000000000@llama", "namespace": "0" * 16, "model": "llama"}
+    first, second = (block(number).hex() for number in range(2))
+    stored = of | {"event": "stored", "tier": "host"}
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        of | {"event": "cleared", "why": ""},
+        stored | {"hashes": [first], "parent": None, "tokens": [0, 0]},
+        stored | {"hashes": [second], "parent": first, "tokens": [1, 1]},
+        of | {"event": "removed", "tier": "disk", "hashes": [first, second]},
+    ]
+
+
+def test_it_ends_after_its_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with published() as publisher:
+        assert run(publisher, "--for", "0.1") == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_it_says_what_was_missed_and_an_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "QUEUED_WEIGHT", 10)
+    with published() as publisher:
+        publisher.publish(effect(0))
+        eventually(lambda: publisher.counters()["batches"] == 2)
+        publisher.publish(Publish(stream(), tuple(map(stored, range(10)))))  # more than there is room for
+        publisher.publish(effect(1))
+        eventually(lambda: publisher.counters()["batches"] == 4)
+        command = [sys.executable, "-m", "kvcluster.cli.main", "events", "--endpoint", publisher.endpoint]
+        command += ["--replay", publisher.replay_endpoint]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listening:
+            assert listening.stdout is not None
+            lines = [listening.stdout.readline().split("]")[0:2] for _ in range(5)]
+            listening.send_signal(signal.SIGINT)
+            assert listening.stdout.read() == ""
+            assert listening.wait(60) == 0, "it is the usual end"
+    assert [(what.split()[0], rest) for what, rest in lines if what.startswith("cleared")] == [
+        ("cleared", "\n"),
+        ("cleared", ": missed 1 batch\n"),
+        ("cleared", "\n"),
+    ]
+
+
+def test_what_is_no_endpoint_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["events", "--endpoint", "here"]) == 1
+    assert capsys.readouterr().err.startswith("kvcluster: 'here' is no endpoint")
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("kvcluster.client.events", "kvcluster.client.sequences", "kvcluster.wire.kv_events"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    assert cli.main(["events"]) == 1
+    assert "pip install 'kvcluster[events]'" in capsys.readouterr().err

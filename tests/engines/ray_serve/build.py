@@ -1,0 +1,39 @@
+"""What these tests are made of: a tokenizer without a model, and prompts that a cluster holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import kvcluster
+from kvcluster.core.spec import KVSpec
+from tests.client.build import kv
+from tests.waiting import eventually
+
+BOS = 256
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte a token, one before each text, and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate([*alphabet, "<bos>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>")
+    turns = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    fast.chat_template = turns + "{% if add_generation_prompt %}<answer>{% endif %}"
+    fast.save_pretrained(folder)
+
+
+def store(address: str, spec: KVSpec, tokens: list[int], salt: bytes = b"") -> None:
+    """Puts a prompt's full blocks into the cluster, and waits until they can be found."""
+    blocks = len(tokens) // spec.block_tokens
+    with kvcluster.connect(address, spec) as client:
+        stored = client.store(tokens, kv(blocks, spec=spec), salt=salt)
+        assert stored.blocks == blocks, stored
+        client.flush()
+        eventually(lambda: client.lookup(tokens, salt=salt).blocks == blocks)
