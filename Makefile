@@ -18,7 +18,7 @@ FUZZ_INPUTS ?= 100000
 FUZZ_SEED ?= 0
 BIN := .venv/bin
 STAMP := .venv/.installed
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 EXTRAS := cluster,transformers,ray-serve,events,bench,test,dev
 say = @printf '==> %s\n'
 
@@ -111,7 +111,7 @@ proto: .venv-proto/.installed ## generate kvcluster/wire/v1 from proto/kvcluster
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
 	  || { echo "grpcio-tools 1.62.3 exists for Python 3.10 to 3.12. Try: make proto PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -m venv .venv-proto
-	@.venv-proto/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.62.3 'setuptools<80'
+	@.venv-proto/bin/python -m pip install -qq --disable-pip-version-check grpcio-tools==1.62.3 'setuptools<80'
 	@touch $@
 
 clean: ## remove what was built, but neither .venv with its native core nor .venv-proto

@@ -11,7 +11,7 @@ if [ ! -e "$dir/.complete" ]; then
   mkdir -p "$(dirname "$dir")"
   made=$(mktemp -d "$dir.XXXXXX")
   trap 'rm -rf "$made"' EXIT
-  pip() { "$python" -m pip "$1" --quiet --disable-pip-version-check --no-deps "${@:2}"; }
+  pip() { "$python" -m pip "$1" -qq --disable-pip-version-check --no-deps "${@:2}"; }
   # Its Python sources are all that is used, so it may be the wheel of another Python or platform than this one.
   pip download --dest "$made" --only-binary=:all: --python-version 3.11 --implementation cp --abi cp311 \
     --platform manylinux_2_34_x86_64 "sglang==$sglang" >&2

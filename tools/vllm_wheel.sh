@@ -11,7 +11,7 @@ if [ ! -e "$dir/.complete" ]; then
   mkdir -p "$(dirname "$dir")"
   made=$(mktemp -d "$dir.XXXXXX")
   trap 'rm -rf "$made"' EXIT
-  "$python" -m pip download --quiet --disable-pip-version-check --no-deps --dest "$made" "vllm==$version" >&2
+  "$python" -m pip download -qq --disable-pip-version-check --no-deps --dest "$made" "vllm==$version" >&2
   "$python" -m zipfile -e "$made"/vllm-*.whl "$made"
   rm "$made"/vllm-*.whl
   touch "$made/.complete"

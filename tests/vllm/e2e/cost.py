@@ -41,7 +41,7 @@ class Engine:
             self._process = subprocess.Popen(
                 ["taskset", "-c", str(ENGINE_CORE), str(house.python), "-m", "tests.vllm.e2e.timed", json.dumps(job)],
                 cwd=ROOT,
-                env=os.environ | ENVIRONMENT | house.sockets | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+                env=os.environ | ENVIRONMENT | house.surroundings | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=said,

@@ -42,6 +42,13 @@ LLM_ARGUMENTS: dict[str, Any] = {
     "enable_prefix_caching": False,
     "disable_log_stats": False,
 }
+ON_SERVE: dict[str, Any] = {
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 2048,
+    "max_num_seqs": 4,
+    "enable_prefix_caching": True,
+}
+"""Where replicas differ from it: longer prompts, computed whole, and the engine's own cache before the cluster's."""
 
 JOIN_S = 60.0
 

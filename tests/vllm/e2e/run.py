@@ -24,6 +24,7 @@ from tests.chaos.sites import OneHost
 from tests.ports import event_endpoints
 
 ROOT = Path(__file__).parents[3]
+QUIET = Path(__file__).parent / "quiet"
 BLOCK = 32
 ENGINE_S = 600.0
 """How long one engine's job may take before it is ended."""
@@ -81,9 +82,10 @@ class House:
         return self.specs[-1]
 
     @property
-    def sockets(self) -> dict[str, str]:
-        """Where engines leave theirs behind."""
-        return {"VLLM_RPC_BASE_PATH": str(self.folder)}
+    def surroundings(self) -> dict[str, str]:
+        """Variables of every engine's environment: where it leaves its sockets behind, and quiet/."""
+        path = [str(QUIET), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {"VLLM_RPC_BASE_PATH": str(self.folder), "PYTHONPATH": os.pathsep.join(path)}
 
     def model(self, name: str) -> str:
         return str(self.folder / "models" / name)
@@ -107,7 +109,7 @@ class House:
             process = subprocess.Popen(
                 [str(self.python), "-m", "tests.vllm.e2e.engine", file.name],
                 cwd=ROOT,
-                env=os.environ | self.sockets | (environment or {}),
+                env=os.environ | self.surroundings | (environment or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=subprocess.STDOUT,
@@ -161,15 +163,16 @@ def house(environment: Path, table: Table, *, published: bool = True) -> Iterato
 def prompts(count: int, seed: int, *, shared: int = 3, longest: int = 400) -> list[list[int]]:
     """Token ids: three of four begin with a piece of one of `shared` texts, the others with nothing in common."""
     rng = random.Random(seed)
-    texts = [_tokens(rng, longest) for _ in range(shared)]
+    texts = [tokens(rng, longest) for _ in range(shared)]
     made = []
     for number in range(count):
         head = rng.choice(texts)[: rng.randrange(2 * BLOCK, longest)] if number % 4 else []
-        made.append(head + _tokens(rng, rng.randrange(5, 3 * BLOCK)))
+        made.append(head + tokens(rng, rng.randrange(5, 3 * BLOCK)))
     return made
 
 
-def _tokens(rng: random.Random, count: int) -> list[int]:
+def tokens(rng: random.Random, count: int) -> list[int]:
+    """Ids that begin no text and end none."""
     return [rng.randrange(256) for _ in range(count)]
 
 

@@ -31,11 +31,11 @@ from kvcluster.transport.seam import Trouble
 from tests.actors.processes import descendants
 from tests.chaos import victims
 from tests.ports import free_port
-from tests.vllm.e2e.engine import ENVIRONMENT
-from tests.vllm.e2e.run import ALWAYS, BLOCK, ROOT, House, eventually
+from tests.vllm.e2e.engine import ENVIRONMENT, ON_SERVE
+from tests.vllm.e2e.run import ALWAYS, BLOCK, ROOT, House, answers, differences, eventually, tokens
 
 HOSTS = ("kv-east", "kv-west")
-MODEL = "middling"
+MODEL = "deep"
 CONVERSATIONS, PREFIX, TURN = 8, 1_088, 48
 """Of each of both ways to route; tokens that were computed before, and that are new."""
 
@@ -55,7 +55,7 @@ millisecond, so that the longest is told and fails nothing."""
 ANSWER_S = 60.0
 CLUSTER: dict[str, Any] = {
     "shards": len(HOSTS),
-    "shard": {"device_bytes": "768MiB", "report_interval_ms": 100},
+    "shard": {"device_bytes": "1GiB", "report_interval_ms": 100},
     "coordinator": {"hot_replicas": 1},
 }
 
@@ -113,6 +113,7 @@ class Serving:
 
 def check(house: House) -> None:
     """Every figure; those that must hold fail where they do not."""
+    _control(house)
     with _serving(house) as serving:
         _prefixes(house, serving)
         _full(house, serving)
@@ -122,9 +123,23 @@ def check(house: House) -> None:
 # ------------------------------------------------------------------------------------------------------ what is seen
 
 
+def _control(house: House) -> None:
+    """Whether an engine computes a prompt whole or goes on from its own cache makes no difference, or every comparison
+    below is of no use."""
+    rng = random.Random(2)
+    round_ = {"prompts": [tokens(rng, PREFIX) for _ in range(3)], "serial": True, "sampling": {"max_tokens": 1}}
+    outcome = house.run({"model": house.model(MODEL), "llm": ON_SERVE, "rounds": [round_, round_]})
+    differ = differences(answers(outcome, 1), answers(outcome, 0))
+    house.table.add(
+        "serve: control pair, without a cluster: computed, and cached by the engine",
+        f"{differ} of 3 differ",
+        not differ,
+    )
+
+
 def _prefixes(house: House, serving: Serving) -> None:
     rng = random.Random(1)
-    begun = [[rng.randrange(256) for _ in range(PREFIX)] for _ in range(2 * CONVERSATIONS)]
+    begun = [tokens(rng, PREFIX) for _ in range(2 * CONVERSATIONS)]
     first = [_ask(serving, prompt, plain=True) for prompt in begun]
     serving.homes = {tuple(p): serving.told(one.number)["host"] for p, one in zip(begun, first, strict=True)}
     wanted = len(begun) * (PREFIX // BLOCK)
@@ -133,7 +148,7 @@ def _prefixes(house: House, serving: Serving) -> None:
     eventually(lambda: _outcome(serving, _ask(serving, begun[0])) == "found", 30, "the router finds a prefix")
     asked: dict[str, list[tuple[Answered, str, bool]]] = {"router": [], "power of two": []}
     for number, prompt in enumerate(begun):
-        turn = prompt + [rng.randrange(256) for _ in range(TURN)]
+        turn = prompt + tokens(rng, TURN)
         answered = _ask(serving, turn, plain=bool(number % 2))
         told = serving.told(answered.number)
         way = "power of two" if number % 2 else "router"
@@ -173,7 +188,7 @@ def _full(house: House, serving: Serving) -> None:
             went = Counter[str]()
             while went[home] < AT_ONCE and went.total() - went[home] < AT_ONCE:
                 number = serving.next_number()
-                threads.submit(_ask, serving, known[0], tokens=HELD_TOKENS, number=number)
+                threads.submit(_ask, serving, known[0], new=HELD_TOKENS, number=number)
                 went[serving.told(number)["host"]] += 1
             if went.total() - went[home] < AT_ONCE:  # else those that the router had no time for have filled the other
                 answered = _ask(serving, known[0])
@@ -219,10 +234,10 @@ def _wrong(serving: Serving, asked: Sequence[tuple[Sequence[int], Answered]]) ->
     return sum(answered.choice != serving.right[tuple(prompt)] for prompt, answered in asked)
 
 
-def _ask(serving: Serving, prompt: Sequence[int], *, plain: bool = False, tokens: int = 1, number: int = 0) -> Answered:
+def _ask(serving: Serving, prompt: Sequence[int], *, plain: bool = False, new: int = 1, number: int = 0) -> Answered:
     """One request. What was first answered to a prompt is what is right: it was computed, and nothing was broken."""
     number = number or serving.next_number()
-    body = {"model": MODEL, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "logprobs": 1}
+    body = {"model": MODEL, "prompt": list(prompt), "max_tokens": new, "temperature": 0, "logprobs": 1}
     body["return_token_ids"] = True
     headers = {"Content-Type": "application/json", "x-number": str(number)} | ({"x-plain": "1"} if plain else {})
     request = urllib.request.Request(f"{serving.url}/v1/completions", json.dumps(body).encode(), headers)
@@ -232,7 +247,7 @@ def _ask(serving: Serving, prompt: Sequence[int], *, plain: bool = False, tokens
     seconds = time.perf_counter() - began
     [choice] = answer["choices"]
     what = (choice["token_ids"], choice["logprobs"]["token_logprobs"])
-    if tokens == 1:
+    if new == 1:
         serving.right.setdefault(tuple(prompt), what)
     report = (answer.get("kv_transfer_params") or {}).get("kvcluster") or {}
     details = answer["usage"].get("prompt_tokens_details") or {}
@@ -288,7 +303,7 @@ def _program(stack: ExitStack, house: House, name: str, command: Sequence[str]) 
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | ENVIRONMENT | house.sockets,
+            env=os.environ | ENVIRONMENT | house.surroundings,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=said,

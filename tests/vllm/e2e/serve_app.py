@@ -18,6 +18,7 @@ from ray.serve.llm import LLMConfig, build_openai_app
 from examples.ray_serve_app import llm_config
 from kvcluster.engines.ray_serve.compat import PendingRequest, Replica
 from kvcluster.engines.ray_serve.router import KVClusterRouter
+from tests.vllm.e2e.engine import LLM_ARGUMENTS, ON_SERVE
 
 AT_ONCE = 2
 """Requests that a replica takes, so that one is soon full."""
@@ -25,15 +26,7 @@ AT_ONCE = 2
 PLAIN, NUMBER = "x-plain", "x-number"
 """Headers of a request: it is to be routed as Serve would; its number in what the router says."""
 
-ENGINE: dict[str, Any] = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "block_size": 32,
-    "max_model_len": 2048,
-    "max_num_batched_tokens": 2048,
-    "max_num_seqs": 4,
-    "enable_prompt_tokens_details": True,
-}
+ENGINE = LLM_ARGUMENTS | ON_SERVE | {"enable_prompt_tokens_details": True}
 
 
 class Watched(KVClusterRouter):

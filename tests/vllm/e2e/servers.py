@@ -102,7 +102,7 @@ def _server(house: House, model: str, role: str, blocks: int, connector: dict[st
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=os.environ | ENVIRONMENT | house.sockets,
+            env=os.environ | ENVIRONMENT | house.surroundings,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
