@@ -1,8 +1,8 @@
 """A circuit breaker: when to leave a shard alone, and when to try it again.
 
 A shard that is gone costs each call a connection that fails; one that hangs costs it its whole deadline. So after
-some failures in a row nobody asks for a while, then one exchange tries; each try that fails doubles the while, up to
-a bound. What counts as a failure is for its user to say. It knows no shard, no clock and no thread: `now` comes in,
+some failures in a row nobody asks for a while, then one exchange tries; each try that fails doubles the while, so often
+at most. What counts as a failure is for its user to say. It knows no shard, no clock and no thread: `now` comes in,
 and whoever shares it brings a lock.
 
     CLOSED --so many failures in a row--> OPEN --time--> PROBING --success--> CLOSED
@@ -19,8 +19,11 @@ from typing import NewType
 
 from kvcluster.core.reasons import Miss
 
-LONGEST = 64
-"""Times the first while: half a minute by default, after which a shard that came back is seen soon enough."""
+DOUBLINGS = 6
+"""To half a minute by default, after which a shard that came back is seen soon enough: whoever tries it waits."""
+
+FREE_DOUBLINGS = 2
+"""For those who wait for no try: it costs one exchange in two seconds, and they see sooner who came back."""
 
 Leave = NewType("Leave", int)
 """To ask the shard once."""
@@ -37,12 +40,13 @@ class State(Enum):
 class Breaker:
     """For one incarnation of a shard. Nanoseconds."""
 
-    def __init__(self, *, failures: int, open_ns: int) -> None:
-        assert failures > 0 and open_ns > 0
+    def __init__(self, *, failures: int, open_ns: int, doublings: int = DOUBLINGS) -> None:
+        assert failures > 0 and open_ns > 0 and doublings >= 0
         self.state = State.CLOSED
         self.failures = 0  # in a row, those of probes included
         self._allowed = failures
         self._first_ns = open_ns
+        self._longest_ns = open_ns << doublings
         self._open_ns = open_ns  # how long the next time
         self._until = 0
         self._why: Miss | None = None  # the last failure; None only before the first
@@ -77,7 +81,7 @@ class Breaker:
         if self.state is State.PROBING or self.failures >= self._allowed:
             self._become(State.OPEN)
             self._until = now + self._open_ns
-            self._open_ns = min(2 * self._open_ns, LONGEST * self._first_ns)
+            self._open_ns = min(2 * self._open_ns, self._longest_ns)
 
     def gave_up(self, leave: Leave) -> None:
         """Its user broke off, which tells nothing of the shard. Where this was the probe, the next one is."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.breaker import LONGEST, Breaker, Leave, State
+from kvcluster.client.breaker import DOUBLINGS, FREE_DOUBLINGS, Breaker, Leave, State
 from kvcluster.client.client import Client
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.config import ClientConfig
@@ -84,15 +84,19 @@ def test_a_try_that_succeeds_closes_it_and_begins_afresh() -> None:
     assert breaker.open_for(S) == S, "not twice as long"
 
 
-def test_each_try_that_fails_doubles_the_time_up_to_a_bound() -> None:
-    breaker, now, waits = opened(), 0, []
-    for _ in range(10):
+@pytest.mark.parametrize(
+    ("doublings", "expected"),
+    [(DOUBLINGS, [1, 2, 4, 8, 16, 32, 64, 64, 64, 64]), (FREE_DOUBLINGS, [1, 2, 4, 4, 4, 4]), (0, [1, 1, 1])],
+)
+def test_each_try_that_fails_doubles_the_time_so_often(doublings: int, expected: list[int]) -> None:
+    breaker, now, waits = Breaker(failures=3, open_ns=S, doublings=doublings), 0, []
+    fail(breaker, now, 3)
+    for _ in expected:
         waits.append(breaker.open_for(now) // S)
         now += breaker.open_for(now)
         fail(breaker, now)
-    assert waits == [1, 2, 4, 8, 16, 32, 64, 64, 64, 64]
-    assert max(waits) == LONGEST
-    assert breaker.failures == 13
+    assert waits == expected
+    assert breaker.failures == 3 + len(expected)
 
 
 def test_a_try_that_was_given_up_is_made_by_the_next_who_asks() -> None:
@@ -128,7 +132,7 @@ def test_what_ends_late_says_nothing_of_the_shard_as_it_is_now() -> None:
 def test_whatever_happens_one_tries_at_a_time_and_everybody_gets_a_turn(
     steps: list[tuple[int, int, int]], failures: int
 ) -> None:
-    breaker, now = Breaker(failures=failures, open_ns=S), 0
+    breaker, now, longest = Breaker(failures=failures, open_ns=S), 0, S << DOUBLINGS
     out: list[tuple[Leave, State]] = []
     for what, later, which in steps:
         now += later
@@ -149,9 +153,9 @@ def test_whatever_happens_one_tries_at_a_time_and_everybody_gets_a_turn(
         live = [state for one, state in out if one == breaker._leave]
         assert breaker.state is not State.OPEN or not live
         assert breaker.state is not State.PROBING or live == [State.PROBING]
-        assert breaker.open_for(now) <= LONGEST * S
+        assert breaker.open_for(now) <= longest
     if breaker.state is not State.PROBING:
-        assert not isinstance(breaker.ask(now + LONGEST * S), Miss)
+        assert not isinstance(breaker.ask(now + longest), Miss)
 
 
 # ------------------------------------------------------------------------------------------- in a client

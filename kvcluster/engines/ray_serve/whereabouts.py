@@ -24,7 +24,7 @@ from enum import Enum
 from typing import TypeVar
 
 from kvcluster.client.arguments import prompt_hashes
-from kvcluster.client.breaker import Breaker, Leave, State
+from kvcluster.client.breaker import FREE_DOUBLINGS, Breaker, Leave, State
 from kvcluster.client.control import NO_CALL, NOBODY, Control, GrpcPort
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import Explain, Explained, GetNamespaces, Namespaces, Need
@@ -106,7 +106,7 @@ class Whereabouts:
         self._tokens = Tokens(settings.tokenizer, log)
         self._patience_s = settings.patience_ms / 1e3
         self._lock = threading.Lock()
-        self._breaker = Breaker(failures=_FAILURES, open_ns=_OPEN_NS)
+        self._breaker = Breaker(failures=_FAILURES, open_ns=_OPEN_NS, doublings=FREE_DOUBLINGS)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="kvcluster-where")
         self._under_way = 0
         self._spec: KVSpec | None = None

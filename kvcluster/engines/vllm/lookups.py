@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 
-from kvcluster.client.breaker import Breaker, Leave, State
+from kvcluster.client.breaker import FREE_DOUBLINGS, Breaker, Leave, State
 from kvcluster.client.client import Client
 from kvcluster.client.ticket import Ticket
 from kvcluster.core.ids import BlockHash
@@ -84,7 +84,7 @@ class Lookups:
 
     def __init__(self, patience_ns: int) -> None:
         self._patience_ns = patience_ns
-        self._breaker = Breaker(failures=_FAILURES, open_ns=_OPEN_NS)
+        self._breaker = Breaker(failures=_FAILURES, open_ns=_OPEN_NS, doublings=FREE_DOUBLINGS)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="kvcluster-lookup")
         self._open: set[Lookup] = set()
 
