@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.vllm.e2e.run import House, answers, differences, loaded, prompts
+from tests.vllm.e2e.run import BLOCK, House, answers, differences, loaded, prompts
 
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
 
 
 def check(house: House) -> None:
     """Each as two engines over one cluster."""
-    asked, later = prompts(8, seed=11), prompts(8, seed=12)
+    asked, later = (prompts(8, seed=seed, shared=64) for seed in (11, 12))
+    for several in (asked, later):  # or one is loaded that the same engine has stored a moment ago
+        assert len({tuple(prompt[:BLOCK]) for prompt in several}) == len(several)
     plain: dict[str, Any] = {"prompts": asked}
     one, other = (house.model(f"adapters/{number}/tuned") for number in (1, 2))
     first = plain | {"adapter": one, "adapter_number": 1}
