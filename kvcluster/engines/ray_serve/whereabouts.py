@@ -2,8 +2,9 @@
 
 Questions are asked on threads; whoever routes waits for the answer as long as its patience goes. Who waits in vain
 twice, or hears that nobody is there, opens a breaker: from then on requests are answered "away" at once, and now and
-then one question, for which nobody waits, finds out whether the coordinator answers in time again. So one that is gone,
-hangs or is slow costs a few requests a patience each, and after that none.
+then one question, for which nobody waits, finds out whether the coordinator answers again, and is given longer: it runs
+beside the request that was not kept waiting for it, maybe on the same cores. So one that is gone or hangs costs a few
+requests a patience each, and after that none; one that is slow, now and then two.
 
 Text has to become tokens first, which takes longer than any answer. That time is given only while the coordinator is
 seen to be there: it is knocked at before, and not to be heard within the patience ends the wait.
@@ -50,6 +51,7 @@ _FAILURES = 2
 """In a row: one may be this process's own, that had no time to hear."""
 
 _OPEN_NS = 500_000_000
+_PROBE_PATIENCES = 10
 _ANSWER_MS = 250.0
 """When a question is broken off that nobody waits for any more."""
 
@@ -87,8 +89,9 @@ class Answer:
 class _Question:
     """`there` is done when the coordinator has been heard, `answer` when all is known. Neither ever raises."""
 
-    def __init__(self, leave: Leave) -> None:
+    def __init__(self, leave: Leave, allowed_s: float) -> None:
         self.leave = leave
+        self.allowed_s = allowed_s  # what the coordinator may take
         self.there: Future[None] = Future()
         self.answer: Future[Answer] = Future()
         self.asking = False  # does its thread wait for the coordinator?
@@ -159,7 +162,7 @@ class Whereabouts:
                 return Answer(Outcome.AWAY)
             probe = self._breaker.state is State.PROBING
             self._under_way += 1
-        question = _Question(leave)
+        question = _Question(leave, self._patience_s * (_PROBE_PATIENCES if probe else 1))
         self._threads.submit(self._run, question, prompt, spec)
         return Answer(Outcome.AWAY) if probe else question
 
@@ -245,7 +248,7 @@ class Whereabouts:
             yield
         finally:
             question.asking = False
-        late = time.monotonic() - began > self._patience_s
+        late = time.monotonic() - began > question.allowed_s
         self._judge(question, Miss(MissReason.DEADLINE, "it answers too slowly") if late else None)
 
     def _judge(self, question: _Question, why: Miss | None) -> None:

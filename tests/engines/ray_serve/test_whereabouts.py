@@ -201,6 +201,19 @@ def test_a_coordinator_that_hangs_costs_two_requests_their_patience_until_it_is_
         eventually(lambda: find(where, tokens=CACHED) == found(6))
 
 
+def test_who_tries_whether_it_is_back_gives_it_longer(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    with looking(served.coordinator, patience_ms=20) as where:
+        ask = where._control.ask
+
+        def slowly(*given: Any) -> Any:
+            threading.Event().wait(0.03)
+            return ask(*given)
+
+        monkeypatch.setattr(where._control, "ask", slowly)
+        eventually(lambda: find(where, tokens=CACHED).outcome is Outcome.AWAY)
+        eventually(lambda: find(where, tokens=CACHED).outcome is Outcome.LATE)  # somebody waited again
+
+
 def test_text_waits_for_no_tokenizer_while_the_coordinator_hangs() -> None:
     held = Held()
     with apart() as (address, send), looking(address, patience_ms=500) as where:
