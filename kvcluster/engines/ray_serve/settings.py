@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from kvcluster.client.credential import read_token
 from kvcluster.core import limits
+from kvcluster.engines.given import check
 from kvcluster.errors import ConfigError
 from kvcluster.transport.rpc import check_address
 
@@ -45,14 +46,7 @@ class Settings:
 
 def read(given: Mapping[str, Any]) -> Settings:
     """Raises ConfigError, naming the key, for what is unknown, missing, of the wrong type or out of range."""
-    known = {field.name: field.default for field in fields(Settings)}
-    for name, value in given.items():
-        if name not in known:
-            raise ConfigError(f"the router has no setting {name!r}; known: {', '.join(known)}")
-        if type(value) is not type(known[name]):
-            raise ConfigError(f"{name} must be of type {type(known[name]).__name__}, not {value!r}")
-        if isinstance(value, int) and value < 0:
-            raise ConfigError(f"{name} must not be negative, but is {value}")
+    check(given, Settings, "the router has no setting")
     settings = Settings(**given)
     check_address(settings.address)
     if not settings.model:

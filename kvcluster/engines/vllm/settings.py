@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from kvcluster.client.credential import read_token
 from kvcluster.config import LOSSES, TRANSPORTS
+from kvcluster.engines.given import check
 from kvcluster.errors import ConfigError
 
 
@@ -50,18 +51,7 @@ class Settings:
 
 def read(given: Mapping[str, Any]) -> Settings:
     """Raises ConfigError, naming the key, for what is unknown, of the wrong type or out of range."""
-    known = {field.name: field for field in fields(Settings)}
-    for name, value in given.items():
-        if name not in known:
-            raise ConfigError(f"kv_connector_extra_config has no {name!r}; known: {', '.join(known)}")
-        default = known[name].default
-        if isinstance(default, tuple):
-            if not isinstance(value, (list, tuple)) or not value or any(one not in TRANSPORTS for one in value):
-                raise ConfigError(f"{name} must be a list of {', '.join(TRANSPORTS)}, not {value!r}")
-        elif type(value) is not type(default):
-            raise ConfigError(f"{name} must be of type {type(default).__name__}, not {value!r}")
-        elif isinstance(value, int) and value < 0:
-            raise ConfigError(f"{name} must not be negative, but is {value}")
+    check(given, Settings, "kv_connector_extra_config has no")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     settings = Settings(**values)
     if not settings.address:
