@@ -38,10 +38,11 @@ def kept_apart(known: Known) -> Iterator[str]:
 
 
 def _difference(name: str, one: KVSpec, other: KVSpec) -> str:
-    if name == "extra":
-        mine, theirs = dict(one.extra), dict(other.extra)
-        keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
-        return "; ".join(f"{key} ({_short(theirs.get(key))}, not {_short(mine.get(key))})" for key in keys)
+    if name.startswith("extra."):
+        key = name.removeprefix("extra.")
+        return f"{key} ({_short(dict(other.extra).get(key))}, not {_short(dict(one.extra).get(key))})"
+    if name == "packing":
+        return f"packing ({_packings(other)}, not {_packings(one)})"
     if name == "dtype":
         return f"dtype ({_dtypes(other)}, not {_dtypes(one)})"
     if name == "layout":
@@ -51,6 +52,11 @@ def _difference(name: str, one: KVSpec, other: KVSpec) -> str:
 
 def _dtypes(spec: KVSpec) -> str:
     return " and ".join(dict.fromkeys(plane.dtype for group in spec.groups for plane in group.planes))
+
+
+def _packings(spec: KVSpec) -> str:
+    packed = dict.fromkeys(plane.packing for group in spec.groups for plane in group.planes if plane.packing)
+    return " and ".join(packed) or "none"
 
 
 def _short(value: object) -> str:

@@ -313,7 +313,7 @@ def _joinable(planes: Sequence[Plane]) -> bool:
 def _sizes(ask: Ask, plane: Plane, *, joined: bool) -> dict[str, int]:
     """The dimensions of one layer of one block: of one plane, or of all of them joined."""
     if plane.dtype == "opaque":
-        return {"nbytes": plane.dim}
+        return {"nbytes": plane.dim} if plane.heads == 1 else {"heads": ask.part.heads, "nbytes": plane.dim}
     rest = {"block_tokens": ask.spec.block_tokens, "heads": ask.part.heads, "dim": plane.dim}
     return {"planes": len(ask.planes), **rest} if joined else rest
 
@@ -321,7 +321,7 @@ def _sizes(ask: Ask, plane: Plane, *, joined: bool) -> dict[str, int]:
 def _full(tensor: Tensor, plane: Plane, *, joined: bool) -> Tensor:
     """As `[num_blocks, planes, block_tokens, heads, dim]`."""
     if plane.dtype == "opaque":
-        return tensor[:, None, None, None, :]
+        return tensor[:, None, None, None, :] if plane.heads == 1 else tensor[:, None, None, :, :]
     return tensor if joined else tensor.unsqueeze(1)
 
 

@@ -34,7 +34,7 @@ DTYPE_BYTES: dict[str, int] = {
 _MUTABLE_WEIGHTS = frozenset({"main", "master", "latest", "head", "default", "dev", "prod", "stable", "current"})
 MAX_BLOCK_TOKENS = 4_096
 _MAX_NUMBER = 2**63
-_CANONICAL_VERSION = b"kvcluster-spec-v1"
+_CANONICAL_VERSION = b"kvcluster-spec-v2"
 
 
 def _check_number(value: object, least: int, what: str) -> None:
@@ -45,7 +45,7 @@ def _check_number(value: object, least: int, what: str) -> None:
 def _check_text(value: object) -> None:
     try:
         if not isinstance(value, str):
-            raise SpecError(f"model, weights, adapter, rope and extra are text, not {value!r}")
+            raise SpecError(f"model, weights, adapter, rope, extra and packing are text, not {value!r}")
         value.encode()
     except UnicodeEncodeError:
         raise SpecError(f"{value!r} is no text that could be sent to anybody") from None
@@ -68,14 +68,17 @@ def check_weights(weights: str) -> None:
 class Plane:
     """One tensor kind of a group. `heads` and `dim` are those of the whole model, not of a rank.
 
-    A plane that is not interpreted (recurrent state) is `Plane.opaque(name, nbytes)`: one run of bytes a
-    layer and block, whatever the number of tokens.
+    A plane that is not interpreted is `Plane.opaque(name, nbytes)`: one run of bytes a layer, block and head,
+    whatever the number of tokens. Recurrent state is opaque, and so is KV that an attention kernel packs in an order
+    of its own: then `packing` names that order, and only engines that pack alike share a namespace. All other planes
+    lie in page layout, and their `packing` is "".
     """
 
     name: str
     heads: int
     dim: int
     dtype: str
+    packing: str = ""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -84,18 +87,22 @@ class Plane:
             raise SpecError(f"plane {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
         _check_number(self.heads, 1, f"plane {self.name!r}: heads")
         _check_number(self.dim, 1, f"plane {self.name!r}: dim")
-        if self.dtype == "opaque" and self.heads != 1:
-            raise SpecError(f"plane {self.name!r}: opaque bytes have no heads to divide; use heads=1")
+        _check_text(self.packing)
+        if self.packing and self.dtype != "opaque":
+            raise SpecError(
+                f"plane {self.name!r}: packing {self.packing!r} is for opaque bytes; numbers lie in page layout, so "
+                "unpack them or use Plane.opaque"
+            )
 
     @classmethod
-    def opaque(cls, name: str, nbytes: int) -> Plane:
-        """A plane of `nbytes` uninterpreted bytes a layer and block."""
-        return cls(name, 1, nbytes, "opaque")
+    def opaque(cls, name: str, nbytes: int, *, heads: int = 1, packing: str = "") -> Plane:
+        """A plane of `nbytes` uninterpreted bytes a layer, block and head."""
+        return cls(name, heads, nbytes, "opaque", packing)
 
     def nbytes(self, *, block_tokens: int, heads: int) -> int:
         """Bytes of one layer of one block for that many heads."""
         if self.dtype == "opaque":
-            return self.dim
+            return heads * self.dim
         return block_tokens * heads * self.dim * DTYPE_BYTES[self.dtype]
 
 
@@ -307,7 +314,8 @@ class KVSpec:
             out += [_number(layer) for layer in group.layers]
             out += [_number(len(group.planes))]
             for plane in group.planes:
-                out += [_text(plane.name), _number(plane.heads), _number(plane.dim), _text(plane.dtype)]
+                out += [_text(plane.name), _number(plane.heads), _number(plane.dim)]
+                out += [_text(plane.dtype), _text(plane.packing)]
         out += [_number(len(self.extra))]
         for key, value in self.extra:
             out += [_text(key), _text(value)]
@@ -324,23 +332,35 @@ def _namespace(spec: KVSpec, tenant: Tenant) -> NamespaceId:
 
 
 def differing_fields(one: KVSpec, other: KVSpec) -> tuple[str, ...]:
-    """Names of what differs between two specs, as a person would say it: `weights`, `dtype`, `layout`...
+    """Names of what differs between two specs, as a person would say it: `weights`, `dtype`, `extra.engine`...
 
-    `dtype` is the planes' number format; `layout` is any other difference of groups.
+    `extra.KEY` is one pair of `extra`; `packing` is the order in which an attention kernel packs KV, also where only
+    one of the two packs it; `dtype` is the planes' number format; `layout` is any other difference of groups.
     """
     names = [
         field.name
         for field in fields(KVSpec)
-        if field.name != "groups" and getattr(one, field.name) != getattr(other, field.name)
+        if field.name not in ("groups", "extra") and getattr(one, field.name) != getattr(other, field.name)
     ]
+    names += [f"extra.{key}" for key in sorted({key for key, _ in set(one.extra) ^ set(other.extra)})]
     if one.groups != other.groups:
-        alike = _without_dtypes(one.groups) == _without_dtypes(other.groups)
-        names.append("dtype" if alike else "layout")
+        names += _differing_groups(one.groups, other.groups)
     return tuple(names)
 
 
+def _differing_groups(one: Sequence[Group], other: Sequence[Group]) -> list[str]:
+    if _packings(one) != _packings(other):  # then names and sizes of planes follow from it
+        alike = [(g.layers, g.reuse, g.heads) for g in one] == [(g.layers, g.reuse, g.heads) for g in other]
+        return ["packing"] if alike else ["packing", "layout"]
+    return ["dtype" if _without_dtypes(one) == _without_dtypes(other) else "layout"]
+
+
+def _packings(groups: Sequence[Group]) -> list[str]:
+    return sorted({plane.packing for group in groups for plane in group.planes})
+
+
 def _without_dtypes(groups: Sequence[Group]) -> list[object]:
-    return [(g.layers, g.reuse, [(p.name, p.heads, p.dim) for p in g.planes]) for g in groups]
+    return [(g.layers, g.reuse, [(p.name, p.heads, p.dim, p.packing) for p in g.planes]) for g in groups]
 
 
 def _number(value: int) -> bytes:

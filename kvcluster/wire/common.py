@@ -301,7 +301,9 @@ def encode_spec(spec: KVSpec) -> bytes:
     groups = [
         pb.Group(
             layers=group.layers,
-            planes=[pb.Plane(name=p.name, heads=p.heads, dim=p.dim, dtype=p.dtype) for p in group.planes],
+            planes=[
+                pb.Plane(name=p.name, heads=p.heads, dim=p.dim, dtype=p.dtype, packing=p.packing) for p in group.planes
+            ],
             reuse=group.reuse.kind,
             window_tokens=group.reuse.tokens,
         )
@@ -325,7 +327,7 @@ def decode_spec(data: bytes) -> KVSpec:
     groups = [
         Group(
             tuple(group.layers),
-            tuple([Plane(p.name, p.heads, p.dim, p.dtype) for p in group.planes]),
+            tuple([Plane(p.name, p.heads, p.dim, p.dtype, p.packing) for p in group.planes]),
             Reuse(group.reuse, group.window_tokens),
         )
         for group in m.groups

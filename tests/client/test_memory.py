@@ -153,14 +153,31 @@ def hnd(case: Case, rng: random.Random) -> tuple[Any, Row]:
     return Paged.hnd(caches, ids), lambda b, layer, p, t, h: bits(caches[layer][p, ids[b], h, t])
 
 
+def vllm(case: Case, rng: random.Random) -> tuple[Any, Row]:
+    """As on a GPU, in whatever physical order: the last dimension is K, then V."""
+    room, ids = _ids(case, rng)
+    plane, heads, tokens = case.planes[0], case.part.heads, case.spec.block_tokens
+    dim, order = plane.dim, rng.sample([0, 1, 2], 3)
+    sizes = [room, heads, tokens]
+    caches = [
+        noise([*(sizes[i] for i in order), 2 * dim], plane.dtype, rng).permute(*(order.index(i) for i in range(3)), 3)
+        for _ in range(case.part.layers)
+    ]
+    return Paged.vllm(caches, ids), lambda b, layer, p, t, h: bits(caches[layer][ids[b], h, t, p * dim : (p + 1) * dim])
+
+
 def vllm_cpu(case: Case, rng: random.Random) -> tuple[Any, Row]:
+    """As its "vec" kernels read it: a head of a block is K transposed, then V."""
     room, ids = _ids(case, rng)
     plane, heads, tokens = case.planes[0], case.part.heads, case.spec.block_tokens
     dim = plane.dim
     caches = [noise([room, heads, tokens, 2 * dim], plane.dtype, rng) for _ in range(case.part.layers)]
-    return Paged.vllm_cpu(caches, ids), lambda b, layer, p, t, h: bits(
-        caches[layer][ids[b], h, t, p * dim : (p + 1) * dim]
-    )
+
+    def row(b: int, layer: int, p: int, t: int, h: int) -> bytes:
+        flat = caches[layer][ids[b], h].flatten()
+        return bits(flat[tokens * dim :][t * dim : (t + 1) * dim] if p else flat[: tokens * dim][t::tokens])
+
+    return Paged.vllm_cpu(caches, ids), row
 
 
 def tensor_a_plane(case: Case, rng: random.Random) -> tuple[Any, Row]:
@@ -170,7 +187,9 @@ def tensor_a_plane(case: Case, rng: random.Random) -> tuple[Any, Row]:
     for _ in range(case.part.layers):
         planes = []
         for plane in case.planes:
-            outer = [room] if plane.dtype == "opaque" else [room, case.spec.block_tokens, case.part.heads]
+            outer = [room, case.spec.block_tokens, case.part.heads]
+            if plane.dtype == "opaque":
+                outer = [room, case.part.heads] if plane.heads > 1 else [room]
             stretched = noise([n + 1 for n in outer] + [plane.dim], plane.dtype, rng)
             for i, n in enumerate(outer):
                 stretched = stretched.narrow(i, rng.randint(0, 1), n)
@@ -179,7 +198,9 @@ def tensor_a_plane(case: Case, rng: random.Random) -> tuple[Any, Row]:
 
     def row(b: int, layer: int, p: int, t: int, h: int) -> bytes:
         tensor = layers[layer][p]
-        return bits(tensor[ids[b]] if case.planes[p].dtype == "opaque" else tensor[ids[b], t, h])
+        if case.planes[p].dtype != "opaque":
+            return bits(tensor[ids[b], t, h])
+        return bits(tensor[ids[b], h] if case.planes[p].heads > 1 else tensor[ids[b]])
 
     return Paged(layers, ids), row
 
@@ -219,7 +240,7 @@ def buffers(case: Case, rng: random.Random) -> tuple[Any, Row]:
 Layout = Callable[[Case, random.Random], tuple[Any, Row]]
 ANY_PLANES: list[Layout] = [tensor_a_plane, buffers]
 ALIKE: list[Layout] = [*ANY_PLANES, dense, dense_scattered, blocks_first, one_allocation, paged_scattered]
-K_AND_V: list[Layout] = [*ALIKE, nhd, hnd, vllm_cpu, keys_beside_values]
+K_AND_V: list[Layout] = [*ALIKE, nhd, hnd, vllm, vllm_cpu, keys_beside_values]
 
 numbers = st.sampled_from([name for name in DTYPE_BYTES if name != "opaque"])
 
@@ -239,8 +260,8 @@ def memories(draw: st.DrawFn) -> tuple[Case, Any, Row]:
     if shapes == "different":
         planes = tuple(Plane(name, heads, draw(st.integers(1, 9)), draw(numbers)) for name in "abc")
     elif shapes == "opaque":
-        latent = Plane("latent", 1, draw(st.integers(1, 9)), draw(numbers))
-        planes = (Plane.opaque("state", draw(st.integers(1, 40))), latent)
+        latent = Plane("latent", heads, draw(st.integers(1, 9)), draw(numbers))
+        planes = (Plane.opaque("state", draw(st.integers(1, 40)), heads=heads), latent)
     else:
         dim, dtype = draw(st.integers(1, 20)), draw(numbers)
         planes = tuple(Plane(name, heads, dim, dtype) for name in ("kv" if shapes == "k and v" else "c"))
@@ -604,8 +625,14 @@ def test_a_part_outside_its_group_is_refused() -> None:
     [
         (lambda: Paged.nhd(layers(shape=(2, 5, 2, 8)), []), r"of shape \[2, 5, 2, 8\]; expected a tensor of 5 dim"),
         (lambda: Paged.hnd([None], []), "is None; expected a tensor of 5"),  # type: ignore[list-item]
+        (lambda: Paged.vllm(layers(), []), "expected a tensor of 4 dimensions"),
         (lambda: Paged.vllm_cpu(layers(), []), "expected a tensor of 4 dimensions"),
+        (lambda: Paged.vllm(layers(shape=(5, 4, 2, 15)), []), "ends in a dimension of 15; expected K and V"),
         (lambda: Paged.vllm_cpu(layers(shape=(5, 4, 2, 15)), []), "ends in a dimension of 15; expected K and V"),
+        (
+            lambda: Paged.vllm_cpu([layer.transpose(1, 2) for layer in layers(shape=(5, 4, 2, 16))], []),
+            "expected the 4 tokens of a head to be contiguous, as vLLM allocates them on a CPU",
+        ),
     ],
 )
 def test_caches_in_another_layout_are_refused(make: Callable[[], Paged], message: str) -> None:

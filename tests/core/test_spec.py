@@ -23,7 +23,7 @@ SPEC = KVSpec.uniform(
 words = st.text("ab", min_size=1, max_size=3)
 planes = st.builds(
     Plane, st.sampled_from(["k", "v", "kv"]), st.just(1), st.integers(1, 3), st.sampled_from(["uint8", "opaque"])
-)
+) | st.builds(lambda nbytes, packing: Plane.opaque("kv", nbytes, packing=packing), st.integers(1, 3), words)
 reuses = st.sampled_from([PREFIX, LAST, window(1), window(2)])
 
 
@@ -54,7 +54,7 @@ def specs(draw: st.DrawFn) -> KVSpec:
 
 
 def test_the_golden_namespace_holds_for_ever() -> None:
-    assert SPEC.namespace(TENANT).hex() == "b0140a9d1325cce40620bb633e15b6a7eb2f62dcce3b3feabb7dc3a9063731d8"
+    assert SPEC.namespace(TENANT).hex() == "b121b49734f36976563ed00b968cb1a92cc888aa30f89ade8236260f48dbb268"
 
 
 @given(specs(), specs())
@@ -78,8 +78,8 @@ VARIANTS: dict[str, tuple[KVSpec, str]] = {
     "adapter": (dataclasses.replace(SPEC, adapter="sha256:lora"), "adapter"),
     "rope": (dataclasses.replace(SPEC, rope="theta=500000"), "rope"),
     "block size": (dataclasses.replace(SPEC, block_tokens=32), "block_tokens"),
-    "extra": (dataclasses.replace(SPEC, extra=(("attention", "v2"),)), "extra"),
-    "extra value": (dataclasses.replace(SPEC, extra=(("attention", "v3"),)), "extra"),
+    "extra": (dataclasses.replace(SPEC, extra=(("attention", "v2"),)), "extra.attention"),
+    "extra value": (dataclasses.replace(SPEC, extra=(("attention", "v3"),)), "extra.attention"),
     "layer": (with_group(layers=(*range(31), 32)), "layout"),
     "fewer layers": (with_group(layers=tuple(range(31))), "layout"),
     "reuse": (with_group(reuse=LAST), "layout"),
@@ -121,6 +121,27 @@ def test_all_that_differs_is_named() -> None:
     assert differing_fields(SPEC, other) == ("weights", "rope", "dtype")
 
 
+def packed(packing: str, **changes: Any) -> KVSpec:
+    kv = Plane.opaque("kv", 16 * 2 * 128 * 2, heads=8, packing=packing)
+    return with_group(**{"planes": (kv,), **changes})
+
+
+def test_engines_that_pack_kv_in_another_order_or_not_at_all_never_share() -> None:
+    plain, amx, neon = SPEC, packed("cpu amx"), packed("cpu neon")
+    assert len({spec.namespace(TENANT) for spec in (plain, amx, neon)}) == 3
+    for one, other in ((plain, amx), (amx, plain), (amx, neon)):
+        assert differing_fields(one, other) == ("packing",)
+    assert differing_fields(amx, packed("cpu neon", layers=tuple(range(31)))) == ("packing", "layout")
+    assert differing_fields(amx, packed("cpu amx", layers=tuple(range(31)))) == ("layout",)
+
+
+def test_each_pair_of_extra_that_differs_is_named() -> None:
+    one, other = (
+        dataclasses.replace(SPEC, extra=extra) for extra in ((("a", "1"), ("b", "")), (("a", "2"), ("c", "")))
+    )
+    assert differing_fields(one, other) == ("extra.a", "extra.b", "extra.c")
+
+
 # --------------------------------------------------------------------------------------------- geometry
 
 
@@ -137,6 +158,7 @@ def test_sizes_are_those_of_the_tensors() -> None:
     assert SPEC.layer_bytes(0, SPEC.whole(0)) == 65_536
     assert SPEC.page_bytes(0, SPEC.whole(0)) == 2 * 2**20
     assert SPEC.page_bytes(0, Part(0, 16, 0, 2)) == 2 * 2**20 // 8
+    assert packed("cpu amx").page_bytes(0, Part(0, 16, 0, 2)) == 2 * 2**20 // 8, "opaque heads are as large"
     assert SPEC.token_bytes == 131_072
 
 
@@ -240,7 +262,8 @@ def grouped(*groups: Group) -> Callable[[], object]:
         (lambda: dataclasses.replace(SPEC, extra=(("b", ""), ("a", ""))), "extra must be sorted pairs without repeats"),
         (lambda: dataclasses.replace(SPEC, extra=(("a", ""), ("a", ""))), "extra must be sorted pairs without repeats"),
         (lambda: Plane("", 1, 1, "uint8"), "a plane needs a name, such as 'k'"),
-        (lambda: Plane("state", 2, 8, "opaque"), "plane 'state': opaque bytes have no heads to divide; use heads=1"),
+        (lambda: Plane("k", 2, 8, "uint8", "amx"), "plane 'k': packing 'amx' is for opaque bytes; numbers lie in page"),
+        (lambda: Plane.opaque("kv", 8, packing="\ud800"), "is no text that could be sent"),
         (lambda: Plane.opaque("state", 0), "plane 'state': dim must be an integer of at least 1"),
         (lambda: Reuse("suffix"), "reuse 'suffix' is not one of prefix, window, last"),
         (lambda: window(0), "reuse 'window' needs its number of tokens; the others take none"),

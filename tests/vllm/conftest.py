@@ -30,13 +30,22 @@ import tests.conftest  # its profiles of hypothesis  # noqa: F401
 from kvcluster.client.client import Client
 from kvcluster.config import ClientConfig
 from kvcluster.core.spec import KVSpec
-from kvcluster.engines.vllm import identity
+from kvcluster.engines.vllm import compat, identity
+from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.seam import Deadline
 from tests.client.build import BOUND_S, Steps, watched_client
 from tests.client.conftest import settle, start  # noqa: F401
 from tests.vllm.build import GEMMA, LLAMA, engine_config, model_folder
 from tests.vllm.toy import Engine, Rank
+
+
+@pytest.fixture(scope="session", autouse=True)
+def side_by_side() -> Iterator[None]:
+    """Toy engines keep K and V of a token side by side, as GPUs do: their heads are too small for a CPU's kernels,
+    which test_kv_format.py runs."""
+    with patch.object(compat, "kv_format", lambda config, spec: KVFormat()):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ from kvcluster.core import hashing
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.spec import PREFIX, Group, Part, Plane, window
 from kvcluster.engines.vllm import compat
+from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.errors import CallerError
 from tests.client.build import noise, prompt
 from tests.vllm.build import BLOCK, GEMMA, LLAMA, WINDOW, engine_config, kv_caches, kv_config, model_folder, request_of
@@ -195,8 +196,8 @@ def test_views_show_the_engines_bytes_whatever_their_order(
     config.cache_config.kv_cache_layout = memory
     kv = kv_config(config)
     layout, caches = compat.layout(config, kv), kv_caches(config, kv)
-    for group, names in zip(layout.groups, layout.layers, strict=True):
-        views = compat.views(caches, names, group, layout.block_tokens)
+    for number, names in enumerate(layout.layers):
+        views = compat.views(caches, layout, number)
         for seed, (name, view) in enumerate(zip(names, views, strict=True)):
             cache = caches[name]  # [blocks, heads, tokens, K beside V]
             cache.copy_(noise(cache.shape, seed=seed))
@@ -208,10 +209,15 @@ def test_views_show_the_engines_bytes_whatever_their_order(
             assert bool((cache[3, 0, 2, 8:] == 7).all()), "the same memory"
 
 
+def one_layer(dims: tuple[int, int] = (8, 8)) -> compat.Layout:
+    """Of an engine with one layer, whose K and V have these dims."""
+    planes = tuple(Plane(name, 2, dim, "float32") for name, dim in zip("kv", dims, strict=True))
+    return compat.Layout(BLOCK, (Group((0,), planes),), (Part(0, 1, 0, 2),), (("layer",),), (dims,), (KVFormat(),))
+
+
 def test_views_of_k_and_v_that_differ_in_size_show_each() -> None:
-    group = Group((0,), (Plane("k", 2, 8, "float32"), Plane("v", 2, 4, "float32")))
     cache = noise((5, 2, BLOCK, 12))
-    ((k, v),) = compat.views({"layer": cache}, ["layer"], group, BLOCK)
+    ((k, v),) = compat.views({"layer": cache}, one_layer((8, 4)), 0)
     assert torch.equal(k.view(torch.int32), cache[..., :8].permute(0, 2, 1, 3).view(torch.int32))
     assert torch.equal(v.view(torch.int32), cache[..., 8:].permute(0, 2, 1, 3).view(torch.int32))
 
@@ -228,9 +234,8 @@ def test_views_of_k_and_v_that_differ_in_size_show_each() -> None:
     ],
 )
 def test_a_layout_that_is_not_known_is_refused_with_its_shape(cache: torch.Tensor, why: str) -> None:
-    group = Group((0,), (Plane("k", 2, 8, "float32"), Plane("v", 2, 8, "float32")))
     with pytest.raises(CallerError, match=why):
-        compat.views({"layer": cache}, ["layer"], group, BLOCK)
+        compat.views({"layer": cache}, one_layer(), 0)
 
 
 # --------------------------------------------------------------------------------------------------------- keys

@@ -96,7 +96,7 @@ def test_another_release_of_the_engine_is_another(tmp_path: Path, monkeypatch: p
     model = checkpoint(tmp_path / "tiny")
     one = spec_of(model)
     monkeypatch.setattr(compat.vllm, "__version__", "9.9.1")
-    assert differing_fields(one, spec_of(model)) == ("extra",)
+    assert differing_fields(one, spec_of(model)) == ("extra.engine",)
     assert ("engine", "vllm-9.9") in spec_of(model).extra
 
 
@@ -110,8 +110,8 @@ def test_another_block_size_is_another(tmp_path: Path) -> None:
     [
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 50_000.0}}, "rope"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}}, "rope"),
-        ({"rms_norm_eps": 1e-3}, "extra"),
-        ({"hidden_act": "gelu"}, "extra"),
+        ({"rms_norm_eps": 1e-3}, "extra.config"),
+        ({"hidden_act": "gelu"}, "extra.config"),
     ],
 )
 def test_settings_of_the_model_that_were_overridden_make_another(

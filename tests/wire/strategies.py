@@ -130,10 +130,11 @@ def specs(draw: st.DrawFn) -> KVSpec:
     groups = []
     for _ in range(draw(st.integers(1, 3))):
         opaque = draw(st.booleans())
-        heads = 1 if opaque else draw(st.integers(1, 8))
+        heads = draw(st.integers(1, 8))
         dtypes = st.sampled_from([name for name in DTYPE_BYTES if opaque or name != "opaque"])
         names = draw(st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=3, unique=True))
         planes = tuple(Plane(name, heads, draw(st.integers(1, 64)), draw(dtypes)) for name in names)
+        planes = tuple(replace(plane, packing=draw(words)) if plane.dtype == "opaque" else plane for plane in planes)
         own = tuple(next(layers) for _ in range(draw(st.integers(1, 5))))
         reuse = draw(st.sampled_from([PREFIX, LAST]) | st.integers(1, 2**32).map(window))
         groups.append(Group(own, planes, reuse))

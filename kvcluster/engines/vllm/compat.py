@@ -8,7 +8,7 @@ or of parallelism that comes with a later release is refused by name until someb
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,8 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
 import kvcluster
-from kvcluster.client.memory import Paged
-from kvcluster.core.spec import PREFIX, Group, Part, Plane, window
+from kvcluster.core.spec import PREFIX, Group, Part, window
+from kvcluster.engines.vllm.kv_format import KVFormat, kv_format
 from kvcluster.errors import CallerError
 
 NULL_BLOCK = 0
@@ -37,13 +37,16 @@ _IRRELEVANT = """
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What KV of one engine is: `groups` of the whole model, and for each the part that one rank holds. `layers` are
-    the engine's names of a group's layers, in the order of `groups[i].layers`."""
+    """What KV of one engine is: `groups` of the whole model, and for each the part that one rank holds and how its
+    blocks are ordered. `layers` are the engine's names of a group's layers, in the order of `groups[i].layers`; `dims`
+    are the dimensions of K and of V of one head."""
 
     block_tokens: int
     groups: tuple[Group, ...]
     parts: tuple[Part, ...]
     layers: tuple[tuple[str, ...], ...]
+    dims: tuple[tuple[int, int], ...]
+    formats: tuple[KVFormat, ...]
 
     @property
     def may_fail_in_part(self) -> bool:
@@ -59,21 +62,24 @@ def layout(config: Any, kv: Any) -> Layout:
     tp = config.parallel_config.tensor_parallel_size
     rank = config.parallel_config.rank % tp
     heads = config.model_config.get_total_num_kv_heads()
-    groups, parts, names = [], [], []
+    groups, parts, names, dims, formats = [], [], [], [], []
     for of_engine in kv.kv_cache_groups:
         spec = of_engine.kv_cache_spec
         layers = sorted(of_engine.layer_names, key=extract_layer_index)
         v_dim = spec.head_size_v if spec.head_size_v is not None else spec.head_size
         dtype = str(spec.dtype).removeprefix("torch.")
-        planes = (Plane("k", heads, spec.head_size, dtype), Plane("v", heads, v_dim, dtype))
+        of_kernel, of_head = kv_format(config, spec), (spec.head_size, v_dim)
+        planes = of_kernel.planes(heads=heads, block_tokens=spec.block_size, dims=of_head, dtype=dtype)
         slides = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
         group = Group(tuple(extract_layer_index(name) for name in layers), planes, window(slides) if slides else PREFIX)
         first = rank * heads // tp  # where ranks outnumber heads, neighbours hold the same one
         groups.append(group)
         parts.append(Part(0, len(layers), first, first + spec.num_kv_heads))
         names.append(tuple(layers))
+        dims.append(of_head)
+        formats.append(of_kernel)
     block_tokens = kv.kv_cache_groups[0].kv_cache_spec.block_size
-    return Layout(block_tokens, tuple(groups), tuple(parts), tuple(names))
+    return Layout(block_tokens, tuple(groups), tuple(parts), tuple(names), tuple(dims), tuple(formats))
 
 
 def _traits(config: Any, kv: Any) -> Iterator[str]:
@@ -111,29 +117,30 @@ def _traits(config: Any, kv: Any) -> Iterator[str]:
             yield f"group {number} has {spec.num_kv_heads} heads a rank, where the model has {heads} for {tp} ranks"
 
 
-def views(kv_caches: dict[str, torch.Tensor], layers: Sequence[str], group: Group, block_tokens: int) -> list[Any]:
-    """A group's KV as `Paged.layers` wants it. The engine has `[blocks, heads, tokens, dim of K + dim of V]` a layer.
-
-    Raises CallerError where it has anything else.
-    """
-    k, v = group.planes
+def views(kv_caches: Mapping[str, torch.Tensor], layout: Layout, number: int) -> list[Any]:
+    """The KV of group `number` as `Paged.layers` wants it, out of the engine's tensors `[blocks, heads, tokens, dim of
+    K + dim of V]`, one a layer. Raises CallerError for tensors of another shape or of strides that are not known."""
+    k_dim, v_dim = layout.dims[number]
     out: list[Any] = []
-    for name in layers:
+    for name in layout.layers[number]:
         cache = kv_caches[name]
-        blocks, _, tokens, content = cache.shape if cache.ndim == 4 else (0, 0, 0, 0)
-        if not blocks or tokens != block_tokens or content != k.dim + v.dim or cache.stride(3) != 1:
-            raise CallerError(
-                f"kvcluster does not know the layout of {name}: {list(cache.shape)} with strides "
-                f"{list(cache.stride())}; expected [blocks, heads, {block_tokens}, {k.dim + v.dim}]. Does the "
-                "attention backend split blocks? Then give --block-size its own size"
-            )
+        if cache.ndim != 4 or cache.shape[0] == 0 or cache.shape[2:] != (layout.block_tokens, k_dim + v_dim):
+            raise _unknown(name, cache, layout, number)
         if cache.device.type != "cpu":
             raise CallerError(f"{name} lies on {cache.device}; this release moves KV in CPU memory only")
-        if k.dim == v.dim:
-            out += Paged.vllm_cpu([cache], []).layers
-        else:
-            out.append(tuple(half.permute(0, 2, 1, 3) for half in (cache[..., : k.dim], cache[..., k.dim :])))
+        try:
+            out.append(layout.formats[number].views(cache, k_dim=k_dim, v_dim=v_dim))
+        except CallerError:
+            raise _unknown(name, cache, layout, number) from None
     return out
+
+
+def _unknown(name: str, cache: torch.Tensor, layout: Layout, number: int) -> CallerError:
+    return CallerError(
+        f"kvcluster does not know the layout of {name}: {list(cache.shape)} with strides {list(cache.stride())}; "
+        f"expected [blocks, heads, {layout.block_tokens}, {sum(layout.dims[number])}]. Does the attention backend "
+        "split blocks? Then give --block-size its own size"
+    )
 
 
 def extra_keys(request: Any, block_tokens: int, first: int, stop: int) -> dict[int, bytes]:
@@ -298,7 +305,8 @@ def facts(config: Any, layout: Layout) -> tuple[tuple[str, str], ...]:
         ("own hash", cache.prefix_caching_hash_algo if cache.enable_prefix_caching else "none"),
         ("block", f"{layout.block_tokens} tokens"),
         ("groups", ", ".join(_named(group) for group in layout.groups)),
-        ("dtype", ", ".join(dict.fromkeys(plane.dtype for group in layout.groups for plane in group.planes))),
+        ("dtype", str(config.model_config.dtype).removeprefix("torch.")),
+        ("kv format", ", ".join(dict.fromkeys(map(str, layout.formats)))),
         ("ranks", str(parallel.tensor_parallel_size)),
     )
 

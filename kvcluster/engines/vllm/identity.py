@@ -47,17 +47,20 @@ def spec_of(config: Any, layout: compat.Layout, settings: Settings, fingerprint:
     """The spec of an engine without an adapter. Raises SpecError for weights that are not pinned."""
     told = compat.settings_of_model(config)
     rope = told["config"].pop("rope_parameters", None)
-    extra = (
+    extra = [
         ("config", "sha256:" + hashlib.sha256(_canonical(told).encode()).hexdigest()),
         ("engine", f"vllm-{compat.version()}"),
-    )
+    ]
+    isas = dict.fromkeys(of_group.isa for of_group in layout.formats if of_group.isa)
+    if isas:  # they round otherwise, also where they order K and V alike
+        extra.append(("isa", "cpu " + ",".join(isas)))
     return KVSpec(
         model=settings.model or PurePath(config.model_config.model).name,
         weights=fingerprint,
         block_tokens=layout.block_tokens,
         groups=layout.groups,
         rope=_canonical(rope),
-        extra=extra,
+        extra=tuple(extra),
     )
 
 

@@ -92,10 +92,7 @@ class WorkerSide:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """The engine's KV, a tensor a layer. Raises CallerError for a layout that is not known."""
-        self._views = [
-            compat.views(dict(kv_caches), names, group, self._layout.block_tokens)
-            for group, names in zip(self._layout.groups, self._layout.layers, strict=True)
-        ]
+        self._views = [compat.views(kv_caches, self._layout, number) for number in range(len(self._layout.groups))]
 
     # ------------------------------------------------------------------------------------------ one step, in order
 

@@ -14,21 +14,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvcluster/v1/common.proto\x12\x0ckvcluster.v1\"@\n\x04Miss\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvcluster.v1.MissReason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"B\n\x07Refused\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.kvcluster.v1.RefusedKind\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\x12\n\x04\x44one\x12\n\n\x02ok\x18\x01 \x01(\x08\"\xa3\x01\n\x04Spec\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0c\n\x04rope\x18\x04 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12#\n\x06groups\x18\x06 \x03(\x0b\x32\x13.kvcluster.v1.Group\x12!\n\x05\x65xtra\x18\x07 \x03(\x0b\x32\x12.kvcluster.v1.Pair\"b\n\x05Group\x12\x0e\n\x06layers\x18\x01 \x03(\x04\x12#\n\x06planes\x18\x02 \x03(\x0b\x32\x13.kvcluster.v1.Plane\x12\r\n\x05reuse\x18\x03 \x01(\t\x12\x15\n\rwindow_tokens\x18\x04 \x01(\x04\"@\n\x05Plane\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05heads\x18\x02 \x01(\x04\x12\x0b\n\x03\x64im\x18\x03 \x01(\x04\x12\r\n\x05\x64type\x18\x04 \x01(\t\"\"\n\x04Pair\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"X\n\x04Need\x12\x0e\n\x06groups\x18\x01 \x01(\r\x12\r\n\x05parts\x18\x02 \x03(\r\x12\"\n\x06\x61\x63\x63\x65pt\x18\x03 \x01(\x0e\x32\x12.kvcluster.v1.Loss\x12\r\n\x05\x61void\x18\x04 \x03(\t\"K\n\x08PageKeys\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12\r\n\x05parts\x18\x02 \x03(\r\x12\x0f\n\x07hash_of\x18\x03 \x03(\r\x12\x0f\n\x07part_of\x18\x04 \x03(\r\"w\n\x08NewPages\x12$\n\x04keys\x18\x01 \x01(\x0b\x32\x16.kvcluster.v1.PageKeys\x12\x11\n\tparent_of\x18\x02 \x03(\r\x12\x0e\n\x06\x64\x65pths\x18\x03 \x03(\r\x12\"\n\x06losses\x18\x04 \x03(\x0e\x32\x12.kvcluster.v1.Loss\"K\n\x0cShardAddress\x12\r\n\x05shard\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\"i\n\x06Source\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x0c\n\x04part\x18\x02 \x03(\r\x12 \n\x04tier\x18\x03 \x01(\x0e\x32\x12.kvcluster.v1.Tier\x12 \n\x04loss\x18\x04 \x01(\x0e\x32\x12.kvcluster.v1.Loss\"(\n\x05\x43over\x12\x0e\n\x06\x61\x62sent\x18\x01 \x01(\x08\x12\x0f\n\x07sources\x18\x02 \x03(\r\"+\n\x04Plan\x12#\n\x06groups\x18\x01 \x03(\x0b\x32\x13.kvcluster.v1.Cover\"}\n\x05Plans\x12*\n\x06shards\x18\x01 \x03(\x0b\x32\x1a.kvcluster.v1.ShardAddress\x12%\n\x07sources\x18\x02 \x03(\x0b\x32\x14.kvcluster.v1.Source\x12!\n\x05plans\x18\x03 \x03(\x0b\x32\x12.kvcluster.v1.Plan\"K\n\x04Runs\x12\"\n\x05plans\x18\x01 \x01(\x0b\x32\x13.kvcluster.v1.Plans\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\r\x12\x0f\n\x07plan_of\x18\x03 \x03(\r\"\x94\x01\n\nTicketBody\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06holder\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x04\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\x12 \n\x04need\x18\x05 \x01(\x0b\x32\x12.kvcluster.v1.Need\x12 \n\x04runs\x18\x06 \x01(\x0b\x32\x12.kvcluster.v1.Runs*0\n\x04Loss\x12\x0e\n\nLOSS_EXACT\x10\x00\x12\x0b\n\x07LOSS_Q8\x10\x01\x12\x0b\n\x07LOSS_Q4\x10\x02*5\n\x04Tier\x12\x0f\n\x0bTIER_DEVICE\x10\x00\x12\r\n\tTIER_HOST\x10\x01\x12\r\n\tTIER_DISK\x10\x02*\x99\x03\n\nMissReason\x12\x1b\n\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16MISS_REASON_NEVER_SEEN\x10\x01\x12\x17\n\x13MISS_REASON_EVICTED\x10\x02\x12\x17\n\x13MISS_REASON_PENDING\x10\x03\x12\x1b\n\x17MISS_REASON_BELOW_BLOCK\x10\x04\x12\x19\n\x15MISS_REASON_NAMESPACE\x10\x05\x12\x14\n\x10MISS_REASON_PART\x10\x06\x12\x15\n\x11MISS_REASON_LOSSY\x10\x07\x12\x17\n\x13MISS_REASON_CORRUPT\x10\x08\x12\x1a\n\x16MISS_REASON_SHARD_LOST\x10\t\x12\x1a\n\x16MISS_REASON_REBUILDING\x10\n\x12\x14\n\x10MISS_REASON_FULL\x10\x0b\x12\x18\n\x14MISS_REASON_DEADLINE\x10\x0c\x12%\n!MISS_REASON_SLOWER_THAN_RECOMPUTE\x10\r\x12\x13\n\x0fMISS_REASON_OFF\x10\x0e*\x95\x01\n\x0bRefusedKind\x12\x1c\n\x18REFUSED_KIND_UNSPECIFIED\x10\x00\x12\"\n\x1eREFUSED_KIND_UNKNOWN_NAMESPACE\x10\x01\x12\x16\n\x12REFUSED_KIND_STALE\x10\x02\x12\x16\n\x12REFUSED_KIND_LIMIT\x10\x03\x12\x14\n\x10REFUSED_KIND_BAD\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvcluster/v1/common.proto\x12\x0ckvcluster.v1\"@\n\x04Miss\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvcluster.v1.MissReason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"B\n\x07Refused\x12\'\n\x04kind\x18\x01 \x01(\x0e\x32\x19.kvcluster.v1.RefusedKind\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"\x12\n\x04\x44one\x12\n\n\x02ok\x18\x01 \x01(\x08\"\xa3\x01\n\x04Spec\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0c\n\x04rope\x18\x04 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12#\n\x06groups\x18\x06 \x03(\x0b\x32\x13.kvcluster.v1.Group\x12!\n\x05\x65xtra\x18\x07 \x03(\x0b\x32\x12.kvcluster.v1.Pair\"b\n\x05Group\x12\x0e\n\x06layers\x18\x01 \x03(\x04\x12#\n\x06planes\x18\x02 \x03(\x0b\x32\x13.kvcluster.v1.Plane\x12\r\n\x05reuse\x18\x03 \x01(\t\x12\x15\n\rwindow_tokens\x18\x04 \x01(\x04\"Q\n\x05Plane\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05heads\x18\x02 \x01(\x04\x12\x0b\n\x03\x64im\x18\x03 \x01(\x04\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0f\n\x07packing\x18\x05 \x01(\t\"\"\n\x04Pair\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"X\n\x04Need\x12\x0e\n\x06groups\x18\x01 \x01(\r\x12\r\n\x05parts\x18\x02 \x03(\r\x12\"\n\x06\x61\x63\x63\x65pt\x18\x03 \x01(\x0e\x32\x12.kvcluster.v1.Loss\x12\r\n\x05\x61void\x18\x04 \x03(\t\"K\n\x08PageKeys\x12\x0e\n\x06hashes\x18\x01 \x01(\x0c\x12\r\n\x05parts\x18\x02 \x03(\r\x12\x0f\n\x07hash_of\x18\x03 \x03(\r\x12\x0f\n\x07part_of\x18\x04 \x03(\r\"w\n\x08NewPages\x12$\n\x04keys\x18\x01 \x01(\x0b\x32\x16.kvcluster.v1.PageKeys\x12\x11\n\tparent_of\x18\x02 \x03(\r\x12\x0e\n\x06\x64\x65pths\x18\x03 \x03(\r\x12\"\n\x06losses\x18\x04 \x03(\x0e\x32\x12.kvcluster.v1.Loss\"K\n\x0cShardAddress\x12\r\n\x05shard\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0c\n\x04host\x18\x04 \x01(\t\"i\n\x06Source\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x0c\n\x04part\x18\x02 \x03(\r\x12 \n\x04tier\x18\x03 \x01(\x0e\x32\x12.kvcluster.v1.Tier\x12 \n\x04loss\x18\x04 \x01(\x0e\x32\x12.kvcluster.v1.Loss\"(\n\x05\x43over\x12\x0e\n\x06\x61\x62sent\x18\x01 \x01(\x08\x12\x0f\n\x07sources\x18\x02 \x03(\r\"+\n\x04Plan\x12#\n\x06groups\x18\x01 \x03(\x0b\x32\x13.kvcluster.v1.Cover\"}\n\x05Plans\x12*\n\x06shards\x18\x01 \x03(\x0b\x32\x1a.kvcluster.v1.ShardAddress\x12%\n\x07sources\x18\x02 \x03(\x0b\x32\x14.kvcluster.v1.Source\x12!\n\x05plans\x18\x03 \x03(\x0b\x32\x12.kvcluster.v1.Plan\"K\n\x04Runs\x12\"\n\x05plans\x18\x01 \x01(\x0b\x32\x13.kvcluster.v1.Plans\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\r\x12\x0f\n\x07plan_of\x18\x03 \x03(\r\"\x94\x01\n\nTicketBody\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06holder\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x04\x12\x0e\n\x06hashes\x18\x04 \x01(\x0c\x12 \n\x04need\x18\x05 \x01(\x0b\x32\x12.kvcluster.v1.Need\x12 \n\x04runs\x18\x06 \x01(\x0b\x32\x12.kvcluster.v1.Runs*0\n\x04Loss\x12\x0e\n\nLOSS_EXACT\x10\x00\x12\x0b\n\x07LOSS_Q8\x10\x01\x12\x0b\n\x07LOSS_Q4\x10\x02*5\n\x04Tier\x12\x0f\n\x0bTIER_DEVICE\x10\x00\x12\r\n\tTIER_HOST\x10\x01\x12\r\n\tTIER_DISK\x10\x02*\x99\x03\n\nMissReason\x12\x1b\n\x17MISS_REASON_UNSPECIFIED\x10\x00\x12\x1a\n\x16MISS_REASON_NEVER_SEEN\x10\x01\x12\x17\n\x13MISS_REASON_EVICTED\x10\x02\x12\x17\n\x13MISS_REASON_PENDING\x10\x03\x12\x1b\n\x17MISS_REASON_BELOW_BLOCK\x10\x04\x12\x19\n\x15MISS_REASON_NAMESPACE\x10\x05\x12\x14\n\x10MISS_REASON_PART\x10\x06\x12\x15\n\x11MISS_REASON_LOSSY\x10\x07\x12\x17\n\x13MISS_REASON_CORRUPT\x10\x08\x12\x1a\n\x16MISS_REASON_SHARD_LOST\x10\t\x12\x1a\n\x16MISS_REASON_REBUILDING\x10\n\x12\x14\n\x10MISS_REASON_FULL\x10\x0b\x12\x18\n\x14MISS_REASON_DEADLINE\x10\x0c\x12%\n!MISS_REASON_SLOWER_THAN_RECOMPUTE\x10\r\x12\x13\n\x0fMISS_REASON_OFF\x10\x0e*\x95\x01\n\x0bRefusedKind\x12\x1c\n\x18REFUSED_KIND_UNSPECIFIED\x10\x00\x12\"\n\x1eREFUSED_KIND_UNKNOWN_NAMESPACE\x10\x01\x12\x16\n\x12REFUSED_KIND_STALE\x10\x02\x12\x16\n\x12REFUSED_KIND_LIMIT\x10\x03\x12\x14\n\x10REFUSED_KIND_BAD\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvcluster.v1.common_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_LOSS']._serialized_start=1479
-  _globals['_LOSS']._serialized_end=1527
-  _globals['_TIER']._serialized_start=1529
-  _globals['_TIER']._serialized_end=1582
-  _globals['_MISSREASON']._serialized_start=1585
-  _globals['_MISSREASON']._serialized_end=1994
-  _globals['_REFUSEDKIND']._serialized_start=1997
-  _globals['_REFUSEDKIND']._serialized_end=2146
+  _globals['_LOSS']._serialized_start=1496
+  _globals['_LOSS']._serialized_end=1544
+  _globals['_TIER']._serialized_start=1546
+  _globals['_TIER']._serialized_end=1599
+  _globals['_MISSREASON']._serialized_start=1602
+  _globals['_MISSREASON']._serialized_end=2011
+  _globals['_REFUSEDKIND']._serialized_start=2014
+  _globals['_REFUSEDKIND']._serialized_end=2163
   _globals['_MISS']._serialized_start=43
   _globals['_MISS']._serialized_end=107
   _globals['_REFUSED']._serialized_start=109
@@ -40,27 +40,27 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_GROUP']._serialized_start=363
   _globals['_GROUP']._serialized_end=461
   _globals['_PLANE']._serialized_start=463
-  _globals['_PLANE']._serialized_end=527
-  _globals['_PAIR']._serialized_start=529
-  _globals['_PAIR']._serialized_end=563
-  _globals['_NEED']._serialized_start=565
-  _globals['_NEED']._serialized_end=653
-  _globals['_PAGEKEYS']._serialized_start=655
-  _globals['_PAGEKEYS']._serialized_end=730
-  _globals['_NEWPAGES']._serialized_start=732
-  _globals['_NEWPAGES']._serialized_end=851
-  _globals['_SHARDADDRESS']._serialized_start=853
-  _globals['_SHARDADDRESS']._serialized_end=928
-  _globals['_SOURCE']._serialized_start=930
-  _globals['_SOURCE']._serialized_end=1035
-  _globals['_COVER']._serialized_start=1037
-  _globals['_COVER']._serialized_end=1077
-  _globals['_PLAN']._serialized_start=1079
-  _globals['_PLAN']._serialized_end=1122
-  _globals['_PLANS']._serialized_start=1124
-  _globals['_PLANS']._serialized_end=1249
-  _globals['_RUNS']._serialized_start=1251
-  _globals['_RUNS']._serialized_end=1326
-  _globals['_TICKETBODY']._serialized_start=1329
-  _globals['_TICKETBODY']._serialized_end=1477
+  _globals['_PLANE']._serialized_end=544
+  _globals['_PAIR']._serialized_start=546
+  _globals['_PAIR']._serialized_end=580
+  _globals['_NEED']._serialized_start=582
+  _globals['_NEED']._serialized_end=670
+  _globals['_PAGEKEYS']._serialized_start=672
+  _globals['_PAGEKEYS']._serialized_end=747
+  _globals['_NEWPAGES']._serialized_start=749
+  _globals['_NEWPAGES']._serialized_end=868
+  _globals['_SHARDADDRESS']._serialized_start=870
+  _globals['_SHARDADDRESS']._serialized_end=945
+  _globals['_SOURCE']._serialized_start=947
+  _globals['_SOURCE']._serialized_end=1052
+  _globals['_COVER']._serialized_start=1054
+  _globals['_COVER']._serialized_end=1094
+  _globals['_PLAN']._serialized_start=1096
+  _globals['_PLAN']._serialized_end=1139
+  _globals['_PLANS']._serialized_start=1141
+  _globals['_PLANS']._serialized_end=1266
+  _globals['_RUNS']._serialized_start=1268
+  _globals['_RUNS']._serialized_end=1343
+  _globals['_TICKETBODY']._serialized_start=1346
+  _globals['_TICKETBODY']._serialized_end=1494
 # @@protoc_insertion_point(module_scope)

@@ -123,16 +123,18 @@ class Group(_message.Message):
     def __init__(self, layers: _Optional[_Iterable[int]] = ..., planes: _Optional[_Iterable[_Union[Plane, _Mapping]]] = ..., reuse: _Optional[str] = ..., window_tokens: _Optional[int] = ...) -> None: ...
 
 class Plane(_message.Message):
-    __slots__ = ("name", "heads", "dim", "dtype")
+    __slots__ = ("name", "heads", "dim", "dtype", "packing")
     NAME_FIELD_NUMBER: _ClassVar[int]
     HEADS_FIELD_NUMBER: _ClassVar[int]
     DIM_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PACKING_FIELD_NUMBER: _ClassVar[int]
     name: str
     heads: int
     dim: int
     dtype: str
-    def __init__(self, name: _Optional[str] = ..., heads: _Optional[int] = ..., dim: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+    packing: str
+    def __init__(self, name: _Optional[str] = ..., heads: _Optional[int] = ..., dim: _Optional[int] = ..., dtype: _Optional[str] = ..., packing: _Optional[str] = ...) -> None: ...
 
 class Pair(_message.Message):
     __slots__ = ("key", "value")

@@ -70,11 +70,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("connector") is not None:
         arguments["kv_transfer_config"] = transfer_config(job["connector"])
     if job.get("capture"):
-        arguments["kv_transfer_config"] = {
-            "kv_connector": "CaptureConnector",
-            "kv_connector_module_path": "tests.vllm.e2e.capture",
-            "kv_role": "kv_both",
-        }
+        capture.begin()
     llm = LLM(model=job["model"], **arguments)
     answers: dict[str, Any] = {"rounds": []}
     scheduler = None

@@ -19,10 +19,16 @@ from tests.vllm.e2e import mutants_names as names
 Harm = Callable[[list[list[torch.Tensor]], list[list[torch.Tensor]], LoadOrder], None]
 
 
+def _planes(views: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    """The planes of all layers of a group, layer by layer."""
+    return [plane for view in views for plane in view]
+
+
 def _blocks(side: Any, order: LoadOrder) -> list[list[torch.Tensor]]:
-    """By group and layer, the blocks of a load: views `[blocks, ...]` of the engine's memory, gathered as copies."""
+    """By group and plane, the blocks of a load: views `[blocks, ...]` of the engine's memory, gathered as copies."""
     return [
-        [view[list(blocks)].clone() for view in views] for views, blocks in zip(side._views, order.into, strict=True)
+        [plane[list(blocks)].clone() for plane in _planes(views)]
+        for views, blocks in zip(side._views, order.into, strict=True)
     ]
 
 
@@ -30,11 +36,11 @@ def _put(side: Any, order: LoadOrder, content: list[list[torch.Tensor]], only: C
     """Writes `content` back where `only(layer, block)` says so."""
     layer = 0
     for views, blocks, tensors in zip(side._views, order.into, content, strict=True):
-        for view, tensor in zip(views, tensors, strict=True):
+        for number, (plane, tensor) in enumerate(zip(_planes(views), tensors, strict=True)):
             for at, block in enumerate(blocks):
-                if only(layer, at):
-                    view[block] = tensor[at]
-            layer += 1
+                if only(layer + number // 2, at):
+                    plane[block] = tensor[at]
+        layer += len(views)
 
 
 def _skip_load(side: Any, order: LoadOrder, before: list[list[torch.Tensor]]) -> None:
@@ -52,15 +58,15 @@ def _skip_layer(side: Any, order: LoadOrder, before: list[list[torch.Tensor]]) -
 
 def _swap_blocks(side: Any, order: LoadOrder, before: list[list[torch.Tensor]]) -> None:
     for views, blocks in zip(side._views, order.into, strict=True):
-        for view in views:
+        for plane in _planes(views):
             last, other = blocks[-1], blocks[-2] if len(blocks) > 1 else blocks[-1]
-            kept = view[last].clone()
-            view[last] = view[other]
-            view[other] = kept
+            kept = plane[last].clone()
+            plane[last] = plane[other]
+            plane[other] = kept
 
 
 def _change_element(side: Any, order: LoadOrder, before: list[list[torch.Tensor]]) -> None:
-    side._views[0][0][order.into[0][-1]][0, 0, 0, 0] += 1e-3
+    side._views[0][0][0][order.into[0][-1]][0, 0, 0] += 1e-3
 
 
 _HARMS = dict(zip(names.LOADS, (_skip_load, _skip_last_block, _skip_layer, _swap_blocks, _change_element), strict=True))
