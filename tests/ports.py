@@ -1,4 +1,4 @@
-"""Ports of loopback that nobody listens at."""
+"""Ports of loopback at which nothing listens, for processes that are told a port before they listen."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import random
 import socket
 from contextlib import suppress
 
+_RANGE = range(15_000, 32_000)
+"""Below the ports that systems give to outgoing connections, of which Ray makes a hundred between our look and the
+listener's bind."""
+
+_draw = random.SystemRandom()  # tests that run at the same time must not draw alike
+
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """A port that was free a moment ago, and that no other test is likely to draw before it is taken."""
+    for port in _draw.sample(_RANGE, 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError(f"none of 100 ports from {_RANGE} is free")
 
 
 def event_endpoints() -> tuple[str, str]:
-    """Two, below the ports that systems give to whoever connects, as Ray does a hundred times."""
-    free: list[int] = []
-    for port in random.sample(range(20_000, 30_000), 100):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            free.append(port)
-    return f"tcp://127.0.0.1:{free[0]}", f"tcp://127.0.0.1:{free[1]}"
+    """Two ZMQ endpoints."""
+    return f"tcp://127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"

@@ -81,6 +81,10 @@ def kv_format(config: Any, spec: Any) -> KVFormat:
 
     cache_dtype = config.cache_config.cache_dtype
     isa: str = _get_attn_isa(config.model_config.dtype, spec.block_size, spec.head_size, cache_dtype)
+    if isa == "amx":
+        # A process asks Linux once before it may use AMX. vLLM 0.32 leaves that to the first large product of matrices:
+        # an engine whose first prompt is short, or nearly all loaded, ends with SIGILL in its attention kernel.
+        torch.cpu._init_amx()
     dtype = str(spec.dtype).removeprefix("torch.")
     try:
         return KVFormat(isa, _packing(isa, dtype, spec.block_size, spec.head_size))

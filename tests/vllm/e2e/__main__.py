@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.vllm.e2e import cost, exactness, identity, prefill, ranks, serve, servers
+from tests.vllm.e2e import cost, exactness, identity, prefill, ranks, serve, servers, smoke
 from tests.vllm.e2e.run import House, Table, house
 
 CHECKS: dict[str, Callable[[House], None]] = {
@@ -23,25 +23,28 @@ CHECKS: dict[str, Callable[[House], None]] = {
 }
 """Each has a cluster of its own, and engines that count on one core; so two are run at once, the longest first."""
 
-ALONE: dict[str, Callable[[House], None]] = {"ranks": ranks.check, "serve": serve.check, "cost": cost.check}
-"""Two ranks need both cores, as do two engines on Serve that are timed; and the last, which times more and is asked for
-by name, wants nothing beside it."""
+ALONE: dict[str, Callable[[House], None]] = {"ranks": ranks.check, "serve": serve.check}
+"""Two ranks need both cores, as do two engines on Serve that are timed."""
+
+BY_NAME: dict[str, Callable[[House], None]] = {"smoke": smoke.check, "cost": cost.check}
+"""Run only where they are asked for: the short form of the others, and what is timed with nothing beside it."""
 
 
 def main() -> int:
     """Runs the checks, or those that are named; ends with 1 where anything is not as it must be."""
     parser = argparse.ArgumentParser(description=__doc__)
-    known = [*CHECKS, *ALONE]
+    known = [*CHECKS, *ALONE, *BY_NAME]
     parser.add_argument("--env", required=True, type=Path, help="the engines' virtual environment")
-    parser.add_argument("--only", nargs="+", choices=known, default=known[:-1], help="these checks")
+    parser.add_argument("--only", nargs="+", choices=known, default=[*CHECKS, *ALONE], help="these checks")
     options = parser.parse_args()
     environment = options.env.absolute()
     tables = {name: Table() for name in options.only}
     with ThreadPoolExecutor(2) as both:
         for name in [name for name in CHECKS if name in options.only]:
             both.submit(_run, name, CHECKS[name], environment, tables[name])
-    for name in [name for name in ALONE if name in options.only]:
-        _run(name, ALONE[name], environment, tables[name])
+    for name, check in (ALONE | BY_NAME).items():
+        if name in options.only:
+            _run(name, check, environment, tables[name])
     print("\n".join(["", *(table.text() for table in tables.values())]))
     return 0 if all(table.ok for table in tables.values()) else 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,21 +29,24 @@ class Compared:
 
 
 class Audit:
-    """Of what one client's namespace holds. `compute` first, then `compare`."""
+    """Of what one client's namespace holds. `compute` or `take` first, then `compare`."""
 
     def __init__(self, house: House, model: str, client: Client) -> None:
         self._house = house
         self._model = model
         self._client = client
         self._sequences: list[list[int]] = []
-        self._kv: list[dict[int, torch.Tensor]] = []
+        self._kv: list[dict[str, dict[int, torch.Tensor]]] = []
 
     def compute(self, sequences: Sequence[list[int]]) -> None:
         """Has a clean engine compute these, one after the other, without any cache."""
-        self._sequences = list(sequences)
-        rounds = [{"prompts": self._sequences, "serial": True, "sampling": {"max_tokens": 1}}]
+        rounds = [{"prompts": list(sequences), "serial": True, "sampling": {"max_tokens": 1}}]
         outcome = self._house.run({"model": self._house.model(self._model), "capture": True, "rounds": rounds})
-        self._kv = torch.load(outcome["kv"])
+        self.take(sequences, outcome)
+
+    def take(self, sequences: Sequence[list[int]], outcome: dict[str, Any]) -> None:
+        """Takes what a clean engine has captured of these, in place of `compute`."""
+        self._sequences, self._kv = list(sequences), torch.load(outcome["kv"])
 
     def of(self, client: Client) -> Audit:
         """The same for another namespace."""
@@ -83,12 +86,16 @@ def dense(spec: KVSpec, group: int, blocks: int) -> torch.Tensor:
     """Room for so many blocks of a group."""
     of_group = spec.groups[group]
     plane = of_group.planes[0]
+    if plane.dtype == "opaque":
+        return torch.zeros([blocks, len(of_group.layers), plane.heads, plane.dim], dtype=torch.uint8)
     shape = [blocks, len(of_group.layers), len(of_group.planes), spec.block_tokens, plane.heads, plane.dim]
     return torch.zeros(shape, dtype=getattr(torch, plane.dtype))
 
 
-def _expected(spec: KVSpec, group: int, block: int, kv: dict[int, torch.Tensor]) -> torch.Tensor:
-    """A page `[layers, planes, block_tokens, heads, dim]` out of `[tokens, planes, heads, dim]` a layer."""
-    step = spec.block_tokens
-    rows = [kv[layer][block * step : (block + 1) * step].transpose(0, 1) for layer in spec.groups[group].layers]
-    return torch.stack(rows)
+def _expected(spec: KVSpec, group: int, block: int, kv: dict[str, dict[int, torch.Tensor]]) -> torch.Tensor:
+    """A page as `dense` has it: of tensors out of the tokens, of what is packed out of the blocks."""
+    layers, step = spec.groups[group].layers, spec.block_tokens
+    if spec.groups[group].planes[0].dtype == "opaque":
+        return torch.stack([kv["blocks"][layer][block] for layer in layers])
+    tokens = [kv["tokens"][layer][block * step : (block + 1) * step] for layer in layers]
+    return torch.stack([of_layer.transpose(0, 1) for of_layer in tokens])

@@ -10,11 +10,12 @@ import re
 from typing import Any
 
 import torch
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm import _custom_ops
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
-captured: dict[int, list[torch.Tensor]] = {}
+_captured: dict[int, list[torch.Tensor]] = {}
 """By the model's own layer number, pieces `[tokens, planes, heads, dim]` in the order of the tokens."""
 
 
@@ -28,7 +29,27 @@ def begin() -> None:
         found = _LAYER.search(layer.layer_name)
         assert found is not None
         kept = (slots >= 0).nonzero()[:, 0]
-        captured.setdefault(int(found[1]), []).append(torch.stack([key[kept], value[kept]], 1))
+        _captured.setdefault(int(found[1]), []).append(torch.stack([key[kept], value[kept]], 1))
         update(self, layer, key, value, kv_cache, slots)
 
     CPUAttentionBackendImpl.do_kv_cache_update = capture
+
+
+def take(block: int) -> dict[str, dict[int, torch.Tensor]]:
+    """What one request has brought since the last time, by the model's own layer number: `tokens` as `[tokens, planes,
+    heads, dim]`, and `blocks`, the bytes that this processor's kernel makes of each full one, `[blocks, heads,
+    nbytes]`.
+    """
+    tokens = {layer: torch.cat(pieces) for layer, pieces in _captured.items()}
+    _captured.clear()
+    return {"tokens": tokens, "blocks": {layer: _packed(kv, block) for layer, kv in tokens.items()}}
+
+
+def _packed(kv: torch.Tensor, block: int) -> torch.Tensor:
+    full, (_, _, heads, dim) = len(kv) // block, kv.shape
+    cache = torch.zeros(full, heads, block, 2 * dim, dtype=kv.dtype)
+    halves = cache.view(full, heads, 2 * block, dim).chunk(2, dim=2)
+    key, value = kv[: full * block].unbind(1)
+    isa = _get_attn_isa(kv.dtype, block, dim, "auto")
+    _custom_ops.cpu_attn_reshape_and_cache(key, value, *halves, torch.arange(full * block), isa)
+    return cache.view(torch.uint8).view(full, heads, -1)

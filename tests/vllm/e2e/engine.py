@@ -78,7 +78,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         scheduler = _scheduler_side(llm)
         if scheduler is not None:
             answers["spec"] = pickle.dumps(_joined(scheduler)).hex()
-    kept: list[dict[int, Any]] = []
+    kept: list[dict[str, Any]] = []
     for number, one in enumerate(job["rounds"]):
         each = one.get("samplings") or [one.get("sampling", {})] * len(one["prompts"])
         params = [SamplingParams(**{"temperature": 0, "logprobs": 0, "max_tokens": 32, **given}) for given in each]
@@ -100,8 +100,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                 for prompt, of_prompt in zip(prompts, params, strict=True):
                     outputs += llm.generate([prompt], of_prompt, use_tqdm=False, lora_request=lora)
                     if job.get("capture"):
-                        kept.append({layer: _joined_tensors(pieces) for layer, pieces in capture.captured.items()})
-                        capture.captured.clear()
+                        kept.append(capture.take(arguments["block_size"]))
             else:
                 outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=lora)
         told = [_answer(output) for output in outputs]
@@ -184,12 +183,6 @@ def _name_weights(llm: Any, job: dict[str, Any], weights: str) -> None:
     while (worker.spec is None or worker.spec.weights != weights) and time.monotonic() < until:
         llm.generate([TokensPrompt(prompt_token_ids=[1])], SamplingParams(max_tokens=1), use_tqdm=False)
     assert worker.spec is not None and worker.spec.weights == weights, worker.why
-
-
-def _joined_tensors(pieces: list[Any]) -> Any:
-    import torch
-
-    return torch.cat(pieces)
 
 
 def main() -> None:
