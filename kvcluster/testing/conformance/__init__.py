@@ -12,7 +12,8 @@ encoded (encoded.py); other tenants get nothing, and what is flushed is visible 
 stops, for any reason, leaves no lease and no half-written page, and a shard that is gone is reported as lost
 (stopping.py). A transport that is served at an address inherits WireClaims too, or NetworkClaims where its server
 copies the bytes into the arena: what each end does when the other sends nonsense (wire.py). To see values where a claim
-fails, let pytest rewrite its asserts, in a conftest.py: `pytest.register_assert_rewrite("kvcluster.testing.conformance")`.
+fails, let pytest rewrite its asserts, in a conftest.py:
+`pytest.register_assert_rewrite("kvcluster.testing.conformance")`.
 """
 
 from kvcluster.testing.conformance.asking import AskingClaims
