@@ -110,8 +110,10 @@ def links(path: str, text: str, root: Path) -> Iterator[str]:
 
 def complaints(root: Path) -> list[str]:
     """What every rule has to say about the tree below `root`."""
+    from tools import promises  # as a program, this file finds its neighbour only now
+
     found = texts(root)
-    out: list[str] = []
+    out: list[str] = [*promises.complaints(root)]
     for path, text in found.items():
         out += [*patterns(path, text), *length(path, text), *core(path, text)]
         out += links(path, text, root) if path.endswith(".md") else ()
@@ -139,6 +141,7 @@ def thin_coverage(report: Path) -> list[str]:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     wrong = thin_coverage(Path(sys.argv[2])) if "--coverage" in sys.argv else complaints(Path(__file__).parents[1])
     print("\n".join(wrong) or "tidy")
     sys.exit(bool(wrong))
