@@ -54,6 +54,8 @@ def texts(root: Path) -> dict[str, str]:
             and not f.endswith(".egg-info")
         )
         for path in (Path(folder, name) for name in sorted(names)):
+            if path.name == ".git":  # a file in a worktree, which says where the repository lies
+                continue
             if path.is_file() and not path.stem.endswith("_pb2") and not path.name.startswith(".coverage"):
                 try:
                     found[path.relative_to(root).as_posix()] = path.read_text(encoding="utf-8")
