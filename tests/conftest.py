@@ -20,3 +20,17 @@ _untimed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fast", _untimed, max_examples=50, stateful_step_count=30, derandomize=True, database=None)
 settings.register_profile("ci", _untimed, max_examples=300, stateful_step_count=60, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under xdist one worker runs all tests that share the Ray of tests/actors/conftest.py; it runs them in a row. The
+    other tests of one module that need a cluster go to one worker too, so that a module starts its cluster once."""
+    items.sort(key=_shares_ray)
+    for item in items:
+        if item.get_closest_marker("cluster"):
+            item.add_marker(pytest.mark.xdist_group("ray" if _shares_ray(item) else item.path.stem))
+
+
+def _shares_ray(item: pytest.Item) -> bool:
+    return "shared_ray" in getattr(item, "fixturenames", ())

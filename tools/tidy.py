@@ -54,6 +54,8 @@ def texts(root: Path) -> dict[str, str]:
             and not f.endswith(".egg-info")
         )
         for path in (Path(folder, name) for name in sorted(names)):
+            if path.name == ".git":  # a file in a worktree, which says where the repository lies
+                continue
             if path.is_file() and not path.stem.endswith("_pb2") and not path.name.startswith(".coverage"):
                 try:
                     found[path.relative_to(root).as_posix()] = path.read_text(encoding="utf-8")
@@ -110,8 +112,10 @@ def links(path: str, text: str, root: Path) -> Iterator[str]:
 
 def complaints(root: Path) -> list[str]:
     """What every rule has to say about the tree below `root`."""
+    from tools import promises  # as a program, this file finds its neighbour only now
+
     found = texts(root)
-    out: list[str] = []
+    out: list[str] = [*promises.complaints(root)]
     for path, text in found.items():
         out += [*patterns(path, text), *length(path, text), *core(path, text)]
         out += links(path, text, root) if path.endswith(".md") else ()
@@ -139,6 +143,7 @@ def thin_coverage(report: Path) -> list[str]:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     wrong = thin_coverage(Path(sys.argv[2])) if "--coverage" in sys.argv else complaints(Path(__file__).parents[1])
     print("\n".join(wrong) or "tidy")
     sys.exit(bool(wrong))

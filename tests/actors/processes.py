@@ -18,9 +18,10 @@ _LISTENING = "0A"
 
 
 def start_worker(job: str, *arguments: object) -> subprocess.Popen[str]:
-    """A job of tests/actors/worker.py, in a process and a session of its own."""
+    """A job of tests/actors/worker.py, in a process and a session of its own, which knows of no Ray of this process."""
     command = [sys.executable, "-m", "tests.actors.worker", job, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env, start_new_session=True)
 
 
 def said(worker: subprocess.Popen[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tests.client.test_disk import FILE_BYTES, HOST_BYTES
 from tests.client.test_tiers import DEVICE_BYTES, EAGER, FURTHEST, NUMBERS, far
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("shared_ray")]
 
 BLOCKS, TOKENS = 6, prompt(6)
 

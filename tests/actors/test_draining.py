@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,13 +20,6 @@ from tests.actors.worker import PATIENT, SPEC, kv, tokens
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    config = {"shard": {"lease_ttl_ms": 2_000, "report_interval_ms": 100}}
-    with kvcluster.local(shards=2, device_bytes="64MiB", config=config) as running:
-        yield running
 
 
 def store(client: Client, seed: int) -> None:
@@ -47,14 +39,14 @@ def states(client: Client) -> dict[str, Any]:
 
 
 def test_what_was_cleared_is_gone_for_the_next_coordinator_too(
-    cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+    own_cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with kvcluster.connect(cluster.address, SPEC, config=PATIENT) as client:
+    with kvcluster.connect(own_cluster.address, SPEC, config=PATIENT) as client:
         for seed in (1, 2, 3):
             store(client, seed)
-        assert main(["clear", "--yes", "--address", cluster.address]) == 0
+        assert main(["clear", "--yes", "--address", own_cluster.address]) == 0
         assert capsys.readouterr().out == "24 block(s) forgotten\n"
-        coordinator, epoch = cluster.pids()[0], client.status()["epoch"]
+        coordinator, epoch = own_cluster.pids()[0], client.status()["epoch"]
         os.kill(coordinator, signal.SIGKILL)
         eventually(lambda: epoch_of(client) > epoch)
         eventually(lambda: client.status()["state"] == "serving" and set(states(client).values()) == {"up"})
@@ -76,14 +68,14 @@ def epoch_of(client: Client) -> int:
 
 
 def test_a_shard_that_is_drained_under_load_leaves_every_block_on_the_other_and_does_not_come_back(
-    cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
+    own_cluster: LocalCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done, failed, stored = threading.Event(), list[BaseException](), list[int]()
-    going = cluster.pids()[1]
+    going = own_cluster.pids()[1]
 
     def work() -> None:
         try:
-            with kvcluster.connect(cluster.address, SPEC, config=PATIENT) as worker:
+            with kvcluster.connect(own_cluster.address, SPEC, config=PATIENT) as worker:
                 for seed in range(10, 200):
                     if done.is_set():
                         return
@@ -93,12 +85,12 @@ def test_a_shard_that_is_drained_under_load_leaves_every_block_on_the_other_and_
         except BaseException as error:
             failed.append(error)
 
-    with kvcluster.connect(cluster.address, SPEC, config=PATIENT) as client:
+    with kvcluster.connect(own_cluster.address, SPEC, config=PATIENT) as client:
         thread = threading.Thread(target=work)
         thread.start()
         try:
             eventually(lambda: len(stored) >= 20 or failed)
-            assert main(["drain", "shard-0", "--address", cluster.address]) == 0
+            assert main(["drain", "shard-0", "--address", own_cluster.address]) == 0
         finally:
             done.set()
             thread.join()
@@ -113,7 +105,7 @@ def test_a_shard_that_is_drained_under_load_leaves_every_block_on_the_other_and_
 
         # Ray has had time enough by now to start another, as it does with one that merely died.
         eventually(lambda: going not in descendants(os.getpid()))
-        os.kill(cluster.pids()[1], signal.SIGKILL)
+        os.kill(own_cluster.pids()[1], signal.SIGKILL)
         eventually(lambda: states(client) == {"shard-1": "lost"} or client.status()["shards"][0]["pages"] == 0)
         eventually(lambda: states(client) == {"shard-1": "up"})
-        assert len(cluster.pids()) == 2
+        assert len(own_cluster.pids()) == 2

@@ -31,7 +31,7 @@ def endpoints() -> tuple[str, str]:
 
 
 @pytest.fixture
-def cluster(endpoints: tuple[str, str]) -> Iterator[LocalCluster]:
+def cluster(shared_ray: None, endpoints: tuple[str, str]) -> Iterator[LocalCluster]:
     """With a buffer of two batches, so that who comes late has missed some."""
     events = {"endpoint": endpoints[0], "replay": endpoints[1], "buffer_batches": 2}
     config = {"shard": {"report_interval_ms": 100}, "events": events}

@@ -25,17 +25,16 @@ from tests.waiting import eventually
 pytestmark = pytest.mark.cluster
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    """Leases are short and reports frequent, so that their end is soon seen."""
-    config = {"shard": {"lease_ttl_ms": 2_000, "report_interval_ms": 100}}
-    with kvcluster.local(shards=2, device_bytes="64MiB", config=config) as running:
-        yield running
+@pytest.fixture
+def client(shared_cluster: LocalCluster) -> Iterator[Client]:
+    with kvcluster.connect(shared_cluster.address, SPEC, config=PATIENT) as client:
+        yield client
 
 
 @pytest.fixture
-def client(cluster: LocalCluster) -> Iterator[Client]:
-    with kvcluster.connect(cluster.address, SPEC, config=PATIENT) as client:
+def own_client(own_cluster: LocalCluster) -> Iterator[Client]:
+    """Of the cluster whose processes these tests kill."""
+    with kvcluster.connect(own_cluster.address, SPEC, config=PATIENT) as client:
         yield client
 
 
@@ -57,13 +56,13 @@ def counted(client: Client, what: str) -> int:
     return sum(shard["counters"][what] for shard in shards(client).values())
 
 
-def test_a_process_that_starts_later_loads_the_same_bytes(cluster: LocalCluster, client: Client) -> None:
+def test_a_process_that_starts_later_loads_the_same_bytes(shared_cluster: LocalCluster, client: Client) -> None:
     store(client, 1)
-    assert outcome(start_worker("load", cluster.address, 1)) == {"tokens": 128, "digest": digest(kv(1))}
+    assert outcome(start_worker("load", shared_cluster.address, 1)) == {"tokens": 128, "digest": digest(kv(1))}
 
 
 def test_two_processes_redeem_one_ticket_each_for_its_own_layers_and_heads(
-    cluster: LocalCluster, client: Client
+    shared_cluster: LocalCluster, client: Client
 ) -> None:
     store(client, 2)
     parts = [Part(0, 1, 0, 4), Part(1, 4, 1, 3)]
@@ -71,7 +70,7 @@ def test_two_processes_redeem_one_ticket_each_for_its_own_layers_and_heads(
         workers = [
             start_worker(
                 "redeem",
-                cluster.address,
+                shared_cluster.address,
                 bytes(ticket).hex(),
                 *(p.layer_start, p.layer_stop, p.head_start, p.head_stop),
             )
@@ -82,35 +81,35 @@ def test_two_processes_redeem_one_ticket_each_for_its_own_layers_and_heads(
             assert outcome(worker) == {"blocks": 8, "digest": digest(mine)}
 
 
-def test_nothing_listens_beyond_loopback(cluster: LocalCluster) -> None:
+def test_nothing_listens_beyond_loopback(shared_cluster: LocalCluster) -> None:
     heard = listening([os.getpid(), *descendants(os.getpid())])
-    assert set(cluster.pids()) <= set(heard)
+    assert set(shared_cluster.pids()) <= set(heard)
     assert set().union(*heard.values()) <= {"127.0.0.1", "::1"}
 
 
-def test_the_coordinator_does_without_torch(cluster: LocalCluster) -> None:
+def test_the_coordinator_does_without_torch(shared_cluster: LocalCluster) -> None:
     def has_torch(pid: int) -> bool:
         with open(f"/proc/{pid}/maps", encoding="utf-8") as maps:
             return "libtorch" in maps.read()
 
-    coordinator, *_ = cluster.pids()
+    coordinator, *_ = shared_cluster.pids()
     assert has_torch(os.getpid())
     assert not has_torch(coordinator)
 
 
-def test_actors_have_the_priority_of_whoever_waits_for_them(cluster: LocalCluster) -> None:
+def test_actors_have_the_priority_of_whoever_waits_for_them(shared_cluster: LocalCluster) -> None:
     mine = os.getpriority(os.PRIO_PROCESS, 0)
-    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in cluster.pids()] == [mine] * 3
+    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in shared_cluster.pids()] == [mine] * 3
 
 
-def test_its_processes_began_with_the_allocators_settings(cluster: LocalCluster) -> None:
-    for pid in cluster.pids():
+def test_its_processes_began_with_the_allocators_settings(shared_cluster: LocalCluster) -> None:
+    for pid in shared_cluster.pids():
         told = Path(f"/proc/{pid}/environ").read_text(encoding="utf-8", errors="replace").split("\0")
         assert {f"{name}={value}" for name, value in ENVIRONMENT.items()} <= set(told)
 
 
-def test_a_port_in_use_is_refused_before_anything_starts(cluster: LocalCluster) -> None:
-    port = int(cluster.address.rpartition(":")[2])
+def test_a_port_in_use_is_refused_before_anything_starts(shared_cluster: LocalCluster) -> None:
+    port = int(shared_cluster.address.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"), kvcluster.local(port=port):
         raise AssertionError("it started")
 
@@ -122,9 +121,9 @@ def test_a_second_cluster_on_the_same_ray_is_another_cluster(client: Client) -> 
     assert client.lookup(tokens(3)).blocks == 8
 
 
-def test_a_worker_killed_mid_store_leaves_neither_lease_nor_page(cluster: LocalCluster, client: Client) -> None:
+def test_a_worker_killed_mid_store_leaves_neither_lease_nor_page(shared_cluster: LocalCluster, client: Client) -> None:
     pages, aborted = total(client, "pages"), counted(client, "aborted")
-    with start_worker("store", cluster.address, 5, 64, "SIGKILL", 40) as worker:
+    with start_worker("store", shared_cluster.address, 5, 64, "SIGKILL", 40) as worker:
         assert worker.wait() == -signal.SIGKILL
     eventually(lambda: counted(client, "aborted") > aborted)
     assert total(client, "leases") == 0
@@ -132,9 +131,11 @@ def test_a_worker_killed_mid_store_leaves_neither_lease_nor_page(cluster: LocalC
     assert client.lookup(tokens(5, 64)).blocks == 0
 
 
-def test_a_worker_that_freezes_mid_store_loses_its_lease_and_is_told(cluster: LocalCluster, client: Client) -> None:
+def test_a_worker_that_freezes_mid_store_loses_its_lease_and_is_told(
+    shared_cluster: LocalCluster, client: Client
+) -> None:
     pages, revoked = total(client, "pages"), counted(client, "revoked")
-    with start_worker("store", cluster.address, 6, 64, "SIGSTOP", 40, "tcp") as worker:
+    with start_worker("store", shared_cluster.address, 6, 64, "SIGSTOP", 40, "tcp") as worker:
         try:
             eventually(lambda: counted(client, "revoked") > revoked)
             eventually(lambda: total(client, "leases") == 0)
@@ -147,37 +148,39 @@ def test_a_worker_that_freezes_mid_store_loses_its_lease_and_is_told(cluster: Lo
     assert client.lookup(tokens(6, 64)).blocks == 0
 
 
-def test_a_killed_shard_comes_back_empty_under_a_new_epoch(cluster: LocalCluster, client: Client) -> None:
-    store(client, 7)
-    holder = client.explain(tokens(7))[0].shard
-    before = shards(client)[holder]
-    os.kill(cluster.pids()[1 + sorted(shards(client)).index(holder)], signal.SIGKILL)
+def test_a_killed_shard_comes_back_empty_under_a_new_epoch(own_cluster: LocalCluster, own_client: Client) -> None:
+    store(own_client, 7)
+    holder = own_client.explain(tokens(7))[0].shard
+    before = shards(own_client)[holder]
+    os.kill(own_cluster.pids()[1 + sorted(shards(own_client)).index(holder)], signal.SIGKILL)
 
     def is_back() -> bool:
-        now = shards(client)[holder]
+        now = shards(own_client)[holder]
         return bool(now["epoch"] > before["epoch"] and now["state"] == "up")
 
     eventually(is_back)
-    assert shards(client)[holder]["pages"] == 0
-    assert {block.reason for block in client.explain(tokens(7))} == {MissReason.SHARD_LOST}
-    store(client, 7)
+    assert shards(own_client)[holder]["pages"] == 0
+    assert {block.reason for block in own_client.explain(tokens(7))} == {MissReason.SHARD_LOST}
+    store(own_client, 7)
     out = torch.zeros_like(kv(7))
-    assert client.load(tokens(7), out) == 128
+    assert own_client.load(tokens(7), out) == 128
     assert torch.equal(out, kv(7))
 
 
 def test_a_killed_coordinator_comes_back_at_its_address_and_relearns_every_block(
-    cluster: LocalCluster, client: Client
+    own_cluster: LocalCluster, own_client: Client
 ) -> None:
-    store(client, 8)
-    before, (coordinator, *_) = client.status()["epoch"], cluster.pids()
+    store(own_client, 8)
+    before, (coordinator, *_) = own_client.status()["epoch"], own_cluster.pids()
     os.kill(coordinator, signal.SIGKILL)
     # In between there are misses, and no errors.
     eventually(
-        lambda: client.lookup(tokens(8), deadline_ms=1_000).blocks == 8 and coordinator not in descendants(os.getpid())
+        lambda: (
+            own_client.lookup(tokens(8), deadline_ms=1_000).blocks == 8 and coordinator not in descendants(os.getpid())
+        )
     )
-    assert client.status()["epoch"] > before
+    assert own_client.status()["epoch"] > before
     out = torch.zeros_like(kv(8))
-    assert client.load(tokens(8), out) == 128
+    assert own_client.load(tokens(8), out) == 128
     assert torch.equal(out, kv(8))
-    eventually(lambda: client.store(tokens(9), kv(9)).blocks == 8)  # when it has heard of every shard
+    eventually(lambda: own_client.store(tokens(9), kv(9)).blocks == 8)  # when it has heard of every shard

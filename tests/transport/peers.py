@@ -1,19 +1,19 @@
-"""What tests of several transports share: tokens, content for a shard elsewhere, a peer that sends what it likes."""
+"""What tests of several transports share: tokens, frames that are none, and a peer that sends any bytes."""
 
 from __future__ import annotations
 
 import os
 import socket
 import struct
-from types import SimpleNamespace
 
 from typing_extensions import Self
 
-from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, Tenant
+from kvcluster.core.ids import Tenant
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import Authenticator, digest
-from kvcluster.testing.conformance.content import Content
 from kvcluster.testing.conformance.world import ONE, TWO
+from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.seam import PageHost
 from kvcluster.wire import streams
 from kvcluster.wire.streams import HEADER, Kind
 
@@ -42,10 +42,17 @@ def authenticator() -> Authenticator:
     return Authenticator({digest(token(tenant)): tenant for tenant in (ONE, TWO)}, SECRET)
 
 
-def unserved(pages: int, layers: int, layer_bytes: int, *, epoch: int = 1) -> Content:
-    """Content for a shard that is not of this process."""
-    attempt = Attempt(Holder(os.urandom(HOLDER_BYTES)), 1)
-    return Content.of(SimpleNamespace(epoch=Epoch(epoch), attempt=lambda: attempt), pages, layers, layer_bytes)
+class InProcess:
+    """The serving side of the transport within one process: no server stands between a shard and its worker."""
+
+    def __init__(self, host: PageHost) -> None:
+        self._host = host
+
+    def open(self, tenant: Tenant) -> MemoryTransport:
+        return MemoryTransport(self._host, tenant)
+
+    def close(self) -> None:
+        """There is no server to stop."""
 
 
 class StreamPeer:

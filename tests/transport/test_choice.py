@@ -34,32 +34,19 @@ from kvcluster.testing.conformance.content import Content, ContentSink, ContentS
 from kvcluster.testing.conformance.world import ONE, TWO, Pause, soon
 from kvcluster.transport.choice import PAUSES_S, Choice, choose, own_attempts
 from kvcluster.transport.grpc_pages import page_handlers
-from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.paths import TRY_MS
 from kvcluster.transport.seam import Deadline, PageHost, PageSink, Present, RefusedByShard, Trouble
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
 from kvcluster.wire.methods import SHARD
 from tests.transport.frail import HERE, Ways, broken
+from tests.transport.peers import InProcess
 
 LEAVES_OUT = "this client's configuration leaves it out"
 
 
-class _Memory:
-    """Nothing stands between a shard and its worker here."""
-
-    def __init__(self, host: PageHost) -> None:
-        self._host = host
-
-    def open(self, tenant: Tenant) -> MemoryTransport:
-        return MemoryTransport(self._host, tenant)
-
-    def close(self) -> None:
-        """Nothing listens."""
-
-
 @pytest.fixture
 def world() -> Iterator[World]:
-    with open_world(_Memory) as world:
+    with open_world(InProcess) as world:
         yield world
 
 

@@ -16,14 +16,14 @@ from kvcluster.testing.conformance.content import Content, store
 from kvcluster.testing.conformance.encoded import committed, load, numbers
 from kvcluster.transport.seam import Deadline, PageSink
 from tests.transport.frail import Ways, broken
-from tests.transport.test_choice import _Memory
+from tests.transport.peers import InProcess
 
 PAGES = 3
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    with open_world(_Memory) as world:
+    with open_world(InProcess) as world:
         yield world
 
 

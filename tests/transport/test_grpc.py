@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 
 import grpc
 import pytest
@@ -19,32 +16,31 @@ import pytest
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Refused, RefusedKind, Written
-from kvcluster.core.pool import PageState
 from kvcluster.core.reasons import Miss, MissReason
-from kvcluster.errors import ConfigError, CredentialError, LimitError, ProtocolError, Unreachable
+from kvcluster.errors import CredentialError, LimitError, ProtocolError, Unreachable
 from kvcluster.pages import codec
 from kvcluster.runtime.auth import digest
 from kvcluster.runtime.server import Gate, Server, unary_handlers
-from kvcluster.testing.conformance import TransportConformance, World, open_world
+from kvcluster.testing.conformance import NetworkClaims, TransportConformance, Wire, World, open_world
 from kvcluster.testing.conformance.content import (
     Content,
     ContentSource,
     every_call,
     load,
-    read,
     read_begun,
     store,
     write,
 )
 from kvcluster.testing.conformance.moving import fill
-from kvcluster.testing.conformance.world import BOUND_S, ONE, Pause, soon
+from kvcluster.testing.conformance.wire import BadRequest, BadStore, CutStore, unserved
+from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
 from kvcluster.transport.rpc import Connection, identity
 from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Trouble
 from kvcluster.wire import frames
 from kvcluster.wire.frames import Record
 from kvcluster.wire.methods import SHARD
-from tests.transport.peers import SECRET, authenticator, token, unserved
+from tests.transport.peers import SECRET, authenticator, token
 
 HOST = "127.0.0.1"
 
@@ -72,8 +68,18 @@ def world() -> Iterator[World]:
         yield world
 
 
-class TestGrpc(TransportConformance):
-    """On the fixture of this module."""
+class TestGrpc(TransportConformance, NetworkClaims):
+    """On the fixtures of this module."""
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire(GrpcPages, "host:port", token)
+
+
+@pytest.fixture(params=["", "7070", "localhost", ":7070", "localhost:", "localhost:0", "h:65536", "h:-1"])
+def bad_address(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 # ------------------------------------------------------------------- what a server does with what is no message
@@ -103,31 +109,31 @@ class Raw:
         return error.value.code(), error.value.details()
 
 
+def failed_precondition(world: World, path: str, *messages: bytes) -> str:
+    """Sends these; the words of the status, which is FAILED_PRECONDITION."""
+    with Raw(world) as peer:
+        code, words = peer.refusal(path, *messages)
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
+    return words
+
+
 EMPTY_HEAD = frames.encode_read_head([])
 OTHER_VERSION = EMPTY_HEAD[:2] + bytes([frames.FRAME_VERSION + 1]) + EMPTY_HEAD[3:]
 NOT_A_HEAD = frames.pack([Record(0, 0, codec.RAW, (0,), memoryview(b"x"))])
 
 
-@pytest.mark.parametrize("path", [READ, WRITE])
-@pytest.mark.parametrize(
-    "first", [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)), OTHER_VERSION, OTHER_VERSION[:-1], NOT_A_HEAD]
-)
-def test_a_first_message_that_is_none_is_refused_in_words(world: World, path: str, first: bytes) -> None:
-    with Raw(world) as peer:
-        code, words = peer.refusal(path, first)
-    assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert "frame" in words
+NO_REQUESTS = [
+    *((first, "frame") for first in (b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)))),
+    *((first, "frame") for first in (OTHER_VERSION, OTHER_VERSION[:-1], NOT_A_HEAD)),
+    (EMPTY_HEAD, "a namespace is 32 bytes"),
+    (EMPTY_HEAD + b"\xff\xff", "of kvcluster"),
+]
 
 
-@pytest.mark.parametrize("path", [READ, WRITE])
-@pytest.mark.parametrize(("request_bytes", "says"), [(b"", "a namespace is 32 bytes"), (b"\xff\xff", "of kvcluster")])
-def test_a_request_that_makes_no_sense_is_refused_in_words(
-    world: World, path: str, request_bytes: bytes, says: str
-) -> None:
-    with Raw(world) as peer:
-        code, words = peer.refusal(path, EMPTY_HEAD + request_bytes)
-    assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert says in words
+@pytest.fixture(params=[(path, *first) for path in (READ, WRITE) for first in NO_REQUESTS])
+def bad_request(request: pytest.FixtureRequest) -> BadRequest:
+    path, first, says = request.param
+    return lambda world: failed_precondition(world, path, first), says
 
 
 @pytest.mark.parametrize("path", [READ, WRITE])
@@ -142,49 +148,47 @@ def record(item: int = 0, layer: int = 0, layers: int = 1, nbytes: int = 100, in
     return frames.pack([Record(item, layer, in_codec, (0,) * layers, memoryview(bytes(nbytes)))])
 
 
-@pytest.mark.parametrize(
-    ("second", "says"),
-    [
-        (b"", "frame"),
-        (os.urandom(1_000), "frame"),
-        (record()[:-1], "announced"),
-        (record(item=3), "was not to be sent"),
-        (record(item=2), "was not to be sent"),
-        (record(nbytes=99), "layers of 100 bytes"),
-        (record(layer=1, layers=2, nbytes=200), "has 2 layers"),
-        (record(layer=65_535), "cannot be"),
-        (record(in_codec=0x7F01), "codec 0x7f01"),
-        (frames.encode_write_tail([Written.COMMITTED]), "tail"),
-    ],
-)
-def test_nonsense_in_the_middle_of_a_store_ends_it_in_words(world: World, second: bytes, says: str) -> None:
-    content = Content.of(world, 3, 2, 100)
-    transport = world.open()
-    transport.attach(content.spec, soon())
-    request = content.write_request(keys=content.keys[2:])
-    assert transport.write(request, ContentSource(content, request), soon()) == [Written.COMMITTED]
-    request = content.write_request()
-    with Raw(world) as peer:
-        code, words = peer.refusal(WRITE, frames.encode_write_request(request), record(), second)
-    assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert says in words
-    world.wait_until_unleased()
-    assert load(transport, content) == [MissReason.EVICTED, MissReason.EVICTED, None]
+NONSENSE = [
+    (b"", "frame"),
+    (os.urandom(1_000), "frame"),
+    (record()[:-1], "announced"),
+    (record(item=3), "was not to be sent"),
+    (record(item=2), "was not to be sent"),
+    (record(nbytes=99), "layers of 100 bytes"),
+    (record(layer=1, layers=2, nbytes=200), "has 2 layers"),
+    (record(layer=65_535), "cannot be"),
+    (record(in_codec=0x7F01), "codec 0x7f01"),
+    (frames.encode_write_tail([Written.COMMITTED]), "tail"),
+]
 
 
-def test_a_store_that_ends_before_all_is_sent_commits_nothing(world: World) -> None:
-    content = Content.of(world, 2, 1, 100)
-    transport = world.open()
-    transport.attach(content.spec, soon())
-    request = content.write_request()
-    sums, data = ContentSource(content, request).send(0, 0, 1)
-    whole_page = frames.pack([Record(0, 0, codec.RAW, tuple(sums), data)])
-    with Raw(world) as peer:
-        code, words = peer.refusal(WRITE, frames.encode_write_request(request), whole_page)
-    assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert "before page 1 was whole" in words
-    world.wait_until_unleased()
-    assert load(transport, content) == [MissReason.EVICTED] * 2
+def whole_page(content: Content, item: int) -> bytes:
+    """A message with all layers of a page, as its writer sends it."""
+    layers = content.keys[item].part.layers
+    sums, data = ContentSource(content, content.write_request()).send(item, 0, layers)
+    return frames.pack([Record(item, 0, codec.RAW, tuple(sums), data)])
+
+
+@pytest.fixture(params=[*NONSENSE, (None, "before page 1 was whole")], ids=lambda case: case[1])
+def bad_store(request: pytest.FixtureRequest) -> BadStore:
+    second, says = request.param
+
+    def send(world: World, content: Content) -> str:
+        pages = [whole_page(content, 0)] if second is None else [record(), second]
+        return failed_precondition(world, WRITE, frames.encode_write_request(content.write_request()), *pages)
+
+    return send, says
+
+
+@pytest.fixture(params=[1, 2])
+def cut_store(request: pytest.FixtureRequest) -> CutStore:
+    """Sends so many of the three messages of a store."""
+
+    def send(world: World, content: Content) -> None:
+        messages = [frames.encode_write_request(content.write_request()), record(), record(layer=1)]
+        failed_precondition(world, WRITE, *messages[: request.param])
+
+    return send
 
 
 def test_what_this_side_cannot_send_is_a_limit_error(world: World) -> None:
@@ -196,30 +200,6 @@ def test_what_this_side_cannot_send_is_a_limit_error(world: World) -> None:
 
 
 # --------------------------------------------------------------------------- a worker that does nothing any more
-
-
-def test_a_writer_that_stands_still_loses_its_pages_when_its_lease_ends(world: World) -> None:
-    content = Content.of(world, 2, 2, limits.FRAME_BYTES // 2)
-    transport, pause = world.open(), Pause(at=2)
-    under_way = world.meanwhile(lambda: write(transport, content, pause))
-    pause.wait_reached()
-    world.expire_leases()
-    world.wait_until_unleased()
-    assert world.host.core.pool.allocator.used_bytes == 0
-    pause.release()
-    with pytest.raises(Trouble):
-        under_way.result(BOUND_S)
-
-
-def test_a_reader_that_stands_still_loses_its_pins_when_its_lease_ends(world: World) -> None:
-    content = Content.big(world)
-    transport = world.open()
-    store(transport, content)
-    reading = read_begun(transport, content)
-    world.expire_leases()
-    world.wait_until_unleased()
-    with pytest.raises(Trouble):
-        reading.finish()
 
 
 def test_a_store_given_up_while_it_waits_for_room_waits_no_longer(world: World) -> None:
@@ -248,8 +228,8 @@ def test_a_store_that_is_refused_leaves_no_thread_behind(world: World) -> None:
 # ------------------------------------------------------------------------------------------------ credentials
 
 
-@pytest.mark.parametrize("wrong", [None, "", "a guess", token(ONE) + " ", digest(token(ONE))])
-def test_without_a_token_that_it_knows_a_shard_does_nothing(world: World, wrong: str | None) -> None:
+@pytest.mark.parametrize("wrong", [None, "", "a guess", digest(token(ONE))])
+def test_without_a_token_that_it_knows_a_shard_answers_no_question_either(world: World, wrong: str | None) -> None:
     content = Content.of(world, 1, 1, 100)
     store(world.open(), content)
     stranger = GrpcPages(world.served.address, wrong)
@@ -345,12 +325,6 @@ def test_a_grpc_server_of_somebody_else_is_told_as_such() -> None:
         transport.flush(soon())
 
 
-@pytest.mark.parametrize("address", ["", "7070", "localhost", ":7070", "localhost:", "localhost:0", "h:65536", "h:-1"])
-def test_an_address_that_is_none_is_a_config_error(address: str) -> None:
-    with pytest.raises(ConfigError, match="host:port"):
-        GrpcPages(address, None)
-
-
 @contextmanager
 def serving(streams: dict[str, list[bytes]]) -> Iterator[GrpcPages]:
     """A server that answers Read and Write with these messages, whatever is asked."""
@@ -382,33 +356,30 @@ def piece(item: int, layer: int, layers: int = 1) -> bytes:
 HEAD_OF_TWO = frames.encode_read_head([None, None])
 
 
-@pytest.mark.parametrize(
-    "stream",
-    [
-        [],
-        [frames.encode_read_head([None])],
-        [frames.encode_read_head([None] * 3)],
-        [frames.encode_write_tail([Written.COMMITTED] * 2)],
-        [b"nonsense"],
-        [HEAD_OF_TWO, b"nonsense"],
-        [HEAD_OF_TWO, piece(2, 0)],
-        [HEAD_OF_TWO, piece(0, 1)],
-        [HEAD_OF_TWO, piece(0, 0), piece(0, 0)],
-        [HEAD_OF_TWO, piece(0, 0, layers=3)],
-        [HEAD_OF_TWO, piece(1, 0, layers=2), piece(1, 2)],
-        [frames.encode_read_head([None, Miss(MissReason.EVICTED)]), piece(1, 0)],
-    ],
+@pytest.fixture(
+    params=[
+        ([], 0),
+        ([frames.encode_read_head([None])], 0),
+        ([frames.encode_read_head([None] * 3)], 0),
+        ([frames.encode_write_tail([Written.COMMITTED] * 2)], 0),
+        ([b"nonsense"], 0),
+        ([HEAD_OF_TWO, b"nonsense"], 0),
+        ([HEAD_OF_TWO, piece(2, 0)], 0),
+        ([HEAD_OF_TWO, piece(0, 1)], 0),
+        ([HEAD_OF_TWO, piece(0, 0), piece(0, 0)], 1),
+        ([HEAD_OF_TWO, piece(0, 0, layers=3)], 0),
+        ([HEAD_OF_TWO, piece(1, 0, layers=2), piece(1, 2)], 2),
+        ([frames.encode_read_head([None, Miss(MissReason.EVICTED)]), piece(1, 0)], 0),
+    ]
 )
-def test_a_shard_that_answers_a_load_wrongly_is_a_protocol_error(stream: list[bytes]) -> None:
-    content = unserved(2, 3, 8)
-    wants = [want._replace(layer_stop=2) for want in content.wants()]
-    with serving({READ: stream}) as transport, pytest.raises(ProtocolError):
-        read(transport, content, wants).finish()
+def bad_load_answer(request: pytest.FixtureRequest) -> Iterator[tuple[GrpcPages, int]]:
+    stream, layers_before = request.param
+    with serving({READ: stream}) as transport:
+        yield transport, layers_before
 
 
-@pytest.mark.parametrize(
-    "stream",
-    [
+@pytest.fixture(
+    params=[
         [],
         [frames.encode_write_head([None])],
         [frames.encode_write_head([None, None, None])],
@@ -419,62 +390,23 @@ def test_a_shard_that_answers_a_load_wrongly_is_a_protocol_error(stream: list[by
         [frames.encode_write_tail([Written.COMMITTED] * 2)],
         [b"nonsense"],
         [frames.encode_write_head([None, None]), b"nonsense"],
-    ],
+    ]
 )
-def test_a_shard_that_answers_a_store_wrongly_is_a_protocol_error(stream: list[bytes]) -> None:
-    content = unserved(2, 3, 8)
-    request = content.write_request()
-    with serving({WRITE: stream}) as transport, pytest.raises(ProtocolError):
-        transport.write(request, ContentSource(content, request), soon())
+def bad_store_answer(request: pytest.FixtureRequest) -> Iterator[GrpcPages]:
+    with serving({WRITE: request.param}) as transport:
+        yield transport
 
 
-def test_a_refusal_is_heard_wherever_it_comes() -> None:
+@pytest.fixture(params=[[], [frames.encode_write_head([None])]], ids=["at once", "after the head"])
+def refusing(request: pytest.FixtureRequest) -> Iterator[tuple[GrpcPages, Refused]]:
     refused = Refused(RefusedKind.LIMIT, "too much")
-    content = unserved(1, 1, 8)
-    request = content.write_request()
-    for stream in ([], [frames.encode_write_head([None])]):
-        with (
-            serving({WRITE: [*stream, frames.encode_refused(refused)]}) as transport,
-            pytest.raises(RefusedByShard) as heard,
-        ):
-            transport.write(request, ContentSource(content, request), soon())
-        assert heard.value.refused == refused
+    with serving({WRITE: [*request.param, frames.encode_refused(refused)]}) as transport:
+        yield transport, refused
 
 
-# ------------------------------------------------------------------------------------- a worker that is killed
-
-
-def begin_a_store(address: str, epoch: str) -> None:
-    """What the worker that is killed runs: of three pages of two layers it sends one and a half."""
-    content = unserved(3, 2, limits.FRAME_BYTES, epoch=int(epoch))
-    transport = GrpcPages(address, token(ONE))
-    transport.attach(content.spec, soon())
-    request = content.write_request()
-
-    def then_nothing() -> None:
-        if len(source.sent) == 3:
-            print("half-way", flush=True)
-            threading.Event().wait(BOUND_S)
-
-    source = ContentSource(content, request, then_nothing)
-    transport.write(request, source, soon())
-
-
-def test_a_worker_killed_half_way_leaves_nothing_that_could_be_read(world: World) -> None:
-    content = Content.of(world, 3, 2, limits.FRAME_BYTES)
-    transport = world.open()
-    transport.attach(content.spec, soon())
-    script = f"from {__name__} import begin_a_store; begin_a_store({world.served.address!r}, '{world.epoch}')"
-    root = Path(__file__).parents[2]
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root) as worker:
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == "half-way\n"
-        states = world.host.inspect(lambda: [page.state for page in world.host.core.pool.everything()])
-        assert states == [PageState.WRITING] * 3
-        assert load(transport, content) == [MissReason.PENDING] * 3
-        worker.kill()
-    world.wait_until_unleased()
-    assert world.host.core.pool.allocator.used_bytes == 0
-    assert load(transport, content) == [MissReason.EVICTED] * 3
-    store(transport, content)
-    assert load(transport, content) == [None] * 3
+@pytest.fixture
+def silent() -> Iterator[GrpcPages]:
+    with listening(None) as address:
+        transport = GrpcPages(address, None)
+        yield transport
+        transport.close()

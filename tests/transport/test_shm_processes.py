@@ -19,11 +19,12 @@ from kvcluster.core.pool import PageState
 from kvcluster.core.reasons import MissReason
 from kvcluster.testing.conformance import World, open_world
 from kvcluster.testing.conformance.content import Content, ContentSink, ContentSource, load, store, write
+from kvcluster.testing.conformance.wire import unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
 from kvcluster.transport.seam import Trouble
 from kvcluster.transport.shm_control import Control
 from kvcluster.transport.shm_pages import ShmPages
-from tests.transport.peers import token, unserved
+from tests.transport.peers import token
 from tests.transport.shm_served import Served
 
 FRAME = limits.FRAME_BYTES

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import socket
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Refused, RefusedKind, Written
-from kvcluster.core.pool import PageState
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError
 from kvcluster.pages import codec
-from kvcluster.testing.conformance import TransportConformance, World, open_world
+from kvcluster.testing.conformance import NetworkClaims, TransportConformance, Wire, World, open_world
 from kvcluster.testing.conformance.content import (
     Content,
     ContentSink,
     ContentSource,
     load,
-    read,
-    read_begun,
     store,
-    write,
 )
-from kvcluster.testing.conformance.world import BOUND_S, ONE, Pause, soon
+from kvcluster.testing.conformance.wire import BadRequest, BadStore, CutStore, unserved
+from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
 from kvcluster.testing.over import Over
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Trouble
@@ -47,7 +41,6 @@ from tests.transport.peers import (
     StreamPeer,
     authenticator,
     token,
-    unserved,
 )
 
 HOST = "127.0.0.1"
@@ -76,8 +69,18 @@ def world() -> Iterator[World]:
         yield world
 
 
-class TestTcp(TransportConformance):
-    """On the fixture of this module."""
+class TestTcp(TransportConformance, NetworkClaims):
+    """On the fixtures of this module."""
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire(TcpPages, "host:port", token)
+
+
+@pytest.fixture(params=["", "nowhere", "host:0", ":70", "host:99999"])
+def bad_address(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 # ------------------------------------------------------------------- what a server does with what is no frame
@@ -99,24 +102,34 @@ class Raw(StreamPeer):
 TOO_MUCH = streams.encode_header(Kind.HELLO, limits.TOKEN_BYTES + 1)
 
 
-@pytest.mark.parametrize("hello", [True, False])
-@pytest.mark.parametrize(("first", "says"), [*NO_FRAMES, (TOO_MUCH, "may be|belongs")])
-def test_what_is_no_frame_is_refused_in_words_and_closed(world: World, hello: bool, first: bytes, says: str) -> None:
-    with Raw(world, hello=hello) as peer:
-        peer.send_bytes(first)
-        with pytest.raises(ProtocolError, match=says):
-            raise peer.refusal()
+NO_REQUESTS = [
+    *((hello, *frame) for hello in (True, False) for frame in (*NO_FRAMES, (TOO_MUCH, "may be|belongs"))),
+    (False, streams.encode_header(Kind.HELLO, 2) + b"\xff\xfe", "UTF-8"),
+    *(
+        (True, streams.encode_header(kind, len(body)) + body, says)
+        for kind in (Kind.READ, Kind.WRITE)
+        for body, says in [
+            (b"", "how long"),
+            (bytes(8), "a namespace is 32 bytes"),
+            (bytes(8) + b"\xff\xff", "of kvcluster"),
+        ]
+    ),
+]
+"""Whether a good token goes before it, bytes, and what the refusal says."""
 
 
-@pytest.mark.parametrize("kind", [Kind.READ, Kind.WRITE])
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [(b"", "how long"), (bytes(8), "a namespace is 32 bytes"), (bytes(8) + b"\xff\xff", "of kvcluster")],
-)
-def test_a_request_that_makes_no_sense_is_refused_in_words(world: World, kind: Kind, body: bytes, says: str) -> None:
-    with Raw(world) as peer:
-        peer.send(kind, body)
-        assert says in str(peer.refusal())
+@pytest.fixture(params=NO_REQUESTS)
+def bad_request(request: pytest.FixtureRequest) -> BadRequest:
+    hello, data, says = request.param
+
+    def send(world: World) -> str:
+        with Raw(world, hello=hello) as peer:
+            peer.send_bytes(data)
+            said = peer.refusal()
+        assert isinstance(said, ProtocolError)
+        return str(said)
+
+    return send, says
 
 
 def pages(item: int = 0, layer: int = 0, layers: int = 1, nbytes: int = 100, in_codec: int = codec.RAW) -> bytes:
@@ -132,9 +145,8 @@ def claiming(nbytes: int) -> bytes:
     return streams.encode_header(Kind.PAGES, len(body)) + body
 
 
-@pytest.mark.parametrize(
-    ("second", "says"),
-    [
+@pytest.fixture(
+    params=[
         (b"nonsense", "another service"),
         (pages(item=3), "was not to be sent"),
         (pages(item=2), "was not to be sent"),
@@ -148,83 +160,44 @@ def claiming(nbytes: int) -> bytes:
         (streams.encode_header(Kind.TAIL, 0), "belongs"),
         (streams.encode_header(Kind.DONE, 0), "before page 0 was whole"),
     ],
+    ids=lambda case: case[1],
 )
-def test_nonsense_in_the_middle_of_a_store_ends_it_in_words(world: World, second: bytes, says: str) -> None:
-    content = Content.of(world, 3, 2, 100)
-    transport = world.open()
-    transport.attach(content.spec, soon())
-    request = content.write_request(keys=content.keys[2:])
-    assert transport.write(request, ContentSource(content, request), soon()) == [Written.COMMITTED]
-    with Raw(world) as peer:
-        peer.send(Kind.WRITE, streams.encode_write(content.write_request(), 10**10))
-        assert peer.frame()[0] is Kind.HEAD
-        peer.send_bytes(pages() + second)
-        said = peer.refusal()
-    assert isinstance(said, ProtocolError)
-    assert says in str(said)
-    world.wait_until_unleased()
-    assert load(transport, content) == [MissReason.EVICTED, MissReason.EVICTED, None]
+def bad_store(request: pytest.FixtureRequest) -> BadStore:
+    second, says = request.param
+
+    def send(world: World, content: Content) -> str:
+        with Raw(world) as peer:
+            peer.send(Kind.WRITE, streams.encode_write(content.write_request(), 10**10))
+            assert peer.frame()[0] is Kind.HEAD
+            peer.send_bytes(pages() + second)
+            said = peer.refusal()
+        assert isinstance(said, ProtocolError)
+        return str(said)
+
+    return send, says
 
 
-@pytest.mark.parametrize("cut", range(0, 300, 23))
-def test_a_peer_that_ends_at_any_byte_leaves_nothing_behind(world: World, cut: int) -> None:
-    content = Content.of(world, 1, 2, 100)
-    transport = world.open()
-    transport.attach(content.spec, soon())
-    request = content.write_request()
-    body = streams.encode_write(request, 10**10)
-    everything = streams.encode_header(Kind.WRITE, len(body)) + body + pages() + pages(layer=1)
-    with Raw(world) as peer:
-        peer.send_bytes(everything[: len(everything) * cut // 300])
-        peer.end()
-        assert peer.is_closed()
-    world.wait_until_unleased()
-    assert world.host.core.pool.allocator.used_bytes == 0
+@pytest.fixture(params=range(0, 300, 23))
+def cut_store(request: pytest.FixtureRequest) -> CutStore:
+    """Sends so many 300ths of the bytes of a store."""
+
+    def send(world: World, content: Content) -> None:
+        body = streams.encode_write(content.write_request(), 10**10)
+        everything = streams.encode_header(Kind.WRITE, len(body)) + body + pages() + pages(layer=1)
+        with Raw(world) as peer:
+            peer.send_bytes(everything[: len(everything) * request.param // 300])
+            peer.end()
+            assert peer.is_closed()
+
+    return send
 
 
-def test_a_token_comes_first_and_has_to_be_known(world: World) -> None:
-    content = Content.of(world, 1, 1, 8)
+def test_a_token_is_asked_for_when_a_connection_is_opened(world: World) -> None:
     for wrong in ("", "of somebody else", token(ONE)[:-1]):
         path = TcpPages(world.served.address, wrong)
-        for call in (
-            lambda path=path: path.connect(soon()),
-            lambda path=path: list(
-                path.read(content.read_request(), ContentSink(content, content.read_request()), soon())
-            ),
-        ):
-            with pytest.raises(CredentialError):
-                call()
+        with pytest.raises(CredentialError):
+            path.connect(soon())
         path.close()
-    with Raw(world, hello=False) as peer:
-        peer.send(Kind.HELLO, b"\xff\xfe")
-        assert "UTF-8" in str(peer.refusal())
-
-
-# ------------------------------------------------------------------------- a worker that does nothing any more
-
-
-def test_a_writer_that_stands_still_loses_its_pages_when_its_lease_ends(world: World) -> None:
-    content = Content.of(world, 2, 2, limits.FRAME_BYTES // 2)
-    transport, pause = world.open(), Pause(at=2)
-    under_way = world.meanwhile(lambda: write(transport, content, pause))
-    pause.wait_reached()
-    world.expire_leases()
-    world.wait_until_unleased()
-    assert world.host.core.pool.allocator.used_bytes == 0
-    pause.release()
-    with pytest.raises(Trouble):
-        under_way.result(BOUND_S)
-
-
-def test_a_reader_that_stands_still_loses_its_pins_when_its_lease_ends(world: World) -> None:
-    content = Content.big(world)
-    transport = world.open()
-    store(transport, content)
-    reading = read_begun(transport, content)
-    world.expire_leases()
-    world.wait_until_unleased()
-    with pytest.raises(Trouble):
-        reading.finish()
 
 
 # ---------------------------------------------------------------------------------------- one connection after another
@@ -241,14 +214,12 @@ def test_a_connection_is_used_again_and_one_that_the_shard_has_closed_is_not(wor
     assert link not in transport.path._links._idle  # type: ignore[attr-defined]
 
 
-def test_a_refusal_leaves_the_connection_to_the_next_call(world: World) -> None:
+def test_a_refusal_leaves_the_connection_open(world: World) -> None:
     transport, content = world.open(), Content.of(world, 1, 1, 8)
     for _ in range(2):
-        with pytest.raises(RefusedByShard) as refused:
+        with pytest.raises(RefusedByShard):
             load(transport, content)
-        assert refused.value.refused.kind is RefusedKind.UNKNOWN_NAMESPACE
     assert len(transport.path._links._idle) == 1  # type: ignore[attr-defined]
-    store(transport, content)
 
 
 def test_a_shard_keeps_so_many_connections_and_says_so_to_one_more(
@@ -319,22 +290,10 @@ def test_nothing_that_listens_is_trouble_at_once() -> None:
     assert trouble.value.miss.reason is MissReason.SHARD_LOST
 
 
-def test_silence_is_trouble_by_the_deadline() -> None:
-    with answering(lambda peer: None) as address, pytest.raises(Trouble) as trouble:
-        use(address, Deadline.after_ms(50))
-    assert trouble.value.miss.reason is MissReason.DEADLINE
-
-
 @pytest.mark.parametrize("words", [b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(64), OTHER_VERSION, OTHER_KIND, TERABYTE])
 def test_another_service_is_a_protocol_error(words: bytes) -> None:
     with answering(lambda peer: peer.sendall(words)) as address, pytest.raises(ProtocolError):
         use(address, soon())
-
-
-@pytest.mark.parametrize("address", ["", "nowhere", "host:0", ":70", "host:99999"])
-def test_an_address_that_is_none_is_a_config_error(address: str) -> None:
-    with pytest.raises(ConfigError, match="host:port"):
-        TcpPages(address, None)
 
 
 def frame(kind: Kind, body: bytes = b"") -> bytes:
@@ -349,63 +308,64 @@ def piece(item: int, layer: int, layers: int = 1) -> bytes:
     return pages(item, layer, layers, nbytes=8 * layers)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        frame(Kind.HEAD, shard.encode_read_head([None])),
-        frame(Kind.HEAD, shard.encode_read_head([None] * 3)),
-        frame(Kind.TAIL, shard.encode_write_tail([Written.COMMITTED] * 2)),
-        b"nonsense",
-        HEAD_OF_TWO + b"nonsense",
-        HEAD_OF_TWO + piece(2, 0),
-        HEAD_OF_TWO + piece(0, 1),
-        HEAD_OF_TWO + piece(0, 0) + piece(0, 0),
-        HEAD_OF_TWO + piece(0, 0, layers=3),
-        HEAD_OF_TWO + piece(1, 0, layers=2) + piece(1, 2),
-        HEAD_OF_TWO + claiming(2**40),
-        frame(Kind.HEAD, shard.encode_read_head([None, Miss(MissReason.EVICTED)])) + piece(1, 0),
-    ],
-)
-def test_a_shard_that_answers_a_load_wrongly_is_a_protocol_error(answer: bytes) -> None:
-    content = unserved(2, 3, 8)
-    wants = [want._replace(layer_stop=2) for want in content.wants()]
+@contextmanager
+def client_of(answer: bytes) -> Iterator[TcpPages]:
+    """A client of a server that greets it and answers whatever it asks with these bytes."""
     with answering(lambda peer: peer.sendall(WELCOME + answer)) as address:
         path = TcpPages(address, None)
-        with pytest.raises(ProtocolError):
-            read(Over(MemoryTransport(None, ONE), path), content, wants).finish()  # type: ignore[arg-type]
+        yield path
         path.close()
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
+@pytest.fixture(
+    params=[
+        (frame(Kind.HEAD, shard.encode_read_head([None])), 0),
+        (frame(Kind.HEAD, shard.encode_read_head([None] * 3)), 0),
+        (frame(Kind.TAIL, shard.encode_write_tail([Written.COMMITTED] * 2)), 0),
+        (b"nonsense", 0),
+        (HEAD_OF_TWO + b"nonsense", 0),
+        (HEAD_OF_TWO + piece(2, 0), 0),
+        (HEAD_OF_TWO + piece(0, 1), 0),
+        (HEAD_OF_TWO + piece(0, 0) + piece(0, 0), 1),
+        (HEAD_OF_TWO + piece(0, 0, layers=3), 0),
+        (HEAD_OF_TWO + piece(1, 0, layers=2) + piece(1, 2), 2),
+        (HEAD_OF_TWO + claiming(2**40), 0),
+        (frame(Kind.HEAD, shard.encode_read_head([None, Miss(MissReason.EVICTED)])) + piece(1, 0), 0),
+    ]
+)
+def bad_load_answer(request: pytest.FixtureRequest) -> Iterator[tuple[TcpPages, int]]:
+    answer, layers_before = request.param
+    with client_of(answer) as path:
+        yield path, layers_before
+
+
+@pytest.fixture(
+    params=[
         frame(Kind.HEAD, shard.encode_write_head([None])),
         frame(Kind.HEAD, shard.encode_write_head([None] * 3)),
         frame(Kind.HEAD, shard.encode_write_head([None] * 2)) + frame(Kind.TAIL, shard.encode_write_tail([])),
         frame(Kind.HEAD, shard.encode_write_head([None] * 2)) * 2,
         frame(Kind.TAIL, shard.encode_write_tail([Written.COMMITTED] * 2)),
         b"nonsense",
-    ],
+    ]
 )
-def test_a_shard_that_answers_a_store_wrongly_is_a_protocol_error(answer: bytes) -> None:
-    content = unserved(2, 3, 8)
-    request = content.write_request()
-    with answering(lambda peer: peer.sendall(WELCOME + answer)) as address:
-        path = TcpPages(address, None)
-        with pytest.raises(ProtocolError):
-            path.write(request, ContentSource(content, request), soon())
-        path.close()
+def bad_store_answer(request: pytest.FixtureRequest) -> Iterator[TcpPages]:
+    with client_of(request.param) as path:
+        yield path
 
 
-def test_a_refusal_is_heard_wherever_it_comes() -> None:
+@pytest.fixture
+def refusing() -> Iterator[tuple[TcpPages, Refused]]:
     refused = Refused(RefusedKind.LIMIT, "too much")
-    content = unserved(1, 1, 8)
-    request = content.write_request()
-    with answering(lambda p: p.sendall(WELCOME + frame(Kind.REFUSED, streams.encode_refused(refused)))) as address:
+    with client_of(frame(Kind.REFUSED, streams.encode_refused(refused))) as path:
+        yield path, refused
+
+
+@pytest.fixture
+def silent() -> Iterator[TcpPages]:
+    with answering(lambda peer: None) as address:
         path = TcpPages(address, None)
-        with pytest.raises(RefusedByShard) as heard:
-            path.write(request, ContentSource(content, request), soon())
-        assert heard.value.refused == refused
+        yield path
         path.close()
 
 
@@ -413,41 +373,3 @@ def test_a_server_that_cannot_listen_says_where(world: World) -> None:
     port = int(world.served.address.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"cannot listen on {HOST}:{port}"):
         TcpServer(world.host, lambda given: ONE, HOST, port)
-
-
-# ------------------------------------------------------------------------------------- a worker that is killed
-
-
-def begin_a_store(address: str, epoch: str) -> None:
-    """What the worker that is killed runs: of three pages of two layers it sends one and a half."""
-    content = unserved(3, 2, limits.FRAME_BYTES, epoch=int(epoch))
-    path = TcpPages(address, token(ONE))
-    request = content.write_request()
-
-    def then_nothing() -> None:
-        if len(source.sent) == 3:
-            print("half-way", flush=True)
-            threading.Event().wait(BOUND_S)
-
-    source = ContentSource(content, request, then_nothing)
-    path.write(request, source, soon())
-
-
-def test_a_worker_killed_half_way_leaves_nothing_that_could_be_read(world: World) -> None:
-    content = Content.of(world, 3, 2, limits.FRAME_BYTES)
-    transport = world.open()
-    transport.attach(content.spec, soon())
-    script = f"from {__name__} import begin_a_store; begin_a_store({world.served.address!r}, '{world.epoch}')"
-    root = Path(__file__).parents[2]
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root) as worker:
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == "half-way\n"
-        states = world.host.inspect(lambda: [page.state for page in world.host.core.pool.everything()])
-        assert states == [PageState.WRITING] * 3
-        assert load(transport, content) == [MissReason.PENDING] * 3
-        worker.kill()
-    world.wait_until_unleased()
-    assert world.host.core.pool.allocator.used_bytes == 0
-    assert load(transport, content) == [MissReason.EVICTED] * 3
-    store(transport, content)
-    assert load(transport, content) == [None] * 3

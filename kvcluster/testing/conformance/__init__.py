@@ -6,17 +6,21 @@
             with open_world(serve_mine) as world:
                 yield world
 
-`serve_mine(host)` puts the transport before a shard and returns a Served (world.py). The claims: what is stored is what
-is loaded, each page has an outcome of its own, and nobody gets a wrong byte (moving.py); what lies encoded travels so
-(encoded.py); strangers get nothing, and what is flushed is visible (asking.py); whoever stops, for whatever reason,
-leaves nothing behind, and a shard that is gone is told as such (stopping.py). To see values where a claim fails, let
-pytest rewrite its asserts, in a conftest.py: `pytest.register_assert_rewrite("kvcluster.testing.conformance")`.
+`serve_mine(host)` puts the transport before a shard and returns a Served (world.py). The claims: loads return the bytes
+that were stored, each page has an outcome of its own, and no reader gets a wrong byte (moving.py); encoded pages travel
+encoded (encoded.py); other tenants get nothing, and what is flushed is visible (asking.py); a reader or writer that
+stops, for any reason, leaves no lease and no half-written page, and a shard that is gone is reported as lost
+(stopping.py). A transport that is served at an address inherits WireClaims too, or NetworkClaims where its server
+copies the bytes into the arena: what each end does when the other sends nonsense (wire.py). To see values where a claim
+fails, let pytest rewrite its asserts, in a conftest.py:
+`pytest.register_assert_rewrite("kvcluster.testing.conformance")`.
 """
 
 from kvcluster.testing.conformance.asking import AskingClaims
 from kvcluster.testing.conformance.encoded import EncodedClaims
 from kvcluster.testing.conformance.moving import MovingClaims
 from kvcluster.testing.conformance.stopping import StoppingClaims
+from kvcluster.testing.conformance.wire import NetworkClaims, Wire, WireClaims
 from kvcluster.testing.conformance.world import Served, World, open_world
 
 
@@ -24,4 +28,4 @@ class TransportConformance(MovingClaims, EncodedClaims, AskingClaims, StoppingCl
     """Inherit it, and provide the fixture `world`, which is opened anew for each test."""
 
 
-__all__ = ["Served", "TransportConformance", "World", "open_world"]
+__all__ = ["NetworkClaims", "Served", "TransportConformance", "Wire", "WireClaims", "World", "open_world"]

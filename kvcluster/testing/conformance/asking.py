@@ -79,6 +79,14 @@ class AskingClaims:
         outcome = Reading(request, stranger.read(request, sink, soon()), sink).finish()
         assert [miss and miss.reason for miss in outcome] == [MissReason.EVICTED] * 2
 
+    def test_a_refusal_leaves_the_transport_to_the_next_call(self, world: World) -> None:
+        transport, content = world.open(), Content.of(world, 1, 1, 8)
+        for _ in range(2):
+            with pytest.raises(RefusedByShard) as refused:
+                load(transport, content)
+            assert refused.value.refused.kind is RefusedKind.UNKNOWN_NAMESPACE
+        store(transport, content)
+
     def test_another_incarnation_of_the_shard_is_not_taken_for_this_one(self, world: World) -> None:
         content = Content.of(world, 1, 1, 8)
         transport = world.open()

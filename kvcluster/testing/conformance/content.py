@@ -18,7 +18,7 @@ from kvcluster.core.spec import Group, KVSpec, Plane
 from kvcluster.pages import checksum, codec
 from kvcluster.testing.conformance.world import ONE, soon
 from kvcluster.transport.arrivals import read_whole
-from kvcluster.transport.seam import Deadline, Payload, Transport
+from kvcluster.transport.seam import DataPath, Deadline, Payload, Transport
 
 Pieces = Generator[None, None, list[Miss | None]]
 
@@ -250,15 +250,23 @@ def stop_at(number: int) -> Callable[[], None]:
     return call
 
 
+def page_calls(path: DataPath, content: Content, deadline: Callable[[], Deadline] = soon) -> list[Callable[[], object]]:
+    """A load and a store of which nothing is sent, to be made in turn."""
+    reading, writing = content.read_request(), content.write_request()
+    return [
+        lambda: list(path.read(reading, ContentSink(content, reading, stop_at(1)), deadline())),
+        lambda: path.write(writing, ContentSource(content, writing, stop_at(1)), deadline()),
+    ]
+
+
 def every_call(
     transport: Transport, content: Content, deadline: Callable[[], Deadline] = soon
 ) -> list[Callable[[], object]]:
-    """An attach, a load, a store of which nothing is sent, a flush and a report, to be made in turn."""
-    reading, writing = content.read_request(), content.write_request()
+    """An attach, the calls of `page_calls`, a flush and a report, to be made in turn."""
+    request = content.read_request()
     return [
         lambda: transport.attach(content.spec, deadline()),
-        lambda: list(transport.read(reading, ContentSink(content, reading, stop_at(1)), deadline())),
-        lambda: transport.write(writing, ContentSource(content, writing, stop_at(1)), deadline()),
+        *page_calls(transport, content, deadline),
         lambda: transport.flush(deadline()),
-        lambda: transport.suspect(reading.namespace, reading.epoch, content.keys, deadline()),
+        lambda: transport.suspect(request.namespace, request.epoch, content.keys, deadline()),
     ]
