@@ -52,7 +52,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.reasons import Loss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from tests.core.world import (
+from tests.core.samples import (
     MEMBERSHIP_MS,
     OURS,
     SECOND,

@@ -58,7 +58,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.shard import Shard
 from kvcluster.core.spec import KVSpec
-from tests.core.world import (
+from tests.core.samples import (
     MEMBERSHIP_MS,
     OURS,
     PAGE,

@@ -25,7 +25,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored
 from tests.core.lone_coordinator import LoneCoordinator, Voice
 from tests.core.outsider import Outsider, same, truth
-from tests.core.world import OURS, SPEC, WHOLE, attempt, chain, key, pages, root
+from tests.core.samples import OURS, SPEC, WHOLE, attempt, chain, key, pages, root
 
 CHAIN = chain(6)
 

@@ -15,7 +15,8 @@ from kvcluster.core import evictor, intake, limits
 from kvcluster.core.ids import BlockHash, Tenant
 from kvcluster.core.messages import Need
 from kvcluster.core.spec import Part
-from tests.core.world import HYBRID, LEFT, MS, OURS, RIGHT, SECOND, SPEC, THEIRS, Box, Session, World, chain, whole
+from tests.core.samples import HYBRID, LEFT, MS, OURS, RIGHT, SECOND, SPEC, THEIRS, chain, whole
+from tests.core.world import Box, Session, World
 
 BLOCKS = 6
 SPECS = {"plain": SPEC, "hybrid": HYBRID}

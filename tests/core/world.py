@@ -13,10 +13,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvcluster.config import CoordinatorConfig, ShardConfig
-from kvcluster.core import hashing
-from kvcluster.core.codecs import Codec
 from kvcluster.core.coordinator import Coordinator
-from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, CallId, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import (
     Abort,
@@ -34,13 +32,11 @@ from kvcluster.core.messages import (
     EndTicket,
     Fetch,
     Flush,
-    GoneEvent,
     Inventory,
     Leave,
     LoadGrant,
     Need,
     NewPage,
-    PageEvent,
     PageKey,
     PageSlot,
     Persist,
@@ -70,7 +66,6 @@ from kvcluster.core.messages import (
     StoreGrant,
     Suspect,
     Tick,
-    Tier,
     Tombstone,
     Unpin,
     UnpinBlocks,
@@ -80,123 +75,10 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.pool import PageState
-from kvcluster.core.reasons import Loss
 from kvcluster.core.shard import Shard
-from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
+from kvcluster.core.spec import KVSpec, Part
 from tests.core.outsider import Outsider, same, truth
-
-MS = 1_000_000
-SECOND = 1_000 * MS
-OURS, THEIRS = Tenant("ours"), Tenant("theirs")
-MEMBERSHIP_MS = 5_000
-SUMS = b"sums"
-
-SPEC = KVSpec.uniform(
-    model="m", weights="sha256:1", num_layers=2, num_kv_heads=2, head_dim=4, dtype="float32", block_tokens=2
-)
-"""The plain case. A page is PAGE bytes, and so is an extent here."""
-WHOLE = SPEC.whole(0)
-PAGE = SPEC.page_bytes(0, WHOLE)
-LEFT, RIGHT = Part(0, 2, 0, 1), Part(0, 2, 1, 2)
-"""Half the heads each."""
-
-HYBRID = KVSpec(
-    model="hybrid",
-    weights="sha256:2",
-    block_tokens=2,
-    groups=(
-        Group((0, 2), (Plane("k", 2, 4, "float32"),), PREFIX),
-        Group((1, 3), (Plane("k", 2, 6, "float32"),), window(4)),
-    ),
-)
-"""Two groups with pages of other sizes than SPEC's, one of which needs only the last blocks."""
-
-CODED = KVSpec.uniform(
-    model="m", weights="sha256:1", num_layers=2, num_kv_heads=2, head_dim=8, dtype="float32", block_tokens=2
-)
-"""What codecs make smaller: a page is 512 bytes raw, 192 in q8 and 144 in q4. They leave SPEC's pages as they are."""
-
-MIXED = KVSpec(
-    model="mixed",
-    weights="sha256:3",
-    block_tokens=2,
-    groups=(
-        Group((0, 2), (Plane("k", 2, 8, "float32"),), PREFIX),
-        Group((1, 3), (Plane("k", 2, 6, "float32"),), window(4)),
-    ),
-)
-"""Two groups, of which codecs make only the first any smaller: from 256 bytes to 96 in q8. The second has 192."""
-
-
-def chain(length: int, seed: int = 0, spec: KVSpec = SPEC, tenant: Tenant = OURS) -> tuple[BlockHash, ...]:
-    """The first blocks of the conversation `seed`. All conversations with the same `seed // 2` begin alike."""
-    tokens = [seed // 2, 0, seed, *range(2 * length)][: 2 * length]
-    return tuple(hashing.chain(hashing.root(spec.namespace(tenant)), tokens, 2))
-
-
-def root(spec: KVSpec = SPEC, tenant: Tenant = OURS) -> BlockHash:
-    return hashing.root(spec.namespace(tenant))
-
-
-def key(block: BlockHash, part: Part = WHOLE, group: int = 0) -> PageKey:
-    return PageKey(block, group, part)
-
-
-def holder(number: int) -> Holder:
-    return Holder(number.to_bytes(16, "big"))
-
-
-def attempt(counter: int, worker: int = 0) -> Attempt:
-    return Attempt(holder(worker), counter)
-
-
-def whole(spec: KVSpec = SPEC, accept: Loss = Loss.EXACT) -> Need:
-    return Need(tuple(spec.whole(group) for group in range(len(spec.groups))), accept)
-
-
-def page(
-    block: BlockHash,
-    part: Part = WHOLE,
-    *,
-    parent: BlockHash | None = None,
-    depth: int = 0,
-    loss: Loss | None = None,
-    tier: Tier = Tier.DEVICE,
-    codec: Codec = Codec.RAW,
-    spec: KVSpec = SPEC,
-) -> PageEvent:
-    """What a shard tells of a page of SPEC that became READY. It has lost what its codec loses, where not said."""
-    told = codec.loss if loss is None else loss
-    return PageEvent(spec.namespace(OURS), key(block, part), parent or root(), depth, tier, told, codec)
-
-
-def pages(
-    hashes: Sequence[BlockHash],
-    part: Part = WHOLE,
-    *,
-    tier: Tier = Tier.DEVICE,
-    codec: Codec = Codec.RAW,
-    loss: Loss | None = None,
-    spec: KVSpec = SPEC,
-) -> list[PageEvent]:
-    """A chain of them, from its first block on."""
-    parents = (root(), *hashes)
-    return [
-        page(block, part, parent=parents[depth], depth=depth, tier=tier, codec=codec, loss=loss, spec=spec)
-        for depth, block in enumerate(hashes)
-    ]
-
-
-def gone(
-    block: BlockHash,
-    part: Part = WHOLE,
-    *,
-    corrupt: bool = False,
-    tier: Tier = Tier.DEVICE,
-    spec: KVSpec = SPEC,
-) -> GoneEvent:
-    return GoneEvent(spec.namespace(OURS), key(block, part), corrupt, tier)
-
+from tests.core.samples import HYBRID, LEFT, MS, PAGE, RIGHT, SECOND, SPEC, SUMS, holder, root
 
 Content = tuple[NamespaceId, PageKey] | Attempt
 """What a piece of memory holds: a page's right bytes, or what a writer has put there so far."""
