@@ -27,9 +27,9 @@ from kvcluster.core.uplink import Uplink
 from kvcluster.core.withdrawal import Withdrawal
 from kvcluster.errors import CallerError
 from kvcluster.pages import checksum
+from kvcluster.testing.core_process import CoreProcess
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
 from kvcluster.testing.sim.disk import Disk
-from kvcluster.testing.sim.driver import CoreProcess
 from kvcluster.testing.sim.shard import ShardProcess
 
 Patch = tuple[Any, str, Any]

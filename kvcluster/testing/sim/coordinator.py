@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import Epoch, ShardId
-from kvcluster.core.messages import Effect, KeepSettings, Leave, Persist, Purge, Purged, Reply
-from kvcluster.testing.sim.driver import CoreProcess
-from kvcluster.testing.sim.kernel import Clock
+from kvcluster.core.messages import Answer, Effect, KeepSettings, Leave, Persist, Purge, Purged
+from kvcluster.testing.kernel import Clock
+from kvcluster.testing.sim.driver import SimulatedCore
 
 if TYPE_CHECKING:
     from kvcluster.testing.sim.world import World
 
 
-class CoordinatorProcess(CoreProcess):
+class CoordinatorProcess(SimulatedCore):
     """One coordinator incarnation. `heard` is when, by its own clock, it last heard of each shard incarnation."""
 
     core: Coordinator
@@ -33,11 +33,11 @@ class CoordinatorProcess(CoreProcess):
         self.core = core
         self.heard: dict[tuple[ShardId, Epoch], int] = {}
 
-    def stepped(self, message: object, effects: list[Effect], now: int) -> None:
+    def judge(self, message: object, effects: list[Effect], now: int) -> None:
         self.world.oracle.coordinator_stepped(self, message, effects, now)
 
-    def answering(self, message: object, reply: Reply) -> None:
-        if isinstance(message, Purge) and isinstance(reply, Purged):
+    def answering(self, message: object, answer: Answer) -> None:
+        if isinstance(message, Purge) and isinstance(answer.reply, Purged):
             self.world.oracle.purged(message)
 
     def perform(self, effect: Effect) -> None:

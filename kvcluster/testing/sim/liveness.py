@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import PageKey, Tier
+from kvcluster.testing.kernel import MS, SECOND, TIMED_OUT, Script
 from kvcluster.testing.sim import content
-from kvcluster.testing.sim.kernel import MS, SECOND, TIMED_OUT, Script
 from kvcluster.testing.sim.promises import Violation, hold
 
 if TYPE_CHECKING:

@@ -51,8 +51,8 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.pool import PageState
 from kvcluster.core.reasons import Loss
+from kvcluster.testing.kernel import MS
 from kvcluster.testing.sim import content
-from kvcluster.testing.sim.kernel import MS
 from kvcluster.testing.sim.memory import UNIT_BYTES
 from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import Layer

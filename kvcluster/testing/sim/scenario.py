@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from kvcluster.config import Config, CoordinatorConfig, ShardConfig
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
-from kvcluster.testing.sim.kernel import MS, SECOND
+from kvcluster.testing.kernel import MS, SECOND
 from kvcluster.testing.sim.memory import UNIT_BYTES
 
 DRIFT_PPM = 10_000

@@ -42,9 +42,9 @@ from kvcluster.core.placement import run_start
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import Part
 from kvcluster.pages import checksum
+from kvcluster.testing.kernel import MS, Clock, Process, Promise, Script
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.content import Model
-from kvcluster.testing.sim.kernel import MS, Clock, Process, Promise, Script
 from kvcluster.testing.sim.memory import flipped
 from kvcluster.testing.sim.network import BROKEN, Line
 from kvcluster.testing.sim.sessions import FINISHED, Layer, Transfer

@@ -27,9 +27,9 @@ from kvcluster.core.messages import (
     UnpinBlocks,
 )
 from kvcluster.core.reasons import Loss
+from kvcluster.testing.kernel import MS, Script
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.content import Model
-from kvcluster.testing.sim.kernel import MS, Script
 
 if TYPE_CHECKING:
     from kvcluster.core.ids import BlockHash

@@ -15,13 +15,13 @@ from kvcluster.core.ids import Epoch, Holder, ShardId
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import Tombstone
 from kvcluster.core.reasons import Loss
+from kvcluster.testing.kernel import MS, SECOND, Clock, Kernel, Process
 from kvcluster.testing.sim import content, scenario, workload
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
 from kvcluster.testing.sim.disk import Disk
 from kvcluster.testing.sim.faults import Faults
 from kvcluster.testing.sim.journal import Journal
-from kvcluster.testing.sim.kernel import MS, SECOND, Clock, Kernel, Process
 from kvcluster.testing.sim.liveness import come_to_rest
 from kvcluster.testing.sim.network import Network
 from kvcluster.testing.sim.oracle import Oracle
