@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from kvcluster.core.ids import CallId
 from kvcluster.core.messages import Answer, Effect, Reply
 
+Answered = Callable[[Reply], None]
 Build = Callable[[CallId], Any]
 """Makes a message of the call id that it is given."""
 
@@ -37,7 +38,7 @@ class CoreStepper:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._calls = 0
-        self._callers: dict[CallId, Callable[[Reply], None]] = {}
+        self._callers: dict[CallId, Answered] = {}
 
     # -------------------------------------------------------------------------------- what a subclass adds
 
@@ -57,11 +58,11 @@ class CoreStepper:
 
     # ------------------------------------------------------------------------------------------- stepping
 
-    def submit(self, build: Build, answered: Callable[[Reply], None] = lambda reply: None) -> CallId:
+    def submit(self, build: Build, answered: Answered | None = None) -> CallId:
         """Steps the message that `build` makes. `answered` gets the reply, in this step or in a later one."""
         self._calls += 1
         call = CallId(self._calls)
-        self._callers[call] = answered
+        self._callers[call] = answered or _ignore
         self.step(build(call))
         return call
 
@@ -73,7 +74,13 @@ class CoreStepper:
         return replies[0]
 
     def step(self, message: Any) -> list[Effect]:
-        """Steps a message and performs its effects in order. Returns the effects."""
+        """Steps a message and performs its effects in order. Returns the effects.
+
+        A question may be stepped with a call id of the caller's own, who then finds the answer among the effects.
+        """
+        call = getattr(message, "call", None)
+        if call is not None:
+            self._callers.setdefault(call, _ignore)
         now = self.read_clock()
         effects = self._core.step(message, now)
         self.stepped(message, effects, now)
@@ -90,3 +97,7 @@ class CoreStepper:
     def unanswered(self) -> int:
         """How many questions wait for an answer."""
         return len(self._callers)
+
+
+def _ignore(reply: Reply) -> None:
+    """Nothing follows from this answer."""
