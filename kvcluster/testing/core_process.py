@@ -68,7 +68,7 @@ class CoreProcess(CoreStepper, Process):
                 act(*arguments)
 
     def _set_timer(self) -> None:
-        deadline = self._core.next_deadline()
+        deadline = self.core.next_deadline()
         if deadline is None:
             return
         when = max(self.clock.when(deadline), self.kernel.now + self._spin_ns)
@@ -80,7 +80,7 @@ class CoreProcess(CoreStepper, Process):
         if when != self._wakes_at:
             return  # an earlier deadline came up, and the timer was set anew
         self._wakes_at = None
-        deadline = self._core.next_deadline()
+        deadline = self.core.next_deadline()
         if deadline is not None and deadline <= self.now():
             self.step(Tick())
         else:

@@ -36,7 +36,7 @@ class CoreStepper:
     """False stops a step between two effects. A process that an effect kills performs no further effect."""
 
     def __init__(self, core: Core) -> None:
-        self._core = core
+        self.core = core
         self._calls = 0
         self._callers: dict[CallId, Answered] = {}
 
@@ -82,7 +82,7 @@ class CoreStepper:
         if call is not None:
             self._callers.setdefault(call, _ignore)
         now = self.read_clock()
-        effects = self._core.step(message, now)
+        effects = self.core.step(message, now)
         self.stepped(message, effects, now)
         for effect in effects:
             if not self.running:

@@ -173,7 +173,6 @@ class LoneCoordinator(CoreStepper):
             announces=announces,
         )
         super().__init__(core)
-        self.core = core
         self.listeners: list[Callable[[list[Effect]], object]] = []
         self.spec = spec
         self.space = spec.namespace(OURS)

@@ -117,7 +117,6 @@ class LoneShard(CoreStepper):
             found=found,
         )
         super().__init__(core)
-        self.core = core
         self.spec = spec
         self.space = spec.namespace(OURS)
         self.sent: Report | Inventory | None = None

@@ -332,7 +332,7 @@ def judged_after_a_stall() -> list[Patch]:
     original = CoreProcess.catch_up
 
     def catch_up(self: CoreProcess) -> None:
-        deadline = self._core.next_deadline()
+        deadline = self.core.next_deadline()
         if deadline is not None and deadline <= self.now():
             self.step(Tick())
         original(self)

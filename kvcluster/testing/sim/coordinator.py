@@ -30,7 +30,6 @@ class CoordinatorProcess(SimulatedCore):
             tombstones=world.kept,
         )
         super().__init__(world, f"c{number}", node, clock, core)
-        self.core = core
         self.heard: dict[tuple[ShardId, Epoch], int] = {}
 
     def judge(self, message: object, effects: list[Effect], now: int) -> None:

@@ -87,7 +87,6 @@ class ShardProcess(SimulatedCore):
             found=found,
         )
         super().__init__(world, str(shard), node, clock, core)
-        self.core = core
         self.shard = shard
         self.memory = Memory(core.pool.arena_bytes)
         self.sessions: dict[Attempt, Session] = {}
