@@ -11,8 +11,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from kvcluster.core.announcer import Announcer
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory
+from kvcluster.core.eviction import Verdict
+from kvcluster.core.evictor import Evictor
 from kvcluster.core.intake import Intake
 from kvcluster.core.leases import LeaseBook
 from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, Persist, PinGrant, Tick
@@ -365,3 +368,65 @@ def purged_writers_go_on() -> list[Patch]:
 def drained_too_early() -> list[Patch]:
     """A draining shard is let go before anybody has fetched what it alone holds."""
     return [(Replicator, "drained", lambda self, member: True)]
+
+
+@planted
+def evicts_what_is_promised() -> list[Patch]:
+    """An order takes blocks that are held for a load, or that an operator has pinned."""
+    original = Evictor._verdict
+
+    def verdict(self: Evictor, *arguments: Any) -> Verdict:
+        found = original(self, *arguments)
+        return Verdict.TAKE if found is Verdict.SPARE else found
+
+    return [(Evictor, "_verdict", verdict)]
+
+
+@planted
+def swept_in_part() -> list[Patch]:
+    """Of the records of a lost shard, those that one step has no time for are never swept."""
+    original = Intake.sweep_some
+
+    def sweep_some(self: Intake, now: int) -> None:
+        original(self, now)
+        self._sweep.clear()
+
+    return [(Intake, "sweep_some", sweep_some)]
+
+
+# ------------------------------------------------------------------------------------------- KV events
+
+
+@planted
+def removal_not_told() -> list[Patch]:
+    """Outsiders are told what is stored in a tier, and not what is gone from it."""
+    original = Announcer.changed
+
+    def changed(self: Announcer, space: Any, record: Any, before: int) -> None:
+        if record.tiers & ~before:
+            original(self, space, record, before & record.tiers)
+
+    return [(Announcer, "changed", changed)]
+
+
+@planted
+def retold_in_part() -> list[Patch]:
+    """A coordinator that tells all blocks again forgets the rest after its first step."""
+    original = Announcer.tell_some
+
+    def tell_some(self: Announcer) -> None:
+        original(self)
+        self._retelling.clear()
+
+    return [(Announcer, "tell_some", tell_some)]
+
+
+@planted
+def tokens_of_another() -> list[Patch]:
+    """Outsiders are told the token ids of the first block of a store for all of its blocks."""
+    original = Announcer.remember
+
+    def remember(self: Announcer, hashes: Any, tokens: Any, block_tokens: int) -> None:
+        original(self, hashes, tuple(tokens[:block_tokens]) * len(hashes), block_tokens)
+
+    return [(Announcer, "remember", remember)]

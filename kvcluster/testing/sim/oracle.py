@@ -53,6 +53,7 @@ from kvcluster.core.pool import PageState
 from kvcluster.core.reasons import Loss
 from kvcluster.testing.kernel import MS
 from kvcluster.testing.sim import content
+from kvcluster.testing.sim.evictions import judge_order
 from kvcluster.testing.sim.memory import UNIT_BYTES
 from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import Layer
@@ -74,6 +75,7 @@ class Oracle:
         self._purged_at: dict[NamespaceId, int] = {}
         self._placed: dict[Name, dict[str, int]] = {}  # where each page was committed last, and when
         self._drain_until: dict[tuple[str, ShardAddress], int] = {}  # by the coordinator that lets it go
+        self._orders: dict[tuple[str, ShardAddress], int] = {}  # the number of the last order to each shard
         self._others_had: dict[tuple[str, ShardAddress], dict[Name, None]] = {}  # when that began
         self._of_shard: dict[type, Callable[[ShardProcess, Any, list[Effect]], None]] = {
             Pin: self._pin,
@@ -182,9 +184,12 @@ class Oracle:
         reply = effects[0].reply if isinstance(effects[0], Answer) else None
         assert isinstance(reply, CommitGrant)
         committed = [index for index, fate in zip(m.indices, reply.pages, strict=True) if fate is Written.COMMITTED]
+        session = shard.sessions.get(m.attempt)
+        may = session is not None and not session.revoked and shard.core.member(shard.now())
+        hold(not may or len(committed) == len(m.indices), "what is written under a lease that runs is not committed")
         if not committed:
             return
-        session = shard.sessions[m.attempt]
+        assert session is not None
         assert session.namespace is not None
         self._may_grant(shard, shard.now())
         hold(not session.revoked, "a lease that was revoked is committed")
@@ -268,6 +273,13 @@ class Oracle:
         """What a shard holds is what was committed and not taken back by an order or a verdict."""
         ready = {(page.space, page.key, page.tier) for page in shard.core.pool.ready()}
         hold(ready == shard.ready.keys(), f"{shard.name} holds pages that were not committed, or lost some by itself")
+        for page in shard.core.pool.ready():
+            slot = page.slot()
+            right = shard.is_rotten(slot) or shard.bytes_of(slot) == self._right(page.space, slot)
+            hold(right, f"{shard.name} holds wrong bytes of {page.key.hash.hex()[:6]}")
+
+    def _right(self, space: NamespaceId, slot: PageSlot) -> bytes:
+        return content.content(space, slot.key, slot.codec, slot.loss).data
 
     def _vanished(self, shard: ShardProcess) -> list[Place]:
         on = shard.core.pool.on
@@ -291,6 +303,7 @@ class Oracle:
         c.heard[m.info.shard, m.info.epoch] = now
         ordered = reply.order is not None or reply.move is not None or reply.pull is not None
         hold(not (ordered and c.core.rebuilding), "a coordinator that rebuilds gives orders")
+        self._order_given(c, m.info, reply, now)
         if reply.leave is Farewell.DRAINED:
             self._drained(c, m.info, now)
         elif m.info.draining:
@@ -299,9 +312,18 @@ class Oracle:
                 self._drain_until[c.name, member.address] = member.drain_until
                 self._others_had.setdefault((c.name, member.address), self._had_by_others(member.info.shard))
 
+    def _order_given(self, c: CoordinatorProcess, info: ShardInfo, ack: ReportAck, now: int) -> None:
+        member = c.core.members.get(info.shard)
+        if ack.order is not None and member is not None:
+            given = c.name, member.address
+            if ack.order.number > self._orders.get(given, 0):  # else it is repeated
+                self._orders[given] = ack.order.number
+                judge_order(c.core, member, ack.order, now)
+
     def _load_prepared(self, c: CoordinatorProcess, m: PrepareLoad, reply: object, now: int) -> None:
         if isinstance(reply, LoadGrant):
             hold((reply.miss is None) == (reply.blocks == len(m.hashes)), "a miss says why not one more")
+            hold(sum(run.count for run in reply.runs) == reply.blocks, "a grant says where each block lies, once")
             self._names_members(c, m.namespace, m.hashes, [(run.count, run.plan) for run in reply.runs])
 
     def _explained(self, c: CoordinatorProcess, m: Explain, reply: object, now: int) -> None:
@@ -310,6 +332,7 @@ class Oracle:
 
     def _store_prepared(self, c: CoordinatorProcess, m: PrepareStore, reply: object, now: int) -> None:
         if isinstance(reply, StoreGrant):
+            hold(sum(run.count for run in reply.runs) == len(m.hashes), "a grant decides on each block, once")
             for run in reply.runs:
                 if run.decision is Decision.WRITE:
                     hold(not c.core.rebuilding, "a coordinator that rebuilds grants a store")

@@ -53,7 +53,8 @@ class World:
     def __init__(self, seed: int, *, whole_journal: bool = False) -> None:
         self.seed = seed
         self.rng = rng = random.Random(seed)
-        self.scenario = drawn = scenario.draw(rng)
+        self.later = random.Random(f"{seed}, drawn later")
+        self.scenario = drawn = scenario.draw(rng, self.later)
         self.kernel = Kernel()
         self.journal = Journal(whole=whole_journal)
         self.faults: Counter[str] = Counter()
@@ -102,6 +103,8 @@ class World:
         for coordinator in self.coordinators:
             if not coordinator.dead:
                 check_coordinator(coordinator.core)
+                if self.scenario.announces:
+                    coordinator.listener.judge(coordinator.core)
         for shard in self.incarnations.values():
             if not shard.dead:
                 check_shard(shard.core)
@@ -172,6 +175,7 @@ class World:
         self.kill(process)
         if for_good:
             assert isinstance(process, ShardProcess)
+            hold(process.shard in self.told_to_go, f"{process.name} goes for good, and no operator told it to")
             if process is self.shards[process.shard]:
                 self.names.remove(process.shard)
 
