@@ -1,14 +1,11 @@
-"""A subscriber to the KV events of one coordinator incarnation, as a router or an indexer is one.
+"""A subscriber to the KV events of one coordinator incarnation, and its publisher, which may drop some.
 
-It rebuilds from events alone which blocks lie in which tier. When it has heard everything that its coordinator has to
-say, this picture must equal the coordinator's index. Parents and token ids are judged against the right ones
-(content.py).
+It models what runtime/publishing.py promises. A publisher that drops an event voids its stream: nothing that was told
+of that namespace counts any more, and the coordinator is asked to tell all blocks again (`Retell`). A coordinator that
+starts has a new publisher, so each incarnation has a new listener.
 
-It models what runtime/publishing.py promises. A publisher that drops an event voids the stream: the next batch of that
-namespace begins with AllBlocksCleared, and the coordinator is asked to tell all blocks again (`Retell`). A coordinator
-that starts has a new publisher, so each incarnation has a new listener.
-
-Invariant: while nothing has been lost, no block is stored twice in a tier and no block is removed that was not there.
+Once the coordinator has told everything that it has to tell, the listener's picture must equal the coordinator's index.
+Parents and token ids are judged against the right ones (content.py) as they are told.
 """
 
 from __future__ import annotations
@@ -17,14 +14,11 @@ import random
 from collections.abc import Callable
 
 from kvcluster.core.coordinator import Coordinator
-from kvcluster.core.ids import BlockHash, NamespaceId
-from kvcluster.core.messages import Publish, Tier
-from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream
+from kvcluster.core.messages import Publish
+from kvcluster.core.messages.events import BlocksStored
+from kvcluster.testing.event_picture import EventPicture, indexed
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.promises import hold
-
-Picture = dict[tuple[NamespaceId, Tier], set[BlockHash]]
-"""The blocks in each tier of each namespace. An empty set is left out."""
 
 
 class Listener:
@@ -35,70 +29,32 @@ class Listener:
         self._rng = rng
         self._loss = loss
         self._ask_again = ask_again
-        self._strict = True
-        self._picture: Picture = {}
+        self._picture = EventPicture()
         self.behind = False
-        """Has it lost what no Retell since has told again?"""
+        """Was an event dropped since the last Retell began?"""
 
     def hear(self, told: Publish) -> None:
-        """Takes in what one step of the coordinator has to say of one namespace."""
-        hold(bool(told.events), "nothing is told")
+        """Takes in what one step of the coordinator has to say of one namespace, unless the publisher drops it."""
+        picture = self._picture
         if self._loss and self._rng.random() < self._loss:
-            self._clear(told.stream.namespace)
-            self._strict = False
+            picture.clear(told.stream.namespace)
+            picture.strict = False
             self.behind = True
             self._ask_again()
             return
+        picture.hear(told)
+        model = content.BY_SPACE[told.stream.namespace]
         for event in told.events:
-            if isinstance(event, AllBlocksCleared):
-                self._clear(told.stream.namespace)
-            elif isinstance(event, BlocksStored):
-                self._stored(told.stream, event)
-            else:
-                self._removed(told.stream, event)
+            for block in event.hashes if isinstance(event, BlocksStored) else ():
+                parent, tokens = content.origin(model, block)
+                hold(picture.parents[block] == parent, "a block is told with another parent than its own")
+                hold(picture.tokens.get(block, tokens) == tokens, "a block is told with token ids of another")
 
     def retelling(self) -> None:
-        """From now on the coordinator tells all blocks again: what was lost before is made good when it has ended."""
-        self._strict = False
+        """The coordinator begins to tell all blocks again, which makes good what was dropped before."""
         self.behind = False
 
     def judge(self, coordinator: Coordinator) -> None:
         """Raises Violation where the picture is not what the index says, once the coordinator has told everything."""
         if not self.behind and not coordinator.retelling:
-            hold(self._picture == indexed(coordinator), "a listener that heard every KV event has another picture")
-
-    def _clear(self, space: NamespaceId) -> None:
-        for tier in Tier:
-            self._picture.pop((space, tier), None)
-
-    def _stored(self, stream: EventStream, event: BlocksStored) -> None:
-        known = self._picture.setdefault((stream.namespace, event.tier), set())
-        model = content.BY_SPACE[stream.namespace]
-        hold(not (self._strict and known.intersection(event.hashes)), "a block is told twice")
-        hold(len(event.tokens) in (0, len(event.hashes) * stream.block_tokens), "token ids of some blocks are told")
-        parent = event.parent
-        for at, block in enumerate(event.hashes):
-            right_parent, right_tokens = content.origin(model, block)
-            tokens = event.tokens[at * stream.block_tokens : (at + 1) * stream.block_tokens]
-            hold(parent == right_parent, "a block is told with another parent than its own")
-            hold(tokens in ((), right_tokens), "a block is told with token ids of another")
-            parent = block
-        known.update(event.hashes)
-
-    def _removed(self, stream: EventStream, event: BlocksRemoved) -> None:
-        place = stream.namespace, event.tier
-        known = self._picture.setdefault(place, set())
-        hold(known.issuperset(event.hashes) or not self._strict, "a block is removed that was not there")
-        known.difference_update(event.hashes)
-        if not known:
-            del self._picture[place]
-
-
-def indexed(coordinator: Coordinator) -> Picture:
-    """What the index says, with copies on lost shards until they are swept."""
-    picture: Picture = {}
-    for space in coordinator.directory:
-        for record in space.index:
-            for copy in record.copies.entries:
-                picture.setdefault((space.id, copy.tier), set()).add(record.hash)
-    return picture
+            hold(self._picture.blocks == indexed(coordinator), "who heard every KV event has another picture")
