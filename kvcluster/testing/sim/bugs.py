@@ -143,9 +143,10 @@ def condemned_served() -> list[Patch]:
     def pin(self: Shard, m: Any, now: int) -> list[Any]:
         effects = original(self, m, now)
         lease = next((lease for lease in self.leases.all() if lease.attempt == m.attempt), None)
-        if lease is None:
+        answer = effects[0]  # unless it waits for pages that are read from disk
+        if lease is None or not isinstance(answer, Answer) or not isinstance(answer.reply, PinGrant):
             return effects
-        pages = list(effects[0].reply.pages)
+        pages = list(answer.reply.pages)
         for at, key in enumerate(m.keys):
             for page in self.pool.everything():
                 if lease.pages[at] is None and page.state is PageState.CONDEMNED and page.key == key:
@@ -226,7 +227,11 @@ def wrong_page_served() -> list[Patch]:
 def loss_not_asked() -> list[Patch]:
     """A reader who accepts no loss gets what has been demoted since it was promised to him."""
     original = PagePool.find
-    return [(PagePool, "find", lambda self, space, key, accept: original(self, space, key, Loss.Q4))]
+
+    def find(self: PagePool, space: Any, key: Any, accept: Loss, *, encoded: bool = False) -> Any:
+        return original(self, space, key, Loss.Q4, encoded=encoded)
+
+    return [(PagePool, "find", find)]
 
 
 @planted

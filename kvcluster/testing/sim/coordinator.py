@@ -42,11 +42,11 @@ class CoordinatorProcess(SimulatedCore):
         self.listener = Listener(world.later, world.scenario.event_loss, self._ask_again)
 
     def judge(self, message: object, effects: list[Effect], now: int) -> None:
-        self.world.oracle.coordinator_stepped(self, message, effects, now)
+        self.world.coordinator_oracle.stepped(self, message, effects, now)
 
     def answering(self, message: object, answer: Answer) -> None:
         if isinstance(message, Purge) and isinstance(answer.reply, Purged):
-            self.world.oracle.purged(message)
+            self.world.coordinator_oracle.purged(message)
 
     def perform(self, effect: Effect) -> None:
         match effect:

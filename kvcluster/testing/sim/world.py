@@ -19,6 +19,7 @@ from kvcluster.testing.kernel import MS, SECOND, Clock, Kernel, Process
 from kvcluster.testing.sim import content, scenario, workload
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
+from kvcluster.testing.sim.coordinator_oracle import CoordinatorOracle
 from kvcluster.testing.sim.disk import Disk
 from kvcluster.testing.sim.faults import Faults
 from kvcluster.testing.sim.journal import Journal
@@ -77,6 +78,7 @@ class World:
         self.disks: dict[tuple[ShardId, int], Disk] = {}  # by shard and node
         self.names = [ShardId(f"s{number}") for number in range(drawn.config.shards)]
         self.oracle = Oracle(self)
+        self.coordinator_oracle = CoordinatorOracle(self, self.oracle.placed)
         self._bound: dict[int, CoordinatorProcess] = {}
         self.coordinators: list[CoordinatorProcess] = []
         self.incarnations: dict[tuple[ShardId, Epoch], ShardProcess] = {}

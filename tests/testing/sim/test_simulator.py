@@ -32,6 +32,8 @@ def test_a_planted_bug_is_found_within_500_seeds(bug: str) -> None:
     first = HINTS.get(bug, 0)
     tally = runner.run([first, *range(500)], bug)
     assert tally.failures, f"{bug} was not found: {bugs.BUGS[bug].__doc__}"
+    error = tally.failures[0].error
+    assert error.startswith(("Violation: ", "AssertionError: ")), f"the bug itself fails, and no judge sees it: {error}"
     without = runner.run([tally.failures[0].seed])
     assert not without.failures, "the seed fails without the bug: what was found is not what was planted"
 
