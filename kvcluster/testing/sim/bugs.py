@@ -14,8 +14,9 @@ from typing import Any
 from kvcluster.core.announcer import Announcer
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory
-from kvcluster.core.eviction import Verdict
+from kvcluster.core.eviction import LRU, LRU_DEPTH_BITS, Verdict
 from kvcluster.core.evictor import Evictor
+from kvcluster.core.grants import Grants
 from kvcluster.core.intake import Intake
 from kvcluster.core.leases import LeaseBook
 from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, Persist, PinGrant, Tick
@@ -385,6 +386,24 @@ def evicts_what_is_promised() -> list[Patch]:
         return Verdict.TAKE if found is Verdict.SPARE else found
 
     return [(Evictor, "_verdict", verdict)]
+
+
+@planted
+def roots_go_first() -> list[Patch]:
+    """Of blocks that are equally cold, those at the beginning of a conversation are evicted before its end."""
+    return [(LRU, "score", lambda self, *, stamp, depth: stamp << LRU_DEPTH_BITS | depth)]
+
+
+@planted
+def answered_anew() -> list[Patch]:
+    """A prepare that is repeated, since its answer was lost, is answered as if it were another one."""
+
+    def forget(self: Grants, attempt: Any, space: Any, kind: Any) -> None:
+        ticket = self._state.tickets.end(attempt)
+        if ticket is not None:
+            self._release(ticket)
+
+    return [(Grants, "_answered_before", forget)]
 
 
 @planted

@@ -56,7 +56,7 @@ class CoordinatorProcess(SimulatedCore):
                 else:  # its volume is where its successor runs: it cannot do what it must, and ends
                     self.world.kill(self)
             case Publish():
-                self.listener.hear(effect)
+                self.world.count("event", "heard" if self.listener.hear(effect) else "dropped")
             case KeepSettings():
                 pass  # nobody sets any here
             case Leave():

@@ -33,15 +33,15 @@ class Listener:
         self.behind = False
         """Was an event dropped since the last Retell began?"""
 
-    def hear(self, told: Publish) -> None:
-        """Takes in what one step of the coordinator has to say of one namespace, unless the publisher drops it."""
+    def hear(self, told: Publish) -> bool:
+        """Takes in what one step of the coordinator has to say of one namespace. False where the publisher drops it."""
         picture = self._picture
         if self._loss and self._rng.random() < self._loss:
             picture.clear(told.stream.namespace)
             picture.strict = False
             self.behind = True
             self._ask_again()
-            return
+            return False
         picture.hear(told)
         model = content.BY_SPACE[told.stream.namespace]
         for event in told.events:
@@ -49,6 +49,7 @@ class Listener:
                 parent, tokens = content.origin(model, block)
                 hold(picture.parents[block] == parent, "a block is told with another parent than its own")
                 hold(picture.tokens.get(block, tokens) == tokens, "a block is told with token ids of another")
+        return True
 
     def retelling(self) -> None:
         """The coordinator begins to tell all blocks again, which makes good what was dropped before."""

@@ -53,6 +53,9 @@ def test_seeds_are_clean_and_have_seen_trouble() -> None:
         "drain: begun",
         "stage: read",
         "stage: corrupt",
+        "load: part",
+        "event: heard",
+        "event: dropped",
     ):
         assert tally.operations[outcome], f"nobody ever saw {outcome}"
 
