@@ -144,7 +144,7 @@ def condemned_served() -> list[Patch]:
     def pin(self: Shard, m: Any, now: int) -> list[Any]:
         effects = original(self, m, now)
         lease = next((lease for lease in self.leases.all() if lease.attempt == m.attempt), None)
-        answer = effects[0]  # unless it waits for pages that are read from disk
+        answer = effects[0] if effects else None  # it may wait for pages that are read from disk
         if lease is None or not isinstance(answer, Answer) or not isinstance(answer.reply, PinGrant):
             return effects
         pages = list(answer.reply.pages)

@@ -15,13 +15,16 @@ from kvcluster.testing.sim.world import World
 HINTS = {
     "no-drift-margin": 112,
     "late-commit": 148,
+    "encoded-twice": 47,
+    "condemned-served": 70,
     "moved-unverified": 53,
     "disk-unverified": 62,
-    "purge-kept-before-done": 62,
+    "purge-kept-before-done": 95,
     "stale-inventory": 306,
-    "purge-not-on-disk": 94,
+    "purge-not-on-disk": 115,
     "purged-writers-go-on": 268,
     "drained-too-early": 50,
+    "answered-anew": 50,
 }
 """Where a bug was found last: looked at first, so that the search is short as long as nothing has changed."""
 
