@@ -5,7 +5,7 @@ benchmark, and the unit tests' lone shard and lone coordinator. It knows neither
 tells the time, performs the effects that are not answers, and may look at each step.
 
 Invariant: a question is answered at most once, and `unanswered` counts those that still wait. A second answer, or one
-to a question that was never asked, raises KeyError.
+to a question that was never asked, raises AssertionError.
 """
 
 from __future__ import annotations
@@ -76,11 +76,9 @@ class CoreStepper:
     def step(self, message: Any) -> list[Effect]:
         """Steps a message and performs its effects in order. Returns the effects.
 
-        A question may be stepped with a call id of the caller's own, who then finds the answer among the effects.
+        A question that is answered at once may be stepped with a call id of the caller's own, who then finds the answer
+        among the effects.
         """
-        call = getattr(message, "call", None)
-        if call is not None:
-            self._callers.setdefault(call, _ignore)
         now = self.read_clock()
         effects = self.core.step(message, now)
         self.stepped(message, effects, now)
@@ -89,7 +87,10 @@ class CoreStepper:
                 break
             if isinstance(effect, Answer):
                 self.answering(message, effect)
-                self._callers.pop(effect.call)(effect.reply)
+                answered = self._callers.pop(effect.call, None)
+                assert answered is not None or effect.call == getattr(message, "call", None), "it answers no question"
+                if answered is not None:
+                    answered(effect.reply)
             else:
                 self.perform(effect)
         return effects

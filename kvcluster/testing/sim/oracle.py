@@ -245,13 +245,10 @@ class Oracle:
         """What a shard holds is what was committed and not taken back by an order or a verdict."""
         ready = {(page.space, page.key, page.tier) for page in shard.core.pool.ready()}
         hold(ready == shard.ready.keys(), f"{shard.name} holds pages that were not committed, or lost some by itself")
-        for page in shard.core.pool.ready():
-            slot = page.slot()
-            right = shard.is_rotten(slot) or shard.bytes_of(slot) == self._right(page.space, slot)
-            hold(right, f"{shard.name} holds wrong bytes of {page.key.hash.hex()[:6]}")
-
-    def _right(self, space: NamespaceId, slot: PageSlot) -> bytes:
-        return content.content(space, slot.key, slot.codec, slot.loss).data
+        for (space, key, tier), (slot, _) in shard.ready.items():
+            data = shard.bytes_of(slot) if tier is Tier.DISK else shard.memory.view(slot)
+            if data != content.content(space, key, slot.codec, slot.loss).data:
+                hold(shard.is_rotten(slot), f"{shard.name} holds wrong bytes of {key.hash.hex()[:6]}")
 
     def _vanished(self, shard: ShardProcess) -> list[Place]:
         on = shard.core.pool.on
