@@ -146,7 +146,7 @@ class Coordinator:
     def next_deadline(self) -> int | None:
         """When a Tick is due."""
         state = self._state
-        some = self._intake.sweeping or (self._announcer is not None and self._announcer.retelling)
+        some = self._intake.sweeping or self.retelling
         due = (state.members.next_expiry, state.tickets.next_expiry, state.rebuild_until, 0 if some else None)
         return min((at for at in due if at is not None), default=None)
 
@@ -157,6 +157,11 @@ class Coordinator:
     @property
     def rebuilding(self) -> bool:
         return self._state.rebuilding
+
+    @property
+    def retelling(self) -> bool:
+        """Does it tell all blocks again (Retell), and has more to tell?"""
+        return self._announcer is not None and self._announcer.retelling
 
     @property
     def directory(self) -> Directory:

@@ -8,8 +8,8 @@ from kvcluster.cli.apart import kept_apart
 from kvcluster.core.messages import GetNamespaces, Namespaces
 from tests.client.build import SPEC, spec_of
 from tests.core.lone_coordinator import BLOCKS, LoneCoordinator
-from tests.core.world import OURS, THEIRS, pages
-from tests.core.world import SPEC as WORLD_SPEC
+from tests.core.samples import OURS, THEIRS, pages
+from tests.core.samples import SPEC as WORLD_SPEC
 
 LONG = "sha256:" + "a" * 64
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvcluster.cli.bench.specs import llama_8b
 from kvcluster.cli.bench.trace import measuring, reading, table
-from kvcluster.cli.bench.trace.cluster import MS, TENANT, Cluster
+from kvcluster.cli.bench.trace.cluster import TENANT, Cluster
 from kvcluster.cli.main import main
 from kvcluster.config import load
 from kvcluster.core.hashing import foreign
@@ -19,6 +19,7 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import LoadGrant, Tier
 from kvcluster.core.reasons import Loss
+from kvcluster.testing.kernel import MS
 
 SPEC = llama_8b("sha256:trace", 16)
 PAGE = SPEC.page_bytes(0, SPEC.whole(0))

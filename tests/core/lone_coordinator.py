@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -12,7 +11,6 @@ from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.invariants import check_coordinator
 from kvcluster.core.messages import (
-    Answer,
     Attach,
     Attached,
     BlockFate,
@@ -52,7 +50,8 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.reasons import Loss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from tests.core.world import (
+from kvcluster.testing.core_stepper import CoreStepper
+from tests.core.samples import (
     MEMBERSHIP_MS,
     OURS,
     SECOND,
@@ -155,15 +154,17 @@ class Voice:
         self.info = replace(self.info, below=(use._replace(free_bytes=nbytes),))
 
 
-class LoneCoordinator:
-    """A coordinator. The test plays its shards (`voice`) and its workers."""
+class LoneCoordinator(CoreStepper):
+    """A coordinator. The test plays its shards (`voice`) and its workers, and moves `now`."""
+
+    core: Coordinator
 
     def __init__(
         self, *, expected: int, epoch: int = 100, spec: KVSpec = SPEC, announces: bool = False, **config: Any
     ) -> None:
         self.now = 50 * SECOND
         self.config = replace(CoordinatorConfig(), **config)
-        self.core = Coordinator(
+        core = Coordinator(
             Epoch(epoch),
             self.config,
             membership_ttl_ms=MEMBERSHIP_MS,
@@ -171,11 +172,11 @@ class LoneCoordinator:
             now=self.now,
             announces=announces,
         )
+        super().__init__(core)
         self.listeners: list[Callable[[list[Effect]], object]] = []
         self.spec = spec
         self.space = spec.namespace(OURS)
         self.left = False
-        self._calls = itertools.count(1)
 
     @classmethod
     def serving(
@@ -204,20 +205,21 @@ class LoneCoordinator:
     ) -> Voice:
         return Voice(self, shard, epoch, host, capacity_pages, below)
 
-    def step(self, message: CoordinatorMessage) -> list[Effect]:
-        effects = self.core.step(message, self.now)
-        self.left = self.left or any(isinstance(effect, Leave) for effect in effects)
+    def read_clock(self) -> int:
+        return self.now
+
+    def stepped(self, message: CoordinatorMessage, effects: list[Effect], now: int) -> None:
         check_coordinator(self.core)
         for listen in self.listeners:
             listen(effects)
-        return effects
+
+    def perform(self, effect: Effect) -> None:
+        """Keeps whether it has left. Tests read the other effects where `step` returns them."""
+        self.left = self.left or isinstance(effect, Leave)
 
     def ask(self, kind: type[R], build: Callable[[CallId], CoordinatorMessage]) -> R:
         """Every question is answered at once, and once."""
-        call = CallId(next(self._calls))
-        answers = [effect for effect in self.step(build(call)) if isinstance(effect, Answer)]
-        assert [answer.call for answer in answers] == [call]
-        reply = answers[0].reply
+        reply = self.ask_now(build)
         assert isinstance(reply, kind), reply
         return reply
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -58,7 +57,8 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.shard import Shard
 from kvcluster.core.spec import KVSpec
-from tests.core.world import (
+from kvcluster.testing.core_stepper import CoreStepper
+from tests.core.samples import (
     MEMBERSHIP_MS,
     OURS,
     PAGE,
@@ -82,8 +82,10 @@ def acknowledged(message: Report | Inventory, coordinator: Epoch, *, order: Evic
     return ReportAck(coordinator, message.first + len(message.events) - 1, order=order)
 
 
-class LoneShard:
-    """A shard. The test plays its workers, and its coordinator by `answer` and `fail`."""
+class LoneShard(CoreStepper):
+    """A shard. The test plays its workers, and its coordinator by `answer` and `fail`; it moves `now`."""
+
+    core: Shard
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class LoneShard:
         self.now = 10 * SECOND
         self.epoch = Epoch(epoch)
         self.coordinator = Epoch(100)
-        self.core = Shard(
+        core = Shard(
             ShardId("a"),
             self.epoch,
             ShardConfig(
@@ -114,6 +116,7 @@ class LoneShard:
             host="here",
             found=found,
         )
+        super().__init__(core)
         self.spec = spec
         self.space = spec.namespace(OURS)
         self.sent: Report | Inventory | None = None
@@ -124,7 +127,6 @@ class LoneShard:
         self.moving: MovePages | None = None
         self.erased: list[Erase] = []
         self.left = False
-        self._calls = itertools.count(1)
         self.moves = 0
 
     @classmethod
@@ -138,42 +140,44 @@ class LoneShard:
         assert shard.core.member(shard.now)
         return shard
 
+    def read_clock(self) -> int:
+        return self.now
+
     def step(self, message: ShardMessage) -> list[Effect]:
-        effects = self.core.step(message, self.now)
-        for effect in effects:
-            match effect:
-                case Answer(call, reply):
-                    assert call not in self.replies, "answered twice"
-                    self.replies[call] = reply
-                case Send(report):
-                    assert self.sent is None, "two messages under way"
-                    self.sent = report
-                case Revoke(revoked):
-                    self.revoked.append(revoked)
-                case Verify():
-                    assert self.reading is None, "two batches are read"
-                    self.reading = effect
-                case Fetch():
-                    self.fetching.append(effect)
-                case MovePages():
-                    assert self.moving is None, "two batches are moved"
-                    self.moving = effect
-                case Erase():
-                    self.erased.append(effect)
-                case Leave():
-                    self.left = True
+        effects = super().step(message)
         check_shard(self.core)
         return effects
 
+    def answering(self, message: ShardMessage, answer: Answer) -> None:
+        self.replies[answer.call] = answer.reply
+
+    def perform(self, effect: Effect) -> None:
+        match effect:
+            case Send(report):
+                assert self.sent is None, "two messages under way"
+                self.sent = report
+            case Revoke(revoked):
+                self.revoked.append(revoked)
+            case Verify():
+                assert self.reading is None, "two batches are read"
+                self.reading = effect
+            case Fetch():
+                self.fetching.append(effect)
+            case MovePages():
+                assert self.moving is None, "two batches are moved"
+                self.moving = effect
+            case Erase():
+                self.erased.append(effect)
+            case Leave():
+                self.left = True
+
     def call(self, build: Callable[[CallId], ShardMessage]) -> CallId:
-        """Asks what may be answered later."""
-        call = CallId(next(self._calls))
-        self.step(build(call))
-        return call
+        """Asks what may be answered later: `replies` has the answer then."""
+        return self.submit(build)
 
     def ask(self, kind: type[R], build: Callable[[CallId], ShardMessage]) -> R:
         """Asks what is answered at once, by a reply of that kind."""
-        reply = self.replies[self.call(build)]
+        reply = self.ask_now(build)
         assert isinstance(reply, kind)
         return reply
 
@@ -251,7 +255,7 @@ class LoneShard:
     # -------------------------------------------------------------------------------- as its workers
 
     def attach(self, spec: KVSpec = SPEC, tenant: Tenant = OURS) -> Reply:
-        return self.replies[self.call(lambda call: AttachShard(call, tenant, spec))]
+        return self.ask_now(lambda call: AttachShard(call, tenant, spec))
 
     def pin(
         self,
@@ -263,7 +267,7 @@ class LoneShard:
     ) -> Reply:
         keys = tuple(key(block) for block in blocks)
         at = self.epoch if epoch is None else Epoch(epoch)
-        return self.replies[self.call(lambda call: Pin(call, tenant, self.space, of, at, keys, accept))]
+        return self.ask_now(lambda call: Pin(call, tenant, self.space, of, at, keys, accept))
 
     def reserving(self, of: Attempt, *pages: PageKey | BlockHash, wait_ns: int = 0, loss: Loss = Loss.EXACT) -> CallId:
         """A Reserve that may wait."""

@@ -10,7 +10,7 @@ from kvcluster.core.messages import Farewell, GoneEvent, PageEvent, ShardAddress
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import KVSpec
 from tests.core.lone_shard import A, LoneShard, report
-from tests.core.world import CODED, OURS, SECOND, attempt, key, root
+from tests.core.samples import CODED, OURS, SECOND, attempt, key, root
 
 RAW, Q8 = CODED.page_bytes(0, CODED.whole(0)), 192
 SOURCE = ShardAddress(ShardId("b"), Epoch(3), "b:1")

@@ -19,7 +19,7 @@ from kvcluster.core.messages import (
     TierUse,
 )
 from tests.core.lone_coordinator import LoneCoordinator, Voice
-from tests.core.world import (
+from tests.core.samples import (
     OURS,
     SECOND,
 )

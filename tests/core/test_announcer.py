@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from kvcluster.core.ids import BlockHash, CallId, NamespaceId
 from kvcluster.core.messages import (
     Attach,
     Attached,
+    Effect,
     GoneEvent,
     PrepareStore,
     Publish,
@@ -23,17 +25,31 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored
+from kvcluster.testing.event_picture import EventPicture, indexed
 from tests.core.lone_coordinator import LoneCoordinator, Voice
-from tests.core.outsider import Outsider, same, truth
-from tests.core.world import OURS, SPEC, WHOLE, attempt, chain, key, pages, root
+from tests.core.samples import OURS, SPEC, WHOLE, attempt, chain, key, pages, root
 
 CHAIN = chain(6)
+
+
+class Outsider(EventPicture):
+    """A picture of all that a coordinator publishes, with what it `heard`."""
+
+    def __init__(self, *, strict: bool = True) -> None:
+        super().__init__(strict=strict)
+        self.heard: list[Publish] = []
+
+    def listen(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Publish):
+                self.heard.append(effect)
+                self.hear(effect)
 
 
 def published(*, strict: bool = True) -> tuple[LoneCoordinator, Voice, Outsider]:
     coordinator, voice = LoneCoordinator.serving(announces=True)
     outsider = Outsider(strict=strict)
-    coordinator.listeners.append(outsider.hear)
+    coordinator.listeners.append(outsider.listen)
     return coordinator, voice, outsider
 
 
@@ -110,7 +126,7 @@ def test_blocks_that_a_lost_shard_held_alone_are_removed() -> None:
     voice.report(*pages(CHAIN))
     coordinator.later(60_000_000_000)
     assert not coordinator.core.members.all()
-    assert same(outsider.picture, {})
+    assert outsider.blocks == {}
     assert outsider.heard[-1].events == (BlocksRemoved(Tier.DEVICE, CHAIN),)
 
 
@@ -119,7 +135,7 @@ def test_a_purge_clears_the_stream() -> None:
     voice.report(*pages(CHAIN))
     assert coordinator.ask(Purged, lambda call: Purge(call, OURS)).blocks == len(CHAIN)
     assert outsider.heard[-1].events == (AllBlocksCleared(),)
-    assert same(outsider.picture, {})
+    assert outsider.blocks == {}
 
 
 def test_token_ids_that_a_store_told_come_with_its_commit_and_once() -> None:
@@ -151,7 +167,7 @@ def test_token_ids_are_wanted_where_events_are_published_and_nowhere_else() -> N
 def test_without_outsiders_nothing_is_published() -> None:
     coordinator, voice = LoneCoordinator.serving()
     outsider = Outsider()
-    coordinator.listeners.append(outsider.hear)
+    coordinator.listeners.append(outsider.listen)
     voice.report(*pages(CHAIN))
     coordinator.step(Retell())
     coordinator.later(0)
@@ -171,12 +187,12 @@ def test_who_comes_late_is_told_all_blocks_again_some_in_each_tick(monkeypatch: 
     coordinator, voice, _ = published(strict=False)
     voice.report(*pages(CHAIN), *pages(chain(2, seed=5)))
     late = Outsider(strict=False)
-    coordinator.listeners.append(late.hear)
+    coordinator.listeners.append(late.listen)
     coordinator.step(Retell())
     assert not late.heard, "not in one step"
     assert coordinator.core.next_deadline() == 0
     coordinator.later(0)
-    assert same(late.picture, truth(coordinator.core))
+    assert late.blocks == indexed(coordinator.core)
     assert max(len(event.hashes) for told in late.heard for event in told.events if hasattr(event, "hashes")) <= 2
     assert late.parents[CHAIN[3]] == CHAIN[2]
     assert coordinator.core.next_deadline() != 0
@@ -187,15 +203,15 @@ def test_what_goes_while_all_is_told_again_is_not_told_as_there(monkeypatch: pyt
     coordinator, voice, _ = published(strict=False)
     voice.report(*pages(CHAIN))
     late = Outsider(strict=False)
-    coordinator.listeners.append(late.hear)
+    coordinator.listeners.append(late.listen)
     coordinator.step(Retell())
     voice.report(gone(CHAIN[4]))
     coordinator.later(0)
-    assert same(late.picture, truth(coordinator.core))
+    assert late.blocks == indexed(coordinator.core)
     coordinator.step(Retell())
     assert coordinator.ask(Purged, lambda call: Purge(call, OURS)).blocks == 5
     coordinator.later(0)
-    assert same(late.picture, {})
+    assert late.blocks == {}
 
 
 def test_to_be_asked_again_while_it_tells_all_does_not_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +219,7 @@ def test_to_be_asked_again_while_it_tells_all_does_not_begin_anew(monkeypatch: p
     coordinator, voice, _ = published(strict=False)
     voice.report(*pages(CHAIN))
     late = Outsider(strict=False)
-    coordinator.listeners.append(late.hear)
+    coordinator.listeners.append(late.listen)
     for _ in range(3):
         coordinator.step(Retell())
     coordinator.later(0)

@@ -35,7 +35,7 @@ from tests.core.lone_coordinator import (
     beat,
     reasons,
 )
-from tests.core.world import (
+from tests.core.samples import (
     HYBRID,
     LEFT,
     MS,

@@ -47,7 +47,7 @@ from tests.core.moving import (
     tiered,
     told_moved,
 )
-from tests.core.world import CODED, LEFT, OURS, RIGHT, SECOND, SUMS, attempt, key, root
+from tests.core.samples import CODED, LEFT, OURS, RIGHT, SECOND, SUMS, attempt, key, root
 
 E = BLOCKS[4]
 RAW_ON_DISK = (Tier.DISK, Codec.RAW, Loss.EXACT)

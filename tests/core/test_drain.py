@@ -25,7 +25,7 @@ from tests.core.pulling import (
     pull_in_vain,
     wanted,
 )
-from tests.core.world import (
+from tests.core.samples import (
     LEFT,
     MS,
     PAGE,

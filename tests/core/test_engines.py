@@ -10,7 +10,7 @@ from kvcluster.core import limits
 from kvcluster.core.engines import EngineBook
 from kvcluster.core.messages import EngineInfo, Engines, GetEngines, Refused, Registered, RegisterEngine, SetWeights
 from tests.core.lone_coordinator import LoneCoordinator
-from tests.core.world import OURS, SECOND, THEIRS
+from tests.core.samples import OURS, SECOND, THEIRS
 
 ONE = EngineInfo("1", "host:1", "m", "sha256:old", (("dtype", "float32"),))
 OTHER = replace(ONE, engine="2", name="host:2")

@@ -32,7 +32,7 @@ from tests.core.lone_coordinator import (
     renew_ticket,
     unpin,
 )
-from tests.core.world import (
+from tests.core.samples import (
     PAGE,
     SECOND,
     attempt,

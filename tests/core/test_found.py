@@ -35,7 +35,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Loss, MissReason
 from kvcluster.core.spec import KVSpec
 from tests.core.lone_shard import BLOCKS, OTHER, A, B, C, LoneShard, counters, inventory, misses, pinned, report
-from tests.core.world import CODED, LEFT, MIXED, OURS, PAGE, RIGHT, SECOND, SPEC, THEIRS, attempt, key, root
+from tests.core.samples import CODED, LEFT, MIXED, OURS, PAGE, RIGHT, SECOND, SPEC, THEIRS, attempt, key, root
 
 FIRST = HEAD_BYTES + SECTOR_BYTES
 FILE = FIRST + 4 * SECTOR_BYTES

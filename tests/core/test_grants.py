@@ -47,7 +47,7 @@ from tests.core.lone_coordinator import (
     served_by,
     why,
 )
-from tests.core.world import (
+from tests.core.samples import (
     HYBRID,
     LEFT,
     MS,

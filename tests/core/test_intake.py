@@ -43,7 +43,7 @@ from tests.core.lone_coordinator import (
     served_by,
     unpin,
 )
-from tests.core.world import (
+from tests.core.samples import (
     HYBRID,
     OURS,
     SECOND,

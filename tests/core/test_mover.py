@@ -39,7 +39,7 @@ from tests.core.moving import (
     tiered,
     told_moved,
 )
-from tests.core.world import CODED, LEFT, MIXED, OURS, RIGHT, SECOND, SPEC, THEIRS, attempt, key, root
+from tests.core.samples import CODED, LEFT, MIXED, OURS, RIGHT, SECOND, SPEC, THEIRS, attempt, key, root
 
 # ---------------------------------------------------------------------------------------------- demotion
 

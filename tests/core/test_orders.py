@@ -49,7 +49,7 @@ from tests.core.lone_shard import (
     slots,
 )
 from tests.core.moving import disk, holding, lowered, on_disk, tiered
-from tests.core.world import (
+from tests.core.samples import (
     LEFT,
     OURS,
     RIGHT,

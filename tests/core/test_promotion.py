@@ -23,7 +23,7 @@ from tests.core.moving import (
     lies,
     lowered,
 )
-from tests.core.world import CODED, OURS, SECOND, attempt, key, root
+from tests.core.samples import CODED, OURS, SECOND, attempt, key, root
 
 # --------------------------------------------------------------------------------------------- promotion
 

@@ -28,8 +28,8 @@ from kvcluster.core.messages import (
 from kvcluster.core.reading import ROOM_NS
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from tests.core.lone_shard import A, B, C, D, counters, end, inventory, misses, pinned, refusal, report
+from tests.core.samples import CODED, OURS, SECOND, attempt, key
 from tests.core.test_found import DiskShard, event, found, lying, on_disk, used
-from tests.core.world import CODED, OURS, SECOND, attempt, key
 
 RAW, Q8 = CODED.page_bytes(0, CODED.whole(0)), 192
 TTL = 10 * SECOND

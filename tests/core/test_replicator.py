@@ -33,7 +33,7 @@ from tests.core.pulling import (
     want,
     wanted,
 )
-from tests.core.world import (
+from tests.core.samples import (
     CODED,
     LEFT,
     OURS,

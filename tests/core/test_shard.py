@@ -42,7 +42,7 @@ from tests.core.lone_shard import (
     renew,
     slots,
 )
-from tests.core.world import (
+from tests.core.samples import (
     LEFT,
     MS,
     OURS,

@@ -36,7 +36,7 @@ from tests.core.lone_shard import (
     refusal,
     slots,
 )
-from tests.core.world import (
+from tests.core.samples import (
     CODED,
     HYBRID,
     LEFT,

@@ -8,7 +8,7 @@ from kvcluster.core.ids import CallId
 from kvcluster.core.messages import Done, KeepSettings, Refused, SetPolicy
 from kvcluster.core.reasons import MissReason
 from tests.core.lone_coordinator import BLOCKS, C, LoneCoordinator, why
-from tests.core.world import attempt, pages
+from tests.core.samples import attempt, pages
 
 
 def turn(coordinator: LoneCoordinator, cache: str) -> None:

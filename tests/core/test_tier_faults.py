@@ -12,8 +12,8 @@ from kvcluster.core.reasons import Loss
 from tests.core import test_tiering as coordinating
 from tests.core.lone_shard import A, B, pinned
 from tests.core.moving import BELOW, doubled, holding, lies, lowered
+from tests.core.samples import OURS, SECOND, attempt, key
 from tests.core.test_tiering import RAW
-from tests.core.world import OURS, SECOND, attempt, key
 
 
 def test_another_shard_that_pulls_a_promoted_page_gets_it_encoded() -> None:

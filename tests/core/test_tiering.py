@@ -44,7 +44,7 @@ from tests.core.lone_coordinator import (
     why,
 )
 from tests.core.pulling import drain, others
-from tests.core.world import CODED, LEFT, OURS, PAGE, RIGHT, SECOND, WHOLE, attempt, chain, gone, page, pages, whole
+from tests.core.samples import CODED, LEFT, OURS, PAGE, RIGHT, SECOND, WHOLE, attempt, chain, gone, page, pages, whole
 
 RAW, Q8 = CODED.page_bytes(0, WHOLE), 192
 ALL = 100 * RAW

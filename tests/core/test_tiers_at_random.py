@@ -37,8 +37,8 @@ from kvcluster.core.messages import (
 from kvcluster.core.reading import ROOM_NS
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from tests.core.lone_shard import BLOCKS, end
+from tests.core.samples import CODED, LEFT, OURS, RIGHT, SECOND, WHOLE, attempt, root
 from tests.core.test_found import DiskShard, found, lying, on_disk
-from tests.core.world import CODED, LEFT, OURS, RIGHT, SECOND, WHOLE, attempt, root
 
 NAMES = [PageKey(block, 0, part) for block in BLOCKS[:3] for part in (WHOLE, LEFT, RIGHT)][:7]
 SOURCE = ShardAddress(ShardId("b"), Epoch(1), "b:1")

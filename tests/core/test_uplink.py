@@ -37,7 +37,7 @@ from tests.core.lone_shard import (
     renew,
     report,
 )
-from tests.core.world import (
+from tests.core.samples import (
     MEMBERSHIP_MS,
     MS,
     OURS,

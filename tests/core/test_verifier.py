@@ -15,9 +15,9 @@ from kvcluster.core.reasons import Loss, MissReason
 from kvcluster.core.verifier import ROUND_NS, Verifier
 from tests.core.build import ROOT, SPACE, attempt, key
 from tests.core.lone_shard import BLOCKS, A, B, C, LoneShard, counters, end, misses, pinned
-from tests.core.world import OURS, PAGE, SECOND, SUMS, THEIRS
-from tests.core.world import attempt as of_worker
-from tests.core.world import key as key_of
+from tests.core.samples import OURS, PAGE, SECOND, SUMS, THEIRS
+from tests.core.samples import attempt as of_worker
+from tests.core.samples import key as key_of
 
 
 class Reader:

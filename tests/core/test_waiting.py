@@ -26,7 +26,7 @@ from tests.core.lone_shard import (
     report,
     slots,
 )
-from tests.core.world import (
+from tests.core.samples import (
     PAGE,
     SECOND,
     attempt,

@@ -21,8 +21,8 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Loss, MissReason
 from tests.core.lone_shard import A, B, C, D, LoneShard, counters, end, inventory, misses, pinned, report
 from tests.core.moving import Q8, RAW, SOURCE, arrived, doubled, left, tiered
+from tests.core.samples import CODED, OURS, SECOND, attempt, key, root
 from tests.core.test_found import FILE, DiskShard, found, lying
-from tests.core.world import CODED, OURS, SECOND, attempt, key, root
 
 
 def with_twins(codec: Codec = Codec.Q8, **config: int) -> LoneShard:

@@ -1,12 +1,15 @@
 """The simulator: the real cores under simulated clocks, networks, memories and faults, all drawn from one seed.
 
-    kernel     time, processes that stop and die, scripts       scenario   what a seed stands for
-    network    questions and connections between nodes          workload   what engines want
-    driver     what runtime/driver.py does                      faults     what goes wrong
-    coordinator, shard, sessions, memory     the shells         oracle     the judge, who sees everything
+    network    questions and connections between nodes          scenario   what a seed stands for
+    driver     a core's process, journalled and judged          workload   what engines want
+    coordinator, shard, sessions, memory, disk   the shells     faults     what goes wrong
     worker     what kvcluster/client does                       liveness   the second phase: all comes to rest
-    content    the right bytes of every page                    bugs       planted, to show that the oracle sees
-    world      one seed's cluster                               runner     many seeds, and how a failure is told
+    listener   a subscriber to KV events                        bugs       planted, to show that the oracles see
+    content    the right bytes of every page                    runner     many seeds, and how a failure is told
+    world      one seed's cluster
+    oracle, coordinator_oracle, evictions        the judges, who see everything
+
+Time, processes and scripts are those of testing/kernel.py.
 
 `kvcluster simulate` runs it; docs/simulator.md says how to read what it prints.
 """

@@ -60,8 +60,14 @@ class Model:
             out.append((group, part._replace(head_start=middle)))
         return tuple(out)
 
-    def need(self, accept: Loss = Loss.Q4) -> Need:
-        return Need(tuple(part for _, part in self.whole()), accept)
+    def first_half(self) -> tuple[tuple[int, Part], ...]:
+        """All groups as the first of those two ranks needs and writes them."""
+        return tuple(dict(reversed(self.halves())).items())
+
+    def need(self, accept: Loss = Loss.Q4, *, half: bool = False) -> Need:
+        """All groups, whole or what the first of two ranks needs."""
+        parts = dict(self.first_half() if half else self.whole())
+        return Need(tuple(parts[group] for group in range(len(self.spec.groups))), accept)
 
 
 _WIDE = KVSpec(
@@ -84,12 +90,24 @@ MODELS: tuple[Model, ...] = tuple(
 BY_SPACE = {model.space: model for model in MODELS}
 
 
+_ORIGINS: dict[tuple[NamespaceId, BlockHash], tuple[BlockHash | None, tuple[int, ...]]] = {}
+
+
 @cache
 def chain(model: Model, prompt: int, conversation: int) -> tuple[BlockHash, ...]:
     """The LONGEST blocks of a conversation; it begins with its system prompt."""
     step = model.spec.block_tokens
     tokens = [prompt] * (step * PROMPT) + [1_000 + conversation] * (step * (LONGEST - PROMPT))
-    return tuple(hashing.chain(hashing.root(model.space), tokens, step))
+    blocks = tuple(hashing.chain(hashing.root(model.space), tokens, step))
+    for at, block in enumerate(blocks):
+        parent = blocks[at - 1] if at else None
+        _ORIGINS[model.space, block] = parent, tuple(tokens[at * step : (at + 1) * step])
+    return blocks
+
+
+def origin(model: Model, block: BlockHash) -> tuple[BlockHash | None, tuple[int, ...]]:
+    """The block before this one, None at the beginning of a conversation, and its token ids."""
+    return _ORIGINS[model.space, block]
 
 
 @cache

@@ -1,4 +1,7 @@
-"""A coordinator's process: what runtime/coordinator_host.py does. What is on disk outlives it."""
+"""A coordinator's process: what runtime/coordinator_host.py does. What is on disk outlives it.
+
+In a world whose scenario announces, a listener hears its KV events.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,19 @@ from typing import TYPE_CHECKING
 
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import Epoch, ShardId
-from kvcluster.core.messages import Effect, KeepSettings, Leave, Persist, Purge, Purged, Reply
-from kvcluster.testing.sim.driver import CoreProcess
-from kvcluster.testing.sim.kernel import Clock
+from kvcluster.core.messages import Answer, Effect, KeepSettings, Leave, Persist, Publish, Purge, Purged, Retell
+from kvcluster.testing.kernel import MS, Clock
+from kvcluster.testing.sim.driver import SimulatedCore
+from kvcluster.testing.sim.listener import Listener
 
 if TYPE_CHECKING:
     from kvcluster.testing.sim.world import World
 
+RETELL_NS = 300 * MS
+"""Between an event that was dropped and the question for all blocks."""
 
-class CoordinatorProcess(CoreProcess):
+
+class CoordinatorProcess(SimulatedCore):
     """One coordinator incarnation. `heard` is when, by its own clock, it last heard of each shard incarnation."""
 
     core: Coordinator
@@ -28,17 +35,18 @@ class CoordinatorProcess(CoreProcess):
             expected=config.shards,
             now=clock.read(world.kernel.now),
             tombstones=world.kept,
+            announces=world.scenario.announces,
         )
         super().__init__(world, f"c{number}", node, clock, core)
-        self.core = core
         self.heard: dict[tuple[ShardId, Epoch], int] = {}
+        self.listener = Listener(world.later, world.scenario.event_loss, self._ask_again)
 
-    def stepped(self, message: object, effects: list[Effect], now: int) -> None:
-        self.world.oracle.coordinator_stepped(self, message, effects, now)
+    def judge(self, message: object, effects: list[Effect], now: int) -> None:
+        self.world.coordinator_oracle.stepped(self, message, effects, now)
 
-    def answering(self, message: object, reply: Reply) -> None:
-        if isinstance(message, Purge) and isinstance(reply, Purged):
-            self.world.oracle.purged(message)
+    def answering(self, message: object, answer: Answer) -> None:
+        if isinstance(message, Purge) and isinstance(answer.reply, Purged):
+            self.world.coordinator_oracle.purged(message)
 
     def perform(self, effect: Effect) -> None:
         match effect:
@@ -47,9 +55,22 @@ class CoordinatorProcess(CoreProcess):
                     self.world.kept = tombstones
                 else:  # its volume is where its successor runs: it cannot do what it must, and ends
                     self.world.kill(self)
+            case Publish():
+                self.world.count("event", "heard" if self.listener.hear(effect) else "dropped")
             case KeepSettings():
                 pass  # nobody sets any here
             case Leave():
                 self.world.left(self, for_good=effect.for_good)
             case _:
                 raise AssertionError(f"a coordinator does not perform {effect}")
+
+    def _ask_again(self) -> None:
+        """The publisher has dropped an event: it asks for all blocks, as often as it may."""
+        self.kernel.at(self.kernel.now + RETELL_NS, self, self._retell)
+
+    def _retell(self) -> None:
+        if self.core.retelling:  # it may have told before what was dropped since
+            self._ask_again()
+            return
+        self.listener.retelling()
+        self.step(Retell())

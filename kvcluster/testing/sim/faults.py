@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvcluster.testing.sim.kernel import MS, SECOND, Process
+from kvcluster.testing.kernel import MS, SECOND, Process
 
 if TYPE_CHECKING:
     from kvcluster.testing.sim.world import World

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import PageKey, Tier
+from kvcluster.testing.kernel import MS, SECOND, TIMED_OUT, Script
 from kvcluster.testing.sim import content
-from kvcluster.testing.sim.kernel import MS, SECOND, TIMED_OUT, Script
 from kvcluster.testing.sim.promises import Violation, hold
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def _all_is_at_rest(world: World, healed_at: int) -> None:
     hold(all(worker.idle for worker in world.workers), "a call has not ended")
     hold(not len(coordinator.core.tickets), "a ticket is left")
     hold(not coordinator.unanswered(), "somebody waits for the coordinator")
+    hold(not coordinator.listener.behind and not coordinator.core.retelling, "a listener to KV events is behind")
     hold(not any(world.shards[name].dead for name in world.names), "a shard has not been started again")
     living = [shard for shard in world.incarnations.values() if not shard.dead]
     hold(sorted(shard.shard for shard in living) == sorted(world.names), "a shard is missing, or an old one lives on")

@@ -14,13 +14,12 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvcluster.core.ids import CallId
-from kvcluster.testing.sim.kernel import MS, Kernel, Process, Promise
+from kvcluster.testing.core_stepper import Build
+from kvcluster.testing.kernel import MS, Kernel, Process, Promise
 
 BROKEN = object()
 """What a promise or a pipe brings where the connection was reset."""
 
-Build = Callable[[CallId], Any]
 _LOOPBACK_NS = 20_000
 
 

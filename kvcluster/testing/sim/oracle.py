@@ -10,38 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from kvcluster.core.ids import BlockHash, NamespaceId, ShardId
-from kvcluster.core.members import Member
+from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import (
     Answer,
     Commit,
     CommitGrant,
-    Decision,
     Effect,
-    Explain,
-    Explained,
-    Farewell,
-    Inventory,
-    LoadGrant,
     Moved,
     PageKey,
     PageSlot,
     Pin,
     PinGrant,
-    Plan,
-    PrepareLoad,
-    PrepareStore,
-    Purge,
     Refused,
-    Report,
-    ReportAck,
     ReportAnswered,
     Reserve,
     Revoke,
-    ShardAddress,
-    ShardInfo,
     Staged,
-    StoreGrant,
     Suspect,
     Tick,
     Tier,
@@ -51,30 +35,28 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.pool import PageState
 from kvcluster.core.reasons import Loss
+from kvcluster.testing.kernel import MS
 from kvcluster.testing.sim import content
-from kvcluster.testing.sim.kernel import MS
 from kvcluster.testing.sim.memory import UNIT_BYTES
 from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import Layer
 
 if TYPE_CHECKING:
-    from kvcluster.testing.sim.coordinator import CoordinatorProcess
     from kvcluster.testing.sim.shard import Place, ShardProcess
     from kvcluster.testing.sim.world import World
 
 Name = tuple[NamespaceId, PageKey]
+"""A page, wherever it lies."""
 
 
 class Oracle:
-    """Judges steps of one world."""
+    """Judges what readers get and what shards do, in one world. Coordinators are judged in coordinator_oracle.py."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._ttl = world.scenario.config.membership_ttl_ms * MS
-        self._purged_at: dict[NamespaceId, int] = {}
-        self._placed: dict[Name, dict[str, int]] = {}  # where each page was committed last, and when
-        self._drain_until: dict[tuple[str, ShardAddress], int] = {}  # by the coordinator that lets it go
-        self._others_had: dict[tuple[str, ShardAddress], dict[Name, None]] = {}  # when that began
+        self.placed: dict[Name, dict[str, int]] = {}
+        """When each page was committed last, by the name of the shard."""
         self._of_shard: dict[type, Callable[[ShardProcess, Any, list[Effect]], None]] = {
             Pin: self._pin,
             Reserve: self._reserve,
@@ -85,14 +67,6 @@ class Oracle:
             Staged: self._staged,
             Suspect: self._suspect,
             Tick: self._tick,
-        }
-        self._of_coordinator: dict[type, Callable[[CoordinatorProcess, Any, object, int], None]] = {
-            Report: self._reported,
-            Inventory: self._reported,
-            PrepareLoad: self._load_prepared,
-            Explain: self._explained,
-            PrepareStore: self._store_prepared,
-            Tick: self._judged,
         }
 
     # -------------------------------------------------------------------------------------------- readers
@@ -182,9 +156,12 @@ class Oracle:
         reply = effects[0].reply if isinstance(effects[0], Answer) else None
         assert isinstance(reply, CommitGrant)
         committed = [index for index, fate in zip(m.indices, reply.pages, strict=True) if fate is Written.COMMITTED]
+        session = shard.sessions.get(m.attempt)
+        may = session is not None and not session.revoked and shard.core.member(shard.now())
+        hold(not may or len(committed) == len(m.indices), "what is written under a lease that runs is not committed")
         if not committed:
             return
-        session = shard.sessions[m.attempt]
+        assert session is not None
         assert session.namespace is not None
         self._may_grant(shard, shard.now())
         hold(not session.revoked, "a lease that was revoked is committed")
@@ -196,7 +173,7 @@ class Oracle:
             name = session.namespace, slot.key
             stored_at = session.stored_at.get(slot.key, self._world.kernel.now)
             shard.ready[session.namespace, slot.key, slot.tier] = (slot, stored_at)
-            self._placed.setdefault(name, {})[shard.name] = self._world.kernel.now
+            self.placed.setdefault(name, {})[shard.name] = self._world.kernel.now
         self._gave_way(shard)
 
     def _report_answered(self, shard: ShardProcess, m: ReportAnswered, effects: list[Effect]) -> None:
@@ -268,6 +245,10 @@ class Oracle:
         """What a shard holds is what was committed and not taken back by an order or a verdict."""
         ready = {(page.space, page.key, page.tier) for page in shard.core.pool.ready()}
         hold(ready == shard.ready.keys(), f"{shard.name} holds pages that were not committed, or lost some by itself")
+        for (space, key, tier), (slot, _) in shard.ready.items():
+            data = shard.bytes_of(slot) if tier is Tier.DISK else shard.memory.view(slot)
+            if data != content.content(space, key, slot.codec, slot.loss).data:
+                hold(shard.is_rotten(slot), f"{shard.name} holds wrong bytes of {key.hash.hex()[:6]}")
 
     def _vanished(self, shard: ShardProcess) -> list[Place]:
         on = shard.core.pool.on
@@ -279,141 +260,6 @@ class Oracle:
                 gone.append(place)
         return gone
 
-    # ------------------------------------------------------------------------------------------ coordinator
-
-    def coordinator_stepped(self, c: CoordinatorProcess, message: object, effects: list[Effect], now: int) -> None:
-        judge = self._of_coordinator.get(type(message))
-        if judge is not None:
-            judge(c, message, _reply(effects), now)
-
-    def _reported(self, c: CoordinatorProcess, m: Report | Inventory, reply: object, now: int) -> None:
-        assert isinstance(reply, ReportAck)
-        c.heard[m.info.shard, m.info.epoch] = now
-        ordered = reply.order is not None or reply.move is not None or reply.pull is not None
-        hold(not (ordered and c.core.rebuilding), "a coordinator that rebuilds gives orders")
-        if reply.leave is Farewell.DRAINED:
-            self._drained(c, m.info, now)
-        elif m.info.draining:
-            member = c.core.members.get(m.info.shard)
-            if member is not None and member.drain_until is not None:
-                self._drain_until[c.name, member.address] = member.drain_until
-                self._others_had.setdefault((c.name, member.address), self._had_by_others(member.info.shard))
-
-    def _load_prepared(self, c: CoordinatorProcess, m: PrepareLoad, reply: object, now: int) -> None:
-        if isinstance(reply, LoadGrant):
-            hold((reply.miss is None) == (reply.blocks == len(m.hashes)), "a miss says why not one more")
-            self._names_members(c, m.namespace, m.hashes, [(run.count, run.plan) for run in reply.runs])
-
-    def _explained(self, c: CoordinatorProcess, m: Explain, reply: object, now: int) -> None:
-        if isinstance(reply, Explained):
-            self._names_members(c, m.namespace, m.hashes, [(fate.count, fate.plan) for fate in reply.fates])
-
-    def _store_prepared(self, c: CoordinatorProcess, m: PrepareStore, reply: object, now: int) -> None:
-        if isinstance(reply, StoreGrant):
-            for run in reply.runs:
-                if run.decision is Decision.WRITE:
-                    hold(not c.core.rebuilding, "a coordinator that rebuilds grants a store")
-                    assert run.shard is not None
-                    self._is_member(c, run.shard)
-
-    def _judged(self, c: CoordinatorProcess, m: Tick, reply: object, now: int) -> None:
-        heard = [entry for entry in c.backlog if entry[0] == c.receive]
-        hold(not heard, "members are judged before what has arrived meanwhile was heard")
-
-    def _names_members(
-        self,
-        c: CoordinatorProcess,
-        space: NamespaceId,
-        hashes: tuple[BlockHash, ...],
-        plans: list[tuple[int, Plan | None]],
-    ) -> None:
-        """No answer names a shard that is held for lost, nor a block that was purged before."""
-        at = 0
-        purged_at = self._purged_at.get(space) if c is self._world.coordinator else None
-        for count, plan in plans:
-            for sources in plan or ():
-                for source in sources or ():
-                    self._is_member(c, source.shard)
-                    if purged_at is not None:
-                        names = [
-                            (space, PageKey(block, source.group, source.part)) for block in hashes[at : at + count]
-                        ]
-                        self._is_newer(source.shard, names, purged_at)
-            at += count
-
-    def _is_member(self, c: CoordinatorProcess, address: ShardAddress) -> None:
-        member = c.core.members.get(address.shard)
-        hold(member is not None and member.address == address, f"an answer names {address.shard}, which is lost")
-
-    def _is_newer(self, address: ShardAddress, names: list[Name], purged_at: int) -> None:
-        shard = self._world.incarnations.get((address.shard, address.epoch))
-        for name in names if shard is not None else ():
-            assert shard is not None
-            known = shard.stored_at(*name)
-            hold(known is None or known > purged_at, f"purged block {name[1].hash.hex()[:6]} is found again")
-
-    def _drained(self, c: CoordinatorProcess, info: ShardInfo, now: int) -> None:
-        """A shard that is drained takes nothing with it that another had room for.
-
-        What lay on another when that began, or has come to one since, and was evicted there has had its place, and was
-        the coldest in it. What a purge names that it has yet to carry out goes whether it stays or not, even where a
-        store of before was committed after: only in its stream does the purge have a place.
-        """
-        shard = self._world.incarnations[info.shard, info.epoch]
-        until = self._drain_until.get((c.name, shard.address))
-        if shard.farewell or until is None or now >= until:
-            return
-        shard.farewell = True
-        takers = [member for member in c.core.members.all() if member.takes]
-        doomed = [known.id for known in c.core.directory if known.purged > shard.purged]
-        blocks: dict[tuple[NamespaceId, BlockHash], list[Place]] = {}
-        for place in shard.ready:
-            blocks.setdefault((place[0], place[1].hash), []).append(place)
-        for (space, block), places in blocks.items():
-            slots = [shard.ready[place][0] for place in places]
-            stored_at = max(shard.ready[place][1] for place in places)
-            # Into which tier it would come there depends on what of it is brought: it fits for sure where it does in
-            # each.
-            tiers = dict.fromkeys([Tier.DEVICE, *(min(slot.tier, Tier.HOST) for slot in slots)])
-            nbytes = sum(-(-slot.nbytes // UNIT_BYTES) for slot in slots) * UNIT_BYTES
-            fits = any(all(nbytes <= self._room(member, tier) for tier in tiers) for member in takers)
-            rotten = any(shard.is_rotten(slot) for slot in slots)
-            if fits and not rotten and space not in doomed and stored_at > self._purged_at.get(space, -1):
-                elsewhere = all(self._came_elsewhere(place[:2], shard, c) for place in places)
-                hold(elsewhere, f"{shard.name} is drained and takes {block.hex()[:6]} with it")
-
-    def _had_by_others(self, drained: ShardId) -> dict[Name, None]:
-        living = [shard for shard in self._world.incarnations.values() if shard.name != drained and not shard.dead]
-        return {place[:2]: None for shard in living for place in shard.ready}
-
-    def _came_elsewhere(self, name: Name, shard: ShardProcess, c: CoordinatorProcess) -> bool:
-        """Does it lie on another shard, did it when the drain began, or has it come to one since it lies here? That
-        another has just died, its coordinator cannot know."""
-        if name in self._others_had.get((c.name, shard.address), {}):
-            return True
-        placed = self._placed.get(name, {})
-        members = [member.address for member in c.core.members.all()]
-        others = [
-            other
-            for other in self._world.incarnations.values()
-            if other is not shard and (not other.dead or other.address in members)
-        ]
-        since = max((at for where, at in placed.items() if where != shard.name), default=-1)
-        return since >= placed.get(shard.name, 0) or any(other.stored_at(*name) is not None for other in others)
-
-    def _room(self, member: Member, tier: Tier) -> int:
-        return member.info.use(tier).room(self._world.scenario.config.coordinator.low_free)
-
-    def purged(self, m: Purge) -> None:
-        """It was answered: from now on nothing of before is found."""
-        for model in content.MODELS:
-            spec = model.spec
-            if model.tenant == m.tenant and all(
-                wanted in (None, value)
-                for wanted, value in ((m.model, spec.model), (m.weights, spec.weights), (m.adapter, spec.adapter))
-            ):
-                self._purged_at[model.space] = self._world.kernel.now
-
 
 def _units(slots: Iterable[PageSlot]) -> dict[int, None]:
     units: dict[int, None] = {}
@@ -421,11 +267,6 @@ def _units(slots: Iterable[PageSlot]) -> dict[int, None]:
         for unit in range(slot.offset // UNIT_BYTES, -(-(slot.offset + slot.nbytes) // UNIT_BYTES)):
             units[unit] = None
     return units
-
-
-def _reply(effects: list[Effect]) -> object:
-    """The answer to the message that was stepped; a coordinator answers at once, and once."""
-    return next((effect.reply for effect in effects if isinstance(effect, Answer)), None)
 
 
 def _refused(effects: list[Effect]) -> bool:

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
+from types import ModuleType
 
-from kvcluster.core import limits
+from kvcluster.core import announcer, evictor, intake, limits
 from kvcluster.testing.sim import bugs, journal
 from kvcluster.testing.sim.world import World
 
@@ -164,17 +165,22 @@ def _commit() -> str:
         return "unknown"
 
 
+_OWNERS: dict[str, ModuleType] = {"SWEEP_BLOCKS": intake, "BATCH": evictor, "RETOLD_BLOCKS": announcer}
+"""Modules of the bounds that do not stand in core/limits.py."""
+
+
 @contextmanager
 def _bounds(instead: dict[str, int]) -> Iterator[None]:
-    """The bounds of core/limits.py, as the scenario has them."""
-    before = {name: getattr(limits, name) for name in instead}
+    """The bounds of the core, as the scenario has them."""
+    owners = {name: _OWNERS.get(name, limits) for name in instead}
+    before = {name: getattr(owner, name) for name, owner in owners.items()}
     try:
         for name, value in instead.items():
-            setattr(limits, name, value)
+            setattr(owners[name], name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(limits, name, value)
+            setattr(owners[name], name, value)
 
 
 def _counts(counter: Counter[str]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from kvcluster.config import Config, CoordinatorConfig, ShardConfig
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
-from kvcluster.testing.sim.kernel import MS, SECOND
+from kvcluster.testing.kernel import MS, SECOND
 from kvcluster.testing.sim.memory import UNIT_BYTES
 
 DRIFT_PPM = 10_000
@@ -51,14 +51,17 @@ class Scenario:
     safety_ns: int
     fault_ns: int
     faults: tuple[str, ...]
+    announces: bool
+    event_loss: float
+    half_needs: float
 
     @property
     def stall_ns(self) -> int:
         return self.config.stall_ms * MS
 
 
-def draw(rng: random.Random) -> Scenario:
-    """A scenario."""
+def draw(rng: random.Random, later: random.Random) -> Scenario:
+    """A scenario. What was thought of later is drawn from `later`, so that the rest of a seed means what it did."""
     shards = rng.choice((1, 2, 2, 3, 3, 4, 5))
     calm = rng.random() < 0.1
     faults = () if calm else tuple(fault for fault in FAULTS if rng.random() < 0.4) or ("crash shard",)
@@ -70,7 +73,7 @@ def draw(rng: random.Random) -> Scenario:
         nodes=rng.randint(1, shards + 1),
         workers=rng.randint(1, 4),
         config=config,
-        limits=_limits(rng),
+        limits=_limits(rng) | _batches(later),
         models=rng.choice((1, 2, 2, 3, 6)),
         prompts=rng.choice((1, 2, 3)),
         halves=rng.random() < 0.2,
@@ -85,6 +88,9 @@ def draw(rng: random.Random) -> Scenario:
         safety_ns=rng.randint(5, 9) * SECOND,
         fault_ns=rng.choice((250 * MS, 500 * MS, 1_200 * MS)),
         faults=faults,
+        announces=later.random() < 0.5,
+        event_loss=later.choice((0.0, 0.0, 0.02, 0.1)),
+        half_needs=later.choice((0.0, 0.3)),
     )
 
 
@@ -141,6 +147,11 @@ def _limits(rng: random.Random) -> dict[str, int]:
         "TICKETS_PER_HOLDER": 4,
         "LEASES_PER_HOLDER": 6,
     }
+
+
+def _batches(later: random.Random) -> dict[str, int]:
+    """Blocks that one step deals with, so few that work is left for a later step; or as they are."""
+    return {"SWEEP_BLOCKS": 2, "BATCH": 2, "RETOLD_BLOCKS": 2} if later.random() < 0.3 else {}
 
 
 def without_faults(scenario: Scenario) -> Scenario:

@@ -31,7 +31,7 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.reasons import Loss, Miss
-from kvcluster.testing.sim.kernel import MS, SECOND, TIMED_OUT, Promise, Script
+from kvcluster.testing.kernel import MS, SECOND, TIMED_OUT, Promise, Script
 from kvcluster.testing.sim.network import Pipe
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def read(shard: ShardProcess, opening: Transfer, up: Pipe, down: Pipe) -> Script
         return
     keys = tuple(want.key for want in request.wants)
     granted = Promise()
-    shard.ask(
+    shard.submit(
         lambda call: Pin(call, opening.tenant, request.namespace, request.attempt, request.epoch, keys, request.accept),
         lambda reply: _granted(session, granted, reply),
     )
@@ -148,7 +148,7 @@ def write(shard: ShardProcess, opening: Transfer, up: Pipe, down: Pipe) -> Scrip
         return
     wait_ns = min(request.wait_ns, opening.patience_ns)
     granted = Promise()
-    shard.ask(
+    shard.submit(
         lambda call: Reserve(
             call, opening.tenant, request.namespace, attempt, request.epoch, request.pages, wait_ns=wait_ns
         ),

@@ -7,13 +7,12 @@ pages from another shard, and Leave ends the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.found import NO_DISK
-from kvcluster.core.ids import CLUSTER, Attempt, CallId, Epoch, Holder, NamespaceId, ShardId
+from kvcluster.core.ids import CLUSTER, Attempt, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
     Abort,
     Commit,
@@ -31,7 +30,6 @@ from kvcluster.core.messages import (
     PageWant,
     ReadRequest,
     Renew,
-    Reply,
     Report,
     ReportAck,
     ReportAnswered,
@@ -39,7 +37,6 @@ from kvcluster.core.messages import (
     Revoke,
     Send,
     ShardAddress,
-    ShardMessage,
     Stage,
     Staged,
     Suspect,
@@ -51,10 +48,10 @@ from kvcluster.core.pool import Page
 from kvcluster.core.reasons import Loss
 from kvcluster.core.shard import Shard
 from kvcluster.pages import checksum
+from kvcluster.testing.kernel import MS, SECOND, Clock, Script
 from kvcluster.testing.sim import content, sessions
 from kvcluster.testing.sim.disk import Disk
-from kvcluster.testing.sim.driver import CoreProcess
-from kvcluster.testing.sim.kernel import MS, SECOND, Clock, Script
+from kvcluster.testing.sim.driver import SimulatedCore
 from kvcluster.testing.sim.memory import Memory, flipped
 from kvcluster.testing.sim.network import Pipe
 from kvcluster.testing.sim.promises import hold
@@ -69,7 +66,7 @@ Place = tuple[NamespaceId, PageKey, Tier]
 """Where a shard has something."""
 
 
-class ShardProcess(CoreProcess):
+class ShardProcess(SimulatedCore):
     """One shard incarnation. Its sessions are all that reads or writes its memory."""
 
     core: Shard
@@ -90,7 +87,6 @@ class ShardProcess(CoreProcess):
             found=found,
         )
         super().__init__(world, str(shard), node, clock, core)
-        self.core = core
         self.shard = shard
         self.memory = Memory(core.pool.arena_bytes)
         self.sessions: dict[Attempt, Session] = {}
@@ -124,13 +120,6 @@ class ShardProcess(CoreProcess):
     def finish(self, session: Session) -> None:
         """It moves nothing any more."""
         del self.sessions[session.attempt]
-
-    def ask_now(self, build: Callable[[CallId], ShardMessage]) -> Reply:
-        """Steps a question that the core answers at once."""
-        replies: list[Reply] = []
-        self.ask(build, replies.append)
-        assert len(replies) == 1, "a question that is answered at once, and once"
-        return replies[0]
 
     # --------------------------------------------------------------------------------------------- memory
 
@@ -189,7 +178,7 @@ class ShardProcess(CoreProcess):
 
     # -------------------------------------------------------------------------------------------- effects
 
-    def stepped(self, message: object, effects: list[Effect], now: int) -> None:
+    def judge(self, message: object, effects: list[Effect], now: int) -> None:
         self.world.oracle.shard_stepped(self, message, effects, now)
 
     def perform(self, effect: Effect) -> None:

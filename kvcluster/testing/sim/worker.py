@@ -42,9 +42,9 @@ from kvcluster.core.placement import run_start
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import Part
 from kvcluster.pages import checksum
+from kvcluster.testing.kernel import MS, Clock, Process, Promise, Script
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.content import Model
-from kvcluster.testing.sim.kernel import MS, Clock, Process, Promise, Script
 from kvcluster.testing.sim.memory import flipped
 from kvcluster.testing.sim.network import BROKEN, Line
 from kvcluster.testing.sim.sessions import FINISHED, Layer, Transfer
@@ -78,7 +78,7 @@ class Worker(Process):
         self._asked = 0
         self._asking: dict[int, int] = {}  # since when each question under way was asked
         self.slots: list[Promise] = []
-        self._attached: dict[Model, None] = {}
+        self._attached: dict[Model, Attached] = {}
         self._attached_shards: dict[tuple[ShardAddress, NamespaceId], None] = {}
 
     @property
@@ -115,7 +115,7 @@ class Worker(Process):
                 attached = yield from self.ask(lambda call: Attach(call, model.tenant, model.spec), give_up)
                 if not isinstance(attached, Attached):
                     continue
-                self._attached[model] = None
+                self._attached[model] = attached
             reply = yield from self.ask(build, give_up)
             if isinstance(reply, Refused) and reply.kind is RefusedKind.UNKNOWN_NAMESPACE:
                 self._attached.pop(model, None)
@@ -263,6 +263,7 @@ class Worker(Process):
         parents = (content.root(model), *hashes)
         run_blocks = self.world.scenario.config.coordinator.run_blocks
         new = tuple(hashes[first:])
+        tokens = tuple(token for block in new for token in content.origin(model, block)[1])
         grant = yield from self.question(
             model,
             lambda call: PrepareStore(
@@ -270,6 +271,7 @@ class Worker(Process):
                 new,
                 parts,
                 host=f"node-{self.node}",
+                tokens=tokens if model in self._attached and self._attached[model].wants_tokens else (),
             ),
             give_up,
         )

@@ -27,9 +27,9 @@ from kvcluster.core.messages import (
     UnpinBlocks,
 )
 from kvcluster.core.reasons import Loss
+from kvcluster.testing.kernel import MS, Script
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.content import Model
-from kvcluster.testing.sim.kernel import MS, Script
 
 if TYPE_CHECKING:
     from kvcluster.core.ids import BlockHash
@@ -97,10 +97,12 @@ def _request(worker: Worker) -> Script:
     rng = world.rng
     model, hashes = conversation(world)
     kept_ns = int(1_500 * MS * rng.random()) if rng.random() < 0.2 else 0
-    need = model.need(rng.choice((Loss.EXACT, Loss.Q8, Loss.Q4, Loss.Q4)))
+    accept = rng.choice((Loss.EXACT, Loss.Q8, Loss.Q4, Loss.Q4))
+    half = world.scenario.halves and world.later.random() < world.scenario.half_needs
+    need = model.need(accept, half=half)
     loaded = yield from worker.load(model, hashes, need, wait_ns=kept_ns)
     if loaded < len(hashes) and rng.random() < 0.9:
-        parts = model.halves() if world.scenario.halves else model.whole()
+        parts = model.first_half() if half else model.halves() if world.scenario.halves else model.whole()
         wait_ns = rng.choice((0, 200 * MS, 600 * MS))
         yield from worker.store(model, hashes, loaded, parts, wait_ns)
 

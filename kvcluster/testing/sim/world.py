@@ -15,13 +15,14 @@ from kvcluster.core.ids import Epoch, Holder, ShardId
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import Tombstone
 from kvcluster.core.reasons import Loss
+from kvcluster.testing.kernel import MS, SECOND, Clock, Kernel, Process
 from kvcluster.testing.sim import content, scenario, workload
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
+from kvcluster.testing.sim.coordinator_oracle import CoordinatorOracle
 from kvcluster.testing.sim.disk import Disk
 from kvcluster.testing.sim.faults import Faults
 from kvcluster.testing.sim.journal import Journal
-from kvcluster.testing.sim.kernel import MS, SECOND, Clock, Kernel, Process
 from kvcluster.testing.sim.liveness import come_to_rest
 from kvcluster.testing.sim.network import Network
 from kvcluster.testing.sim.oracle import Oracle
@@ -53,7 +54,8 @@ class World:
     def __init__(self, seed: int, *, whole_journal: bool = False) -> None:
         self.seed = seed
         self.rng = rng = random.Random(seed)
-        self.scenario = drawn = scenario.draw(rng)
+        self.later = random.Random(f"{seed}, drawn later")
+        self.scenario = drawn = scenario.draw(rng, self.later)
         self.kernel = Kernel()
         self.journal = Journal(whole=whole_journal)
         self.faults: Counter[str] = Counter()
@@ -76,6 +78,7 @@ class World:
         self.disks: dict[tuple[ShardId, int], Disk] = {}  # by shard and node
         self.names = [ShardId(f"s{number}") for number in range(drawn.config.shards)]
         self.oracle = Oracle(self)
+        self.coordinator_oracle = CoordinatorOracle(self, self.oracle.placed)
         self._bound: dict[int, CoordinatorProcess] = {}
         self.coordinators: list[CoordinatorProcess] = []
         self.incarnations: dict[tuple[ShardId, Epoch], ShardProcess] = {}
@@ -102,6 +105,8 @@ class World:
         for coordinator in self.coordinators:
             if not coordinator.dead:
                 check_coordinator(coordinator.core)
+                if self.scenario.announces:
+                    coordinator.listener.judge(coordinator.core)
         for shard in self.incarnations.values():
             if not shard.dead:
                 check_shard(shard.core)
@@ -172,6 +177,7 @@ class World:
         self.kill(process)
         if for_good:
             assert isinstance(process, ShardProcess)
+            hold(process.shard in self.told_to_go, f"{process.name} goes for good, and no operator told it to")
             if process is self.shards[process.shard]:
                 self.names.remove(process.shard)
 

@@ -155,7 +155,7 @@ class Commands:
 
     def _namespace(self, worker: Worker, name: str) -> NamespaceId:
         """The worker's namespace, to which it attaches where it has not yet."""
-        core = self.stage.core(name)
+        core = self.stage.process(name).core
         known = (name, core.epoch, worker.spec.weights)
         if known not in worker.attached:
             worker.attached.append(known)
@@ -225,7 +225,7 @@ class Commands:
         stage = self.stage
         namespace = self._namespace(worker, shard)
         attempt = self._attempt(worker, words, new=verb in ("pin", "reserve"))
-        epoch = Epoch(words.number("epoch", stage.core(shard).epoch))
+        epoch = Epoch(words.number("epoch", stage.process(shard).core.epoch))
         blocks = self._blocks(words)
         keys = tuple(PageKey(block, 0, WHOLE) for block in blocks)
         message: Any
@@ -293,12 +293,12 @@ class Commands:
                     wanted.setdefault(source.shard.shard, []).extend(words.rest[at : at + run.count])
             at += run.count
         for shard, named in wanted.items():
-            if shard not in self.stage.boxes:
+            if shard not in self.stage.shards:
                 self.stage.say(f"{shard} does not answer")
                 continue
             self._at_shard(worker, shard, "pin", Words([number, *named]))
             self.stage.ask(shard, worker.name, Unpin(NO_CALL, attempt), told=False)
-            rotten = [name for name in named if self.stage.names.block(name) in self.stage.boxes[shard].rotten]
+            rotten = [name for name in named if self.stage.names.block(name) in self.stage.shards[shard].rotten]
             if rotten:
                 self.stage.say(f"{worker.name} gets other bytes than it asked for: {' '.join(rotten)}")
                 self._at_shard(worker, shard, "suspect", Words(rotten))
@@ -311,23 +311,23 @@ class Commands:
         if verb == "says":
             self._says(name, words)
             return
-        box = stage.boxes[name]
+        shard = stage.shards[name]
         acts: dict[str, Callable[[], object]] = {
             "hears": lambda: self._hears(name, words),
             "delivers": lambda: stage.deliver(name, heard=words.rest != ["unheard"]),
             "loses": lambda: stage.lose(name),
             "repeats": lambda: stage.repeat(name),
-            "rots": lambda: box.rotten.update(dict.fromkeys(self._blocks(words))),
-            "mute": lambda: setattr(box, "mute", True),
+            "rots": lambda: shard.rotten.update(dict.fromkeys(self._blocks(words))),
+            "mute": lambda: setattr(shard, "mute", True),
             "speaks": lambda: self._speaks(name),
-            "reaches": lambda: setattr(box, "reaches", words.rest[0]),
+            "reaches": lambda: setattr(shard, "reaches", words.rest[0]),
         }
         acts[verb]()
 
     def _speaks(self, name: str) -> None:
-        box = self.stage.boxes[name]
-        box.mute = False
-        if box.letter is not None:
+        shard = self.stage.shards[name]
+        shard.mute = False
+        if shard.letter is not None:
             self.stage.deliver(name)
 
     def _says(self, name: str, words: Words) -> None:
@@ -337,7 +337,7 @@ class Commands:
         if epoch != puppet.epoch:
             puppet.epoch, puppet.held, puppet.told = epoch, 0, 0
         to = words.options.pop("at", None) or stage.latest()
-        coordinator = Epoch(words.number("to", stage.core(to).epoch))
+        coordinator = Epoch(words.number("to", stage.process(to).core.epoch))
         namespace = self._namespace(Worker(name), to)
         specs = ((TENANT, SPEC),)
         puppet.pages = words.number("pages", puppet.pages)
@@ -384,9 +384,10 @@ class Commands:
     def _hears(self, name: str, words: Words) -> None:
         """What comes of a shard's last message, where the script is the coordinator."""
         stage = self.stage
-        stage.boxes[name].letter = None
+        shard = stage.shards[name]
+        shard.letter = None
         if words.rest == ["nothing"]:
-            stage.step(name, ReportFailed())
+            shard.step(ReportFailed())
             return
         namespace = stage.names.namespace(SPEC)
         evict, pull, bury = (words.options.get(option) for option in ("evict", "pull", "bury"))
@@ -411,4 +412,4 @@ class Commands:
             leave=Farewell[words.options["leave"].upper()] if "leave" in words.options else None,
         )
         stage.say(f"coordinator -> {name}: {stage.tell.ack(ack)}")
-        stage.step(name, ReportAnswered(ack))
+        shard.step(ReportAnswered(ack))

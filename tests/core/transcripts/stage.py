@@ -1,7 +1,10 @@
-"""Where a transcript is played: real cores under a clock and a mail that the script moves.
+"""Where a transcript is played: real cores in processes of testing/kernel.py, which the script drives.
+
+Mail arrives at once and in order, pages are read and fetched in no time, and ticks come when they are due while time
+passes. Time passes in `wait` and `stall` only.
 
     start c1 [epoch=10] [expected=1] [SETTING=...]      start s1 [pages=4] [epoch=1] [SETTING=...]
-    stop c1    stall s1 3000    wait 500    lost disk    at once; a process stood still; time passes; tombstones go
+    stop c1    stall s1 3000    wait 500    lost disk    at once; a process stands still; time passes; tombstones go
     quietly COMMAND                                     the same, and nothing is told of it
 
     w1 load a1..a3 | store | explain | pin | unpin      a worker asks the coordinator. `#2` names an attempt, which is
@@ -22,7 +25,6 @@ script says (`s1 hears acked=1`). Mail that tells nothing new is not told. A wor
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,7 +35,6 @@ from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, CallId, Epoch, Names
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import (
     Abort,
-    Answer,
     Commit,
     Effect,
     Fetch,
@@ -52,7 +53,6 @@ from kvcluster.core.messages import (
     Revoke,
     Send,
     ShardAddress,
-    Stalled,
     Tick,
     Tombstone,
     Unpin,
@@ -60,7 +60,9 @@ from kvcluster.core.messages import (
     Verify,
 )
 from kvcluster.core.shard import Shard
-from tests.core.transcripts.names import MS, PAGE, Names
+from kvcluster.testing.core_process import CoreProcess
+from kvcluster.testing.kernel import MS, Clock, Kernel
+from tests.core.transcripts.names import PAGE, Names
 from tests.core.transcripts.telling import NO_NEWS, Teller
 
 MEMBERSHIP_MS = 2_000
@@ -75,14 +77,29 @@ COORDINATOR: dict[str, Any] = {
 SHARD: dict[str, Any] = {"lease_ttl_ms": 2_000, "scrub_bytes": 0}
 """Settings of a transcript that names none: short times, and no room is made and nothing read again unasked."""
 
-Core = Coordinator | Shard
+
+class StagedCore(CoreProcess):
+    """A process that runs a coordinator or a shard. The stage performs its effects."""
+
+    def __init__(self, stage: Stage, name: str, core: Coordinator | Shard) -> None:
+        super().__init__(stage.kernel, name, 0, Clock(0, 0), core, stall_ns=0)
+        self._stage = stage
+
+    def perform(self, effect: Effect) -> None:
+        self._stage.perform(self.name, effect)
 
 
-class Box:
+class StagedCoordinator(StagedCore):
+    core: Coordinator
+
+
+class StagedShard(StagedCore):
     """A shard incarnation, and its mail."""
 
-    def __init__(self, core: Shard, address: ShardAddress) -> None:
-        self.core = core
+    core: Shard
+
+    def __init__(self, stage: Stage, name: str, core: Shard, address: ShardAddress) -> None:
+        super().__init__(stage, name, core)
         self.address = address
         self.letter: Report | Inventory | None = None
         self.delivered: Report | Inventory | None = None
@@ -93,19 +110,16 @@ class Box:
 
 
 class Stage:
-    """The cores of one transcript. `line` is what came of the last command."""
+    """The processes of one transcript, on simulated time."""
 
     def __init__(self) -> None:
         self.names = Names()
         self.tell = Teller(self.names)
-        self.now = 0
-        self.coordinators: dict[str, Coordinator] = {}
-        self.boxes: dict[str, Box] = {}
+        self.kernel = Kernel()
+        self.coordinators: dict[str, StagedCoordinator] = {}
+        self.shards: dict[str, StagedShard] = {}
         self.disk: tuple[Tombstone, ...] = ()
         self._alone = True  # until there is a coordinator, whose part the script plays
-        self._calls = 0
-        self._asked: dict[CallId, tuple[str, object, Sequence[BlockHash]]] = {}
-        self._todo: deque[Callable[[], None]] = deque()
         self._lines: list[str] = []
         self._clock = False
 
@@ -113,7 +127,7 @@ class Stage:
 
     def say(self, line: str) -> None:
         """A line of the transcript."""
-        self._lines.append(f"at {self.now // MS}: {line}" if self._clock else line)
+        self._lines.append(f"at {self.kernel.now // MS}: {line}" if self._clock else line)
 
     def said(self) -> list[str]:
         """The lines since the last time."""
@@ -124,33 +138,38 @@ class Stage:
 
     def start_coordinator(self, name: str, *, epoch: int, expected: int, **settings: Any) -> None:
         self._alone = False
-        config = CoordinatorConfig(**{**COORDINATOR, **settings})
-        self.coordinators[name] = Coordinator(
+        core = Coordinator(
             Epoch(epoch),
-            config,
+            CoordinatorConfig(**{**COORDINATOR, **settings}),
             membership_ttl_ms=MEMBERSHIP_MS,
             expected=expected,
-            now=self.now,
+            now=self.kernel.now,
             tombstones=self.disk,
         )
+        self.coordinators[name] = StagedCoordinator(self, name, core)
+        self.coordinators[name].start_driver()
 
     def start_shard(self, name: str, *, epoch: int, pages: int, **settings: Any) -> None:
         """A new incarnation. One of that name that is there already lives on as `NAME-old`."""
-        if name in self.boxes:
-            self.boxes[f"{name}-old"] = self.boxes.pop(name)
+        if name in self.shards:
+            old = self.shards.pop(name)
+            old.name = f"{name}-old"
+            self.shards[old.name] = old
         config = ShardConfig(device_bytes=pages * PAGE, extent_bytes=PAGE, **{**SHARD, **settings})
         shard, at = ShardId(name), Epoch(epoch)
         core = Shard(shard, at, config, membership_ttl_ms=MEMBERSHIP_MS, address=f"{name}@{epoch}", host=name)
         self.names.shard(shard, at)
-        self.boxes[name] = Box(core, ShardAddress(shard, at, f"{name}@{epoch}", name))
-        self.step(name, Tick())
+        self.shards[name] = StagedShard(self, name, core, ShardAddress(shard, at, f"{name}@{epoch}", name))
+        self.shards[name].step(Tick())
 
     def stop(self, name: str) -> None:
         """It is gone, without a word."""
-        (self.coordinators if name in self.coordinators else self.boxes).pop(name)
+        self.process(name).kill()
+        (self.coordinators if name in self.coordinators else self.shards).pop(name)
 
-    def core(self, name: str) -> Core:
-        return self.coordinators[name] if name in self.coordinators else self.boxes[name].core
+    def process(self, name: str) -> StagedCoordinator | StagedShard:
+        """The coordinator or the shard of that name."""
+        return self.coordinators[name] if name in self.coordinators else self.shards[name]
 
     def latest(self) -> str:
         """The coordinator that was started last."""
@@ -158,135 +177,114 @@ class Stage:
 
     # ------------------------------------------------------------------------------------------- steps
 
-    def call(self, asker: str, message: object, blocks: Sequence[BlockHash]) -> CallId:
-        """A number for a question, and who wants the answer."""
-        self._calls += 1
-        call = CallId(self._calls)
-        self._asked[call] = (asker, message, blocks)
-        return call
-
     def ask(
         self, name: str, asker: str, message: Any, blocks: Sequence[BlockHash] = (), *, told: bool = True
     ) -> Reply | None:
-        """Asks a core; the reply, where it comes at once."""
-        call = self.call(asker if told else "", message, blocks)
-        effects = self.step(name, replace(message, call=call))
-        return next((effect.reply for effect in effects if isinstance(effect, Answer) and effect.call == call), None)
+        """Asks a core and tells the answer when it comes; the reply, where that is at once."""
+        process = self.process(name)
+        replies: list[Reply] = []
 
-    def step(self, name: str, message: Any) -> list[Effect]:
-        """Steps a core and does what it says."""
-        core = self.core(name)
-        effects: list[Effect] = core.step(message, self.now)
-        for effect in effects:
-            self._perform(name, effect)
-        return effects
+        def answered(reply: Reply) -> None:
+            replies.append(reply)
+            if told and asker:
+                self.say(f"{process.name} -> {asker}: {self.tell.reply(message, blocks, reply)}")
+
+        process.submit(lambda call: replace(message, call=call), answered)
+        return replies[0] if replies else None
 
     def settle(self) -> None:
-        """Does all that follows: mail is carried, pages are read and fetched."""
-        for _ in range(10_000):
-            if not self._todo:
-                break
-            self._todo.popleft()()
-        else:
-            raise AssertionError("it goes on without end")
+        """Does all that follows at this instant: mail is carried, pages are read and fetched."""
+        self.kernel.settle()
         for coordinator in self.coordinators.values():
-            check_coordinator(coordinator)
-        for box in self.boxes.values():
-            check_shard(box.core)
+            check_coordinator(coordinator.core)
+        for shard in self.shards.values():
+            check_shard(shard.core)
 
     def wait(self, passed_ms: int) -> None:
         """Time passes. What happens meanwhile is told with its time."""
-        until = self.now + passed_ms * MS
         self._clock = True
-        for _ in range(10_000):
-            due = [(at, name) for name in self._everybody() if (at := self.core(name).next_deadline()) is not None]
-            at, name = min(due, default=(until + 1, ""))
-            if at > until:
-                break
-            self.now = max(self.now, at)
-            self.step(name, Tick())
-            self.settle()
-        else:
-            raise AssertionError("ticks without end")
-        self.now = until
+        self.kernel.run(self.kernel.now + passed_ms * MS)
+        self.settle()
         self._clock = False
 
     def stall(self, name: str, late_ms: int) -> None:
-        """A process stood still, and says so to its core before anything else."""
-        self.now += late_ms * MS
-        self.step(name, Stalled(late_ms * MS))
+        """A process stands still. What is sent to it meanwhile arrives when it goes on."""
+        process = self.process(name)
+        process.stop()
+        self.kernel.run(self.kernel.now + late_ms * MS)
+        process.resume()
 
-    def _everybody(self) -> list[str]:
-        return [*self.coordinators, *self.boxes]
-
-    def _perform(self, name: str, effect: Effect) -> None:
+    def perform(self, name: str, effect: Effect) -> None:
         match effect:
-            case Answer(call, reply):
-                asker, question, blocks = self._asked.pop(call)
-                if asker:
-                    self.say(f"{name} -> {asker}: {self.tell.reply(question, blocks, reply)}")
             case Revoke(attempt):
                 self.say(f"{name}: the lease of {self.names.attempt(attempt)} is revoked")
             case Leave(reason, for_good):
                 self.say(f"{name} leaves{' for good' if for_good else ''}: {reason}")
-                self._todo.append(lambda: self.stop(name))
+                self._soon(name, lambda: self.stop(name))
             case Persist(tombstones):
                 self.disk = tombstones
                 self.say(f"{name} keeps on disk: {'; '.join(map(self.tell.stone, tombstones))}")
             case Send(message):
-                self.boxes[name].letter = message
-                self._todo.append(lambda: self._carry(name))
+                self.shards[name].letter = message
+                self._soon(name, lambda: self._carry(name))
             case Verify(attempt, _, slots):
                 self.say(f"{name} reads again: {self.tell.blocks(slots)}")
-                self._todo.append(lambda: self._verified(name, attempt, slots))
+                self._soon(name, lambda: self._verified(name, attempt, slots))
             case Fetch():
-                self._todo.append(lambda: self._fetch(name, effect))
+                self._soon(name, lambda: self._fetch(name, effect))
+
+    def _soon(self, name: str, act: Callable[[], None]) -> None:
+        """Has a process do this at this instant, after what was to be done before."""
+        self.kernel.at(self.kernel.now, self.process(name), act)
 
     # -------------------------------------------------------------------------------------------- mail
 
     def _carry(self, name: str) -> None:
-        """The mail, as long as nobody stands in its way."""
-        box = self.boxes.get(name)
-        if box is None or box.letter is None or box.mute:
+        """The mail of a shard, unless it is mute."""
+        shard = self.shards[name]
+        if shard.letter is None or shard.mute:
             return
+        coordinator = self.coordinators.get(shard.reaches or self.latest())
         if self._alone:
-            self.say(f"{name} -> coordinator: {self.tell.letter(box.letter)}")
-        elif (box.reaches or self.latest()) not in self.coordinators:
+            self.say(f"{name} -> coordinator: {self.tell.letter(shard.letter)}")
+        elif coordinator is None:
             self.lose(name)
+        elif coordinator.stopped:
+            self._soon(coordinator.name, lambda: self._carry(name))
         else:
             self.deliver(name)
 
     def deliver(self, name: str, *, heard: bool = True) -> None:
         """A shard's message arrives, and so does the answer, where that is `heard`."""
-        box = self.boxes[name]
-        letter, box.letter = box.letter, None
+        shard = self.shards[name]
+        letter, shard.letter = shard.letter, None
         assert letter is not None, "there is no mail"
-        box.delivered = letter
+        shard.delivered = letter
         ack = self._post(name, letter)
         if heard:
-            self.step(name, ReportAnswered(ack))
+            shard.step(ReportAnswered(ack))
         else:
             self.say(f"{name} does not hear the answer")
-            self.step(name, ReportFailed())
+            shard.step(ReportFailed())
 
     def lose(self, name: str) -> None:
-        self.boxes[name].letter = None
-        self.step(name, ReportFailed())
+        self.shards[name].letter = None
+        self.shards[name].step(ReportFailed())
 
     def repeat(self, name: str) -> None:
         """The network delivers what it has delivered before; nobody waits for the answer."""
-        letter = self.boxes[name].delivered
+        letter = self.shards[name].delivered
         assert letter is not None
         self._post(name, letter)
 
     def _post(self, name: str, letter: Report | Inventory) -> ReportAck:
-        to = self.boxes[name].reaches or self.latest()
+        to = self.shards[name].reaches or self.latest()
         place = len(self._lines)
         ack = self.ask(to, "", letter)
         assert isinstance(ack, ReportAck)
         later, self._lines[place:] = self._lines[place:], []
         said, heard = self.tell.substance(letter), self.tell.substance(ack)
-        before = self.boxes[name].told
+        before = self.shards[name].told
         news = isinstance(letter, Inventory) or letter.events or said != before[0]
         if news or ack.inventory or ack.leave or ack.epoch != letter.coordinator:
             news = True
@@ -294,28 +292,26 @@ class Stage:
         self._lines += later
         if news or heard != before[1]:
             self.say(f"{to} -> {name}: {self.tell.ack(ack)}")
-        self.boxes[name].told = (said, heard)
+        self.shards[name].told = (said, heard)
         return ack
 
     # ------------------------------------------------------------------------------------ what shells do
 
     def _verified(self, name: str, attempt: Attempt, slots: Sequence[PageSlot]) -> None:
-        if name in self.boxes:
-            rotten = self.boxes[name].rotten
-            corrupt = tuple(at for at, slot in enumerate(slots) if slot.key.hash in rotten)
-            told = self.tell.blocks([slots[at] for at in corrupt])
-            self.say(f"{name} finds corrupt: {told}")
-            self.step(name, Verified(attempt, corrupt))
+        shard = self.shards[name]
+        corrupt = tuple(at for at, slot in enumerate(slots) if slot.key.hash in shard.rotten)
+        self.say(f"{name} finds corrupt: {self.tell.blocks([slots[at] for at in corrupt])}")
+        shard.step(Verified(attempt, corrupt))
 
     def _fetch(self, name: str, fetch: Fetch) -> None:
         """Pages go from shard to shard, as a worker's would; what is rotten or gone does not arrive."""
         source = fetch.source.shard
         self.say(f"{name} fetches from {source}: {self.tell.blocks(fetch.slots)}")
         arrived = []
-        if source in self.boxes:
+        if source in self.shards:
             asker, keys = self.names.attempt(fetch.attempt), [slot.key for slot in fetch.slots]
             pinned = self.shard_pin(source, asker, fetch.attempt, fetch.namespace, keys)
-            rotten = self.boxes[source].rotten
+            rotten = self.shards[source].rotten
             arrived = [at for at, slot in enumerate(pinned) if slot is not None and slot.key.hash not in rotten]
             self.ask(source, asker, Unpin(CallId(0), fetch.attempt), told=False)
         message = Commit(CallId(0), fetch.attempt, tuple(arrived), (b"sums",) * len(arrived))
@@ -327,7 +323,7 @@ class Stage:
         self, shard: str, asker: str, attempt: Attempt, namespace: NamespaceId, keys: Sequence[PageKey]
     ) -> list[PageSlot | None]:
         """One shard asks another for pages, with the cluster's own credential."""
-        pin = Pin(CallId(0), CLUSTER, namespace, attempt, self.boxes[shard].core.epoch, tuple(keys))
+        pin = Pin(CallId(0), CLUSTER, namespace, attempt, self.shards[shard].core.epoch, tuple(keys))
         grant = self.ask(shard, asker, pin, [key.hash for key in keys])
         assert isinstance(grant, PinGrant)
         return [page if isinstance(page, PageSlot) else None for page in grant.pages]

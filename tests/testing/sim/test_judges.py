@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kvcluster.core.messages import Drain, Purge
+from kvcluster.testing.kernel import MS, SECOND
 from kvcluster.testing.sim import content, liveness, scenario
-from kvcluster.testing.sim.kernel import MS, SECOND
 from kvcluster.testing.sim.promises import Violation
 from kvcluster.testing.sim.world import World
 

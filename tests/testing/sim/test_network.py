@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvcluster.core.ids import CallId
-from kvcluster.testing.sim.kernel import MS, Clock, Kernel, Process, Promise
+from kvcluster.testing.kernel import MS, Clock, Kernel, Process, Promise
 from kvcluster.testing.sim.network import BROKEN, Build, Line, Network, Server
 
 

@@ -1,13 +1,12 @@
-"""A coordinator and shards in one thread on one simulated clock: the real state machines, and no bytes.
+"""A coordinator and shards on the kernel of the test worlds: the real state machines on simulated time, and no bytes.
 
-It is the world around the cores, and the kindest one: a message arrives at once, a page is moved or encoded in no time,
-every page can be encoded, and nothing fails. No arena is allocated, since the core only counts bytes. What remains is
-what the cores decide: what is found, where it is written, what is demoted, promoted and evicted, and when.
+The world around the cores is the kindest one: a message arrives at once, a page is moved or encoded in no time, every
+page can be encoded, and nothing fails. No arena is allocated, since the core only counts bytes. What remains is what
+the cores decide: what is found, where it is written, what is demoted, promoted and evicted, and when.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -18,13 +17,12 @@ from kvcluster.core.hashing import root
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, BlockHash, CallId, Epoch, Holder, ShardId, Tenant
 from kvcluster.core.messages import (
     Abort,
-    Answer,
     Attach,
     Attached,
     AttachShard,
     Commit,
-    CoordinatorMessage,
     Decision,
+    Effect,
     EndTicket,
     Fetch,
     LoadGrant,
@@ -43,24 +41,62 @@ from kvcluster.core.messages import (
     Revoke,
     Send,
     ShardAddress,
-    ShardMessage,
     StoreGrant,
-    Tick,
     WriteGrant,
 )
 from kvcluster.core.placement import run_start
 from kvcluster.core.reasons import Loss
 from kvcluster.core.shard import Shard
 from kvcluster.core.spec import KVSpec
+from kvcluster.testing.core_process import CoreProcess
+from kvcluster.testing.core_stepper import Core
+from kvcluster.testing.kernel import MS, Clock, Kernel
 
-MS = 1_000_000
 TENANT = Tenant("trace")
 _START_NS = 1_000 * MS
 _SUMS = b"sums"  # of pages that nobody writes and nobody reads
-_MOST_STEPS = 1_000_000
-"""That may follow from one message: the largest order of moves takes a thousand, two for each batch."""
-
 _HOLDER = Holder(bytes(HOLDER_BYTES))
+
+
+class _Replayed(CoreProcess):
+    """A process of the replay. All read one clock, and a tick that is due waits for nothing."""
+
+    def __init__(self, kernel: Kernel, name: str, core: Core) -> None:
+        super().__init__(kernel, name, 0, Clock(0, 0), core, stall_ns=0, spin_ns=0)
+
+
+class _Coordinator(_Replayed):
+    core: Coordinator
+
+    def perform(self, effect: Effect) -> None:
+        raise AssertionError(f"{effect} has no place in a replay")
+
+
+class _Shard(_Replayed):
+    core: Shard
+
+    def __init__(self, kernel: Kernel, name: str, core: Shard, coordinator: _Coordinator) -> None:
+        super().__init__(kernel, name, core)
+        self._coordinator = coordinator
+
+    def perform(self, effect: Effect) -> None:
+        match effect:
+            case Send(report):
+                ack = self._coordinator.ask_now(lambda call: replace(report, call=call))
+                assert isinstance(ack, ReportAck)
+                self._soon(self.step, ReportAnswered(ack))
+            case MovePages(attempt, pages):
+                self._soon(self.step, Moved(attempt, (_SUMS,) * len(pages)))
+            case Fetch(attempt):  # replicas are not what is measured here
+                self._soon(self.submit, lambda call: Abort(call, attempt))
+            case Revoke():
+                raise AssertionError("a lease ran out, and everything takes no time")
+            case _:
+                raise AssertionError(f"{effect} has no place in a replay")
+
+    def _soon(self, act: Callable[..., object], argument: object) -> None:
+        """Does this at this instant, after what was to be done before."""
+        self.kernel.at(self.kernel.now, self, act, argument)
 
 
 class Cluster:
@@ -69,59 +105,50 @@ class Cluster:
     def __init__(self, config: Config, spec: KVSpec) -> None:
         """All shards are members when this returns; every one has the bytes that `config.shard` says."""
         self.config = config
-        self._now = _START_NS
-        self._calls = count(1)
+        self._kernel = Kernel()
+        self._kernel.run(_START_NS)
         self._attempts = count(1)
-        self._replies: dict[CallId, Callable[[Reply], None]] = {}
-        self._inbox: deque[tuple[Shard, ShardMessage]] = deque()
         ttl_ms = config.membership_ttl_ms
         self.coordinator = Coordinator(
-            Epoch(1), config.coordinator, membership_ttl_ms=ttl_ms, expected=config.shards, now=self._now
+            Epoch(1), config.coordinator, membership_ttl_ms=ttl_ms, expected=config.shards, now=_START_NS
         )
-        self._shards: dict[str, Shard] = {}  # by address
+        self._asked = _Coordinator(self._kernel, "coordinator", self.coordinator)
+        self._asked.start_driver()
+        self._shards: dict[str, _Shard] = {}  # by address
         for number in range(config.shards):
-            shard, address = ShardId(f"shard-{number}"), f"{number}"
-            self._shards[address] = Shard(
-                shard, Epoch(1), config.shard, membership_ttl_ms=ttl_ms, address=address, host=""
-            )
+            name, address = ShardId(f"shard-{number}"), f"{number}"
+            core = Shard(name, Epoch(1), config.shard, membership_ttl_ms=ttl_ms, address=address, host="")
+            self._shards[address] = _Shard(self._kernel, name, core, self._asked)
         self._part = spec.whole(0)
         self._need = Need((self._part,), Loss[config.client.accept.upper()])
-        attached = self._ask(Attach(self._call(), TENANT, spec))
+        attached = self._asked.ask_now(lambda call: Attach(call, TENANT, spec))
         assert isinstance(attached, Attached)
         self.space = attached.namespace
         self._root = root(self.space)
-        for core in self.shards:
-            self._tell(core, AttachShard(self._call(_ignore), TENANT, spec))
+        for shard in self._shards.values():
+            shard.submit(lambda call: AttachShard(call, TENANT, spec))
+            self._kernel.settle()
         self.advance(0)
         assert not self.coordinator.rebuilding, "all shards have told what they hold"
 
     @property
     def shards(self) -> list[Shard]:
-        return list(self._shards.values())
+        return [shard.core for shard in self._shards.values()]
 
     def advance(self, to_ns: int) -> None:
-        """Time passes, and whoever wanted to be called until then is."""
-        until = _START_NS + to_ns
-        while True:
-            cores: list[Coordinator | Shard] = [self.coordinator, *self.shards]
-            due = [(at, core) for core in cores if (at := core.next_deadline()) is not None and at <= until]
-            if not due:
-                break
-            at, core = min(due, key=lambda pair: pair[0])
-            self._now = max(self._now, at)
-            if isinstance(core, Shard):
-                self._tell(core, Tick())
-            else:
-                self.coordinator.step(Tick(), self._now)
-        self._now = max(self._now, until)
+        """Time passes, and every core gets the ticks that are due until then."""
+        self._kernel.run(max(self._kernel.now, _START_NS + to_ns))
+        self._kernel.settle()
 
     def load(self, hashes: Sequence[BlockHash]) -> LoadGrant:
         """How far this chain can be restored, asked as a load that takes no time: it holds, and its ticket ends."""
         attempt = self._attempt()
-        grant = self._ask(PrepareLoad(self._call(), TENANT, self.space, attempt, tuple(hashes), self._need))
+        grant = self._asked.ask_now(
+            lambda call: PrepareLoad(call, TENANT, self.space, attempt, tuple(hashes), self._need)
+        )
         assert isinstance(grant, LoadGrant)
         if grant.hold_ns:
-            self._ask(EndTicket(self._call(), attempt))
+            self._asked.ask_now(lambda call: EndTicket(call, attempt))
         return grant
 
     def store(self, hashes: Sequence[BlockHash], first: int, loss: Loss) -> None:
@@ -130,9 +157,9 @@ class Cluster:
         What finds no room at once waits as a client's store does, while time passes and others ask.
         """
         attempt = self._attempt()
-        grant = self._ask(
-            PrepareStore(
-                self._call(),
+        grant = self._asked.ask_now(
+            lambda call: PrepareStore(
+                call,
                 TENANT,
                 self.space,
                 attempt,
@@ -160,7 +187,7 @@ class Cluster:
         def written(address: ShardAddress) -> None:
             writing.remove(address)
             if not writing:
-                self._ask(EndTicket(self._call(), attempt))
+                self._asked.ask_now(lambda call: EndTicket(call, attempt))
 
         for address, pages in by_shard.items():
             self._write(address, tuple(pages), written)
@@ -175,64 +202,22 @@ class Cluster:
         def granted(reply: Reply) -> None:
             assert isinstance(reply, WriteGrant), f"a reservation was answered by {reply}"
             indices = tuple(at for at, page in enumerate(reply.pages) if isinstance(page, PageSlot))
-            if indices:
-                self._inbox.append((shard, Commit(self._call(ended), attempt, indices, (_SUMS,) * len(indices))))
-            else:
-                self._inbox.append((shard, Abort(self._call(ended), attempt)))
+            self._kernel.at(self._kernel.now, shard, shard.submit, lambda call: end(call, indices), ended)
+
+        def end(call: CallId, indices: tuple[int, ...]) -> Commit | Abort:
+            return Commit(call, attempt, indices, (_SUMS,) * len(indices)) if indices else Abort(call, attempt)
 
         def ended(_: Reply) -> None:
             written(address)
 
         wait_ns = self.config.client.store_wait_ms * MS
-        self._tell(
-            shard, Reserve(self._call(granted), TENANT, self.space, attempt, address.epoch, pages, wait_ns=wait_ns)
+        shard.submit(
+            lambda call: Reserve(call, TENANT, self.space, attempt, address.epoch, pages, wait_ns=wait_ns), granted
         )
+        self._kernel.settle()
 
     def _parent(self, hashes: Sequence[BlockHash], depth: int) -> BlockHash:
         return hashes[depth - 1] if depth else self._root
 
-    # -------------------------------------------------------------------------------------- who asks whom
-
-    def _call(self, then: Callable[[Reply], None] | None = None) -> CallId:
-        call = CallId(next(self._calls))
-        if then is not None:
-            self._replies[call] = then
-        return call
-
     def _attempt(self) -> Attempt:
         return Attempt(_HOLDER, next(self._attempts))
-
-    def _ask(self, message: CoordinatorMessage) -> Reply:
-        """The coordinator answers at once."""
-        replies = [effect.reply for effect in self.coordinator.step(message, self._now) if isinstance(effect, Answer)]
-        assert len(replies) == 1, "a question is answered at once, and once"
-        return replies[0]
-
-    def _tell(self, shard: Shard, message: ShardMessage) -> None:
-        """Steps a shard, and what follows from it until nothing more does."""
-        self._inbox.append((shard, message))
-        for _ in range(_MOST_STEPS):
-            if not self._inbox:
-                return
-            core, next_message = self._inbox.popleft()
-            for effect in core.step(next_message, self._now):
-                match effect:
-                    case Answer(call, reply):
-                        self._replies.pop(call)(reply)
-                    case Send(report):
-                        ack = self._ask(replace(report, call=self._call()))
-                        assert isinstance(ack, ReportAck)
-                        self._inbox.append((core, ReportAnswered(ack)))
-                    case MovePages(attempt, pages):
-                        self._inbox.append((core, Moved(attempt, (_SUMS,) * len(pages))))
-                    case Fetch(attempt):  # replicas are not what is measured here
-                        self._inbox.append((core, Abort(self._call(_ignore), attempt)))
-                    case Revoke():
-                        raise AssertionError("a lease ran out, and everything takes no time")
-                    case _:
-                        raise AssertionError(f"{effect} has no place in a replay")
-        raise AssertionError("one message is followed by others without end")
-
-
-def _ignore(_: Reply) -> None:
-    """Nothing follows from the answer."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvcluster import config
 from kvcluster.cli.bench.specs import llama_8b
-from kvcluster.cli.bench.trace.cluster import MS, TENANT, Cluster
+from kvcluster.cli.bench.trace.cluster import TENANT, Cluster
 from kvcluster.cli.bench.trace.reading import Trace
 from kvcluster.core.hashing import foreign
 from kvcluster.core.ids import BlockHash
@@ -22,6 +22,7 @@ from kvcluster.core.messages import LoadGrant, Tier
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError
+from kvcluster.testing.kernel import MS
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,9 @@ from typing import Any
 MS = 1_000_000
 SECOND = 1_000 * MS
 
+MOST_AT_ONCE = 100_000
+"""Events of one instant that `Kernel.settle` runs: more are processes that answer one another without end."""
+
 TIMED_OUT = object()
 """What a script is sent where nothing came in time."""
 
@@ -83,14 +86,28 @@ class Kernel:
 
     def run(self, until: int) -> None:
         """Everything that is due before `until`; then it is that late."""
-        heap = self._heap
-        while heap and heap[0][0] < until:
-            self.now, _, process, act, arguments = heappop(heap)
-            if process is None or process.running:
-                act(*arguments)
-            elif process.stopped:
-                process.backlog.append((act, arguments))
+        while self._heap and self._heap[0][0] < until:
+            self._run_next()
         self.now = until
+
+    def settle(self) -> None:
+        """Everything that is due now, with all that it makes due at this instant. No time passes.
+
+        Raises AssertionError where that does not end.
+        """
+        now = self.now
+        for _ in range(MOST_AT_ONCE):
+            if not self._heap or self._heap[0][0] > now:
+                return
+            self._run_next()
+        raise AssertionError(f"{MOST_AT_ONCE:,} events at one instant, and no end of them")
+
+    def _run_next(self) -> None:
+        self.now, _, process, act, arguments = heappop(self._heap)
+        if process is None or process.running:
+            act(*arguments)
+        elif process.stopped:
+            process.backlog.append((act, arguments))
 
 
 class Process:

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.testing.sim.kernel import MS, TIMED_OUT, Clock, Kernel, Process, Promise, Script
+from kvcluster.testing.kernel import MS, TIMED_OUT, Clock, Kernel, Process, Promise, Script
 
 
 def process(kernel: Kernel) -> Process:
@@ -96,3 +97,28 @@ def test_a_wait_is_measured_by_the_process_own_clock() -> None:
     p.start(script())
     kernel.run(2_000 * MS)
     assert woke == [1_000 * MS]
+
+
+def test_settling_runs_what_is_due_and_what_follows_at_once_and_no_time_passes() -> None:
+    kernel, seen = Kernel(), list[str]()
+
+    def letter() -> None:
+        seen.append("letter")
+        kernel.at(kernel.now, None, seen.append, "answer")
+        kernel.at(kernel.now + 1, None, seen.append, "later")
+
+    kernel.run(5)
+    kernel.at(5, None, letter)
+    kernel.settle()
+    assert (seen, kernel.now) == (["letter", "answer"], 5)
+
+
+def test_settling_ends_where_events_follow_one_another_without_end() -> None:
+    kernel = Kernel()
+
+    def again() -> None:
+        kernel.at(kernel.now, None, again)
+
+    again()
+    with pytest.raises(AssertionError, match="no end"):
+        kernel.settle()

@@ -1,65 +1,24 @@
-"""Planted bugs: each breaks one promise of the real core or its shells, so that the simulator can show that it sees.
-
-A bug is a patch of the code under test for as long as a run takes. None hides: each is what a tired author might
-write, a forgotten comparison, a missing margin, a step in the wrong order.
-"""
+"""Bugs of shards and of their shells: fences, pages and leases, tiers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from kvcluster.core.copies import CopyBook
-from kvcluster.core.directory import Directory
 from kvcluster.core.intake import Intake
 from kvcluster.core.leases import LeaseBook
-from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, Persist, PinGrant, Tick
-from kvcluster.core.orders import Orders
+from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, PinGrant
 from kvcluster.core.pool import PageAction, PagePool, PageState
 from kvcluster.core.reading import Reading
 from kvcluster.core.reasons import Loss
-from kvcluster.core.replicator import Replicator
 from kvcluster.core.shard import Shard
-from kvcluster.core.stream import ReportCursor
 from kvcluster.core.uplink import Uplink
 from kvcluster.core.withdrawal import Withdrawal
-from kvcluster.errors import CallerError
 from kvcluster.pages import checksum
-from kvcluster.testing.sim.coordinator import CoordinatorProcess
+from kvcluster.testing.sim.bugs.planting import Patch, planted
 from kvcluster.testing.sim.disk import Disk
-from kvcluster.testing.sim.driver import CoreProcess
 from kvcluster.testing.sim.shard import ShardProcess
-
-Patch = tuple[Any, str, Any]
-"""Owner, attribute, and what stands there instead."""
-
-BUGS: dict[str, Callable[[], list[Patch]]] = {}
-"""By name. What each forgets, its function says."""
-
-
-def planted(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
-    """Names a bug after the function that makes its patches."""
-    BUGS[make.__name__.replace("_", "-")] = make
-    return make
-
-
-@contextmanager
-def active(name: str | None) -> Iterator[None]:
-    """The code under test has this bug meanwhile. Raises CallerError where there is none of that name."""
-    if name is not None and name not in BUGS:
-        raise CallerError(f"no bug is named {name!r}; there are {', '.join(BUGS)}")
-    before: list[Patch] = []
-    try:
-        for owner, attribute, instead in BUGS[name]() if name is not None else ():
-            before.append((owner, attribute, owner.__dict__[attribute]))
-            setattr(owner, attribute, instead)
-        yield
-    finally:
-        for owner, attribute, original in reversed(before):
-            setattr(owner, attribute, original)
-
 
 # ---------------------------------------------------------------------------------------------- fences
 
@@ -140,9 +99,10 @@ def condemned_served() -> list[Patch]:
     def pin(self: Shard, m: Any, now: int) -> list[Any]:
         effects = original(self, m, now)
         lease = next((lease for lease in self.leases.all() if lease.attempt == m.attempt), None)
-        if lease is None:
+        answer = effects[0] if effects else None  # it may wait for pages that are read from disk
+        if lease is None or not isinstance(answer, Answer) or not isinstance(answer.reply, PinGrant):
             return effects
-        pages = list(effects[0].reply.pages)
+        pages = list(answer.reply.pages)
         for at, key in enumerate(m.keys):
             for page in self.pool.everything():
                 if lease.pages[at] is None and page.state is PageState.CONDEMNED and page.key == key:
@@ -223,7 +183,11 @@ def wrong_page_served() -> list[Patch]:
 def loss_not_asked() -> list[Patch]:
     """A reader who accepts no loss gets what has been demoted since it was promised to him."""
     original = PagePool.find
-    return [(PagePool, "find", lambda self, space, key, accept: original(self, space, key, Loss.Q4))]
+
+    def find(self: PagePool, space: Any, key: Any, accept: Loss, *, encoded: bool = False) -> Any:
+        return original(self, space, key, Loss.Q4, encoded=encoded)
+
+    return [(PagePool, "find", find)]
 
 
 @planted
@@ -277,91 +241,3 @@ def private_copy_given_back() -> list[Patch]:
         self._free(copy)
 
     return [(PagePool, "lend", lend)]
-
-
-# ----------------------------------------------------------------------------------------- coordinator
-
-
-@planted
-def stale_inventory() -> list[Patch]:
-    """Chunks of an inventory are taken as they come, whichever inventory they are of."""
-
-    def chunk(self: ReportCursor, chunk: int, *, upto: int, last: bool) -> bool:
-        self._next_chunk = chunk + 1
-        if last:
-            self._next = upto + 1
-        return True
-
-    return [(ReportCursor, "chunk", chunk)]
-
-
-@planted
-def purge_not_on_disk() -> list[Patch]:
-    """A purge is acknowledged and never written down."""
-    original = CoordinatorProcess.perform
-
-    def perform(self: CoordinatorProcess, effect: Any) -> None:
-        if not isinstance(effect, Persist):
-            original(self, effect)
-
-    return [(CoordinatorProcess, "perform", perform)]
-
-
-@planted
-def lost_shard_named() -> list[Patch]:
-    """Plans are kept when a shard is lost."""
-    return [(CopyBook, "kill_slot", lambda self, slot: None)]
-
-
-@planted
-def evicts_while_rebuilding() -> list[Patch]:
-    """A coordinator that knows only some shards orders evictions."""
-    original = Intake._settle_orders
-
-    def settle(self: Intake, m: Any, member: Any, now: int) -> None:
-        until, self._state.rebuild_until = self._state.rebuild_until, None
-        original(self, m, member, now)
-        self._state.rebuild_until = until
-
-    return [(Intake, "_settle_orders", settle)]
-
-
-@planted
-def judged_after_a_stall() -> list[Patch]:
-    """A process that stood still judges deadlines first, and hears what has arrived meanwhile afterwards."""
-    original = CoreProcess.catch_up
-
-    def catch_up(self: CoreProcess) -> None:
-        deadline = self._core.next_deadline()
-        if deadline is not None and deadline <= self.now():
-            self.step(Tick())
-        original(self)
-
-    return [(CoreProcess, "catch_up", catch_up)]
-
-
-@planted
-def forgotten_tombstone() -> list[Patch]:
-    """A purge forgets what is known, and not that it was."""
-    original = Directory.bury
-
-    def bury(self: Directory, stone: Any) -> Any:
-        before = [(space, space.purged) for space in self]
-        buried = original(self, stone)
-        for space, purged in before:
-            space.purged = purged
-        return buried
-
-    return [(Directory, "bury", bury)]
-
-
-@planted
-def purged_writers_go_on() -> list[Patch]:
-    """A shard that carries out a purge lets those go on who write pages of before."""
-    return [(Orders, "_stop_writers", lambda self, space: [])]
-
-
-@planted
-def drained_too_early() -> list[Patch]:
-    """A draining shard is let go before anybody has fetched what it alone holds."""
-    return [(Replicator, "drained", lambda self, member: True)]

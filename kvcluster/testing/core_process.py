@@ -1,0 +1,87 @@
+"""A process of the kernel that runs a core, as `runtime/driver.py` does: mailbox, step, effects, and ticks when due.
+
+A message is stepped when it arrives. After each step the timer is set to the core's next deadline. A process that
+stood still (`stop`, `resume`) steps what has arrived meanwhile before any deadline is judged; if it woke later than
+`stall_ns` after its deadline, it steps `Stalled` before the next tick.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcluster.core.messages import Effect, Renew, Stalled, Tick
+from kvcluster.testing.core_stepper import Core, CoreStepper
+from kvcluster.testing.kernel import Clock, Kernel, Process
+
+
+class CoreProcess(CoreStepper, Process):
+    """One incarnation of a process that runs a core. Subclasses perform effects.
+
+    A tick comes `spin_ns` after the step before it at the earliest: a core that wants to go on at once gets its turn
+    after the messages that wait for its lock.
+    """
+
+    def __init__(
+        self, kernel: Kernel, name: str, node: int, clock: Clock, core: Core, *, stall_ns: int, spin_ns: int = 20_000
+    ) -> None:
+        Process.__init__(self, kernel, name, node, clock)
+        CoreStepper.__init__(self, core)
+        self._stall_ns = stall_ns
+        self._spin_ns = spin_ns
+        self._wakes_at: int | None = None
+        self._sleeping_until = 0
+
+    def read_clock(self) -> int:
+        return self.clock.read(self.kernel.now)
+
+    def step(self, message: Any) -> list[Effect]:
+        effects = super().step(message)
+        # A Renew alone only postpones what is due; it makes nothing due sooner.
+        if self.running and (type(message) is not Renew or len(effects) > 1):
+            self._set_timer()
+        return effects
+
+    def start_driver(self) -> None:
+        """From here on the core gets its ticks."""
+        self._set_timer()
+
+    def messages_before_timer(self, count: int) -> int:
+        """How many of `count` messages that wait are stepped before the timer's thread wakes after a stop."""
+        return 0
+
+    def catch_up(self) -> None:
+        """Steps what has arrived while the process stood still, and `Stalled` where it stood still for too long."""
+        self.backlog = [entry for entry in self.backlog if entry[0] != self._wake]
+        late_ns = self.now() - self._sleeping_until
+        self._step_backlog(self.messages_before_timer(len(self.backlog)))
+        if self.running and self._wakes_at is not None and late_ns > self._stall_ns:
+            self.step(Stalled(late_ns))
+        self._step_backlog(len(self.backlog))
+        if self.running:
+            self._wakes_at = None
+            self._set_timer()
+
+    def _step_backlog(self, count: int) -> None:
+        for _ in range(count):
+            if self.running:
+                act, arguments = self.backlog.pop(0)
+                act(*arguments)
+
+    def _set_timer(self) -> None:
+        deadline = self.core.next_deadline()
+        if deadline is None:
+            return
+        when = max(self.clock.when(deadline), self.kernel.now + self._spin_ns)
+        if self._wakes_at is None or when < self._wakes_at:
+            self._wakes_at, self._sleeping_until = when, deadline
+            self.kernel.at(when, self, self._wake, when)
+
+    def _wake(self, when: int) -> None:
+        if when != self._wakes_at:
+            return  # an earlier deadline came up, and the timer was set anew
+        self._wakes_at = None
+        deadline = self.core.next_deadline()
+        if deadline is not None and deadline <= self.now():
+            self.step(Tick())
+        else:
+            self._set_timer()

@@ -1,0 +1,104 @@
+"""Steps a core for a test world: numbers the questions, and brings each answer to the caller that asked.
+
+Every world that drives a `Coordinator` or a `Shard` stands on this class: the simulator, the transcripts, the trace
+benchmark, and the unit tests' lone shard and lone coordinator. It knows neither the time nor a network. A subclass
+tells the time, performs the effects that are not answers, and may look at each step.
+
+Invariant: a question is answered at most once, and `unanswered` counts those that still wait. A second answer, or one
+to a question that was never asked, raises AssertionError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvcluster.core.ids import CallId
+from kvcluster.core.messages import Answer, Effect, Reply
+
+Answered = Callable[[Reply], None]
+Build = Callable[[CallId], Any]
+"""Makes a message of the call id that it is given."""
+
+
+class Core(Protocol):
+    """What `runtime/driver.py` drives too."""
+
+    def step(self, message: Any, now: int) -> list[Effect]: ...
+
+    def next_deadline(self) -> int | None: ...
+
+
+class CoreStepper:
+    """One core and the questions that it has not answered yet."""
+
+    running: bool = True
+    """False stops a step between two effects. A process that an effect kills performs no further effect."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self._calls = 0
+        self._callers: dict[CallId, Answered] = {}
+
+    # -------------------------------------------------------------------------------- what a subclass adds
+
+    def read_clock(self) -> int:
+        """The time of this core in nanoseconds."""
+        raise AssertionError("every subclass tells the time")
+
+    def perform(self, effect: Effect) -> None:
+        """Performs an effect that is not an Answer."""
+        raise AssertionError("every subclass performs effects")
+
+    def stepped(self, message: Any, effects: list[Effect], now: int) -> None:
+        """Looks at a step before its effects are performed."""
+
+    def answering(self, message: Any, answer: Answer) -> None:
+        """Looks at an answer that a step of `message` gives, before its caller gets it."""
+
+    # ------------------------------------------------------------------------------------------- stepping
+
+    def submit(self, build: Build, answered: Answered | None = None) -> CallId:
+        """Steps the message that `build` makes. `answered` gets the reply, in this step or in a later one."""
+        self._calls += 1
+        call = CallId(self._calls)
+        self._callers[call] = answered or _ignore
+        self.step(build(call))
+        return call
+
+    def ask_now(self, build: Build) -> Reply:
+        """As `submit`, for a question that the core answers in the same step. Returns the reply."""
+        replies: list[Reply] = []
+        self.submit(build, replies.append)
+        assert len(replies) == 1, "the core answers this question at once, and once"
+        return replies[0]
+
+    def step(self, message: Any) -> list[Effect]:
+        """Steps a message and performs its effects in order. Returns the effects.
+
+        A question that is answered at once may be stepped with a call id of the caller's own, who then finds the answer
+        among the effects.
+        """
+        now = self.read_clock()
+        effects = self.core.step(message, now)
+        self.stepped(message, effects, now)
+        for effect in effects:
+            if not self.running:
+                break
+            if isinstance(effect, Answer):
+                self.answering(message, effect)
+                answered = self._callers.pop(effect.call, None)
+                assert answered is not None or effect.call == getattr(message, "call", None), "it answers no question"
+                if answered is not None:
+                    answered(effect.reply)
+            else:
+                self.perform(effect)
+        return effects
+
+    def unanswered(self) -> int:
+        """How many questions wait for an answer."""
+        return len(self._callers)
+
+
+def _ignore(reply: Reply) -> None:
+    """Nothing follows from this answer."""

@@ -1,0 +1,77 @@
+"""What a subscriber to KV events knows: which blocks lie in which tier, rebuilt from the events alone.
+
+Routers and indexers keep such a picture. One that has heard every event since its coordinator started, or every event
+of a Retell and all after it, equals the coordinator's index (`indexed`).
+
+Invariant of a `strict` picture, which has heard everything: no block is stored twice in a tier, and no block is removed
+that was not there.
+"""
+
+from __future__ import annotations
+
+from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.ids import BlockHash, NamespaceId
+from kvcluster.core.messages import Publish, Tier
+from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream
+
+Blocks = dict[tuple[NamespaceId, Tier], set[BlockHash]]
+"""The blocks in each tier of each namespace. An empty set is left out."""
+
+
+class EventPicture:
+    """Takes in events. `hear` raises AssertionError where one of them cannot be right."""
+
+    def __init__(self, *, strict: bool = True) -> None:
+        self.strict = strict
+        self.blocks: Blocks = {}
+        self.parents: dict[BlockHash, BlockHash | None] = {}
+        """The block before each that was stored, as last told; None at the beginning of a sequence."""
+        self.tokens: dict[BlockHash, tuple[int, ...]] = {}
+        """The token ids of each for which some were told."""
+
+    def hear(self, told: Publish) -> None:
+        """Takes in what one step of a coordinator has to say of one namespace."""
+        assert told.events, "nothing is told"
+        for event in told.events:
+            if isinstance(event, AllBlocksCleared):
+                self.clear(told.stream.namespace)
+            elif isinstance(event, BlocksStored):
+                self._stored(told.stream, event)
+            else:
+                self._removed(told.stream, event)
+
+    def clear(self, space: NamespaceId) -> None:
+        """Nothing is known of that namespace any more."""
+        for tier in Tier:
+            self.blocks.pop((space, tier), None)
+
+    def _stored(self, stream: EventStream, event: BlocksStored) -> None:
+        known = self.blocks.setdefault((stream.namespace, event.tier), set())
+        assert len(set(event.hashes)) == len(event.hashes) > 0
+        assert not (self.strict and known.intersection(event.hashes)), "a block is told twice"
+        assert len(event.tokens) in (0, len(event.hashes) * stream.block_tokens), "token ids of some blocks only"
+        known.update(event.hashes)
+        parent = event.parent
+        for at, block in enumerate(event.hashes):
+            self.parents[block], parent = parent, block
+            if event.tokens:
+                self.tokens[block] = event.tokens[at * stream.block_tokens : (at + 1) * stream.block_tokens]
+
+    def _removed(self, stream: EventStream, event: BlocksRemoved) -> None:
+        place = stream.namespace, event.tier
+        known = self.blocks.setdefault(place, set())
+        assert len(set(event.hashes)) == len(event.hashes) > 0
+        assert known.issuperset(event.hashes) or not self.strict, "a block is removed that was not there"
+        known.difference_update(event.hashes)
+        if not known:
+            del self.blocks[place]
+
+
+def indexed(coordinator: Coordinator) -> Blocks:
+    """What the index says, with copies on lost shards until they are swept."""
+    blocks: Blocks = {}
+    for space in coordinator.directory:
+        for record in space.index:
+            for copy in record.copies.entries:
+                blocks.setdefault((space.id, copy.tier), set()).add(record.hash)
+    return blocks

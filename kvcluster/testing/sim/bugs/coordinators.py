@@ -1,0 +1,182 @@
+"""Bugs of coordinators and of their shells: knowledge, orders, purges, KV events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcluster.core.announcer import Announcer
+from kvcluster.core.copies import CopyBook
+from kvcluster.core.directory import Directory
+from kvcluster.core.eviction import LRU, LRU_DEPTH_BITS, Verdict
+from kvcluster.core.evictor import Evictor
+from kvcluster.core.grants import Grants
+from kvcluster.core.intake import Intake
+from kvcluster.core.messages import Persist, Tick
+from kvcluster.core.orders import Orders
+from kvcluster.core.replicator import Replicator
+from kvcluster.core.stream import ReportCursor
+from kvcluster.testing.core_process import CoreProcess
+from kvcluster.testing.sim.bugs.planting import Patch, planted
+from kvcluster.testing.sim.coordinator import CoordinatorProcess
+
+
+@planted
+def stale_inventory() -> list[Patch]:
+    """Chunks of an inventory are taken as they come, whichever inventory they are of."""
+
+    def chunk(self: ReportCursor, chunk: int, *, upto: int, last: bool) -> bool:
+        self._next_chunk = chunk + 1
+        if last:
+            self._next = upto + 1
+        return True
+
+    return [(ReportCursor, "chunk", chunk)]
+
+
+@planted
+def purge_not_on_disk() -> list[Patch]:
+    """A purge is acknowledged and never written down."""
+    original = CoordinatorProcess.perform
+
+    def perform(self: CoordinatorProcess, effect: Any) -> None:
+        if not isinstance(effect, Persist):
+            original(self, effect)
+
+    return [(CoordinatorProcess, "perform", perform)]
+
+
+@planted
+def lost_shard_named() -> list[Patch]:
+    """Plans are kept when a shard is lost."""
+    return [(CopyBook, "kill_slot", lambda self, slot: None)]
+
+
+@planted
+def evicts_while_rebuilding() -> list[Patch]:
+    """A coordinator that knows only some shards orders evictions."""
+    original = Intake._settle_orders
+
+    def settle(self: Intake, m: Any, member: Any, now: int) -> None:
+        until, self._state.rebuild_until = self._state.rebuild_until, None
+        original(self, m, member, now)
+        self._state.rebuild_until = until
+
+    return [(Intake, "_settle_orders", settle)]
+
+
+@planted
+def judged_after_a_stall() -> list[Patch]:
+    """A process that stood still judges deadlines first, and hears what has arrived meanwhile afterwards."""
+    original = CoreProcess.catch_up
+
+    def catch_up(self: CoreProcess) -> None:
+        deadline = self.core.next_deadline()
+        if deadline is not None and deadline <= self.now():
+            self.step(Tick())
+        original(self)
+
+    return [(CoreProcess, "catch_up", catch_up)]
+
+
+@planted
+def forgotten_tombstone() -> list[Patch]:
+    """A purge forgets what is known, and not that it was."""
+    original = Directory.bury
+
+    def bury(self: Directory, stone: Any) -> Any:
+        before = [(space, space.purged) for space in self]
+        buried = original(self, stone)
+        for space, purged in before:
+            space.purged = purged
+        return buried
+
+    return [(Directory, "bury", bury)]
+
+
+@planted
+def purged_writers_go_on() -> list[Patch]:
+    """A shard that carries out a purge lets those go on who write pages of before."""
+    return [(Orders, "_stop_writers", lambda self, space: [])]
+
+
+@planted
+def drained_too_early() -> list[Patch]:
+    """A draining shard is let go before anybody has fetched what it alone holds."""
+    return [(Replicator, "drained", lambda self, member: True)]
+
+
+@planted
+def evicts_what_is_promised() -> list[Patch]:
+    """An order takes blocks that are held for a load, or that an operator has pinned."""
+    original = Evictor._verdict
+
+    def verdict(self: Evictor, *arguments: Any) -> Verdict:
+        found = original(self, *arguments)
+        return Verdict.TAKE if found is Verdict.SPARE else found
+
+    return [(Evictor, "_verdict", verdict)]
+
+
+@planted
+def roots_go_first() -> list[Patch]:
+    """Of blocks that are equally cold, those at the beginning of a conversation are evicted before its end."""
+    return [(LRU, "score", lambda self, *, stamp, depth: stamp << LRU_DEPTH_BITS | depth)]
+
+
+@planted
+def answered_anew() -> list[Patch]:
+    """A prepare that is repeated, since its answer was lost, is answered as if it were another one."""
+
+    def forget(self: Grants, attempt: Any, space: Any, kind: Any) -> None:
+        ticket = self._state.tickets.end(attempt)
+        if ticket is not None:
+            self._release(ticket)
+
+    return [(Grants, "_answered_before", forget)]
+
+
+@planted
+def swept_in_part() -> list[Patch]:
+    """Of the records of a lost shard, those that one step has no time for are never swept."""
+    original = Intake.sweep_some
+
+    def sweep_some(self: Intake, now: int) -> None:
+        original(self, now)
+        self._sweep.clear()
+
+    return [(Intake, "sweep_some", sweep_some)]
+
+
+@planted
+def removal_not_told() -> list[Patch]:
+    """Outsiders are told what is stored in a tier, and not what is gone from it."""
+    original = Announcer.changed
+
+    def changed(self: Announcer, space: Any, record: Any, before: int) -> None:
+        if record.tiers & ~before:
+            original(self, space, record, before & record.tiers)
+
+    return [(Announcer, "changed", changed)]
+
+
+@planted
+def retold_in_part() -> list[Patch]:
+    """A coordinator that tells all blocks again forgets the rest after its first step."""
+    original = Announcer.tell_some
+
+    def tell_some(self: Announcer) -> None:
+        original(self)
+        self._retelling.clear()
+
+    return [(Announcer, "tell_some", tell_some)]
+
+
+@planted
+def tokens_of_another() -> list[Patch]:
+    """Outsiders are told the token ids of the first block of a store for all of its blocks."""
+    original = Announcer.remember
+
+    def remember(self: Announcer, hashes: Any, tokens: Any, block_tokens: int) -> None:
+        original(self, hashes, tuple(tokens[:block_tokens]) * len(hashes), block_tokens)
+
+    return [(Announcer, "remember", remember)]

@@ -1,0 +1,238 @@
+"""Judges what coordinators say, from outside: answers, grants, orders, drains.
+
+It compares a coordinator with what the shards really hold and with what other coordinators were told. As in oracle.py,
+each promise is one `hold` with one sentence, and what a fault explains is no violation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvcluster.core.ids import Attempt, BlockHash, NamespaceId, ShardId
+from kvcluster.core.members import Member
+from kvcluster.core.messages import (
+    Answer,
+    Decision,
+    Effect,
+    EndTicket,
+    Explain,
+    Explained,
+    Farewell,
+    Inventory,
+    LoadGrant,
+    PageKey,
+    Plan,
+    PrepareLoad,
+    PrepareStore,
+    Purge,
+    Report,
+    ReportAck,
+    ShardAddress,
+    ShardInfo,
+    StoreGrant,
+    Tick,
+    Tier,
+)
+from kvcluster.core.tickets import Ticket
+from kvcluster.testing.sim import content
+from kvcluster.testing.sim.evictions import judge_order
+from kvcluster.testing.sim.memory import UNIT_BYTES
+from kvcluster.testing.sim.oracle import Name
+from kvcluster.testing.sim.promises import hold
+
+if TYPE_CHECKING:
+    from kvcluster.testing.sim.coordinator import CoordinatorProcess
+    from kvcluster.testing.sim.shard import Place, ShardProcess
+    from kvcluster.testing.sim.world import World
+
+
+class CoordinatorOracle:
+    """Judges coordinators of one world. `placed` is Oracle's: when each page was committed last, by shard."""
+
+    def __init__(self, world: World, placed: dict[Name, dict[str, int]]) -> None:
+        self._world = world
+        self._placed = placed
+        self._purged_at: dict[NamespaceId, int] = {}
+        self._answers: dict[tuple[str, Attempt], tuple[Ticket, object]] = {}  # of tickets that run
+        self._drain_until: dict[tuple[str, ShardAddress], int] = {}  # by the coordinator that lets it go
+        self._others_had: dict[tuple[str, ShardAddress], dict[Name, None]] = {}  # when that began
+        self._orders: dict[tuple[str, ShardAddress], int] = {}  # the number of the last order to each shard
+        self._judges: dict[type, Callable[[CoordinatorProcess, Any, object, int], None]] = {
+            Report: self._reported,
+            Inventory: self._reported,
+            PrepareLoad: self._load_prepared,
+            Explain: self._explained,
+            PrepareStore: self._store_prepared,
+            EndTicket: self._ticket_ended,
+            Tick: self._ticked,
+        }
+
+    def stepped(self, c: CoordinatorProcess, message: object, effects: list[Effect], now: int) -> None:
+        judge = self._judges.get(type(message))
+        if judge is not None:
+            judge(c, message, _reply(effects), now)
+
+    def _reported(self, c: CoordinatorProcess, m: Report | Inventory, reply: object, now: int) -> None:
+        assert isinstance(reply, ReportAck)
+        c.heard[m.info.shard, m.info.epoch] = now
+        ordered = reply.order is not None or reply.move is not None or reply.pull is not None
+        hold(not (ordered and c.core.rebuilding), "a coordinator that rebuilds gives orders")
+        self._order_given(c, m.info, reply, now)
+        if reply.leave is Farewell.DRAINED:
+            self._drained(c, m.info, now)
+        elif m.info.draining:
+            member = c.core.members.get(m.info.shard)
+            if member is not None and member.drain_until is not None:
+                self._drain_until[c.name, member.address] = member.drain_until
+                self._others_had.setdefault((c.name, member.address), self._had_by_others(member.info.shard))
+
+    def _order_given(self, c: CoordinatorProcess, info: ShardInfo, ack: ReportAck, now: int) -> None:
+        member = c.core.members.get(info.shard)
+        if ack.order is not None and member is not None:
+            given = c.name, member.address
+            if ack.order.number > self._orders.get(given, 0):  # else it is repeated
+                self._orders[given] = ack.order.number
+                judge_order(c.core, member, ack.order, now)
+
+    def _load_prepared(self, c: CoordinatorProcess, m: PrepareLoad, reply: object, now: int) -> None:
+        if isinstance(reply, LoadGrant):
+            hold((reply.miss is None) == (reply.blocks == len(m.hashes)), "a miss says why not one more")
+            hold(sum(run.count for run in reply.runs) == reply.blocks, "a grant says where each block lies, once")
+            self._is_same_again(c, m, reply)
+            self._names_members(c, m.namespace, m.hashes, [(run.count, run.plan) for run in reply.runs])
+
+    def _explained(self, c: CoordinatorProcess, m: Explain, reply: object, now: int) -> None:
+        if isinstance(reply, Explained):
+            self._names_members(c, m.namespace, m.hashes, [(fate.count, fate.plan) for fate in reply.fates])
+
+    def _store_prepared(self, c: CoordinatorProcess, m: PrepareStore, reply: object, now: int) -> None:
+        if isinstance(reply, StoreGrant):
+            hold(sum(run.count for run in reply.runs) == len(m.hashes), "a grant decides on each block, once")
+            self._is_same_again(c, m, reply)
+            for run in reply.runs:
+                if run.decision is Decision.WRITE:
+                    hold(not c.core.rebuilding, "a coordinator that rebuilds grants a store")
+                    assert run.shard is not None
+                    self._is_member(c, run.shard)
+
+    def _ticked(self, c: CoordinatorProcess, m: Tick, reply: object, now: int) -> None:
+        heard = [entry for entry in c.backlog if entry[0] == c.receive]
+        hold(not heard, "members are judged before what has arrived meanwhile was heard")
+        for of, (ticket, _) in list(self._answers.items()):
+            if of[0] == c.name and c.core.tickets.get(of[1]) is not ticket:
+                del self._answers[of]
+
+    def _ticket_ended(self, c: CoordinatorProcess, m: EndTicket, reply: object, now: int) -> None:
+        self._answers.pop((c.name, m.attempt), None)
+
+    def _is_same_again(self, c: CoordinatorProcess, m: PrepareLoad | PrepareStore, reply: object) -> None:
+        """A prepare that is repeated gets the same answer while its ticket runs, unless a shard was lost or the
+        namespace was purged since."""
+        of = c.name, m.attempt
+        space = c.core.directory.known(m.namespace)
+        before = self._answers.pop(of, None)
+        if before is not None and space is not None and before[0].known == (c.core.book.version, space.purged):
+            hold(reply == before[1], "a prepare that is repeated gets another answer")
+        ticket = c.core.tickets.get(m.attempt)
+        if ticket is not None:
+            self._answers[of] = ticket, reply
+
+    def _names_members(
+        self,
+        c: CoordinatorProcess,
+        space: NamespaceId,
+        hashes: tuple[BlockHash, ...],
+        plans: list[tuple[int, Plan | None]],
+    ) -> None:
+        """No answer names a shard that is held for lost, nor a block that was purged before."""
+        at = 0
+        purged_at = self._purged_at.get(space) if c is self._world.coordinator else None
+        for count, plan in plans:
+            for sources in plan or ():
+                for source in sources or ():
+                    self._is_member(c, source.shard)
+                    if purged_at is not None:
+                        names = [
+                            (space, PageKey(block, source.group, source.part)) for block in hashes[at : at + count]
+                        ]
+                        self._is_newer(source.shard, names, purged_at)
+            at += count
+
+    def _is_member(self, c: CoordinatorProcess, address: ShardAddress) -> None:
+        member = c.core.members.get(address.shard)
+        hold(member is not None and member.address == address, f"an answer names {address.shard}, which is lost")
+
+    def _is_newer(self, address: ShardAddress, names: list[Name], purged_at: int) -> None:
+        shard = self._world.incarnations.get((address.shard, address.epoch))
+        for name in names if shard is not None else ():
+            assert shard is not None
+            known = shard.stored_at(*name)
+            hold(known is None or known > purged_at, f"purged block {name[1].hash.hex()[:6]} is found again")
+
+    def _drained(self, c: CoordinatorProcess, info: ShardInfo, now: int) -> None:
+        """A shard that is drained takes nothing with it that another had room for.
+
+        What lay on another when that began, or has come to one since, and was evicted there has had its place, and was
+        the coldest in it. What a purge names that it has yet to carry out goes whether it stays or not, even where a
+        store of before was committed after: only in its stream does the purge have a place.
+        """
+        shard = self._world.incarnations[info.shard, info.epoch]
+        until = self._drain_until.get((c.name, shard.address))
+        if shard.farewell or until is None or now >= until:
+            return
+        shard.farewell = True
+        takers = [member for member in c.core.members.all() if member.takes]
+        doomed = [known.id for known in c.core.directory if known.purged > shard.purged]
+        blocks: dict[tuple[NamespaceId, BlockHash], list[Place]] = {}
+        for place in shard.ready:
+            blocks.setdefault((place[0], place[1].hash), []).append(place)
+        for (space, block), places in blocks.items():
+            slots = [shard.ready[place][0] for place in places]
+            stored_at = max(shard.ready[place][1] for place in places)
+            # Into which tier it would come there depends on what of it is brought: it fits for sure where it does in
+            # each.
+            tiers = dict.fromkeys([Tier.DEVICE, *(min(slot.tier, Tier.HOST) for slot in slots)])
+            nbytes = sum(-(-slot.nbytes // UNIT_BYTES) for slot in slots) * UNIT_BYTES
+            fits = any(all(nbytes <= self._room(member, tier) for tier in tiers) for member in takers)
+            rotten = any(shard.is_rotten(slot) for slot in slots)
+            if fits and not rotten and space not in doomed and stored_at > self._purged_at.get(space, -1):
+                elsewhere = all(self._came_elsewhere(place[:2], shard, c) for place in places)
+                hold(elsewhere, f"{shard.name} is drained and takes {block.hex()[:6]} with it")
+
+    def _had_by_others(self, drained: ShardId) -> dict[Name, None]:
+        living = [shard for shard in self._world.incarnations.values() if shard.name != drained and not shard.dead]
+        return {place[:2]: None for shard in living for place in shard.ready}
+
+    def _came_elsewhere(self, name: Name, shard: ShardProcess, c: CoordinatorProcess) -> bool:
+        """Does it lie on another shard, did it when the drain began, or has it come to one since it lies here? That
+        another has just died, its coordinator cannot know."""
+        if name in self._others_had.get((c.name, shard.address), {}):
+            return True
+        placed = self._placed.get(name, {})
+        members = [member.address for member in c.core.members.all()]
+        others = [
+            other
+            for other in self._world.incarnations.values()
+            if other is not shard and (not other.dead or other.address in members)
+        ]
+        since = max((at for where, at in placed.items() if where != shard.name), default=-1)
+        return since >= placed.get(shard.name, 0) or any(other.stored_at(*name) is not None for other in others)
+
+    def _room(self, member: Member, tier: Tier) -> int:
+        return member.info.use(tier).room(self._world.scenario.config.coordinator.low_free)
+
+    def purged(self, m: Purge) -> None:
+        """It was answered: from now on nothing of before is found."""
+        for model in content.MODELS:
+            spec = model.spec
+            if model.tenant == m.tenant and all(
+                wanted in (None, value)
+                for wanted, value in ((m.model, spec.model), (m.weights, spec.weights), (m.adapter, spec.adapter))
+            ):
+                self._purged_at[model.space] = self._world.kernel.now
+
+
+def _reply(effects: list[Effect]) -> object:
+    """The answer to the message that was stepped; a coordinator answers at once, and once."""
+    return next((effect.reply for effect in effects if isinstance(effect, Answer)), None)

@@ -1,0 +1,36 @@
+"""Judges an eviction order when a coordinator gives it: what it may name, and what it must not name before the rest."""
+
+from __future__ import annotations
+
+from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.directory import Space
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.members import Member
+from kvcluster.core.messages import EvictOrder
+from kvcluster.testing.sim.promises import hold
+
+
+def judge_order(coordinator: Coordinator, member: Member, order: EvictOrder, now: int) -> None:
+    """Raises Violation where an order that is given at `now` takes what is promised, or a block before its tail."""
+    for space in coordinator.directory:
+        ordered = {block: None for space_id, block in order.blocks if space_id == space.id}
+        for block in ordered:
+            hold(not _promised(space, block, now), f"an order takes {block.hex()[:6]}, which is held or pinned")
+        if ordered:
+            _tails_first(space, member, order, ordered, now)
+
+
+def _tails_first(space: Space, member: Member, order: EvictOrder, ordered: dict[BlockHash, None], now: int) -> None:
+    """A block goes no earlier than the blocks after it that are as cold and lie in the same tier of that shard."""
+    moving = {move.hash for move in member.move.moves} if member.move is not None else ()
+    for record in space.index:
+        if record.parent not in ordered or record.hash in ordered or record.hash in moving:
+            continue
+        parent = space.index.get(record.parent)
+        if parent is not None and record.copies.on(member.slot, order.tier) and record.stamp <= parent.stamp:
+            hold(_promised(space, record.hash, now), f"{record.parent.hex()[:6]} is ordered to go before its tail")
+
+
+def _promised(space: Space, block: BlockHash, now: int) -> bool:
+    record = space.index.get(block)
+    return record is not None and (record.held_until > now or space.pinned.get(block, 0) > now)

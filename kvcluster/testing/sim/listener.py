@@ -1,0 +1,61 @@
+"""A subscriber to the KV events of one coordinator incarnation, and its publisher, which may drop some.
+
+It models what runtime/publishing.py promises. A publisher that drops an event voids its stream: nothing that was told
+of that namespace counts any more, and the coordinator is asked to tell all blocks again (`Retell`). A coordinator that
+starts has a new publisher, so each incarnation has a new listener.
+
+Once the coordinator has told everything that it has to tell, the listener's picture must equal the coordinator's index.
+Parents and token ids are judged against the right ones (content.py) as they are told.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.messages import Publish
+from kvcluster.core.messages.events import BlocksStored
+from kvcluster.testing.event_picture import EventPicture, indexed
+from kvcluster.testing.sim import content
+from kvcluster.testing.sim.promises import hold
+
+
+class Listener:
+    """Hears the events of one coordinator. `loss` is the share of events that its publisher drops; `ask_again` is
+    called for each, and has the coordinator tell all blocks again some time later."""
+
+    def __init__(self, rng: random.Random, loss: float, ask_again: Callable[[], None]) -> None:
+        self._rng = rng
+        self._loss = loss
+        self._ask_again = ask_again
+        self._picture = EventPicture()
+        self.behind = False
+        """Was an event dropped since the last Retell began?"""
+
+    def hear(self, told: Publish) -> bool:
+        """Takes in what one step of the coordinator has to say of one namespace. False where the publisher drops it."""
+        picture = self._picture
+        if self._loss and self._rng.random() < self._loss:
+            picture.clear(told.stream.namespace)
+            picture.strict = False
+            self.behind = True
+            self._ask_again()
+            return False
+        picture.hear(told)
+        model = content.BY_SPACE[told.stream.namespace]
+        for event in told.events:
+            for block in event.hashes if isinstance(event, BlocksStored) else ():
+                parent, tokens = content.origin(model, block)
+                hold(picture.parents[block] == parent, "a block is told with another parent than its own")
+                hold(picture.tokens.get(block, tokens) == tokens, "a block is told with token ids of another")
+        return True
+
+    def retelling(self) -> None:
+        """The coordinator begins to tell all blocks again, which makes good what was dropped before."""
+        self.behind = False
+
+    def judge(self, coordinator: Coordinator) -> None:
+        """Raises Violation where the picture is not what the index says, once the coordinator has told everything."""
+        if not self.behind and not coordinator.retelling:
+            hold(self._picture.blocks == indexed(coordinator), "a listener that heard every KV event has another picture than the index")
