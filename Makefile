@@ -9,6 +9,8 @@ MAKEFLAGS += --no-print-directory
 PYTHON ?= python3
 BENCH_ARGS ?=
 E2E_ARGS ?=
+TEST_ARGS ?=
+TEST_JOBS ?= auto
 CHAOS_MINUTES ?= 20
 CHAOS_SEED ?= 1
 SOAK_MINUTES ?= 60
@@ -16,13 +18,14 @@ SIM_SEEDS ?= 2000
 SIM_FIRST ?= 0
 FUZZ_INPUTS ?= 100000
 FUZZ_SEED ?= 0
+NIGHTLY_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 EXTRAS := cluster,transformers,ray-serve,events,bench,test,dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test e2e-vllm bench-vllm check bench simulate chaos soak fuzz fmt proto clean
+.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak fuzz sanitizers fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,24 +50,29 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard native/*.*)
 demo: install ## run the main job: two engine replicas share a prefix (DEMO_MODEL=path takes a real model)
 	@$(BIN)/kvcluster demo
 
-test: install ## run the whole test suite
-	@HYPOTHESIS_PROFILE=ci $(BIN)/pytest
+test: install ## run the whole test suite, in parallel (TEST_JOBS=2, TEST_ARGS="-k lease" for a part)
+	@$(BIN)/pytest -q -n $(TEST_JOBS) --dist loadgroup $(TEST_ARGS)
 
 # Engines have an environment of their own: what they pin is not what we pin (docs/vllm.md).
-e2e-vllm: install ## real vLLM engines over a real cluster (4 GB in .venv-vllm; E2E_ARGS="--only llama" for a part)
+.venv-vllm: install
 	$(say) "vLLM for a CPU in .venv-vllm: 4 GB and some 4 minutes the first time, silently"
 	@PYTHON=$(PYTHON) tools/vllm_env.sh .venv-vllm
+
+test-vllm: .venv-vllm ## the connector over vLLM's own objects, and a smoke run of real engines (4 GB in .venv-vllm)
 	$(say) "the connector's interface in the releases of docs/vllm.md"
 	@tools/vllm_compat.sh .venv-vllm
 	$(say) "the connector over vLLM's own objects"
-	@.venv-vllm/bin/python -m pytest -q -c tests/vllm/pytest.ini tests/vllm
-	$(say) "engines and servers"
+	@.venv-vllm/bin/python -m pytest -q -n $(TEST_JOBS) -c tests/vllm/pytest.ini tests/vllm
+	$(say) "real engines, the short form"
+	@$(BIN)/python -m tests.vllm.e2e --env .venv-vllm --only smoke
+
+e2e-vllm: .venv-vllm ## real vLLM engines and servers over a real cluster, the long form (E2E_ARGS="--only llama" for a part)
 	@$(BIN)/python -m tests.vllm.e2e --env .venv-vllm $(E2E_ARGS)
 
 bench-vllm: install ## what the connector costs an engine and what it gives; after e2e-vllm, five quiet minutes
 	@$(BIN)/python -m tests.vllm.e2e --env .venv-vllm --only cost
 
-check: install ## what every change must pass: format, lint, types, import rule, tidiness, fast tests
+check: install ## what every change must pass before its tests: format, lint, types, import rule, tidiness, promises
 	$(say) "format (make fmt mends it)"
 	@$(BIN)/ruff format --check .
 	$(say) "lint"
@@ -75,10 +83,9 @@ check: install ## what every change must pass: format, lint, types, import rule,
 	@$(BIN)/lint-imports --no-logo
 	$(say) "tidiness"
 	@$(BIN)/python tools/tidy.py
-	$(say) "fast tests, with coverage of the core"
-	@HYPOTHESIS_PROFILE=fast $(BIN)/pytest -q -m 'not cluster and not slow' \
-	  --cov=kvcluster/core --cov-report=term --cov-report=json:build/coverage.json
-	@$(BIN)/python tools/tidy.py --coverage build/coverage.json
+
+nightly: .venv-vllm ## all that CI has no time for; one table (NIGHTLY_ARGS="--only fuzz chaos" for a part)
+	@$(BIN)/python tools/nightly.py $(NIGHTLY_ARGS)
 
 bench: install ## measure lookups and transfers (BENCH_ARGS=--json for machines; see docs/benchmarks.md)
 	@$(BIN)/kvcluster bench lookup $(BENCH_ARGS)
@@ -96,6 +103,9 @@ soak: install ## full load without faults: does memory stay flat? (SOAK_MINUTES=
 
 fuzz: install ## mutate inputs for every parser of outside bytes (FUZZ_INPUTS=1000000 each; FUZZ_SEED=1 for others)
 	@$(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS) --seed $(FUZZ_SEED)
+
+sanitizers: install ## the native core's tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@tools/sanitizers.sh $(BIN)/python build/sanitizers
 
 fmt: install ## format, and mend what ruff can mend
 	@$(BIN)/ruff format .

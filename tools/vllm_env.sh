@@ -28,7 +28,7 @@ fi
 if [ "${2:-}" != --compare ]; then
   # And Ray Serve, for engines on it. Its extra for LLMs asks for one release of vLLM, of which there is no build for a
   # CPU, and for NIXL; what its code imports beside vLLM is the last two.
-  "${pip[@]}" -e "$here[ray-serve]" 'ray[serve]==2.60.*' pyarrow jsonref pytest pytest-timeout hypothesis
+  "${pip[@]}" -e "$here[ray-serve]" 'ray[serve]==2.60.*' pyarrow jsonref pytest pytest-timeout pytest-xdist hypothesis
   exit
 fi
 "$env/bin/pip" uninstall -q -y kvcluster xxhash 2>/dev/null || true

@@ -1,9 +1,10 @@
-"""Ten thousand bits flip, where pages lie and while they travel, and no reader is ever given a wrong byte.
+"""Bits flip, a thousand in CI and ten thousand nightly, where pages lie and while they travel, and no reader is ever
+given a wrong byte.
 
 The parts are the real ones: a client's loads and stores, sessions, checksums, frames over gRPC and TCP on loopback, and
-what is said of pages over shared memory. Six thousand bits flip in the arena and in the sums that stand for a page
-there, over each of three transports 700 on their way to a reader and 700 on their way to a shard. Each flip has a load
-or a store, or at least a page, of its own, so that each is known to have been detected.
+what is said of pages over shared memory. Of ten thousand bits, six thousand flip in the arena and in the sums that stand
+for a page there, and over each of three transports 700 on their way to a reader and 700 on their way to a shard. Each
+flip has a load or a store, or at least a page, of its own, so that each is known to have been detected.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from kvcluster.wire.methods import SHARD
 from tests.client.build import LAYERS, SPEC, counters, kv, prompt, room, same
 
 RESIDENT, TO_READER, TO_SHARD, ANYWHERE = 6_000, 700, 700, 250
-"""Of the last three as many over each transport."""
+"""Nightly; in CI a tenth of them. Of the last three as many over each transport."""
 
 BLOCKS = 50
 _HEADERS = 8 + 20 + 8 * LAYERS
@@ -51,6 +52,12 @@ _HEADERS = 8 + 20 + 8 * LAYERS
 _UNDAUNTED = ClientConfig(breaker_failures=10**9, deadline_ms=500)
 """A shard that fails thousands of times in a row is asked all the same. Where a length has flipped, a stream stands
 still until the deadline."""
+
+
+@pytest.fixture(scope="module")
+def share(nightly: bool) -> int:
+    """Which part of the flips is drawn: one in so many."""
+    return 1 if nightly else 10
 
 
 def flipped(data: bytes | memoryview, bit: int) -> bytes:
@@ -71,8 +78,8 @@ def spoil(host: ShardHost, page: Page, rng: Random) -> None:
         view[:] = flipped(view, rng.randrange(8 * page.nbytes))
 
 
-def test_every_flip_in_resident_pages_is_detected_by_the_reader_and_then_by_the_shard() -> None:
-    rng = Random(1)
+def test_every_flip_in_resident_pages_is_detected_by_the_reader_and_then_by_the_shard(share: int) -> None:
+    rng, flips = Random(1), RESIDENT // share
     with MemoryCluster(device_bytes="4MiB") as cluster:
         client = cluster.client(SPEC)
         ((shard, host),) = cluster.shards.items()
@@ -83,7 +90,7 @@ def test_every_flip_in_resident_pages_is_detected_by_the_reader_and_then_by_the_
         def condemned() -> bool:
             return not host.inspect(lambda: list(host.core.pool.ready()))
 
-        for seed in range(RESIDENT // BLOCKS):
+        for seed in range(flips // BLOCKS):
             tokens, right, into = prompt(BLOCKS, seed), kv(BLOCKS, seed), room(BLOCKS)
             assert client.store(tokens, right).blocks == BLOCKS
             assert client.flush()
@@ -97,7 +104,7 @@ def test_every_flip_in_resident_pages_is_detected_by_the_reader_and_then_by_the_
             cluster.wait_until(condemned)
 
         def all_counted() -> bool:
-            return bool(counters(client)[shard]["corrupt"] == RESIDENT)
+            return bool(counters(client)[shard]["corrupt"] == flips)
 
         cluster.wait_until(all_counted)
 
@@ -247,16 +254,15 @@ def wired(request: pytest.FixtureRequest) -> Iterator[Wired]:
                 client.close()
 
 
-@pytest.mark.slow
-def test_every_flip_in_pages_on_their_way_to_a_reader_is_detected(wired: Wired) -> None:
-    tokens, right = prompt(1), kv(1)
+def test_every_flip_in_pages_on_their_way_to_a_reader_is_detected(wired: Wired, share: int) -> None:
+    tokens, right, flips = prompt(1), kv(1), TO_READER // share
     wired.client.store(tokens, right)
     assert wired.client.flush()
     wired.to_reader.kinds = wired.pages
-    for _ in range(TO_READER):
+    for _ in range(flips):
         into = room(1)
         assert wired.load(tokens, into) == 0
-    assert wired.to_reader.flips == TO_READER
+    assert wired.to_reader.flips == flips
 
     # The page itself was sound all the time, and whatever its readers reported the shard has not condemned it.
     wired.to_reader.kinds = ()
@@ -266,26 +272,26 @@ def test_every_flip_in_pages_on_their_way_to_a_reader_is_detected(wired: Wired) 
     assert wired.counted("corrupt") == 0
 
 
-@pytest.mark.slow
-def test_every_flip_in_pages_on_their_way_to_a_shard_is_detected(wired: Wired) -> None:
+def test_every_flip_in_pages_on_their_way_to_a_shard_is_detected(wired: Wired, share: int) -> None:
+    flips = TO_SHARD // share
     wired.to_shard.kinds = wired.pages
-    for seed in range(TO_SHARD):
+    for seed in range(flips):
         assert wired.store(prompt(1, seed), kv(1, seed)) == 0
         assert wired.ready() == 0
-    assert wired.to_shard.flips == TO_SHARD
+    assert wired.to_shard.flips == flips
     assert wired.counted("commits") == 0
 
 
 @pytest.mark.parametrize("way", ["to_reader", "to_shard"])
-def test_a_flip_anywhere_in_an_exchange_gives_nobody_a_wrong_byte(wired: Wired, way: str) -> None:
+def test_a_flip_anywhere_in_an_exchange_gives_no_reader_a_wrong_byte(wired: Wired, way: str, share: int) -> None:
     """In requests, heads and tails too, where a flip may change what is asked for: then it is not what is given."""
     wire: Wire = getattr(wired, way)
     wire.share = 0.4  # or no exchange would get beyond its first frame
-    for seed in range(ANYWHERE):
+    for seed in range(ANYWHERE // share):
         tokens, right, into = prompt(2, seed % 40), kv(2, seed % 40), room(2)
         wire.kinds = wired.anything if seed % 2 else ()
         wired.store(tokens, right)
         wire.kinds = () if seed % 2 else wired.anything
         blocks = wired.load(tokens, into) // SPEC.block_tokens
         assert same(into[:blocks], right[:blocks])
-    assert wire.flips > ANYWHERE // 4
+    assert wire.flips > ANYWHERE // share // 4

@@ -125,8 +125,8 @@ def bombard(core: Core, now: int, mutators: dict[str, Mutator], rng: Random, cal
     return stepped
 
 
-@pytest.mark.parametrize("worlds", [60, pytest.param(1_000, marks=pytest.mark.slow)])
-def test_what_the_wire_lets_through_the_cores_can_step(worlds: int) -> None:
+def test_what_the_wire_lets_through_the_cores_can_step(nightly: bool) -> None:
+    worlds = 1_000 if nightly else 60
     mutators, calls, stepped = overheard(), itertools.count(2**40), 0
     assert {"coordinator Report", "coordinator Purge", "shard Suspect", "pin", "reserve"} <= set(mutators)
     for world in range(worlds):

@@ -1,7 +1,0 @@
-"""Lets transcripts be rewritten."""
-
-import pytest
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rewrite", action="store_true", help="write what the cores do into the transcripts")
