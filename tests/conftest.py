@@ -1,4 +1,4 @@
-"""What holds for every test: how hard hypothesis looks, and that no verdict depends on a clock.
+"""What holds for every test: how hard hypothesis looks, that no verdict depends on a clock, and which tests run in a row.
 
 `fast` is what `make check` runs: the same examples each time, so that its verdict belongs to the change.
 `ci` is what `make test` runs: more and new ones; a failure prints the line that repeats it. Choose by
@@ -8,6 +8,7 @@ HYPOTHESIS_PROFILE or by pytest's --hypothesis-profile, which wins.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,15 +23,16 @@ settings.register_profile("ci", _untimed, max_examples=300, stateful_step_count=
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under xdist one worker runs all tests that share the Ray of tests/actors/conftest.py; it runs them in a row. The
-    other tests of one module that need a cluster go to one worker too, so that a module starts its cluster once."""
-    items.sort(key=_shares_ray)
-    for item in items:
-        if item.get_closest_marker("cluster"):
-            item.add_marker(pytest.mark.xdist_group("ray" if _shares_ray(item) else item.path.stem))
+    """The tests that share the Ray of tests/actors/conftest.py run in a row, so that it is started once."""
+    items.sort(key=lambda item: "shared_ray" in getattr(item, "fixturenames", ()))
 
 
-def _shares_ray(item: pytest.Item) -> bool:
-    return "shared_ray" in getattr(item, "fixturenames", ())
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadgroup`, tests that share a cluster run in one worker (scheduling.py)."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from tests.scheduling import ByCluster
+
+    return ByCluster(config, log)
