@@ -1,4 +1,4 @@
-"""What holds for every test: how hard hypothesis looks, that no verdict depends on a clock, and which tests run in a row.
+"""What holds for every test: how hard hypothesis looks, that no verdict depends on a clock, and what runs in a row.
 
 `fast` is what `make check` runs: the same examples each time, so that its verdict belongs to the change.
 `ci` is what `make test` runs: more and new ones; a failure prints the line that repeats it. Choose by

@@ -362,10 +362,10 @@ def refusing() -> Iterator[tuple[TcpPages, Refused]]:
 
 
 @pytest.fixture
-def silent() -> Iterator[TcpPages]:
+def silent() -> Iterator[tuple[TcpPages, str]]:
     with answering(lambda peer: None) as address:
         path = TcpPages(address, None)
-        yield path
+        yield path, address
         path.close()
 
 
