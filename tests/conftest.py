@@ -1,4 +1,4 @@
-"""What holds for every test: how far it looks, that no verdict depends on a clock, and which worker runs it.
+"""What holds for every test: how far it looks, that no verdict depends on a clock, and what runs in a row.
 
 `make test` draws the same examples each time, so that its verdict belongs to the change. With `--nightly`, which `make
 nightly` gives, hypothesis draws more and new ones, and tests that ask for `nightly` look further than CI has time for;
@@ -6,6 +6,9 @@ a failure prints the line that repeats it.
 """
 
 from __future__ import annotations
+
+import signal
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--nightly") and config.getoption("--hypothesis-profile") is None:
         settings.load_profile("nightly")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background: children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
@@ -36,15 +41,16 @@ def nightly(pytestconfig: pytest.Config) -> bool:
     return bool(pytestconfig.getoption("--nightly"))
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in this hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under xdist one worker runs all tests that share the Ray of tests/actors/conftest.py; it runs them in a row. The
-    other tests of one module that need a cluster go to one worker too, so that a module starts its cluster once."""
-    items.sort(key=_shares_ray)
-    for item in items:
-        if item.get_closest_marker("cluster"):
-            item.add_marker(pytest.mark.xdist_group("ray" if _shares_ray(item) else item.path.stem))
+    """The tests that share the Ray of tests/actors/conftest.py run in a row, so that it is started once."""
+    items.sort(key=lambda item: "shared_ray" in getattr(item, "fixturenames", ()))
 
 
-def _shares_ray(item: pytest.Item) -> bool:
-    return "shared_ray" in getattr(item, "fixturenames", ())
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadgroup`, tests that share a cluster run in one worker (scheduling.py)."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from tests.scheduling import ByCluster
+
+    return ByCluster(config, log)

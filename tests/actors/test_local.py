@@ -97,7 +97,7 @@ def test_the_coordinator_does_without_torch(shared_cluster: LocalCluster) -> Non
     assert not has_torch(coordinator)
 
 
-def test_actors_have_the_priority_of_whoever_waits_for_them(shared_cluster: LocalCluster) -> None:
+def test_actors_have_the_priority_of_the_processes_that_wait_for_them(shared_cluster: LocalCluster) -> None:
     mine = os.getpriority(os.PRIO_PROCESS, 0)
     assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in shared_cluster.pids()] == [mine] * 3
 

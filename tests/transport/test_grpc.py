@@ -228,7 +228,7 @@ def test_a_store_that_is_refused_leaves_no_thread_behind(world: World) -> None:
 # ------------------------------------------------------------------------------------------------ credentials
 
 
-@pytest.mark.parametrize("wrong", [None, "", "a guess", digest(token(ONE))])
+@pytest.mark.parametrize("wrong", [None, "", "a guess", token(ONE) + " ", digest(token(ONE))])
 def test_without_a_token_that_it_knows_a_shard_answers_no_question_either(world: World, wrong: str | None) -> None:
     content = Content.of(world, 1, 1, 100)
     store(world.open(), content)
@@ -405,8 +405,8 @@ def refusing(request: pytest.FixtureRequest) -> Iterator[tuple[GrpcPages, Refuse
 
 
 @pytest.fixture
-def silent() -> Iterator[GrpcPages]:
+def silent() -> Iterator[tuple[GrpcPages, str]]:
     with listening(None) as address:
         transport = GrpcPages(address, None)
-        yield transport
+        yield transport, address
         transport.close()

@@ -120,7 +120,9 @@ def bad_store(request: pytest.FixtureRequest) -> BadStore:
             assert peer.frame()[0] is Kind.GRANT
             peer.send_bytes(second)
             said = peer.refusal()
-            if says != "before page 1 was whole":  # then it has said that it is done
+            if says == "before page 1 was whole":
+                world.wait_until_unleased()  # it has said that it is done
+            else:
                 pages = [world.page(content.namespace, key) for key in content.keys[:2]]
                 assert [page and page.state for page in pages] == [PageState.WRITING] * 2
         assert isinstance(said, ProtocolError)
@@ -335,13 +337,13 @@ def test_something_else_that_listens_there_is_told_as_such(answer: bytes) -> Non
 
 
 @pytest.fixture
-def silent() -> Iterator[ShmPages]:
+def silent() -> Iterator[tuple[ShmPages, str]]:
     def nothing(peer: socket.socket) -> None:
         while peer.recv(4_096):
             """Until it goes."""
 
     with answering(nothing) as way:
-        yield way
+        yield way, way.address
 
 
 def greeting(body: bytes, *files: int) -> Callable[[socket.socket], object]:

@@ -193,7 +193,7 @@ def cut_store(request: pytest.FixtureRequest) -> CutStore:
 
 
 def test_a_token_is_asked_for_when_a_connection_is_opened(world: World) -> None:
-    for wrong in ("", "of somebody else", token(ONE)[:-1]):
+    for wrong in ("", "of another cluster", token(ONE)[:-1]):
         path = TcpPages(world.served.address, wrong)
         with pytest.raises(CredentialError):
             path.connect(soon())
@@ -362,10 +362,10 @@ def refusing() -> Iterator[tuple[TcpPages, Refused]]:
 
 
 @pytest.fixture
-def silent() -> Iterator[TcpPages]:
+def silent() -> Iterator[tuple[TcpPages, str]]:
     with answering(lambda peer: None) as address:
         path = TcpPages(address, None)
-        yield path
+        yield path, address
         path.close()
 
 

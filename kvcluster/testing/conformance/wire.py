@@ -11,7 +11,7 @@ of misbehaviour in the bytes of that transport; the claims say what must follow 
 - `bad_load_answer`, `bad_store_answer`: a data path to a server that answers with these bytes; for a load also how many
   layers arrive before the answer becomes wrong.
 - `refusing`: a data path to a server that refuses every store, and the Refused that it sends.
-- `silent`: a data path to a server that accepts connections and never answers.
+- `silent`: a data path to a server that accepts connections and never answers, and its address.
 
 NetworkClaims holds in addition where the server copies the bytes into the arena itself: then a worker that stands still
 cannot write into a page, and the end of its lease frees that page. Over shared memory it can, so the page is kept.
@@ -181,11 +181,13 @@ class WireClaims:
         with pytest.raises(ConfigError, match=wire.address_form):
             wire.open(bad_address, None)
 
-    def test_silence_is_trouble_by_the_deadline(self, silent: DataPath) -> None:
-        for call in page_calls(silent, unserved(1, 1, 8), deadline=lambda: Deadline.after_ms(50)):
+    def test_silence_is_trouble_by_the_deadline(self, silent: tuple[DataPath, str]) -> None:
+        path, address = silent
+        for call in page_calls(path, unserved(1, 1, 8), deadline=lambda: Deadline.after_ms(50)):
             with pytest.raises(Trouble) as trouble:
                 call()
             assert trouble.value.miss.reason is MissReason.DEADLINE
+            assert address in str(trouble.value), "a person can tell which address is meant"
 
     def test_a_shard_that_answers_a_load_wrongly_is_a_protocol_error(
         self, bad_load_answer: tuple[DataPath, int]
