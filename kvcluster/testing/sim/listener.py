@@ -58,4 +58,4 @@ class Listener:
     def judge(self, coordinator: Coordinator) -> None:
         """Raises Violation where the picture is not what the index says, once the coordinator has told everything."""
         if not self.behind and not coordinator.retelling:
-            hold(self._picture.blocks == indexed(coordinator), "a listener that heard every KV event has another picture than the index")
+            hold(self._picture.blocks == indexed(coordinator), "a listener that heard every KV event is wrong")
