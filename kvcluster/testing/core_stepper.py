@@ -79,6 +79,7 @@ class CoreStepper:
         A question that is answered at once may be stepped with a call id of the caller's own, who then finds the answer
         among the effects.
         """
+        asked = getattr(message, "call", None)
         now = self.read_clock()
         effects = self.core.step(message, now)
         self.stepped(message, effects, now)
@@ -88,7 +89,9 @@ class CoreStepper:
             if isinstance(effect, Answer):
                 self.answering(message, effect)
                 answered = self._callers.pop(effect.call, None)
-                assert answered is not None or effect.call == getattr(message, "call", None), "it answers no question"
+                assert answered is not None or effect.call == asked, "an answer to no question, or a second one"
+                if effect.call == asked:
+                    asked = None
                 if answered is not None:
                     answered(effect.reply)
             else:

@@ -58,6 +58,23 @@ def test_an_answer_reaches_the_caller_that_asked_even_in_a_later_step() -> None:
     assert (came, shard.unanswered()) == ([("two", Done()), ("one", Done(False))], 0)
 
 
+def test_two_answers_in_one_step_are_a_mistake() -> None:
+    _, core, shard = process()
+    core.effects = [Answer(CallId(1), Done()), Answer(CallId(1), Done())]
+    with pytest.raises(AssertionError, match="a second one"):
+        shard.ask_now(GetStatus)
+    core.effects = [Answer(CallId(900), Done()), Answer(CallId(900), Done())]
+    with pytest.raises(AssertionError, match="a second one"):
+        shard.step(GetStatus(CallId(900)))
+
+
+def test_a_question_stepped_with_a_call_id_of_its_own_is_answered_in_the_effects() -> None:
+    _, core, shard = process()
+    core.effects = [Answer(CallId(900), Done())]
+    assert shard.step(GetStatus(CallId(900))) == [Answer(CallId(900), Done())]
+    assert shard.unanswered() == 0
+
+
 @pytest.mark.parametrize("call", [1, 7])
 def test_a_second_answer_and_one_to_no_question_are_mistakes(call: int) -> None:
     _, core, shard = process()

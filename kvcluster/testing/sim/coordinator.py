@@ -39,7 +39,7 @@ class CoordinatorProcess(SimulatedCore):
         )
         super().__init__(world, f"c{number}", node, clock, core)
         self.heard: dict[tuple[ShardId, Epoch], int] = {}
-        self.listener = Listener(world.later, world.scenario.event_loss, self._ask_again)
+        self.listener = Listener()
 
     def judge(self, message: object, effects: list[Effect], now: int) -> None:
         self.world.coordinator_oracle.stepped(self, message, effects, now)
@@ -56,7 +56,7 @@ class CoordinatorProcess(SimulatedCore):
                 else:  # its volume is where its successor runs: it cannot do what it must, and ends
                     self.world.kill(self)
             case Publish():
-                self.world.count("event", "heard" if self.listener.hear(effect) else "dropped")
+                self._publish(effect)
             case KeepSettings():
                 pass  # nobody sets any here
             case Leave():
@@ -64,13 +64,23 @@ class CoordinatorProcess(SimulatedCore):
             case _:
                 raise AssertionError(f"a coordinator does not perform {effect}")
 
+    def _publish(self, told: Publish) -> None:
+        """While the world works, the publisher drops some, and asks for all blocks again."""
+        world = self.world
+        if world.working and world.scenario.event_loss and world.later.random() < world.scenario.event_loss:
+            world.count("event", "dropped")
+            self.listener.lose(told)
+            self._ask_again()
+        else:
+            world.count("event", "heard")
+            self.listener.hear(told)
+
     def _ask_again(self) -> None:
-        """The publisher has dropped an event: it asks for all blocks, as often as it may."""
         self.kernel.at(self.kernel.now + RETELL_NS, self, self._retell)
 
     def _retell(self) -> None:
         if self.core.retelling:  # it may have told before what was dropped since
             self._ask_again()
-            return
-        self.listener.retelling()
-        self.step(Retell())
+        elif self.listener.behind:
+            self.listener.retelling()
+            self.step(Retell())

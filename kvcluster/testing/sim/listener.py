@@ -10,9 +10,6 @@ Parents and token ids are judged against the right ones (content.py) as they are
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.messages import Publish
 from kvcluster.core.messages.events import BlocksStored
@@ -22,26 +19,22 @@ from kvcluster.testing.sim.promises import hold
 
 
 class Listener:
-    """Hears the events of one coordinator. `loss` is the share of events that its publisher drops; `ask_again` is
-    called for each, and has the coordinator tell all blocks again some time later."""
+    """Hears the events of one coordinator."""
 
-    def __init__(self, rng: random.Random, loss: float, ask_again: Callable[[], None]) -> None:
-        self._rng = rng
-        self._loss = loss
-        self._ask_again = ask_again
+    def __init__(self) -> None:
         self._picture = EventPicture()
         self.behind = False
         """Was an event dropped since the last Retell began?"""
 
-    def hear(self, told: Publish) -> bool:
-        """Takes in what one step of the coordinator has to say of one namespace. False where the publisher drops it."""
+    def lose(self, told: Publish) -> None:
+        """The publisher drops what one step of the coordinator has to say of one namespace."""
+        self._picture.clear(told.stream.namespace)
+        self._picture.strict = False
+        self.behind = True
+
+    def hear(self, told: Publish) -> None:
+        """Takes in what one step of the coordinator has to say of one namespace."""
         picture = self._picture
-        if self._loss and self._rng.random() < self._loss:
-            picture.clear(told.stream.namespace)
-            picture.strict = False
-            self.behind = True
-            self._ask_again()
-            return False
         picture.hear(told)
         model = content.BY_SPACE[told.stream.namespace]
         for event in told.events:
@@ -49,7 +42,6 @@ class Listener:
                 parent, tokens = content.origin(model, block)
                 hold(picture.parents[block] == parent, "a block is told with another parent than its own")
                 hold(picture.tokens.get(block, tokens) == tokens, "a block is told with token ids of another")
-        return True
 
     def retelling(self) -> None:
         """The coordinator begins to tell all blocks again, which makes good what was dropped before."""
@@ -58,4 +50,4 @@ class Listener:
     def judge(self, coordinator: Coordinator) -> None:
         """Raises Violation where the picture is not what the index says, once the coordinator has told everything."""
         if not self.behind and not coordinator.retelling:
-            hold(self._picture.blocks == indexed(coordinator), "a listener that heard every KV event has another picture than the index")
+            hold(self._picture.blocks == indexed(coordinator), "a listener that heard every KV event is wrong")

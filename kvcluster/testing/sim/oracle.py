@@ -158,7 +158,7 @@ class Oracle:
         committed = [index for index, fate in zip(m.indices, reply.pages, strict=True) if fate is Written.COMMITTED]
         session = shard.sessions.get(m.attempt)
         may = session is not None and not session.revoked and shard.core.member(shard.now())
-        hold(not may or len(committed) == len(m.indices), "what is written under a lease that runs is not committed")
+        hold(not may or Written.LOST not in reply.pages, "what is written under a lease that runs is lost")
         if not committed:
             return
         assert session is not None

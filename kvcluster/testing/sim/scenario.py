@@ -89,7 +89,7 @@ def draw(rng: random.Random, later: random.Random) -> Scenario:
         fault_ns=rng.choice((250 * MS, 500 * MS, 1_200 * MS)),
         faults=faults,
         announces=later.random() < 0.5,
-        event_loss=later.choice((0.0, 0.0, 0.02, 0.1)),
+        event_loss=later.choice((0.0, 0.0, 0.02, 0.05)),
         half_needs=later.choice((0.0, 0.3)),
     )
 

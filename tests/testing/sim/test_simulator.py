@@ -112,7 +112,7 @@ def test_a_bug_is_gone_when_its_run_is_over() -> None:
 
 
 def test_a_bug_that_does_not_exist_is_refused_by_name() -> None:
-    with pytest.raises(CallerError, match="no bug is named 'typo'; there are .*no-epoch-fence"), bugs.active("typo"):
+    with pytest.raises(CallerError, match=r"no bug is named 'typo'; there are .*no-epoch-fence"), bugs.active("typo"):
         pass
 
 
