@@ -35,10 +35,11 @@ float float_of(u32 bits) {
 // ------------------------------------------------------------------------------------------------- numbers
 
 // How each kind of number is read and written, eight at a time or alone. `kMost`: the largest magnitude, as bits, that
-// is encoded, a quarter of the largest finite number, so that no rounding leaves the range.
+// is encoded, a quarter of the largest finite number, so that no rounding leaves the range. `Raw` may lie at any address: a
+// plane may begin behind an opaque one of seven bytes.
 
 struct Bfloat16 {
-    using Raw = u16;
+    using Raw [[gnu::aligned(1), gnu::may_alias]] = u16;
     static constexpr u32 kMost = 0x7E7F;
 
     static __m256 load(const u16* from) {
@@ -68,7 +69,7 @@ struct Bfloat16 {
 };
 
 struct Float16 {
-    using Raw = u16;
+    using Raw [[gnu::aligned(1), gnu::may_alias]] = u16;
     static constexpr u32 kMost = 0x73FF;
 
     static __m256 load(const u16* from) {
@@ -87,7 +88,7 @@ struct Float16 {
 };
 
 struct Float32 {
-    using Raw = float;
+    using Raw [[gnu::aligned(1), gnu::may_alias]] = float;
     static constexpr u32 kMost = 0x7E7FFFFF;
 
     static __m256 load(const float* from) { return _mm256_loadu_ps(from); }

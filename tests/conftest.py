@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--nightly") and config.getoption("--hypothesis-profile") is None:
         settings.load_profile("nightly")
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background: children inherit it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background jobs, and inherited by children
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

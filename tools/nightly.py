@@ -56,8 +56,8 @@ def table(results: Sequence[Result]) -> str:
     """A row for each step: its name, what came of it, minutes, and its closing line."""
     width = max(len(result.step) for result in results)
     rows = [
-        f"{result.step:<{width}}  {'ok    ' if result.ok else 'FAILED'}  {result.seconds / 60:5.1f} min  {result.last[:90]}"
-        for result in results
+        f"{one.step:<{width}}  {'ok    ' if one.ok else 'FAILED'}  {one.seconds / 60:5.1f} min  {one.last[:90]}"
+        for one in results
     ]
     failed = sum(not result.ok for result in results)
     return "\n".join([*rows, f"{len(results) - failed} passed, {failed} failed"])

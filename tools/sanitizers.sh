@@ -19,5 +19,5 @@ for library in libasan.so libubsan.so libstdc++.so.6; do
 done
 echo "==> tests of the native core, sanitized"
 LD_PRELOAD=$preload ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$site \
-  "$python" -m pytest -q -n0 -p no:cacheprovider -o pythonpath="$site ." --timeout 900 \
+  "$python" -m pytest -q -n0 --capture=sys -p no:cacheprovider -o pythonpath="$site ." --timeout 900 \
   tests/pages/test_native.py tests/pages/test_checksum.py tests/pages/test_codec.py

@@ -2,9 +2,9 @@
 given a wrong byte.
 
 The parts are the real ones: a client's loads and stores, sessions, checksums, frames over gRPC and TCP on loopback, and
-what is said of pages over shared memory. Of ten thousand bits, six thousand flip in the arena and in the sums that stand
-for a page there, and over each of three transports 700 on their way to a reader and 700 on their way to a shard. Each
-flip has a load or a store, or at least a page, of its own, so that each is known to have been detected.
+what is said of pages over shared memory. Of ten thousand bits, six thousand flip in the arena and in the sums of the
+pages there, and over each of three transports 700 on their way to a reader and 700 on their way to a shard. Each flip
+has a load or a store, or at least a page, of its own, so that each is known to have been detected.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
-
-import pytest
+from unittest.mock import patch
 
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import CallId
@@ -26,7 +25,7 @@ from kvcluster.wire.methods import COORDINATOR, SHARD, Method
 from tests.core.transcripts.commands import Commands
 from tests.core.transcripts.names import TENANT
 from tests.core.transcripts.script import INDENT
-from tests.core.transcripts.stage import Core
+from tests.core.transcripts.stage import StagedCore
 from tests.fuzz.mutator import Mutator
 from tests.fuzz.trees import Tree, message
 from tests.fuzz.wire_parsers import framed
@@ -86,25 +85,25 @@ def readers() -> dict[str, Read]:
 def overheard() -> dict[str, Mutator]:
     """For each reader, a source of what is almost what went to a core in some transcript."""
     heard: dict[str, dict[bytes, None]] = {}
-    for path in TRANSCRIPTS:
-        played = Commands()
-        step = played.stage.step
 
-        def listen(name: str, sent: Any, step: Callable[..., Any] = step) -> Any:
-            if (travelling := written(sent)) is not None:
-                heard.setdefault(travelling[0], {})[travelling[1]] = None
-            return step(name, sent)
+    def listen(core: StagedCore, sent: Any, effects: Any, now: int) -> None:
+        if (travelling := written(sent)) is not None:
+            heard.setdefault(travelling[0], {})[travelling[1]] = None
 
-        played.stage.step = listen  # type: ignore[method-assign]
-        for line in commands(path):
-            played.run(line)
+    with patch.object(StagedCore, "stepped", listen):
+        for path in TRANSCRIPTS:
+            played = Commands()
+            for line in commands(path):
+                played.run(line)
     dissect = {"pin": framed, "reserve": framed}
     return {
         name: Mutator([Tree(dissect.get(name, message)(data)) for data in inputs]) for name, inputs in heard.items()
     }
 
 
-def bombard(core: Core, now: int, mutators: dict[str, Mutator], rng: Random, calls: itertools.count[int]) -> int:
+def bombard(
+    core: Coordinator | Shard, now: int, mutators: dict[str, Mutator], rng: Random, calls: itertools.count[int]
+) -> int:
     """Steps what can be read of MESSAGES inputs; how many that were."""
     kind = "coordinator" if isinstance(core, Coordinator) else "shard"
     names = [name for name in mutators if name.startswith(kind) or (kind == "shard" and name in ("pin", "reserve"))]
@@ -137,9 +136,9 @@ def test_what_the_wire_lets_through_the_cores_can_step(nightly: bool) -> None:
         for line in lines[: rng.randint(1, len(lines))]:
             played.run(line)
         stage = played.stage
-        for name in [*stage.coordinators, *stage.boxes]:
+        for name in [*stage.coordinators, *stage.shards]:
             try:
-                stepped += bombard(stage.core(name), stage.now, mutators, rng, calls)
+                stepped += bombard(stage.process(name).core, stage.kernel.now, mutators, rng, calls)
             except AssertionError as error:
                 raise AssertionError(f"world {world} of {path.name}: {error}") from error
     assert stepped > 10 * worlds

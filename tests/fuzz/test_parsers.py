@@ -12,7 +12,6 @@ from kvcluster.wire.methods import COORDINATOR, SHARD
 from tests.fuzz.fuzzer import Fuzz
 from tests.fuzz.parsers import PARSERS
 
-
 INPUTS = 2_000
 
 
