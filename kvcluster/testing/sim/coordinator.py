@@ -58,7 +58,7 @@ class CoordinatorProcess(SimulatedCore):
             case Publish():
                 self._publish(effect)
             case KeepSettings():
-                pass  # nobody sets any here
+                pass  # no worker sets any here
             case Leave():
                 self.world.left(self, for_good=effect.for_good)
             case _:
