@@ -404,7 +404,7 @@ void decode_groups(const u8* coded, std::size_t rows, std::size_t dim, typename 
 
 template <typename N>
 bool encode_plane(const LayerShape& layer, const PlaneShape& plane, const u8* raw, u8* into, float* scratch) {
-    const auto* from = reinterpret_cast<const typename N::Raw*>(raw);
+    const typename N::Raw* from = reinterpret_cast<const typename N::Raw*>(raw);
     const std::size_t rows = layer.tokens * layer.heads;
     if (!encodable(from, rows * plane.dim, N::kMost)) return false;
     if (plane.coding == Coding::kChannels)
@@ -416,7 +416,7 @@ bool encode_plane(const LayerShape& layer, const PlaneShape& plane, const u8* ra
 
 template <typename N>
 void decode_plane(const LayerShape& layer, const PlaneShape& plane, const u8* coded, u8* into, float* scratch) {
-    auto* to = reinterpret_cast<typename N::Raw*>(into);
+    typename N::Raw* to = reinterpret_cast<typename N::Raw*>(into);
     const std::size_t rows = layer.tokens * layer.heads;
     if (plane.coding == Coding::kChannels)
         decode_channels<N>(coded, layer.tokens, layer.heads, plane.dim, to, scratch);
@@ -428,8 +428,8 @@ void decode_plane(const LayerShape& layer, const PlaneShape& plane, const u8* co
 
 template <typename N>
 void add_squares_of(const u8* raw, const u8* decoded, std::size_t nbytes, Squares* sums) {
-    const auto* before = reinterpret_cast<const typename N::Raw*>(raw);
-    const auto* after = reinterpret_cast<const typename N::Raw*>(decoded);
+    const typename N::Raw* before = reinterpret_cast<const typename N::Raw*>(raw);
+    const typename N::Raw* after = reinterpret_cast<const typename N::Raw*>(decoded);
     for (std::size_t at = 0; at < nbytes / sizeof(*before); at++) {
         const double x = N::get(before[at]), lost = N::get(after[at]) - x;
         sums->lost += lost * lost;

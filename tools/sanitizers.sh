@@ -10,7 +10,7 @@ rm -rf "$site"
 export CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer -g"
 LDFLAGS="-fsanitize=address,undefined" "$python" -m pip install -qq --disable-pip-version-check --no-deps \
   --target "$site" .
-nm -D "$site"/kvcluster/pages/_native*.so | grep -q __asan_report || { echo "the build is not sanitized" >&2; exit 1; }
+[[ $(nm -D "$site"/kvcluster/pages/_native*.so) == *__asan_report* ]] || { echo "the build is not sanitized" >&2; exit 1; }
 
 # The interpreter is not sanitized, so the runtimes are loaded before it; libstdc++ first among the rest, for exceptions.
 preload=""
