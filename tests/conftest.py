@@ -7,6 +7,7 @@ a failure prints the line that repeats it.
 
 from __future__ import annotations
 
+import gc
 import signal
 from typing import Any
 
@@ -44,6 +45,13 @@ def nightly(pytestconfig: pytest.Config) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The tests that share the Ray of tests/actors/conftest.py run in a row, so that it is started once."""
     items.sort(key=lambda item: "shared_ray" in getattr(item, "fixturenames", ()))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now lives as long as the process: the collector need not walk it in each test
+    that asks for a collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist

@@ -58,7 +58,7 @@ OTHERS: list[tuple[KVSpec, str]] = [
     (spec_of(weights="sha256:2"), "weights"),
     (spec_of(model="tinier"), "model"),
     (spec_of(rope="theta=1e6"), "rope"),
-    (spec_of(extra={"quantised": "fp8"}), "extra"),
+    (spec_of(extra={"quantised": "fp8"}), "extra.quantised"),
     (spec_of(dtype="bfloat16"), "dtype"),
     (spec_of(head_dim=2 * DIM), "layout"),
     (spec_of(num_kv_heads=2 * HEADS), "layout"),

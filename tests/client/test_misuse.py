@@ -190,7 +190,7 @@ PROMPTS: list[Callable[..., Any]] = [
         ({"extra_keys": {0: "image"}}, r"extra_keys\[0\] is a str; expected bytes"),
         ({"extra_keys": {-1: b"image"}}, "extra_keys names block -1; expected an index"),
         ({"extra_keys": {"0": b"image"}}, "extra_keys names block '0'; expected an index"),
-        ({"adapter": 7}, "adapter, rope and extra are text, not 7"),
+        ({"adapter": 7}, "adapter, rope, extra and packing are text, not 7"),
         ({"deadline_ms": float("nan")}, "deadline_ms=nan is not a number of milliseconds"),
         ({"deadline_ms": float("inf")}, "every call ends in time"),
         ({"deadline_ms": "soon"}, "deadline_ms='soon' is not a number"),

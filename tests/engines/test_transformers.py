@@ -495,7 +495,7 @@ def test_a_tied_weight_is_not_an_equal_one() -> None:
     [
         ({"seed": 1}, ("weights",)),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, ("rope",)),
-        ({"rms_norm_eps": 1e-3}, ("extra",)),
+        ({"rms_norm_eps": 1e-3}, ("extra.config",)),
         ({"initializer_range": 0.2}, ()),
     ],
 )

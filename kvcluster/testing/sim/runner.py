@@ -88,8 +88,10 @@ def run(seeds: Sequence[int], bug: str | None = None, *, keep_going: bool = Fals
     tally = Tally()
     began = time.process_time()
     # Worlds are full of cycles and die young: each is collected when it is over, and what lives on is not looked at.
-    gc.collect()
-    gc.freeze()
+    already_frozen = gc.get_freeze_count() > 0
+    if not already_frozen:
+        gc.collect()
+        gc.freeze()
     gc.disable()
     try:
         for seed in seeds:
@@ -104,7 +106,8 @@ def run(seeds: Sequence[int], bug: str | None = None, *, keep_going: bool = Fals
                     break
     finally:
         gc.enable()
-        gc.unfreeze()
+        if not already_frozen:
+            gc.unfreeze()
     tally.busy_s = time.process_time() - began
     return tally
 
