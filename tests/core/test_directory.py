@@ -82,14 +82,15 @@ def test_a_tenant_has_no_more_namespaces_than_it_may(monkeypatch: pytest.MonkeyP
 
 
 def test_a_namespace_that_holds_nothing_makes_room_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "NAMESPACES_PER_TENANT", 2)
+    monkeypatch.setattr(limits, "NAMESPACES_PER_TENANT", 3)
     spaces = directory()
     others = attached(spaces, spec(adapter="1"), BOB)
     full = holding(spaces, spec(adapter="1"))
+    holding(spaces, spec(adapter="0"))
     bare = attached(spaces, spec(adapter="2"))
     for number in range(3, 6):
         attached(spaces, spec(adapter=str(number)))
-        assert len(spaces) == 3
+        assert len(spaces) == 4
     assert spaces.find(bare.id, ALICE) is None
     assert spaces.find(full.id, ALICE) is full
     assert spaces.find(others.id, BOB) is others, "one tenant's namespaces make no room for another's"

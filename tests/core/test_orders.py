@@ -202,6 +202,7 @@ def test_a_pull_ends_with_its_lease_in_whatever_way_that_ends(how: str) -> None:
     assert not len(shard.core.leases)
     if how != "the end":
         assert pulled(shard) == (0 if how == "a new coordinator" else 1)
+        assert counters(shard)["pulled"] == (1 if how == "a new coordinator" else 0), "only pages that came count"
         shard.hear(pull=pull(2, B))
         assert len(shard.fetching) == 2, "the next may begin"
 
