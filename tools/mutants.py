@@ -48,6 +48,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "found": ("test_found", "test_disk_moves"),
     "grants": ("test_grants", "test_switch"),
     "intake": ("test_intake", "test_drain", "test_replicator"),
+    "index": ("test_index", "test_announcer"),
     "members": MACHINES,
     "mover": ("test_mover", "test_disk_moves", "test_promotion", "test_tier_faults"),
     "pool": ("test_pool", "test_withdrawal"),

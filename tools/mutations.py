@@ -10,7 +10,7 @@ Left out are changes that say nothing about the tests:
 - what mypy refuses: mutmut's None for a value, and its calls without an argument that has no default;
 - annotations, type aliases and variables, imports, decorators, docstrings, `__slots__`, `__all__`, members of enums;
 - a module's constants that are one literal: their value is a choice, and tests read it by name;
-- `assert` statements: a weaker one changes nothing as long as the code is right;
+- `assert` statements and `zip(strict=...)`: a weaker one changes nothing as long as the code is right;
 - the wording of messages: `raise` statements, f-strings, and strings with a space in them.
 
 It needs mutmut and runs in an environment of its own (docs/adr/0032).
@@ -51,7 +51,7 @@ def drop_argument(node: cst.Call) -> Iterator[cst.Call]:
     """An argument that may have a default is left out: a keyword argument, or the last of several."""
     for at, argument in enumerate(node.args):
         last = at == len(node.args) - 1
-        if argument.keyword is not None or (last and at > 0):
+        if not untouched(argument) and (argument.keyword is not None or (last and at > 0)):
             yield node.with_changes(args=[*node.args[:at], *node.args[at + 1 :]])
 
 
@@ -76,7 +76,7 @@ def untouched(node: cst.CSTNode) -> bool:
     match node:
         case cst.Annotation() | cst.Decorator() | cst.Import() | cst.ImportFrom() | cst.FormattedString():
             return True
-        case cst.Assert() | cst.Raise():
+        case cst.Assert() | cst.Raise() | cst.Arg(keyword=cst.Name(value="strict")):
             return True
         case cst.Expr(value=cst.BaseString()):
             return True
