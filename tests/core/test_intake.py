@@ -193,6 +193,21 @@ def test_a_report_of_a_newer_incarnation_is_enough_to_replace_the_older() -> Non
     assert coordinator.load(attempt(1), [A]).blocks == 0
 
 
+def test_an_older_incarnation_that_speaks_while_the_newer_is_lost_gives_way_again() -> None:
+    """Which of two is the newer is forgotten with a lost shard, so an older one may take its place for a while."""
+    coordinator, old = LoneCoordinator.serving(*pages([A]))
+    new = coordinator.voice("a", epoch=2)
+    new.join(*pages([B]))
+    coordinator.later(6 * SECOND)
+    assert old.report().inventory
+    assert not old.inventory(*pages([A])).inventory
+    assert new.report().inventory, "nothing that the older one told is taken for its own"
+    assert not new.inventory(*pages([B])).inventory
+    assert served_by(coordinator.load(attempt(1), [B])) == [(1, ["a"])]
+    assert coordinator.load(attempt(2), [A]).blocks == 0
+    assert old.report().leave
+
+
 def test_a_shard_of_another_coordinator_epoch_is_asked_for_an_inventory_of_this_one() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages([A]))
     voice.coordinator = Epoch(99)
@@ -208,6 +223,15 @@ def test_two_coordinators_that_outbid_the_same_epoch_differ() -> None:
         voice.coordinator = Epoch(500)
         took.append(voice.report(gone(A)).epoch)
     assert took[0] != took[1], "or neither would ever learn that there is another"
+
+
+@pytest.mark.parametrize("low_bits", [0, 1, 65_535])
+def test_an_epoch_is_outbid_by_at_least_one_and_by_less_than_a_millisecond(low_bits: int) -> None:
+    """Epochs begin as the nanoseconds of a start, and the next start has to outbid this one too."""
+    began = (1 << 60) + low_bits
+    voice = LoneCoordinator(epoch=began, expected=2).voice("a")
+    voice.coordinator = Epoch(began + 10)
+    assert 1 <= voice.report().epoch - voice.coordinator <= 65_536
 
 
 def test_a_higher_epoch_reported_while_rebuilding_is_outbid() -> None:
