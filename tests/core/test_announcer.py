@@ -170,6 +170,7 @@ def test_who_comes_late_is_told_all_blocks_again_some_in_each_tick(monkeypatch: 
     monkeypatch.setattr(announcing, "RETOLD_BLOCKS", 2)
     coordinator, voice, _ = published(strict=False)
     voice.report(*pages(CHAIN), *pages(chain(2, seed=5)))
+    voice.report(pages(CHAIN)[5]._replace(tier=Tier.HOST), gone(CHAIN[5]))
     late = Outsider(strict=False)
     coordinator.listeners.append(late.hear)
     coordinator.step(Retell())

@@ -195,3 +195,4 @@ def test_whatever_was_measured_is_a_rate(small: tuple[int, int], large: tuple[in
     link = LinkRate.through(small, large)
     assert link.bytes_per_s >= 1
     assert link.fixed_ns >= 0
+    assert type(link.bytes_per_s) is type(link.fixed_ns) is int, "what is compared is exact"

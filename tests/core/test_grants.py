@@ -185,6 +185,17 @@ def test_a_ticket_ends_once() -> None:
     assert not renew_ticket(coordinator, attempt(1))
 
 
+def test_a_ticket_outlives_the_namespace_that_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NAMESPACES_PER_TENANT", 1)
+    coordinator, voice = LoneCoordinator.serving(*pages([A]))
+    coordinator.load(attempt(1), [A])
+    voice.report(gone(A))
+    coordinator.ask(Attached, lambda call: Attach(call, OURS, HYBRID))
+    assert coordinator.core.directory.known(coordinator.space) is None, "it held nothing and made room"
+    assert renew_ticket(coordinator, attempt(1))
+    assert end_ticket(coordinator, attempt(1))
+
+
 def test_a_ticket_ends_by_time_unless_it_is_renewed() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages([A]), ticket_ttl_ms=2_000)
     coordinator.load(attempt(1), [A])
