@@ -9,7 +9,7 @@ Left out are changes that say nothing about the tests:
 
 - what mypy refuses: mutmut's None for a value, and its calls without an argument that has no default;
 - annotations, type aliases and variables, imports, decorators, docstrings, `__slots__`, `__all__`, members of enums;
-- a module's constants that are one literal: their value is a choice, and tests read it by name;
+- a module's constants that are literals or computed from literals: their value is a choice, and tests read it by name;
 - `assert` statements and `zip(strict=...)`: a weaker one changes nothing as long as the code is right;
 - the wording of messages: `raise` statements, f-strings, and strings with a space in them.
 
@@ -96,10 +96,17 @@ def untouched(node: cst.CSTNode) -> bool:
 
 
 def is_constant(statement: cst.CSTNode) -> bool:
-    """Whether a statement of a module gives a name to one literal."""
+    """Whether a statement of a module gives a name to one literal, or to what is computed from literals alone."""
     return isinstance(statement, cst.SimpleStatementLine) and all(
-        isinstance(small, cst.Assign | cst.AnnAssign) and isinstance(small.value, LITERALS) for small in statement.body
+        isinstance(small, cst.Assign | cst.AnnAssign) and small.value is not None and _of_literals(small.value)
+        for small in statement.body
     )
+
+
+def _of_literals(value: cst.BaseExpression) -> bool:
+    if isinstance(value, cst.BinaryOperation):
+        return _of_literals(value.left) and _of_literals(value.right)
+    return isinstance(value, LITERALS)
 
 
 class _Collector(cst.CSTVisitor):

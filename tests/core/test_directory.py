@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvcluster.core import codecs, limits
@@ -134,6 +136,19 @@ def test_page_bytes_are_those_of_the_spec_also_when_more_parts_are_asked_for_tha
             nbytes for nbytes in expected for _ in range(2)
         ]
     assert asked == wanted * 2, "worked out once, and again where it was forgotten"
+
+
+def test_a_tenants_namespaces_are_listed_by_model_the_fullest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    spaces = directory()
+    small, large = spec(), spec(weights="sha256:2")
+    other = replace(spec(), model="another")
+    holding(spaces, small)
+    holding(spaces, large, blocks=3)
+    attached(spaces, other)
+    holding(spaces, spec(weights="sha256:3"), BOB, blocks=2)
+    assert spaces.listed(ALICE) == ((other, 0), (large, 3), (small, 1))
+    monkeypatch.setattr(limits, "LISTED_NAMESPACES", 2)
+    assert spaces.listed(ALICE) == ((other, 0), (large, 3))
 
 
 def test_siblings_are_the_tenants_other_namespaces_the_most_alike_first() -> None:

@@ -217,6 +217,25 @@ def test_what_was_moved_and_is_evicted_there_is_not_moved_again() -> None:
     assert one.report().leave is Farewell.DRAINED
 
 
+def test_one_place_elsewhere_is_enough_however_many_shards_stay() -> None:
+    coordinator, going = LoneCoordinator.serving(*pages([A, B]))
+    staying = others(coordinator, "bcd")
+    assert drain(coordinator, going)
+    assert sorted(pull_all(*staying)) == sorted([A, B])
+    assert going.report().leave is Farewell.DRAINED
+
+
+def test_a_shard_that_goes_waits_for_no_block_that_another_holds() -> None:
+    coordinator, empty = LoneCoordinator.serving()
+    going, staying = others(coordinator, "bc")
+    for voice in (going, staying):
+        voice.report(*pages([B]))
+    assert drain(coordinator, going) and drain(coordinator, empty)
+    staying.report(gone(B))
+    assert empty.report().leave is Farewell.DRAINED
+    assert going.report().leave is None, "it alone has it now"
+
+
 def test_what_two_shards_hold_that_go_has_as_many_places_afterwards() -> None:
     coordinator, one = LoneCoordinator.serving(*pages([A, B]))
     two, three, four = others(coordinator, "bcd")

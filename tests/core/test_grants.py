@@ -222,6 +222,23 @@ def test_a_store_writes_what_nobody_has_or_writes() -> None:
     assert [coordinator.counter(name) for name in counted] == [3, 1, 2, 0]
 
 
+def test_a_store_uses_its_chain_once_in_a_while() -> None:
+    coordinator, voice = LoneCoordinator.serving(*pages([A, B]), refresh_ms=1_000)
+
+    def used_at() -> int:
+        record = coordinator.core.directory.record(coordinator.space, A)
+        assert record is not None
+        return record.stamp
+
+    began = used_at()
+    beat(coordinator, voice, until=began + SECOND)
+    coordinator.store(attempt(1), [C], first=2, parent=B, run=A)
+    assert used_at() == began, "it was used a moment ago"
+    beat(coordinator, voice, until=began + SECOND + 1)
+    coordinator.store(attempt(2), [C], first=2, parent=B, run=A)
+    assert used_at() == coordinator.now
+
+
 def test_what_a_ticket_left_unwritten_others_may_write_when_it_ends() -> None:
     coordinator, voice = LoneCoordinator.serving()
     coordinator.store(attempt(1), [A, B])
