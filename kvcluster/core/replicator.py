@@ -235,6 +235,7 @@ class Replicator:
         under_way = [wished for wishes in self._under_way.values() for wished in wishes]
         assert len(set(under_way)) == len(under_way), "two shards pull one block at a time"
         assert len(self._wishes) <= limits.WISHES + len(members) * limits.PULL_PAGES, "wishes without end"
+        assert len(self._parked) <= limits.WISHES, "wishes without end that no present shard can fulfil"
 
     # --------------------------------------------------------------------------------------- one order
 

@@ -196,6 +196,16 @@ def test_a_block_that_is_to_lie_on_more_shards_than_there_are_gets_another_with_
         assert len(homes(coordinator, A)) == copies
 
 
+def test_a_bounded_number_of_wishes_waits_for_more_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "WISHES", 1)
+    coordinator, one = LoneCoordinator.serving(*pages([A, B]))
+    for block in (A, B):
+        want(coordinator, 2, block)
+        assert one.report().pull is None
+    [two] = others(coordinator, "b")
+    assert pull_all(one, two) == [A]
+
+
 def test_a_wish_that_was_fulfilled_takes_no_room_from_one_that_waits_for_more_shards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
