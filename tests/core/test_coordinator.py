@@ -201,4 +201,4 @@ def test_every_counter_adds_up() -> None:
     first = dict(coordinator.status().counters)
     once(2)
     assert dict(coordinator.status().counters) == {name: 2 * count for name, count in first.items()}
-    assert {name for name, count in first.items() if not count} == {"pulls"}, "a replica is another test's matter"
+    assert {name for name, count in first.items() if count <= 0} == {"pulls"}, "a replica is another test's matter"
