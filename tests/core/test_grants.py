@@ -185,6 +185,16 @@ def test_a_ticket_ends_once() -> None:
     assert not renew_ticket(coordinator, attempt(1))
 
 
+def test_renewing_a_ticket_spares_its_blocks_for_as_long_again() -> None:
+    coordinator, voice = LoneCoordinator.serving(*pages([A]), hold_ms=3_000, ticket_ttl_ms=3_000)
+    coordinator.load(attempt(1), [A])
+    beat(coordinator, voice, until=coordinator.now + 2 * SECOND)
+    assert renew_ticket(coordinator, attempt(1))
+    record = coordinator.core.directory.record(coordinator.space, A)
+    assert record is not None
+    assert (record.stamp, record.held_until) == (coordinator.now, coordinator.now + 3 * SECOND)
+
+
 def test_a_ticket_outlives_the_namespace_that_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "NAMESPACES_PER_TENANT", 1)
     coordinator, voice = LoneCoordinator.serving(*pages([A]))
