@@ -371,3 +371,16 @@ def test_a_bounded_number_of_past_shards_is_remembered(monkeypatch: pytest.Monke
     coordinator.later(5_000 * MS)
     assert [shard.info.shard for shard in coordinator.status().shards] == ["y", "z"]
     assert coordinator.core.epoch == Epoch(100)
+
+
+def test_a_shard_that_goes_a_second_time_is_remembered_as_the_last_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PAST_SHARDS", 2)
+    coordinator = LoneCoordinator(expected=0)
+    voices = [coordinator.voice(name, epoch) for name, epoch in [("a", 1), ("b", 1), ("a", 2), ("c", 1)]]
+    for voice in voices:
+        voice.join()
+        drain(coordinator, voice)
+        assert voice.report().leave is Farewell.DRAINED
+        coordinator.later(0)
+    assert [voice.report().leave for voice in voices[2:]] == [Farewell.DRAINED] * 2
+    assert voices[1].report().leave is None, "it is forgotten, as the one that went first"
