@@ -288,11 +288,3 @@ def test_a_block_that_has_left_a_shard_is_not_ordered_away_there_though_another_
     other.join(*pages([A, B]))
     voice.report(gone(A))
     assert ordered(voice.report(pressure=2 * PAGE)) == [B]
-
-
-def test_a_shard_that_lacks_one_byte_and_has_nothing_to_evict_is_full() -> None:
-    coordinator, voice = LoneCoordinator.serving()
-    voice.report(pressure=1)
-    assert decisions(coordinator.store(attempt(1), [A])) == [(1, Decision.REFUSED)]
-    voice.report()
-    assert decisions(coordinator.store(attempt(2), [A])) == [(1, Decision.WRITE)]

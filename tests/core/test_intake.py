@@ -13,6 +13,7 @@ from kvcluster.core.messages import (
     Answer,
     Attach,
     Attached,
+    Decision,
     Effect,
     GoneEvent,
     Inventory,
@@ -37,6 +38,7 @@ from tests.core.lone_coordinator import (
     D,
     LoneCoordinator,
     beat,
+    decisions,
     pin,
     reasons,
     rebuilding,
@@ -122,6 +124,14 @@ def test_an_inventory_that_comes_late_undoes_nothing() -> None:
     assert voice.inventory(*pages([A]), upto=0).acked == 2
     assert voice.report().acked == 2
     assert reasons(coordinator.explain([A, B])) == [(1, MissReason.EVICTED), (1, None)]
+
+
+def test_a_shard_that_lacks_one_byte_and_has_nothing_to_evict_is_full() -> None:
+    coordinator, voice = LoneCoordinator.serving()
+    voice.report(pressure=1)
+    assert decisions(coordinator.store(attempt(1), [A])) == [(1, Decision.REFUSED)]
+    voice.report()
+    assert decisions(coordinator.store(attempt(2), [A])) == [(1, Decision.WRITE)]
 
 
 def test_an_event_of_a_namespace_over_the_bound_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
