@@ -100,7 +100,7 @@ fuzz: install ## mutate inputs for every parser of outside bytes (FUZZ_INPUTS=10
 	@$(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS) --seed $(FUZZ_SEED)
 
 # mutmut has an environment of its own (docs/adr/0032). What runs the tests is .venv.
-mutants: install .venv-mutants/.installed ## do the tests of the core kill mutants of it? (MUTANTS=120, MUTANT_SEED=1; 40 minutes)
+mutants: install .venv-mutants/.installed ## do the tests of the core kill mutants of it? (MUTANTS=120, MUTANT_SEED=1; 15 minutes)
 	@mkdir -p build
 	@$(BIN)/python tools/mutants.py --count $(MUTANTS) --seed $(MUTANT_SEED) --json build/mutants.json
 
