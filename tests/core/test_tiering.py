@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcluster.core import limits
+from kvcluster.core import limits, tiering
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
@@ -48,7 +48,23 @@ from tests.core.lone_coordinator import (
     why,
 )
 from tests.core.pulling import drain, others
-from tests.core.world import CODED, LEFT, OURS, PAGE, RIGHT, SECOND, WHOLE, attempt, chain, gone, page, pages, whole
+from tests.core.world import (
+    CODED,
+    LEFT,
+    OURS,
+    PAGE,
+    RIGHT,
+    SECOND,
+    SPEC,
+    THEIRS,
+    WHOLE,
+    attempt,
+    chain,
+    gone,
+    page,
+    pages,
+    whole,
+)
 
 RAW, Q8 = CODED.page_bytes(0, WHOLE), 192
 ALL = 100 * RAW
@@ -779,3 +795,14 @@ def test_a_policy_that_cannot_be_is_refused_by_name_and_nothing_of_it_holds(name
     refused = coordinator.ask(Refused, lambda call: SetPolicy(call, settings))
     assert refused.kind is RefusedKind.BAD and name in refused.detail
     assert coordinator.status().policy == before
+
+
+def test_q4_is_given_up_once_and_only_where_the_namespace_is_known() -> None:
+    coordinator, _ = serving()
+    core = coordinator.core.tiering
+    lossy = [(coordinator.space, 1_000_000)] * tiering.SAMPLES_WANTED
+    assert len(core.sampled(lossy)) == 1
+    assert core.sampled(lossy) == [], "it is told once"
+    assert core.sampled([(CODED.namespace(THEIRS), 1_000_000)] * tiering.SAMPLES_WANTED) != []
+    assert core.sampled([(SPEC.namespace(OURS), 1_000_000)] * tiering.SAMPLES_WANTED) == [], "nobody has attached it"
+    assert core.fallen == ((coordinator.space, 1_000_000), (CODED.namespace(THEIRS), 1_000_000))
