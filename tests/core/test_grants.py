@@ -193,6 +193,8 @@ def test_renewing_a_ticket_spares_its_blocks_for_as_long_again() -> None:
     record = coordinator.core.directory.record(coordinator.space, A)
     assert record is not None
     assert (record.stamp, record.held_until) == (coordinator.now, coordinator.now + 3 * SECOND)
+    assert end_ticket(coordinator, attempt(1))
+    assert record.held_until == 0, "and no longer than it runs"
 
 
 def test_a_ticket_outlives_the_namespace_that_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
