@@ -46,7 +46,7 @@ MACHINES = ("test_coordinator", "test_intake", "test_drain", "test_transcripts")
 ROOMS: dict[str, tuple[str, ...]] = {
     "coordinator": (*MACHINES, "test_switch", "test_engines"),
     "found": ("test_found", "test_disk_moves"),
-    "grants": ("test_grants", "test_switch"),
+    "grants": ("test_grants", "test_switch", "test_coordinator"),
     "intake": ("test_intake", "test_drain", "test_replicator"),
     "index": ("test_index", "test_announcer"),
     "members": MACHINES,

@@ -9,7 +9,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory, Space
 from kvcluster.core.ids import HASH_BYTES, NamespaceId, Tenant
-from kvcluster.core.messages import Need
+from kvcluster.core.messages import Need, Tombstone
 from kvcluster.core.spec import LAST, PREFIX, KVSpec, Part
 from kvcluster.core.tombstones import Tombstones
 from tests.core.build import WHOLE, address, page, spec
@@ -170,3 +170,11 @@ def test_no_more_siblings_are_named_than_an_explanation_may_cost(monkeypatch: py
         holding(spaces, spec(weights=f"sha256:{number}"))
     assert len(spaces.siblings(mine)) == 2
     assert spaces.siblings(mine) == spaces.siblings(mine), "the same ones each time"
+
+
+def test_an_older_tombstone_that_is_learnt_late_takes_nothing_from_a_newer_one() -> None:
+    spaces = directory()
+    space = holding(spaces, spec(), blocks=2)
+    for number in (5, 3):
+        spaces.bury(Tombstone(number, ALICE))
+    assert (space.purged, len(space.index)) == (5, 0)
