@@ -19,13 +19,15 @@ SIM_FIRST ?= 0
 FUZZ_INPUTS ?= 100000
 FUZZ_SEED ?= 0
 NIGHTLY_ARGS ?=
+MUTANTS ?= 120
+MUTANT_SEED ?= 1
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 EXTRAS := cluster,transformers,ray-serve,events,bench,test,dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak fuzz sanitizers fmt proto clean
+.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak fuzz mutants sanitizers fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -107,6 +109,17 @@ fuzz: install ## mutate inputs for every parser of outside bytes (FUZZ_INPUTS=10
 sanitizers: install ## the native core's tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@tools/sanitizers.sh $(BIN)/python build/sanitizers
 
+# mutmut has an environment of its own (docs/adr/0032). What runs the tests is .venv.
+mutants: install .venv-mutants/.installed ## do the tests of the core kill mutants of it? (MUTANTS=120, MUTANT_SEED=1; 15 minutes)
+	@mkdir -p build
+	@$(BIN)/python tools/mutants.py --count $(MUTANTS) --seed $(MUTANT_SEED) --json build/mutants.json
+
+.venv-mutants/.installed:
+	$(say) "installing mutmut into .venv-mutants; a few seconds"
+	@$(PYTHON) -m venv .venv-mutants
+	@.venv-mutants/bin/python -m pip install -qq --disable-pip-version-check mutmut==3.8.1 libcst==1.9.0
+	@touch $@
+
 fmt: install ## format, and mend what ruff can mend
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
@@ -124,6 +137,6 @@ proto: .venv-proto/.installed ## generate kvcluster/wire/v1 from proto/kvcluster
 	@.venv-proto/bin/python -m pip install -qq --disable-pip-version-check grpcio-tools==1.62.3 'setuptools<80'
 	@touch $@
 
-clean: ## remove what was built, but neither .venv with its native core nor .venv-proto
+clean: ## remove what was built, but not .venv with its native core, .venv-proto or .venv-mutants
 	@rm -rf build dist *.egg-info .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find kvcluster tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -144,7 +144,7 @@ class Grants:
 
     def _release(self, ticket: Ticket) -> None:
         space = self._state.directory.known(ticket.space)
-        if space is not None and ticket.hashes:
+        if space is not None:
             space.index.release(ticket.hashes, ticket.expires_at - self._state.tickets.ttl_ns + self._hold)
 
     def _decide(

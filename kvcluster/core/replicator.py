@@ -159,6 +159,7 @@ class Replicator:
                 for slot in going:
                     self._placed[slot][wished] = None
                 if copies >= min(wish.copies, self._stayers()):
+                    self._park(wished, wish, copies)
                     continue  # it has what was wished for: if that is evicted soon, it is not to be brought again
             if record is None or not (wish.tries or going):  # what goes is tried until it does
                 continue
@@ -234,6 +235,7 @@ class Replicator:
         under_way = [wished for wishes in self._under_way.values() for wished in wishes]
         assert len(set(under_way)) == len(under_way), "two shards pull one block at a time"
         assert len(self._wishes) <= limits.WISHES + len(members) * limits.PULL_PAGES, "wishes without end"
+        assert len(self._parked) <= limits.WISHES, "wishes without end that no present shard can fulfil"
 
     # --------------------------------------------------------------------------------------- one order
 
@@ -252,8 +254,7 @@ class Replicator:
             staying = self._staying(record)
             if not self._lacks(record, staying, min(wish.copies, stayers)):
                 del wishes[wished]
-                if self._lacks(record, staying, wish.copies) and len(self._parked) < limits.WISHES:
-                    self._parked[wished] = wish
+                self._park(wished, wish, self._fewest(record, staying))
                 continue
             if wish.not_before > now or self._is_under_way(wished):
                 continue
@@ -307,6 +308,11 @@ class Replicator:
         """Could this shard take what is missing of it?"""
         found = self._missing(record, staying, copies, target)
         return found is not None and self._bytes(record, found) <= self._room(target, found.kind.into)
+
+    def _park(self, wished: Wished, wish: _Wish, copies: int) -> None:
+        """Keeps a wish until the next shard joins, if it wants more than the `copies` that the present ones allow."""
+        if copies < wish.copies and len(self._parked) < limits.WISHES:
+            self._parked[wished] = wish
 
     def _lacks(self, record: BlockRecord, staying: Staying, copies: int) -> bool:
         """Has any page of it fewer copies than that, on shards that stay?"""

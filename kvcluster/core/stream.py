@@ -96,7 +96,7 @@ class ReportStream:
     def answered(self, piece: Piece, acked: int) -> None:
         """The coordinator has `piece`, and everything up to `acked`."""
         if piece.inventory:
-            if not self._owed or self._inventory is None or piece.chunk != self._chunk:
+            if self._inventory is None or piece.chunk != self._chunk:
                 return  # an older inventory than the one we now owe
             self._chunk += 1
             if piece.last:

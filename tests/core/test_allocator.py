@@ -224,3 +224,10 @@ def test_freeing_what_is_not_reserved_is_our_mistake(offset: int, nbytes: int) -
 def test_an_empty_arena_lacks_nothing_that_could_be_had(counts: dict[int, int], extents: int) -> None:
     """Who waits for more than all of it would wait for ever."""
     assert PageAllocator(extents * 256, 256).extents_lacking(counts) == 0
+
+
+def test_what_is_free_in_spans_of_its_class_lacks_no_extent() -> None:
+    arena = PageAllocator(4 * 256, 256)
+    assert arena.reserve(64) is not None
+    assert arena.reserve(4 * 256 - 256) is not None
+    assert [arena.extents_lacking({64: count}) for count in (1, 3, 4, 8)] == [0, 0, 1, 2]

@@ -186,6 +186,7 @@ def test_who_comes_late_is_told_all_blocks_again_some_in_each_tick(monkeypatch: 
     monkeypatch.setattr(announcing, "RETOLD_BLOCKS", 2)
     coordinator, voice, _ = published(strict=False)
     voice.report(*pages(CHAIN), *pages(chain(2, seed=5)))
+    voice.report(pages(CHAIN)[5]._replace(tier=Tier.HOST), gone(CHAIN[5]))
     late = Outsider(strict=False)
     coordinator.listeners.append(late.listen)
     coordinator.step(Retell())
@@ -245,3 +246,13 @@ def test_a_run_longer_than_a_call_is_several_events(monkeypatch: pytest.MonkeyPa
 class _Record:
     def __init__(self, block: BlockHash, parent: BlockHash, depth: int, *, tiers: int) -> None:
         self.hash, self.parent, self.depth, self.tiers = block, parent, depth, tiers
+
+
+def test_a_namespace_that_is_forgotten_while_all_is_told_again_is_told_no_more() -> None:
+    announcer = Announcer()
+    space = SPEC.namespace(OURS)
+    announcer.opened(space, SPEC)
+    announcer.retell([(space, iter([_Record(CHAIN[0], root(), 0, tiers=1)]))])
+    announcer.closed(space)
+    announcer.tell_some()
+    assert (announcer.take(), announcer.retelling) == ([], False)

@@ -16,6 +16,9 @@ from kvcluster.core.messages import (
     PageEvent,
     PrepareLoad,
     PrepareStore,
+    Purge,
+    Purged,
+    PurgedEvent,
     Refused,
     RefusedKind,
     Siblings,
@@ -30,9 +33,11 @@ from tests.core.lone_coordinator import (
     A,
     B,
     C,
+    D,
     LoneCoordinator,
     Question,
     beat,
+    end_ticket,
     reasons,
 )
 from tests.core.samples import (
@@ -170,3 +175,30 @@ def test_status_tells_what_there_is() -> None:
         ("a", "up", SECOND // 2),
     ]
     assert coordinator.counter("lost_shards") == 1
+
+
+def test_every_counter_adds_up() -> None:
+    """What happens twice counts twice, and half of it once."""
+    coordinator, voice = LoneCoordinator.serving()
+
+    def once(number: int) -> None:
+        of = [attempt(10 * number + at) for at in range(1, 5)]
+        voice.report(*pages(BLOCKS[:4]))
+        coordinator.load(of[0], BLOCKS[:6])
+        assert [end_ticket(coordinator, of[0]) for _ in range(2)] == [True, False]
+        coordinator.store(of[1], BLOCKS[4:6], parent=D)
+        coordinator.store(of[2], BLOCKS[:6])
+        assert end_ticket(coordinator, of[1]) and end_ticket(coordinator, of[2]) is False
+        voice.report(gone(BLOCKS[2]), gone(D, corrupt=True))
+        silent = coordinator.voice(f"silent-{number}")
+        silent.join()
+        beat(coordinator, voice, until=coordinator.now + 6 * SECOND)
+        coordinator.ask(Purged, lambda call: Purge(call, OURS))
+        coordinator.store(of[3], BLOCKS[:1])
+        voice.report(PurgedEvent(coordinator.core.tombstones.highest))
+
+    once(1)
+    first = dict(coordinator.status().counters)
+    once(2)
+    assert dict(coordinator.status().counters) == {name: 2 * count for name, count in first.items()}
+    assert {name for name, count in first.items() if count <= 0} == {"pulls"}, "a replica is another test's matter"

@@ -235,7 +235,9 @@ def test_little_loss_comes_first_then_the_larger_part_then_the_older_shard() -> 
         ("shard-3", wide, Loss.EXACT),
         ("shard-2", Part(0, 2, 3, 4), Loss.EXACT),
     ]
-    assert sources(book.serve(held(book, copy(4), copy(3)), Need((WHOLE,)))) == [("shard-3", WHOLE, Loss.EXACT)]
+    alike = held(book, copy(4), copy(3))
+    assert sources(book.serve(alike, Need((WHOLE,)))) == [("shard-3", WHOLE, Loss.EXACT)]
+    assert sources(book.serve(alike, Need((WHOLE,)), youngest=True)) == [("shard-4", WHOLE, Loss.EXACT)]
 
 
 @given(wanted=st.lists(needs(), min_size=1, max_size=6))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvcluster.core import codecs, limits
@@ -7,7 +9,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory, Space
 from kvcluster.core.ids import HASH_BYTES, NamespaceId, Tenant
-from kvcluster.core.messages import Need
+from kvcluster.core.messages import Need, Tombstone
 from kvcluster.core.spec import LAST, PREFIX, KVSpec, Part
 from kvcluster.core.tombstones import Tombstones
 from tests.core.build import WHOLE, address, page, spec
@@ -82,14 +84,15 @@ def test_a_tenant_has_no_more_namespaces_than_it_may(monkeypatch: pytest.MonkeyP
 
 
 def test_a_namespace_that_holds_nothing_makes_room_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "NAMESPACES_PER_TENANT", 2)
+    monkeypatch.setattr(limits, "NAMESPACES_PER_TENANT", 3)
     spaces = directory()
     others = attached(spaces, spec(adapter="1"), BOB)
     full = holding(spaces, spec(adapter="1"))
+    holding(spaces, spec(adapter="0"))
     bare = attached(spaces, spec(adapter="2"))
     for number in range(3, 6):
         attached(spaces, spec(adapter=str(number)))
-        assert len(spaces) == 3
+        assert len(spaces) == 4
     assert spaces.find(bare.id, ALICE) is None
     assert spaces.find(full.id, ALICE) is full
     assert spaces.find(others.id, BOB) is others, "one tenant's namespaces make no room for another's"
@@ -135,6 +138,19 @@ def test_page_bytes_are_those_of_the_spec_also_when_more_parts_are_asked_for_tha
     assert asked == wanted * 2, "worked out once, and again where it was forgotten"
 
 
+def test_a_tenants_namespaces_are_listed_by_model_the_fullest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    spaces = directory()
+    small, large = spec(), spec(weights="sha256:2")
+    other = replace(spec(), model="another")
+    holding(spaces, small)
+    holding(spaces, large, blocks=3)
+    attached(spaces, other)
+    holding(spaces, spec(weights="sha256:3"), BOB, blocks=2)
+    assert spaces.listed(ALICE) == ((other, 0), (large, 3), (small, 1))
+    monkeypatch.setattr(limits, "LISTED_NAMESPACES", 2)
+    assert spaces.listed(ALICE) == ((other, 0), (large, 3))
+
+
 def test_siblings_are_the_tenants_other_namespaces_the_most_alike_first() -> None:
     spaces = directory()
     mine = holding(spaces, spec())
@@ -154,3 +170,11 @@ def test_no_more_siblings_are_named_than_an_explanation_may_cost(monkeypatch: py
         holding(spaces, spec(weights=f"sha256:{number}"))
     assert len(spaces.siblings(mine)) == 2
     assert spaces.siblings(mine) == spaces.siblings(mine), "the same ones each time"
+
+
+def test_an_older_tombstone_that_is_learnt_late_takes_nothing_from_a_newer_one() -> None:
+    spaces = directory()
+    space = holding(spaces, spec(), blocks=2)
+    for number in (5, 3):
+        spaces.bury(Tombstone(number, ALICE))
+    assert (space.purged, len(space.index)) == (5, 0)

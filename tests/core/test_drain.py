@@ -217,6 +217,28 @@ def test_what_was_moved_and_is_evicted_there_is_not_moved_again() -> None:
     assert one.report().leave is Farewell.DRAINED
 
 
+def test_one_place_elsewhere_is_enough_whoever_stays_or_still_tells_what_it_holds() -> None:
+    coordinator, going = LoneCoordinator.serving(*pages([A]))
+    two, _three = others(coordinator, "bc")
+    two.report(*pages([A]))
+    late = coordinator.voice("d")
+    late.coordinator = coordinator.core.epoch
+    assert late.report(page(B), first=7).inventory
+    assert drain(coordinator, going)
+    assert going.report().leave is Farewell.DRAINED
+
+
+def test_a_shard_that_goes_waits_for_no_block_that_another_holds() -> None:
+    coordinator, empty = LoneCoordinator.serving()
+    going, staying = others(coordinator, "bc")
+    for voice in (going, staying):
+        voice.report(*pages([B]))
+    assert drain(coordinator, going) and drain(coordinator, empty)
+    staying.report(gone(B))
+    assert empty.report().leave is Farewell.DRAINED
+    assert going.report().leave is None, "it alone has it now"
+
+
 def test_what_two_shards_hold_that_go_has_as_many_places_afterwards() -> None:
     coordinator, one = LoneCoordinator.serving(*pages([A, B]))
     two, three, four = others(coordinator, "bcd")
@@ -349,3 +371,16 @@ def test_a_bounded_number_of_past_shards_is_remembered(monkeypatch: pytest.Monke
     coordinator.later(5_000 * MS)
     assert [shard.info.shard for shard in coordinator.status().shards] == ["y", "z"]
     assert coordinator.core.epoch == Epoch(100)
+
+
+def test_a_shard_that_goes_a_second_time_is_remembered_as_the_last_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PAST_SHARDS", 2)
+    coordinator = LoneCoordinator(expected=0)
+    voices = [coordinator.voice(name, epoch) for name, epoch in [("a", 1), ("b", 1), ("a", 2), ("c", 1)]]
+    for voice in voices:
+        voice.join()
+        drain(coordinator, voice)
+        assert voice.report().leave is Farewell.DRAINED
+        coordinator.later(0)
+    assert [voice.report().leave for voice in voices[2:]] == [Farewell.DRAINED] * 2
+    assert voices[1].report().leave is None, "it is forgotten, as the one that went first"

@@ -102,6 +102,6 @@ def test_a_list_is_bounded_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(limits, "LISTED_ENGINES", 2)
     book = EngineBook(10)
     for name in "cab":
-        book.register(OURS, replace(ONE, engine=name, name=name), 0)
-    assert [info.name for info, _ in book.living(OURS, 3)] == ["a", "b"]
-    assert [ago for _, ago in book.living(OURS, 3)] == [3, 3]
+        book.register(OURS, replace(ONE, engine=name, name=name), 1)
+    assert [info.name for info, _ in book.living(OURS, 4)] == ["a", "b"]
+    assert [ago for _, ago in book.living(OURS, 4)] == [3, 3]

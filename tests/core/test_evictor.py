@@ -280,3 +280,11 @@ def test_a_pin_goes_with_its_block() -> None:
     assert pin(coordinator, [A]) == 1
     voice.report(gone(A, corrupt=True))
     assert unpin(coordinator, [A]) == 0
+
+
+def test_a_block_that_has_left_a_shard_is_not_ordered_away_there_though_another_holds_it() -> None:
+    coordinator, voice = LoneCoordinator.serving(*pages([A, B]))
+    other = coordinator.voice("b")
+    other.join(*pages([A, B]))
+    voice.report(gone(A))
+    assert ordered(voice.report(pressure=2 * PAGE)) == [B]

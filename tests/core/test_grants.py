@@ -185,6 +185,29 @@ def test_a_ticket_ends_once() -> None:
     assert not renew_ticket(coordinator, attempt(1))
 
 
+def test_renewing_a_ticket_spares_its_blocks_for_as_long_again() -> None:
+    coordinator, voice = LoneCoordinator.serving(*pages([A]), hold_ms=3_000, ticket_ttl_ms=3_000)
+    coordinator.load(attempt(1), [A])
+    beat(coordinator, voice, until=coordinator.now + 2 * SECOND)
+    assert renew_ticket(coordinator, attempt(1))
+    record = coordinator.core.directory.record(coordinator.space, A)
+    assert record is not None
+    assert (record.stamp, record.held_until) == (coordinator.now, coordinator.now + 3 * SECOND)
+    assert end_ticket(coordinator, attempt(1))
+    assert record.held_until == 0, "and no longer than it runs"
+
+
+def test_a_ticket_outlives_the_namespace_that_it_was_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NAMESPACES_PER_TENANT", 1)
+    coordinator, voice = LoneCoordinator.serving(*pages([A]))
+    coordinator.load(attempt(1), [A])
+    voice.report(gone(A))
+    coordinator.ask(Attached, lambda call: Attach(call, OURS, HYBRID))
+    assert coordinator.core.directory.known(coordinator.space) is None, "it held nothing and made room"
+    assert renew_ticket(coordinator, attempt(1))
+    assert end_ticket(coordinator, attempt(1))
+
+
 def test_a_ticket_ends_by_time_unless_it_is_renewed() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages([A]), ticket_ttl_ms=2_000)
     coordinator.load(attempt(1), [A])
@@ -209,6 +232,23 @@ def test_a_store_writes_what_nobody_has_or_writes() -> None:
     assert second[1].miss == Miss(MissReason.PENDING)
     counted = ("write_blocks", "duplicate_blocks", "pending_blocks", "refused_blocks")
     assert [coordinator.counter(name) for name in counted] == [3, 1, 2, 0]
+
+
+def test_a_store_uses_its_chain_once_in_a_while() -> None:
+    coordinator, voice = LoneCoordinator.serving(*pages([A, B]), refresh_ms=1_000)
+
+    def used_at() -> int:
+        record = coordinator.core.directory.record(coordinator.space, A)
+        assert record is not None
+        return record.stamp
+
+    began = used_at()
+    beat(coordinator, voice, until=began + SECOND)
+    coordinator.store(attempt(1), [C], first=2, parent=B, run=A)
+    assert used_at() == began, "it was used a moment ago"
+    beat(coordinator, voice, until=began + SECOND + 1)
+    coordinator.store(attempt(2), [C], first=2, parent=B, run=A)
+    assert used_at() == coordinator.now
 
 
 def test_what_a_ticket_left_unwritten_others_may_write_when_it_ends() -> None:

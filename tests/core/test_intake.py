@@ -13,6 +13,7 @@ from kvcluster.core.messages import (
     Answer,
     Attach,
     Attached,
+    Decision,
     Effect,
     GoneEvent,
     Inventory,
@@ -37,6 +38,7 @@ from tests.core.lone_coordinator import (
     D,
     LoneCoordinator,
     beat,
+    decisions,
     pin,
     reasons,
     rebuilding,
@@ -124,6 +126,14 @@ def test_an_inventory_that_comes_late_undoes_nothing() -> None:
     assert reasons(coordinator.explain([A, B])) == [(1, MissReason.EVICTED), (1, None)]
 
 
+def test_a_shard_that_lacks_one_byte_and_has_nothing_to_evict_is_full() -> None:
+    coordinator, voice = LoneCoordinator.serving()
+    voice.report(pressure=1)
+    assert decisions(coordinator.store(attempt(1), [A])) == [(1, Decision.REFUSED)]
+    voice.report()
+    assert decisions(coordinator.store(attempt(2), [A])) == [(1, Decision.WRITE)]
+
+
 def test_an_event_of_a_namespace_over_the_bound_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "NAMESPACES_PER_TENANT", 1)
     coordinator, voice = LoneCoordinator.serving(*pages([A]))
@@ -193,6 +203,21 @@ def test_a_report_of_a_newer_incarnation_is_enough_to_replace_the_older() -> Non
     assert coordinator.load(attempt(1), [A]).blocks == 0
 
 
+def test_an_older_incarnation_that_speaks_while_the_newer_is_lost_gives_way_again() -> None:
+    """Which of two is the newer is forgotten with a lost shard, so an older one may take its place for a while."""
+    coordinator, old = LoneCoordinator.serving(*pages([A]))
+    new = coordinator.voice("a", epoch=2)
+    new.join(*pages([B]))
+    coordinator.later(6 * SECOND)
+    assert old.report().inventory
+    assert not old.inventory(*pages([A])).inventory
+    assert new.report().inventory, "nothing that the older one told is taken for its own"
+    assert not new.inventory(*pages([B])).inventory
+    assert served_by(coordinator.load(attempt(1), [B])) == [(1, ["a"])]
+    assert coordinator.load(attempt(2), [A]).blocks == 0
+    assert old.report().leave
+
+
 def test_a_shard_of_another_coordinator_epoch_is_asked_for_an_inventory_of_this_one() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages([A]))
     voice.coordinator = Epoch(99)
@@ -208,6 +233,15 @@ def test_two_coordinators_that_outbid_the_same_epoch_differ() -> None:
         voice.coordinator = Epoch(500)
         took.append(voice.report(gone(A)).epoch)
     assert took[0] != took[1], "or neither would ever learn that there is another"
+
+
+@pytest.mark.parametrize("low_bits", [0, 1, 65_535])
+def test_an_epoch_is_outbid_by_at_least_one_and_by_less_than_a_millisecond(low_bits: int) -> None:
+    """Epochs begin as the nanoseconds of a start, and the next start has to outbid this one too."""
+    began = (1 << 60) + low_bits
+    voice = LoneCoordinator(epoch=began, expected=2).voice("a")
+    voice.coordinator = Epoch(began + 10)
+    assert 1 <= voice.report().epoch - voice.coordinator <= 65_536
 
 
 def test_a_higher_epoch_reported_while_rebuilding_is_outbid() -> None:

@@ -101,10 +101,12 @@ def test_layers_that_slide_are_a_group_of_their_own() -> None:
     assert groups == (Group((2, 5), kv(8, 128), PREFIX), Group((0, 1, 3, 4), kv(8, 128), window(1024)))
 
 
-def test_where_every_layer_of_a_model_type_slides_the_window_alone_says_it() -> None:
-    assert read_kv(PHI3).groups == (Group(tuple(range(32)), kv(8, 128), window(2047)),)
+@pytest.mark.parametrize("model_type", ["mistral", "mixtral", "phi3", "starcoder2"])
+def test_where_every_layer_of_a_model_type_slides_the_window_alone_says_it(model_type: str) -> None:
+    assert read_kv({**PHI3, "model_type": model_type}).groups == (Group(tuple(range(32)), kv(8, 128), window(2047)),)
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen2_moe", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize(
     ("settings", "layers"),
     [
@@ -115,9 +117,9 @@ def test_where_every_layer_of_a_model_type_slides_the_window_alone_says_it() -> 
     ],
 )
 def test_qwen_slides_in_its_upper_layers_and_only_where_it_is_told_to(
-    settings: dict[str, Any], layers: list[int]
+    model_type: str, settings: dict[str, Any], layers: list[int]
 ) -> None:
-    config = {**LLAMA, "model_type": "qwen2", "num_hidden_layers": 4, "sliding_window": 4096, **settings}
+    config = {**LLAMA, "model_type": model_type, "num_hidden_layers": 4, "sliding_window": 4096, **settings}
     full = [layer for group in read_kv(config).groups if group.reuse == PREFIX for layer in group.layers]
     assert full == layers
 
@@ -155,6 +157,12 @@ def test_what_is_missing_or_not_understood_is_named_and_never_guessed(config: di
     with pytest.raises(ConfigError) as error:
         read_kv(config)
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["linear_conv_x", "linear_key_x", "linear_num_x", "mamba_x", "ssm_x"])
+def test_a_setting_of_layers_that_keep_a_state_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        read_kv({**LLAMA, name: 1})
 
 
 def test_a_setting_that_is_off_is_no_reason_to_refuse() -> None:

@@ -359,3 +359,10 @@ def test_what_a_shard_moves_is_none_of_the_leases_that_it_tells_of() -> None:
     shard.later(SECOND)
     assert (report(shard).info.leases, len(shard.core.leases)) == (1, 3)
     assert len(shard.core.own_attempts) == 2
+
+
+def test_each_page_found_corrupt_on_its_way_down_counts() -> None:
+    shard = holding(A, B)
+    shard.demote(A, B)
+    shard.move(corrupt=[0, 1])
+    assert (counters(shard)["corrupt"], counters(shard)["demoted"]) == (2, 0)

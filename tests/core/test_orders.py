@@ -26,6 +26,7 @@ from kvcluster.core.messages import (
     PullOrder,
     PurgedEvent,
     ShardAddress,
+    Suspect,
     Tier,
     Tombstone,
     Written,
@@ -33,6 +34,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import MissReason
 from kvcluster.core.spec import KVSpec
 from tests.core.lone_shard import (
+    BLOCKS,
     A,
     B,
     C,
@@ -202,6 +204,7 @@ def test_a_pull_ends_with_its_lease_in_whatever_way_that_ends(how: str) -> None:
     assert not len(shard.core.leases)
     if how != "the end":
         assert pulled(shard) == (0 if how == "a new coordinator" else 1)
+        assert counters(shard)["pulled"] == (1 if how == "a new coordinator" else 0), "only pages that came count"
         shard.hear(pull=pull(2, B))
         assert len(shard.fetching) == 2, "the next may begin"
 
@@ -353,3 +356,36 @@ def test_a_shard_that_is_to_go_says_so_from_then_on_and_serves_readers_until_it_
     assert shard.reserve(attempt(3), B) == (Written.LOST,), "it would go along, after the last report"
     [*_, leave] = shard.hear(leave=Farewell.DRAINED)
     assert leave == Leave("this shard is drained", for_good=True)
+
+
+# ----------------------------------------------------------------------------------------------- counters
+
+
+def test_every_counter_of_a_shard_without_tiers_adds_up() -> None:
+    """What happens twice counts twice, and half of it once."""
+    shard = LoneShard.joined(pages=5, lease_ttl_ms=1_000)
+
+    def once(number: int) -> None:
+        of = [attempt(10 * number + at) for at in range(6)]
+        shard.store(of[0], A, B)
+        assert shard.reserve(of[1], A, C)[0] is Written.DUPLICATE
+        assert end(shard, of[1], Abort)
+        assert shard.commit(of[1], 0) == (Written.LOST,)
+        shard.call(lambda call: Suspect(call, OURS, shard.space, shard.epoch, (key(A), key(B))))
+        shard.verdict(0)
+        shard.order(number, A, B)
+        shard.store(of[2], A)
+        shard.hear(pull=pull(number, C))
+        shard.commit(shard.fetching[-1].attempt, 0)
+        shard.settle()
+        assert Written.FULL in shard.reserve(of[3], *BLOCKS[6:10])
+        shard.later(SECOND)
+        assert shard.revoked[-1] == of[3]
+        assert end(shard, of[3], Abort)
+        shard.hear(tombstones=(Tombstone(number, OURS),))
+
+    once(1)
+    first = counters(shard)
+    once(2)
+    assert counters(shard) == {name: 2 * count for name, count in first.items()}
+    assert {name for name, count in first.items() if count <= 0} == {"demoted", "promoted", "staged"}

@@ -156,3 +156,10 @@ def test_a_pulled_page_is_never_written_over_an_equal_one_in_whatever_tier() -> 
     shard.hear(pull=PullOrder(1, SOURCE, OURS, CODED, (NewPage(key(A), root(), 0, Loss.Q8),), Codec.Q8, Tier.HOST))
     assert shard.fetching == [] and report(shard).pulled == 1
     assert isinstance(pinned(shard.pin(attempt(2), A))[0], PageSlot)
+
+
+def test_each_page_that_is_promoted_counts() -> None:
+    shard = lowered(A, B)
+    shard.promote(A, B)
+    shard.move_all()
+    assert counters(shard)["promoted"] == 2

@@ -778,3 +778,11 @@ def test_who_waits_behind_a_reader_who_has_gone_gets_the_room_that_there_is() ->
     shard.pinning(attempt(2), B)
     assert end(shard, attempt(1))
     assert len(shard.stages) == 1
+
+
+def test_each_page_found_corrupt_on_disk_counts() -> None:
+    shard = having(A, B)
+    call = shard.pinning(attempt(1), A, B)
+    shard.read(0, 1)
+    assert reply(shard, call) == (Miss(MissReason.CORRUPT, "on disk"),) * 2
+    assert counters(shard)["corrupt"] == 2

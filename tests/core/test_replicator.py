@@ -186,6 +186,41 @@ def test_a_bounded_number_of_wishes_is_remembered(monkeypatch: pytest.MonkeyPatc
     assert pull_all(one, two) == [A, B]
 
 
+def test_a_block_that_is_to_lie_on_more_shards_than_there_are_gets_another_with_each_that_joins() -> None:
+    coordinator, one = LoneCoordinator.serving(*pages([A]))
+    voices = [one]
+    want(coordinator, 3, A)
+    for name, copies in [("b", 2), ("c", 3), ("d", 3)]:
+        voices += others(coordinator, name)
+        pull_all(*voices)
+        assert len(homes(coordinator, A)) == copies
+
+
+def test_a_bounded_number_of_wishes_waits_for_more_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "WISHES", 1)
+    coordinator, one = LoneCoordinator.serving(*pages([A, B]))
+    for block in (A, B):
+        want(coordinator, 2, block)
+        assert one.report().pull is None
+    [two] = others(coordinator, "b")
+    assert pull_all(one, two) == [A]
+
+
+def test_a_wish_that_was_fulfilled_takes_no_room_from_one_that_waits_for_more_shards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "WISHES", 1)
+    coordinator, one = LoneCoordinator.serving(*pages([A, B]))
+    [two] = others(coordinator, "b")
+    want(coordinator, 2, A)
+    assert pull_all(one, two) == [A]
+    want(coordinator, 3, B)
+    assert pull_all(one, two) == [B]
+    [three] = others(coordinator, "c")
+    assert pull_all(one, two, three) == [B]
+    assert (homes(coordinator, A), homes(coordinator, B)) == (["a", "b"], ["a", "b", "c"])
+
+
 def test_while_rebuilding_nothing_is_pulled() -> None:
     coordinator = LoneCoordinator(expected=3)
     one, two = others(coordinator, "ab")

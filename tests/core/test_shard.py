@@ -7,6 +7,7 @@ import pytest
 from kvcluster.core import limits
 from kvcluster.core.messages import (
     Abort,
+    AttachedShard,
     Done,
     Flush,
     GetOffers,
@@ -29,6 +30,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Loss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from tests.core.lone_shard import (
+    OTHER,
     A,
     B,
     C,
@@ -48,6 +50,7 @@ from tests.core.samples import (
     OURS,
     SECOND,
     SUMS,
+    THEIRS,
     WHOLE,
     attempt,
     key,
@@ -63,6 +66,15 @@ def test_a_shard_passes_on_what_its_shell_serves_before_anybody_attaches() -> No
     told = Offers(shard.epoch, (Offer("tcp", "here:1"),), (("shm", "for some reason"),))
     shard.core.offers = told
     assert shard.ask(Offers, GetOffers) == told
+
+
+def test_a_tenant_attaches_no_more_namespaces_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NAMESPACES_PER_TENANT", 1)
+    shard = LoneShard.joined()
+    shard.store(attempt(1), A)
+    assert refusal(shard.attach(OTHER)) is RefusedKind.LIMIT
+    assert shard.attach() == AttachedShard(shard.space, shard.epoch, shard.core.leases.ttl_ns)
+    assert isinstance(shard.attach(OTHER, THEIRS), AttachedShard), "one tenant's bound is none of another"
 
 
 # -------------------------------------------------------------------------------------- the life of a page

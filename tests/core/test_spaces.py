@@ -10,6 +10,7 @@ import pytest
 from kvcluster.core import limits
 from kvcluster.core.allocator import PageAllocator
 from kvcluster.core.codecs import Codec
+from kvcluster.core.found import Found
 from kvcluster.core.ids import Epoch
 from kvcluster.core.messages import (
     Abort,
@@ -23,7 +24,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.pool import Page, PagePool, PageState
 from kvcluster.core.reasons import Loss
-from kvcluster.core.spaces import Space
+from kvcluster.core.spaces import Space, Spaces
 from kvcluster.core.spec import Group, KVSpec, Plane
 from tests.core.lone_shard import (
     OTHER,
@@ -65,6 +66,12 @@ def test_a_namespace_that_nobody_attached_is_unknown() -> None:
     shard.settle()
     assert refusal(shard.pin(attempt(1), A)) is RefusedKind.UNKNOWN_NAMESPACE
     assert refusal(shard.replies[shard.reserving(attempt(1), A)]) is RefusedKind.UNKNOWN_NAMESPACE
+
+
+def test_a_namespace_of_which_no_page_was_found_on_disk_is_known_all_the_same() -> None:
+    spaces = Spaces(lambda: ())
+    spaces.adopt(Found(specs=((OURS, SPEC), (THEIRS, SPEC))), PagePool(PageAllocator(4_096, 64)))
+    assert [space.id for space in spaces] == [SPEC.namespace(OURS), SPEC.namespace(THEIRS)]
 
 
 def test_the_namespace_of_another_tenant_looks_like_none() -> None:

@@ -116,6 +116,13 @@ def test_specs_without_a_difference_are_equal(one: KVSpec, other: KVSpec) -> Non
     assert len(set(names)) == len(names)
 
 
+def test_a_spec_made_from_lists_is_the_one_made_from_tuples() -> None:
+    pairs = (("a", "b"),)
+    listed = dataclasses.replace(SPEC, groups=list(SPEC.groups), extra=[list(pair) for pair in pairs])
+    assert listed == dataclasses.replace(SPEC, extra=pairs)
+    assert hash(listed) == hash(dataclasses.replace(SPEC, extra=pairs))
+
+
 def test_all_that_differs_is_named() -> None:
     other = dataclasses.replace(VARIANTS["dtype"][0], weights="sha256:9", rope="theta=1")
     assert differing_fields(SPEC, other) == ("weights", "rope", "dtype")
@@ -289,6 +296,14 @@ def test_an_impossible_spec_is_refused_with_what_to_do(make: Callable[[], object
     with pytest.raises(SpecError) as caught:
         make()
     assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["main", "master", "latest", "head", "default", "dev", "prod", "stable", "current", "HEAD", " main "]
+)
+def test_weights_named_by_what_can_move_are_refused(name: str) -> None:
+    with pytest.raises(SpecError, match="does not pin the weights"):
+        dataclasses.replace(SPEC, weights=name)
 
 
 @pytest.mark.parametrize("weights", ["sha256:1234", "8c22764a7e3675c50d4c7c9a4edb474456022b16", "maintained", "main-2"])

@@ -8,17 +8,21 @@ from typing import Any
 
 import pytest
 
-from kvcluster.core import limits
+from kvcluster.core import limits, tiering
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
     Decision,
+    Done,
     Move,
     PageEvent,
     PageKey,
     Purge,
     Purged,
+    Refused,
+    RefusedKind,
     ReportAck,
+    SetPolicy,
     StreamEvent,
     Tier,
     TierUse,
@@ -44,7 +48,23 @@ from tests.core.lone_coordinator import (
     why,
 )
 from tests.core.pulling import drain, others
-from tests.core.samples import CODED, LEFT, OURS, PAGE, RIGHT, SECOND, WHOLE, attempt, chain, gone, page, pages, whole
+from tests.core.samples import (
+    CODED,
+    LEFT,
+    OURS,
+    PAGE,
+    RIGHT,
+    SECOND,
+    SPEC,
+    THEIRS,
+    WHOLE,
+    attempt,
+    chain,
+    gone,
+    page,
+    pages,
+    whole,
+)
 
 RAW, Q8 = CODED.page_bytes(0, WHOLE), 192
 ALL = 100 * RAW
@@ -741,3 +761,48 @@ def test_parts_of_one_block_are_weighed_together() -> None:
     _, voice = serving(*halves, host=below(10 * PAGE, free_bytes=0), low_free=0.0, high_free=0.0)
     ack = voice.report(pressure=1)
     assert moved(ack, Tier.HOST) == [A], "once, with all its parts"
+
+
+# --------------------------------------------------------------------------------------------- policy
+
+
+def test_a_policy_that_is_set_is_the_policy_from_then_on() -> None:
+    coordinator, _ = serving()
+    settings = (("host.codec", "q4"), ("host.raw_blocks", "7"), ("promote.loads", "1"))
+    assert coordinator.ask(Done, lambda call: SetPolicy(call, settings)).ok
+    assert coordinator.status().policy == (("cache", "on"), *settings)
+    assert coordinator.ask(Done, lambda call: SetPolicy(call, (("host.raw_blocks", "0"),))).ok
+    assert coordinator.status().policy == (("cache", "on"), settings[0], ("host.raw_blocks", "0"), settings[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("host.codec", "zip"),
+        ("host.raw_blocks", "x"),
+        ("host.raw_blocks", "-1"),
+        ("host.raw_blocks", "\u00b2"),
+        ("host.raw_blocks", "1" * 10),
+        ("promote.loads", "0"),
+        ("promote.loads", "1.5"),
+        ("unheard-of", "1"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused_by_name_and_nothing_of_it_holds(name: str, value: str) -> None:
+    coordinator, _ = serving()
+    before = coordinator.status().policy
+    settings = (("host.raw_blocks", "9"), (name, value))
+    refused = coordinator.ask(Refused, lambda call: SetPolicy(call, settings))
+    assert refused.kind is RefusedKind.BAD and name in refused.detail
+    assert coordinator.status().policy == before
+
+
+def test_q4_is_given_up_once_and_only_where_the_namespace_is_known() -> None:
+    coordinator, _ = serving()
+    core = coordinator.core.tiering
+    lossy = [(coordinator.space, 1_000_000)] * tiering.SAMPLES_WANTED
+    assert len(core.sampled(lossy)) == 1
+    assert core.sampled(lossy) == [], "it is told once"
+    assert core.sampled([(CODED.namespace(THEIRS), 1_000_000)] * tiering.SAMPLES_WANTED) != []
+    assert core.sampled([(SPEC.namespace(OURS), 1_000_000)] * tiering.SAMPLES_WANTED) == [], "nobody has attached it"
+    assert core.fallen == ((coordinator.space, 1_000_000), (CODED.namespace(THEIRS), 1_000_000))

@@ -145,6 +145,15 @@ def test_more_suspects_than_can_be_remembered_are_left_to_the_round(monkeypatch:
     assert reader.read(0) == []
 
 
+@pytest.mark.usefixtures("small_batches")
+def test_a_batch_of_suspects_ends_with_the_page_that_fills_it() -> None:
+    reader = Reader(scrub_bytes=0)
+    pages = [reader.commit(number) for number in range(3)]
+    for page in pages:
+        reader.core.suspect(page)
+    assert [len(reader.read(0)) for _ in range(4)] == [1, 1, 1, 0]
+
+
 def test_a_suspect_that_is_gone_is_not_read() -> None:
     reader = Reader(scrub_bytes=0)
     page = reader.commit(0)

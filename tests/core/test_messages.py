@@ -1,0 +1,39 @@
+"""What a message says where its sender has left a field out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+from kvcluster.core import messages
+from kvcluster.core.codecs import Codec
+from kvcluster.core.messages import Tier, common, coordinator, engines, events, exchange, reports, shard
+from kvcluster.core.reasons import Loss
+
+MODULES = (messages, common, coordinator, engines, events, exchange, reports, shard)
+NOTHING = [(type(value), value) for value in (None, False, 0, "", b"", (), Loss.EXACT, Codec.RAW, Tier.DEVICE)]
+OTHERWISE = {
+    ("Done", "ok"): True,
+    ("PrepareLoad", "hold"): True,
+    ("EngineInfo", "ready"): True,
+    ("PinBlocks", "replicas"): 1,
+}
+
+
+def defaults() -> Iterator[tuple[str, str, Any]]:
+    """Each field that may be left out: its message, its name, and what it is then."""
+    kinds = {kind for module in MODULES for _, kind in inspect.getmembers(module, inspect.isclass)}
+    for kind in sorted(kinds, key=lambda kind: kind.__name__):
+        if is_dataclass(kind):
+            yield from ((kind.__name__, f.name, f.default) for f in fields(kind) if f.default is not MISSING)
+        else:
+            yield from ((kind.__name__, name, value) for name, value in getattr(kind, "_field_defaults", {}).items())
+
+
+def test_a_field_that_is_left_out_says_nothing() -> None:
+    found = {(message, name): value for message, name, value in defaults()}
+    assert len(found) > 50
+    says_something = {field: value for field, value in found.items() if (type(value), value) not in NOTHING}
+    assert says_something == OTHERWISE
