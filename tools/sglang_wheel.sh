@@ -7,8 +7,10 @@ dir=${1:?usage: tools/sglang_wheel.sh DIR [PYTHON]}
 python=${2:-python3}
 sglang=0.5.23
 
+mkdir -p "$(dirname "$dir")"
+exec 9> "$dir.lock"
+flock 9 # tests that run at the same time ask for it at the same time
 if [ ! -e "$dir/.complete" ]; then
-  mkdir -p "$(dirname "$dir")"
   made=$(mktemp -d "$dir.XXXXXX")
   trap 'rm -rf "$made"' EXIT
   pip() { "$python" -m pip "$1" -qq --disable-pip-version-check --no-deps "${@:2}"; }

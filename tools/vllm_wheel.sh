@@ -7,8 +7,10 @@ dir=${1:?usage: tools/vllm_wheel.sh DIR PYTHON [VERSION]}
 python=${2:?the interpreter of the environment that tools/vllm_env.sh has built}
 version=${3:-0.33.0}
 
+mkdir -p "$(dirname "$dir")"
+exec 9> "$dir.lock"
+flock 9 # tests that run at the same time ask for it at the same time
 if [ ! -e "$dir/.complete" ]; then
-  mkdir -p "$(dirname "$dir")"
   made=$(mktemp -d "$dir.XXXXXX")
   trap 'rm -rf "$made"' EXIT
   "$python" -m pip download -qq --disable-pip-version-check --no-deps --dest "$made" "vllm==$version" >&2
