@@ -60,7 +60,7 @@ def _check(house: House, dtype: str) -> None:
         client.flush()
         audit = Audit(house, "llama", client)
         audit.take([prompt + one["choices"][0]["ids"][:-1] for prompt, one in zip(asked, expected, strict=True)], clean)
-        compared = audit.compare()
+        compared = audit.compare()  # READY are also the pages of answers that the mutant has changed
         packed = spec.groups[0].planes[0].packing
         house.table.add(
             f"{dtype}: audit of every READY page{f' ({packed})' if packed else ''}",
