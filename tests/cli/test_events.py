@@ -73,11 +73,14 @@ def test_it_says_what_was_missed_and_an_interrupt_ends_it(monkeypatch: pytest.Mo
         command = [sys.executable, "-m", "kvcluster.cli.main", "events", "--endpoint", publisher.endpoint]
         command += ["--replay", publisher.replay_endpoint]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as listening:
-            assert listening.stdout is not None
-            lines = [listening.stdout.readline().split("]")[0:2] for _ in range(5)]
-            listening.send_signal(signal.SIGINT)
-            assert listening.stdout.read() == ""
-            assert listening.wait(60) == 0, "it is the usual end"
+            try:
+                assert listening.stdout is not None
+                lines = [listening.stdout.readline().split("]")[0:2] for _ in range(5)]
+                listening.send_signal(signal.SIGINT)
+                assert listening.stdout.read() == ""
+                assert listening.wait(60) == 0, "it is the usual end"
+            finally:
+                listening.kill()  # or the end of this block would wait for ever where it did not end
     assert [(what.split()[0], rest) for what, rest in lines if what.startswith("cleared")] == [
         ("cleared", "\n"),
         ("cleared", ": missed 1 batch\n"),
