@@ -42,8 +42,14 @@ def nightly(pytestconfig: pytest.Config) -> bool:
     return bool(pytestconfig.getoption("--nightly"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests that share the Ray of tests/actors/conftest.py run in a row, so that it is started once."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The tests that share the Ray of tests/actors/conftest.py run in a row, so that it is started once. Those marked
+    `nightly` are left out unless `--nightly` is given."""
+    if not config.getoption("--nightly"):
+        later = [item for item in items if item.get_closest_marker("nightly")]
+        if later:
+            config.hook.pytest_deselected(items=later)
+            items[:] = [item for item in items if item not in later]
     items.sort(key=lambda item: "shared_ray" in getattr(item, "fixturenames", ()))
 
 

@@ -14,7 +14,7 @@ SEED = 2
 
 
 @pytest.mark.cluster
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_no_fault_brings_wrong_bytes_errors_or_leaks(capsys: pytest.CaptureFixture[str]) -> None:
     """Late calls, and how soon all is well again, are printed and not judged here: they belong to the machine too."""

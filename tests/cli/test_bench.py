@@ -37,7 +37,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.cluster
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_path_loads_and_stores_what_is_compared(tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     nobody = tmp_path / "nobody"
