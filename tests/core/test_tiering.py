@@ -804,5 +804,5 @@ def test_q4_is_given_up_once_and_only_where_the_namespace_is_known() -> None:
     assert len(core.sampled(lossy)) == 1
     assert core.sampled(lossy) == [], "it is told once"
     assert core.sampled([(CODED.namespace(THEIRS), 1_000_000)] * tiering.SAMPLES_WANTED) != []
-    assert core.sampled([(SPEC.namespace(OURS), 1_000_000)] * tiering.SAMPLES_WANTED) == [], "nobody has attached it"
+    assert core.sampled([(SPEC.namespace(OURS), 1_000_000)] * tiering.SAMPLES_WANTED) == [], "no client has attached it"
     assert core.fallen == ((coordinator.space, 1_000_000), (CODED.namespace(THEIRS), 1_000_000))
