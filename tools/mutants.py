@@ -186,7 +186,7 @@ class Copies:
 
 def run(stage: Stage, tree: Path) -> str | None:
     """Runs one command in a tree: what failed, or None."""
-    environment = dict(os.environ, PYTHONPATH=str(tree), HYPOTHESIS_PROFILE="fast")
+    environment = dict(os.environ, PYTHONPATH=str(tree))
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
             stage.command, cwd=tree, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

@@ -122,6 +122,26 @@ def test_what_is_packed_is_moved_head_by_head_as_it_is(start: Start) -> None:
         assert torch.equal(mine.view(torch.int16), wanted.view(torch.int16))
 
 
+def test_a_rank_with_one_packed_head_of_several_stores_it_as_such(start: Start) -> None:
+    packed = KVFormat("tiles", "tiles")
+    planes = packed.planes(heads=2, block_tokens=8, dims=(16, 16), dtype="bfloat16")
+    spec = KVSpec("m", "sha256:1", 8, (Group((0,), planes),))
+    cluster, cache, tokens = (
+        start(device_bytes="4MiB"),
+        noise((3, 2, 8, 32), seed=1).bfloat16(),
+        prompt(3, block_tokens=8),
+    )
+    for head in (0, 1):
+        part = Part(0, 1, head, head + 1)
+        layout = compat.Layout(8, spec.groups, (part,), (("layer",),), ((16, 16),), (packed,))
+        client = cluster.client(spec, part=part)
+        client.store(tokens, Paged(compat.views({"layer": cache[:, head : head + 1]}, layout, 0), [0, 1, 2]))
+        client.flush()
+    into = torch.zeros_like(cache)
+    assert cluster.client(spec).load(tokens, Paged([packed.views(into, k_dim=16, v_dim=16)], [0, 1, 2])) == 24
+    assert torch.equal(into.view(torch.int16), cache.view(torch.int16))
+
+
 def test_one_packed_head_has_no_dimension_of_heads() -> None:
     packed = KVFormat("tiles", "tiles")
     (plane,) = packed.planes(heads=1, block_tokens=8, dims=(16, 16), dtype="float16")

@@ -129,7 +129,7 @@ def views(kv_caches: Mapping[str, torch.Tensor], layout: Layout, number: int) ->
         if cache.device.type != "cpu":
             raise CallerError(f"{name} lies on {cache.device}; this release moves KV in CPU memory only")
         try:
-            out.append(layout.formats[number].views(cache, k_dim=k_dim, v_dim=v_dim))
+            out.append(layout.formats[number].views(cache, k_dim=k_dim, v_dim=v_dim, heads=layout.groups[number].heads))
         except CallerError:
             raise _unknown(name, cache, layout, number) from None
     return out

@@ -48,13 +48,17 @@ class KVFormat:
             return (Plane.opaque("kv", nbytes, heads=heads, packing=self.packing),)
         return (Plane("k", heads, k_dim, dtype), Plane("v", heads, v_dim, dtype))
 
-    def views(self, cache: torch.Tensor, *, k_dim: int, v_dim: int) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def views(
+        self, cache: torch.Tensor, *, k_dim: int, v_dim: int, heads: int | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """One layer's cache as an entry of `Paged.layers`. Raises CallerError where its strides are not this format's.
 
-        `cache` is `[blocks, heads, tokens, k_dim + v_dim]`.
+        `cache` is `[blocks, heads, tokens, k_dim + v_dim]`, of a rank; `heads` are those of the whole model, as many as
+        the cache's where not given.
         """
         if self.packing:
-            return self._packed(cache)
+            packed = self._packed(cache)
+            return packed[:, 0] if (heads or cache.shape[1]) == 1 else packed
         if self.isa:
             return Paged.vllm_cpu([cache], []).layers[0]
         if cache.stride(3) != 1:
@@ -68,8 +72,7 @@ class KVFormat:
         if cache.stride()[2:] != (content, 1):
             raise CallerError(f"strides {list(cache.stride())}: the tokens of a head are not contiguous")
         size = (blocks, heads, tokens * content)
-        flat = cache.as_strided(size, (*cache.stride()[:2], 1)).view(torch.uint8)
-        return flat if heads > 1 else flat[:, 0]
+        return cache.as_strided(size, (*cache.stride()[:2], 1)).view(torch.uint8)
 
 
 def kv_format(config: Any, spec: Any) -> KVFormat:
@@ -88,10 +91,7 @@ def kv_format(config: Any, spec: Any) -> KVFormat:
     dtype = str(spec.dtype).removeprefix("torch.")
     try:
         return KVFormat(isa, _packing(isa, dtype, spec.block_size, spec.head_size))
-    except (
-        RuntimeError,
-        AttributeError,
-    ) as error:  # as torch reports an operation that refuses, and one that is missing
+    except (RuntimeError, AttributeError) as error:  # an operation of torch that refuses, or that is missing
         raise CallerError(
             f"kvcluster does not serve this engine: how vLLM's attention kernel {isa!r} orders blocks is not known, "
             f"since it writes none of {spec.block_size} tokens and heads of {spec.head_size} {dtype} ({error})"
