@@ -12,6 +12,7 @@ moved by threads of the client's own (movers.py), and tickets renewed by another
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +23,7 @@ from kvcluster.client.control import NO_CALL, NOBODY, Control, CoordinatorPort
 from kvcluster.client.explaining import explain
 from kvcluster.client.movers import Movers
 from kvcluster.client.opening import open_ways
+from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
 from kvcluster.client.shards import OpenTransport, Shards
 from kvcluster.client.status import status_dict
@@ -78,12 +80,14 @@ class Client:
         self.parts = arguments.parts_of(spec, part)
         self._config = config or ClientConfig()
         self._control = Control(port)
-        self._shards = Shards(
-            open_transport, breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms
-        )
+        lock = threading.RLock()  # of what plans and policy decide: never held while anything takes time
+        policy = ShardPolicy(breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms)
+        self._shards = Shards(open_transport, policy, lock)
         self._attempt = own_attempts()
         self._tickets = Tickets(self._control, self._attempt)
-        self._movers = Movers(self._control, self._shards, self.parts, next_attempt=self._attempt, config=self._config)
+        self._movers = Movers(
+            self._control, self._shards, policy, lock, self.parts, next_attempt=self._attempt, config=self._config
+        )
         self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=self._deadline)
         # Without anything to decode it with, a page that is encoded had better not be promised.
         self._accept = Loss[self._config.accept.upper()] if implementation() is not None else Loss.EXACT

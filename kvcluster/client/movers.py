@@ -1,54 +1,84 @@
-"""The threads that move a client's bytes: one for loads, one for stores, and the readers and writers of their shards.
+"""Begins loads and stores of one client, and has each follow the other: loads in order, and stores in order.
 
-Loads never wait behind stores, loads are served in order, and so are stores. A reader waits for one shard's bytes and
-nothing else, so that a shard which sends none keeps nobody but its reader (loading.py); a writer likewise (storing.py).
-Every thread ends its work by the deadline of the call that it works for.
+Loads never wait behind stores. Bytes are moved by threads of two pools, one for each kind; a thread that waits for one
+shard's bytes keeps only its own exchange, and ends by the deadline of the call that it works for.
 
-Whoever begins a transfer waits for nothing. Stores that wait in line are bounded in number and bytes: one more ends at
-once with a miss, since an engine must get its memory back and has nothing to gain from waiting.
+To begin a transfer waits for nothing. Stores that wait in line are bounded in number and bytes: one more ends at once
+with a miss, since an engine must get its memory back and has nothing to gain from waiting.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from kvcluster.client.board import Board
-from kvcluster.client.control import NO_CALL, NOBODY, Control
-from kvcluster.client.loading import READERS, Load
+from kvcluster.client.control import Control
+from kvcluster.client.load_plan import READERS, LoadEffect, LoadEvent, LoadPlan
+from kvcluster.client.load_progress import LoadProgress
+from kvcluster.client.loading import LoadExecutor
 from kvcluster.client.memory import Bound
 from kvcluster.client.pieces import plan_pieces
+from kvcluster.client.plan_runner import PlanRunner
+from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.rates import LearnedRate
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.shards import Shards
-from kvcluster.client.storing import WRITERS, Store, Tally
+from kvcluster.client.store_plan import WRITERS, StoreEffect, StoreEvent, StorePlan, StoreTerms
+from kvcluster.client.store_progress import StoreProgress
+from kvcluster.client.storing import StoreExecutor
+from kvcluster.client.timer import Timer
 from kvcluster.client.transfer import Transfer
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
-from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
-from kvcluster.core.messages import PrepareStore, TicketBody
-from kvcluster.core.placement import run_start
+from kvcluster.core.ids import Attempt, BlockHash
+from kvcluster.core.messages import TicketBody
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError
 from kvcluster.runtime.threads import be_nice
 from kvcluster.transport.seam import Deadline
 
-_UNNAMED = NamespaceId(b"")  # filled in by Control
+_SPARE_THREADS = 2
+"""Beside the exchanges of a pool, for questions that cannot wait until one of them has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What is under way or waits: on which thread, and how many bytes it is to move at most."""
+class _Line:
+    """Plans of one kind that begin one after the other. Under the client's lock."""
 
-    executor: ThreadPoolExecutor
-    nbytes: int
+    def __init__(self) -> None:
+        self._waiting: deque[PlanRunner[Any, Any]] = deque()
+        self._under_way: PlanRunner[Any, Any] | None = None
+        self._beginning = False
+
+    def add(self, runner: PlanRunner[Any, Any]) -> None:
+        self._waiting.append(runner)
+        self._begin_next()
+
+    def over(self, runner: PlanRunner[Any, Any]) -> None:
+        """That plan is over, or was given up before it began."""
+        if runner is self._under_way:
+            self._under_way = None
+            self._begin_next()
+        else:
+            self._waiting.remove(runner)
+
+    def _begin_next(self) -> None:
+        """A plan that is over as it begins comes back here: those behind it are begun by the loop, and not one within
+        the other."""
+        if self._beginning:
+            return
+        self._beginning = True
+        try:
+            while self._waiting and self._under_way is None:
+                self._under_way = self._waiting.popleft()
+                self._under_way.begin()
+        finally:
+            self._beginning = False
 
 
 class Movers:
@@ -58,6 +88,8 @@ class Movers:
         self,
         control: Control,
         shards: Shards,
+        policy: ShardPolicy,
+        lock: threading.RLock,
         parts: tuple[Part | None, ...],
         *,
         next_attempt: Callable[[], Attempt],
@@ -67,47 +99,56 @@ class Movers:
         """Of recent loads, of which one ends at a time."""
         self._control = control
         self._shards = shards
+        self._policy = policy
+        self._lock = lock
         self._parts = parts
         self._next_attempt = next_attempt
         self._store_wait_ns = config.store_wait_ms * 1_000_000
-        self._host = socket.gethostname()
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="kvcluster-load")
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kvcluster-read")
-        yields = partial(be_nice, config.store_niceness)
-        self._storer = ThreadPoolExecutor(1, thread_name_prefix="kvcluster-store", initializer=yields)
-        self._writers = ThreadPoolExecutor(WRITERS, thread_name_prefix="kvcluster-write", initializer=yields)
-        self._running: dict[Transfer[Any], _Job] = {}
-        self._lock = threading.Lock()
+        self._timer = Timer()
+        self._readers = ThreadPoolExecutor(READERS + _SPARE_THREADS, thread_name_prefix="kvcluster-load")
+        self._writers = ThreadPoolExecutor(
+            WRITERS + _SPARE_THREADS,
+            thread_name_prefix="kvcluster-store",
+            initializer=partial(be_nice, config.store_niceness),
+        )
+        self._load_line = _Line()
+        self._store_line = _Line()
+        self._loads: dict[Transfer[Loaded], None] = {}
+        self._stores: dict[Transfer[Stored], int] = {}  # those that are not over, and the bytes of each
         self._closed = False
 
     def load(self, body: TicketBody, first: int, bound: Bound, spec: KVSpec, deadline: Deadline) -> Transfer[Loaded]:
         """As Client.begin_load, into checked memory."""
         pieces = plan_pieces(body, spec, self._parts, first)
-        board = Board(body, spec, pieces, first)
-        transfer: Transfer[Loaded] = Transfer(deadline, board.loaded, board.layer_left)
-        load = Load(
-            control=self._control,
-            shards=self._shards,
-            readers=self._readers,
-            spec=spec,
-            body=body,
-            parts=self._parts,
-            into=bound,
-            board=board,
-            transfer=transfer,
+        progress = LoadProgress(body, spec, pieces, first)
+        plan = LoadPlan(
+            body,
+            spec,
+            self._parts,
+            pieces,
+            progress,
+            self._policy,
+            streams=self._shards.streams,
             next_attempt=self._next_attempt,
-            deadline=deadline,
+            deadline_ns=deadline.at_ns,
         )
-
-        def work() -> Loaded:
-            began = time.monotonic_ns()
-            loaded = load.run(pieces)
-            ended = time.monotonic_ns()
-            self.learned.learn(loaded.nbytes, ended - began, ended)
-            return replace(loaded, took_ns=ended - began)
-
+        runner: PlanRunner[LoadEvent, LoadEffect] = PlanRunner(plan, self._readers, self._lock, self._timer)
+        transfer: Transfer[Loaded] = Transfer(deadline, runner.cancel, progress.layer_left)
+        runner.executor = LoadExecutor(
+            self._control,
+            self._shards,
+            spec,
+            body.namespace,
+            bound,
+            progress,
+            deadline,
+            layer_came=transfer.layer_came,
+            finish=lambda loaded, error: self._load_ended(transfer, runner, loaded, error),
+        )
         with self._lock:
-            self._begin(self._loader, transfer, lambda: transfer.run(work))
+            self._check_open()
+            self._loads[transfer] = None
+            self._load_line.add(runner)
         return transfer
 
     def store(
@@ -121,94 +162,86 @@ class Movers:
         deadline: Deadline,
     ) -> Transfer[Stored]:
         """As Client.begin_store, out of checked memory."""
-        new = tuple(hashes[first:])
-        ticket_attempt = self._next_attempt()
         parts = tuple((group, part) for group, part in enumerate(self._parts) if part is not None)
-        nbytes = len(new) * sum(spec.page_bytes(group, part) for group, part in parts)
-        tally = Tally()
-        transfer: Transfer[Stored] = Transfer(deadline, tally.so_far)
-        job = Store(
-            control=self._control,
-            shards=self._shards,
-            writers=self._writers,
-            spec=spec,
-            source=bound,
-            tally=tally,
-            transfer=transfer,
+        terms = StoreTerms(hashes, first, parts, loss, self._next_attempt(), self._store_wait_ns)
+        progress = StoreProgress()
+        plan = StorePlan(
+            terms,
+            spec,
+            progress,
+            self._policy,
+            streams=self._shards.streams,
             next_attempt=self._next_attempt,
-            wait_ns=self._store_wait_ns,
-            deadline=deadline,
+            deadline_ns=deadline.at_ns,
         )
-
-        def work() -> Stored:
-            if not new:
-                return tally.stored()
-            attached = self._control.attach(spec, deadline)
-            prepare = PrepareStore(
-                call=NO_CALL,
-                tenant=NOBODY,
-                namespace=_UNNAMED,
-                attempt=ticket_attempt,
-                first=first,
-                parent=hashes[first - 1] if first else BlockHash(bytes(HASH_BYTES)),
-                run=hashes[run_start(first, attached.run_blocks)],
-                hashes=new,
-                parts=parts,
-                loss=loss,
-                host=self._host,
-                tokens=tuple(tokens) if attached.wants_tokens else (),
-            )
-            return job.run(prepare)
-
-        def run() -> None:
-            transfer.run(work)
-            job.end()
-
+        runner: PlanRunner[StoreEvent, StoreEffect] = PlanRunner(plan, self._writers, self._lock, self._timer)
+        transfer: Transfer[Stored] = Transfer(deadline, runner.cancel)
+        runner.executor = StoreExecutor(
+            self._control,
+            self._shards,
+            spec,
+            terms,
+            tokens,
+            bound,
+            deadline,
+            deliver=runner.deliver,
+            drained=transfer.drained,
+            finish=transfer.finish,
+            over=lambda: self._store_over(transfer, runner),
+        )
+        nbytes = len(terms.new) * sum(spec.page_bytes(group, part) for group, part in parts)
         with self._lock:
+            self._check_open()
             full = self._why_full(nbytes)
             if full is None:
-                self._begin(self._storer, transfer, run, nbytes)
-        if full is not None:
-            transfer.run(lambda: tally.so_far(full))
+                self._stores[transfer] = nbytes
+                self._store_line.add(runner)
+            else:
+                transfer.finish(progress.so_far(full))
         return transfer
 
     def wait_stored(self, deadline: Deadline) -> bool:
         """Waits for the stores that were begun so far; False where the deadline comes first."""
         with self._lock:
-            stores = [transfer for transfer, job in self._running.items() if job.executor is self._storer]
+            stores = list(self._stores)
         return all(transfer.wait_ended(deadline) for transfer in stores)
 
     def close(self, break_off: Callable[[], object]) -> None:
         """Ends what is under way, and the threads. `break_off` ends exchanges that hang."""
         with self._lock:
             self._closed = True
-            running = list(self._running)
-        for transfer in running:
+            running: list[Transfer[Any]] = [*self._loads, *self._stores]
+        for transfer in reversed(running):  # so that none begins because the one before it ends
             transfer.cancel()
         break_off()
-        # Futures are not cancelled: each transfer has to run to its end, or whoever waits for it would wait in vain.
-        for threads in (self._loader, self._storer, self._readers, self._writers):
+        for threads in (self._readers, self._writers):
             threads.shutdown()
+        self._timer.close()
 
-    def _begin(
-        self, executor: ThreadPoolExecutor, transfer: Transfer[Any], run: Callable[[], None], nbytes: int = 0
-    ) -> None:
-        """Under the lock."""
+    def _check_open(self) -> None:
         if self._closed:
             raise CallerError("this client is closed; connect again")
-        self._running[transfer] = _Job(executor, nbytes)
-        executor.submit(self._run, transfer, run)
 
-    def _run(self, transfer: Transfer[Any], run: Callable[[], None]) -> None:
-        try:
-            run()
-        finally:
-            with self._lock:
-                del self._running[transfer]
+    def _load_ended(
+        self,
+        transfer: Transfer[Loaded],
+        runner: PlanRunner[LoadEvent, LoadEffect],
+        loaded: Loaded | None,
+        error: BaseException | None,
+    ) -> None:
+        if loaded is not None:
+            self.learned.learn(loaded.nbytes, loaded.took_ns, time.monotonic_ns())
+        del self._loads[transfer]
+        transfer.finish(loaded, error)
+        self._load_line.over(runner)
+
+    def _store_over(self, transfer: Transfer[Stored], runner: PlanRunner[StoreEvent, StoreEffect]) -> None:
+        del self._stores[transfer]
+        self._store_line.over(runner)
 
     def _why_full(self, nbytes: int) -> Miss | None:
         """Why no store of that size may be begun now. Under the lock."""
-        waiting = [job.nbytes for job in self._running.values() if job.executor is self._storer]
+        waiting = list(self._stores.values())
         if not waiting:
             return None
         if len(waiting) >= limits.STORES_QUEUED:

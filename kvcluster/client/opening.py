@@ -19,7 +19,7 @@ from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError
 from kvcluster.pages.codec import RAW
 from kvcluster.transport.handover import Held
-from kvcluster.transport.seam import Deadline, to_its_end
+from kvcluster.transport.seam import Deadline
 
 
 def open_ways(
@@ -38,4 +38,4 @@ def open_ways(
         for shard in attached.shards:
             request = ReadRequest(attached.namespace, next_attempt(), shard.epoch, (nobodys,), Loss.Q4)
             with suppress(KVClusterError):
-                to_its_end(shards.read(shard, spec, request, Held(0, RAW), deadline))
+                shards.knock(shard, spec, request, Held(0, RAW), deadline)

@@ -1,8 +1,7 @@
-"""The client's ways to shards: one transport an incarnation, attached before use, kept while it serves.
+"""The client's connections to shards: one transport an incarnation, attached before use, kept while it serves.
 
-Each incarnation has a breaker (breaker.py): one that failed several exchanges in a row is not asked for a while, so
-that a shard that is gone or hangs costs its callers nothing. A failure is no answer, or none in time; whatever the
-shard says, a refusal too, shows that it lives, and what its user gave up shows nothing.
+Which shard is asked, and what its failures mean, is decided in policy.py: loads and stores bring a permit, and the
+questions beside them (flush, suspect, borrow) get one here.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvcluster.client.breaker import Breaker, Leave, State
-from kvcluster.client.transfer import GivenUp
+from kvcluster.client.policy import Reattach, ShardPolicy, refusal, restarted
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import PageKey, ReadRequest, Refused, RefusedKind, ShardAddress, WriteRequest, Written
 from kvcluster.core.reasons import Miss, MissReason
@@ -26,6 +24,7 @@ from kvcluster.transport.borrowed import Borrowed, Lends, NotLent
 from kvcluster.transport.choice import Choice
 from kvcluster.transport.seam import (
     ONE_STREAM,
+    Cancelled,
     Deadline,
     PageSink,
     PageSource,
@@ -33,11 +32,12 @@ from kvcluster.transport.seam import (
     Streams,
     Transport,
     Trouble,
+    to_its_end,
 )
 
 
-class NotAsked(Trouble):
-    """The shard's breaker is open: it has failed so often that it is left alone for a while."""
+class CircuitOpen(Trouble):
+    """The shard has failed so often that it is left alone for a while (policy.py)."""
 
 
 class OpenTransport(Protocol):
@@ -51,7 +51,6 @@ class _Way:
     """To one incarnation of a shard."""
 
     shard: ShardAddress
-    breaker: Breaker
     transport: Transport | None = None
     attached: dict[NamespaceId, None] = field(default_factory=dict)
 
@@ -62,60 +61,34 @@ class Shards:
     def __init__(
         self,
         open_transport: OpenTransport,
+        policy: ShardPolicy,
+        lock: threading.RLock,
         *,
-        breaker_failures: int,
-        breaker_ms: int,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._open = open_transport
-        self._failures = breaker_failures
-        self._open_ns = breaker_ms * 1_000_000
+        self._policy = policy
         self._clock = clock
         self._ways: dict[str, _Way] = {}
         self._unflushed: dict[ShardAddress, int] = {}  # written to, and not known to have told: its last write's number
         self._writes = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = lock
         self._closed = False
 
     def read(
-        self,
-        shard: ShardAddress,
-        spec: KVSpec,
-        request: ReadRequest,
-        sink: PageSink,
-        deadline: Deadline,
-        *,
-        abandoned: Callable[[], bool] = lambda: False,
+        self, shard: ShardAddress, spec: KVSpec, request: ReadRequest, sink: PageSink, deadline: Deadline
     ) -> Generator[None, None, list[Miss | None]]:
-        """As Transport.read; attaches first. Raises Trouble, or CallerError where the request was wrong.
-
-        Once `abandoned()`, however it ends says nothing of the shard: see `blame`.
-        """
-        try:
-            with self._asked(shard, spec, request.namespace, deadline, abandoned) as transport:
-                return (yield from transport.read(request, sink, deadline))
-        except RefusedByShard as refused:
-            self._recover(refused.refused, shard, request.namespace)
-        try:
-            with self._asked(shard, spec, request.namespace, deadline, abandoned) as transport:
-                return (yield from transport.read(request, sink, deadline))
-        except RefusedByShard as refused:
-            raise _error(refused.refused, shard) from None
+        """As Transport.read, of an exchange that has its permit; attaches first. Raises Trouble, RefusedByShard, or
+        CallerError where the request was wrong."""
+        with self._attached(shard, spec, request.namespace, deadline) as transport:
+            return (yield from transport.read(request, sink, deadline))
 
     def write(
         self, shard: ShardAddress, spec: KVSpec, request: WriteRequest, source: PageSource, deadline: Deadline
     ) -> list[Written]:
-        """As Transport.write; attaches first. Raises Trouble, or CallerError where the request was wrong."""
-        try:
-            with self._asked(shard, spec, request.namespace, deadline) as transport:
-                outcome = transport.write(request, source, deadline)
-        except RefusedByShard as refused:
-            self._recover(refused.refused, shard, request.namespace)
-            try:
-                with self._asked(shard, spec, request.namespace, deadline) as transport:
-                    outcome = transport.write(request, source, deadline)
-            except RefusedByShard as again:
-                raise _error(again.refused, shard) from None
+        """As Transport.write, as `read`."""
+        with self._attached(shard, spec, request.namespace, deadline) as transport:
+            outcome = transport.write(request, source, deadline)
         with self._lock:
             self._unflushed[shard] = next(self._writes)
         return outcome
@@ -128,11 +101,14 @@ class Shards:
         try:
             return self._borrow(shard, spec, request, deadline, until)
         except RefusedByShard as refused:
-            self._recover(refused.refused, shard, request.namespace)
-        try:
-            return self._borrow(shard, spec, request, deadline, until)
-        except RefusedByShard as refused:
-            raise _error(refused.refused, shard) from None
+            verdict = refusal(refused.refused, shard, reattached=False)
+        if isinstance(verdict, Reattach):
+            try:
+                return self._borrow(shard, spec, request, deadline, until)
+            except RefusedByShard as refused:
+                verdict = refusal(refused.refused, shard, reattached=True)
+        assert not isinstance(verdict, Reattach)
+        raise verdict if isinstance(verdict, Exception) else Trouble(verdict)
 
     def flush(self, deadline: Deadline) -> bool:
         """Has the coordinator heard of everything written so far? A shard that is late is asked again by the next
@@ -144,11 +120,11 @@ class Shards:
             late = heard = False
             try:
                 if way is not None and way.shard == shard and way.transport is not None:
-                    with self._leave(way, deadline):
+                    with self._permitted(shard, deadline):
                         heard = way.transport.flush(deadline)
                     late = not heard
             except Trouble as trouble:
-                late = isinstance(trouble, NotAsked) or trouble.miss.reason is MissReason.DEADLINE
+                late = isinstance(trouble, CircuitOpen) or trouble.miss.reason is MissReason.DEADLINE
             except KVClusterError:
                 pass
             with self._lock:
@@ -162,9 +138,16 @@ class Shards:
         while its breaker waits for a single one to show whether it answers."""
         with self._lock:
             way = self._ways.get(shard.shard)
-            if way is None or way.shard != shard or way.transport is None or way.breaker.state is not State.CLOSED:
+            if way is None or way.shard != shard or way.transport is None or not self._policy.serves(shard):
                 return ONE_STREAM
             return way.transport.streams
+
+    def knock(
+        self, shard: ShardAddress, spec: KVSpec, request: ReadRequest, sink: PageSink, deadline: Deadline
+    ) -> None:
+        """Reads, to see whether the shard answers, and over which path. Raises as `borrow`."""
+        with self._asked(shard, spec, request.namespace, deadline) as transport:
+            to_its_end(transport.read(request, sink, deadline))
 
     def suspect(
         self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, keys: Sequence[PageKey], deadline: Deadline
@@ -172,15 +155,6 @@ class Shards:
         """As Transport.suspect, where that can be done: a report that is lost is made again by the next reader."""
         with suppress(KVClusterError, RefusedByShard), self._asked(shard, spec, namespace, deadline) as transport:
             transport.suspect(namespace, shard.epoch, keys, deadline)
-
-    def blame(self, shard: ShardAddress, why: Miss) -> None:
-        """A shard has failed in the eyes of somebody who will not wait for the end of the exchange."""
-        with self._lock:
-            way = self._ways.get(shard.shard)
-            if way is not None and way.shard == shard:
-                leave = way.breaker.ask(self._clock())
-                if not isinstance(leave, Miss):
-                    way.breaker.failed(leave, why, self._clock())
 
     def names(self) -> dict[str, dict[str, Any]]:
         """Shard -> the transport in use, and of each one before it why it is not."""
@@ -192,17 +166,9 @@ class Shards:
         }
 
     def breakers(self) -> dict[str, dict[str, Any]]:
-        """Shard -> its breaker's state, the failures in a row, and for how long nobody will ask."""
+        """Shard -> its breaker's state, the failures in a row, and for how long it will not be asked."""
         with self._lock:
-            now = self._clock()
-            return {
-                shard: {
-                    "state": way.breaker.state.value,
-                    "failures": way.breaker.failures,
-                    "open_ms": way.breaker.open_for(now) // 1_000_000,
-                }
-                for shard, way in self._ways.items()
-            }
+            return self._policy.status(self._clock())
 
     def close(self) -> None:
         """Ends what is under way. May be called from any thread, and again."""
@@ -225,69 +191,65 @@ class Shards:
 
     @contextmanager
     def _asked(
-        self,
-        shard: ShardAddress,
-        spec: KVSpec,
-        namespace: NamespaceId,
-        deadline: Deadline,
-        abandoned: Callable[[], bool] = lambda: False,
+        self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, deadline: Deadline
     ) -> Iterator[Transport]:
-        """One exchange with an attached transport. Raises Trouble, at once where the shard's breaker is open."""
-        way = self._way(shard)
-        with self._leave(way, deadline, abandoned):
-            transport = self._opened(way)
-            if namespace not in way.attached:
-                self._attach(way, transport, spec, namespace, deadline)
+        """As `_attached`, with a permit of its own. Raises CircuitOpen where there is none."""
+        with self._permitted(shard, deadline), self._attached(shard, spec, namespace, deadline) as transport:
             yield transport
 
     @contextmanager
-    def _leave(self, way: _Way, deadline: Deadline, abandoned: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Tells the way's breaker how what is done within has ended."""
+    def _permitted(self, shard: ShardAddress, deadline: Deadline) -> Iterator[None]:
+        """Tells the policy how what is done within has ended."""
         deadline.check()  # who comes too late learns nothing of the shard
         with self._lock:
-            leave = way.breaker.ask(self._clock())
-        if isinstance(leave, Miss):
-            raise NotAsked(Miss(leave.reason, f"{way.shard.shard} {leave.detail}"))
+            permit = self._policy.permit(shard, self._clock())
+        if isinstance(permit, Miss):
+            raise CircuitOpen(permit)
+        error: BaseException | None = None
         try:
             yield
-        except GivenUp:
-            self._end(way.breaker.gave_up, leave)
+        except BaseException as raised:
+            error = raised
             raise
-        except Trouble as trouble:
+        finally:
             with self._lock:
-                if abandoned():
-                    way.breaker.gave_up(leave)
-                else:
-                    way.breaker.failed(leave, trouble.miss, self._clock())
-            raise
-        except RefusedByShard:
-            self._end(way.breaker.succeeded, leave)
-            raise
-        except BaseException:
-            self._end(way.breaker.gave_up, leave)
-            raise
-        self._end(way.breaker.succeeded, leave)
+                self._policy.ended(permit, error, self._clock())
 
-    def _end(self, say: Callable[[Leave], None], leave: Leave) -> None:
-        with self._lock:
-            say(leave)
+    @contextmanager
+    def _attached(
+        self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, deadline: Deadline
+    ) -> Iterator[Transport]:
+        """One exchange with a transport that knows the namespace. What the shard forgets of it is named again by the
+        next exchange."""
+        if not deadline.remaining_ns():
+            raise Cancelled(Miss(MissReason.DEADLINE))  # it says nothing of the shard
+        way = self._way(shard)
+        transport = self._opened(way)
+        if namespace not in way.attached:
+            self._attach(way, transport, spec, namespace, deadline)
+        try:
+            yield transport
+        except RefusedByShard as refused:
+            if refused.refused.kind is RefusedKind.UNKNOWN_NAMESPACE:
+                with self._lock:
+                    way.attached.pop(namespace, None)
+            raise
 
     def _way(self, shard: ShardAddress) -> _Way:
         with self._lock:
             way = self._ways.get(shard.shard)
             if way is not None and way.shard.epoch > shard.epoch:  # an old ticket
-                raise Trouble(_restarted(shard))
+                raise Trouble(restarted(shard))
             if way is None or way.shard != shard:
                 if way is not None and way.transport is not None:
                     way.transport.close()
-                breaker = Breaker(failures=self._failures, open_ns=self._open_ns)
-                way = self._ways[shard.shard] = _Way(shard, breaker)
+                way = self._ways[shard.shard] = _Way(shard)
             return way
 
     def _opened(self, way: _Way) -> Transport:
         with self._lock:
             if self._closed:
-                raise GivenUp(Miss(MissReason.SHARD_LOST, "this client is closed"))
+                raise Cancelled(Miss(MissReason.SHARD_LOST, "this client is closed"))
             if way.transport is None:
                 way.transport = self._open(way.shard)
             return way.transport
@@ -308,25 +270,3 @@ class Shards:
             )
         with self._lock:
             way.attached[namespace] = None
-
-    def _recover(self, refused: Refused, shard: ShardAddress, namespace: NamespaceId) -> None:
-        """Makes a second try possible, or says why there is none."""
-        if refused.kind is not RefusedKind.UNKNOWN_NAMESPACE:
-            raise _error(refused, shard) from None
-        with self._lock:
-            way = self._ways.get(shard.shard)
-            if way is not None and way.shard == shard:
-                way.attached.pop(namespace, None)
-
-
-def _error(refused: Refused, shard: ShardAddress) -> Exception:
-    """What a refusal is to the client's caller. A namespace forgotten twice in a row is trouble in the cluster."""
-    if refused.kind is RefusedKind.STALE:
-        return Trouble(_restarted(shard))
-    if refused.kind is RefusedKind.UNKNOWN_NAMESPACE:
-        return Trouble(Miss(MissReason.SHARD_LOST, f"{shard.shard} forgets the namespace: {refused.detail}"))
-    return (LimitError if refused.kind is RefusedKind.LIMIT else CallerError)(refused.detail)
-
-
-def _restarted(shard: ShardAddress) -> Miss:
-    return Miss(MissReason.SHARD_LOST, f"{shard.shard} has restarted")

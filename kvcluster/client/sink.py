@@ -1,5 +1,8 @@
 """The sink of one exchange of a load: it takes layers into the caller's memory, verifies them there, and counts them.
 
+It writes what its exchange owns and no more (read_ranges.py), a chunk at a time under the gate of its ranges.
+
+
 Bytes are read straight to where they belong if that is one run of bytes. A strided destination gets them from a buffer
 beside it, verified before they are put. What comes encoded is verified as it came, in a buffer, and decoded from there.
 Any way a chunk is verified, and decoded, while it is still in the cache.
@@ -12,14 +15,13 @@ records of a page is worked out once.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvcluster.client.board import Board
+from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.memory import Bound, Staging
 from kvcluster.client.pieces import Piece
-from kvcluster.client.results import Loaded
-from kvcluster.client.transfer import GivenUp, Transfer
+from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.ids import NamespaceId
@@ -54,35 +56,24 @@ class _Form:
 
 
 class Sink:
-    """Of one exchange with one shard: a PageSink. The layers of an item come in order.
-
-    Its gate is held by the thread that brings bytes while it touches memory, and by whoever asks for what has not come
-    (`rests`) or gives that to others (`drop`, `close`): so no two exchanges ever write the same place.
-    """
+    """Of one exchange with one shard: a PageSink. `layer_came` is called when some layer is there of every block."""
 
     def __init__(
         self,
         namespace: NamespaceId,
         spec: KVSpec,
         into: Bound,
-        pieces: Sequence[Piece],
-        board: Board,
-        transfer: Transfer[Loaded],
+        ranges: ReadRanges,
+        progress: LoadProgress,
+        layer_came: Callable[[], object],
     ) -> None:
-        self.gate = transfer.gate()
-        self.heard_ns = time.monotonic_ns()
-        self.corrupt: dict[int, list[tuple[int, int]]] = {}  # by item, the layers that did not match
-        self.unreadable: dict[int, Miss] = {}  # of these, what nobody here can decode, and why
         self._namespace = namespace
         self._spec = spec
         self._into = into
-        self._pieces = pieces
-        self._board = board
-        self._transfer = transfer
-        self._targets: list[_Target | None] = [None] * len(pieces)
-        self._next = [piece.want.layer_start for piece in pieces]
-        self._dropped: dict[int, None] = {}  # items that others bring
-        self._closed = False
+        self._ranges = ranges
+        self._progress = progress
+        self._layer_came = layer_came
+        self._targets: list[_Target | None] = [None] * len(ranges.pieces)
         self._staging = Staging()
         self._decoded = Staging()
 
@@ -112,8 +103,8 @@ class Sink:
         view = place if place is not None and form.coder is None else self._staging.room(nbytes)
         got, whole = 0, False
         while True:
-            with self.gate:
-                if not self._wanted(item, layer):
+            with self._ranges.gate:
+                if not self._ranges.may_write(item, layer, time.monotonic_ns()):
                     return False
                 here = None if place is None else data.present
                 if here is not None and here.nbytes == nbytes:
@@ -127,17 +118,17 @@ class Sink:
                     break
             data.wait()
         if whole:
-            self._transfer.layer_came()
+            self._layer_came()
         return True
 
     def _count(
         self, item: int, target: _Target, form: _Form, layer: int, stop: int, verified: bool, view: memoryview
     ) -> bool:
         """Those layers have come. True where some layer is there of every block by that."""
-        self._next[item] = stop
         if not verified:
-            self.corrupt.setdefault(item, []).append((layer, stop))
+            self._ranges.did_not_match(item, layer, stop)
             return False
+        self._ranges.came(item, stop)
         piece, place, nbytes = target.piece, _place(target, layer, stop), (stop - layer) * target.layer_bytes
         if form.coder is not None:
             encoded, view = view, self._decoded.room(nbytes) if place is None else place
@@ -145,29 +136,16 @@ class Sink:
         if place is None:
             self._into.put(piece.block, piece.group, piece.rect_of(layer, stop), view)
         layers = target.model_layers[layer - target.start : stop - target.start]
-        return self._board.came(piece.block, layers, nbytes)
+        return self._progress.came(piece.block, layers, nbytes)
 
     def _take_none(self, item: int, layer: int, stop: int) -> None:
         """What came cannot be what was asked for."""
-        with self.gate:
-            if self._wanted(item, layer):
-                self.corrupt.setdefault(item, []).append((layer, stop))
-                self._next[item] = stop
-
-    def _wanted(self, item: int, layer: int) -> bool:
-        """Is it still this sink that brings those layers? Under the gate. Raises GivenUp where nobody wants any."""
-        self._transfer.check()
-        if self._closed:
-            raise GivenUp(Miss(MissReason.DEADLINE, "read from elsewhere"))
-        self.heard_ns = time.monotonic_ns()
-        if item in self._dropped:
-            return False
-        if layer != self._next[item]:
-            raise ProtocolError(f"layer {layer} of a page came where {self._next[item]} belongs")
-        return True
+        with self._ranges.gate:
+            if self._ranges.may_write(item, layer, time.monotonic_ns()):
+                self._ranges.did_not_match(item, layer, stop)
 
     def _target(self, item: int) -> _Target:
-        piece = self._pieces[item]
+        piece = self._ranges.pieces[item]
         want, part = piece.want, piece.want.key.part
         target = self._targets[item] = _Target(
             piece,
@@ -183,7 +161,7 @@ class Sink:
         """How this page comes. None where nobody here can decode it."""
         why = codec.check_codec(codec_id)
         if why is not None:
-            self.unreadable[item] = Miss(MissReason.LOSSY, why)
+            self._ranges.unreadable[item] = Miss(MissReason.LOSSY, why)
             return None
         known, key, spec = Codec(codec_id), target.piece.want.key, self._spec
         identity = checksum.identity(self._namespace, key, codec_id)
@@ -191,25 +169,6 @@ class Sink:
             return _Form(codec_id, target.layer_bytes, identity, None)
         group, shape = spec.groups[key.group], {"block_tokens": spec.block_tokens, "heads": key.part.heads}
         return _Form(codec_id, layer_bytes(known, group, **shape), identity, codec.coder(known, group, **shape))
-
-    # ------------------------------------------------------------------------------ what has not come
-
-    def rests(self, item: int) -> Iterator[Piece]:
-        """What has not come of an item. Under the gate while its shard may still send."""
-        piece = self._pieces[item]
-        if item in self._dropped:
-            return
-        for start, stop in [*self.corrupt.get(item, ()), (self._next[item], piece.want.layer_stop)]:
-            if start < stop:
-                yield piece.cut(start, stop)
-
-    def drop(self, item: int) -> None:
-        """Other pieces stand for what is left of it. Under the gate."""
-        self._dropped[item] = None
-
-    def close(self) -> None:
-        """Nothing more is taken. Under the gate."""
-        self._closed = True
 
 
 def _place(target: _Target, layer: int, stop: int) -> memoryview | None:

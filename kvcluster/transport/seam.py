@@ -38,6 +38,10 @@ class Trouble(Unreachable):
         self.miss = miss
 
 
+class Cancelled(Trouble):
+    """The caller of an exchange wants its bytes no more. It says nothing of the shard."""
+
+
 class RefusedByShard(Exception):
     """The shard answered that it cannot do this; the client knows what to do about each kind."""
 

@@ -183,7 +183,7 @@ def test_threads_that_store_yield_to_those_that_compute_where_the_caller_says_so
         for thread in set(threading.enumerate()) - before
     }
     assert by_name["kvcluster-store"] == 7
-    assert by_name["kvcluster-load"] == by_name["kvcluster-read"] == 0
+    assert by_name["kvcluster-load"] == by_name["kvcluster-timer"] == 0
 
 
 def test_ways_that_were_opened_before_are_there_when_pages_are_moved(start: Start) -> None:

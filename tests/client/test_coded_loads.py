@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvcluster.client.board import Board
 from kvcluster.client.client import Client
+from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.memory import Buffers, Paged, bind
 from kvcluster.client.pieces import plan_pieces
+from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.results import Loaded
 from kvcluster.client.sink import Sink
-from kvcluster.client.transfer import Transfer
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
@@ -45,6 +45,7 @@ from tests.client.build import (
 from tests.client.test_sink import Portions
 
 NAMESPACE = NamespaceId(b"n" * 32)
+NEVER = 2**63
 SHARD = ShardAddress(ShardId("shard-0"), Epoch(1), "shard-0")
 WHOLE = SPEC.whole(0)
 LAYER_BYTES = PAGE_BYTES // LAYERS
@@ -98,10 +99,10 @@ class Bench:
         runs = (Run(BLOCKS - len(plans) + 1, plans[0]), *(Run(1, plan) for plan in plans[1:]))
         body = TicketBody(NAMESPACE, Attempt(Holder(b"h" * 16), 1), self.hashes, Need((part,)), runs)
         self.pieces = plan_pieces(body, SPEC, (part,))[SHARD]
-        self.board = Board(body, SPEC, {SHARD: self.pieces})
-        self.transfer: Transfer[Loaded] = Transfer(Deadline.after_ms(60_000), self.board.loaded, self.board.layer_left)
+        self.progress = LoadProgress(body, SPEC, {SHARD: self.pieces})
+        self.ranges = ReadRanges(self.pieces, now=0, deadline_ns=NEVER)
         self.into = bind(into, SPEC, (part,), BLOCKS, writable=True)
-        self.sink = Sink(NAMESPACE, SPEC, self.into, self.pieces, self.board, self.transfer)
+        self.sink = Sink(NAMESPACE, SPEC, self.into, self.ranges, self.progress, lambda: None)
 
     def key(self, item: int) -> PageKey:
         return self.pieces[item].want.key
@@ -135,7 +136,7 @@ class Bench:
     def send(self, item: int, layer: int, layers: int, which: Codec, payload: Payload | None = None) -> None:
         sums = self.sums(item, layer, layers, which)
         payload = payload or Present(self.data(item, layer, layers, which))
-        self.board.found(which.loss)  # as a ticket or a lookup has told: no shard sends what has lost more
+        self.progress.expect_loss(which.loss)  # as a ticket or a lookup has told: no shard sends what has lost more
         self.sink.receive(item, layer, int(which), sums, payload)
 
     def send_all(self, which: Codec, portion: int | None = None) -> None:
@@ -155,10 +156,10 @@ class Bench:
         return whole[:, part.layer_start : part.layer_stop, :, :, part.head_start : part.head_stop]
 
     def so_far(self) -> Loaded:
-        return self.board.loaded(LATE)
+        return self.progress.loaded(LATE)
 
     def rests(self, item: int) -> list[tuple[int, int]]:
-        return [(rest.want.layer_start, rest.want.layer_stop) for rest in self.sink.rests(item)]
+        return [(rest.want.layer_start, rest.want.layer_stop) for rest in self.ranges.left(item)]
 
 
 def nhd(part: Part = WHOLE) -> tuple[list[torch.Tensor], Paged]:
@@ -186,7 +187,7 @@ def test_encoded_pages_are_decoded_to_where_they_belong(
     bench.send_all(which, portion)
     assert bench.so_far() == Loaded(BLOCKS, BLOCKS * PAGE_BYTES, loss=which.loss)
     assert same(into, bench.expected(which))
-    assert all(bench.transfer.layer_done(layer) for layer in range(LAYERS))
+    assert all((not bench.progress.layer_left(layer)) for layer in range(LAYERS))
 
 
 @pytest.mark.parametrize("portion", PORTIONS)
@@ -253,9 +254,9 @@ def test_layers_may_come_in_a_record_each_and_count_as_they_come(which: Codec) -
     bench = Bench(into)
     for layer in range(LAYERS):
         for item in range(BLOCKS):
-            assert not bench.transfer.layer_done(layer)
+            assert bench.progress.layer_left(layer)
             bench.send(item, layer, 1, which)
-        assert bench.transfer.layer_done(layer)
+        assert not bench.progress.layer_left(layer)
     assert same(into, bench.expected(which))
 
 
@@ -288,7 +289,7 @@ def test_sums_of_one_codec_are_not_taken_for_bytes_that_come_in_another() -> Non
         checksum.identity(NAMESPACE, bench.key(1), Codec.RAW), 0, 1, bench.data(1, 0, 1, Codec.Q8)
     )
     bench.sink.receive(1, 0, Codec.Q8, raw, Present(bench.data(1, 0, 1, Codec.Q8)))
-    assert list(bench.sink.corrupt) == [0, 1]
+    assert list(bench.ranges.corrupt) == [0, 1]
     assert bench.so_far().nbytes == 0
 
 
@@ -308,7 +309,7 @@ def test_a_wrong_byte_of_what_is_encoded_leaves_the_destination_as_it_was(
     changed[byte] ^= 1
     data = memoryview(changed)
     bench.send(0, 0, LAYERS, which, Present(data) if portion is None else Portions(data, portion))
-    assert bench.sink.corrupt == {0: [(0, LAYERS)]}
+    assert bench.ranges.corrupt == {0: [(0, LAYERS)]}
     assert bench.rests(0) == [(0, LAYERS)]
     assert not any(cache.any() for cache in caches) if strided else unwritten(into)
     assert bench.so_far().nbytes == 0
@@ -333,7 +334,7 @@ def test_a_record_whose_length_is_not_that_of_its_codec_has_not_come(nbytes: int
     payload = Portions(memoryview(bytes(nbytes)), PAGE_BYTES)
     bench.sink.receive(0, 0, Codec.Q8, [0], payload)
     assert bench.rests(0) == [(0, 1), (1, LAYERS)]
-    assert list(bench.sink.corrupt) == [0] and not bench.sink.unreadable
+    assert list(bench.ranges.corrupt) == [0] and not bench.ranges.unreadable
     assert payload._data.nbytes == nbytes, "it is left for the transport to skip"
     assert unwritten(into)
 
@@ -347,7 +348,7 @@ def test_a_codec_from_the_future_is_named_and_what_comes_beside_it_is_taken(part
     bench.sink.receive(0, layer, UNKNOWN, [0] * layers, payload)
     for item in (1, 2):
         bench.send(item, layer, layers, Codec.Q4)
-    assert bench.sink.unreadable == {0: Miss(MissReason.LOSSY, UPGRADE)}
+    assert bench.ranges.unreadable == {0: Miss(MissReason.LOSSY, UPGRADE)}
     assert bench.rests(0) == [(layer, layer + layers)] and bench.rests(1) == bench.rests(2) == []
     assert payload._data.nbytes == 123
     assert unwritten(into[0]) and same(into[1:], bench.expected(Codec.Q4, part)[1:])

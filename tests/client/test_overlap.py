@@ -13,6 +13,7 @@ import torch
 
 from kvcluster.client.client import Client
 from kvcluster.client.memory import Paged
+from kvcluster.client.policy import Permit, ShardPolicy
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.shards import Shards
 from kvcluster.core import limits
@@ -231,11 +232,9 @@ def test_of_a_stream_that_fails_only_its_own_blocks_are_missing(alone: MemoryClu
 def test_a_shard_that_has_failed_is_tried_by_one_exchange(alone: MemoryCluster) -> None:
     now = [0]
     open_transport = alone.opener()
+    policy = ShardPolicy(breaker_failures=1, breaker_ms=1)
     shards = Shards(
-        lambda shard: Watched(open_transport(shard), Steps(streams=3)),
-        breaker_failures=1,
-        breaker_ms=1,
-        clock=lambda: now[0],
+        lambda shard: Watched(open_transport(shard), Steps(streams=3)), policy, threading.RLock(), clock=lambda: now[0]
     )
     ((name, host),) = alone.shards.items()
     address = ShardAddress(name, host.core.epoch, name)
@@ -244,7 +243,9 @@ def test_a_shard_that_has_failed_is_tried_by_one_exchange(alone: MemoryCluster) 
     namespace = client._control.namespace(SPEC, Deadline.after_ms(1e3))
     shards.suspect(address, SPEC, namespace, [], Deadline.after_ms(1e3))
     assert shards.streams(address) == Streams(3, 3, 3)
-    shards.blame(address, LOST)
+    permit = policy.permit(address, now[0])
+    assert isinstance(permit, Permit)
+    policy.failed(permit, LOST, now[0])
     now[0] += 10**9
     assert shards.streams(address) == Streams(1, 1, 1)
     shards.suspect(address, SPEC, namespace, [], Deadline.after_ms(1e3))

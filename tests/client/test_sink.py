@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvcluster.client.board import Board
+from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.memory import Paged, bind
 from kvcluster.client.pieces import Piece, plan_pieces
+from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.results import Loaded
 from kvcluster.client.sink import Sink
-from kvcluster.client.transfer import GivenUp, Transfer
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import Need, PageKey, ShardAddress, Source, TicketBody, Tier
@@ -23,7 +23,7 @@ from kvcluster.core.messages.common import Run
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
-from kvcluster.transport.seam import Deadline, Present
+from kvcluster.transport.seam import Cancelled, Present
 from tests.client.build import (
     BLOCK,
     BOUND_S,
@@ -40,6 +40,7 @@ from tests.client.build import (
 )
 
 NAMESPACE = NamespaceId(b"n" * 32)
+NEVER = 2**63
 SHARD = ShardAddress(ShardId("shard-0"), Epoch(1), "shard-0")
 WHOLE = SPEC.whole(0)
 LAYER_BYTES = PAGE_BYTES // LAYERS
@@ -83,14 +84,19 @@ class Bench:
         plan = ((Source(0, WHOLE, SHARD, Tier.DEVICE, Loss.EXACT),),)
         body = TicketBody(NAMESPACE, Attempt(Holder(b"h" * 16), 1), self.hashes, Need((WHOLE,)), (Run(BLOCKS, plan),))
         self.pieces = plan_pieces(body, SPEC, (WHOLE,))[SHARD]
-        self.board = Board(body, SPEC, {SHARD: self.pieces})
-        self.transfer: Transfer[Loaded] = Transfer(Deadline.after_ms(60_000), self.board.loaded, self.board.layer_left)
+        self.progress = LoadProgress(body, SPEC, {SHARD: self.pieces})
         self.into = bind(into, SPEC, (WHOLE,), BLOCKS, writable=True)
         self.values = kv(BLOCKS) if values is None else values
-        self.sink = self.new_sink()
+        self.whole_layers = 0
+        self.ranges = ReadRanges(self.pieces, now=0, deadline_ns=NEVER)
+        self.sink = self.new_sink(self.ranges)
 
-    def new_sink(self) -> Sink:
-        return Sink(NAMESPACE, SPEC, self.into, self.pieces, self.board, self.transfer)
+    def new_sink(self, ranges: ReadRanges | None = None) -> Sink:
+        ranges = ranges or ReadRanges(self.pieces, now=0, deadline_ns=NEVER)
+        return Sink(NAMESPACE, SPEC, self.into, ranges, self.progress, self.layer_came)
+
+    def layer_came(self) -> None:
+        self.whole_layers += 1
 
     def data(self, item: int, layer: int, layers: int) -> memoryview:
         of_block = self.values[item, layer : layer + layers].contiguous().view(torch.uint8)
@@ -103,7 +109,7 @@ class Bench:
         (sink or self.sink).receive(item, layer, codec.RAW, sums, payload or Present(data))
 
     def so_far(self) -> Loaded:
-        return self.board.loaded(LATE)
+        return self.progress.loaded(LATE)
 
 
 def nhd() -> tuple[list[torch.Tensor], Paged]:
@@ -170,7 +176,7 @@ def test_a_strided_destination_gets_nothing_that_was_not_verified() -> None:
     changed[5] ^= 1
     bench.send(0, 0, LAYERS, Present(memoryview(changed)))
     assert not any(cache.any() for cache in caches)
-    assert list(bench.sink.corrupt) == [0]
+    assert list(bench.ranges.corrupt) == [0]
 
 
 def test_a_chunk_that_does_not_verify_counts_for_nothing_and_the_rest_for_itself(
@@ -182,7 +188,7 @@ def test_a_chunk_that_does_not_verify_counts_for_nothing_and_the_rest_for_itself
     changed[LAYER_BYTES] ^= 1  # the first byte of the second layer
     bench.send(0, 0, LAYERS, Portions(memoryview(changed), PAGE_BYTES))
     assert bench.so_far().nbytes == (LAYERS - 1) * LAYER_BYTES
-    assert [(rest.want.layer_start, rest.want.layer_stop) for rest in bench.sink.rests(0)] == [(1, 2)]
+    assert [(rest.want.layer_start, rest.want.layer_stop) for rest in bench.ranges.left(0)] == [(1, 2)]
 
 
 @pytest.mark.parametrize("codec_id", [codec.RAW + 1, 0xFFFF])
@@ -191,7 +197,7 @@ def test_what_cannot_be_decoded_has_not_come(codec_id: int) -> None:
     bench = Bench(into)
     bench.sink.receive(0, 0, codec_id, [0] * LAYERS, Present(bench.data(0, 0, LAYERS)))
     bench.sink.receive(1, 0, codec.RAW, [0] * LAYERS, Present(bench.data(1, 0, LAYERS)[:-1]))
-    assert list(bench.sink.corrupt) == [0, 1]
+    assert list(bench.ranges.corrupt) == [0, 1]
     assert unwritten(into)
 
 
@@ -199,7 +205,7 @@ def test_layers_that_were_not_asked_for_are_refused_and_written_nowhere() -> Non
     into = room(BLOCKS)
     bench = Bench(into)
     some: Piece = bench.pieces[0].cut(0, 2)
-    sink = Sink(NAMESPACE, SPEC, bench.into, [some], bench.board, bench.transfer)
+    sink = bench.new_sink(ReadRanges([some], now=0, deadline_ns=NEVER))
     with pytest.raises(ProtocolError, match="layers to 3 of a page came of which those to 2"):
         bench.send(0, 0, LAYERS, sink=sink)
     bench.send(0, 0, 2, sink=sink)
@@ -241,41 +247,57 @@ def test_what_many_exchanges_bring_at_once_is_counted_exactly(monkeypatch: pytes
     with ThreadPoolExecutor(BLOCKS) as pool:
         list(pool.map(bring, range(BLOCKS)))
     assert bench.so_far() == Loaded(BLOCKS, BLOCKS * PAGE_BYTES)
-    assert all(bench.transfer.layer_done(layer) for layer in range(LAYERS))
+    assert not any(bench.progress.layer_left(layer) for layer in range(LAYERS))
+    assert bench.whole_layers == LAYERS
 
 
-def test_after_a_cancel_no_exchange_writes_a_byte_more() -> None:
+def test_an_exchange_that_was_stopped_writes_not_a_byte_more() -> None:
     into = room(BLOCKS)
     bench = Bench(into)
     portions = Portions(bench.data(0, 0, LAYERS), LAYER_BYTES)
 
-    def cancel_in_the_middle() -> None:
+    def stop_in_the_middle() -> None:
         portions._there = LAYER_BYTES
-        bench.transfer.cancel()
+        bench.ranges.stop()
 
-    portions.wait = cancel_in_the_middle  # type: ignore[method-assign]
-    with pytest.raises(GivenUp):
+    portions.wait = stop_in_the_middle  # type: ignore[method-assign]
+    with pytest.raises(Cancelled):
         bench.send(0, 0, LAYERS, portions)
     assert unwritten(into.view(BLOCKS, -1)[:, LAYER_BYTES // 4 :]), "but for what had come before"
     assert bench.so_far().nbytes == 0
-    for sink in (bench.new_sink(), bench.sink):
-        with pytest.raises(GivenUp):
-            bench.send(1, 0, LAYERS, sink=sink)
+    with pytest.raises(Cancelled):
+        bench.send(1, 0, LAYERS)
     assert unwritten(into[1:])
 
 
 def test_what_was_given_to_others_is_not_taken_any_more() -> None:
     into = room(BLOCKS)
     bench = Bench(into)
-    with bench.sink.gate:
-        bench.sink.drop(1)
+    bench.ranges.stop([1])
     payload = Portions(bench.data(1, 0, LAYERS), PAGE_BYTES)
     bench.send(1, 0, LAYERS, payload)
     assert payload._data.nbytes == PAGE_BYTES, "it is left for the transport to skip"
     assert unwritten(into)
     bench.send(0, 0, LAYERS)
-    with bench.sink.gate:
-        bench.sink.close()
-    with pytest.raises(GivenUp, match="read from elsewhere"):
-        bench.send(2, 0, LAYERS)
     assert same(into[0], bench.values[0]) and unwritten(into[1:])
+
+
+def test_to_stop_an_exchange_waits_for_the_chunk_in_hand_and_for_no_more() -> None:
+    hold, stopping = Hold(), threading.Event()
+    bench = Bench(room(BLOCKS))
+
+    def left_when_stopped() -> list[Piece]:
+        stopping.set()
+        bench.ranges.stop()
+        return bench.ranges.left(0)
+
+    with ThreadPoolExecutor(2) as pool:
+        taking = pool.submit(bench.send, 0, 0, LAYERS, Portions(bench.data(0, 0, LAYERS), PAGE_BYTES, hold))
+        hold.wait_reached()
+        assert bench.ranges.gate.locked()
+        left = pool.submit(left_when_stopped)
+        assert stopping.wait(BOUND_S)
+        hold.let_go()
+        assert left.result(BOUND_S) == [], "what was in hand was verified, and counts"
+        taking.result(BOUND_S)
+    assert bench.so_far().nbytes == PAGE_BYTES

@@ -1,8 +1,8 @@
-"""The board of a load: how far it has come, for every block and every layer. True at every moment, whoever asks.
+"""The progress of a load: for every block and every layer, what has not come. There is no other count of it.
 
-Readers of several shards write on it at once, each when bytes lie verified in the caller's memory and never before.
-It knows counts and reasons, and no bytes. What is counted falls to zero exactly when everything has come: pieces that
-are replaced by others go on counting until those have come.
+Readers of several shards write here at once, each when bytes lie verified in the caller's memory and never before. The
+load's plan (load_plan.py) and whoever waits for a layer read it. Counts fall to zero exactly when everything has come:
+a piece that is replaced by others counts until those have come, and is replaced only while no reader owns it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvcluster.core.reasons import Loss, Miss
 from kvcluster.core.spec import KVSpec
 
 
-class Board:
-    """Of one load. Thread-safe. Once the gates of its transfer are closed it stays as it is."""
+class LoadProgress:
+    """Of one load. Thread-safe. It stays as it is once every exchange of the load has been stopped."""
 
     def __init__(self, body: TicketBody, spec: KVSpec, pieces: Pieces, first: int = 0) -> None:
         self._spec = spec
@@ -57,13 +57,13 @@ class Board:
         with self._lock:
             return self._loss
 
-    def found(self, loss: Loss) -> None:
+    def expect_loss(self, loss: Loss) -> None:
         """Something of that loss is to come too."""
         with self._lock:
             self._loss = max(self._loss, loss)
 
-    def moved(self, rest: Piece, others: Iterable[Piece]) -> None:
-        """These stand for `rest` from now on, which will not come."""
+    def replace(self, rest: Piece, others: Iterable[Piece]) -> None:
+        """These stand for `rest` from now on, which will not come: no exchange owns it any more."""
         others = list(others)
         with self._lock:
             self._left[rest.block] += sum(piece.layers for piece in others) - rest.layers

@@ -1,0 +1,433 @@
+"""The load plan: what one load does next, from a ticket's pieces to its outcome. Pure: `step(event, now) -> effects`.
+
+A load reads from several shards by exchanges, each of which owns its ranges of the caller's memory (read_ranges.py)
+until it has ended or is stopped. What an exchange does not bring is looked for on other shards within the same deadline
+(retry.py), and so is what it has been silent about for a while, which it may still bring if no other shard has it.
+Layers that did not match their checksums are read from elsewhere likewise, and reported to their shard.
+
+    NEW --Begin--> RUNNING --all came, or no more can be had--> ENDED
+                      |---Cancel, an error, the deadline---> STOPPING --every exchange has stopped--> ENDED
+
+An event that names an exchange or a question which is over changes nothing: answers may be late. An executor sends one
+ReadEnded for each StartRead that it was not told to stop as a whole, and one ReadStopped for each StopRead, within one
+chunk. How far the load has come is counted by executors alone (load_progress.py); the plan reads it there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from kvcluster.client.load_progress import LoadProgress
+from kvcluster.client.pieces import Piece, Pieces
+from kvcluster.client.policy import ASKING_SHARE, SILENT_SHARE, Permit, Reattach, ShardPolicy
+from kvcluster.client.read_ranges import ReadRanges
+from kvcluster.client.results import Loaded
+from kvcluster.client.retry import Found, Question, RetryPlan
+from kvcluster.client.shares import share_out
+from kvcluster.core import limits
+from kvcluster.core.ids import Attempt
+from kvcluster.core.messages import Explained, PageKey, ShardAddress, TicketBody, Tier
+from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.transport.seam import Streams
+
+READERS = 32
+"""Exchanges by which a client reads at once: sixteen shards, by two streams each."""
+
+NEVER_BEGUN = "given up before it began"
+_LATE = Miss(MissReason.DEADLINE)
+
+# ------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The load may use the network now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """An exchange has ended by itself: with an outcome for each of its pieces, or with an error."""
+
+    exchange: int
+    outcome: Sequence[Miss | None] = ()
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStopped:
+    """An exchange writes these of its items no more; None: it writes nothing more, and ends unheard."""
+
+    exchange: int
+    items: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What the coordinator said to the questions of an AskElsewhere; fewer answers where it could not be asked."""
+
+    number: int
+    answers: Sequence[Explained]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The caller wants no more bytes. `why` is told of the blocks that have not come."""
+
+    why: Miss
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """It may be time for something; see `next_deadline`."""
+
+
+LoadEvent = Begin | ReadEnded | ReadStopped | Answered | Cancel | Tick
+
+# ------------------------------------------------------------------------------------------------ effects
+
+
+@dataclass(frozen=True, slots=True)
+class StartRead:
+    """Read the pieces of `ranges` from this shard into their places. `accept`: the worst loss that may come."""
+
+    exchange: int
+    shard: ShardAddress
+    attempt: Attempt
+    ranges: ReadRanges
+    accept: Loss
+
+
+@dataclass(frozen=True, slots=True)
+class StopRead:
+    """Write these items of an exchange no more, or none (None), and say ReadStopped within one chunk."""
+
+    exchange: int
+    items: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class AskElsewhere:
+    """Ask the coordinator these questions, one after the other, until that moment, and say Answered."""
+
+    number: int
+    questions: tuple[Question, ...]
+    until_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportCorrupt:
+    """Tell a shard that its bytes of these pages did not match here. No answer is expected."""
+
+    shard: ShardAddress
+    keys: tuple[PageKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishLoad:
+    """The outcome, or the mistake that the caller is to hear of. The caller's memory is written no more. `took_ns` of
+    an outcome is 0 where it was cancelled."""
+
+    loaded: Loaded | None
+    error: BaseException | None = None
+
+
+LoadEffect = StartRead | StopRead | AskElsewhere | ReportCorrupt | FinishLoad
+
+# --------------------------------------------------------------------------------------------------- plan
+
+
+class _State(Enum):
+    NEW = "new"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+@dataclass(eq=False, slots=True)
+class _Exchange:
+    """One read that is under way. `handed_over`: the items that others bring. `stopping`: those that it was told to
+    stop, and where else they lie."""
+
+    number: int
+    shard: ShardAddress
+    ranges: ReadRanges
+    permit: Permit
+    reattached: bool
+    hedged: bool = False
+    handed_over: dict[int, None] = field(default_factory=dict)
+    stopping: tuple[tuple[int, ...], Found] | None = None
+
+    def missing(self) -> list[tuple[int, Piece]]:
+        """What has not come of what it was to bring, by item."""
+        items = (item for item in range(len(self.ranges.pieces)) if item not in self.handed_over)
+        return [(item, rest) for item in items for rest in self.ranges.left(item)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Where else do these lie? `silent`: the exchange that may bring them still, None where none will."""
+
+    questions: tuple[Question, ...]
+    rests: tuple[Piece, ...]
+    silent: int | None
+
+
+class LoadPlan:
+    """Of one load. `pieces` are those of the ticket (pieces.plan_pieces), `progress` counts them.
+
+    `streams` tells how many exchanges make the way to a shard fastest; `next_attempt` names each exchange, since a
+    shard keeps one lease an attempt.
+    """
+
+    def __init__(
+        self,
+        body: TicketBody,
+        spec: KVSpec,
+        parts: Sequence[Part | None],
+        pieces: Pieces,
+        progress: LoadProgress,
+        policy: ShardPolicy,
+        *,
+        streams: Callable[[ShardAddress], Streams],
+        next_attempt: Callable[[], Attempt],
+        deadline_ns: int,
+    ) -> None:
+        self._spec = spec
+        self._pieces = pieces
+        self._progress = progress
+        self._policy = policy
+        self._streams = streams
+        self._next_attempt = next_attempt
+        self._deadline_ns = deadline_ns
+        self._decodes = any(
+            source.loss is Loss.Q4 and source.tier > Tier.DEVICE
+            for run in body.runs
+            for group in run.plan
+            for source in group or ()
+        )
+        self._retry = RetryPlan(body.hashes, parts, body.need.accept)
+        self._began_ns = 0
+        self._patience_ns = 0
+        self._numbers = itertools.count(1)
+        self._exchanges: dict[int, _Exchange] = {}
+        self._asked: dict[int, _Asked] = {}
+        self._state = _State.NEW
+        self._why = Miss(MissReason.SHARD_LOST)  # what is told of blocks of which nothing else is known
+        self._error: BaseException | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self._state is _State.ENDED
+
+    def next_deadline(self) -> int | None:
+        """When the next Tick is due."""
+        if self._state is _State.ENDED:
+            return None
+        patience = [each.ranges.heard_ns + self._patience_ns for each in self._exchanges.values() if not each.hedged]
+        return min([self._deadline_ns, *patience])
+
+    def step(self, event: LoadEvent, now: int) -> list[LoadEffect]:
+        """Takes note of an event, and says what is to be done. `now` never falls."""
+        effects: list[LoadEffect] = []
+        if self._state is _State.ENDED:
+            return effects
+        match event:
+            case Begin():
+                assert self._state is _State.NEW, "a load begins once"
+                self._state = _State.RUNNING
+                self._began_ns = now
+                self._patience_ns = max(0, self._deadline_ns - now) // SILENT_SHARE
+                effects += self._start(self._pieces, now) if now < self._deadline_ns else self._stop(_LATE)
+            case ReadEnded():
+                effects += self._read_ended(event, now)
+            case ReadStopped():
+                effects += self._read_stopped(event, now)
+            case Answered():
+                effects += self._answered(event, now)
+            case Cancel(why):
+                effects += self._stop(why if self._state is not _State.NEW else Miss(why.reason, NEVER_BEGUN))
+            case Tick():
+                if now >= self._deadline_ns:
+                    effects += self._stop(_LATE)
+                elif self._state is _State.RUNNING:
+                    effects += self._hedge(now)
+        if self._state is not _State.NEW and not self._exchanges and not self._asked:
+            effects.append(self._outcome(now))
+            self._state = _State.ENDED
+        return effects
+
+    def _outcome(self, now: int) -> FinishLoad:
+        if self._error is not None:
+            return FinishLoad(None, self._error)
+        loaded = self._progress.loaded(self._why)
+        return FinishLoad(
+            loaded if self._state is _State.STOPPING else replace(loaded, took_ns=max(1, now - self._began_ns))
+        )
+
+    # ----------------------------------------------------------------------------------------- starting
+
+    def _start(self, pieces: Pieces, now: int, *, reattached: bool = False) -> list[LoadEffect]:
+        """Exchanges that bring these, or what comes in the place of those that may not be asked."""
+        effects: list[LoadEffect] = []
+        spare = READERS - len(self._exchanges)
+        for shard, of_shard in pieces.items():
+            streams = self._streams(shard)
+            most = min(streams.decoding if self._decodes else streams.loads, spare // len(pieces))
+            sizes = [piece.nbytes(self._spec) for piece in of_shard]
+            for run in share_out(sizes, most):
+                share = of_shard[run.start : run.stop]
+                permit = self._policy.permit(shard, now)
+                if isinstance(permit, Miss):
+                    effects += self._look(shard, [(rest, permit) for rest in share], [], now)
+                    continue
+                number, ranges = next(self._numbers), ReadRanges(share, now=now, deadline_ns=self._deadline_ns)
+                self._exchanges[number] = _Exchange(number, shard, ranges, permit, reattached)
+                effects.append(StartRead(number, shard, self._next_attempt(), ranges, self._progress.loss))
+        return effects
+
+    # --------------------------------------------------------------------------------- what did not come
+
+    def _read_ended(self, event: ReadEnded, now: int) -> list[LoadEffect]:
+        exchange = self._exchanges.pop(event.exchange, None)
+        if exchange is None:
+            return []
+        verdict = self._policy.ended(exchange.permit, event.error, now, reattached=exchange.reattached)
+        if self._state is _State.STOPPING:
+            return self._report(exchange)
+        if isinstance(verdict, BaseException):
+            self._error = verdict
+            return [*self._report(exchange), *self._stop(self._why)]
+        effects = self._hand_over(exchange, now)  # it was told to stop those, and has stopped
+        if isinstance(verdict, Reattach):
+            again = [rest for _, rest in exchange.missing()]
+            return [*effects, *self._start({exchange.shard: again}, now, reattached=True)] if again else effects
+        effects += self._report(exchange)
+        gone: list[tuple[Piece, Miss]] = []
+        lossy: list[tuple[Piece, Miss]] = []
+        for item, rest in exchange.missing():
+            outcome = event.outcome[item] if event.outcome else None
+            why = exchange.ranges.why(item) or verdict or outcome
+            why = why or Miss(MissReason.SHARD_LOST, "the shard sent less than it promised")
+            # What has lost more since the ticket was made is there all the same, and its shard is to say so.
+            has_lost_more = outcome is not None and outcome.reason is MissReason.LOSSY
+            (lossy if has_lost_more else gone).append((rest, why))
+        return effects + self._look(exchange.shard, gone, lossy, now)
+
+    def _look(
+        self,
+        shard: ShardAddress,
+        gone: Sequence[tuple[Piece, Miss]],
+        lossy: Sequence[tuple[Piece, Miss]],
+        now: int,
+    ) -> list[LoadEffect]:
+        """Asks where else these lie; what is `gone` not on that shard, which has failed to give it."""
+        for rest, why in (*gone, *lossy):
+            self._progress.failed(rest.block, why)
+        self._retry.failed(shard.shard, (rest for rest, _ in gone))
+        rests = [rest for rest, _ in (*gone, *lossy)]
+        return self._ask(rests, None, now)
+
+    def _ask(self, rests: Sequence[Piece], silent: int | None, now: int) -> list[LoadEffect]:
+        questions = tuple(self._retry.questions(rests)) if now < self._deadline_ns else ()
+        if not questions:
+            return []
+        number = next(self._numbers)
+        self._asked[number] = _Asked(questions, tuple(rests), silent)
+        return [AskElsewhere(number, questions, now + (self._deadline_ns - now) // ASKING_SHARE)]
+
+    def _answered(self, event: Answered, now: int) -> list[LoadEffect]:
+        asked = self._asked.pop(event.number, None)
+        if asked is None or self._state is _State.STOPPING:
+            return []
+        found: Found = {}
+        for question, explained in zip(asked.questions, event.answers, strict=False):
+            found |= self._retry.found(question, explained.fates)
+        for sources in found.values():
+            self._progress.expect_loss(max((source.loss for source in sources), default=Loss.EXACT))
+        if asked.silent is not None:
+            exchange = self._exchanges.get(asked.silent)
+            return [] if exchange is None else self._take_away(exchange, found)
+        return self._start(self._elsewhere(asked.rests, found), now)
+
+    def _elsewhere(self, rests: Sequence[Piece], found: Found) -> Pieces:
+        """Other pieces in the place of these, as far as there are any. No exchange owns them."""
+        pieces: Pieces = {}
+        for rest in rests:
+            placed = self._retry.elsewhere(rest, found)
+            if placed is not None:
+                self._progress.replace(rest, (piece for _, piece in placed))
+                for shard, piece in placed:
+                    pieces.setdefault(shard, []).append(piece)
+        return pieces
+
+    def _report(self, exchange: _Exchange) -> list[LoadEffect]:
+        """Tells a shard which of its pages did not match here."""
+        ranges = exchange.ranges
+        keys = dict.fromkeys(ranges.pieces[item].want.key for item in ranges.corrupt if item not in ranges.unreadable)
+        return [ReportCorrupt(exchange.shard, tuple(keys)[: limits.SUSPECTS_PER_CALL])] if keys else []
+
+    # ------------------------------------------------------------------------------------ silent shards
+
+    def _hedge(self, now: int) -> list[LoadEffect]:
+        """Asks where else lies what silent exchanges have not brought."""
+        effects: list[LoadEffect] = []
+        for exchange in list(self._exchanges.values()):
+            if not exchange.hedged and exchange.ranges.heard_ns + self._patience_ns <= now:
+                exchange.hedged = True
+                rests = [rest for _, rest in exchange.missing()]
+                self._retry.failed(exchange.shard.shard, rests)
+                effects += self._ask(rests, exchange.number, now)
+        return effects
+
+    def _take_away(self, exchange: _Exchange, found: Found) -> list[LoadEffect]:
+        """Stops a silent exchange, as far as other shards have what it was to bring; it is waited for with the rest."""
+        items: dict[int, bool] = {}
+        for item, rest in exchange.missing():
+            items[item] = items.get(item, True) and self._retry.elsewhere(rest, found) is not None
+        taken = tuple(item for item, elsewhere in items.items() if elsewhere)
+        if not taken:
+            return []
+        exchange.stopping = taken, found
+        return [StopRead(exchange.number, None if len(taken) == len(items) else taken)]
+
+    def _read_stopped(self, event: ReadStopped, now: int) -> list[LoadEffect]:
+        exchange = self._exchanges.get(event.exchange)
+        if exchange is None:
+            return []
+        if event.items is not None:
+            return self._hand_over(exchange, now) if self._state is _State.RUNNING else []
+        del self._exchanges[event.exchange]
+        if self._state is _State.STOPPING:
+            self._policy.gave_up(exchange.permit)
+            return self._report(exchange)
+        self._policy.failed(exchange.permit, _silent(exchange.shard), now)
+        return [*self._report(exchange), *self._hand_over(exchange, now)]
+
+    def _hand_over(self, exchange: _Exchange, now: int) -> list[LoadEffect]:
+        """Other exchanges bring what this one has stopped to bring."""
+        if exchange.stopping is None:
+            return []
+        (items, found), exchange.stopping = exchange.stopping, None
+        rests = [rest for item in items for rest in exchange.ranges.left(item)]
+        exchange.handed_over.update(dict.fromkeys(items))
+        for rest in rests:
+            self._progress.failed(rest.block, _silent(exchange.shard))
+        return self._start(self._elsewhere(rests, found), now)
+
+    # ----------------------------------------------------------------------------------------- stopping
+
+    def _stop(self, why: Miss) -> list[LoadEffect]:
+        if self._state is _State.STOPPING:
+            return []
+        self._state = _State.STOPPING
+        self._why = why
+        self._asked.clear()
+        return [StopRead(number, None) for number in self._exchanges]
+
+
+def _silent(shard: ShardAddress) -> Miss:
+    return Miss(MissReason.DEADLINE, f"{shard.shard} is silent")

@@ -1,0 +1,117 @@
+"""The plan runner: steps one load's or store's plan, and has its effects carried out.
+
+An event is stepped on the thread that delivers it, under the client's lock, with all the events that its effects bring
+about at once: no queue, no hop. What takes time (an exchange, a question) is a job, which is run after the lock is
+released: by the thread that delivered the event where that is one of the pool's own with nothing else to do, and else
+by another of the pool.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Generic, Protocol, TypeVar
+
+from kvcluster.client.load_plan import Begin, Cancel, Tick
+from kvcluster.client.timer import Timer
+from kvcluster.core.reasons import Miss
+
+Event = TypeVar("Event")
+Effect = TypeVar("Effect")
+Event_contra = TypeVar("Event_contra", contravariant=True)
+Effect_co = TypeVar("Effect_co", covariant=True)
+Effect_contra = TypeVar("Effect_contra", contravariant=True)
+
+
+Job = Callable[[], "Event | None"]
+"""Takes its time, and returns the event that comes of it, if any does. It never raises."""
+
+
+class Plan(Protocol[Event_contra, Effect_co]):
+    """LoadPlan, StorePlan."""
+
+    @property
+    def ended(self) -> bool: ...
+
+    def step(self, event: Event_contra, now: int) -> Sequence[Effect_co]: ...
+
+    def next_deadline(self) -> int | None: ...
+
+
+class PlanExecutor(Protocol[Event, Effect_contra]):
+    """LoadExecutor, StoreExecutor."""
+
+    def perform(self, effect: Effect_contra, jobs: list[Job[Event]]) -> Event | None:
+        """Carries out an effect at once: returns the event that comes of it, if any does, and adds what takes time to
+        the jobs. Called under the client's lock."""
+
+
+class PlanRunner(Generic[Event, Effect]):
+    """Of one plan. `lock` is the client's, and may be entered again by the thread that has it. `executor` is to be set
+    before anything is delivered."""
+
+    executor: PlanExecutor[Event, Effect]
+
+    def __init__(
+        self,
+        plan: Plan[Event | Begin | Cancel | Tick, Effect],
+        pool: Executor,
+        lock: threading.RLock,
+        timer: Timer,
+    ) -> None:
+        self._plan = plan
+        self._pool = pool
+        self._lock = lock
+        self._timer = timer
+        self._armed_ns: int | None = None
+
+    def begin(self) -> None:
+        """Lets the plan use the network. Returns at once."""
+        self.deliver(Begin())
+
+    def cancel(self, why: Miss) -> None:
+        """When this returns, no exchange touches the caller's memory: waits for the chunks in hand."""
+        self.deliver(Cancel(why))
+
+    def deliver(self, event: Event | Begin | Cancel | Tick) -> None:
+        """Steps an event. From any thread; waits for nothing that takes long."""
+        for job in self._step(event):
+            self._pool.submit(self._work, job)
+
+    def _work(self, first: Job[Event]) -> None:
+        """On a thread of the pool: a job, and one of those that follow from it, while there is one."""
+        job: Job[Event] | None = first
+        while job is not None:
+            event = job()
+            jobs = self._step(event) if event is not None else []
+            for other in jobs[1:]:
+                self._pool.submit(self._work, other)
+            job = jobs[0] if jobs else None
+
+    def _step(self, event: Event | Begin | Cancel | Tick) -> list[Job[Event]]:
+        jobs: list[Job[Event]] = []
+        with self._lock:
+            events = deque([event])
+            while events:
+                for effect in self._plan.step(events.popleft(), time.monotonic_ns()):
+                    follows = self.executor.perform(effect, jobs)
+                    if follows is not None:
+                        events.append(follows)
+            if self._plan.ended and hasattr(self, "executor"):
+                del self.executor  # which knows the caller's memory, and this
+            self._arm()
+        return jobs
+
+    def _arm(self) -> None:
+        when = self._plan.next_deadline()
+        if when is not None and (self._armed_ns is None or when < self._armed_ns):
+            self._armed_ns = when
+            self._timer.call_at(when, self._tick)
+
+    def _tick(self) -> None:
+        with self._lock:
+            self._armed_ns = None
+        self.deliver(Tick())

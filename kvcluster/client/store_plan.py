@@ -1,0 +1,380 @@
+"""The store plan: what one store does next, from its blocks to their outcome. Pure: `step(event, now) -> effects`.
+
+The coordinator says which blocks are to be written, and where. All shards are written at once, each by one exchange or
+by a few where its transport is faster so; every exchange has whole blocks, and says what became of them. The source is
+free when the last exchange has taken its last byte, ended or stopped, long before the shards have committed.
+
+    NEW --Begin--> ASKING --StoreGranted--> WRITING --every exchange has ended--> CLOSING --the ticket is ended--> OVER
+
+The outcome is told once, before or after the ticket is ended: where a block was not written others may write it, and
+this caller in another try, from the moment that they can know of it, so the ticket ends first; where all is there, no
+one is kept from anything, and the caller does not wait. A Cancel tells the outcome as soon as no exchange reads the
+source; the next store of this client begins when this one is OVER, since it may be of the same blocks and is not to be
+told that they are pending. Events of exchanges that are over change nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvcluster.client.load_plan import NEVER_BEGUN, Begin, Cancel, Tick
+from kvcluster.client.policy import Permit, Reattach, ShardPolicy
+from kvcluster.client.results import Stored
+from kvcluster.client.shares import share_out
+from kvcluster.client.store_progress import StoreProgress
+from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
+from kvcluster.core.messages import NewPage, PageKey, ShardAddress, StoreGrant, WriteRequest, Written
+from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.transport.seam import Streams, Trouble
+
+WRITERS = 32
+"""Exchanges by which a client writes at once: sixteen shards, by two streams each. Those beyond it wait for these."""
+
+_LATE = Miss(MissReason.DEADLINE)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTerms:
+    """What is to be stored: the blocks `hashes[first:]` of a chain, these parts of them, computed over a prefix of that
+    loss. `attempt` names the ticket; `wait_ns` is how long a shard may wait for room."""
+
+    hashes: Sequence[BlockHash]
+    first: int
+    parts: tuple[tuple[int, Part], ...]
+    loss: Loss
+    attempt: Attempt
+    wait_ns: int
+
+    @property
+    def new(self) -> tuple[BlockHash, ...]:
+        return tuple(self.hashes[self.first :])
+
+    @property
+    def parent(self) -> BlockHash:
+        return self.hashes[self.first - 1] if self.first else BlockHash(bytes(HASH_BYTES))
+
+
+# ------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class StoreGranted:
+    """What to write, and in which namespace."""
+
+    namespace: NamespaceId
+    grant: StoreGrant
+
+
+@dataclass(frozen=True, slots=True)
+class NotGranted:
+    """No grant came. `asked`: the coordinator may have granted something all the same."""
+
+    error: BaseException
+    asked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SourceDrained:
+    """An exchange has taken its last byte of the source."""
+
+    exchange: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteEnded:
+    """An exchange has ended, with an outcome for each of its pages or with an error; it has taken so many bytes."""
+
+    exchange: int
+    nbytes: int
+    outcome: Sequence[Written] = ()
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteStopped:
+    """An exchange reads the source no more. It has still to end."""
+
+    exchange: int
+
+
+@dataclass(frozen=True, slots=True)
+class TicketEnded:
+    """The coordinator has heard that the ticket is over, or could not be told."""
+
+
+StoreEvent = Begin | StoreGranted | NotGranted | SourceDrained | WriteEnded | WriteStopped | TicketEnded | Cancel | Tick
+
+# ------------------------------------------------------------------------------------------------ effects
+
+
+@dataclass(frozen=True, slots=True)
+class AskStore:
+    """Ask the coordinator what to write, and say StoreGranted or NotGranted."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartWrite:
+    """Write these pages to that shard. `blocks`: for each page the block that it is of, counted from the first new
+    one."""
+
+    exchange: int
+    shard: ShardAddress
+    request: WriteRequest
+    blocks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StopWrite:
+    """Read no more of the source for this exchange, and say WriteStopped within one chunk."""
+
+    exchange: int
+
+
+@dataclass(frozen=True, slots=True)
+class FreeSource:
+    """The source may be overwritten."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndTicket:
+    """Tell the coordinator that this ticket is over, and say TicketEnded."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class FinishStore:
+    """The outcome, or the mistake that the caller is to hear of."""
+
+    stored: Stored | None
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOver:
+    """The next store of this client may begin."""
+
+
+StoreEffect = AskStore | StartWrite | StopWrite | FreeSource | EndTicket | FinishStore | StoreOver
+
+# --------------------------------------------------------------------------------------------------- plan
+
+
+class _State(Enum):
+    NEW = "new"
+    ASKING = "asking"
+    WRITING = "writing"
+    CLOSING = "closing"  # the ticket is being ended
+    OVER = "over"
+
+
+@dataclass(eq=False, slots=True)
+class _Exchange:
+    """One write that is under way. `reads`: may it read the source still?"""
+
+    shard: ShardAddress
+    request: WriteRequest
+    blocks: Sequence[int]
+    permit: Permit
+    reattached: bool
+    reads: bool = True
+
+
+class StorePlan:
+    """Of one store. `streams` and `next_attempt` as in LoadPlan."""
+
+    def __init__(
+        self,
+        terms: StoreTerms,
+        spec: KVSpec,
+        progress: StoreProgress,
+        policy: ShardPolicy,
+        *,
+        streams: Callable[[ShardAddress], Streams],
+        next_attempt: Callable[[], Attempt],
+        deadline_ns: int,
+    ) -> None:
+        self._terms = terms
+        self._spec = spec
+        self._progress = progress
+        self._policy = policy
+        self._streams = streams
+        self._next_attempt = next_attempt
+        self._deadline_ns = deadline_ns
+        self._numbers = itertools.count(1)
+        self._exchanges: dict[int, _Exchange] = {}
+        self._state = _State.NEW
+        self._ticket: Attempt | None = None  # that the coordinator has still to be told to end
+        self._all_there = True
+        self._source_free = self._told = False
+        self._cancelled: Miss | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self._state is _State.OVER
+
+    def next_deadline(self) -> int | None:
+        """When the next Tick is due."""
+        return None if self._told else self._deadline_ns
+
+    def step(self, event: StoreEvent, now: int) -> list[StoreEffect]:
+        """Takes note of an event, and says what is to be done. `now` never falls."""
+        if self._state is _State.OVER:
+            return []
+        effects: list[StoreEffect] = []
+        match event:
+            case Begin():
+                effects += self._begin(now)
+            case StoreGranted(namespace, grant):
+                effects += self._granted(namespace, grant, now)
+            case NotGranted():
+                self._not_granted(event)
+            case SourceDrained(number) | WriteStopped(number):
+                if number in self._exchanges:
+                    self._exchanges[number].reads = False
+            case WriteEnded():
+                effects += self._write_ended(event, now)
+            case TicketEnded():
+                self._ticket = None
+            case Cancel(why):
+                effects += self._cancel(why)
+            case Tick():
+                effects += self._cancel(_LATE) if now >= self._deadline_ns else []
+        return effects + self._settle()
+
+    def _begin(self, now: int) -> list[StoreEffect]:
+        assert self._state is _State.NEW, "a store begins once"
+        if not self._terms.new or self._cancelled is not None or now >= self._deadline_ns:
+            self._state = _State.WRITING  # of nothing
+            self._cancelled = self._cancelled or (_LATE if self._terms.new else None)
+            return []
+        self._state = _State.ASKING
+        self._ticket = self._terms.attempt  # from now on: a grant may be out there though its answer is lost
+        return [AskStore()]
+
+    def _not_granted(self, event: NotGranted) -> None:
+        self._state = _State.WRITING  # of nothing
+        self._all_there = False
+        if not event.asked:
+            self._ticket = None
+        if isinstance(event.error, Trouble):
+            self._progress.missed(event.error.miss, 0)
+        else:
+            self._error = event.error
+
+    def _granted(self, namespace: NamespaceId, grant: StoreGrant, now: int) -> list[StoreEffect]:
+        self._state = _State.WRITING
+        if self._cancelled is not None:
+            self._all_there = False
+            return []
+        by_shard = self._progress.sort(grant)
+        if not by_shard:
+            self._ticket = None  # there is none for nothing
+        effects: list[StoreEffect] = []
+        block_bytes = sum(self._spec.page_bytes(group, part) for group, part in self._terms.parts)
+        for shard, blocks in by_shard.items():
+            most = min(self._streams(shard).stores, WRITERS // len(by_shard))
+            for run in share_out([block_bytes] * len(blocks), most):
+                pages, of_block = _pages(self._terms, blocks[run.start : run.stop])
+                request = WriteRequest(namespace, self._next_attempt(), shard.epoch, pages, self._terms.wait_ns)
+                effects += self._start(shard, request, of_block, now)
+        return effects
+
+    def _start(
+        self, shard: ShardAddress, request: WriteRequest, blocks: Sequence[int], now: int, *, reattached: bool = False
+    ) -> list[StoreEffect]:
+        """No two exchanges have pages of one block, so that each can say what became of its own."""
+        permit = self._policy.permit(shard, now)
+        if isinstance(permit, Miss):
+            self._missed(permit, 0)
+            return []
+        number = next(self._numbers)
+        self._exchanges[number] = _Exchange(shard, request, blocks, permit, reattached)
+        return [StartWrite(number, shard, request, blocks)]
+
+    def _write_ended(self, event: WriteEnded, now: int) -> list[StoreEffect]:
+        exchange = self._exchanges.pop(event.exchange, None)
+        if exchange is None:
+            return []
+        verdict = self._policy.ended(exchange.permit, event.error, now, reattached=exchange.reattached)
+        if isinstance(verdict, Reattach):
+            if self._cancelled is None:
+                return self._start(exchange.shard, exchange.request, exchange.blocks, now, reattached=True)
+            self._all_there = False
+        elif isinstance(verdict, BaseException):
+            self._error = self._error or verdict
+            self._all_there = False
+        elif isinstance(verdict, Miss):
+            self._missed(verdict, event.nbytes)
+        else:
+            self._progress.count(exchange.blocks, event.outcome, event.nbytes)
+            there = all(written in (Written.COMMITTED, Written.DUPLICATE) for written in event.outcome)
+            self._all_there = self._all_there and there
+        return []
+
+    def _missed(self, miss: Miss, nbytes: int) -> None:
+        self._all_there = False
+        self._progress.missed(miss, nbytes)
+
+    def _cancel(self, why: Miss) -> list[StoreEffect]:
+        if self._cancelled is not None or self._told:
+            return []
+        self._all_there = False
+        if self._state is _State.NEW:
+            self._cancelled = Miss(why.reason, NEVER_BEGUN)
+        else:
+            self._cancelled = why
+        return [StopWrite(number) for number, exchange in self._exchanges.items() if exchange.reads]
+
+    # ------------------------------------------------------------------------------------------- the end
+
+    def _settle(self) -> list[StoreEffect]:
+        """What follows from where it stands: the source is free, the outcome is told, the ticket ended, all is over."""
+        effects: list[StoreEffect] = []
+        asking = self._state is _State.ASKING
+        reads = any(exchange.reads for exchange in self._exchanges.values())
+        moved = self._state in (_State.WRITING, _State.CLOSING) and not self._exchanges
+        if not self._source_free and not reads and (self._cancelled is not None or not asking) and self._begun:
+            self._source_free = True
+            effects.append(FreeSource())
+        told_early = self._cancelled is not None and not reads
+        if not self._told and (told_early or (moved and (self._all_there or self._ticket is None))):
+            self._told = True
+            effects.append(self._outcome())
+        if moved and self._state is _State.WRITING:
+            self._state = _State.CLOSING
+            if self._ticket is not None:
+                effects.append(EndTicket(self._ticket))
+        if moved and self._ticket is None:
+            self._state = _State.OVER
+            effects.append(StoreOver())
+        return effects
+
+    @property
+    def _begun(self) -> bool:
+        return self._state is not _State.NEW or self._cancelled is not None
+
+    def _outcome(self) -> FinishStore:
+        if self._error is not None:
+            return FinishStore(None, self._error)
+        if self._cancelled is not None:
+            return FinishStore(self._progress.so_far(self._cancelled))
+        return FinishStore(self._progress.stored())
+
+
+def _pages(terms: StoreTerms, blocks: Sequence[int]) -> tuple[tuple[NewPage, ...], list[int]]:
+    """The pages of these new blocks, and for each the block that it belongs to."""
+    pages: list[NewPage] = []
+    of_block: list[int] = []
+    for block in blocks:
+        at = terms.first + block
+        parent = terms.hashes[at - 1] if block else terms.parent
+        for group, part in terms.parts:
+            pages.append(NewPage(PageKey(terms.hashes[at], group, part), parent, at, terms.loss))
+            of_block.append(block)
+    return tuple(pages), of_block

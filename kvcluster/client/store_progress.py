@@ -1,0 +1,77 @@
+"""The progress of a store: what became of its blocks so far."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from kvcluster.client.results import Stored
+from kvcluster.core.messages import Decision, ShardAddress, StoreGrant, Written
+from kvcluster.core.reasons import Miss, MissReason
+
+_MISSES = {
+    Written.CORRUPT: Miss(MissReason.CORRUPT, "what arrived did not match its checksum"),
+    Written.FULL: Miss(MissReason.FULL),
+    Written.LOST: Miss(MissReason.SHARD_LOST, "the shard could not commit"),
+}
+
+
+class StoreProgress:
+    """Thread-safe; what stands there is true at every moment."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = self._deduplicated = self._pending = self._nbytes = 0
+        self._miss: Miss | None = None
+
+    def missed(self, miss: Miss, nbytes: int) -> None:
+        """An exchange that moved so many bytes ended without an answer. The first reason is the one told."""
+        with self._lock:
+            self._nbytes += nbytes
+            self._miss = self._miss or miss
+
+    def count(self, of_block: Sequence[int], outcome: Sequence[Written], nbytes: int) -> None:
+        """An exchange that moved so many bytes ended well. A block counts by the worst that happened to its pages."""
+        fates: dict[int, set[Written]] = {}
+        for block, written in zip(of_block, outcome, strict=True):
+            fates.setdefault(block, set()).add(written)
+        with self._lock:
+            self._nbytes += nbytes
+            for fate in fates.values():
+                failed = next((written for written in _MISSES if written in fate), None)
+                if failed is not None:
+                    self._miss = self._miss or _MISSES[failed]
+                elif Written.PENDING in fate:
+                    self._pending += 1
+                elif Written.COMMITTED in fate:
+                    self._blocks += 1
+                else:
+                    self._deduplicated += 1
+
+    def sort(self, grant: StoreGrant) -> dict[ShardAddress, list[int]]:
+        """The blocks that each shard is to get. The others are counted."""
+        by_shard: dict[ShardAddress, list[int]] = {}
+        at = 0
+        with self._lock:
+            for run in grant.runs:
+                if run.decision is Decision.WRITE:
+                    assert run.shard is not None
+                    by_shard.setdefault(run.shard, []).extend(range(at, at + run.count))
+                elif run.decision is Decision.COMMITTED:
+                    self._deduplicated += run.count
+                elif run.decision is Decision.PENDING:
+                    self._pending += run.count
+                elif run.miss is not None:
+                    self._miss = self._miss or run.miss
+                at += run.count
+        return by_shard
+
+    def stored(self) -> Stored:
+        """The outcome, where it has gone as far as it could."""
+        with self._lock:
+            return Stored(self._blocks, self._deduplicated, self._pending, self._nbytes, self._miss)
+
+    def so_far(self, why: Miss) -> Stored:
+        """The outcome where it goes no further for that reason."""
+        with self._lock:
+            return Stored(self._blocks, self._deduplicated, self._pending, self._nbytes, self._miss or why)

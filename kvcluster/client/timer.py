@@ -1,0 +1,61 @@
+"""A timer: one thread of a client that wakes plans when something may be due. Started with the first plan.
+
+What is called must return at once. Entries hold their objects weakly, so that a transfer that has ended is not kept
+until its deadline; an entry that is not needed any more is left to run out, which wakes a thread less often than to
+take it back would.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+
+class Timer:
+    """Thread-safe. `close` waits for the call in hand."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[int, int, weakref.WeakMethod[Callable[[], object]]]] = []
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def call_at(self, when_ns: int, method: Callable[[], object]) -> None:
+        """Has that bound method called at that moment of the monotonic clock, if its object is there still."""
+        with self._changed:
+            if self._closed:
+                return
+            heapq.heappush(self._due, (when_ns, next(self._numbers), weakref.WeakMethod(method)))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvcluster-timer", daemon=True)
+                self._thread.start()
+            elif self._due[0][0] == when_ns:
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Calls nothing more, and ends the thread. May be called again, but not by what is called."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                wait_ns = self._due[0][0] - time.monotonic_ns() if self._due else None
+                if self._closed:
+                    return
+                if wait_ns is None or wait_ns > 0:
+                    self._changed.wait(None if wait_ns is None else wait_ns / 1e9)
+                    continue
+                _, _, entry = heapq.heappop(self._due)
+            method = entry()
+            if method is not None:
+                method()
+            del method
