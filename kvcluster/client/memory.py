@@ -169,8 +169,9 @@ class Bound:
         self._first = first
         self._owners = owners  # the regions hold addresses only
 
-    def put(self, block: int, group: int, rect: Part, data: memoryview) -> None:
-        """Writes what `data` and the bound part of `group` have in common; ignores layers and heads outside.
+    def put(self, block: int, group: int, rect: Part, data: memoryview, fills: Part | None = None) -> None:
+        """Writes what `data` and the bound part of `group` have in common, within `fills` where that is given; ignores
+        layers and heads outside.
 
         `data` is flat bytes in page layout `[rect.layers, planes, block_tokens, rect.heads, dim]`, `rect` in
         the group's own coordinates. Raises ProtocolError, and writes nothing, where it has another length.
@@ -181,6 +182,8 @@ class Bound:
         if len(data) != expected:
             raise ProtocolError(f"{rect} of a page take {expected} bytes, but {len(data)} came: does its spec differ?")
         both = region.part.intersect(rect)
+        if both is not None and fills is not None:
+            both = both.intersect(fills)
         if both is not None:
             region.write(block - self._first, rect, both, data)
 

@@ -17,15 +17,23 @@ from kvcluster.errors import CallerError, ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One want: for which block, of which group, and what rectangle of it arrives."""
+    """One want: for which block, of which group, what rectangle of it arrives (`rect`), and which heads of that it
+    fills. No two pieces of a load fill the same place."""
 
     block: int
     group: int
     want: PageWant
+    head_start: int
+    head_stop: int
 
     @property
     def rect(self) -> Part:
         return self.rect_of(self.want.layer_start, self.want.layer_stop)
+
+    @property
+    def fills(self) -> Part:
+        """What of `rect` it fills."""
+        return self.rect._replace(head_start=self.head_start, head_stop=self.head_stop)
 
     def rect_of(self, layer_start: int, layer_stop: int) -> Part:
         """The rectangle of some of its layers, counted as its want counts them."""
@@ -103,15 +111,16 @@ def cover(name: BlockHash, block: int, group: int, rect: Part, sources: Iterable
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Some layers of a page of that part on that shard, whichever block it is of."""
+    """Some layers and heads of a page of that part on that shard, whichever block it is of."""
 
     shard: ShardAddress
     part: Part
-    layer_start: int
-    layer_stop: int
+    fills: Part
 
     def piece(self, name: BlockHash, block: int, group: int) -> Piece:
-        return Piece(block, group, PageWant(PageKey(name, group, self.part), self.layer_start, self.layer_stop))
+        first, fills = self.part.layer_start, self.fills
+        want = PageWant(PageKey(name, group, self.part), fills.layer_start - first, fills.layer_stop - first)
+        return Piece(block, group, want, fills.head_start, fills.head_stop)
 
 
 def _cuts(rect: Part, sources: Iterable[Source]) -> list[_Cut] | None:
@@ -119,13 +128,9 @@ def _cuts(rect: Part, sources: Iterable[Source]) -> list[_Cut] | None:
     left = [rect]
     cuts: list[_Cut] = []
     for source in sources:
-        both = source.part.intersect(rect)
-        rest = [piece for hole in left for piece in _without(hole, source.part)]
-        if both is None or rest == left:
-            continue
-        left = rest
-        first = source.part.layer_start
-        cuts.append(_Cut(source.shard, source.part, both.layer_start - first, both.layer_stop - first))
+        filled = [both for hole in left if (both := hole.intersect(source.part)) is not None]
+        cuts += [_Cut(source.shard, source.part, both) for both in filled]
+        left = [rest for hole in left for rest in _without(hole, source.part)]
     return None if left else cuts
 
 

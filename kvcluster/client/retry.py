@@ -85,8 +85,5 @@ class RetryPlan:
 
     def elsewhere(self, piece: Piece, found: Found) -> list[Placed] | None:
         """Pieces that together stand for this one, or None where nothing else serves."""
-        part = self._parts[piece.group]
-        rect = piece.rect.intersect(part) if part is not None else None
-        assert rect is not None, "a piece fills something"
         sources = found.get((piece.block, piece.group), ())
-        return cover(self._hashes[piece.block], piece.block, piece.group, rect, sources)
+        return cover(self._hashes[piece.block], piece.block, piece.group, piece.fills, sources)

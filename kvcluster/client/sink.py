@@ -134,7 +134,7 @@ class Sink:
             encoded, view = view, self._decoded.room(nbytes) if place is None else place
             form.coder.decode(encoded, view, stop - layer)
         if place is None:
-            self._into.put(piece.block, piece.group, piece.rect_of(layer, stop), view)
+            self._into.put(piece.block, piece.group, piece.rect_of(layer, stop), view, piece.fills)
         layers = target.model_layers[layer - target.start : stop - target.start]
         return self._progress.came(piece.block, layers, nbytes)
 
@@ -152,7 +152,7 @@ class Sink:
             want.layer_start,
             want.layer_stop,
             self._spec.layer_bytes(piece.group, part),
-            self._into.place(piece.block, piece.group, piece.rect),
+            self._into.place(piece.block, piece.group, piece.rect) if piece.fills == piece.rect else None,
             piece.model_layers(self._spec),
         )
         return target

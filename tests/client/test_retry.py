@@ -29,7 +29,9 @@ def source(shard: ShardAddress, part: Part = WHOLE, group: int = 0) -> Source:
 
 def piece(block: int, group: int = 0, part: Part = WHOLE, layers: tuple[int, int] | None = None) -> Piece:
     start, stop = layers or (0, part.layers)
-    return Piece(block, group, PageWant(PageKey(HASHES[block], group, part), start, stop))
+    return Piece(
+        block, group, PageWant(PageKey(HASHES[block], group, part), start, stop), part.head_start, part.head_stop
+    )
 
 
 def fate(*shards: ShardAddress, count: int = 1) -> BlockFate:
@@ -59,7 +61,9 @@ def test_pieces_cover_a_rectangle_exactly_when_their_sources_do(rect: Part, part
     everything = set[tuple[int, int]]().union(*map(cells, parts))
     assert (placed is not None) == (cells(rect) <= everything)
     if placed is not None:
-        assert cells(rect) <= set[tuple[int, int]]().union(*(cells(one.rect) for _, one in placed))
+        filled = [cell for _, one in placed for cell in cells(one.fills)]
+        assert sorted(filled) == sorted(cells(rect)), "each place by one piece"
+        assert all(cells(one.fills) <= cells(one.rect) for _, one in placed)
         for _, one in placed:
             assert one.want.key.part in parts
             assert 0 <= one.want.layer_start < one.want.layer_stop <= one.want.key.part.layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -301,3 +302,17 @@ def test_to_stop_an_exchange_waits_for_the_chunk_in_hand_and_for_no_more() -> No
         assert left.result(BOUND_S) == [], "what was in hand was verified, and counts"
         taking.result(BOUND_S)
     assert bench.so_far().nbytes == PAGE_BYTES
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_piece_writes_only_the_heads_that_it_fills(strided: bool) -> None:
+    """The others of its page are another piece's, of a shard that has them too."""
+    caches, paged = nhd()
+    dense = torch.zeros(BLOCKS, *kv(1).shape[1:])
+    bench = Bench(paged if strided else dense)
+    some = replace(bench.pieces[0], head_start=1, head_stop=3)
+    bench.send(0, 0, LAYERS, sink=bench.new_sink(ReadRanges([some], now=0, deadline_ns=NEVER)))
+    came = gathered(caches) if strided else dense
+    assert same(came[0][..., 1:3, :], bench.values[0][..., 1:3, :])
+    came[0][..., 1:3, :] = 0
+    assert not came.any()
