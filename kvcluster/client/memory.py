@@ -234,7 +234,8 @@ class Pages:
 
     def write(self, block: int, rect: Part, both: Part, data: memoryview) -> None:
         page, part = self._pages[block], self.part
-        if rect.head_start != part.head_start or rect.head_stop != part.head_stop:
+        heads = part.head_start, part.head_stop
+        if (rect.head_start, rect.head_stop) != heads or (both.head_start, both.head_stop) != heads:
             self.write_heads(page, rect, both, data)
             return
         layer_bytes = part.heads * self.head_bytes
