@@ -111,9 +111,9 @@ def _redeem(worker: Worker) -> Script:
     """A ticket that another process prepared, perhaps long ago."""
     world = worker.world
     if world.grants:
-        model, wanted, accept = world.rng.choice(world.grants[-8:])
-        reading = yield from worker.read_all(model, wanted, accept, worker.now() + world.scenario.patience_ns)
-        world.count("redeem", "part failed" if reading.failed else "hit")
+        model, body = world.rng.choice(world.grants[-8:])
+        loaded = yield from worker.redeem(model, body, worker.now() + world.scenario.patience_ns)
+        world.count("redeem", "part failed" if loaded.miss is not None else "hit")
 
 
 def _lookup(worker: Worker) -> Script:

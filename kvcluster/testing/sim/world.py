@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from kvcluster.core.ids import Epoch, Holder, ShardId
 from kvcluster.core.invariants import check_coordinator, check_shard
-from kvcluster.core.messages import Tombstone
-from kvcluster.core.reasons import Loss
+from kvcluster.core.messages import TicketBody, Tombstone
 from kvcluster.testing.kernel import MS, SECOND, Clock, Kernel, Process
 from kvcluster.testing.sim import content, scenario, workload
 from kvcluster.testing.sim.content import Model
@@ -28,7 +27,7 @@ from kvcluster.testing.sim.network import Network
 from kvcluster.testing.sim.oracle import Oracle
 from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.shard import ShardProcess
-from kvcluster.testing.sim.worker import Keys, Worker
+from kvcluster.testing.sim.worker import Worker
 
 EVERY = 64
 """Steps between two looks at all invariants."""
@@ -72,7 +71,7 @@ class World:
             for _ in range(drawn.nodes)
         ]
         self.models: list[Model] = rng.sample(content.MODELS, drawn.models)
-        self.grants: list[tuple[Model, Keys, Loss]] = []
+        self.grants: list[tuple[Model, TicketBody]] = []
         self.told_to_go: dict[ShardId, None] = {}
         self.kept: tuple[Tombstone, ...] = ()
         self.disks: dict[tuple[ShardId, int], Disk] = {}  # by shard and node

@@ -1,0 +1,85 @@
+"""The memory that a load fills, as the oracle sees it: who writes each place, and whether right bytes lie there.
+
+A place is one head of one layer of one block. The promises of a load are judged here: a place has one owner at a time,
+is written by its owner alone and never after the outcome was told, and everything that is told to have come is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from kvcluster.client.load_progress import LoadProgress
+from kvcluster.client.pieces import Piece
+from kvcluster.client.results import Loaded
+from kvcluster.core.spec import KVSpec
+from kvcluster.testing.sim.promises import hold
+
+Place = tuple[int, int, int, int]
+"""Block, group, layer of the group, head."""
+
+
+class Destination:
+    """Of one load. Exchanges are named by their numbers."""
+
+    def __init__(self, spec: KVSpec, pieces: Iterable[Piece], progress: LoadProgress) -> None:
+        self._spec = spec
+        self._progress = progress
+        self._right: dict[Place, bool] = {}
+        self._owners: dict[Place, int] = {}
+        self._told = False
+        for piece in pieces:
+            for place in places(piece, piece.want.layer_start, piece.want.layer_stop):
+                hold(place not in self._right, "two pieces of one load fill the same place")
+                self._right[place] = False
+
+    def take(self, exchange: int, pieces: Iterable[Piece]) -> None:
+        """An exchange begins to own these."""
+        for piece in pieces:
+            for place in places(piece, piece.want.layer_start, piece.want.layer_stop):
+                hold(place not in self._owners, "memory is given to an exchange while another may write it")
+                self._owners[place] = exchange
+
+    def give_back(self, exchange: int, pieces: Iterable[Piece]) -> None:
+        """It writes these no more."""
+        for piece in pieces:
+            for place in places(piece, piece.want.layer_start, piece.want.layer_stop):
+                if self._owners.get(place) == exchange:
+                    del self._owners[place]
+
+    def write(self, exchange: int, piece: Piece, layer: int, *, right: bool) -> None:
+        """One layer of a piece, counted as its want counts them, is written."""
+        hold(not self._told, "memory is written after the outcome of the load was told")
+        for place in places(piece, layer, layer + 1):
+            hold(self._owners.get(place) == exchange, "memory is written by an exchange that does not own it")
+            self._right[place] = right
+
+    def check_layers(self, layers: Iterable[int]) -> None:
+        """A layer of which nothing is left to come is right in every block."""
+        for layer in layers:
+            if self._progress.layer_left(layer) == 0:
+                hold(
+                    all(self._right[place] for place in self._of_layer(layer)), "a layer is told to have come too early"
+                )
+
+    def tell(self, loaded: Loaded) -> None:
+        """The outcome is told."""
+        hold(not self._owners, "the outcome of a load is told while an exchange may write")
+        self._told = True
+        wrong = {place[0] for place, right in self._right.items() if not right}
+        hold(wrong <= loaded.failed.keys(), "a block is told to have come that has not")
+        if loaded.miss is None:
+            hold(not wrong, "a load is told to be whole that is not")
+        whole_prefix = all(group.reuse.kind == "prefix" for group in self._spec.groups)
+        if whole_prefix:
+            hold(all(block >= loaded.blocks for block in wrong), "blocks are told to be loaded that are not right")
+
+    def _of_layer(self, layer: int) -> Iterator[Place]:
+        return (place for place in self._right if self._spec.groups[place[1]].layers[place[2]] == layer)
+
+
+def places(piece: Piece, layer_start: int, layer_stop: int) -> Iterator[Place]:
+    """What these layers of a piece fill, counted as its want counts them."""
+    rect, fills = piece.rect_of(layer_start, layer_stop), piece.fills
+    for layer in range(rect.layer_start, rect.layer_stop):
+        for head in range(fills.head_start, fills.head_stop):
+            yield piece.block, piece.group, layer, head

@@ -1,0 +1,210 @@
+"""A load as a worker does it: the real plan (client/load_plan.py), carried out over the simulated network.
+
+An exchange takes a layer at a time under its ranges, as the client's sink does. Some copies take their time: what is
+told to stop meanwhile stops when they are done, and an exchange that waits for bytes stops at once or a little later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvcluster.client.load_plan import (
+    Answered,
+    AskElsewhere,
+    Begin,
+    Cancel,
+    FinishLoad,
+    LoadEffect,
+    LoadEvent,
+    LoadPlan,
+    ReadEnded,
+    ReadStopped,
+    ReportCorrupt,
+    StartRead,
+    StopRead,
+    Tick,
+)
+from kvcluster.client.load_progress import LoadProgress
+from kvcluster.client.pieces import Piece, each, plan_pieces
+from kvcluster.core.messages import Explain, Explained, ReadRequest, Suspect, TicketBody
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.pages import checksum
+from kvcluster.testing.kernel import MS, TIMED_OUT, Promise, Script
+from kvcluster.testing.sim import content
+from kvcluster.testing.sim.content import Model
+from kvcluster.testing.sim.destination import Destination
+from kvcluster.testing.sim.promises import hold
+from kvcluster.testing.sim.sessions import FINISHED, Layer
+from kvcluster.transport.seam import Cancelled, Streams, Trouble
+
+if TYPE_CHECKING:
+    from kvcluster.testing.sim.worker import Worker
+
+COPY_NS = 2 * MS
+"""What one chunk takes at most to copy and verify, where it takes any time."""
+
+
+class Load:
+    """One load of a ticket. `done` brings its Loaded."""
+
+    def __init__(self, worker: Worker, model: Model, body: TicketBody, give_up: int) -> None:
+        self.done = Promise()
+        self._worker = worker
+        self._model = model
+        self._body = body
+        self._give_up = give_up
+        parts = body.need.parts
+        pieces = plan_pieces(body, model.spec, parts)
+        self._progress = LoadProgress(body, model.spec, pieces)
+        self._destination = Destination(model.spec, each(pieces), self._progress)
+        self._plan = LoadPlan(
+            body,
+            model.spec,
+            parts,
+            pieces,
+            self._progress,
+            worker.policy,
+            streams=lambda shard: Streams(1, 2, 2),
+            next_attempt=worker.attempt,
+            deadline_ns=give_up,
+        )
+        self._direct = worker.world.later.random() < 0.5  # bytes lie where they belong before they are verified
+        self._copying: dict[int, None] = {}
+        self._starts: dict[int, StartRead] = {}
+        self._stops: dict[int, list[StopRead]] = {}  # that wait for the copy in hand
+        self._armed: int | None = None
+
+    def begin(self) -> None:
+        self._deliver(Begin())
+
+    def cancel(self) -> None:
+        """The engine wants it no more."""
+        self._deliver(Cancel(Miss(MissReason.DEADLINE, "given up")))
+
+    def _deliver(self, event: LoadEvent) -> None:
+        worker = self._worker
+        events = deque([event])
+        while events:
+            for effect in self._plan.step(events.popleft(), worker.now()):
+                self._perform(effect)
+        when = self._plan.next_deadline()
+        if when is not None and (self._armed is None or when < self._armed):
+            self._armed = when
+            worker.kernel.at(worker.clock.when(when), worker, self._tick)
+
+    def _tick(self) -> None:
+        self._armed = None
+        self._deliver(Tick())
+
+    def _perform(self, effect: LoadEffect) -> None:
+        worker, world = self._worker, self._worker.world
+        match effect:
+            case StartRead():
+                self._destination.take(effect.exchange, effect.ranges.pieces)
+                self._starts[effect.exchange] = effect
+                worker.kernel.at(worker.kernel.now, worker, worker.start, self._read(effect))
+            case StopRead():
+                delay_ns = int(COPY_NS * world.later.random()) if world.later.random() < 0.5 else 0
+                worker.kernel.at(worker.kernel.now + delay_ns, worker, self._stop, effect)
+            case AskElsewhere():
+                worker.start(self._ask(effect))
+            case ReportCorrupt(shard, keys):
+                world.count("suspect", "told")
+                world.network.ask(
+                    worker,
+                    world.shard_at(shard.address),
+                    lambda call: Suspect(call, self._model.tenant, self._model.space, shard.epoch, keys),
+                )
+            case FinishLoad(loaded, error):
+                hold(error is None, f"a load ends in an error: {error!r}")
+                assert loaded is not None
+                self._destination.tell(loaded)
+                self.done.fulfil(loaded)
+
+    def _stop(self, effect: StopRead) -> None:
+        if effect.exchange in self._copying:
+            self._stops.setdefault(effect.exchange, []).append(effect)
+            return
+        ranges = self._starts[effect.exchange].ranges
+        ranges.stop(effect.items)
+        items = range(len(ranges.pieces)) if effect.items is None else effect.items
+        self._destination.give_back(effect.exchange, [ranges.pieces[item] for item in items])
+        self._worker.world.count("load", "exchange stopped")
+        self._deliver(ReadStopped(effect.exchange, effect.items))
+
+    def _ask(self, effect: AskElsewhere) -> Script:
+        model, answers = self._model, list[Explained]()
+        for question in effect.questions:
+            told = yield from self._worker.question(
+                model,
+                lambda call, of=question: Explain(call, model.tenant, model.space, of.hashes, of.need),
+                effect.until_ns,
+            )
+            if not isinstance(told, Explained):
+                break
+            answers.append(told)
+        self._worker.world.count("load", "asked elsewhere")
+        self._deliver(Answered(effect.number, answers))
+
+    # ----------------------------------------------------------------------------------------- exchanges
+
+    def _read(self, start: StartRead) -> Script:
+        outcome, error = yield from self._exchange(start)
+        self._destination.give_back(start.exchange, start.ranges.pieces)
+        self._deliver(ReadEnded(start.exchange, outcome, error))
+
+    def _exchange(self, start: StartRead) -> Script:
+        """The outcome for each piece, and no error; or an error."""
+        worker, ranges = self._worker, start.ranges
+        wants = tuple(piece.want for piece in ranges.pieces)
+        request = ReadRequest(self._model.space, start.attempt, start.shard.epoch, wants, start.accept)
+        opened = yield from worker.open(self._model, start.shard, request, self._give_up)
+        if isinstance(opened, Exception):
+            return (), opened
+        line, head = opened
+        error: Exception | None = None
+        heard: object = None
+        while error is None:
+            heard = yield line.down.next(), max(1, self._give_up - worker.now())
+            if not isinstance(heard, list):
+                reason = MissReason.DEADLINE if heard is TIMED_OUT else MissReason.SHARD_LOST
+                error = None if heard is FINISHED else Trouble(Miss(reason, "it broke off"))
+                break
+            for layer in heard:
+                try:
+                    yield from self._take(start, ranges.pieces[layer.item], layer)
+                except Cancelled as cancelled:
+                    error = cancelled
+                    break
+        if heard is not FINISHED or worker.world.rng.random() < 0.1:
+            line.up.hang_up()
+        worker.world.network.close(line)
+        return (() if error else tuple(head)), error
+
+    def _take(self, start: StartRead, piece: Piece, layer: Layer) -> Script:
+        """One layer to its place."""
+        worker, ranges, later = self._worker, start.ranges, self._worker.world.later
+        if not ranges.may_write(layer.item, layer.layer, worker.now()):
+            return
+        key = piece.want.key
+        identity = content.identity(self._model.space, key, layer.codec)
+        right = checksum.layer_sum(identity, layer.layer, layer.data) == layer.total
+        if self._direct and piece.fills == piece.rect:
+            self._destination.write(start.exchange, piece, layer.layer, right=right)
+        if later.random() < 0.1:
+            self._copying[start.exchange] = None
+            yield None, int(COPY_NS * later.random())
+            del self._copying[start.exchange]
+        if right:
+            worker.world.oracle.accepted(self._model.space, key, layer, start.accept)
+            self._destination.write(start.exchange, piece, layer.layer, right=True)
+            ranges.came(layer.item, layer.layer + 1)
+            layers = piece.cut(layer.layer, layer.layer + 1).model_layers(self._model.spec)
+            if self._progress.came(piece.block, layers, len(layer.data)):
+                self._destination.check_layers(layers)
+        else:
+            worker.world.oracle.refused(key, layer)
+            ranges.did_not_match(layer.item, layer.layer, layer.layer + 1)
+        for stop in self._stops.pop(start.exchange, ()):
+            self._stop(stop)

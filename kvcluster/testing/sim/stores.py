@@ -1,0 +1,222 @@
+"""A store as a worker does it: the real plan (client/store_plan.py), carried out over the simulated network."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvcluster.client.load_plan import Begin, Cancel, Tick
+from kvcluster.client.results import Stored
+from kvcluster.client.store_plan import (
+    AskStore,
+    EndTicket,
+    FinishStore,
+    FreeSource,
+    NotGranted,
+    SourceDrained,
+    StartWrite,
+    StopWrite,
+    StoreEffect,
+    StoreEvent,
+    StoreGranted,
+    StoreOver,
+    StorePlan,
+    StoreTerms,
+    TicketEnded,
+    WriteEnded,
+    WriteStopped,
+)
+from kvcluster.client.store_progress import StoreProgress
+from kvcluster.client.storing import prepare_store
+from kvcluster.core import messages
+from kvcluster.core.ids import Attempt, BlockHash
+from kvcluster.core.messages import PageKey, StoreGrant
+from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.spec import Part
+from kvcluster.testing.kernel import MS, TIMED_OUT, Promise, Script
+from kvcluster.testing.sim import content
+from kvcluster.testing.sim.content import Model
+from kvcluster.testing.sim.memory import flipped
+from kvcluster.testing.sim.network import BROKEN
+from kvcluster.testing.sim.promises import hold
+from kvcluster.testing.sim.sessions import FINISHED, Layer
+from kvcluster.transport.seam import Cancelled, Streams, Trouble
+
+if TYPE_CHECKING:
+    from kvcluster.testing.sim.worker import Worker
+
+
+class Store:
+    """One store of the blocks from `first` on. `done` brings its Stored, and `over` comes when the next may begin."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        model: Model,
+        hashes: Sequence[BlockHash],
+        first: int,
+        parts: tuple[tuple[int, Part], ...],
+        wait_ns: int,
+        give_up: int,
+    ) -> None:
+        self.done = Promise()
+        self.over = Promise()
+        self._worker = worker
+        self._model = model
+        self._give_up = give_up
+        self._terms = StoreTerms(hashes, first, parts, Loss.EXACT, worker.attempt(), wait_ns)
+        self._plan = StorePlan(
+            self._terms,
+            model.spec,
+            StoreProgress(),
+            worker.policy,
+            streams=lambda shard: Streams(2, 1, 1),
+            next_attempt=worker.attempt,
+            deadline_ns=give_up,
+        )
+        self._stopped: dict[int, None] = {}
+        self._free = False
+        self._armed: int | None = None
+
+    def begin(self) -> None:
+        self._deliver(Begin())
+
+    def cancel(self) -> None:
+        """The engine wants its memory back."""
+        self._deliver(Cancel(Miss(MissReason.DEADLINE, "given up")))
+
+    def _deliver(self, event: StoreEvent) -> None:
+        worker = self._worker
+        events = deque([event])
+        while events:
+            for effect in self._plan.step(events.popleft(), worker.now()):
+                self._perform(effect)
+        when = self._plan.next_deadline()
+        if when is not None and (self._armed is None or when < self._armed):
+            self._armed = when
+            worker.kernel.at(worker.clock.when(when), worker, self._tick)
+
+    def _tick(self) -> None:
+        self._armed = None
+        self._deliver(Tick())
+
+    def _perform(self, effect: StoreEffect) -> None:
+        worker = self._worker
+        match effect:
+            case AskStore():
+                worker.start(self._ask())
+            case StartWrite():
+                hold(not self._free, "a source is read after it was said to be free")
+                worker.kernel.at(worker.kernel.now, worker, worker.start, self._write(effect))
+            case StopWrite(exchange):
+                self._stopped[exchange] = None
+                worker.kernel.at(worker.kernel.now, worker, self._deliver, WriteStopped(exchange))
+            case FreeSource():
+                self._free = True
+            case EndTicket(attempt):
+                worker.start(self._end_ticket(attempt))
+            case FinishStore(stored, error):
+                hold(error is None, f"a store ends in an error: {error!r}")
+                assert stored is not None
+                self._tell(stored)
+            case StoreOver():
+                self.over.fulfil(None)
+
+    def _tell(self, stored: Stored) -> None:
+        hold(self._free, "the outcome of a store is told while its source is read")
+        told = stored.blocks + stored.deduplicated + stored.pending
+        hold(told <= len(self._terms.new), "more blocks are told to be stored than there were")
+        if told == len(self._terms.new) and not stored.pending and stored.miss is None:
+            placed = self._worker.world.oracle.placed
+            for block in self._terms.new:
+                for group, part in self._terms.parts:
+                    known = (self._model.space, PageKey(block, group, part)) in placed
+                    whole = stored.deduplicated  # of blocks that others stored, perhaps in other parts
+                    hold(known or bool(whole), "a block is told to be stored that no shard has committed")
+        self.done.fulfil(stored)
+
+    def _ask(self) -> Script:
+        worker, model, terms = self._worker, self._model, self._terms
+        attached = yield from worker.attach(model, self._give_up)
+        if attached is None:
+            self._deliver(NotGranted(_late("no answer"), asked=False))
+            return
+        tokens = tuple(token for block in terms.new for token in content.origin(model, block)[1])
+        prepare = replace(prepare_store(terms, attached, tokens, f"node-{worker.node}"), namespace=model.space)
+        grant = yield from worker.question(
+            model, lambda call: replace(prepare, call=call, tenant=model.tenant), self._give_up
+        )
+        if isinstance(grant, StoreGrant):
+            self._deliver(StoreGranted(model.space, grant))
+        else:
+            self._deliver(NotGranted(_late("no answer" if grant is None else "refused"), asked=True))
+
+    def _end_ticket(self, attempt: Attempt) -> Script:
+        yield from self._worker.ask(lambda call: messages.EndTicket(call, attempt), self._worker.now() + 300 * MS)
+        self._deliver(TicketEnded())
+
+    # ----------------------------------------------------------------------------------------- exchanges
+
+    def _write(self, start: StartWrite) -> Script:
+        nbytes, outcome, error = yield from self._exchange(start)
+        self._deliver(WriteEnded(start.exchange, nbytes, outcome, error))
+
+    def _exchange(self, start: StartWrite) -> Script:
+        """The bytes that were taken, what became of each page, and no error; or an error."""
+        worker, world = self._worker, self._worker.world
+        rng, scenario, request = world.rng, world.scenario, start.request
+        opened = yield from worker.open(self._model, start.shard, request, self._give_up)
+        if isinstance(opened, Exception):
+            return 0, (), opened
+        line, head = opened
+        breaks_off = world.working and rng.random() < 0.05
+        layers = [
+            (item, page.key, layer)
+            for item, (page, refused) in enumerate(zip(request.pages, head, strict=True))
+            if refused is None
+            for layer in range(page.key.part.layers)
+        ]
+        nbytes, stopped = 0, False
+        for at in range(0, len(layers), scenario.frame_layers):
+            yield None, int(2 * scenario.frame_ns * rng.random())
+            stopped = start.exchange in self._stopped
+            if breaks_off or stopped or worker.now() >= self._give_up:
+                break
+            hold(not self._free, "a source is read after it was said to be free")
+            frame = [self._layer(item, key, layer) for item, key, layer in layers[at : at + scenario.frame_layers]]
+            nbytes += sum(len(layer.data) for layer in frame)
+            line.up.put(frame)
+        broken = breaks_off or stopped or worker.now() >= self._give_up
+        if not broken:
+            self._deliver(SourceDrained(start.exchange))
+        if breaks_off and rng.random() < 0.5:  # it hangs, and says nothing to anybody
+            yield None, 2 * scenario.config.shard.lease_ttl_ms * MS
+        line.up.put(BROKEN if broken else FINISHED)
+        tail = yield line.down.next(), max(1, self._give_up - worker.now())
+        line.up.hang_up()
+        world.network.close(line)
+        if stopped:
+            return nbytes, (), Cancelled(Miss(MissReason.DEADLINE, "given up"))
+        if not isinstance(tail, list):
+            return nbytes, (), _late("it broke off") if tail is TIMED_OUT else _lost("it broke off")
+        for written in dict.fromkeys(tail):
+            world.count("store", written.value)
+        return nbytes, tuple(tail), None
+
+    def _layer(self, item: int, key: PageKey, layer: int) -> Layer:
+        world = self._worker.world
+        page = content.content(self._model.space, key)
+        data = page.layer(layer)
+        if world.wire_flips():
+            return Layer(item, layer, page.sums[layer], flipped(world.rng, data), sound=False)
+        return Layer(item, layer, page.sums[layer], data, sound=True)
+
+
+def _late(detail: str) -> Trouble:
+    return Trouble(Miss(MissReason.DEADLINE, detail))
+
+
+def _lost(detail: str) -> Trouble:
+    return Trouble(Miss(MissReason.SHARD_LOST, detail))
