@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.pieces import Piece
 from kvcluster.client.results import Loaded
+from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing.sim.promises import hold
 
@@ -27,6 +28,7 @@ class Destination:
         self._right: dict[Place, bool] = {}
         self._owners: dict[Place, int] = {}
         self._told = False
+        self._loss = Loss.EXACT
         for piece in pieces:
             for place in places(piece, piece.want.layer_start, piece.want.layer_stop):
                 hold(place not in self._right, "two pieces of one load fill the same place")
@@ -53,6 +55,10 @@ class Destination:
             hold(self._owners.get(place) == exchange, "memory is written by an exchange that does not own it")
             self._right[place] = right
 
+    def came(self, loss: Loss) -> None:
+        """Something that has lost so much came, and was taken."""
+        self._loss = max(self._loss, loss)
+
     def check_layers(self, layers: Iterable[int]) -> None:
         """A layer of which nothing is left to come is right in every block."""
         for layer in layers:
@@ -65,6 +71,7 @@ class Destination:
         """The outcome is told."""
         hold(not self._owners, "the outcome of a load is told while an exchange may write")
         self._told = True
+        hold(self._loss <= loaded.loss, f"a load tells {loaded.loss.name} of what has lost {self._loss.name}")
         wrong = {place[0] for place, right in self._right.items() if not right}
         hold(wrong <= loaded.failed.keys(), "a block is told to have come that has not")
         if loaded.miss is None:

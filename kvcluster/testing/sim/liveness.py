@@ -115,6 +115,7 @@ def _last_wishes(worker: Worker) -> Script:
     for model in world.models[:2]:
         hashes = content.chain(model, 0, 0)
         yield from _all_is_told(world)
+        yield from _no_shard_is_left_alone(worker)
         expected, rotten = _restorable(world, model, hashes), _rotten(world)  # what is found so may be gone afterwards
         too_much = _is_too_much(world, hashes)
         loaded = yield from worker.load(model, hashes, model.need())
@@ -127,6 +128,7 @@ def _last_wishes(worker: Worker) -> Script:
             short = content.chain(model, 0, 0)[:1]
             stored = False
             yield from _all_is_told(world)
+            yield from _no_shard_is_left_alone(worker)
             for _ in range(6):  # room is asked for by reports
                 stored = stored or (yield from worker.store(model, short, 0, model.whole(), 300 * MS))
             hold(stored or _rotten(world), "a block could not be stored in peace")
@@ -139,6 +141,12 @@ def _all_is_told(world: World) -> Script:
         if all(member.cursor.current for member in world.coordinator.core.members.all()):
             return
         yield None, _LOOK_NS
+
+
+def _no_shard_is_left_alone(worker: Worker) -> Script:
+    """What failed while there were faults is asked again after a while, by one exchange first."""
+    open_ms = [breaker["open_ms"] for breaker in worker.policy.status(worker.now()).values()]
+    yield None, (max(open_ms, default=0) + 1) * MS
 
 
 def _restorable(world: World, model: content.Model, hashes: tuple[BlockHash, ...]) -> int:

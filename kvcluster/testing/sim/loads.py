@@ -197,7 +197,8 @@ class Load:
             yield None, int(COPY_NS * later.random())
             del self._copying[start.exchange]
         if right:
-            worker.world.oracle.accepted(self._model.space, key, layer, start.accept)
+            worker.world.oracle.accepted(self._model.space, key, layer, self._body.need.accept)
+            self._destination.came(layer.loss)
             self._destination.write(start.exchange, piece, layer.layer, right=True)
             ranges.came(layer.item, layer.layer + 1)
             layers = piece.cut(layer.layer, layer.layer + 1).model_layers(self._model.spec)

@@ -45,6 +45,9 @@ from kvcluster.transport.seam import RefusedByShard, Trouble
 if TYPE_CHECKING:
     from kvcluster.testing.sim.world import World
 
+STOPPED_NS = 20 * MS
+"""After a cancel: several times what a chunk takes."""
+
 BREAKER_MS = 50
 """So that one that opened while there were faults is closed again when all must have come to rest."""
 
@@ -153,6 +156,8 @@ class Worker(Process):
         if self.world.working and self.world.later.random() < 0.05:
             yield load.done, int(self.world.scenario.frame_ns * 4 * self.world.later.random())
             load.cancel()
+            soon = yield load.done, STOPPED_NS
+            hold(soon is not TIMED_OUT, "a load that was cancelled goes on")
         loaded = yield load.done, 10 * self.world.scenario.patience_ns
         hold(loaded is not TIMED_OUT, "a load does not end by its deadline")
         return loaded
@@ -176,6 +181,8 @@ class Worker(Process):
         if self.world.working and self.world.later.random() < 0.05:
             yield store.done, int(self.world.scenario.frame_ns * 4 * self.world.later.random())
             store.cancel()
+            soon = yield store.done, STOPPED_NS
+            hold(soon is not TIMED_OUT, "a store that was cancelled reads its source still")
         stored = yield store.done, 10 * self.world.scenario.patience_ns
         hold(stored is not TIMED_OUT, "a store does not end by its deadline")
         over = yield store.over, 20 * self.world.scenario.patience_ns

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from kvcluster.testing.sim.world import World
 
 CONVERSATIONS = 5
+HALVES = 0.7
+"""Of the stores of a scenario with ranks that have half of the heads each."""
+
 REDEEM_NS = 10 * MS
 """Between two tickets of a redeemer, on average."""
 _ERRANDS = {
@@ -102,7 +105,9 @@ def _request(worker: Worker) -> Script:
     need = model.need(accept, half=half)
     loaded = yield from worker.load(model, hashes, need, wait_ns=kept_ns)
     if loaded < len(hashes) and rng.random() < 0.9:
-        parts = model.first_half() if half else model.halves() if world.scenario.halves else model.whole()
+        # Ranks of several engines: what two of one wrote in halves, one of another writes whole.
+        halves = world.scenario.halves and world.later.random() < HALVES
+        parts = model.first_half() if half else model.halves() if halves else model.whole()
         wait_ns = rng.choice((0, 200 * MS, 600 * MS))
         yield from worker.store(model, hashes, loaded, parts, wait_ns)
 

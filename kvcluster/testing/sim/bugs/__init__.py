@@ -4,7 +4,7 @@ None hides: each is what a tired author might write, a forgotten comparison, a m
 order. Each module of bugs adds its own to BUGS when it is imported, as it is here.
 """
 
-from kvcluster.testing.sim.bugs import coordinators, shards
+from kvcluster.testing.sim.bugs import clients, coordinators, shards
 from kvcluster.testing.sim.bugs.planting import BUGS, active
 
-__all__ = ["BUGS", "active", "coordinators", "shards"]
+__all__ = ["BUGS", "active", "clients", "coordinators", "shards"]
