@@ -61,6 +61,9 @@ class Region(Protocol):
     def view(self, offset: int, nbytes: int) -> memoryview:
         """That range, which must lie within the region. ValueError once it is closed, BufferError for DEVICE."""
 
+    def close(self) -> None:
+        """Gives no further views; the memory goes back with the last of those given. May be called again."""
+
 
 class HostRegion:
     """A region that the CPU addresses: `whole`, which begins at `address`. It keeps `whole` alive, and a view of it
