@@ -462,4 +462,4 @@ def test_without_its_disk_tier_a_shard_serves_memory() -> None:
 def test_a_shard_with_a_folder_tells_of_no_trouble() -> None:
     shard = DiskShard.knowing(found())
     shard.later(SECOND)
-    assert (report(shard).info.trouble, report(shard).info.tiers) == ("", tuple(Tier))
+    assert (report(shard).info.trouble, report(shard).info.tiers) == ("", (Tier.DEVICE, Tier.HOST, Tier.DISK))

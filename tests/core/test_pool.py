@@ -333,6 +333,9 @@ FIRST = HEAD_BYTES + SECTOR_BYTES
 """Where the slots of a file begin here."""
 
 
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+
+
 def tiers_of(pages: int = 2, below: int = 2, slots: int = 2) -> PagePool:
     """All three of them, with room for so many small pages; on disk in one file."""
     device = PageAllocator(pages * ALIGN_BYTES, ALIGN_BYTES)
@@ -398,7 +401,7 @@ def test_the_disk_tier_lies_below_all_others_and_outside_their_arena() -> None:
     file_bytes = FIRST + 2 * SECTOR_BYTES
     found = Found(capacity_bytes=3 * file_bytes, file_bytes=file_bytes)
     pool = PagePool.of(ShardConfig(device_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES), {Tier.DISK: found})
-    assert list(pool.allocators) == list(Tier) and list(pool.memory) == [Tier.DEVICE, Tier.HOST]
+    assert list(pool.allocators) == list(TIERS) and list(pool.memory) == [Tier.DEVICE, Tier.HOST]
     assert pool.arena_bytes == 3_072
     below = written_in(pool, Tier.DISK)
     assert below.offset == FIRST, "an offset of its own kind"
@@ -451,7 +454,7 @@ def test_a_twin_below_counts_once_it_is_ready(upper: Tier, lower: Tier) -> None:
 
 def test_of_two_twins_below_the_upper_counts() -> None:
     pool = tiers_of()
-    above, host, disk = (ready_in(pool, tier) for tier in Tier)
+    above, host, disk = (ready_in(pool, tier) for tier in TIERS)
     assert pool.below_of(above) is host
     assert pool.below_of(host) is disk
     pool.condemn(host)
@@ -469,7 +472,7 @@ def test_who_wants_it_encoded_gets_the_twin_from_which_it_was_decoded(lower: Tie
     assert pool.find(SPACE, key(1), Loss.Q8, encoded=True) is raw, "it was not decoded"
 
 
-@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("tier", TIERS)
 def test_what_is_being_written_in_any_tier_is_pending(tier: Tier) -> None:
     pool = tiers_of()
     page = written_in(pool, tier)
@@ -481,7 +484,7 @@ def test_what_is_being_written_in_any_tier_is_pending(tier: Tier) -> None:
 
 @pytest.mark.parametrize("accept", Loss)
 @pytest.mark.parametrize("loss", Loss)
-@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("tier", TIERS)
 def test_a_reader_gets_what_has_lost_no_more_than_he_accepts(tier: Tier, loss: Loss, accept: Loss) -> None:
     pool = tiers_of()
     page = ready_in(pool, tier, loss=loss)
@@ -493,8 +496,8 @@ def test_a_reader_gets_what_has_lost_no_more_than_he_accepts(tier: Tier, loss: L
     assert isinstance(missing, Miss) and missing.reason is MissReason.EVICTED
 
 
-@pytest.mark.parametrize("into", Tier)
-@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("into", TIERS)
+@pytest.mark.parametrize("tier", TIERS)
 def test_what_loses_more_and_is_being_written_elsewhere_gives_way(tier: Tier, into: Tier) -> None:
     pool = tiers_of()
     written_in(pool, tier, loss=Loss.Q8)
@@ -503,7 +506,7 @@ def test_what_loses_more_and_is_being_written_elsewhere_gives_way(tier: Tier, in
 
 @pytest.mark.parametrize("there", Loss)
 @pytest.mark.parametrize("new", Loss)
-@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("tier", TIERS)
 def test_what_is_there_with_no_more_loss_is_not_written_again(tier: Tier, there: Loss, new: Loss) -> None:
     pool = tiers_of()
     ready_in(pool, tier, loss=there)
@@ -696,7 +699,7 @@ class TwinsAgainstLists(RuleBasedStateMachine):
         self.condemned: list[Page] = []
         self.copies: dict[Page, bool] = {}
 
-    @rule(tier=st.sampled_from(Tier), number=st.integers(0, 2), loss=st.sampled_from(Loss))
+    @rule(tier=st.sampled_from(TIERS), number=st.integers(0, 2), loss=st.sampled_from(Loss))
     def reserve(self, tier: Tier, number: int, loss: Loss) -> None:
         if (tier, number) in self.live:
             return
@@ -799,7 +802,7 @@ class TwinsAgainstLists(RuleBasedStateMachine):
     @invariant()
     def readers_find_the_upper_twin_that_is_ready(self) -> None:
         for number in range(3):
-            twins = [page for tier in Tier if (page := self.live.get((tier, number))) is not None]
+            twins = [page for tier in TIERS if (page := self.live.get((tier, number))) is not None]
             found = [page for page in twins if page.state is PageState.READY] or twins
             assert self.pool.get(SPACE, key(number)) is (found[0] if found else None)
             for page in twins:
