@@ -1,5 +1,5 @@
-"""A shard's pages on their way between its tiers: demoted by being encoded below, promoted by being decoded above. Into
-which codec, the tier says that they come into (tiers.Takes): into a store they go as they are.
+"""A shard's pages on their way between its tiers: demoted by being encoded below, promoted by being decoded above. The
+tier that a page comes into says in which codec it lies there (tiers.Takes); into a store it goes as it is.
 
 What is to move the coordinator has ordered (MoveOrder); the shell does it, a batch at a time, beside everything else,
 and says what came of it. Meanwhile the source is read like before and the target is nobody's: a batch is a read lease
@@ -9,7 +9,8 @@ meanwhile takes its target with it.
 What is demoted leaves its tier in any case. Where its twin lies below already it is not encoded again, and where there
 is no room below, which the coordinator has tried to make, it is evicted, as it would be without a tier below; likewise
 what cannot be written to a store. What was to stay raw goes encoded where only that has room. Where a store has
-room, but none for pages of this kind, what its allocator says is given up (StoreAllocator.sparsest), once a batch.
+room, but none for pages of this kind, the pages that its allocator names are evicted (StoreAllocator.sparsest), once a
+batch.
 """
 
 from __future__ import annotations

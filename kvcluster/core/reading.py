@@ -170,8 +170,8 @@ class Reading:
     def _copies(
         self, found: Sequence[Page | Miss], *, whole: bool, behind_others: bool = False
     ) -> tuple[dict[int, Page], int]:
-        """Reserves copies of what of it is not addressable; returns them by its place, and the bytes that were not to
-        be had. `whole`: all of them or none; but no reader waits for more than the staging tier has in all."""
+        """Reserves a private copy of each page that is not addressable. Returns the copies by index, and the bytes that
+        found no room. `whole`: all of them or none; but no reader waits for more than the staging tier has in all."""
         stored = {at: page for at, page in enumerate(found) if isinstance(page, Page) and _is_stored(page)}
         if not stored or len(self._staging) >= limits.PINS_FROM_DISK:
             return {}, 0

@@ -108,8 +108,8 @@ class Spaces:
         return space
 
     def adopt(self, tier: Tier, found: Found, pool: PagePool) -> None:
-        """What lies in that tier's store from before is in the pool again, as far as its tenant may have so many
-        namespaces."""
+        """Puts the pages that were found in that tier's store into the pool again, but for namespaces beyond what their
+        tenant may have."""
         pages = found.by_namespace()
         for tenant, spec in found.specs:
             space = self.attach(tenant, spec)

@@ -127,7 +127,7 @@ STORED = tuple(tier for tier in Tier if not tier.spec.addressable)
 
 
 def above(tier: Tier, tiers: Sequence[Tier]) -> Tier | None:
-    """Of a shard's tiers, the fastest first: the one that pages are demoted from into this one. None for the first, and
-    for one that the shard has not."""
+    """The tier from which a shard that has these `tiers`, the fastest first, demotes pages into `tier`. None for the
+    first, and for one that it does not have."""
     at = tiers.index(tier) if tier in tiers else 0
     return tiers[at - 1] if at else None

@@ -178,8 +178,8 @@ class EvictOrder:
 
 
 class Move(NamedTuple):
-    """A block that is to lie in another tier: demoted out of the one above it, in that codec where the tier takes any
-    (tiers.Takes), and it leaves that one; or promoted to the first, and it stays below as well."""
+    """Moves a block into tier `to`. Promoted, it comes into the first tier and stays below too. Demoted, it comes from
+    the tier above and leaves that; `codec` counts where the tier takes any (tiers.Takes.ENCODED)."""
 
     namespace: NamespaceId
     hash: BlockHash
