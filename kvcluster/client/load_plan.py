@@ -29,9 +29,10 @@ from kvcluster.client.retry import Found, Question, RetryPlan
 from kvcluster.client.shares import share_out
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt
-from kvcluster.core.messages import Explained, PageKey, ShardAddress, TicketBody, Tier
+from kvcluster.core.messages import Explained, PageKey, ShardAddress, TicketBody
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.tiers import FASTEST
 from kvcluster.transport.seam import Streams
 
 READERS = 32
@@ -204,7 +205,7 @@ class LoadPlan:
         self._next_attempt = next_attempt
         self._deadline_ns = deadline_ns
         self._decodes = any(
-            source.loss is Loss.Q4 and source.tier > Tier.DEVICE
+            source.loss is Loss.Q4 and source.tier > FASTEST
             for run in body.runs
             for group in run.plan
             for source in group or ()

@@ -116,8 +116,9 @@ class PageAllocator:
         """Whether such a page fits the empty arena."""
         return self.size_class(nbytes) <= self.capacity_bytes
 
-    def reserve(self, nbytes: int) -> int | None:
-        """The offset of a range of `nbytes`, a multiple of ALIGN_BYTES; None where there is no room for this size."""
+    def reserve(self, nbytes: int, owner: object = None) -> int | None:
+        """The offset of a range of `nbytes`, a multiple of ALIGN_BYTES; None where there is no room for this size.
+        Any page may lie anywhere: `owner` is what other tiers' allocators ask for (tiers.py)."""
         assert nbytes > 0
         size = nbytes + -nbytes % ALIGN_BYTES
         held = self._classes.get(size)

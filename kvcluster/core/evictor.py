@@ -19,7 +19,8 @@ from kvcluster.core.eviction import Verdict
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
-from kvcluster.core.messages import IN_MEMORY, EvictOrder, Tier
+from kvcluster.core.messages import EvictOrder, Tier
+from kvcluster.core.tiers import ADDRESSABLE
 
 BATCH = 64
 """Victims looked for at a time, until their bytes suffice."""
@@ -78,7 +79,7 @@ class Evictor:
     def pin(self, space: Space, blocks: Sequence[BlockHash], until: int, members: Sequence[Member], now: int) -> int:
         """Spares the leading blocks that are cached and fit the share that pins may take; how many."""
         # Where most of what is pinned stays.
-        capacity = sum(member.info.use(tier).capacity_bytes for member in members for tier in IN_MEMORY)
+        capacity = sum(member.info.use(tier).capacity_bytes for member in members for tier in ADDRESSABLE)
         room = int(self._pinned_share * capacity) - self._pinned_bytes(now)
         count = 0
         for block in blocks:

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcluster.core.ids import SUM_BYTES, NamespaceId
-from kvcluster.core.messages import PageKey
 from kvcluster.errors import ConfigError
+
+if TYPE_CHECKING:  # what messages are made of names tiers, and tiers name their allocators
+    from kvcluster.core.messages import PageKey
 
 HEAD_BYTES = 16 * 1024
 """A spec (limits.SPEC_BYTES), a tenant, and what else a head says."""
@@ -36,7 +38,7 @@ MAX_FILES = 4_096
 _FILES_AIMED_AT = 256
 _LEAST_FILE_BYTES = 16 * 2**20
 
-Owner = tuple[NamespaceId, PageKey]
+Owner = tuple[NamespaceId, "PageKey"]
 """Whose page lies in a slot."""
 
 
@@ -123,7 +125,7 @@ class FileAllocator:
         """The bytes that a page of `nbytes` takes."""
         return _sectors(nbytes)
 
-    def reserve(self, owner: Owner, nbytes: int) -> int | None:
+    def reserve(self, nbytes: int, owner: Owner) -> int | None:
         """The offset of a slot for that page; None where there is none."""
         shape = Shape(nbytes, owner[1].part.layers)
         partial = self._partial.get((owner[0], shape))
@@ -136,7 +138,7 @@ class FileAllocator:
             file = self._open(self._empty.pop(), owner[0], shape)
         return self._take(file, file.free[0], owner)
 
-    def adopt(self, offset: int, owner: Owner, nbytes: int) -> bool:
+    def adopt(self, offset: int, nbytes: int, owner: Owner) -> bool:
         """Takes the slot in which that page was found. False where it cannot lie there."""
         shape = Shape(nbytes, owner[1].part.layers)
         number, inside = divmod(offset, self.file_bytes)
@@ -153,11 +155,11 @@ class FileAllocator:
         self._take(file, slot, owner)
         return True
 
-    def free(self, offset: int) -> None:
-        """Gives a slot back."""
+    def free(self, offset: int, nbytes: int) -> None:
+        """Gives back what `reserve` returned for `nbytes`."""
         number, inside = divmod(offset, self.file_bytes)
         file = self._files[number]
-        assert file is not None, "nothing was reserved there"
+        assert file is not None and file.shape.nbytes == nbytes, "nothing of this size was reserved there"
         size = file.shape.slot_bytes
         slot, rest = file.shape.slot_at(inside, file.slots)
         assert not rest and slot in file.taken, "never reserved, or freed twice"
@@ -170,7 +172,7 @@ class FileAllocator:
         if not file.taken:
             self._close(file)
 
-    def sparsest(self, owner: Owner, nbytes: int) -> list[tuple[Owner, int]]:
+    def sparsest(self, nbytes: int, owner: Owner) -> list[tuple[Owner, int]]:
         """The pages of the file that holds the fewest bytes, which could be given up for that page, and their offsets;
         none where an empty file is left, no file holds such a page, or there is no room anywhere."""
         shape = Shape(nbytes, owner[1].part.layers)

@@ -1,4 +1,5 @@
-"""What a shard finds on disk when it starts: pages that the last one on that machine has left there.
+"""What a shard finds in the store of a durable tier when it starts: pages that the last shard on that machine has left
+there.
 
 Its shell has read the files' own words (wire/page_files.py) and believes of them what their checksums bear out; whether
 a page's bytes are still right is found out when somebody wants them. What was purged is gone, as far as `tombstones`
@@ -7,6 +8,7 @@ say; of later ones the coordinator tells every shard that begins.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,7 +34,7 @@ class FoundPage(NamedTuple):
 
     @classmethod
     def of(cls, move: PageMove) -> FoundPage:
-        """As a page will be found that is moved to disk so."""
+        """As a page will be found that is moved to a store so."""
         to = move.target
         named = (move.namespace, to.key, move.parent, move.depth)
         return cls(*named, to.loss, to.codec, to.nbytes, move.source.sums, to.offset)
@@ -40,8 +42,9 @@ class FoundPage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """All of it. `specs` name the namespaces of `pages`. Without a folder to use, `why_none` says why; the shard runs
-    without a disk tier then."""
+    """All of one store. `specs` name the namespaces of `pages`. `capacity_bytes` and `file_bytes` make the tier's
+    allocator (tiers.py); where the store cannot be used they are 0, and `why_none` says why: the shard runs without
+    that tier then."""
 
     capacity_bytes: int = 0
     file_bytes: int = 0
@@ -58,5 +61,12 @@ class Found:
         return pages
 
 
-NO_DISK = Found()
-"""Of a shard that is to have no disk tier."""
+NO_STORE = Found()
+"""Of a tier that is not configured."""
+
+
+def carried_out(found: Iterable[Found]) -> tuple[Tombstone, ...]:
+    """The tombstones that every one of these stores has carried out, as far as they could be opened: of any other the
+    shard is told again."""
+    opened = [there.tombstones for there in found if there.capacity_bytes]
+    return tuple(stone for stone in (opened or [()])[0] if all(stone in stones for stones in opened))

@@ -26,7 +26,6 @@ from kvcluster.core.messages import (
     Report,
     ReportAck,
     StreamEvent,
-    Tier,
     Tombstone,
 )
 from kvcluster.core.reasons import MissReason
@@ -34,6 +33,7 @@ from kvcluster.core.replicator import Replicator
 from kvcluster.core.state import MS, State
 from kvcluster.core.stream import ReportCursor
 from kvcluster.core.tiering import Tiering
+from kvcluster.core.tiers import STAGING
 
 SWEEP_BLOCKS = 4_096
 """Records looked at in one step for what they still say of lost shards."""
@@ -252,8 +252,8 @@ class Intake:
         # What a draining shard holds beyond its watermark is to be moved and not to be lost.
         if member.order is None and (m.pressure_bytes or not member.draining):
             self._make_room(member, m.pressure_bytes, now)
-        elif member.move is None and 0 < m.info.use(Tier.HOST).wanted_bytes <= m.info.use(Tier.DISK).free_bytes:
-            member.move, _ = self._tiering.demotion(member, 0, now)  # so that others can read what it has on disk
+        elif member.move is None and 0 < m.info.use(STAGING).wanted_bytes <= m.info.next_below(STAGING).free_bytes:
+            member.move, _ = self._tiering.demotion(member, 0, now)  # so that others can read what it has in stores
         # What is made free is for those who wait for it, and a full shard would evict for one copy another.
         if member.order is None and member.move is None and not m.pressure_bytes:
             if not member.draining:

@@ -11,6 +11,7 @@ from kvcluster.core.leases import LeaseKind
 from kvcluster.core.messages import Tier
 from kvcluster.core.pool import PageState
 from kvcluster.core.shard import Shard
+from kvcluster.core.tiers import FASTEST, Takes
 
 
 def check_shard(shard: Shard) -> None:
@@ -25,21 +26,22 @@ def check_shard(shard: Shard) -> None:
                 continue
             counted = pins if lease.kind is LeaseKind.READ else writing
             counted[page.generation] = counted.get(page.generation, 0) + 1
-    end = {False: 0, True: 0}  # in memory, and on disk
+    end = {FASTEST: 0, **dict.fromkeys(pool.stores, 0)}  # the addressable tiers are ranges of one arena
     for page in sorted(pool.everything(), key=lambda page: page.offset):
-        on_disk = page.tier is Tier.DISK
-        assert page.offset >= end[on_disk], f"page {page.generation} lies on another"
-        end[on_disk] = page.offset + page.nbytes
+        where = FASTEST if page.tier.spec.addressable else page.tier
+        assert page.offset >= end[where], f"page {page.generation} lies on another"
+        end[where] = page.offset + page.nbytes
         assert page.pins == pins.pop(page.generation, 0), f"page {page.generation} has pins without a lease"
         writers = writing.pop(page.generation, 0)
         assert (page.state is PageState.WRITING) == (writers == 1), f"page {page.generation} and its writers disagree"
         assert page.state is not PageState.FREE
         assert bool(page.sums) == (page.state is not PageState.WRITING), "READY means summed"
-    assert end[False] <= pool.arena_bytes, "a page lies beyond the arena"
-    assert pool.files is None or end[True] <= pool.files.capacity_bytes, "a page lies beyond the last file"
+    assert end[FASTEST] <= pool.arena_bytes, "a page lies beyond the arena"
+    for tier, allocator in pool.stores.items():
+        assert end[tier] <= allocator.capacity_bytes, "a page lies beyond the end of its store"
     for page in pool.ready():
         assert pool.below_of(page) is not None or not page.decoded, "what was decoded lies there without its twin"
-        assert (page.tier is Tier.DEVICE) <= (page.codec is Codec.RAW), "an encoded page where raw ones lie"
+        assert page.tier.spec.takes is not Takes.RAW or page.codec is Codec.RAW, "an encoded page where raw ones lie"
         assert page.loss >= page.codec.loss, "a codec without its loss"
     assert not pins and not writing, "a lease holds pages that are gone"
     own = shard.own_attempts
@@ -73,8 +75,9 @@ def check_coordinator(coordinator: Coordinator) -> None:
             ordered[member.order.tier] += len(member.order.blocks)
         if member.move is not None:
             for move in member.move.moves:
-                if move.leaves is not None:
-                    ordered[move.leaves] += 1
+                leaves = member.info.above(move.to)
+                if leaves is not None:
+                    ordered[leaves] += 1
         orders = (member.order, member.move, member.pull)
         assert orders == (None,) * 3 or not coordinator.rebuilding, "an order of a coordinator that knows too little"
         for tier, cold in member.cold.items():

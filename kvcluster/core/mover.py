@@ -1,5 +1,5 @@
-"""A shard's pages on their way between its tiers: demoted by being encoded below, promoted by being decoded above. From
-the host tier to disk they go as they are.
+"""A shard's pages on their way between its tiers: demoted by being encoded below, promoted by being decoded above. The
+tier that a page comes into says in which codec it lies there (tiers.Takes); into a store it goes as it is.
 
 What is to move the coordinator has ordered (MoveOrder); the shell does it, a batch at a time, beside everything else,
 and says what came of it. Meanwhile the source is read like before and the target is nobody's: a batch is a read lease
@@ -8,8 +8,9 @@ meanwhile takes its target with it.
 
 What is demoted leaves its tier in any case. Where its twin lies below already it is not encoded again, and where there
 is no room below, which the coordinator has tried to make, it is evicted, as it would be without a tier below; likewise
-what cannot be written to disk. What was to stay raw goes encoded where only that has room. Where disk has room, but in
-no file for pages of this kind, the emptiest file is given up, once a batch.
+what cannot be written to a store. What was to stay raw goes encoded where only that has room. Where a store has
+room, but none for pages of this kind, the pages that its allocator names are evicted (StoreAllocator.sparsest), once a
+batch.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvcluster.core.messages import Effect, Move, Moved, MoveOrder, MovePages, P
 from kvcluster.core.pool import Page, PagePool, PageState
 from kvcluster.core.spaces import Space, Spaces
 from kvcluster.core.spec import Part
+from kvcluster.core.tiers import Takes
 from kvcluster.core.withdrawal import Withdrawal
 
 BATCH_BYTES = 8 * 2**20
@@ -68,7 +70,7 @@ class Mover:
         self._order = 0
         self._left: deque[Move] = deque()
         self._batch: _Batch | None = None
-        self._gave_up_file = False  # in the batch that is being put together
+        self._gave_up = False  # in the batch that is being put together
         self.moved = 0
 
     @property
@@ -98,7 +100,7 @@ class Mover:
             return []
         pairs: list[tuple[Page, Page]] = []
         nbytes = 0
-        self._gave_up_file = False
+        self._gave_up = False
         while self._left and nbytes < BATCH_BYTES:
             if pairs and self._left[0].to is not pairs[0][1].tier:
                 break  # it may want the room that this batch makes at its end
@@ -138,7 +140,7 @@ class Mover:
                 if alive and index in m.corrupt:
                     self._counters["corrupt"] += 1
                     self._withdraw(source, corrupt=True)
-                elif alive and sums is None and target.tier is Tier.DISK:
+                elif alive and sums is None and not target.tier.spec.addressable:
                     self._evict(source)
                 elif alive and sums is None and target.tier > source.tier and not source.stays_raw:
                     source.stays_raw = True  # it goes as it is, by the next batch
@@ -159,8 +161,9 @@ class Mover:
     def _pair(self, move: Move, space: Space, group: int, part: Part) -> tuple[Page, Page] | None:
         """A page that is to be moved, and its target, reserved. What is done at once is done."""
         key = PageKey(move.hash, group, part)
-        down = move.leaves is not None
-        source = self._source(move, space.id, key)
+        leaves = self._pool.above(move.to)
+        down = leaves is not None
+        source = self._source(move, leaves, space.id, key)
         if source is None:
             return None
         if down and self._pool.below_of(source) is not None:
@@ -179,9 +182,10 @@ class Mover:
 
     def _codecs(self, move: Move, source: Page) -> list[Codec]:
         """In which it may go there, the best first."""
-        if move.to is Tier.DISK:
+        takes = move.to.spec.takes
+        if takes is Takes.UNCHANGED:
             return [source.codec]
-        if move.to is Tier.DEVICE or source.stays_raw:
+        if takes is Takes.RAW or source.stays_raw:
             return [Codec.RAW]
         return list(dict.fromkeys((move.codec, Codec.Q8)))
 
@@ -191,11 +195,12 @@ class Mover:
 
     def _reserve(self, source: Page, space: Space, to: Tier, codec: Codec) -> Page | None:
         target = self._reserve_once(source, space, to, codec)
-        if target is None and to is Tier.DISK and not self._gave_up_file and self._pool.files is not None:
-            self._gave_up_file = True
+        store = self._pool.stores.get(to)
+        if target is None and store is not None and not self._gave_up:
+            self._gave_up = True
             wanted = space.page_bytes(source.key.group, source.key.part, codec)
-            for owner, offset in self._pool.files.sparsest((space.id, source.key), wanted):
-                page = self._pool.on(Tier.DISK, *owner)
+            for owner, offset in store.sparsest(wanted, (space.id, source.key)):
+                page = self._pool.on(to, *owner)
                 if page is not None and page.state is PageState.READY and page.offset == offset:
                     self._evict(page)
             target = self._reserve_once(source, space, to, codec)
@@ -213,10 +218,10 @@ class Mover:
             codec=codec,
         )
 
-    def _source(self, move: Move, space: NamespaceId, key: PageKey) -> Page | None:
+    def _source(self, move: Move, leaves: Tier | None, space: NamespaceId, key: PageKey) -> Page | None:
         """What is READY of it where it comes from: in the tier that it leaves, or in the first below that has it."""
         below = [tier for tier in self._pool.allocators if tier > move.to]
-        for tier in [move.leaves] if move.leaves is not None else below:
+        for tier in [leaves] if leaves is not None else below:
             page = self._pool.on(tier, space, key)
             if page is not None and page.state is PageState.READY:
                 return page

@@ -20,7 +20,6 @@ from kvcluster.core.messages import (
     PurgedEvent,
     ReportAck,
     Revoke,
-    Tier,
     Tombstone,
 )
 from kvcluster.core.mover import Mover
@@ -84,7 +83,7 @@ class Orders:
         stones = [stone for stone in ack.tombstones if stone.number > self.tombstones.highest]
         for stone in stones:
             effects += self._bury(stone)
-        if stones and Tier.DISK in self._pool.allocators:
+        if stones and any(tier.spec.durable for tier in self._pool.tiers):
             effects.append(Erase(tuple(stones), self.tombstones.all()))
         if ack.order is not None and ack.order.number > self.evicted:
             self._evict(ack.order)

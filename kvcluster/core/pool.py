@@ -9,8 +9,8 @@ given to a reader only in READY, are written only in WRITING, and are given back
 A condemned page keeps its bytes for the readers that it has and is found by no new one. Each reservation
 gets a generation that no other ever had. This module owns no bytes and knows no time.
 
-A block may lie in two tiers at once, as twins: encoded below, and decoded above. Nobody reads the disk tier's pages
-where they lie: whoever wants one gets a private copy in memory, which is nobody else's and ends with its reader.
+A block may lie in two tiers at once, as twins: encoded below, and decoded above. The pages of a tier that is not
+addressable are not read where they lie: each reader gets a private copy in the staging tier, which ends with his lease.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import NamedTuple
 from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import PageAllocator
 from kvcluster.core.codecs import Codec
-from kvcluster.core.file_allocator import FileAllocator
-from kvcluster.core.found import NO_DISK, Found, FoundPage
+from kvcluster.core.found import Found, FoundPage
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import NewPage, PageEvent, PageKey, PageSlot, Tier, TierUse, Written
 from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, StoreAllocator, TierAllocator, above
 
 
 class PageState(Enum):
@@ -87,7 +87,7 @@ class Page:
         parent: BlockHash,
         depth: int,
         loss: Loss,
-        tier: Tier = Tier.DEVICE,
+        tier: Tier = FASTEST,
         codec: Codec = Codec.RAW,
     ) -> None:
         self.space = space
@@ -122,35 +122,43 @@ class Page:
 
 
 class PagePool:
-    """Pages by tier and key, over an allocator for the device tier, one for each tier below that there is in memory,
-    and one for the disk tier."""
+    """Pages by tier and key, over an allocator for each tier. `below` are those of the other addressable tiers,
+    `stores` those of the rest."""
 
     def __init__(
         self,
         allocator: PageAllocator,
         below: Mapping[Tier, PageAllocator] | None = None,
-        files: FileAllocator | None = None,
+        stores: Mapping[Tier, StoreAllocator] | None = None,
     ) -> None:
         self.allocator = allocator
-        self.memory = {Tier.DEVICE: allocator, **(below or {})}
-        self.files = files
-        self.allocators: dict[Tier, PageAllocator | FileAllocator] = {**self.memory}
+        self.memory = {FASTEST: allocator, **(below or {})}
+        self.stores = dict(stores or {})
+        self.allocators: dict[Tier, TierAllocator] = {**self.memory, **self.stores}
         """The fastest tier first."""
-        if files is not None:
-            self.allocators[Tier.DISK] = files
+        self.tiers = tuple(self.allocators)
+        assert self.tiers == tuple(sorted(self.tiers)), "the fastest first"
         self._pages: dict[Tier, dict[PoolKey, Page]] = {tier: {} for tier in self.allocators}
         self._condemned: dict[int, Page] = {}  # by generation: their keys may be taken again; and private copies
         self._generation = 0
 
     @classmethod
-    def of(cls, config: ShardConfig, found: Found = NO_DISK) -> PagePool:
-        """The device tier and, behind it in one arena, the host tier where there is one; and the disk tier."""
-        files = FileAllocator(found.capacity_bytes, found.file_bytes) if found.capacity_bytes else None
-        device = PageAllocator(config.device_bytes, config.extent_bytes)
-        if not config.host_bytes:
-            return cls(device)
-        host = PageAllocator(config.host_bytes, config.extent_bytes, start=device.capacity_bytes)
-        return cls(device, {Tier.HOST: host}, files)
+    def of(cls, config: ShardConfig, found: Mapping[Tier, Found] | None = None) -> PagePool:
+        """The addressable tiers that are configured, one behind the other in one arena; and those whose stores could be
+        opened, where there is a staging tier to read them through."""
+        first = PageAllocator(FASTEST.spec.nbytes(config), config.extent_bytes)
+        below: dict[Tier, PageAllocator] = {}
+        stores: dict[Tier, StoreAllocator] = {}
+        end = first.capacity_bytes
+        for tier in ADDRESSABLE[1:]:
+            if nbytes := tier.spec.nbytes(config):
+                below[tier] = PageAllocator(nbytes, config.extent_bytes, start=end)
+                end += below[tier].capacity_bytes
+        for tier, there in (found or {}).items():
+            if there.capacity_bytes and STAGING in below:
+                assert tier.spec.allocator is not None, "a store of an addressable tier"
+                stores[tier] = tier.spec.allocator(there.capacity_bytes, there.file_bytes)
+        return cls(first, below, stores)
 
     def __len__(self) -> int:
         return sum(map(len, self._pages.values()))
@@ -160,17 +168,21 @@ class PagePool:
         return len(self._pages[tier])
 
     def below(self, wanted_bytes: int = 0) -> tuple[TierUse, ...]:
-        """What there is of each tier below the device tier; in the host tier somebody waits for so many bytes."""
-        wanted = {Tier.HOST: wanted_bytes}
+        """What there is of each tier below the first; readers wait for `wanted_bytes` of the staging tier."""
+        wanted = {STAGING: wanted_bytes}
         return tuple(
             TierUse(tier, allocator.capacity_bytes, allocator.free_bytes, self.count(tier), wanted.get(tier, 0))
             for tier, allocator in self.allocators.items()
-            if tier is not Tier.DEVICE
+            if tier is not FASTEST
         )
+
+    def above(self, tier: Tier) -> Tier | None:
+        """The tier that pages are demoted from into that one."""
+        return above(tier, self.tiers)
 
     @property
     def arena_bytes(self) -> int:
-        """All tiers in memory together, in one arena."""
+        """Of the arena that all addressable tiers share."""
         return sum(allocator.capacity_bytes for allocator in self.memory.values())
 
     @property
@@ -223,7 +235,7 @@ class PagePool:
             yield from pages.values()
         yield from self._condemned.values()
 
-    def taken(self, space: NamespaceId, new: NewPage, into: Tier = Tier.DEVICE) -> Written | None:
+    def taken(self, space: NamespaceId, new: NewPage, into: Tier = FASTEST) -> Written | None:
         """What becomes of the wish to write this page in that tier, where somebody has it, with no more loss, or writes
         it. What is being written elsewhere, and loses more, gives way when this one is there."""
         there = [page for tier in self._pages if (page := self.on(tier, space, new.key)) is not None]
@@ -241,37 +253,37 @@ class PagePool:
         parent: BlockHash,
         depth: int,
         loss: Loss,
-        tier: Tier = Tier.DEVICE,
+        tier: Tier = FASTEST,
         codec: Codec = Codec.RAW,
     ) -> Page | None:
         """A page to write, or None where there is no room for it."""
         pool_key = PoolKey(space, key)
         assert pool_key not in self._pages[tier], "one writer a page"
-        offset = self.memory[tier].reserve(nbytes) if tier in self.memory else self._in_file(pool_key, nbytes)
+        offset = self.allocators[tier].reserve(nbytes, pool_key)
         if offset is None:
             return None
         page = self._pages[tier][pool_key] = self._page(pool_key, offset, nbytes, parent, depth, loss, tier, codec)
         return page
 
-    def adopt(self, found: FoundPage) -> bool:
-        """A page of the disk tier that was there before this pool, READY again. False where it cannot be."""
+    def adopt(self, tier: Tier, found: FoundPage) -> bool:
+        """A page of that tier that was there before this pool, READY again. False where it cannot be."""
         pool_key = PoolKey(found.namespace, found.key)
-        pages = self._pages[Tier.DISK]
-        assert self.files is not None
-        if pool_key in pages or not self.files.adopt(found.offset, pool_key, found.nbytes):
+        pages = self._pages[tier]
+        if pool_key in pages or not self.stores[tier].adopt(found.offset, found.nbytes, pool_key):
             return False
         like = (found.nbytes, found.parent, found.depth, found.loss)
-        pages[pool_key] = page = self._page(pool_key, found.offset, *like, Tier.DISK, found.codec)
+        pages[pool_key] = page = self._page(pool_key, found.offset, *like, tier, found.codec)
         self.commit(page, found.sums)
         return True
 
     def private(self, page: Page) -> Page | None:
-        """Room in the host tier for a copy of this page that nobody finds; None where there is none."""
-        offset = self.memory[Tier.HOST].reserve(page.nbytes)
+        """Room in the staging tier for a copy of this page that `find` does not find; None where there is none."""
+        pool_key = PoolKey(page.space, page.key)
+        offset = self.memory[STAGING].reserve(page.nbytes, pool_key)
         if offset is None:
             return None
         like = (page.nbytes, page.parent, page.depth, page.loss)
-        copy = self._page(PoolKey(page.space, page.key), offset, *like, Tier.HOST, page.codec)
+        copy = self._page(pool_key, offset, *like, STAGING, page.codec)
         self._condemned[copy.generation] = copy
         return copy
 
@@ -320,9 +332,6 @@ class PagePool:
         unread = [page for page in self._condemned.values() if not page.pins]
         assert all(page.state is PageState.WRITING for page in unread), "a condemned page without readers takes room"
 
-    def _in_file(self, pool_key: PoolKey, nbytes: int) -> int | None:
-        return self.files.reserve(pool_key, nbytes) if self.files is not None else None
-
     def _page(
         self,
         pool_key: PoolKey,
@@ -356,10 +365,7 @@ class PagePool:
         return True
 
     def _free(self, page: Page) -> None:
-        if page.tier in self.memory:
-            self.memory[page.tier].free(page.offset, page.nbytes)
-        elif self.files is not None:
-            self.files.free(page.offset)
+        self.allocators[page.tier].free(page.offset, page.nbytes)
 
     def _act(self, page: Page, action: PageAction) -> None:
         after = TRANSITIONS.get((page.state, action))

@@ -1,12 +1,12 @@
-"""Who reads which pages: pins what is READY, and has what lies on disk brought into memory first.
+"""Who reads which pages: pins what is READY, and has what lies in a store brought into memory first.
 
-Readers are shown memory and nothing else. A page on disk is read into a private copy in the host tier, verified there,
-and then lent to the one reader that waits for it; it ends with his lease, and the page stays where it was. What is read
-again and again is brought up for good by heat (tiering.py). A page that is not what was committed any more is a miss
-like any other.
+Readers are shown addressable tiers and nothing else. A page of any other (on disk) is read into a private copy in the
+staging tier, verified there, and then lent to the one reader that waits for it; it ends with his lease, and the page
+stays where it was. What is read again and again is brought up for good by heat (tiering.py). A page that is not what
+was committed any more is a miss like any other.
 
-Where the host tier has no room for the copies, the shard says so with its next report, and the coordinator relieves it
-(docs/adr/0026). Readers wait for that in order of arrival, and not for long: then they get what fits.
+Where the staging tier has no room for the copies, the shard says so with its next report, and the coordinator relieves
+it (docs/adr/0026). Readers wait for that in order of arrival, and not for long: then they get what fits.
 
 The reader's lease runs from when his copies have room, and holds the pages on disk until the copies take their place.
 It does not run out while they are read, however slow the drive: who waits for us cannot show that he lives.
@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, Attempt, CallId, NamespaceId
 from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
-from kvcluster.core.messages import Answer, Effect, PageSlot, Pin, PinGrant, Stage, Staged, Tier
+from kvcluster.core.messages import Answer, Effect, PageSlot, Pin, PinGrant, Stage, Staged
 from kvcluster.core.mover import page_move
 from kvcluster.core.pool import Page, PagePool, PageState
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spaces import Spaces
+from kvcluster.core.tiers import STAGING
 from kvcluster.core.uplink import Uplink
 from kvcluster.core.withdrawal import Withdrawal
 
@@ -86,7 +87,7 @@ class Reading:
 
     @property
     def wanted_bytes(self) -> int:
-        """Of the host tier: what all who wait want and did not find."""
+        """Of the staging tier: what all who wait want and did not find."""
         return sum(waiting.lacked for waiting in self._waiting.values())
 
     def waits(self, attempt: Attempt) -> bool:
@@ -169,24 +170,24 @@ class Reading:
     def _copies(
         self, found: Sequence[Page | Miss], *, whole: bool, behind_others: bool = False
     ) -> tuple[dict[int, Page], int]:
-        """Room for copies of what of it lies on disk, by its place, and how many bytes of it were not to be had.
-        `whole`: for all of them or for none; but nobody waits for more than the host tier has in all."""
-        on_disk = {at: page for at, page in enumerate(found) if isinstance(page, Page) and page.tier is Tier.DISK}
-        if not on_disk or len(self._staging) >= limits.PINS_FROM_DISK:
+        """Reserves a private copy of each page that is not addressable. Returns the copies by index, and the bytes that
+        found no room. `whole`: all of them or none; but no reader waits for more than the staging tier has in all."""
+        stored = {at: page for at, page in enumerate(found) if isinstance(page, Page) and _is_stored(page)}
+        if not stored or len(self._staging) >= limits.PINS_FROM_DISK:
             return {}, 0
-        host = self._pool.memory[Tier.HOST]
-        nbytes = sum(host.size_class(page.nbytes) for page in on_disk.values())
-        whole = whole and nbytes <= host.capacity_bytes
-        if behind_others or (whole and nbytes > host.free_bytes):
+        room = self._pool.memory[STAGING]
+        nbytes = sum(room.size_class(page.nbytes) for page in stored.values())
+        whole = whole and nbytes <= room.capacity_bytes
+        if behind_others or (whole and nbytes > room.free_bytes):
             return {}, nbytes
         copies: dict[int, Page] = {}
         lacked = 0
-        for at, page in on_disk.items():
+        for at, page in stored.items():
             copy = self._pool.private(page)
             if copy is not None:
                 copies[at] = copy
             else:
-                lacked += host.size_class(page.nbytes)
+                lacked += room.size_class(page.nbytes)
         if lacked and whole:
             for copy in copies.values():
                 self._pool.abort(copy)
@@ -197,7 +198,7 @@ class Reading:
         pages: list[Page | None] = []
         told: list[PageSlot | Miss] = []
         for at, page in enumerate(found):
-            if isinstance(page, Page) and page.tier is Tier.DISK and at not in copies:
+            if isinstance(page, Page) and _is_stored(page) and at not in copies:
                 page = _NO_ROOM
             if isinstance(page, Page):
                 self._pool.pin(page)
@@ -236,6 +237,10 @@ class Reading:
         for pin in pins:
             self._waiting.pop(pin.call, None)
         return [Answer(pin.call, PinGrant((why,) * len(pin.keys))) for pin in pins]
+
+
+def _is_stored(page: Page) -> bool:
+    return not page.tier.spec.addressable
 
 
 _NO_ROOM = Miss(MissReason.FULL, "the host tier has no room to read it from disk at present; raise host_bytes")

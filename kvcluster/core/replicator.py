@@ -23,9 +23,10 @@ from kvcluster.core.heat import Heat
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member, Membership
-from kvcluster.core.messages import IN_MEMORY, NewPage, PageKey, PullOrder, ShardAddress, Tier, Tombstone
+from kvcluster.core.messages import NewPage, PageKey, PullOrder, ShardAddress, Tier, Tombstone
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import Part
+from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, Takes
 
 MS = 1_000_000
 TRIES = 3
@@ -133,7 +134,7 @@ class Replicator:
     def order(self, target: Member, now: int) -> None:
         """Gives a shard that has just reported its next pull, if there is one for it."""
         assert target.pull is None, "one pull at a time"
-        if not target.takes or all(self._room(target, tier) <= 0 for tier in IN_MEMORY):
+        if not target.takes or all(self._room(target, tier) <= 0 for tier in ADDRESSABLE):
             return
         for wishes in (*self._draining.values(), self._wishes):
             taken = self._pick(target, wishes, now)
@@ -202,7 +203,7 @@ class Replicator:
             return False  # what is on its way is on no list
         wishes = self._draining.get(member.slot, {})
         stayers = self._stayers()
-        takers = [other for other in members if other.takes and any(self._room(other, tier) > 0 for tier in IN_MEMORY)]
+        takers = [m for m in members if m.takes and any(self._room(m, tier) > 0 for tier in ADDRESSABLE)]
         for wished in list(islice(wishes, INSPECTED)):
             wish, record = wishes[wished], self._record(wished)
             staying = self._staying(record) if record is not None else {}
@@ -289,9 +290,9 @@ class Replicator:
         # What has lost least; and what was decoded as it was encoded, so that it will never be encoded again.
         for copy in sorted(record.copies.entries, key=lambda copy: (copy.loss, -copy.codec, copy.slot)):
             slots = staying.get((copy.group, copy.part), [])
-            into = min(copy.tier, Tier.HOST)  # nobody is sent anything straight to disk
-            into = into if target.info.use(into).capacity_bytes else Tier.DEVICE
-            if copy.codec is not Codec.RAW and into is Tier.DEVICE:
+            into = min(copy.tier, STAGING)  # nothing but a demotion writes into a store
+            into = into if target.info.use(into).capacity_bytes else FASTEST
+            if copy.codec is not Codec.RAW and into.spec.takes is Takes.RAW:
                 continue
             if not self._book.alive(copy.slot) or source not in (None, (copy.slot, copy.codec, copy.loss, into)):
                 continue

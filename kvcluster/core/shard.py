@@ -10,12 +10,12 @@ newer incarnation of itself is known, or it has been drained, it is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvcluster.config import ShardConfig
 from kvcluster.core import limits
-from kvcluster.core.found import NO_DISK, Found
+from kvcluster.core.found import Found, carried_out
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, NamespaceId, ShardId
 from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import (
@@ -68,6 +68,7 @@ from kvcluster.core.reading import Reading
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spaces import Space, Spaces
 from kvcluster.core.stream import Piece
+from kvcluster.core.tiers import FASTEST
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.core.uplink import FROM_SHARD, Uplink
 from kvcluster.core.verifier import Verifier
@@ -92,8 +93,10 @@ class Shard:
         membership_ttl_ms: int,
         address: str,
         host: str,
-        found: Found = NO_DISK,
+        found: Mapping[Tier, Found] | None = None,
     ) -> None:
+        """`found`: of each tier with a store that is configured, what lies in that."""
+        found = found or {}
         self._shard = shard
         self.epoch = epoch
         self.offers = Offers(epoch)
@@ -119,11 +122,12 @@ class Shard:
         self._orders = Orders(
             *(self._pool, self._leases, self._spaces, self._waiting, self._uplink, self._own),
             *(self._withdraw, self._mover, self._counters),
-            Tombstones(found.tombstones),
+            Tombstones(carried_out(found.values())),
         )
-        self._spaces.adopt(found, self._pool)
+        for tier in self._pool.stores:
+            self._spaces.adopt(tier, found[tier], self._pool)
         self._inventoried: tuple[Tombstone, ...] = ()  # what was carried out before the inventory under way began
-        self._trouble = found.why_none
+        self._trouble = "; ".join(there.why_none for there in found.values() if there.why_none)
         self._over = False
         self._pressed = False  # the last report told of somebody who waits for room
         self._handlers: dict[type, Callable[[Any, int], list[Effect]]] = {
@@ -249,7 +253,7 @@ class Shard:
 
     def _committed(self, page: Page) -> None:
         """It is READY from now on, in place of those that have lost more."""
-        if page.tier is not Tier.DISK:  # what lies there is verified when it is read
+        if page.tier.spec.addressable:  # what lies in a store is verified when it is read
             self._verifier.committed(page)
         self._uplink.tell(page.event())
         for tier in self._pool.allocators:
@@ -479,7 +483,7 @@ class Shard:
             host=self._host,
             capacity_bytes=allocator.capacity_bytes,
             free_bytes=allocator.free_bytes,
-            pages=self._pool.count(Tier.DEVICE),
+            pages=self._pool.count(FASTEST),
             # Nobody waits for what it reads and moves by itself.
             leases=len(self._leases) - len(self.own_attempts) + (self._orders.attempt is not None),
             counters=tuple(self._counters.items()),

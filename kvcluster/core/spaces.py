@@ -15,6 +15,7 @@ from kvcluster.core.ids import CLUSTER, NamespaceId, Tenant
 from kvcluster.core.messages import NewPage, Tier, Written
 from kvcluster.core.pool import Page, PagePool
 from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.tiers import FASTEST, Takes
 from kvcluster.core.withdrawal import Withdraw
 
 
@@ -37,11 +38,11 @@ class Space:
         new: NewPage,
         withdraw: Withdraw,
         codec: Codec = Codec.RAW,
-        tier: Tier = Tier.DEVICE,
+        tier: Tier = FASTEST,
     ) -> Page | Written:
         """A page of this namespace to write, or what became of the wish for one: somebody has it or writes it, or there
         is no room. One that has lost more gives way."""
-        assert codec is Codec.RAW or tier is not Tier.DEVICE, "encoded pages do not lie in the device tier"
+        assert codec is Codec.RAW or tier.spec.takes is not Takes.RAW, "an encoded page where raw ones lie"
         group, part = new.key.group, new.key.part
         taken = pool.taken(self.id, new, tier)
         if taken is not None:
@@ -106,15 +107,16 @@ class Spaces:
             space = self._spaces[space_id] = Space(space_id, tenant, spec)
         return space
 
-    def adopt(self, found: Found, pool: PagePool) -> None:
-        """What lies on disk from before is in the pool again, as far as there is room to know whose it is."""
+    def adopt(self, tier: Tier, found: Found, pool: PagePool) -> None:
+        """Puts the pages that were found in that tier's store into the pool again, but for namespaces beyond what their
+        tenant may have."""
         pages = found.by_namespace()
         for tenant, spec in found.specs:
             space = self.attach(tenant, spec)
             if space is None:
                 continue
             for page in pages.get(space.id, ()):
-                if pool.adopt(page):
+                if pool.adopt(tier, page):
                     space.hold(page.key.group, page.key.part)
 
     def find(self, space_id: NamespaceId, tenant: Tenant) -> Space | None:

@@ -1,10 +1,10 @@
 """Which blocks change their tier: turns watermarks into demotions, and heat into promotions.
 
-A shard that has tiers below is relieved by demotion: of its device tier the coldest blocks go down, encoded as the
-policy says, of its host tier the coldest go to disk, as they are, and only out of its lowest tier anything is evicted
-(evictor.py). The first blocks of a sequence, which every later token attends to (attention sinks: Xiao et al.,
-StreamingLLM, 2023), go down raw. Runs that are loaded often from below are brought up again as far as there is room
-above the watermark; nothing is demoted for them before they are there, and then the coldest is.
+A shard that has tiers below is relieved by demotion: of each tier the coldest blocks go into the next one, encoded as
+the policy says or as they are (tiers.Takes), and only out of its lowest tier anything is evicted (evictor.py). The
+first blocks of a sequence, which every later token attends to (attention sinks: Xiao et al., StreamingLLM, 2023), go
+down raw. Runs that are loaded often from below are brought up again as far as there is room above the watermark;
+nothing is demoted for them before they are there, and then the coldest is.
 
 One order a shard is under way at a time; the next is worked out when the shard has carried it out.
 
@@ -17,6 +17,7 @@ The policy may change while it runs: what goes down from then on follows it, and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from kvcluster.config import CODECS, CoordinatorConfig
 from kvcluster.core import limits
@@ -29,6 +30,7 @@ from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
 from kvcluster.core.messages import Effect, Move, MoveOrder, Tier, Warn
+from kvcluster.core.tiers import FASTEST, Takes
 
 MS = 1_000_000
 SAMPLES_WANTED = 8
@@ -117,11 +119,9 @@ class Tiering:
         Room is made before it is taken: what leaves a lower tier goes first."""
         moves: list[Move] = []
         waited = pressure_bytes
-        *upper, _ = member.info.tiers
-        for tier in upper:
-            to = Tier(tier + 1)
+        for tier, to in pairwise(member.info.tiers):
             victims = self._evictor.victims(member, tier, waited, now)
-            below = sum(self._bytes_below(record, member.slot, to) for record in victims)
+            below = sum(self._bytes_below(record, member.slot, tier, to) for record in victims)
             moves[:0] = [Move(record.space, record.hash, to, self._codec_of(record)) for record in victims]
             use = member.info.use(to)
             waited = max(0, below - use.free_bytes) + use.wanted_bytes
@@ -130,16 +130,16 @@ class Tiering:
     def promotion(self, member: Member) -> MoveOrder | None:
         """What is hot below, as far as there is room above."""
         moves: list[Move] = []
-        room = member.info.use(Tier.DEVICE).room(self._low)
+        room = member.info.use(FASTEST).room(self._low)
         for space_id, block in self._hot.pop(member.slot, {}):
             record = self._directory.record(space_id, block)
             if record is None or member.slot not in _only_below(record):
                 continue
-            below = Tier.HOST if record.copies.on(member.slot, Tier.HOST) else Tier.DISK
+            below = min(copy.tier for copy in record.copies.entries if copy.slot == member.slot)
             room -= self._evictor.bytes_on(record, member.slot, below, raw=True)
             if room < 0:
                 break  # what stays hot is noticed again
-            moves.append(Move(space_id, block, Tier.DEVICE))
+            moves.append(Move(space_id, block, FASTEST))
         return self.order(moves[: limits.EVICTIONS_PER_ORDER])
 
     def order(self, moves: Sequence[Move]) -> MoveOrder | None:
@@ -153,8 +153,9 @@ class Tiering:
         """The order is carried out, or its shard is gone: what was to go and did not is queued again."""
         for move in member.move.moves if member.move is not None else ():
             record = self._directory.record(move.namespace, move.hash)
-            if move.leaves is not None and record is not None and record.copies.on(member.slot, move.leaves):
-                member.cold[move.leaves].push(record)
+            leaves = member.info.above(move.to)
+            if leaves is not None and record is not None and record.copies.on(member.slot, leaves):
+                member.cold[leaves].push(record)
         member.move = None
 
     def forget(self, member: Member) -> None:
@@ -167,12 +168,12 @@ class Tiering:
             return Codec.RAW
         return Codec.Q8 if self._codec is Codec.Q4 and record.space in self._fallen else self._codec
 
-    def _bytes_below(self, record: BlockRecord, slot: int, to: Tier) -> int:
-        """What a block takes in the tier below, where it does not lie there already."""
+    def _bytes_below(self, record: BlockRecord, slot: int, tier: Tier, to: Tier) -> int:
+        """What a block of that tier takes in the one below, where it does not lie there already."""
         if any(copy.slot == slot and copy.tier >= to for copy in record.copies.entries):
             return 0
-        if to is Tier.DISK:
-            return self._evictor.bytes_on(record, slot, Tier.HOST)
+        if to.spec.takes is Takes.UNCHANGED:
+            return self._evictor.bytes_on(record, slot, tier)
         space = self._directory.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         codecs = (Codec.RAW, self._codec_of(record))
@@ -182,5 +183,5 @@ class Tiering:
 
 def _only_below(record: BlockRecord) -> list[int]:
     """The slots of the shards that have it in a tier below, and not in the device tier."""
-    slots = dict.fromkeys(copy.slot for copy in record.copies.entries if copy.tier > Tier.DEVICE)
-    return [slot for slot in slots if not record.copies.on(slot, Tier.DEVICE)]
+    slots = dict.fromkeys(copy.slot for copy in record.copies.entries if copy.tier > FASTEST)
+    return [slot for slot in slots if not record.copies.on(slot, FASTEST)]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcluster.core.messages import GoneEvent, Tier
+from kvcluster.core.messages import GoneEvent
 from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.tiers import FASTEST
 from kvcluster.core.uplink import Uplink
 
 Withdraw = Callable[[Page], None]
@@ -26,6 +27,6 @@ class Withdrawal:
         """Withdraws a READY page."""
         self._pool.condemn(page)
         self._uplink.tell(GoneEvent(page.space, page.key, corrupt=corrupt, tier=page.tier))
-        above = self._pool.on(Tier.DEVICE, page.space, page.key)
+        above = self._pool.on(FASTEST, page.space, page.key)
         if above is not None and above.decoded and above.state is PageState.READY and not self._pool.below_of(above):
             self(above)

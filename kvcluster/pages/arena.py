@@ -1,4 +1,4 @@
-"""Arena: the memory that a shard's pages lie in. It owns the bytes and knows nothing of pages.
+"""Arena: the region of memory that a shard's pages lie in. It owns the bytes and knows nothing of pages.
 
 One mapping, made once and populated at once where the platform can: copying into cold memory is several times
 slower, and a pool that does not fit should fail at the start, not under load. It begins on a page of the
@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kvcluster.errors import ConfigError
+from kvcluster.pages.region import HostRegion, RegionKind, address_of
 
 FILE_NAME = "kvcluster-arena"
 """As /proc shows it among the mappings of a process."""
@@ -27,8 +28,9 @@ FILE_NAME = "kvcluster-arena"
 _CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-class Arena:
-    """`nbytes` of zeroed memory. Raises ConfigError where the machine or container cannot give that much.
+class Arena(HostRegion):
+    """`nbytes` of zeroed memory: SHARED and mappable where it is a memory file, else HOST. Raises ConfigError where the
+    machine or container cannot give that much.
 
     `close`, or leaving the `with` block, makes further views a ValueError. Views given out before stay
     valid, and the memory goes back to the system with the last of them.
@@ -47,13 +49,9 @@ class Arena:
         except OSError as error:
             self._close_file()
             raise ConfigError(_refusal(nbytes, error.strerror or str(error))) from error
-        self._whole = memoryview(self._map)
-        self.nbytes = nbytes
-
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """A writable view of that range, which must lie within the arena."""
-        assert 0 <= offset <= offset + nbytes <= self.nbytes
-        return self._whole[offset : offset + nbytes]
+        whole, shared = memoryview(self._map), self._file is not None
+        kind = RegionKind.SHARED if shared else RegionKind.HOST
+        super().__init__(whole, address_of(whole), kind, mappable=shared)
 
     def read_only_view(self, offset: int, nbytes: int) -> memoryview:
         """As `view`, but nothing can be written through it."""
@@ -75,7 +73,7 @@ class Arena:
     def close(self) -> None:
         """Gives the memory back, or leaves that to the last view still in use. May be called again."""
         self._close_file()
-        self._whole.release()
+        super().close()
         with contextlib.suppress(BufferError):  # views are out: the mapping goes when they do
             self._map.close()
 

@@ -1,4 +1,5 @@
-"""Mapping: another process's arena, seen from here. It owns addresses and knows nothing of pages, leases or sockets.
+"""Mapping: another process's arena, as a region of this process. It owns addresses and knows nothing of pages, leases
+or sockets.
 
 It lives as long as something refers to it or to a view of it, and keeps no descriptor: when the last view is gone, so
 is this process's share of the memory. A view that somebody still has stays readable for ever, though the other process
@@ -18,6 +19,7 @@ import time
 import weakref
 
 from kvcluster.errors import ProtocolError
+from kvcluster.pages.region import HostRegion, RegionKind
 
 _POPULATE_S = 0.25
 """How long a mapping may be populated: enough for some GiB. What is left is slower once, when it is first touched."""
@@ -27,7 +29,7 @@ _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; Python does no
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-class Mapping:
+class Mapping(HostRegion):
     """`nbytes` of the memory file `fd`, which stays the caller's.
 
     Raises ProtocolError where that is no sealed memory file of at least that size, and OSError where it cannot be
@@ -47,13 +49,7 @@ class Mapping:
             raise _error("an arena cannot be kept from forked children")
         _populate(address, nbytes, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
         whole = memoryview(memory).cast("B")
-        self._whole = whole if writable else whole.toreadonly()
-        self.nbytes = nbytes
-
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """That range, which must lie within the mapping; writable where the mapping is."""
-        assert 0 <= offset <= offset + nbytes <= self.nbytes
-        return self._whole[offset : offset + nbytes]
+        super().__init__(whole if writable else whole.toreadonly(), address, RegionKind.SHARED)
 
 
 def _check_file(fd: int, nbytes: int) -> None:

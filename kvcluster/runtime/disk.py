@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from kvcluster.config import ShardConfig
 from kvcluster.core.file_allocator import HEAD_BYTES, FileAllocator, Shape
-from kvcluster.core.found import NO_DISK, Found, FoundPage
+from kvcluster.core.found import NO_STORE, Found, FoundPage
 from kvcluster.core.ids import NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import Erase, PageMove, PageSlot, Tombstone
 from kvcluster.core.spec import KVSpec
@@ -47,7 +47,7 @@ class _Known(NamedTuple):
 def open_disk(config: ShardConfig, shard: ShardId) -> tuple[DiskFolder | None, Found]:
     """The folder that this configuration names and what lies in it; or none, and why not."""
     if not config.disk_bytes:
-        return None, NO_DISK
+        return None, NO_STORE
     try:
         return DiskFolder.open(config, shard)
     except ConfigError as error:
@@ -57,7 +57,8 @@ def open_disk(config: ShardConfig, shard: ShardId) -> tuple[DiskFolder | None, F
 
 
 class DiskFolder:
-    """The files of one shard, below `config.disk_dir`. Writes and erasures come from one thread; reads from any."""
+    """The store of the disk tier (tier_store.TierStore): the files of one shard, below `config.disk_dir`. Writes and
+    erasures come from one thread; reads from any."""
 
     def __init__(self, config: ShardConfig, shard: ShardId) -> None:
         plan = FileAllocator(config.disk_bytes, config.disk_file_bytes)
@@ -87,6 +88,9 @@ class DiskFolder:
     def close(self) -> None:
         """Lets another process have the folder."""
         os.close(self._lock)
+
+    def view(self, slot: PageSlot) -> None:
+        """A page in a file lies nowhere that a reader could be shown."""
 
     def read(self, slot: PageSlot, into: memoryview) -> None:
         """The bytes of a page as they lie there, right or wrong. Raises OSError where there are not as many."""

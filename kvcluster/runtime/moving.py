@@ -15,7 +15,7 @@ import time
 from typing import Protocol
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.messages import Moved, MovePages, PageMove, PageSlot, Stage, Staged, Tier
+from kvcluster.core.messages import Moved, MovePages, PageMove, PageSlot, Stage, Staged
 from kvcluster.pages import checksum, codec
 from kvcluster.runtime.verifying import matches
 from kvcluster.transport.seam import Trouble
@@ -27,16 +27,18 @@ NICENESS = 12
 
 
 class Places(Protocol):
-    """Where pages lie."""
+    """Where pages lie (tier_store.TierStores)."""
+
+    def view(self, slot: PageSlot) -> memoryview | None:
+        """Of a page in an addressable tier, where it lies. Raises Trouble in a shard that is ending."""
 
     def bytes_of(self, slot: PageSlot) -> memoryview:
-        """Of a page in memory where they lie; of one on disk a copy. Raises Trouble in a shard that is ending, OSError
-        where they cannot be read."""
+        """As `view`; of a page in a store, a copy. Raises OSError where that cannot be read."""
 
-    def write_to_disk(self, page: PageMove, data: memoryview) -> None:
+    def read(self, slot: PageSlot, into: memoryview) -> None:
         """Raises OSError."""
 
-    def read_from_disk(self, slot: PageSlot, into: memoryview) -> None:
+    def write(self, move: PageMove, data: memoryview) -> None:
         """Raises OSError."""
 
 
@@ -49,11 +51,11 @@ def move(order: MovePages, places: Places) -> Moved:
         made: bytes | None = None
         try:
             source = places.bytes_of(page.source)
-            if page.target.tier is Tier.DISK:
+            target = places.view(page.target)
+            if target is None:
                 sound = matches(page.namespace, page.source, source)
                 made = _written(page, source, places) if sound else None
             else:
-                target = places.bytes_of(page.target)
                 made = _moved(page, source, target)
                 if page.sampled and made is not None:
                     errors.append((index, _lost(page, source, target)))
@@ -61,7 +63,7 @@ def move(order: MovePages, places: Places) -> Moved:
             if not sound:
                 corrupt.append(index)
         except OSError as error:
-            log.warning("a page on disk cannot be read: %s", error)
+            log.warning("a page of the %s tier cannot be read: %s", page.source.tier.name.lower(), error)
             corrupt.append(index)
         except Trouble:
             pass
@@ -71,15 +73,15 @@ def move(order: MovePages, places: Places) -> Moved:
 
 
 def stage(order: Stage, places: Places) -> Staged:
-    """Reads what `order` names from disk. What is there afterwards is what was committed, or is named as corrupt."""
+    """Reads what `order` names from stores. What is there afterwards is what was committed, or is named as corrupt."""
     corrupt: list[int] = []
     for index, page in enumerate(order.pages):
         try:
             target = places.bytes_of(page.target)
-            places.read_from_disk(page.source, target)
+            places.read(page.source, target)
             sound = matches(page.namespace, page.source, target)
         except OSError as error:
-            log.warning("a page on disk cannot be read: %s", error)
+            log.warning("a page of the %s tier cannot be read: %s", page.source.tier.name.lower(), error)
             sound = False
         except Trouble:
             sound = False
@@ -89,11 +91,11 @@ def stage(order: Stage, places: Places) -> Staged:
 
 
 def _written(page: PageMove, source: memoryview, places: Places) -> bytes | None:
-    """The packed sums of a page that is on disk now; None where it could not be written."""
+    """The packed sums of a page that is in its store now; None where it could not be written."""
     try:
-        places.write_to_disk(page, source)
+        places.write(page, source)
     except OSError as error:
-        log.warning("a page cannot be written to disk: %s", error)
+        log.warning("a page cannot be written to the %s tier: %s", page.target.tier.name.lower(), error)
         return None
     return page.source.sums
 

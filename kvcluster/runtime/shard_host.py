@@ -1,7 +1,7 @@
-"""A shard's process without Ray: core, arena, driver, and a thread for each thing that takes its time.
+"""A shard's process without Ray: core, arena, stores of tiers, driver, and a thread for each thing that takes its time.
 
 Effects end here: a report is sent by the reporter, pages are read again by the verifier, moved between tiers by the
-mover, read from disk by the stager and brought from other shards by the fetcher; a revoked lease stops whoever moves
+mover, read from stores by the stager and brought from other shards by the fetcher; a revoked lease stops whoever moves
 its bytes, and `Leave` ends the process. How the coordinator and other shards are reached comes in as functions, so
 that the same host runs over gRPC and within a test.
 """
@@ -24,7 +24,6 @@ from kvcluster.core.messages import (
     Leave,
     MovePages,
     Offers,
-    PageMove,
     PageSlot,
     Refused,
     RefusedKind,
@@ -37,18 +36,16 @@ from kvcluster.core.messages import (
     Send,
     ShardMessage,
     Stage,
-    Tier,
     Verify,
 )
-from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.shard import Shard
 from kvcluster.errors import KVClusterError
 from kvcluster.pages.arena import Arena
 from kvcluster.runtime import moving
-from kvcluster.runtime.disk import open_disk
 from kvcluster.runtime.driver import Driver
 from kvcluster.runtime.fetching import Fetcher, OpenSource
 from kvcluster.runtime.threads import JobThread
+from kvcluster.runtime.tier_store import TierStores, open_stores
 from kvcluster.runtime.verifying import NICENESS, verify
 from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
 
@@ -73,7 +70,7 @@ class ShardHost:
         open_source: OpenSource,
         on_end: Callable[[Leave], None],
     ) -> None:
-        self._disk, found = open_disk(config.shard, shard)
+        stores, found = open_stores(config.shard, shard)
         self.core = Shard(
             shard,
             epoch,
@@ -84,6 +81,7 @@ class ShardHost:
             found=found,
         )
         self._arena = Arena(self.core.pool.arena_bytes)
+        self._stores = TierStores(self._arena, stores)
         self._tell = tell
         self._on_end = on_end
         self._report_ms = config.membership_ttl_ms
@@ -127,9 +125,7 @@ class ShardHost:
         self._fetcher.close()
         for thread in self._threads:
             thread.close()
-        self._arena.close()
-        if self._disk is not None:
-            self._disk.close()
+        self._stores.close()
 
     # ------------------------------------------------------------------------------- PageHost and ShmHost
 
@@ -137,10 +133,9 @@ class ShardHost:
         return self._driver.ask(build, wait_s)
 
     def view(self, slot: PageSlot) -> memoryview:
-        try:
-            return self._arena.view(slot.offset, slot.nbytes)
-        except ValueError:
-            raise Trouble(Miss(MissReason.SHARD_LOST, "the shard is ending")) from None
+        view = self._stores.view(slot)
+        assert view is not None, "a worker is shown a page of a tier that is not addressable"
+        return view
 
     @property
     def arena_bytes(self) -> int:
@@ -169,23 +164,6 @@ class ShardHost:
             yield
         finally:
             self._sessions.pop(attempt, None)
-
-    # ------------------------------------------------------------------------------------------ places
-
-    def bytes_of(self, slot: PageSlot) -> memoryview:
-        if slot.tier is not Tier.DISK:
-            return self.view(slot)
-        copy = memoryview(bytearray(slot.nbytes))
-        self.read_from_disk(slot, copy)
-        return copy
-
-    def read_from_disk(self, slot: PageSlot, into: memoryview) -> None:
-        assert self._disk is not None
-        self._disk.read(slot, into)
-
-    def write_to_disk(self, page: PageMove, data: memoryview) -> None:
-        assert self._disk is not None
-        self._disk.write(page, data)
 
     # ----------------------------------------------------------------------------------------- effects
 
@@ -222,13 +200,13 @@ class ShardHost:
             self._driver.tell(ReportFailed())
 
     def _verify(self, order: Verify) -> None:
-        self._driver.tell(verify(order, self.bytes_of))
+        self._driver.tell(verify(order, self._stores.bytes_of))
 
     def _move(self, order: MovePages | Erase) -> None:
         if isinstance(order, MovePages):
-            self._driver.tell(moving.move(order, self))
-        elif self._disk is not None:
-            self._disk.erase(order)
+            self._driver.tell(moving.move(order, self._stores))
+        else:
+            self._stores.erase(order)
 
     def _stage(self, order: Stage) -> None:
-        self._driver.tell(moving.stage(order, self))
+        self._driver.tell(moving.stage(order, self._stores))

@@ -65,8 +65,7 @@ END = b"\xff" * 8
 
 _SEQUENCE = struct.Struct(">Q")
 _OURS = re.compile(rf"kv@([0-9a-f]{{{NAMESPACE_DIGITS}}})@(.*)", re.DOTALL)
-_MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
-_TIERS = {medium: tier for tier, medium in _MEDIUM.items()}
+_TIERS = {tier.spec.medium: tier for tier in Tier}
 
 # -------------------------------------------------------------------------------------------- what is read
 
@@ -150,12 +149,12 @@ def _words(stream: EventStream, event: KVEvent) -> dict[str, object]:
             "token_ids": event.tokens,
             "block_size": stream.block_tokens,
             "lora_id": None,
-            "medium": _MEDIUM[event.tier],
+            "medium": event.tier.spec.medium,
             "lora_name": stream.adapter or None,
             "ownership": OWNERSHIP,
         }
     if isinstance(event, BlocksRemoved):
-        medium = _MEDIUM[event.tier]
+        medium = event.tier.spec.medium
         return {"type": "BlockRemoved", "block_hashes": event.hashes, "medium": medium, "ownership": OWNERSHIP}
     return {"type": "AllBlocksCleared"}
 

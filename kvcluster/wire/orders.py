@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
-from kvcluster.core.messages import EvictOrder, Farewell, Move, MoveOrder, PullOrder, ReportAck, Tier
+from kvcluster.core.messages import EvictOrder, Farewell, Move, MoveOrder, PullOrder, ReportAck
+from kvcluster.core.tiers import Takes
 from kvcluster.errors import ProtocolError
 from kvcluster.wire import common, pages
 from kvcluster.wire.common import EnumCodec, Interned, agree, pick, quantity, text
@@ -102,10 +103,11 @@ def _encode_pull(pull: PullOrder) -> pb.PullOrder:
 
 
 def _decode_pull(m: pb.PullOrder) -> PullOrder:
-    if common.decode_codec(m.codec) is not Codec.RAW and common.TIER.decode(m.into) is Tier.DEVICE:
-        raise ProtocolError("encoded pages do not lie in the device tier")
-    if common.TIER.decode(m.into) is Tier.DISK:
-        raise ProtocolError("pages come to disk from the host tier alone")
+    into = common.TIER.decode(m.into)
+    if common.decode_codec(m.codec) is not Codec.RAW and into.spec.takes is Takes.RAW:
+        raise ProtocolError(f"encoded pages do not lie in the {into.name.lower()} tier")
+    if not into.spec.addressable:
+        raise ProtocolError(f"pages come to the {into.name.lower()} tier from the one above it alone")
     return PullOrder(
         number=quantity(m.number, "as an order's number"),
         source=common.decode_address(m.source),
@@ -113,5 +115,5 @@ def _decode_pull(m: pb.PullOrder) -> PullOrder:
         spec=common.decode_spec(m.spec),
         pages=pages.decode_new_pages(m.pages, limits.PULL_PAGES, "pages in an order"),
         codec=common.decode_codec(m.codec),
-        into=common.TIER.decode(m.into),
+        into=into,
     )

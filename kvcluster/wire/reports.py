@@ -21,11 +21,11 @@ from kvcluster.core.messages import (
     Report,
     ShardInfo,
     StreamEvent,
-    Tier,
     TierUse,
     Tombstone,
 )
 from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.tiers import FASTEST
 from kvcluster.errors import ProtocolError
 from kvcluster.wire import common
 from kvcluster.wire.common import Interned, agree, at_most, numbers, pick, quantity, reference, text
@@ -297,7 +297,7 @@ def decode_info(m: pb.ShardInfo) -> ShardInfo:
 def _decode_below(m: pb.ShardInfo) -> tuple[TierUse, ...]:
     agree("tiers", m.below, m.below_capacity_bytes, m.below_free_bytes, m.below_pages, m.below_wanted_bytes)
     tiers = common.TIER.decode_all(m.below)
-    if any(lower <= upper for upper, lower in zip([Tier.DEVICE, *tiers], tiers, strict=False)):
+    if any(lower <= upper for upper, lower in zip([FASTEST, *tiers], tiers, strict=False)):
         raise ProtocolError("the tiers below the device tier are to be told once each, the fastest first")
     capacities = [quantity(value, "bytes of capacity") for value in m.below_capacity_bytes]
     free = [quantity(value, "free bytes") for value in m.below_free_bytes]

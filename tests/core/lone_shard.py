@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from kvcluster.config import ShardConfig
 from kvcluster.core.codecs import Codec
-from kvcluster.core.found import NO_DISK, Found
+from kvcluster.core.found import NO_STORE, Found
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, ShardId, Tenant
 from kvcluster.core.invariants import check_shard
 from kvcluster.core.messages import (
@@ -93,7 +93,7 @@ class LoneShard(CoreStepper):
         epoch: int = 7,
         *,
         host_pages: int = 0,
-        found: Found = NO_DISK,
+        found: Found = NO_STORE,
         spec: KVSpec = SPEC,
         **config: int,
     ) -> None:
@@ -114,7 +114,7 @@ class LoneShard(CoreStepper):
             membership_ttl_ms=MEMBERSHIP_MS,
             address="a:1",
             host="here",
-            found=found,
+            found={Tier.DISK: found},
         )
         super().__init__(core)
         self.spec = spec
@@ -131,7 +131,7 @@ class LoneShard(CoreStepper):
 
     @classmethod
     def joined(
-        cls, pages: int = 8, *, host_pages: int = 0, found: Found = NO_DISK, spec: KVSpec = SPEC, **config: int
+        cls, pages: int = 8, *, host_pages: int = 0, found: Found = NO_STORE, spec: KVSpec = SPEC, **config: int
     ) -> LoneShard:
         """One that a coordinator knows, with our `spec` attached and reported."""
         shard = cls(pages, host_pages=host_pages, found=found, spec=spec, **config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
-from kvcluster.core.found import NO_DISK, Found
+from kvcluster.core.found import NO_STORE, Found
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
 from kvcluster.core.messages import Farewell, GoneEvent, PageEvent, ShardAddress, Tier
 from kvcluster.core.reasons import Loss
@@ -17,7 +17,7 @@ SOURCE = ShardAddress(ShardId("b"), Epoch(3), "b:1")
 
 
 def tiered(
-    pages: int = 8, host_pages: int = 8, *, found: Found = NO_DISK, spec: KVSpec = CODED, **config: int
+    pages: int = 8, host_pages: int = 8, *, found: Found = NO_STORE, spec: KVSpec = CODED, **config: int
 ) -> LoneShard:
     """A shard with a host tier, in which each page takes no more room than it is long, and perhaps a disk tier."""
     return LoneShard.joined(pages, host_pages=host_pages, found=found, spec=spec, **({"extent_bytes": 64} | config))
@@ -30,14 +30,14 @@ def disk(files: int = 4, pages: int = 4) -> Found:
     return Found(files * file_bytes, file_bytes)
 
 
-def holding(*blocks: BlockHash, loss: Loss = Loss.EXACT, found: Found = NO_DISK, **config: int) -> LoneShard:
+def holding(*blocks: BlockHash, loss: Loss = Loss.EXACT, found: Found = NO_STORE, **config: int) -> LoneShard:
     """One that holds these on its device."""
     shard = tiered(found=found, spec=CODED, **config)
     shard.store(attempt(1), *blocks, loss=loss)
     return shard
 
 
-def lowered(*blocks: BlockHash, codec: Codec = Codec.Q8, found: Found = NO_DISK, **config: int) -> LoneShard:
+def lowered(*blocks: BlockHash, codec: Codec = Codec.Q8, found: Found = NO_STORE, **config: int) -> LoneShard:
     """One that has demoted these."""
     shard = holding(*blocks, loss=Loss.EXACT, found=found, **config)
     shard.demote(*blocks, codec=codec)
@@ -48,7 +48,7 @@ def lowered(*blocks: BlockHash, codec: Codec = Codec.Q8, found: Found = NO_DISK,
 
 def doubled(*blocks: BlockHash, codec: Codec = Codec.Q8, **config: int) -> LoneShard:
     """One that has demoted these and promoted them again."""
-    shard = lowered(*blocks, codec=codec, found=NO_DISK, **config)
+    shard = lowered(*blocks, codec=codec, found=NO_STORE, **config)
     shard.promote(*blocks)
     shard.move_all()
     shard.settle()

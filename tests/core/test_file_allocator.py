@@ -50,7 +50,7 @@ def shape_of(of: Owner, nbytes: int) -> Shape:
 
 def taken(allocator: FileAllocator, of: Owner, nbytes: int = 100) -> int:
     """The offset of a slot for that page; there is one."""
-    offset = allocator.reserve(of, nbytes)
+    offset = allocator.reserve(nbytes, of)
     assert offset is not None
     return offset
 
@@ -58,7 +58,7 @@ def taken(allocator: FileAllocator, of: Owner, nbytes: int = 100) -> int:
 def fill(allocator: FileAllocator, space: NamespaceId = SPACE, nbytes: int = 100) -> list[int]:
     """Reserves until there is no room; the offsets."""
     offsets: list[int] = []
-    while (offset := allocator.reserve(owner(len(offsets), space), nbytes)) is not None:
+    while (offset := allocator.reserve(nbytes, owner(len(offsets), space))) is not None:
         offsets.append(offset)
     return offsets
 
@@ -192,41 +192,41 @@ def test_pages_of_another_kind_have_files_of_their_own_and_none_while_all_are_ta
 ) -> None:
     allocator = FileAllocator(FILE, FILE)
     first, second = taken(allocator, owner(0)), taken(allocator, owner(1))
-    assert allocator.reserve(owner(2, space, part), nbytes) is None
-    allocator.free(first)
-    assert allocator.reserve(owner(2, space, part), nbytes) is None, "its last page is still there"
-    allocator.free(second)
-    assert allocator.reserve(owner(2, space, part), nbytes) == FIRST
-    assert allocator.reserve(owner(0), 100) is None
+    assert allocator.reserve(nbytes, owner(2, space, part)) is None
+    allocator.free(first, 100)
+    assert allocator.reserve(nbytes, owner(2, space, part)) is None, "its last page is still there"
+    allocator.free(second, 100)
+    assert allocator.reserve(nbytes, owner(2, space, part)) == FIRST
+    assert allocator.reserve(100, owner(0)) is None
 
 
 def test_heads_of_either_half_share_a_file_where_their_pages_are_alike() -> None:
     allocator = FileAllocator(FILE, FILE)
     left, right = Part(0, 2, 0, 1), Part(0, 2, 1, 2)
-    assert [allocator.reserve(owner(0, part=part), 100) for part in (left, right)] == [FIRST, FIRST + SECTOR_BYTES]
+    assert [allocator.reserve(100, owner(0, part=part)) for part in (left, right)] == [FIRST, FIRST + SECTOR_BYTES]
 
 
 def test_a_page_that_no_file_holds_is_refused_and_takes_no_file() -> None:
     allocator = FileAllocator(FILE, FILE)
-    assert allocator.reserve(owner(), 4 * SECTOR_BYTES + 1) is None
+    assert allocator.reserve(4 * SECTOR_BYTES + 1, owner()) is None
     assert room(allocator) == (0, FILE)
-    assert allocator.reserve(owner(), 4 * SECTOR_BYTES) == FIRST
+    assert allocator.reserve(4 * SECTOR_BYTES, owner()) == FIRST
 
 
 def test_slots_at_low_offsets_are_taken_first_so_that_the_last_files_drain() -> None:
     allocator = FileAllocator(3 * FILE, FILE)
     offsets = fill(allocator)
     for at in (9, 3, 1, 6):
-        allocator.free(offsets[at])
+        allocator.free(offsets[at], 100)
     assert fill(allocator) == [offsets[at] for at in (1, 3, 6, 9)]
 
 
 def test_a_file_that_was_full_serves_its_kind_again() -> None:
     allocator = FileAllocator(FILE, FILE)
     offsets = fill(allocator)
-    allocator.free(offsets[3])
-    assert allocator.reserve(owner(9, OTHER_SPACE), 100) is None
-    assert allocator.reserve(owner(9), 100) == offsets[3]
+    allocator.free(offsets[3], 100)
+    assert allocator.reserve(100, owner(9, OTHER_SPACE)) is None
+    assert allocator.reserve(100, owner(9)) == offsets[3]
 
 
 def test_a_file_of_one_slot_is_taken_and_given_back() -> None:
@@ -234,7 +234,7 @@ def test_a_file_of_one_slot_is_taken_and_given_back() -> None:
     for space in (SPACE, OTHER_SPACE):
         assert fill(allocator, space, 4 * SECTOR_BYTES) == [FIRST]
         assert room(allocator) == (4 * SECTOR_BYTES, 0)
-        allocator.free(FIRST)
+        allocator.free(FIRST, 4 * SECTOR_BYTES)
         assert room(allocator) == (0, FILE)
 
 
@@ -242,7 +242,7 @@ def test_what_a_head_its_records_and_a_rest_take_is_neither_used_nor_free() -> N
     allocator = FileAllocator(2 * FILE, FILE)
     offset = taken(allocator, owner(), 3 * SECTOR_BYTES)
     assert room(allocator) == (3 * SECTOR_BYTES, FILE), "the fourth sector holds no other page of three"
-    allocator.free(offset)
+    allocator.free(offset, 3 * SECTOR_BYTES)
     taken(allocator, owner())
     assert room(allocator) == (SECTOR_BYTES, FILE + 3 * SECTOR_BYTES)
 
@@ -261,10 +261,10 @@ def test_freeing_what_is_not_reserved_is_our_mistake(offset: int) -> None:
     allocator = FileAllocator(2 * FILE, FILE)
     taken(allocator, owner(0))
     taken(allocator, owner(1))
-    allocator.free(FIRST)
+    allocator.free(FIRST, 100)
     before = room(allocator)
     with pytest.raises(AssertionError):
-        allocator.free(offset)
+        allocator.free(offset, 100)
     assert room(allocator) == before
 
 
@@ -273,10 +273,10 @@ def test_freeing_what_is_not_reserved_is_our_mistake(offset: int) -> None:
 
 def test_a_page_is_adopted_where_it_lay_and_the_rest_of_its_file_is_for_its_kind() -> None:
     allocator = FileAllocator(2 * FILE, FILE)
-    assert allocator.adopt(FILE + FIRST + SECTOR_BYTES, owner(0), 100)
+    assert allocator.adopt(FILE + FIRST + SECTOR_BYTES, 100, owner(0))
     assert room(allocator) == (SECTOR_BYTES, FILE + 3 * SECTOR_BYTES)
     rest = [FILE + FIRST + slot * SECTOR_BYTES for slot in (0, 2, 3)]
-    assert [allocator.reserve(owner(number), 100) for number in (1, 2, 3)] == rest
+    assert [allocator.reserve(100, owner(number)) for number in (1, 2, 3)] == rest
     assert taken(allocator, owner(4)) == FIRST
 
 
@@ -290,29 +290,29 @@ def test_a_page_is_adopted_where_it_lay_and_the_rest_of_its_file_is_for_its_kind
 )
 def test_a_page_that_cannot_lie_there_is_not_adopted_and_takes_no_room(offset: int) -> None:
     allocator = FileAllocator(2 * FILE, FILE)
-    assert not allocator.adopt(offset, owner(), 100)
+    assert not allocator.adopt(offset, 100, owner())
     assert room(allocator) == (0, 2 * FILE)
 
 
 @pytest.mark.parametrize("nbytes", [4 * SECTOR_BYTES + 1, 100 * FILE])
 def test_a_page_that_no_file_holds_is_not_adopted(nbytes: int) -> None:
     allocator = FileAllocator(FILE, FILE)
-    assert not any(allocator.adopt(offset, owner(), nbytes) for offset in (0, HEAD_BYTES, FIRST))
+    assert not any(allocator.adopt(offset, nbytes, owner()) for offset in (0, HEAD_BYTES, FIRST))
     assert room(allocator) == (0, FILE)
 
 
 @pytest.mark.parametrize("again", [owner(0), owner(1), owner(1, OTHER_SPACE)])
 def test_a_slot_is_adopted_once(again: Owner) -> None:
     allocator = FileAllocator(FILE, FILE)
-    assert allocator.adopt(FIRST, owner(0), 100)
-    assert not allocator.adopt(FIRST, again, 100)
+    assert allocator.adopt(FIRST, 100, owner(0))
+    assert not allocator.adopt(FIRST, 100, again)
     assert room(allocator) == (SECTOR_BYTES, 3 * SECTOR_BYTES)
 
 
 def test_a_slot_that_is_reserved_is_not_adopted() -> None:
     allocator = FileAllocator(FILE, FILE)
-    assert not allocator.adopt(taken(allocator, owner(0)), owner(1), 100)
-    assert allocator.adopt(FIRST + SECTOR_BYTES, owner(1), 100)
+    assert not allocator.adopt(taken(allocator, owner(0)), 100, owner(1))
+    assert allocator.adopt(FIRST + SECTOR_BYTES, 100, owner(1))
 
 
 @pytest.mark.parametrize(
@@ -324,16 +324,16 @@ def test_a_page_of_another_kind_is_not_adopted_in_a_file_that_is_taken(
     space: NamespaceId, part: Part, nbytes: int
 ) -> None:
     allocator = FileAllocator(2 * FILE, FILE)
-    assert allocator.adopt(FIRST, owner(0), 100)
-    assert not allocator.adopt(FIRST + SECTOR_BYTES, owner(1, space, part), nbytes)
-    assert allocator.adopt(FILE + FIRST + SECTOR_BYTES, owner(1, space, part), nbytes)
+    assert allocator.adopt(FIRST, 100, owner(0))
+    assert not allocator.adopt(FIRST + SECTOR_BYTES, nbytes, owner(1, space, part))
+    assert allocator.adopt(FILE + FIRST + SECTOR_BYTES, nbytes, owner(1, space, part))
     assert room(allocator) == (2 * SECTOR_BYTES, 6 * SECTOR_BYTES)
 
 
 def test_what_was_adopted_is_given_back_like_what_was_reserved() -> None:
     allocator = FileAllocator(FILE, FILE)
-    assert allocator.adopt(FIRST + SECTOR_BYTES, owner(), 100)
-    allocator.free(FIRST + SECTOR_BYTES)
+    assert allocator.adopt(FIRST + SECTOR_BYTES, 100, owner())
+    allocator.free(FIRST + SECTOR_BYTES, 100)
     assert room(allocator) == (0, FILE)
     assert taken(allocator, owner(0, OTHER_SPACE)) == FIRST
 
@@ -344,10 +344,10 @@ def test_all_that_was_given_out_is_adopted_by_the_next_in_any_order(
 ) -> None:
     before, after = FileAllocator(4 * FILE, FILE), FileAllocator(4 * FILE, FILE)
     owners = [(owner(number, space, part), nbytes) for number, (space, part, nbytes) in enumerate(wishes)]
-    given_out = [(before.reserve(of, nbytes), of, nbytes) for of, nbytes in owners]
+    given_out = [(before.reserve(nbytes, of), of, nbytes) for of, nbytes in owners]
     order.shuffle(given_out)
     for offset, of, nbytes in given_out:
-        assert offset is None or after.adopt(offset, of, nbytes)
+        assert offset is None or after.adopt(offset, nbytes, of)
     assert room(after) == room(before)
 
 
@@ -356,9 +356,9 @@ def test_all_that_was_given_out_is_adopted_by_the_next_in_any_order(
 
 def test_nothing_is_to_be_given_up_while_a_file_is_free() -> None:
     allocator = FileAllocator(2 * FILE, FILE)
-    assert allocator.sparsest(owner(), 100) == []
+    assert allocator.sparsest(100, owner()) == []
     taken(allocator, owner())
-    assert allocator.sparsest(owner(), 100) == []
+    assert allocator.sparsest(100, owner()) == []
 
 
 def test_the_pages_of_the_file_that_holds_the_fewest_bytes_are_to_be_given_up() -> None:
@@ -368,26 +368,26 @@ def test_the_pages_of_the_file_that_holds_the_fewest_bytes_are_to_be_given_up() 
         taken(allocator, owner(number))
     lies = [(of, taken(allocator, of)) for of in few]
     taken(allocator, owner(0), 3 * SECTOR_BYTES)  # fewer pages, and more bytes
-    assert allocator.sparsest(owner(9, part=ONE_LAYER), 100) == lies
+    assert allocator.sparsest(100, owner(9, part=ONE_LAYER)) == lies
 
 
 def test_nothing_is_given_up_for_a_page_that_no_file_holds_or_where_there_is_no_room_at_all() -> None:
     allocator = FileAllocator(FILE, FILE)
     fill(allocator)
-    assert allocator.sparsest(owner(9, OTHER_SPACE), 100) == []
-    allocator.free(FIRST)
-    assert allocator.sparsest(owner(9, OTHER_SPACE), 5 * SECTOR_BYTES) == []
-    assert len(allocator.sparsest(owner(9, OTHER_SPACE), 100)) == 3
+    assert allocator.sparsest(100, owner(9, OTHER_SPACE)) == []
+    allocator.free(FIRST, 100)
+    assert allocator.sparsest(5 * SECTOR_BYTES, owner(9, OTHER_SPACE)) == []
+    assert len(allocator.sparsest(100, owner(9, OTHER_SPACE))) == 3
 
 
 def test_a_file_is_free_when_what_it_holds_is_given_up() -> None:
     allocator = FileAllocator(2 * FILE, FILE)
     for number in range(6):
         taken(allocator, owner(number))
-    assert allocator.reserve(owner(0, OTHER_SPACE), 100) is None
-    for _, offset in allocator.sparsest(owner(0, OTHER_SPACE), 100):
-        allocator.free(offset)
-    assert allocator.reserve(owner(0, OTHER_SPACE), 100) == FILE + FIRST
+    assert allocator.reserve(100, owner(0, OTHER_SPACE)) is None
+    for _, offset in allocator.sparsest(100, owner(0, OTHER_SPACE)):
+        allocator.free(offset, 100)
+    assert allocator.reserve(100, owner(0, OTHER_SPACE)) == FILE + FIRST
 
 
 # ------------------------------------------------------------------------------------------------- at random
@@ -425,7 +425,7 @@ class FilesAgainstOffsets(RuleBasedStateMachine):
         kinds = [self.kind(number) for number in range(self.files)]
         serving = [number for number, kind in enumerate(kinds) if kind == (space, shape)]
         serving = [number for number in serving if len(self.inside(number)) < slots]
-        offset = self.allocator.reserve(of, nbytes)
+        offset = self.allocator.reserve(nbytes, of)
         assert (offset is not None) == bool(serving or (None in kinds and slots))
         if offset is not None:
             assert offset not in self.pages
@@ -442,7 +442,7 @@ class FilesAgainstOffsets(RuleBasedStateMachine):
         anywhere = st.integers(-FILE, (self.files + 1) * FILE)
         offset = data.draw(st.one_of(st.sampled_from(places), anywhere) if places else anywhere)
         fits = offset in places and self.kind(offset // FILE) in (None, (space, shape)) and offset not in self.pages
-        assert self.allocator.adopt(offset, of, nbytes) == fits
+        assert self.allocator.adopt(offset, nbytes, of) == fits
         if fits:
             self.pages[offset] = of, nbytes
 
@@ -450,14 +450,13 @@ class FilesAgainstOffsets(RuleBasedStateMachine):
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
         offset = data.draw(st.sampled_from(list(self.pages)))
-        self.allocator.free(offset)
-        del self.pages[offset]
+        self.allocator.free(offset, self.pages.pop(offset)[1])
 
     @rule(space=spaces, part=parts, nbytes=sizes)
     def give_up_the_sparsest(self, space: NamespaceId, part: Part, nbytes: int) -> None:
         of = self.next_owner(space, part)
         shape = shape_of(of, nbytes)
-        given_up = self.allocator.sparsest(of, nbytes)
+        given_up = self.allocator.sparsest(nbytes, of)
         held = [self.inside(number) for number in range(self.files)]
         if not all(held) or not shape.slots(FILE) or self.allocator.free_bytes < shape.slot_bytes:
             assert given_up == []
@@ -467,15 +466,17 @@ class FilesAgainstOffsets(RuleBasedStateMachine):
         assert len(dict.fromkeys(numbers)) == 1 and takes[numbers[0]] == min(takes)
         assert len(given_up) == len(held[numbers[0]])
         for whose, offset in given_up:
-            assert self.pages.pop(offset)[0] == whose
-            self.allocator.free(offset)
+            lay, size = self.pages.pop(offset)
+            assert lay == whose
+            self.allocator.free(offset, size)
 
     @rule(data=st.data())
     def begin_anew_with_what_is_found(self, data: st.DataObject) -> None:
         before = self.allocator
         self.allocator = FileAllocator(before.capacity_bytes, FILE)
         for offset in data.draw(st.permutations(list(self.pages))):
-            assert self.allocator.adopt(offset, *self.pages[offset])
+            of, nbytes = self.pages[offset]
+            assert self.allocator.adopt(offset, nbytes, of)
         assert room(self.allocator) == room(before)
 
     @invariant()

@@ -9,7 +9,7 @@ import pytest
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
-from kvcluster.core.found import NO_DISK, Found, FoundPage
+from kvcluster.core.found import NO_STORE, Found, FoundPage
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
@@ -52,7 +52,7 @@ class DiskShard(LoneShard):
         epoch: int = 7,
         *,
         host_pages: int = 8,
-        found: Found = NO_DISK,
+        found: Found = NO_STORE,
         spec: KVSpec = CODED,
         **config: int,
     ) -> None:
@@ -410,7 +410,7 @@ def test_a_purge_that_names_nothing_here_is_kept_beside_what_was_found() -> None
 
 
 def test_without_a_disk_tier_a_purge_erases_nothing() -> None:
-    shard = DiskShard.knowing(NO_DISK)
+    shard = DiskShard.knowing(NO_STORE)
     shard.store(attempt(1), A)
     shard.hear(tombstones=(Tombstone(5, OURS),))
     assert shard.settle() == [PurgedEvent(5)]
@@ -462,4 +462,4 @@ def test_without_its_disk_tier_a_shard_serves_memory() -> None:
 def test_a_shard_with_a_folder_tells_of_no_trouble() -> None:
     shard = DiskShard.knowing(found())
     shard.later(SECOND)
-    assert (report(shard).info.trouble, report(shard).info.tiers) == ("", tuple(Tier))
+    assert (report(shard).info.trouble, report(shard).info.tiers) == ("", (Tier.DEVICE, Tier.HOST, Tier.DISK))

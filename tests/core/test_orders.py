@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.found import NO_DISK, Found
+from kvcluster.core.found import NO_STORE, Found
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
 from kvcluster.core.messages import (
     Abort,
@@ -325,7 +325,7 @@ def test_tombstones_that_were_found_on_disk_are_kept_with_those_that_come() -> N
     assert done_to_disk(shard.hear(tombstones=(kept, CLEAR))) == [Erase((CLEAR,), (kept, CLEAR))]
 
 
-@pytest.mark.parametrize("found", [NO_DISK, Found(why_none="the drive is gone")])
+@pytest.mark.parametrize("found", [NO_STORE, Found(why_none="the drive is gone")])
 def test_a_shard_without_a_disk_tier_has_nothing_to_erase(found: Found) -> None:
     shard = holding(A, found=found)
     assert done_to_disk(shard.hear(tombstones=(CLEAR,))) == []

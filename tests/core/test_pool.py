@@ -333,12 +333,15 @@ FIRST = HEAD_BYTES + SECTOR_BYTES
 """Where the slots of a file begin here."""
 
 
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+
+
 def tiers_of(pages: int = 2, below: int = 2, slots: int = 2) -> PagePool:
     """All three of them, with room for so many small pages; on disk in one file."""
     device = PageAllocator(pages * ALIGN_BYTES, ALIGN_BYTES)
     host = PageAllocator(below * ALIGN_BYTES, ALIGN_BYTES, start=device.capacity_bytes)
     file_bytes = FIRST + slots * SECTOR_BYTES
-    return PagePool(device, {Tier.HOST: host}, FileAllocator(file_bytes, file_bytes))
+    return PagePool(device, {Tier.HOST: host}, {Tier.DISK: FileAllocator(file_bytes, file_bytes)})
 
 
 def written_in(pool: PagePool, tier: Tier, number: int = 0, loss: Loss = Loss.EXACT) -> Page:
@@ -397,8 +400,8 @@ def test_without_host_bytes_there_is_one_tier() -> None:
 def test_the_disk_tier_lies_below_all_others_and_outside_their_arena() -> None:
     file_bytes = FIRST + 2 * SECTOR_BYTES
     found = Found(capacity_bytes=3 * file_bytes, file_bytes=file_bytes)
-    pool = PagePool.of(ShardConfig(device_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES), found)
-    assert list(pool.allocators) == list(Tier) and list(pool.memory) == [Tier.DEVICE, Tier.HOST]
+    pool = PagePool.of(ShardConfig(device_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES), {Tier.DISK: found})
+    assert list(pool.allocators) == list(TIERS) and list(pool.memory) == [Tier.DEVICE, Tier.HOST]
     assert pool.arena_bytes == 3_072
     below = written_in(pool, Tier.DISK)
     assert below.offset == FIRST, "an offset of its own kind"
@@ -410,8 +413,9 @@ def test_the_disk_tier_lies_below_all_others_and_outside_their_arena() -> None:
 
 
 def test_without_room_found_on_disk_there_is_no_disk_tier() -> None:
-    pool = PagePool.of(ShardConfig(device_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES), Found())
-    assert list(pool.allocators) == [Tier.DEVICE, Tier.HOST] and pool.files is None
+    config = ShardConfig(device_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES)
+    pool = PagePool.of(config, {Tier.DISK: Found()})
+    assert list(pool.allocators) == [Tier.DEVICE, Tier.HOST] and not pool.stores
     assert pool.on(Tier.DISK, SPACE, key(0)) is None
 
 
@@ -450,7 +454,7 @@ def test_a_twin_below_counts_once_it_is_ready(upper: Tier, lower: Tier) -> None:
 
 def test_of_two_twins_below_the_upper_counts() -> None:
     pool = tiers_of()
-    above, host, disk = (ready_in(pool, tier) for tier in Tier)
+    above, host, disk = (ready_in(pool, tier) for tier in TIERS)
     assert pool.below_of(above) is host
     assert pool.below_of(host) is disk
     pool.condemn(host)
@@ -468,7 +472,7 @@ def test_who_wants_it_encoded_gets_the_twin_from_which_it_was_decoded(lower: Tie
     assert pool.find(SPACE, key(1), Loss.Q8, encoded=True) is raw, "it was not decoded"
 
 
-@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("tier", TIERS)
 def test_what_is_being_written_in_any_tier_is_pending(tier: Tier) -> None:
     pool = tiers_of()
     page = written_in(pool, tier)
@@ -480,7 +484,7 @@ def test_what_is_being_written_in_any_tier_is_pending(tier: Tier) -> None:
 
 @pytest.mark.parametrize("accept", Loss)
 @pytest.mark.parametrize("loss", Loss)
-@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("tier", TIERS)
 def test_a_reader_gets_what_has_lost_no_more_than_he_accepts(tier: Tier, loss: Loss, accept: Loss) -> None:
     pool = tiers_of()
     page = ready_in(pool, tier, loss=loss)
@@ -492,8 +496,8 @@ def test_a_reader_gets_what_has_lost_no_more_than_he_accepts(tier: Tier, loss: L
     assert isinstance(missing, Miss) and missing.reason is MissReason.EVICTED
 
 
-@pytest.mark.parametrize("into", Tier)
-@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("into", TIERS)
+@pytest.mark.parametrize("tier", TIERS)
 def test_what_loses_more_and_is_being_written_elsewhere_gives_way(tier: Tier, into: Tier) -> None:
     pool = tiers_of()
     written_in(pool, tier, loss=Loss.Q8)
@@ -502,7 +506,7 @@ def test_what_loses_more_and_is_being_written_elsewhere_gives_way(tier: Tier, in
 
 @pytest.mark.parametrize("there", Loss)
 @pytest.mark.parametrize("new", Loss)
-@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize("tier", TIERS)
 def test_what_is_there_with_no_more_loss_is_not_written_again(tier: Tier, there: Loss, new: Loss) -> None:
     pool = tiers_of()
     ready_in(pool, tier, loss=there)
@@ -544,8 +548,7 @@ def test_what_a_page_is_told_with_names_its_tier_and_its_codec(tier: Tier) -> No
 
 def test_the_check_finds_room_in_a_file_that_no_page_holds() -> None:
     pool = tiers_of()
-    assert pool.files is not None
-    pool.files.reserve((SPACE, key(0)), ALIGN_BYTES)
+    pool.stores[Tier.DISK].reserve(ALIGN_BYTES, (SPACE, key(0)))
     with pytest.raises(AssertionError, match="pages hold 0, the allocator gave 4096"):
         pool.check()
 
@@ -555,7 +558,7 @@ def test_the_check_finds_room_in_a_file_that_no_page_holds() -> None:
 
 def test_what_is_adopted_is_ready_where_it_lay() -> None:
     pool = tiers_of()
-    assert pool.adopt(found_page(5, slot=1))
+    assert pool.adopt(Tier.DISK, found_page(5, slot=1))
     page = pool.on(Tier.DISK, SPACE, key(5))
     assert page is not None and page is pool.find(SPACE, key(5), Loss.Q8)
     place = FIRST + SECTOR_BYTES
@@ -569,7 +572,7 @@ def test_what_is_adopted_is_ready_where_it_lay() -> None:
 
 def test_what_is_adopted_has_a_generation_of_its_own() -> None:
     pool = tiers_of()
-    assert pool.adopt(found_page(0, slot=0)) and pool.adopt(found_page(1, slot=1))
+    assert pool.adopt(Tier.DISK, found_page(0, slot=0)) and pool.adopt(Tier.DISK, found_page(1, slot=1))
     generations = [page.generation for page in pool.ready()] + [ready_in(pool, Tier.DEVICE).generation]
     assert generations == sorted(set(generations))
 
@@ -588,22 +591,22 @@ def test_what_is_adopted_has_a_generation_of_its_own() -> None:
 )
 def test_what_cannot_be_there_is_not_adopted_and_leaves_nothing_behind(again: FoundPage) -> None:
     pool = tiers_of()
-    assert pool.adopt(found_page(0, slot=0))
-    assert not pool.adopt(again)
+    assert pool.adopt(Tier.DISK, found_page(0, slot=0))
+    assert not pool.adopt(Tier.DISK, again)
     assert [page.key for page in pool.everything()] == [key(0)]
     assert used(pool) == [0, 0, SECTOR_BYTES]
 
 
 def test_what_was_adopted_goes_like_any_other_page() -> None:
     pool = tiers_of()
-    assert pool.adopt(found_page())
+    assert pool.adopt(Tier.DISK, found_page())
     page = pool.get(SPACE, key(0))
     assert page is not None
     pool.pin(page)
     assert not pool.condemn(page)
     assert pool.unpin(page)
     assert used(pool) == [0, 0, 0]
-    assert pool.adopt(found_page(0, slot=1)), "its key may be taken again"
+    assert pool.adopt(Tier.DISK, found_page(0, slot=1)), "its key may be taken again"
 
 
 # ---------------------------------------------------------------------------------------------- private copies
@@ -696,7 +699,7 @@ class TwinsAgainstLists(RuleBasedStateMachine):
         self.condemned: list[Page] = []
         self.copies: dict[Page, bool] = {}
 
-    @rule(tier=st.sampled_from(Tier), number=st.integers(0, 2), loss=st.sampled_from(Loss))
+    @rule(tier=st.sampled_from(TIERS), number=st.integers(0, 2), loss=st.sampled_from(Loss))
     def reserve(self, tier: Tier, number: int, loss: Loss) -> None:
         if (tier, number) in self.live:
             return
@@ -712,7 +715,7 @@ class TwinsAgainstLists(RuleBasedStateMachine):
         found = found_page(number, slot)
         held = [page.offset for page in self.pages() if page.tier is Tier.DISK]
         fits = 0 <= slot < self.room[Tier.DISK] and found.offset not in held and (Tier.DISK, number) not in self.live
-        assert self.pool.adopt(found) == fits
+        assert self.pool.adopt(Tier.DISK, found) == fits
         if fits:
             page = self.pool.on(Tier.DISK, SPACE, key(number))
             assert page is not None and (page.state, page.offset) == (PageState.READY, found.offset)
@@ -799,7 +802,7 @@ class TwinsAgainstLists(RuleBasedStateMachine):
     @invariant()
     def readers_find_the_upper_twin_that_is_ready(self) -> None:
         for number in range(3):
-            twins = [page for tier in Tier if (page := self.live.get((tier, number))) is not None]
+            twins = [page for tier in TIERS if (page := self.live.get((tier, number))) is not None]
             found = [page for page in twins if page.state is PageState.READY] or twins
             assert self.pool.get(SPACE, key(number)) is (found[0] if found else None)
             for page in twins:

@@ -670,7 +670,7 @@ def test_what_came_up_is_queued_once_for_its_way_down() -> None:
     heat(coordinator, A, loads=1)
     carry_out(voice, voice.report(), *decoded(A))
     [member] = coordinator.core.members.all()
-    assert [len(member.cold[tier]) for tier in Tier] == [1, 1, 0]
+    assert [len(member.cold[tier]) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)] == [1, 1, 0]
 
 
 def test_a_promotion_does_not_hide_what_is_to_be_demoted_next() -> None:
@@ -714,7 +714,11 @@ def test_a_faster_tier_serves_before_a_better_copy_where_its_loss_is_accepted() 
     assert served_by(coordinator.load(attempt(2), [A], whole(CODED))) == [(1, ["a"])]
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(Tier)), ids=lambda order: "-".join(t.name for t in order))
+@pytest.mark.parametrize(
+    "order",
+    list(itertools.permutations((Tier.DEVICE, Tier.HOST, Tier.DISK))),
+    ids=lambda order: "-".join(t.name for t in order),
+)
 def test_a_block_is_gone_only_with_its_last_copy_in_any_tier(order: tuple[Tier, ...]) -> None:
     coordinator, voice = serving(*encoded(A), *decoded(A), *on_disk(A), host=below() + disk())
     for tier in order:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.found import NO_DISK, Found
+from kvcluster.core.found import NO_STORE, Found
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, ShardId
 from kvcluster.core.messages import (
     Abort,
@@ -76,7 +76,7 @@ class TiersOfAShard(RuleBasedStateMachine):
     def begin(self, pages: int, host_bytes: int, files: int, there: list[BlockHash]) -> None:
         self.config = {"pages": pages, "host_bytes": host_bytes}
         self.files = files
-        self.shard = self.started(found(*lying(*there), files=files) if files else NO_DISK)
+        self.shard = self.started(found(*lying(*there), files=files) if files else NO_STORE)
         self.told: dict[tuple[PageKey, Tier], tuple[Loss, Codec]] = {}
         self.tell_anew()
         self.encoded: dict[int, int] = {}

@@ -24,6 +24,8 @@ from tests.core.moving import Q8, RAW, SOURCE, arrived, doubled, left, tiered
 from tests.core.samples import CODED, OURS, SECOND, attempt, key, root
 from tests.core.test_found import FILE, DiskShard, found, lying
 
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+
 
 def with_twins(codec: Codec = Codec.Q8, **config: int) -> LoneShard:
     """A shard that holds A in both of its tiers, and B in the upper."""
@@ -142,7 +144,7 @@ def info_of(shard: LoneShard) -> ShardInfo:
 def test_a_shard_without_tiers_below_tells_of_none() -> None:
     info = info_of(tiered(host_pages=0))
     assert (info.below, info.tiers) == ((), (Tier.DEVICE,))
-    assert [info.use(tier) for tier in Tier] == [
+    assert [info.use(tier) for tier in TIERS] == [
         TierUse(Tier.DEVICE, 8 * RAW, 6 * RAW, 2),
         TierUse(Tier.HOST, 0, 0, 0),
         TierUse(Tier.DISK, 0, 0, 0),
@@ -153,7 +155,7 @@ def test_a_shard_tells_of_each_tier_that_it_has() -> None:
     info = info_of(tiered())
     assert info.below == (TierUse(Tier.HOST, 8 * RAW, 8 * RAW - Q8, 1),)
     assert info.tiers == (Tier.DEVICE, Tier.HOST)
-    assert [info.use(tier) for tier in Tier] == [
+    assert [info.use(tier) for tier in TIERS] == [
         TierUse(Tier.DEVICE, 8 * RAW, 7 * RAW, 1),
         info.below[0],
         TierUse(Tier.DISK, 0, 0, 0),
@@ -164,7 +166,7 @@ def test_a_shard_tells_of_its_disk_tier_last() -> None:
     info = info_of(DiskShard.knowing(found(*lying(C, D), files=2)))
     disk = TierUse(Tier.DISK, 2 * FILE, FILE + 2 * SECTOR_BYTES, 2)
     assert info.below == (TierUse(Tier.HOST, 8 * RAW, 8 * RAW - Q8, 1), disk)
-    assert (info.tiers, info.use(Tier.DISK)) == (tuple(Tier), disk)
+    assert (info.tiers, info.use(Tier.DISK)) == (TIERS, disk)
 
 
 # ------------------------------------------------------------------------------------------------ on disk

@@ -16,7 +16,7 @@ import pytest
 from kvcluster.config import ShardConfig
 from kvcluster.core.codecs import Codec, page_bytes
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES, FileAllocator, Shape
-from kvcluster.core.found import NO_DISK, Found, FoundPage
+from kvcluster.core.found import NO_STORE, Found, FoundPage
 from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Holder, ShardId, Tenant
 from kvcluster.core.messages import Erase, PageKey, PageMove, PageSlot, Stage, Staged, Tier, Tombstone
 from kvcluster.core.reasons import Loss
@@ -139,12 +139,14 @@ class Places:
     """Where pages lie: in memory that is as large as they are, and in the folder."""
 
     def __init__(self, folder: DiskFolder) -> None:
-        self.read_from_disk = folder.read
-        self.write_to_disk = folder.write
+        self.read = folder.read
+        self.write = folder.write
 
     def bytes_of(self, slot: PageSlot) -> memoryview:
         assert slot.tier is Tier.HOST
         return memoryview(bytearray(slot.nbytes))
+
+    view = bytes_of
 
 
 def slot_of(page: FoundPage) -> PageSlot:
@@ -203,9 +205,9 @@ def test_what_was_written_is_found_again_by_whoever_opens_it_next(drive: Drive) 
 def test_what_was_found_lies_where_the_allocator_of_the_next_shard_has_slots(full: Drive) -> None:
     found = full.open()
     files = FileAllocator(found.capacity_bytes, found.file_bytes)
-    assert all(files.adopt(page.offset, (page.namespace, page.key), page.nbytes) for page in found.pages)
+    assert all(files.adopt(page.offset, page.nbytes, (page.namespace, page.key)) for page in found.pages)
     assert len(found.pages) == FILES * SLOTS
-    assert files.reserve((SPEC.namespace(RED), found.pages[0].key), found.pages[0].nbytes) is None
+    assert files.reserve(found.pages[0].nbytes, (SPEC.namespace(RED), found.pages[0].key)) is None
     files.check()
 
 
@@ -214,7 +216,7 @@ def test_what_is_written_where_an_allocator_says_is_found_where_it_said(drive: D
     files = FileAllocator(drive.config.disk_bytes, drive.config.disk_file_bytes)
     for number in range(FILES * SLOTS):
         move, data = drive.new(0, 0)
-        offset = files.reserve((move.namespace, move.target.key), len(data))
+        offset = files.reserve(len(data), (move.namespace, move.target.key))
         assert offset is not None
         drive.folder.write(move._replace(target=move.target._replace(offset=offset)), memoryview(data))
         assert len(drive.found()) == number + 1
@@ -475,7 +477,7 @@ def test_whoever_is_refused_changes_nothing(full: Drive) -> None:
 
 
 def test_a_shard_without_a_disk_tier_has_no_folder(drive: Drive) -> None:
-    assert open_disk(replace(drive.config, disk_bytes=0, disk_dir=""), SHARD) == (None, NO_DISK)
+    assert open_disk(replace(drive.config, disk_bytes=0, disk_dir=""), SHARD) == (None, NO_STORE)
     assert not drive.path.parent.exists()
 
 

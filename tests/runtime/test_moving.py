@@ -58,22 +58,27 @@ class Arena:
         self._ends_at = ends_at
 
     def bytes_of(self, slot: PageSlot) -> memoryview:
+        view = self.view(slot)
+        if view is None:
+            view = memoryview(bytearray(slot.nbytes))
+            self.read(slot, view)
+        return view
+
+    def view(self, slot: PageSlot) -> memoryview | None:
         if slot.tier is Tier.DISK:
-            copy = memoryview(bytearray(slot.nbytes))
-            self.read_from_disk(slot, copy)
-            return copy
+            return None
         self._views += 1
         if self._ends_at is not None and self._views > self._ends_at:
             raise Trouble(Miss(MissReason.SHARD_LOST, "the shard is ending"))
         return memoryview(self._bytes)[slot.offset : slot.offset + slot.nbytes]
 
-    def write_to_disk(self, page: PageMove, data: memoryview) -> None:
+    def write(self, move: PageMove, data: memoryview) -> None:
         if self.full:
             raise OSError(errno.ENOSPC, "no room")
-        self.written.append(page)
-        self.files[page.target.offset] = bytearray(data)
+        self.written.append(move)
+        self.files[move.target.offset] = bytearray(data)
 
-    def read_from_disk(self, slot: PageSlot, into: memoryview) -> None:
+    def read(self, slot: PageSlot, into: memoryview) -> None:
         if slot.offset not in self.files:
             raise OSError(errno.EIO, "the drive is gone")
         into[:] = self.files[slot.offset]

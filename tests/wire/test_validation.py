@@ -374,7 +374,7 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("ack", "report_ack.move.codecs", [0x0102], ProtocolError, "codec 1 version 2 is not known here"),
     ("ack", "report_ack.pull.codec", 0, ProtocolError, "codec 0 version 0 is not known here"),
     ("ack", "report_ack.pull.codec", 0x0101, ProtocolError, "encoded pages do not lie in the device tier"),
-    ("ack", "report_ack.pull.into", 2, ProtocolError, "come to disk from the host tier alone"),
+    ("ack", "report_ack.pull.into", 2, ProtocolError, "come to the disk tier from the one above it alone"),
     ("ack", "report_ack.pull.into", 5, ProtocolError, "Tier 5 is not known here"),
     ("ack", "report_ack.pull.number", HUGE, LimitError, "as an order's number"),
     ("ack", "report_ack.pull.source.epoch", HUGE, LimitError, "as an epoch"),

@@ -33,10 +33,10 @@ from kvcluster.core.messages import (
     PageKey,
     PrepareLoad,
     ShardAddress,
-    Tier,
 )
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import PREFIX, KVSpec, Part
+from kvcluster.core.tiers import FASTEST
 from kvcluster.transport.rpc import Connection
 from kvcluster.transport.seam import Deadline
 from kvcluster.wire.methods import COORDINATOR
@@ -145,7 +145,7 @@ def _index(chains: Sequence[Sequence[BlockHash]]) -> tuple[PrefixIndex, ColdQueu
         for depth, block in enumerate(chain):
             # A hash of its own for each record, as it comes off the wire.
             fresh = BlockHash(bytes(bytearray(block)))
-            event = PageEvent(_SPACE, PageKey(fresh, 0, _PART), parent, depth, Tier.DEVICE, Loss.EXACT)
+            event = PageEvent(_SPACE, PageKey(fresh, 0, _PART), parent, depth, FASTEST, Loss.EXACT)
             record = index.add(event, slot, 1_000_000_000 + number)
             assert record is not None
             cold.push(record)

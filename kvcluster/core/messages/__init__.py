@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 from kvcluster.core.ids import Attempt, BlockHash, CallId, NamespaceId, Tenant
 from kvcluster.core.messages.common import (
-    IN_MEMORY,
     PROTOCOL_VERSION,
     Done,
     Need,
@@ -34,7 +33,6 @@ from kvcluster.core.messages.common import (
     Run,
     ShardAddress,
     Source,
-    Tier,
 )
 from kvcluster.core.messages.coordinator import (
     Attach,
@@ -124,6 +122,7 @@ from kvcluster.core.messages.shard import (
     Written,
 )
 from kvcluster.core.spec import KVSpec
+from kvcluster.core.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +344,6 @@ ShardMessage = (
 )
 
 __all__ = [
-    "IN_MEMORY",
     "PROTOCOL_VERSION",
     "Abort",
     "Answer",

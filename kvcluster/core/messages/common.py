@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, IntEnum
+from enum import Enum
 from typing import NamedTuple
 
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import Part
+from kvcluster.core.tiers import Tier
 
 PROTOCOL_VERSION = 1
 """Both ends of a connection must have the same; `attach` compares them first of all."""
-
-
-class Tier(IntEnum):
-    """Where a page lies. Smaller is faster."""
-
-    DEVICE = 0  # as engines have it: raw
-    HOST = 1  # encoded, in CPU memory
-    DISK = 2  # encoded, in files
-
-
-IN_MEMORY = (Tier.DEVICE, Tier.HOST)
-"""The tiers that readers are shown, and that copies come into."""
 
 
 class PageKey(NamedTuple):

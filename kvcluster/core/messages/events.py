@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvcluster.core.ids import BlockHash, NamespaceId
-from kvcluster.core.messages.common import Tier
+from kvcluster.core.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True)

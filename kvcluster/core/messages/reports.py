@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, CallId, Epoch, NamespaceId, ShardId, Tenant
-from kvcluster.core.messages.common import PageKey, ShardAddress, Tier
+from kvcluster.core.messages.common import PageKey, ShardAddress
 from kvcluster.core.messages.shard import NewPage
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import KVSpec
+from kvcluster.core.tiers import FASTEST, Tier, above
 
 
 class PageEvent(NamedTuple):
@@ -32,7 +33,7 @@ class GoneEvent(NamedTuple):
     namespace: NamespaceId
     key: PageKey
     corrupt: bool
-    tier: Tier = Tier.DEVICE
+    tier: Tier = FASTEST
 
 
 class PurgedEvent(NamedTuple):
@@ -106,14 +107,22 @@ class ShardInfo:
 
     def use(self, tier: Tier) -> TierUse:
         """Of that tier; of one that it does not have, nothing."""
-        if tier is Tier.DEVICE:
+        if tier is FASTEST:
             return TierUse(tier, self.capacity_bytes, self.free_bytes, self.pages)
         return next((use for use in self.below if use.tier is tier), TierUse(tier, 0, 0, 0))
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """All that it has, the fastest first. Out of the last nothing goes but by being evicted."""
-        return (Tier.DEVICE, *(use.tier for use in self.below))
+        return (FASTEST, *(use.tier for use in self.below))
+
+    def next_below(self, tier: Tier) -> TierUse:
+        """Of the tier that pages are demoted into out of that one; of the last, nothing."""
+        return next((use for use in self.below if use.tier > tier), TierUse(tier, 0, 0, 0))
+
+    def above(self, tier: Tier) -> Tier | None:
+        """The tier that pages are demoted from into that one."""
+        return above(tier, self.tiers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,22 +174,17 @@ class EvictOrder:
 
     number: int
     blocks: tuple[tuple[NamespaceId, BlockHash], ...]
-    tier: Tier = Tier.DEVICE
+    tier: Tier = FASTEST
 
 
 class Move(NamedTuple):
-    """A block that is to lie in another tier: demoted to HOST, in that codec, or to DISK, as it is; or promoted to
-    DEVICE."""
+    """Moves a block into tier `to`. Promoted, it comes into the first tier and stays below too. Demoted, it comes from
+    the tier above and leaves that; `codec` counts where the tier takes any (tiers.Takes.ENCODED)."""
 
     namespace: NamespaceId
     hash: BlockHash
     to: Tier
     codec: Codec = Codec.RAW
-
-    @property
-    def leaves(self) -> Tier | None:
-        """The tier that it goes down out of; None where it comes up, and stays below as well."""
-        return Tier(self.to - 1) if self.to > Tier.DEVICE else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +208,7 @@ class PullOrder:
     spec: KVSpec
     pages: tuple[NewPage, ...]
     codec: Codec = Codec.RAW
-    into: Tier = Tier.DEVICE
+    into: Tier = FASTEST
 
 
 class Farewell(Enum):

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, Tenant
-from kvcluster.core.messages.common import PageKey, Tier
+from kvcluster.core.messages.common import PageKey
 from kvcluster.core.reasons import Loss, Miss
 from kvcluster.core.spec import KVSpec
+from kvcluster.core.tiers import FASTEST, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class PageSlot(NamedTuple):
     loss: Loss
     sums: bytes = b""
     codec: Codec = Codec.RAW
-    tier: Tier = Tier.DEVICE
+    tier: Tier = FASTEST
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,10 @@ from typing import Protocol, TypeVar
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, CallId, Epoch, Holder, NamespaceId, Tenant
 from kvcluster.core.invariants import check_shard
-from kvcluster.core.messages import Move, PageKey, PageSlot, Renew, Reply, ShardMessage, Tier
+from kvcluster.core.messages import Move, PageKey, PageSlot, Renew, Reply, ShardMessage
 from kvcluster.core.pool import Page, PageState
 from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing.cluster import MemoryCluster
 from kvcluster.transport.seam import Deadline, Transport, Trouble
@@ -183,15 +184,15 @@ class World:
 
     def demote(self, namespace: NamespaceId, keys: Sequence[PageKey], codec: Codec) -> None:
         """Has the coordinator order these pages down, and waits until they lie in the host tier, encoded so."""
-        self._order([Move(namespace, key.hash, Tier.HOST, codec) for key in keys])
+        self._order([Move(namespace, key.hash, STAGING, codec) for key in keys])
         pages = [self.page(namespace, key) for key in keys]
-        assert all(page is not None and page.tier is Tier.HOST and page.codec is codec for page in pages), "not there"
+        assert all(page is not None and page.tier is STAGING and page.codec is codec for page in pages), "not there"
 
     def promote(self, namespace: NamespaceId, keys: Sequence[PageKey]) -> None:
         """Has it order them up again, and waits until they lie above as well."""
-        self._order([Move(namespace, key.hash, Tier.DEVICE) for key in keys])
+        self._order([Move(namespace, key.hash, FASTEST) for key in keys])
         pages = [self.page(namespace, key) for key in keys]
-        assert all(page is not None and page.tier is Tier.DEVICE for page in pages), "not there"
+        assert all(page is not None and page.tier is FASTEST for page in pages), "not there"
 
     def _order(self, moves: Sequence[Move]) -> None:
         """Waits until the shard has carried it out, and has said so."""

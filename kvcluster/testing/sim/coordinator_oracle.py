@@ -35,6 +35,7 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.tickets import Ticket
+from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.evictions import judge_order
 from kvcluster.testing.sim.memory import UNIT_BYTES
@@ -192,7 +193,7 @@ class CoordinatorOracle:
             stored_at = max(shard.ready[place][1] for place in places)
             # Into which tier it would come there depends on what of it is brought: it fits for sure where it does in
             # each.
-            tiers = dict.fromkeys([Tier.DEVICE, *(min(slot.tier, Tier.HOST) for slot in slots)])
+            tiers = dict.fromkeys([FASTEST, *(min(slot.tier, STAGING) for slot in slots)])
             nbytes = sum(-(-slot.nbytes // UNIT_BYTES) for slot in slots) * UNIT_BYTES
             fits = any(all(nbytes <= self._room(member, tier) for tier in tiers) for member in takers)
             rotten = any(shard.is_rotten(slot) for slot in slots)

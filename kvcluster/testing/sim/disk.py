@@ -40,7 +40,7 @@ class _Kind(NamedTuple):
 
 
 class Disk:
-    """One shard's folder on one node. `owner` holds it as long as it lives."""
+    """The store of one tier of one shard on one node. `owner` holds it as long as it lives."""
 
     def __init__(self) -> None:
         self.owner: ShardProcess | None = None
@@ -49,12 +49,12 @@ class Disk:
         self._heads: dict[int, _Kind] = {}
         self._slots: dict[int, _Written] = {}  # by offset
 
-    def open(self, shard: ShardProcess, config: ShardConfig) -> Found:
+    def open(self, shard: ShardProcess, config: ShardConfig, nbytes: int) -> Found:
         """What a shard that starts finds there."""
         if self.owner is not None and not self.owner.dead:
             return Found(why_none="another incarnation has the folder")
         self.owner = shard
-        plan = FileAllocator(config.disk_bytes, config.disk_file_bytes)
+        plan = FileAllocator(nbytes, config.disk_file_bytes)
         self._file_bytes = plan.file_bytes
         pages: list[FoundPage] = []
         specs = {}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import PageKey, Tier
+from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.testing.kernel import MS, SECOND, TIMED_OUT, Script
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.promises import Violation, hold
@@ -179,18 +180,18 @@ def _restorable(world: World, model: content.Model, hashes: tuple[BlockHash, ...
 
 
 def _is_too_much(world: World, hashes: tuple[BlockHash, ...]) -> bool:
-    """Would these, read from disk, and what of them is in the host tier anyway, fill that tier of a shard? Half of it,
-    as pages of two sizes may."""
+    """Would these, read from a store, and what of them is in the staging tier anyway, fill that tier of a shard? Half
+    of it, as pages of two sizes may."""
     for shard in world.incarnations.values():
         pages = shard.core.pool.ready() if not shard.dead else ()
-        below = [page for page in pages if page.tier is not Tier.DEVICE and page.key.hash in hashes]
-        if any(page.tier is Tier.DISK for page in below):
-            host = shard.core.pool.memory[Tier.HOST]
-            if 2 * sum(host.size_class(page.nbytes) for page in below) > host.capacity_bytes:
+        below = [page for page in pages if page.tier is not FASTEST and page.key.hash in hashes]
+        if any(not page.tier.spec.addressable for page in below):
+            room = shard.core.pool.memory[STAGING]
+            if 2 * sum(room.size_class(page.nbytes) for page in below) > room.capacity_bytes:
                 return True
     return False
 
 
 def _rotten(world: World) -> bool:
     living = [shard for shard in world.incarnations.values() if not shard.dead]
-    return any(shard.memory.rotten or shard.disk.has_rotten for shard in living)
+    return any(shard.memory.rotten or any(disk.has_rotten for disk in shard.disks.values()) for shard in living)

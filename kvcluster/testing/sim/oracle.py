@@ -28,13 +28,13 @@ from kvcluster.core.messages import (
     Staged,
     Suspect,
     Tick,
-    Tier,
     Verified,
     WriteGrant,
     Written,
 )
 from kvcluster.core.pool import PageState
 from kvcluster.core.reasons import Loss
+from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.testing.kernel import MS
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.memory import UNIT_BYTES
@@ -108,13 +108,13 @@ class Oracle:
                     page is not None and page.state is PageState.READY and page.generation == slot.generation,
                     f"a page of {slot.key.hash.hex()[:6]} is given to a reader that is not READY",
                 )
-        hold(not any(slot.tier is Tier.DISK for slot in slots), "a reader is sent to the disk")
+        hold(not any(not slot.tier.spec.addressable for slot in slots), "a reader is sent to a store")
         if slots:
             self._may_grant(shard, now)
 
     def _gave_way(self, shard: ShardProcess) -> None:
         """What goes unasked has given way to what has lost less."""
-        if Tier.HOST not in shard.core.pool.allocators:
+        if STAGING not in shard.core.pool.allocators:
             return
         for place in self._vanished(shard):
             slot, _ = shard.ready.pop(place)
@@ -215,9 +215,9 @@ class Oracle:
         moved = {(page.namespace, page.source.key) for page in order.pages}
         for place in self._vanished(shard):
             slot, _ = shard.ready.pop(place)
-            # The next batch has begun by now, and what has no room below, or a twin, is gone at once; with a disk also
-            # out of the host tier, and out of the emptiest file.
-            next_one = slot.tier is Tier.DEVICE or Tier.DISK in shard.core.pool.allocators
+            # The next batch has begun by now, and what has no room below, or a twin, is gone at once; with a store also
+            # out of the other tiers, and what the store gives up.
+            next_one = slot.tier is FASTEST or bool(shard.core.pool.stores)
             hold(place[:2] in moved or next_one, "a page is gone that was not to move")
 
     def _staged(self, shard: ShardProcess, m: Staged, effects: list[Effect]) -> None:
@@ -246,7 +246,7 @@ class Oracle:
         ready = {(page.space, page.key, page.tier) for page in shard.core.pool.ready()}
         hold(ready == shard.ready.keys(), f"{shard.name} holds pages that were not committed, or lost some by itself")
         for (space, key, tier), (slot, _) in shard.ready.items():
-            data = shard.bytes_of(slot) if tier is Tier.DISK else shard.memory.view(slot)
+            data = shard.memory.view(slot) if tier.spec.addressable else shard.bytes_of(slot)
             if data != content.content(space, key, slot.codec, slot.loss).data:
                 hold(shard.is_rotten(slot), f"{shard.name} holds wrong bytes of {key.hash.hex()[:6]}")
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.found import NO_DISK
+from kvcluster.core.found import carried_out
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
     Abort,
@@ -47,6 +47,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.pool import Page
 from kvcluster.core.reasons import Loss
 from kvcluster.core.shard import Shard
+from kvcluster.core.tiers import STORED
 from kvcluster.pages import checksum
 from kvcluster.testing.kernel import MS, SECOND, Clock, Script
 from kvcluster.testing.sim import content, sessions
@@ -75,8 +76,9 @@ class ShardProcess(SimulatedCore):
         config = world.scenario.config
         # As with a fixed port: the next incarnation on this node is reached where the last one was.
         self.address = ShardAddress(shard, epoch, f"{shard}@{node}", f"node-{node}")
-        self.disk = world.disks.setdefault((shard, node), Disk())
-        found = self.disk.open(self, config.shard) if config.shard.disk_bytes else NO_DISK
+        self.disks = {tier: world.disks.setdefault((shard, node, tier), Disk()) for tier in STORED}
+        nbytes = {tier: tier.spec.nbytes(config.shard) for tier in STORED}
+        found = {t: disk.open(self, config.shard, nbytes[t]) for t, disk in self.disks.items() if nbytes[t]}
         core = Shard(
             shard,
             epoch,
@@ -94,12 +96,13 @@ class ShardProcess(SimulatedCore):
         self.adopted = Epoch(0)
         self.ready: dict[Place, tuple[PageSlot, int]] = {}  # the oracle's own list
         for page in core.pool.ready():
-            self.ready[page.space, page.key, page.tier] = page.slot(), self.disk.stored_at(page.offset)
+            stored_at = self.disks[page.tier].stored_at(page.offset)
+            self.ready[page.space, page.key, page.tier] = page.slot(), stored_at
         self.moves: dict[Attempt, MovePages | Stage] = {}  # what is under way, or ends at this moment
         self.moves_ordered = self.moves_ended = 0  # the numbers of the last orders
         self._queue: list[MovePages | Erase] = []  # for one thread, in order
         # Likewise: the number of the last tombstone that it has carried out.
-        self.purged = max((stone.number for stone in found.tombstones), default=0)
+        self.purged = max((stone.number for stone in carried_out(found.values())), default=0)
         self.farewell = False
 
     def stored_at(self, space: NamespaceId, key: PageKey) -> int | None:
@@ -150,13 +153,13 @@ class ShardProcess(SimulatedCore):
         return checksum.pack_sums(sums)
 
     def bytes_of(self, slot: PageSlot) -> bytes | None:
-        """What lies there, in memory or on disk; None where a file ends before it."""
-        return self.disk.read(slot) if slot.tier is Tier.DISK else bytes(self.memory.view(slot))
+        """What lies there, in memory or in a store; None where that ends before it."""
+        return bytes(self.memory.view(slot)) if slot.tier.spec.addressable else self.disks[slot.tier].read(slot)
 
     def is_rotten(self, slot: PageSlot) -> bool:
         """Has a fault changed any of it?"""
-        if slot.tier is Tier.DISK:
-            return self.disk.is_rotten(slot.offset)
+        if not slot.tier.spec.addressable:
+            return self.disks[slot.tier].is_rotten(slot.offset)
         return self.memory.is_rotten(slot.offset, slot.nbytes)
 
     def matches(self, namespace: NamespaceId, slot: PageSlot, data: bytes | None) -> bool:
@@ -167,9 +170,10 @@ class ShardProcess(SimulatedCore):
 
     def rot(self) -> bool:
         """A bit of a page that holds something turns over. False where there is none."""
-        if self.world.rng.random() < 0.5 and self.disk.owner is self and self.disk.rot(self.world.rng):
+        disk = self.disks[self.world.rng.choice(STORED)] if len(STORED) > 1 else self.disks[STORED[0]]
+        if self.world.rng.random() < 0.5 and disk.owner is self and disk.rot(self.world.rng):
             return True
-        pages: list[Page] = [page for page in self.core.pool.everything() if page.tier is not Tier.DISK]
+        pages: list[Page] = [page for page in self.core.pool.everything() if page.tier.spec.addressable]
         if not pages:
             return False
         page = self.world.rng.choice(pages)
@@ -236,7 +240,8 @@ class ShardProcess(SimulatedCore):
             effect = self._queue[0]
             yield None, self.world.rng.randrange(2 * MS)
             if isinstance(effect, Erase):
-                self.disk.erase(effect)
+                for disk in self.disks.values():
+                    disk.erase(effect)
             else:
                 yield from self._move(effect)
             del self._queue[0]
@@ -250,7 +255,7 @@ class ShardProcess(SimulatedCore):
             yield None, self.world.rng.randrange(2 * MS)
             before = self.bytes_of(page.source)
             sound = self.matches(page.namespace, page.source, before)
-            if page.target.tier is Tier.DISK:
+            if not page.target.tier.spec.addressable:
                 made = (yield from self._write(page)) if sound else None
             else:
                 made = self._recode(page, before)
@@ -268,29 +273,30 @@ class ShardProcess(SimulatedCore):
         self.moves[effect.attempt] = effect
         session = Session(effect.attempt, None, None, writes=True)
         slots = (slot for page in effect.pages for slot in (page.source, page.target))
-        session.pages = [slot for slot in slots if slot.tier is not Tier.DISK]
+        session.pages = [slot for slot in slots if slot.tier.spec.addressable]
         self.begin(session)
         return session
 
     def _write(self, page: PageMove) -> Script:
-        """To disk, as it is; the packed sums."""
+        """Into a store, as it is; the packed sums."""
+        disk = self.disks[page.target.tier]
         known = self.ready.get((page.namespace, page.source.key, page.source.tier))
-        self.disk.begin_write(page)
+        disk.begin_write(page)
         yield None, self.world.rng.randrange(2 * MS)  # whoever dies now has left neither the old page nor the new
         data = self.bytes_of(page.source)
         assert data is not None
-        self.disk.write(page, data, known[1] if known is not None else 0)
+        disk.write(page, data, known[1] if known is not None else 0)
         return page.source.sums
 
     def _stage(self, effect: Stage) -> Script:
-        """From disk into private copies."""
+        """From stores into private copies."""
         session = self._began(effect)
         corrupt: list[int] = []
         if self.world.working and self.world.rng.random() < 0.05:  # the drive takes longer than a lease runs
             yield None, self.world.rng.randrange(3 * SECOND)
         for index, page in enumerate(effect.pages):
             yield None, self.world.rng.randrange(4 * MS)
-            data = self.disk.read(page.source)
+            data = self.disks[page.source.tier].read(page.source)
             if data is not None:
                 self.memory.write(page.target.offset, data)
             if not self.matches(page.namespace, page.source, data):

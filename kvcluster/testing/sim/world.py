@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvcluster.core.ids import Epoch, Holder, ShardId
 from kvcluster.core.invariants import check_coordinator, check_shard
-from kvcluster.core.messages import TicketBody, Tombstone
+from kvcluster.core.messages import TicketBody, Tier, Tombstone
 from kvcluster.testing.kernel import MS, SECOND, Clock, Kernel, Process
 from kvcluster.testing.sim import content, scenario, workload
 from kvcluster.testing.sim.content import Model
@@ -74,7 +74,7 @@ class World:
         self.grants: list[tuple[Model, TicketBody]] = []
         self.told_to_go: dict[ShardId, None] = {}
         self.kept: tuple[Tombstone, ...] = ()
-        self.disks: dict[tuple[ShardId, int], Disk] = {}  # by shard and node
+        self.disks: dict[tuple[ShardId, int, Tier], Disk] = {}  # by shard, node and tier
         self.names = [ShardId(f"s{number}") for number in range(drawn.config.shards)]
         self.oracle = Oracle(self)
         self.coordinator_oracle = CoordinatorOracle(self, self.oracle.placed)

@@ -21,6 +21,7 @@ from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import LoadGrant, Tier
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import KVSpec
+from kvcluster.core.tiers import FASTEST
 from kvcluster.errors import ConfigError
 from kvcluster.testing.kernel import MS
 
@@ -107,7 +108,7 @@ def replay(trace: Trace, spec: KVSpec, settings: config.Config) -> dict[str, Any
         hashes = [hash_of[block] for block in request.ids]
         grant = cluster.load(hashes)
         hits += grant.blocks
-        below += _blocks(grant, lambda tier, _: tier > Tier.DEVICE)
+        below += _blocks(grant, lambda tier, _: tier > FASTEST)
         lossy += _blocks(grant, lambda _, loss: loss > Loss.EXACT)
         if grant.blocks < len(hashes):
             cluster.store(hashes, grant.blocks, _worst(grant))
