@@ -1,51 +1,40 @@
-"""The server half that all transports share: one load or one store, from its lease to its end.
+"""The shard's side that all transports share: carries out page sessions (page_session.py) on a transport's thread.
 
-A session takes the lease, hands out or takes in frames, and always gives the lease back: its `with` block is
-where pins live. Each frame shows that the worker is alive and renews the lease. When the shard revokes it, the
-session stops at the next frame and the transport is told to break off, so that a page is freed only after the
-last byte has been moved.
+What a session decides is there; here are its waits, its frames out of the arena, and what arrives in it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from types import TracebackType
 
 from kvcluster.core import limits
-from kvcluster.core.ids import CallId, Tenant
-from kvcluster.core.messages import (
-    Abort,
-    Commit,
-    CommitGrant,
-    Done,
-    PageSlot,
-    PageWant,
-    Pin,
-    PinGrant,
-    ReadRequest,
-    Refused,
-    Renew,
-    Reply,
-    Reserve,
-    ShardMessage,
-    Unpin,
-    WriteGrant,
-    WriteRequest,
-    Written,
-)
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.ids import Tenant
+from kvcluster.core.messages import PageSlot, PageWant, ReadRequest, Reply, WriteRequest, Written
+from kvcluster.core.reasons import Miss
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
 from kvcluster.transport.arrivals import Arrivals
+from kvcluster.transport.page_session import (
+    AskCore,
+    Committed,
+    CoreSaid,
+    Fail,
+    Finished,
+    Granted,
+    MoveNext,
+    Open,
+    PageSession,
+    Refuse,
+    Revoked,
+    SessionEffect,
+    SessionEvent,
+    Stopped,
+)
 from kvcluster.transport.seam import Deadline, PageHost, PageSource, Payload, RefusedByShard, Trouble
 from kvcluster.wire.frames import Record
-
-_PROMPT_S = 5.0
-"""Questions that the core answers at once; the wait only bounds a process that hangs."""
-
-_DRIVE_S = 55.0
-"""Beyond that, for pages that have to be read from disk first: likewise, and no longer than an exchange may take."""
 
 
 def outgoing(request: WriteRequest, outcome: Sequence[Written | None], source: PageSource) -> Iterator[list[Record]]:
@@ -111,62 +100,83 @@ def _nothing() -> None:
 
 
 class _Session:
-    """A lease with a beginning and an end."""
-
-    _ending: type[Unpin] | type[Abort]
+    """Carries out a page session (page_session.py) for a transport whose thread it runs on. Use as a context manager:
+    where it ends, no byte of the exchange moves any more."""
 
     def __init__(
-        self, host: PageHost, request: ReadRequest | WriteRequest, stop: Callable[[], object], deadline: Deadline | None
+        self,
+        host: PageHost,
+        tenant: Tenant,
+        request: ReadRequest | WriteRequest,
+        stop: Callable[[], object] = _nothing,
+        deadline: Deadline | None = None,
     ) -> None:
         self._host = host
         self._attempt = request.attempt
+        self._session = PageSession(tenant, request)
         self._stop = stop
         self._deadline = deadline
-        self._revoked = False
         self._watch = ExitStack()
+        self._lock = threading.Lock()  # of the session: a lease is revoked from another thread
+        self._pages: Sequence[PageSlot | Miss | Written] = ()
 
-    def _begin(self, question: Callable[[CallId], ShardMessage], wait_s: float = 0.0) -> Reply:
-        self._watch.enter_context(self._host.on_revoke(self._attempt, self._break_off))
+    def _open(self) -> None:
+        self._watch.enter_context(self._host.on_revoke(self._attempt, self._revoked))
         try:
-            answer = self._ask(question, _PROMPT_S + wait_s)
+            self._drive(Open())
         except BaseException:
-            self._end()  # what was granted too late to be heard of
-            raise
-        if isinstance(answer, Refused):  # nothing was granted; a lease of this attempt would be somebody else's
             self._watch.close()
-            raise RefusedByShard(answer)
-        return answer
+            raise
 
     def alive(self) -> None:
         """The worker has shown that it lives. Raises Trouble where its lease has ended."""
-        self._renew()
+        self._drive(MoveNext())
 
-    def _break_off(self) -> None:
-        self._revoked = True
-        self._stop()
-
-    def _renew(self) -> None:
-        if not self._revoked:
-            answer = self._ask(lambda call: Renew(call, self._attempt))
-            self._revoked = answer == Done(False)
-        if self._revoked:
-            raise Trouble(Miss(MissReason.DEADLINE, "the lease ended: too slow"))
-
-    def _end(self) -> None:
+    def _end(self, *, for_good: bool = True) -> None:
         """Gives the lease back. It is a message under way even where its answer is late; or the shard is over."""
         self._watch.close()
-        with suppress(Trouble):
-            self._ask(lambda call: self._ending(call, self._attempt))
+        self._drive(Stopped(for_good))
 
-    def _ask(self, question: Callable[[CallId], ShardMessage], wait_s: float = _PROMPT_S) -> Reply:
-        """Waits no longer than whoever waits for this session. What was asked is stepped even where nobody waits."""
-        return self._host.ask(question, wait_s if self._deadline is None else min(wait_s, self._deadline.remaining_s()))
+    def _drive(self, event: SessionEvent) -> SessionEffect | None:
+        """Steps an event, and asks the core what that wants to know. Returns the effect in which it ends; raises
+        RefusedByShard, or what the exchange fails by."""
+        effects = self._step(event)
+        while effects and isinstance(effects[0], AskCore):
+            effects = self._step(CoreSaid(self._ask(effects[0])))
+        effect = effects[0] if effects else None
+        if isinstance(effect, Granted):
+            self._pages = effect.pages
+        elif isinstance(effect, Refuse):
+            raise RefusedByShard(effect.refused)
+        elif isinstance(effect, Fail):
+            raise effect.error
+        return effect
+
+    def _step(self, event: SessionEvent) -> list[SessionEffect]:
+        with self._lock:
+            return self._session.step(event)
+
+    def _revoked(self) -> None:
+        if self._step(Revoked()):
+            self._stop()
+
+    def _ask(self, ask: AskCore) -> Reply | Miss:
+        """Waits no longer than whoever waits for this session. What was asked is stepped even where the wait is over
+        before."""
+        wait_s = ask.wait_ns / 1e9
+        try:
+            return self._host.ask(ask.build, wait_s if self._deadline is None else min(wait_s, self._remaining_s()))
+        except Trouble as trouble:
+            return trouble.miss
+
+    def _remaining_s(self) -> float:
+        assert self._deadline is not None
+        return self._deadline.remaining_s()
 
 
 class ReadSession(_Session):
-    """One load. Use as a context manager; `outcome` is for each want None or its miss."""
-
-    _ending = Unpin
+    """One load. `outcome` is for each want None or its miss, and `granted` the pages that are pinned, by their place
+    among the wants."""
 
     def __init__(
         self,
@@ -176,22 +186,12 @@ class ReadSession(_Session):
         stop: Callable[[], object] = _nothing,
         deadline: Deadline | None = None,
     ) -> None:
-        super().__init__(host, request, stop, deadline)
-        self._request = request
-        self._tenant = tenant
+        super().__init__(host, tenant, request, stop, deadline)
         self._wants = request.wants
-        self._pages: tuple[PageSlot | Miss, ...] = ()
         self.granted: dict[int, PageSlot] = {}
-        """The pages that are pinned, by their place among the wants."""
 
     def __enter__(self) -> ReadSession:
-        r = self._request
-        keys = tuple(want.key for want in self._wants)
-        answer = self._begin(
-            lambda call: Pin(call, self._tenant, r.namespace, r.attempt, r.epoch, keys, r.accept), _DRIVE_S
-        )
-        assert isinstance(answer, PinGrant)
-        self._pages = answer.pages
+        self._open()
         self.granted = {item: page for item, page in enumerate(self._pages) if isinstance(page, PageSlot)}
         return self
 
@@ -214,17 +214,16 @@ class ReadSession(_Session):
         sums = {item: checksum.unpack_sums(slot.sums) for item, slot in self.granted.items()}
         layer_bytes_of = {item: slot.nbytes // slot.key.part.layers for item, slot in self.granted.items()}
         for item, layer, count in in_order_of_use(self._wants, layer_bytes_of):
-            slot = self.granted[item]
-            layer_bytes = slot.nbytes // slot.key.part.layers
+            slot, layer_bytes = self.granted[item], layer_bytes_of[item]
             if batch and room < count * layer_bytes:
-                self._renew()
+                self.alive()
                 yield batch
                 batch, room = [], limits.FRAME_BYTES
             data = self._host.view(slot)[layer * layer_bytes : (layer + count) * layer_bytes]
             batch.append(Record(item, layer, slot.codec, sums[item][layer : layer + count], data))
             room -= count * layer_bytes
         if batch:
-            self._renew()
+            self.alive()
             yield batch
 
 
@@ -243,9 +242,8 @@ def in_order_of_use(wants: Sequence[PageWant], layer_bytes: Mapping[int, int]) -
 
 
 class WriteSession(_Session):
-    """One store. Use as a context manager; pages that `finish` did not commit are aborted at its end."""
-
-    _ending = Abort
+    """One store; pages that `finish` did not commit are aborted at its end. `granted` are the pages that are to be
+    written, by their place in the request."""
 
     def __init__(
         self,
@@ -255,34 +253,22 @@ class WriteSession(_Session):
         stop: Callable[[], object] = _nothing,
         deadline: Deadline | None = None,
     ) -> None:
-        super().__init__(host, request, stop, deadline)
-        self._request = request
-        self._tenant = tenant
-        self._pages: tuple[PageSlot | Written, ...] = ()
+        super().__init__(host, tenant, request, stop, deadline)
+        self._namespace = request.namespace
         self._arrivals = Arrivals(request.namespace, {}, host.view)
-        self._finished = False
+        self._left = False
         self.granted: dict[int, PageSlot] = {}
-        """The pages that are to be written, by their place in the request."""
 
     def __enter__(self) -> WriteSession:
-        r = self._request
-        answer = self._begin(
-            lambda call: Reserve(call, self._tenant, r.namespace, r.attempt, r.epoch, r.pages, r.wait_ns),
-            wait_s=r.wait_ns / 1e9,
-        )
-        assert isinstance(answer, WriteGrant)
-        self._pages = answer.pages
+        self._open()
         self.granted = {item: page for item, page in enumerate(self._pages) if isinstance(page, PageSlot)}
-        self._arrivals = Arrivals(r.namespace, self.granted, self._host.view)
+        self._arrivals = Arrivals(self._namespace, self.granted, self._host.view)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._finished:
-            self._watch.close()
-        else:
-            self._end()
+        self._end(for_good=not self._left)
 
     @property
     def outcome(self) -> list[Written | None]:
@@ -300,25 +286,16 @@ class WriteSession(_Session):
         self._arrivals.written(item, sums)
 
     def leave(self) -> None:
-        """The worker has not stopped, and nobody will see it stop: its pages are nobody else's while the arena is."""
-        self._finished = True
+        """The worker has not stopped, and will not be seen to stop: its pages are its own while the arena is."""
+        self._left = True
 
     def finish(self) -> list[Written]:
         """Commits what matched the writer's checksums.
 
-        Raises ProtocolError, and commits nothing, where not all has come: the writer broke off, and the end of its
-        stream cannot always be told from its being cut.
+        Raises ProtocolError, and commits nothing, where not all has come.
         """
-        self._renew()
         missing = self._arrivals.missing()
-        if missing is not None:
-            raise ProtocolError(f"the store ended before page {missing} was whole")
-        verified = self._arrivals.verified()
-        self._finished = True
-        answer = self._ask(lambda call: Commit(call, self._attempt, tuple(verified), tuple(verified.values())))
-        assert isinstance(answer, CommitGrant)
-        committed = dict(zip(verified, answer.pages, strict=True))
-        return [
-            page if isinstance(page, Written) else committed.get(item, Written.CORRUPT)
-            for item, page in enumerate(self._pages)
-        ]
+        done = Finished({} if missing is not None else self._arrivals.verified(), missing)
+        committed = self._drive(done)
+        assert isinstance(committed, Committed)
+        return committed.outcome

@@ -1,38 +1,48 @@
-"""What transport/sessions.py does, as scripts: one load or one store at a shard, from its lease to its end.
+"""Page sessions as a simulated shard carries them out: the real ones (transport/page_session.py), over pipes.
 
-A session takes the lease, moves layers frame by frame, renews with each, and gives the lease back only when it has
-stopped moving. Revoked, it does not stop at that instant: a copy that is under way is finished first.
+A copy that is under way when its lease is revoked is finished first, as on real threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, NamespaceId, Tenant
 from kvcluster.core.messages import (
-    Abort,
-    Commit,
-    CommitGrant,
-    Done,
     PageKey,
     PageSlot,
-    Pin,
     PinGrant,
     ReadRequest,
     Refused,
     RefusedKind,
-    Renew,
-    Reserve,
-    Unpin,
+    Reply,
     WriteGrant,
     WriteRequest,
-    Written,
 )
-from kvcluster.core.reasons import Loss, Miss
-from kvcluster.testing.kernel import MS, SECOND, TIMED_OUT, Promise, Script
+from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.testing.kernel import MS, TIMED_OUT, Promise, Script
 from kvcluster.testing.sim.network import Pipe
+from kvcluster.transport.page_session import (
+    AskCore,
+    Committed,
+    CoreSaid,
+    Fail,
+    Finished,
+    Granted,
+    MoveFrame,
+    MoveNext,
+    Open,
+    PageSession,
+    Refuse,
+    Revoked,
+    SessionEffect,
+    SessionEvent,
+    Stopped,
+)
 
 if TYPE_CHECKING:
     from kvcluster.testing.sim.shard import ShardProcess
@@ -69,9 +79,17 @@ class Transfer(NamedTuple):
 
 class Session:
     """A lease and who moves its bytes. `writes` says which way; `pages` is what it may touch, None where refused,
-    as long as it is `moving`."""
+    as long as it is `moving`. `plan` decides what it does; the shard's own work has none."""
 
-    def __init__(self, attempt: Attempt, namespace: NamespaceId | None, inbox: Pipe | None, *, writes: bool) -> None:
+    def __init__(
+        self,
+        attempt: Attempt,
+        namespace: NamespaceId | None,
+        inbox: Pipe | None,
+        *,
+        writes: bool,
+        plan: PageSession | None = None,
+    ) -> None:
         self.attempt = attempt
         self.namespace = namespace
         self.writes = writes
@@ -79,153 +97,143 @@ class Session:
         self.revoked = False
         self.moving = True
         self.stored_at: dict[PageKey, int] = {}  # of a copy: when what it is copied from was stored
+        self.plan = plan
         self._inbox = inbox
 
     def revoke(self) -> None:
         self.revoked = True
-        if self._inbox is not None:
+        interrupted = self.plan is None or self.plan.step(Revoked())
+        if self._inbox is not None and interrupted:
             self._inbox.arrive(REVOKED)
 
 
-def read(shard: ShardProcess, opening: Transfer, up: Pipe, down: Pipe) -> Script:
-    """One load."""
+def serve(shard: ShardProcess, opening: Transfer, up: Pipe, down: Pipe) -> Script:
+    """One load or store, from its opening to its end."""
     request = opening.request
-    assert isinstance(request, ReadRequest)
-    give_up = shard.now() + opening.patience_ns
-    session = Session(request.attempt, request.namespace, up, writes=False)
+    if isinstance(request, WriteRequest):
+        request = replace(request, wait_ns=min(request.wait_ns, opening.patience_ns))
+    plan = PageSession(opening.tenant, request)
+    session = Session(request.attempt, request.namespace, up, writes=isinstance(request, WriteRequest), plan=plan)
     if not shard.begin(session):
-        down.put(_busy(request.attempt))
+        down.put(Refused(RefusedKind.BAD, f"attempt {request.attempt} is under way already"))
         return
-    keys = tuple(want.key for want in request.wants)
-    granted = Promise()
-    shard.submit(
-        lambda call: Pin(call, opening.tenant, request.namespace, request.attempt, request.epoch, keys, request.accept),
-        lambda reply: _granted(session, granted, reply),
-    )
-    grant = yield granted, 5 * SECOND
-    if isinstance(grant, Refused):
-        shard.finish(session)
-        down.put(grant)
-        return
-    if not isinstance(grant, PinGrant):
-        shard.finish(session)
-        shard.ask_now(lambda call: Unpin(call, request.attempt))
-        return
-    down.put([page if isinstance(page, Miss) else None for page in grant.pages])
-    rng = shard.world.rng
+    effect = yield from _drive(shard, session, plan, Open())
+    if isinstance(effect, Granted):
+        down.put([None if isinstance(page, PageSlot) else page for page in effect.pages])
+        give_up = shard.now() + opening.patience_ns
+        if isinstance(request, WriteRequest):
+            yield from _write(shard, session, plan, request, effect.pages, give_up, up, down)
+        else:
+            yield from _read(shard, session, plan, request, effect.pages, give_up, up, down)
+    elif isinstance(effect, Refuse):
+        down.put(effect.refused)
+    session.moving = False
+    shard.finish(session)
+    yield from _drive(shard, session, plan, Stopped())
+
+
+def _drive(shard: ShardProcess, session: Session, plan: PageSession, event: SessionEvent) -> Script:
+    """Steps an event, and asks the core what that wants to know; the effect in which it ends, None where in none."""
+    effects: list[SessionEffect] = plan.step(event)
+    while effects and isinstance(effects[0], AskCore):
+        ask = effects[0]
+        answered = Promise()
+        shard.submit(ask.build, partial(_answered, session, answered))
+        reply = yield answered, ask.wait_ns
+        late = Miss(MissReason.DEADLINE, "the shard does not answer")
+        effects = plan.step(CoreSaid(late if reply is TIMED_OUT else reply))
+    return effects[0] if effects else None
+
+
+def _answered(session: Session, answered: Promise, reply: Reply) -> None:
+    if isinstance(reply, WriteGrant | PinGrant):
+        session.pages = [page if isinstance(page, PageSlot) else None for page in reply.pages]
+    answered.fulfil(reply)
+
+
+def _read(
+    shard: ShardProcess,
+    session: Session,
+    plan: PageSession,
+    request: ReadRequest,
+    pages: Sequence[object],
+    give_up: int,
+    up: Pipe,
+    down: Pipe,
+) -> Script:
+    rng, scenario = shard.world.rng, shard.world.scenario
     layers = [
         (item, slot, layer)
-        for item, (slot, want) in enumerate(zip(grant.pages, request.wants, strict=True))
+        for item, (slot, want) in enumerate(zip(pages, request.wants, strict=True))
         if isinstance(slot, PageSlot)
         for layer in range(want.layer_start, want.layer_stop)
     ]
-    size = shard.world.scenario.frame_layers
     # A reader that takes little at a time: what goes meanwhile goes under his eyes.
     slow = shard.world.working and rng.random() < 0.1
-    frame_ns = SLOW_NS if slow else shard.world.scenario.frame_ns
-    for start in range(0, len(layers), size):
+    frame_ns = SLOW_NS if slow else scenario.frame_ns
+    for start in range(0, len(layers), scenario.frame_layers):
         heard = yield up.next(), int(frame_ns * 2 * rng.random())
-        if heard is not TIMED_OUT or session.revoked or shard.now() > give_up or not _renew(shard, request.attempt):
+        if heard is not TIMED_OUT or shard.now() > give_up:
             break
-        down.put([shard.load_layer(item, slot, layer) for item, slot, layer in layers[start : start + size]])
+        effect = yield from _drive(shard, session, plan, MoveNext())
+        if not isinstance(effect, MoveFrame):
+            break
+        down.put([shard.load_layer(*each) for each in layers[start : start + scenario.frame_layers]])
     else:
         down.put(FINISHED)
     if session.revoked:
         yield None, rng.randrange(20 * MS)
-    shard.finish(session)
-    shard.ask_now(lambda call: Unpin(call, request.attempt))
 
 
-def write(shard: ShardProcess, opening: Transfer, up: Pipe, down: Pipe) -> Script:
-    """One store."""
-    request = opening.request
-    assert isinstance(request, WriteRequest)
-    attempt = request.attempt
-    give_up = shard.now() + opening.patience_ns
-    session = Session(attempt, request.namespace, up, writes=True)
-    if not shard.begin(session):
-        down.put(_busy(attempt))
-        return
-    wait_ns = min(request.wait_ns, opening.patience_ns)
-    granted = Promise()
-    shard.submit(
-        lambda call: Reserve(
-            call, opening.tenant, request.namespace, attempt, request.epoch, request.pages, wait_ns=wait_ns
-        ),
-        lambda reply: _granted(session, granted, reply),
-    )
-    grant = yield granted, wait_ns + 5 * SECOND
-    if isinstance(grant, Refused):
-        shard.finish(session)
-        down.put(grant)
-        return
-    if isinstance(grant, WriteGrant):
-        down.put([page if isinstance(page, Written) else None for page in grant.pages])
-        arrived: dict[int, dict[int, int]] = {}
-        while True:
-            heard = yield up.next(), max(1, give_up - shard.now())
-            if not isinstance(heard, list) or session.revoked or not _renew(shard, attempt):
-                break
-            for layer in heard:
-                slot = grant.pages[layer.item]
-                assert isinstance(slot, PageSlot), "a worker sent what was not to be sent"
-                shard.store_layer(slot, layer)
-                arrived.setdefault(layer.item, {})[layer.layer] = layer.total
-        if heard is FINISHED and not session.revoked and _renew(shard, attempt):
+def _write(
+    shard: ShardProcess,
+    session: Session,
+    plan: PageSession,
+    request: WriteRequest,
+    pages: Sequence[object],
+    give_up: int,
+    up: Pipe,
+    down: Pipe,
+) -> Script:
+    slots = {item: page for item, page in enumerate(pages) if isinstance(page, PageSlot)}
+    arrived: dict[int, dict[int, int]] = {item: {} for item in slots}
+    while True:
+        heard = yield up.next(), max(1, give_up - shard.now())
+        if heard is FINISHED:
             session.moving = False
-            outcome = _commit(shard, request, grant, arrived)
-            shard.finish(session)
-            down.put(outcome)
+            done = _finished(shard, request, slots, arrived)
+            effect = yield from _drive(shard, session, plan, done)
+            if isinstance(effect, Committed):
+                down.put(effect.outcome)
             return
-        if session.revoked:
-            yield from _last_copy(shard, grant, up)
-    shard.finish(session)
-    shard.ask_now(lambda call: Abort(call, attempt))
+        if not isinstance(heard, list):
+            break
+        effect = yield from _drive(shard, session, plan, MoveNext())
+        if isinstance(effect, Fail):
+            break
+        for layer in heard:
+            assert layer.item in slots, "a worker sent what was not to be sent"
+            shard.store_layer(slots[layer.item], layer)
+            arrived[layer.item][layer.layer] = layer.total
+    if session.revoked:  # a copy that was under way ends when it ends
+        heard = yield up.next(), shard.world.rng.randrange(20 * MS)
+        for layer in heard if isinstance(heard, list) else ():
+            if layer.item in slots:
+                shard.store_layer(slots[layer.item], layer)
 
 
-def _granted(session: Session, granted: Promise, reply: object) -> None:
-    if isinstance(reply, WriteGrant | PinGrant):
-        session.pages = _slots(reply.pages)
-    granted.fulfil(reply)
-
-
-def _slots(pages: Sequence[object]) -> list[PageSlot | None]:
-    return [page if isinstance(page, PageSlot) else None for page in pages]
-
-
-def _commit(
-    shard: ShardProcess, request: WriteRequest, grant: WriteGrant, arrived: dict[int, dict[int, int]]
-) -> list[Written]:
-    """Verifies what lies in the pages now against the writer's checksums, and commits what matches."""
+def _finished(
+    shard: ShardProcess, request: WriteRequest, slots: dict[int, PageSlot], arrived: dict[int, dict[int, int]]
+) -> Finished:
+    """Verifies what lies in the pages now against the writer's checksums."""
     verified: dict[int, bytes] = {}
-    for item, sums in arrived.items():
-        slot = grant.pages[item]
-        assert isinstance(slot, PageSlot)
-        if len(sums) == slot.key.part.layers:
-            packed = shard.verify(request.namespace, slot, [sums[layer] for layer in range(len(sums))])
-            if packed is not None:
-                verified[item] = packed
-    reply = shard.ask_now(lambda call: Commit(call, request.attempt, tuple(verified), tuple(verified.values())))
-    assert isinstance(reply, CommitGrant)
-    committed = dict(zip(verified, reply.pages, strict=True))
-    return [
-        page if isinstance(page, Written) else committed.get(item, Written.CORRUPT)
-        for item, page in enumerate(grant.pages)
-    ]
-
-
-def _last_copy(shard: ShardProcess, grant: WriteGrant, up: Pipe) -> Script:
-    """A copy into the pages that was under way when the lease was revoked: it ends when it ends."""
-    heard = yield up.next(), shard.world.rng.randrange(20 * MS)
-    for layer in heard if isinstance(heard, list) else ():
-        slot = grant.pages[layer.item]
-        if isinstance(slot, PageSlot):
-            shard.store_layer(slot, layer)
-
-
-def _renew(shard: ShardProcess, attempt: Attempt) -> bool:
-    return shard.ask_now(lambda call: Renew(call, attempt)) == Done(True)
-
-
-def _busy(attempt: Attempt) -> Refused:
-    return Refused(RefusedKind.BAD, f"attempt {attempt} is under way already")
+    missing: int | None = None
+    for item, slot in slots.items():
+        sums = arrived[item]
+        if len(sums) < slot.key.part.layers:
+            missing = item if missing is None else missing
+            continue
+        packed = shard.verify(request.namespace, slot, [sums[layer] for layer in range(len(sums))])
+        if packed is not None:
+            verified[item] = packed
+    return Finished(verified, missing)

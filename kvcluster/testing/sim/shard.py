@@ -113,8 +113,7 @@ class ShardProcess(SimulatedCore):
 
     def serve(self, opening: Transfer, up: Pipe, down: Pipe) -> None:
         """A worker's connection has arrived."""
-        reads = isinstance(opening.request, ReadRequest)
-        self.start((sessions.read if reads else sessions.write)(self, opening, up, down))
+        self.start(sessions.serve(self, opening, up, down))
 
     def begin(self, session: Session) -> bool:
         """Watches a session for the end of its lease. One at a time: the end of a second would end the first's."""

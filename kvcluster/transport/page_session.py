@@ -1,0 +1,282 @@
+"""The page session: one load or store at a shard, from its lease to its end. Pure: `step(event) -> effects`.
+
+A session takes a lease of the core, lets a frame of pages move at a time, and gives the lease back when no byte moves
+under it any more, and never before: only then may the core give its pages to others. Each frame shows that the worker
+is alive, and renews the lease first. Where the core revokes it, the transport is told to break off.
+
+    NEW --Open--> ASKING --granted--> MOVING <--MoveNext, renewed--> RENEWING
+                     |                  |---Finished, renewed--> COMMITTING --> OVER
+                     |--refused--> OVER |---Stopped--> ENDING --given back--> OVER
+                     `--no answer--> ENDING: what was granted too late to be heard of is given back as well
+
+A store commits what matched its writer's checksums, and nothing where not all has come: the end of its stream cannot
+always be told from its being cut. The shells are sessions.py and the simulator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvcluster.core.ids import CallId, Tenant
+from kvcluster.core.messages import (
+    Abort,
+    Commit,
+    CommitGrant,
+    Done,
+    PageSlot,
+    Pin,
+    PinGrant,
+    ReadRequest,
+    Refused,
+    Renew,
+    Reply,
+    Reserve,
+    ShardMessage,
+    Unpin,
+    WriteGrant,
+    WriteRequest,
+    Written,
+)
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.errors import KVClusterError, ProtocolError
+from kvcluster.transport.seam import Trouble
+
+PROMPT_NS = 5_000_000_000
+"""Questions that the core answers at once; the wait only bounds a process that hangs."""
+
+STAGED_NS = 55_000_000_000
+"""Beyond that, for pages that have to be read from disk first: likewise, and no longer than an exchange may take."""
+
+# ------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """The session begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSaid:
+    """The answer to the last AskCore, or why none came."""
+
+    reply: Reply | Miss
+
+
+@dataclass(frozen=True, slots=True)
+class MoveNext:
+    """The transport wants to move a frame; the worker lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A writer has sent all. `verified`: the packed sums of each page that is whole and right, by item; `missing`: an
+    item that is not whole, if there is one."""
+
+    verified: Mapping[int, bytes]
+    missing: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """The core has ended the lease; its pages are kept until it is given back. From any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """No byte moves under the lease any more. `for_good` False: a worker may write on unseen, and its pages stay as
+    they are until the arena goes."""
+
+    for_good: bool = True
+
+
+SessionEvent = Open | CoreSaid | MoveNext | Finished | Revoked | Stopped
+
+# ------------------------------------------------------------------------------------------------ effects
+
+
+@dataclass(frozen=True, slots=True)
+class AskCore:
+    """Step this message and say CoreSaid, after so long at most."""
+
+    build: Callable[[CallId], ShardMessage]
+    wait_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """The worker may be told: for each want or page its slot, or why there is none."""
+
+    pages: Sequence[PageSlot | Miss | Written]
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Nothing was granted; the worker is told so, and the session is over."""
+
+    refused: Refused
+
+
+@dataclass(frozen=True, slots=True)
+class MoveFrame:
+    """One frame may be moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Break off what the transport is doing, and say Stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What became of each page; the session is over."""
+
+    outcome: list[Written]
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The exchange ends with this error. Unless the session is over, Stopped is to be said."""
+
+    error: KVClusterError
+
+
+SessionEffect = AskCore | Granted | Refuse | MoveFrame | Interrupt | Committed | Fail
+
+# ------------------------------------------------------------------------------------------------ session
+
+
+class _State(Enum):
+    NEW = "new"
+    ASKING = "asking"
+    MOVING = "moving"
+    RENEWING = "renewing"
+    COMMITTING = "committing"
+    ENDING = "ending"
+    OVER = "over"
+
+
+class PageSession:
+    """Of one request, under the tenant of its worker's credential."""
+
+    def __init__(self, tenant: Tenant, request: ReadRequest | WriteRequest) -> None:
+        self._tenant = tenant
+        self._request = request
+        self._state = _State.NEW
+        self._revoked = False
+        self._pages: Sequence[PageSlot | Miss | Written] = ()
+        self._finished: Finished | None = None
+        self._error: KVClusterError | None = None  # to be told when the lease is given back
+
+    @property
+    def over(self) -> bool:
+        return self._state is _State.OVER
+
+    def step(self, event: SessionEvent) -> list[SessionEffect]:
+        """Takes note of an event, and says what is to be done."""
+        match event:
+            case Open():
+                assert self._state is _State.NEW, "a session is opened once"
+                return self._become(_State.ASKING, self._opening())
+            case CoreSaid(reply):
+                return self._core_said(reply)
+            case MoveNext():
+                assert self._state is _State.MOVING, "a frame moves under a lease"
+                return self._renew()
+            case Finished():
+                assert self._state is _State.MOVING, "a store ends under its lease"
+                self._finished = event
+                return self._renew()
+            case Revoked():
+                self._revoked = True
+                return [Interrupt()] if self._state is not _State.OVER else []
+            case Stopped(for_good):
+                return self._stopped(for_good)
+
+    def _core_said(self, reply: Reply | Miss) -> list[SessionEffect]:
+        match self._state:
+            case _State.ASKING:
+                return self._granted(reply)
+            case _State.RENEWING:
+                return self._renewed(reply)
+            case _State.COMMITTING:
+                self._state = _State.OVER
+                return [Fail(Trouble(reply))] if isinstance(reply, Miss) else [Committed(self._outcome(reply))]
+            case _:
+                assert self._state is _State.ENDING, "an answer that nothing asked for"
+                self._state = _State.OVER
+                return [Fail(self._error)] if self._error is not None else []
+
+    def _opening(self) -> AskCore:
+        r, tenant = self._request, self._tenant
+        if isinstance(r, WriteRequest):
+            pages, wait_ns = r.pages, r.wait_ns
+            return AskCore(
+                lambda call: Reserve(call, tenant, r.namespace, r.attempt, r.epoch, pages, wait_ns), PROMPT_NS + wait_ns
+            )
+        keys, accept = tuple(want.key for want in r.wants), r.accept
+        return AskCore(
+            lambda call: Pin(call, tenant, r.namespace, r.attempt, r.epoch, keys, accept), PROMPT_NS + STAGED_NS
+        )
+
+    def _granted(self, reply: Reply | Miss) -> list[SessionEffect]:
+        if isinstance(reply, Refused):  # a lease of this attempt, if there is one, is another session's
+            self._state = _State.OVER
+            return [Refuse(reply)]
+        if isinstance(reply, Miss):
+            self._error = Trouble(reply)
+            return self._become(_State.ENDING, self._give_back())
+        assert isinstance(reply, PinGrant | WriteGrant)
+        self._state = _State.MOVING
+        self._pages = reply.pages
+        return [Granted(reply.pages)]
+
+    def _renew(self) -> list[SessionEffect]:
+        if self._revoked:
+            return [_late()]
+        attempt = self._request.attempt
+        return self._become(_State.RENEWING, AskCore(lambda call: Renew(call, attempt), PROMPT_NS))
+
+    def _renewed(self, reply: Reply | Miss) -> list[SessionEffect]:
+        self._state = _State.MOVING
+        if isinstance(reply, Miss):
+            return [Fail(Trouble(reply))]
+        self._revoked = self._revoked or reply == Done(False)
+        if self._revoked:
+            return [_late()]
+        if self._finished is None:
+            return [MoveFrame()]
+        if self._finished.missing is not None:
+            return [Fail(ProtocolError(f"the store ended before page {self._finished.missing} was whole"))]
+        attempt, verified = self._request.attempt, self._finished.verified
+        commit = AskCore(lambda call: Commit(call, attempt, tuple(verified), tuple(verified.values())), PROMPT_NS)
+        return self._become(_State.COMMITTING, commit)
+
+    def _outcome(self, reply: Reply) -> list[Written]:
+        assert isinstance(reply, CommitGrant) and self._finished is not None
+        committed = dict(zip(self._finished.verified, reply.pages, strict=True))
+        return [
+            page if isinstance(page, Written) else committed.get(item, Written.CORRUPT)
+            for item, page in enumerate(self._pages)
+        ]
+
+    def _stopped(self, for_good: bool) -> list[SessionEffect]:
+        if self._state is _State.OVER:
+            return []
+        if not for_good:
+            self._state = _State.OVER
+            return []
+        return self._become(_State.ENDING, self._give_back())
+
+    def _give_back(self) -> AskCore:
+        attempt, ending = self._request.attempt, Abort if isinstance(self._request, WriteRequest) else Unpin
+        return AskCore(lambda call: ending(call, attempt), PROMPT_NS)
+
+    def _become(self, state: _State, ask: AskCore) -> list[SessionEffect]:
+        self._state = state
+        return [ask]
+
+
+def _late() -> Fail:
+    return Fail(Trouble(Miss(MissReason.DEADLINE, "the lease ended: too slow")))
