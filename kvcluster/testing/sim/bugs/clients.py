@@ -1,4 +1,4 @@
-"""Bugs of clients: who may write memory, what is counted, and what is told."""
+"""Bugs of clients and of page sessions: who may write memory, what is counted, told and given back."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.store_plan import FreeSource, SourceDrained, StorePlan
 from kvcluster.core.reasons import Loss
 from kvcluster.testing.sim.bugs.planting import Patch, planted
+from kvcluster.transport.page_session import PageSession
 
 
 @planted
@@ -100,3 +101,14 @@ def source_freed_by_the_first() -> list[Patch]:
 def probe_forgotten() -> list[Patch]:
     """An exchange that was given up, and was to show whether its shard answers again, gives no leave to another."""
     return [(ShardPolicy, "gave_up", lambda self, permit: None)]
+
+
+@planted
+def revoked_lease_kept() -> list[Patch]:
+    """A session whose lease was revoked says nothing when it has stopped: the core has ended the lease, has it not?"""
+    stopped = PageSession._stopped
+
+    def keep(self: PageSession, for_good: bool) -> list[Any]:
+        return stopped(self, for_good and not self._revoked)
+
+    return [(PageSession, "_stopped", keep)]
