@@ -252,11 +252,11 @@ def test_a_load_whose_request_is_gone_ends_and_is_reported(make: Make, llama: Pa
     one.stored(TOKENS, (MINE,))
     rank.do(loads=(rank.order(TOKENS, (YOURS,)),))
     hold.wait_reached()
-    assert rank.do(gone=("b",)).received == set(), "its blocks may still be written"
-    hold.let_go()
-    outcome = rank.until_idle()
-    assert outcome.received == {"b"}
+    outcome = rank.do(gone=("b",))
+    assert outcome.received == {"b"}, "its blocks are written no more, though its shard has yet to notice"
     assert outcome.report.loads["b"].blocks == 0
+    hold.let_go()
+    rank.until_idle()
     assert rank.unwritten(YOURS)
 
 
