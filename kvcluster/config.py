@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcluster.errors import ConfigError
+from kvcluster.transports import NAMES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,7 +27,7 @@ else:
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
-TRANSPORTS = ("shm", "tcp", "grpc")
+TRANSPORTS = NAMES
 """Ways to move pages, the fastest first: that is the order in which they are tried, wherever they are named."""
 
 CODECS = ("raw", "q8", "q4")

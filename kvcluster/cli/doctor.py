@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any
 
 from kvcluster.cli.apart import kept_apart, read_namespaces
@@ -27,9 +28,10 @@ from kvcluster.errors import CallerError, ConfigError, CredentialError, KVCluste
 from kvcluster.pages import native
 from kvcluster.transport.choice import OPENERS, own_attempts
 from kvcluster.transport.grpc_pages import GrpcPages
-from kvcluster.transport.paths import Opener, not_offered, not_taken, said, try_path
+from kvcluster.transport.paths import Opener, not_offered, not_taken, offer_of, said, try_path
 from kvcluster.transport.rpc import Connection
 from kvcluster.transport.seam import DataPath, Deadline, RefusedByShard, Trouble
+from kvcluster.transports import BESIDE_GRPC, BY_NAME
 from kvcluster.wire.methods import version_question
 
 PATIENCE_MS = 3_000
@@ -165,15 +167,15 @@ def _examine_paths(
         except (KVClusterError, RefusedByShard) as error:
             silence = f"the shard does not say what it offers: {said(error)}"
     found = []
-    for name in (one for one in TRANSPORTS if one != "grpc"):
+    for name in (spec.name for spec in BESIDE_GRPC):
         why = not_taken(name, TRANSPORTS, openers)
         if why is None:
             why = silence if offers is None else not_offered(name, offers, shard["host"], here)
         if why is None and offers is not None:
-            address = next(offer.address for offer in offers.offers if offer.transport == name)
-            found.append(_tried(name, lambda: openers[name](address, token), epoch, next_attempt))  # noqa: B023
+            offer = offer_of(name, offers)
+            found.append(_tried(name, partial(openers[name], offer, token), epoch, next_attempt))
         else:
-            found.append(_untried(name, why, _WHERE[name]))
+            found.append(_untried(name, why, BY_NAME[name].offered_where))
     return [*found, grpc]
 
 
@@ -189,29 +191,13 @@ def _tried(
                 try_path(path, epoch, next_attempt(), Deadline.after_ms(PATIENCE_MS))
                 took_ms.append(round((time.monotonic_ns() - began) / 1e6, 3))
     except KVClusterError as error:
-        return _untried(name, said(error), _BROKEN[name])
+        return _untried(name, said(error), BY_NAME[name].remedy)
     connect_ms, *trips_ms = took_ms
     return _untried(name, None, None) | {"works": True, "connect_ms": connect_ms, "trip_ms": min(trips_ms)}
 
 
 def _untried(name: str, why: str | None, advice: str | None) -> dict[str, Any]:
     return {"transport": name, "works": False, "connect_ms": None, "trip_ms": None, "why": why, "advice": advice}
-
-
-_WHERE = {
-    "shm": "it is for workers on the shard's own host, where all tokens are of one tenant and server.transports names "
-    "it; the shard's log says if it could not be served",
-    "tcp": "the cluster's configuration names it in server.transports; the shard's log says if it could not listen",
-}
-"""Where a transport is to be had that is not offered."""
-
-_BROKEN = {
-    "shm": "run the worker as the user of the shard, and in its network namespace (in Kubernetes: the same pod, or "
-    "hostNetwork for both)",
-    "tcp": "let connections through to that address, in firewalls and network policies; until then there is gRPC",
-    "grpc": "let connections through to that address, in firewalls and network policies; see the shard's log",
-}
-"""What to do where one is offered and does not work."""
 
 
 def _verdict(coordinator: Mapping[str, Any], shards: list[dict[str, Any]]) -> tuple[bool, str]:

@@ -159,6 +159,9 @@ POLICIES = 64
 TRANSPORTS = 16
 """What a shard says of, offered or not: four times as many as there are."""
 
+OFFER_BYTES = 64 * 1024
+"""What the halves of one transport tell each other before they connect: the metadata of a NIC's agent has some KiB."""
+
 TOKEN_FILE_BYTES = 1024 * 1024
 """Ten thousand credentials."""
 
@@ -167,6 +170,7 @@ assert INVENTORY_CHUNK * SPEC_BYTES * 2 <= MESSAGE_BYTES
 assert REPORTS_PER_MESSAGE * SPEC_BYTES * 2 <= MESSAGE_BYTES
 assert TOMBSTONES * SPEC_BYTES * 4 <= MESSAGE_BYTES
 assert LAYER_BYTES * 2 <= MESSAGE_BYTES
+assert TRANSPORTS * OFFER_BYTES <= MESSAGE_BYTES
 assert FRAME_BYTES <= LAYER_BYTES
 assert BLOCKS_PER_CALL <= PAGES_PER_CALL
 assert max(PULL_PAGES, SUSPECTS_PER_CALL) <= PAGES_PER_CALL

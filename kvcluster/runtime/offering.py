@@ -12,17 +12,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Protocol
 
-from kvcluster.config import TRANSPORTS, ServerConfig
+from kvcluster.config import ServerConfig
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Offer, Offers
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.listener import TenantOf
-from kvcluster.transport.shm_server import ShmServer
-from kvcluster.transport.tcp_pages import TcpServer
+from kvcluster.transports import BESIDE_GRPC, TransportSpec
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,10 @@ class PathServer(Protocol):
     def address(self) -> str:
         """Where, as its dialler understands it."""
 
+    @property
+    def details(self) -> bytes:
+        """What its dialler has to know besides, at most limits.OFFER_BYTES."""
+
     def start(self) -> None: ...
 
     def close(self) -> None: ...
@@ -42,7 +46,16 @@ class PathServer(Protocol):
 Serve = Callable[[ShardHost, TenantOf, str], PathServer]
 """Shard, credentials, the address to listen at -> a server. Raises OSError or KVClusterError where it cannot be."""
 
-SERVERS: Mapping[str, Serve] = {"shm": lambda host, tenant_of, _: ShmServer(host, tenant_of), "tcp": TcpServer}
+
+def _serve(spec: TransportSpec) -> Serve:
+    def serve(host: ShardHost, tenant_of: TenantOf, listen_host: str) -> PathServer:
+        load: Serve = resolve_name(f"{spec.module}:serve")
+        return load(host, tenant_of, listen_host)
+
+    return serve
+
+
+SERVERS: Mapping[str, Serve] = {spec.name: _serve(spec) for spec in BESIDE_GRPC}
 
 _WHY_CHARS = 512
 """Of a reason that is told: well within what the wire takes."""
@@ -76,8 +89,8 @@ def serve_paths(
     def tenant_of(token: str | None) -> Tenant:
         return auth.caller(token).tenant
 
-    for name in (one for one in TRANSPORTS if one != "grpc"):
-        why = _why_not(name, auth, config, servers)
+    for spec in BESIDE_GRPC:
+        name, why = spec.name, _why_not(spec, auth, config, servers)
         if why is not None:
             refused.append((name, why))
             continue
@@ -89,15 +102,17 @@ def serve_paths(
             refused.append((name, f"the shard cannot serve it: {error}"[:_WHY_CHARS]))
         else:
             started.append(server)
-            offered.append(Offer(name, server.address))
+            offered.append(Offer(name, server.address, spec.version, server.details))
     return PathServers(Offers(host.core.epoch, tuple(offered), tuple(refused)), started)
 
 
-def _why_not(name: str, auth: Authenticator, config: ServerConfig, servers: Mapping[str, Serve]) -> str | None:
-    if name not in config.transports:
+def _why_not(
+    spec: TransportSpec, auth: Authenticator, config: ServerConfig, servers: Mapping[str, Serve]
+) -> str | None:
+    if spec.name not in config.transports:
         return "the shard's configuration leaves it out"
-    if name not in servers:
+    if spec.name not in servers:
         return "the shard cannot serve it on its platform"
-    if name == "shm" and not auth.one_tenant:
+    if not spec.isolates_tenants and not auth.one_tenant:
         return "the token file names several tenants, and shared memory would let them read one another's pages"
     return None

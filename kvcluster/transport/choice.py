@@ -16,10 +16,11 @@ import socket
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pkgutil import resolve_name
 
 from kvcluster.config import TRANSPORTS
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, NamespaceId
-from kvcluster.core.messages import AttachedShard, PageKey, ReadRequest, ShardAddress, WriteRequest, Written
+from kvcluster.core.messages import AttachedShard, Offer, PageKey, ReadRequest, ShardAddress, WriteRequest, Written
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.transport.borrowed import Borrowed, Lends, NotLent
@@ -27,11 +28,19 @@ from kvcluster.transport.grpc_pages import GrpcPages
 from kvcluster.transport.handover import FAILURES, Gone, Held, Record, RestOfLoad, RestOfStore
 from kvcluster.transport.paths import Control, Opener, Paths, said
 from kvcluster.transport.seam import DataPath, Deadline, PageSink, PageSource, RefusedByShard, Trouble, to_its_end
-from kvcluster.transport.shm_pages import ShmPages
-from kvcluster.transport.tcp_pages import TcpPages
+from kvcluster.transports import BESIDE_GRPC, TransportSpec
 
-OPENERS: Mapping[str, Opener] = {"shm": ShmPages, "tcp": TcpPages}
-"""The data paths that there are beside gRPC."""
+
+def _opener(spec: TransportSpec) -> Opener:
+    def opened(offer: Offer, token: str | None) -> DataPath:
+        open_path: Opener = resolve_name(f"{spec.module}:open_path")
+        return open_path(offer, token)
+
+    return opened
+
+
+OPENERS: Mapping[str, Opener] = {spec.name: _opener(spec) for spec in BESIDE_GRPC}
+"""The data paths that there are beside gRPC. Their code is loaded when one is opened."""
 
 PAUSES_S = (0.01, 0.02, 0.04, 0.08, 0.16)
 """Before asking again for a page that a try of ours still holds: its shard aborts it when it sees the connection close,

@@ -19,10 +19,11 @@ from typing import Protocol
 
 from kvcluster.config import TRANSPORTS
 from kvcluster.core.ids import HASH_BYTES, Attempt, Epoch, NamespaceId
-from kvcluster.core.messages import Offers, ReadRequest, ShardAddress
+from kvcluster.core.messages import Offer, Offers, ReadRequest, ShardAddress
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.seam import DataPath, Deadline, Payload, RefusedByShard, Streams, Transport, Trouble
+from kvcluster.transports import BY_NAME
 
 TRY_MS = 1_000
 """For one path to show that it works. On a network where this is too short, gRPC is as good as any."""
@@ -35,8 +36,9 @@ LEFT_ALONE_NS = 30_000_000_000
 
 NOT_TAKEN = "this client's configuration leaves it out"
 
-Opener = Callable[[str, str | None], DataPath]
-"""Address and token -> a path, which connects when it is first used. Raises KVClusterError where that is no address."""
+Opener = Callable[[Offer, str | None], DataPath]
+"""A shard's offer, and a token -> a path, which connects when it is first used. Raises KVClusterError where such an
+offer leads nowhere from here."""
 
 
 class Control(Transport, Protocol):
@@ -190,7 +192,7 @@ class Paths:
             if why is not None:
                 self._refuse(name, _Refusal(why, None))
                 return None
-            way = _Way(name, self._openers[name](self._address(name, trial), self._token))
+            way = _Way(name, self._openers[name](offer_of(name, self._learn(trial)), self._token))
             with self._lock:
                 self._open[way] = None  # so that `close` ends a trial that hangs
             try_path(way.path, self._shard.epoch, self._next_attempt(), trial)
@@ -206,9 +208,6 @@ class Paths:
 
     def _not_offered(self, name: str, deadline: Deadline) -> str | None:
         return not_offered(name, self._learn(deadline), self._shard.host, self._here)
-
-    def _address(self, name: str, deadline: Deadline) -> str:
-        return next(offer.address for offer in self._learn(deadline).offers if offer.transport == name)
 
     def _learn(self, deadline: Deadline) -> Offers:
         """What the shard offers, asked once. Raises Trouble, ProtocolError or RefusedByShard where it does not say."""
@@ -268,9 +267,17 @@ def not_offered(transport: str, offers: Offers, shard_host: str, here: str) -> s
     """Why there is no such path from here to a shard that offers these; None where there should be one."""
     if not any(offer.transport == transport for offer in offers.offers):
         return dict(offers.refused).get(transport) or "not offered by the shard"
-    if transport == "shm" and shard_host != here:
+    spec, offer = BY_NAME[transport], offer_of(transport, offers)
+    if spec.same_host and shard_host != here:
         return f"another host: the shard is on {shard_host}, and this is {here}"
+    if offer.version != spec.version:
+        return f"the shard speaks version {offer.version} of it, and this client version {spec.version}"
     return None
+
+
+def offer_of(transport: str, offers: Offers) -> Offer:
+    """What a shard offers of a transport that it offers."""
+    return next(offer for offer in offers.offers if offer.transport == transport)
 
 
 def try_path(path: DataPath, epoch: Epoch, attempt: Attempt, deadline: Deadline) -> None:

@@ -56,6 +56,8 @@ class ShmServer:
     """Listens from its construction on, at `address`, a name that nobody had. Raises ConfigError where this platform or
     arena cannot be shared."""
 
+    details = b""
+
     def __init__(self, host: ShmHost, tenant_of: TenantOf) -> None:
         os.close(host.open_arena(writable=False))  # what cannot be handed out is not to be offered
         self._host = host

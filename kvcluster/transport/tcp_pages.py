@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvcluster.core.ids import Tenant
-from kvcluster.core.messages import ReadRequest, WriteRequest, Written
+from kvcluster.core.messages import Offer, ReadRequest, WriteRequest, Written
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.transport.connections import Connections
@@ -157,8 +157,20 @@ def _tune(connected: socket.socket) -> None:
 # ------------------------------------------------------------------------------------------- server
 
 
+def open_path(offer: Offer, token: str | None) -> TcpPages:
+    """As paths.Opener."""
+    return TcpPages(offer.address, token)
+
+
+def serve(host: PageHost, tenant_of: TenantOf, listen_host: str) -> TcpServer:
+    """As offering.Serve."""
+    return TcpServer(host, tenant_of, listen_host)
+
+
 class TcpServer:
     """A shard's side. Listens on `listen_host`; port 0 takes a free one, and `address` says which."""
+
+    details = b""
 
     def __init__(self, host: PageHost, tenant_of: TenantOf, listen_host: str, port: int = 0) -> None:
         self._host = host

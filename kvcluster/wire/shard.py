@@ -100,6 +100,8 @@ def encode_reply(reply: Reply) -> bytes:
                 epoch=reply.epoch,
                 transports=[offer.transport for offer in reply.offers],
                 addresses=[offer.address for offer in reply.offers],
+                versions=[offer.version for offer in reply.offers],
+                details=[offer.details for offer in reply.offers],
                 refused=[transport for transport, _ in reply.refused],
                 reasons=[why for _, why in reply.refused],
             )
@@ -130,13 +132,15 @@ def decode_reply(data: bytes) -> Reply:
 
 
 def _decode_offers(m: pb.Offers) -> Offers:
-    agree("offers", m.transports, m.addresses)
+    versions, details = m.versions or [1] * len(m.transports), m.details or [b""] * len(m.transports)
+    agree("offers", m.transports, m.addresses, versions, details)
     agree("refusals", m.refused, m.reasons)
     common.at_most(len(m.transports) + len(m.refused), limits.TRANSPORTS, "transports of a shard")
     transports = [common.text(name, "a transport's name") for name in (*m.transports, *m.refused)]
     said = [common.text(word, "an offer") for word in (*m.addresses, *m.reasons)]
+    common.at_most(max(map(len, details), default=0), limits.OFFER_BYTES, "bytes of an offer's details")
     offered = len(m.transports)
-    offers = tuple(map(Offer, transports[:offered], said[:offered]))
+    offers = tuple(map(Offer, transports[:offered], said[:offered], versions, details))
     return Offers(common.epoch(m.epoch), offers, tuple(zip(transports[offered:], said[offered:], strict=True)))
 
 

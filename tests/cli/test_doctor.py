@@ -30,7 +30,7 @@ from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.rpc import Connection
 from kvcluster.transport.seam import Trouble
-from kvcluster.transport.tcp_pages import TcpPages, TcpServer
+from kvcluster.transport.tcp_pages import TcpServer, open_path
 from kvcluster.wire.methods import COORDINATOR, SHARD
 from tests.transport.frail import Frail
 
@@ -114,7 +114,7 @@ def paths_of(shard: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_of_a_cluster_that_is_well_it_says_by_which_transports_each_shard_is_reached(served: Served) -> None:
-    found = examine(served.address, "default", openers={"tcp": TcpPages})
+    found = examine(served.address, "default", openers={"tcp": open_path})
     assert found["healthy"]
     assert found["verdict"] == "all 2 shard(s) can be reached: 2 by tcp"
     coordinator = found["coordinator"]
@@ -130,7 +130,7 @@ def test_of_a_cluster_that_is_well_it_says_by_which_transports_each_shard_is_rea
 
 
 def test_it_leaves_nothing_behind(served: Served) -> None:
-    assert examine(served.address, "default", openers={"tcp": TcpPages})["healthy"]
+    assert examine(served.address, "default", openers={"tcp": open_path})["healthy"]
     with closing(Connection(served.address, "default")) as connection:
         assert read_status(GrpcPort(connection), 10_000)["namespaces"] == 0
     served.cluster.wait_until_idle()
@@ -165,7 +165,7 @@ def offering(served: Served, *offers: Offer, refused: tuple[tuple[str, str], ...
 
 def test_what_a_shard_does_not_offer_is_told_in_its_own_words(served: Served) -> None:
     offering(served, refused=(("shm", "the token file names several tenants"),))
-    found = examine(served.address, "default", openers={"shm": TcpPages, "tcp": TcpPages}, here=HERE)
+    found = examine(served.address, "default", openers={"shm": open_path, "tcp": open_path}, here=HERE)
     assert found["verdict"] == "all 2 shard(s) can be reached: 2 by grpc"
     paths = paths_of(found["shards"][0])
     assert paths["shm"]["why"] == "the token file names several tenants"
@@ -175,7 +175,7 @@ def test_what_a_shard_does_not_offer_is_told_in_its_own_words(served: Served) ->
 
 def test_shared_memory_is_for_the_same_host(served: Served) -> None:
     offering(served, Offer("shm", "@name"))
-    found = examine(served.address, "default", openers={"shm": TcpPages}, here="elsewhere")
+    found = examine(served.address, "default", openers={"shm": open_path}, here="elsewhere")
     assert paths_of(found["shards"][0])["shm"]["why"] == "another host: the shard is on memory, and this is elsewhere"
 
 
@@ -186,7 +186,7 @@ def test_a_transport_that_fails_is_told_with_what_to_do(served: Served) -> None:
     shm = Frail("shm", MemoryTransport(host, Tenant("default")))
     shm.opening = CredentialError("this shard runs as another user")
     offering(served, Offer("shm", "at shm"), Offer("tcp", served.tcp["shard-0"].address))
-    found = examine(served.address, "default", openers={"shm": shm.open, "tcp": TcpPages}, here=HERE)
+    found = examine(served.address, "default", openers={"shm": shm.open, "tcp": open_path}, here=HERE)
     assert found["healthy"], "gRPC takes their place"
     paths = paths_of(found["shards"][0])
     assert paths["shm"]["why"] == "this shard runs as another user"
@@ -203,7 +203,7 @@ def test_a_shard_that_hangs_when_asked_for_its_offers_is_still_reached(
         raise Trouble(Miss(MissReason.DEADLINE, "too late"))
 
     monkeypatch.setattr("kvcluster.transport.grpc_pages.GrpcPages.offers", silent)
-    found = examine(served.address, "default", openers={"tcp": TcpPages})
+    found = examine(served.address, "default", openers={"tcp": open_path})
     assert found["healthy"]
     assert paths_of(found["shards"][0])["tcp"]["why"] == "the shard does not say what it offers: too late"
 
@@ -220,7 +220,7 @@ def test_a_shard_that_cannot_be_reached_is_named_and_the_status_is_1(
     assert capsys.readouterr().out.splitlines()[-1] == (
         "of 2 shard(s), shard-1 cannot be reached: what lies there is a miss"
     )
-    found = examine(served.address, "default", openers={"tcp": TcpPages})
+    found = examine(served.address, "default", openers={"tcp": open_path})
     shard = next(shard for shard in found["shards"] if shard["shard"] == "shard-1")
     paths = paths_of(shard)
     assert (shard["reachable"], shard["chosen"], paths["grpc"]["works"]) == (False, None, False)
@@ -232,7 +232,7 @@ def test_a_lost_shard_is_not_tried() -> None:
         served.cluster.stop_shard(ShardId("shard-0"))
         members = served.cluster.coordinator_core().members
         served.cluster.wait_until(lambda: "shard-0" in members.lost)
-        found = examine(served.address, "default", openers={"tcp": TcpPages})
+        found = examine(served.address, "default", openers={"tcp": open_path})
         shard = next(shard for shard in found["shards"] if shard["shard"] == "shard-0")
         assert (shard["state"], shard["transports"]) == ("lost", [])
         assert shard["why"] == "the coordinator hears nothing of it any more"

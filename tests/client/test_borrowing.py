@@ -49,6 +49,7 @@ from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.paths import Opener
 from kvcluster.transport.seam import Deadline, RefusedByShard, Transport
 from kvcluster.transport.shm_pages import ShmPages
+from kvcluster.transport.shm_path import open_path
 from kvcluster.transport.shm_server import ShmServer
 from tests.client.build import BLOCK, BOUND_S, DIM, HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same
 from tests.client.conftest import Start
@@ -100,7 +101,7 @@ class Desk:
         *,
         part: Part | Mapping[int, Part] | None = None,
         takes: tuple[str, ...] = TRANSPORTS,
-        path: Opener = ShmPages,
+        path: Opener = open_path,
     ) -> Client:
         def opener(shard: ShardAddress) -> Transport:
             host = self.cluster.shards[shard.shard]
@@ -473,7 +474,7 @@ class _Breaking(ShmPages):
 
 
 def test_a_path_that_fails_says_nothing_of_the_shard_and_is_left_alone(desk: Desk) -> None:
-    client = desk.connect(path=_Breaking)
+    client = desk.connect(path=lambda offer, token: _Breaking(offer.address, token))
     for words in ("shm: @.* this connection was closed", "come over grpc; shm: @.* closed; tcp: not offered"):
         with desk.borrow(client=client) as blocks:
             assert blocks.page(0) is None
@@ -529,7 +530,7 @@ class _Forgetful(ShmPages):
 
 
 def test_a_namespace_that_the_shard_forgot_is_named_to_it_again(desk: Desk) -> None:
-    client = desk.connect(path=_Forgetful)
+    client = desk.connect(path=lambda offer, token: _Forgetful(offer.address, token))
     with desk.borrow(client=client) as blocks:
         assert same(tensor(blocks, 0), RIGHT[0])
     assert desk.controls[-1].attaches == 2

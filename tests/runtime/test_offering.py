@@ -17,6 +17,7 @@ from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.choice import OPENERS
 from kvcluster.transport.listener import TenantOf
 from kvcluster.transport.paths import try_path
+from kvcluster.transports import BY_NAME
 from tests.runtime.hosts import BOUND_S, EPOCH, Coordinator, attempt, configured, no_source, shard, soon
 
 ANYBODY = Authenticator(None, "secret")
@@ -27,6 +28,7 @@ class Recorded:
 
     def __init__(self, name: str, wrong: Exception | None = None) -> None:
         self.address = f"at {name}"
+        self.details = b""
         self.running = False
         self.wrong = wrong
         self.tenant_of: TenantOf = lambda token: CLUSTER
@@ -60,6 +62,13 @@ def test_what_the_configuration_names_is_served_until_it_is_closed(host: ShardHo
     assert (shm.running, tcp.running, tcp.listens_at) == (True, True, "here")
     paths.close()
     assert (shm.running, tcp.running) == (False, False)
+
+
+def test_what_a_server_has_to_tell_besides_its_address_goes_with_its_offer(host: ShardHost) -> None:
+    tcp = Recorded("tcp")
+    tcp.details = b"what only its other half understands"
+    paths = serve_paths(host, ANYBODY, ServerConfig(transports=("grpc", "tcp")), "here", {"tcp": tcp.serve})
+    assert paths.offers.offers == (Offer("tcp", "at tcp", BY_NAME["tcp"].version, tcp.details),)
 
 
 def test_what_the_configuration_leaves_out_is_not_served_and_that_is_told(host: ShardHost) -> None:
@@ -125,5 +134,5 @@ def test_a_shard_tells_what_it_was_started_with_and_real_servers_answer_there() 
         assert host.ask(GetOffers, BOUND_S) == paths.offers
         assert [offer.transport for offer in paths.offers.offers] == ["shm", "tcp"]
         for offer in paths.offers.offers:
-            with closing(OPENERS[offer.transport](offer.address, None)) as path:
+            with closing(OPENERS[offer.transport](offer, None)) as path:
                 try_path(path, EPOCH, attempt(), soon())

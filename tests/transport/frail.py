@@ -53,8 +53,8 @@ class Frail:
         self.trials: list[Deadline] = []
         self._transport = transport
 
-    def open(self, address: str, token: str | None) -> Frail:
-        assert address == f"at {self.name}"
+    def open(self, offer: Offer, token: str | None) -> Frail:
+        assert offer.address == f"at {self.name}"
         self.opened += 1
         return self
 
@@ -202,6 +202,7 @@ class Ways:
         offered: Sequence[str] = ("tcp", "shm"),
         refused: Mapping[str, str] | None = None,
         shard_host: str = HERE,
+        version: int = 1,
         **how: Any,
     ) -> None:
         self.now = 1_000_000
@@ -209,7 +210,7 @@ class Ways:
         self.on_pause: Callable[[], object] = lambda: None
         self._open: Callable[[], Transport] = world.open
         offers = Offers(
-            world.epoch, tuple(Offer(name, f"at {name}") for name in offered), tuple((refused or {}).items())
+            world.epoch, tuple(Offer(name, f"at {name}", version) for name in offered), tuple((refused or {}).items())
         )
         self.grpc = Control(world.open(), offers)
         self.tcp, self.shm = Frail("tcp", world.open()), Frail("shm", world.open())

@@ -142,9 +142,12 @@ def test_versions_are_compared_of_a_question_that_names_nothing() -> None:
 
 
 def test_a_shard_speaks_of_a_bounded_number_of_transports() -> None:
-    offers = tuple(Offer(f"t{number}", "") for number in range(limits.TRANSPORTS))
+    offers = tuple(Offer(f"t{number}", "", number, bytes(number)) for number in range(limits.TRANSPORTS))
     reply = Offers(Epoch(1), offers)
     assert shard.decode_reply(shard.encode_reply(reply)) == reply
+    large = Offer("t", "", details=bytes(limits.OFFER_BYTES + 1))
+    with pytest.raises(LimitError, match="bytes of an offer's details"):
+        shard.decode_reply(shard.encode_reply(Offers(Epoch(1), (large,))))
     with pytest.raises(LimitError, match="17 transports of a shard; at most 16"):
         shard.decode_reply(shard.encode_reply(Offers(Epoch(1), offers, (("one more", "why"),))))
 

@@ -41,10 +41,13 @@ class GetOffers:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A transport that a shard serves, and where. What its address means is for that transport to know."""
+    """A transport that a shard serves, and where. What `address` and `details` mean is for that transport's two halves
+    to know; `version` is that of what they say to each other."""
 
     transport: str
     address: str
+    version: int = 1
+    details: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,20 +58,24 @@ class ShardReply(_message.Message):
     def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[AttachedShard, _Mapping]] = ..., offers: _Optional[_Union[Offers, _Mapping]] = ...) -> None: ...
 
 class Offers(_message.Message):
-    __slots__ = ("protocol_version", "epoch", "transports", "addresses", "refused", "reasons")
+    __slots__ = ("protocol_version", "epoch", "transports", "addresses", "refused", "reasons", "versions", "details")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     REASONS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     epoch: int
     transports: _containers.RepeatedScalarFieldContainer[str]
     addresses: _containers.RepeatedScalarFieldContainer[str]
     refused: _containers.RepeatedScalarFieldContainer[str]
     reasons: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., addresses: _Optional[_Iterable[str]] = ..., refused: _Optional[_Iterable[str]] = ..., reasons: _Optional[_Iterable[str]] = ...) -> None: ...
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    details: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., addresses: _Optional[_Iterable[str]] = ..., refused: _Optional[_Iterable[str]] = ..., reasons: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AttachedShard(_message.Message):
     __slots__ = ("protocol_version", "namespace", "epoch", "lease_ttl_ns")

@@ -1,0 +1,18 @@
+"""The two halves of shared memory, by the names that kvcluster/transports.py looks for."""
+
+from __future__ import annotations
+
+from kvcluster.core.messages import Offer
+from kvcluster.transport.listener import TenantOf
+from kvcluster.transport.shm_pages import ShmPages
+from kvcluster.transport.shm_server import ShmHost, ShmServer
+
+
+def open_path(offer: Offer, token: str | None) -> ShmPages:
+    """As paths.Opener."""
+    return ShmPages(offer.address, token)
+
+
+def serve(host: ShmHost, tenant_of: TenantOf, listen_host: str) -> ShmServer:
+    """As offering.Serve. It listens at a name of its own."""
+    return ShmServer(host, tenant_of)

@@ -1,0 +1,61 @@
+"""The transports by which pages move, the fastest first: what each is, in one row. No other module names one.
+
+This is data and imports nothing: the configuration takes its names from here, and a transport's code is named by a text
+and loaded when it is first used. Control goes over gRPC, which is therefore always there and comes last.
+
+To add a transport: a row here, and a module with `open_path(offer, token)` for workers (transport/paths.py, Opener) and
+`serve(host, tenant_of, listen_host)` for shards (runtime/offering.py, Serve).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TransportSpec:
+    """One transport. `module` has its two halves, "" for gRPC, over which control goes anyway.
+
+    `version` is that of what its halves say to each other: a worker uses no offer of another one. `same_host`: both
+    ends must be on one host. `isolates_tenants`: False where a worker could reach pages of other tenants, so that it is
+    offered only where there is one. `offered_where` and `remedy` are for people: where it is to be had that is not
+    offered, and what to do where it is offered and does not work.
+    """
+
+    name: str
+    module: str
+    offered_where: str
+    remedy: str
+    version: int = 1
+    same_host: bool = False
+    isolates_tenants: bool = True
+
+
+SPECS = (
+    TransportSpec(
+        "shm",
+        "kvcluster.transport.shm_path",
+        "it is for workers on the shard's own host, where all tokens are of one tenant and server.transports names it; "
+        "the shard's log says if it could not be served",
+        "run the worker as the user of the shard, and in its network namespace (in Kubernetes: the same pod, or "
+        "hostNetwork for both)",
+        same_host=True,
+        isolates_tenants=False,
+    ),
+    TransportSpec(
+        "tcp",
+        "kvcluster.transport.tcp_pages",
+        "the cluster's configuration names it in server.transports; the shard's log says if it could not listen",
+        "let connections through to that address, in firewalls and network policies; until then there is gRPC",
+    ),
+    TransportSpec(
+        "grpc",
+        "",
+        "it is always offered",
+        "let connections through to that address, in firewalls and network policies; see the shard's log",
+    ),
+)
+
+BY_NAME = {spec.name: spec for spec in SPECS}
+NAMES = tuple(BY_NAME)
+BESIDE_GRPC = tuple(spec for spec in SPECS if spec.module)
