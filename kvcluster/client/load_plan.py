@@ -22,7 +22,7 @@ from enum import Enum
 
 from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.pieces import Piece, Pieces
-from kvcluster.client.policy import ASKING_SHARE, SILENT_SHARE, Permit, Reattach, ShardPolicy
+from kvcluster.client.policy import ASKING_SHARE, SILENT_SHARE, AskAgain, Permit, ShardPolicy
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.results import Loaded
 from kvcluster.client.retry import Found, Question, RetryPlan
@@ -303,10 +303,9 @@ class LoadPlan:
             self._error = verdict
             return [*self._report(exchange), *self._stop(self._why)]
         effects = self._hand_over(exchange, now)  # it was told to stop those, and has stopped
-        if isinstance(verdict, Reattach):
-            again = [rest for _, rest in exchange.missing()]
-            return [*effects, *self._start({exchange.shard: again}, now, reattached=True)] if again else effects
         effects += self._report(exchange)
+        if isinstance(verdict, AskAgain):
+            return effects + self._ask_again(exchange, verdict, now)
         gone: list[tuple[Piece, Miss]] = []
         lossy: list[tuple[Piece, Miss]] = []
         for item, rest in exchange.missing():
@@ -317,6 +316,13 @@ class LoadPlan:
             has_lost_more = outcome is not None and outcome.reason is MissReason.LOSSY
             (lossy if has_lost_more else gone).append((rest, why))
         return effects + self._look(exchange.shard, gone, lossy, now)
+
+    def _ask_again(self, exchange: _Exchange, verdict: AskAgain, now: int) -> list[LoadEffect]:
+        """The same shard brings the rest, but for what came from there and was not right."""
+        again = [rest for item, rest in exchange.missing() if exchange.ranges.why(item) is None]
+        wrong = [(rest, why) for item, rest in exchange.missing() if (why := exchange.ranges.why(item)) is not None]
+        effects = self._look(exchange.shard, wrong, [], now)
+        return effects + self._start({exchange.shard: again}, now, reattached=verdict.reattached) if again else effects
 
     def _look(
         self,

@@ -17,8 +17,7 @@ from kvcluster.core.messages import PageKey, PageWant, ReadRequest
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError
-from kvcluster.pages.codec import RAW
-from kvcluster.transport.handover import Held
+from kvcluster.transport.paths import Nowhere
 from kvcluster.transport.seam import Deadline
 
 
@@ -38,4 +37,4 @@ def open_ways(
         for shard in attached.shards:
             request = ReadRequest(attached.namespace, next_attempt(), shard.epoch, (nobodys,), Loss.Q4)
             with suppress(KVClusterError):
-                shards.knock(shard, spec, request, Held(0, RAW), deadline)
+                shards.knock(shard, spec, request, Nowhere(), deadline)

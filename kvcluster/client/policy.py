@@ -21,7 +21,7 @@ from kvcluster.client.breaker import Breaker, Leave, State
 from kvcluster.core.messages import Refused, RefusedKind, ShardAddress
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import CallerError, LimitError
-from kvcluster.transport.seam import Cancelled, RefusedByShard, Trouble
+from kvcluster.transport.seam import Cancelled, PathLost, RefusedByShard, Trouble
 
 SILENT_SHARE = 4
 """A shard that sends nothing for this part of a load's time is silent: early enough to read it all from another."""
@@ -38,8 +38,12 @@ class Permit:
     leave: Leave
 
 
-class Reattach:
-    """The shard has forgotten the namespace, as after many others: name it again, and ask again, once."""
+@dataclass(frozen=True, slots=True)
+class AskAgain:
+    """The same shard is to be asked once more: over another path, or `reattached`, since it had forgotten the namespace
+    as after many others."""
+
+    reattached: bool
 
 
 class ShardPolicy:
@@ -80,11 +84,12 @@ class ShardPolicy:
 
     def ended(
         self, permit: Permit, error: BaseException | None, now: int, *, reattached: bool = False
-    ) -> BaseException | Miss | Reattach | None:
+    ) -> BaseException | Miss | AskAgain | None:
         """Takes note of how an exchange ended: by its answer, or by `error`.
 
-        Returns None where it was answered; Reattach where it is to be asked once more, unless it was `reattached`
-        already; a Miss where the cluster is to blame; and an exception where its caller is, or a programming error.
+        Returns None where it was answered; AskAgain where it is to be asked once more, for a forgotten namespace unless
+        it was `reattached` already; a Miss where the cluster is to blame; and an exception where its caller is, or a
+        programming error.
         """
         if error is None:
             self.answered(permit)
@@ -92,6 +97,9 @@ class ShardPolicy:
         if isinstance(error, RefusedByShard):
             self.answered(permit)
             return refusal(error.refused, permit.shard, reattached=reattached)
+        if isinstance(error, PathLost):
+            self.gave_up(permit)
+            return AskAgain(reattached)
         if isinstance(error, Trouble) and not isinstance(error, Cancelled):
             self.failed(permit, error.miss, now)
             return error.miss
@@ -119,13 +127,13 @@ class ShardPolicy:
         return breaker if known == shard else None
 
 
-def refusal(refused: Refused, shard: ShardAddress, *, reattached: bool) -> Exception | Miss | Reattach:
+def refusal(refused: Refused, shard: ShardAddress, *, reattached: bool) -> Exception | Miss | AskAgain:
     """What a refusal is to the caller of the exchange; see ShardPolicy.ended."""
     if refused.kind is RefusedKind.STALE:
         return restarted(shard)
     if refused.kind is RefusedKind.UNKNOWN_NAMESPACE:
         if not reattached:
-            return Reattach()
+            return AskAgain(reattached=True)
         return Miss(MissReason.SHARD_LOST, f"{shard.shard} forgets the namespace: {refused.detail}")
     return (LimitError if refused.kind is RefusedKind.LIMIT else CallerError)(refused.detail)
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvcluster.client.policy import Reattach, ShardPolicy, refusal, restarted
+from kvcluster.client.policy import AskAgain, ShardPolicy, refusal, restarted
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import PageKey, ReadRequest, Refused, RefusedKind, ShardAddress, WriteRequest, Written
 from kvcluster.core.reasons import Miss, MissReason
@@ -102,12 +102,12 @@ class Shards:
             return self._borrow(shard, spec, request, deadline, until)
         except RefusedByShard as refused:
             verdict = refusal(refused.refused, shard, reattached=False)
-        if isinstance(verdict, Reattach):
+        if isinstance(verdict, AskAgain):
             try:
                 return self._borrow(shard, spec, request, deadline, until)
             except RefusedByShard as refused:
                 verdict = refusal(refused.refused, shard, reattached=True)
-        assert not isinstance(verdict, Reattach)
+        assert not isinstance(verdict, AskAgain)
         raise verdict if isinstance(verdict, Exception) else Trouble(verdict)
 
     def flush(self, deadline: Deadline) -> bool:

@@ -16,12 +16,12 @@ told that they are pending. Events of exchanges that are over change nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 from kvcluster.client.load_plan import NEVER_BEGUN, Begin, Cancel, Tick
-from kvcluster.client.policy import Permit, Reattach, ShardPolicy
+from kvcluster.client.policy import AskAgain, Permit, ShardPolicy
 from kvcluster.client.results import Stored
 from kvcluster.client.shares import share_out
 from kvcluster.client.store_progress import StoreProgress
@@ -29,12 +29,17 @@ from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import NewPage, PageKey, ShardAddress, StoreGrant, WriteRequest, Written
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.transport.seam import Streams, Trouble
+from kvcluster.transport.seam import PathLost, Streams, Trouble
+
+PAUSES_NS = (10_000_000, 20_000_000, 40_000_000, 80_000_000, 160_000_000)
+"""Before asking again for a page that a broken try of ours still holds: its shard aborts it when it sees the connection
+close, and a shard that takes longer than all of these is one whose answer is not worth waiting for."""
 
 WRITERS = 32
 """Exchanges by which a client writes at once: sixteen shards, by two streams each. Those beyond it wait for these."""
 
 _LATE = Miss(MissReason.DEADLINE)
+_LOST = Miss(MissReason.SHARD_LOST, "the store was given up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +91,14 @@ class SourceDrained:
 
 @dataclass(frozen=True, slots=True)
 class WriteEnded:
-    """An exchange has ended, with an outcome for each of its pages or with an error; it has taken so many bytes."""
+    """An exchange has ended, with an outcome for each of its pages or with an error. It has taken so many bytes of the
+    source, of these of its pages."""
 
     exchange: int
     nbytes: int
     outcome: Sequence[Written] = ()
     error: BaseException | None = None
+    taken: Collection[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +126,13 @@ class AskStore:
 @dataclass(frozen=True, slots=True)
 class StartWrite:
     """Write these pages to that shard. `blocks`: for each page the block that it is of, counted from the first new
-    one."""
+    one. `again`: a try before may hold some of them still, so that there may be another after this."""
 
     exchange: int
     shard: ShardAddress
     request: WriteRequest
     blocks: Sequence[int]
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +181,45 @@ class _State(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class _Exchange:
-    """One write that is under way. `reads`: may it read the source still?"""
+class _Pages:
+    """Pages that go to one shard by one exchange, or by several where a path breaks: what is known of each. A try that
+    broke off may hold its pages still (`doubtful`), or may have committed those that it had taken."""
 
     shard: ShardAddress
-    request: WriteRequest
+    pages: tuple[NewPage, ...]
     blocks: Sequence[int]
+    known: list[Written | None]
+    doubtful: dict[int, None] = field(default_factory=dict)
+    taken: dict[int, None] = field(default_factory=dict)
+    nbytes: int = 0
+    pauses: int = 0
+
+    def open(self) -> list[int]:
+        """Those without an outcome, and those that are pending where that may be a try of ours."""
+        return [
+            at
+            for at, written in enumerate(self.known)
+            if written is None or (written is Written.PENDING and at in self.doubtful)
+        ]
+
+    def ended(self, items: Sequence[int], outcome: Sequence[Written]) -> None:
+        """An exchange of these has this outcome."""
+        for at, written in zip(items, outcome, strict=True):
+            ours = written is Written.DUPLICATE and at in self.taken
+            self.known[at] = Written.COMMITTED if ours else written
+
+    def broke_off(self, items: Sequence[int], taken: Collection[int]) -> None:
+        """An exchange of these has no outcome. It had taken some, which are counted among these."""
+        self.doubtful.update(dict.fromkeys(items))
+        self.taken.update(dict.fromkeys(items[at] for at in taken))
+
+
+@dataclass(eq=False, slots=True)
+class _Exchange:
+    """One write that is under way, of these of its pages. `reads`: may it read the source still?"""
+
+    of: _Pages
+    items: Sequence[int]
     permit: Permit
     reattached: bool
     reads: bool = True
@@ -207,6 +248,8 @@ class StorePlan:
         self._deadline_ns = deadline_ns
         self._numbers = itertools.count(1)
         self._exchanges: dict[int, _Exchange] = {}
+        self._paused: list[tuple[int, _Pages]] = []  # when to ask again for what is pending
+        self._namespace: NamespaceId | None = None
         self._state = _State.NEW
         self._ticket: Attempt | None = None  # that the coordinator has still to be told to end
         self._all_there = True
@@ -220,7 +263,8 @@ class StorePlan:
 
     def next_deadline(self) -> int | None:
         """When the next Tick is due."""
-        return None if self._told else self._deadline_ns
+        due = [when for when, _ in self._paused]
+        return min(due, default=None) if self._told else min([self._deadline_ns, *due])
 
     def step(self, event: StoreEvent, now: int) -> list[StoreEffect]:
         """Takes note of an event, and says what is to be done. `now` never falls."""
@@ -234,7 +278,13 @@ class StorePlan:
                 effects += self._granted(namespace, grant, now)
             case NotGranted():
                 self._not_granted(event)
-            case SourceDrained(number) | WriteStopped(number):
+            case SourceDrained(number):
+                exchange = self._exchanges.get(number)
+                # A path seldom takes every byte and then breaks: then its pages are not sent again. Those that were
+                # sent again already may have to be once more.
+                if exchange is not None and not exchange.of.doubtful:
+                    exchange.reads = False
+            case WriteStopped(number):
                 if number in self._exchanges:
                     self._exchanges[number].reads = False
             case WriteEnded():
@@ -244,7 +294,7 @@ class StorePlan:
             case Cancel(why):
                 effects += self._cancel(why)
             case Tick():
-                effects += self._cancel(_LATE) if now >= self._deadline_ns else []
+                effects += self._cancel(_LATE) if now >= self._deadline_ns else self._go_on(now)
         return effects + self._settle()
 
     def _begin(self, now: int) -> list[StoreEffect]:
@@ -269,6 +319,7 @@ class StorePlan:
 
     def _granted(self, namespace: NamespaceId, grant: StoreGrant, now: int) -> list[StoreEffect]:
         self._state = _State.WRITING
+        self._namespace = namespace
         if self._cancelled is not None:
             self._all_there = False
             return []
@@ -281,41 +332,76 @@ class StorePlan:
             most = min(self._streams(shard).stores, WRITERS // len(by_shard))
             for run in share_out([block_bytes] * len(blocks), most):
                 pages, of_block = _pages(self._terms, blocks[run.start : run.stop])
-                request = WriteRequest(namespace, self._next_attempt(), shard.epoch, pages, self._terms.wait_ns)
-                effects += self._start(shard, request, of_block, now)
+                effects += self._start(_Pages(shard, pages, of_block, [None] * len(pages)), now)
         return effects
 
-    def _start(
-        self, shard: ShardAddress, request: WriteRequest, blocks: Sequence[int], now: int, *, reattached: bool = False
-    ) -> list[StoreEffect]:
-        """No two exchanges have pages of one block, so that each can say what became of its own."""
-        permit = self._policy.permit(shard, now)
+    def _start(self, of: _Pages, now: int, *, reattached: bool = False) -> list[StoreEffect]:
+        """An exchange of what has no outcome. No two have pages of one block, so that each can say what became of its
+        own."""
+        permit = self._policy.permit(of.shard, now)
         if isinstance(permit, Miss):
-            self._missed(permit, 0)
+            self._without_answer(of, permit)
             return []
-        number = next(self._numbers)
-        self._exchanges[number] = _Exchange(shard, request, blocks, permit, reattached)
-        return [StartWrite(number, shard, request, blocks)]
+        assert self._namespace is not None
+        number, items = next(self._numbers), of.open()
+        pages = tuple(of.pages[at] for at in items)
+        wait_ns = min(self._terms.wait_ns, max(0, self._deadline_ns - now))
+        request = WriteRequest(self._namespace, self._next_attempt(), of.shard.epoch, pages, wait_ns)
+        self._exchanges[number] = _Exchange(of, items, permit, reattached)
+        return [StartWrite(number, of.shard, request, [of.blocks[at] for at in items], bool(of.doubtful))]
 
     def _write_ended(self, event: WriteEnded, now: int) -> list[StoreEffect]:
         exchange = self._exchanges.pop(event.exchange, None)
         if exchange is None:
             return []
+        of = exchange.of
+        of.nbytes += event.nbytes
         verdict = self._policy.ended(exchange.permit, event.error, now, reattached=exchange.reattached)
-        if isinstance(verdict, Reattach):
-            if self._cancelled is None:
-                return self._start(exchange.shard, exchange.request, exchange.blocks, now, reattached=True)
-            self._all_there = False
+        if verdict is None:
+            of.ended(exchange.items, event.outcome)
+            if not self._pause(of, now):
+                self._count(of)
+        elif isinstance(verdict, AskAgain) and exchange.reads and self._cancelled is None:
+            if isinstance(event.error, PathLost):
+                of.broke_off(exchange.items, event.taken)
+            return self._start(of, now, reattached=verdict.reattached)
         elif isinstance(verdict, BaseException):
             self._error = self._error or verdict
             self._all_there = False
-        elif isinstance(verdict, Miss):
-            self._missed(verdict, event.nbytes)
         else:
-            self._progress.count(exchange.blocks, event.outcome, event.nbytes)
-            there = all(written in (Written.COMMITTED, Written.DUPLICATE) for written in event.outcome)
-            self._all_there = self._all_there and there
+            why = verdict if isinstance(verdict, Miss) else _LOST
+            self._without_answer(of, event.error.miss if isinstance(event.error, PathLost) else why)
         return []
+
+    def _pause(self, of: _Pages, now: int) -> bool:
+        """Will what is pending be asked for again, after a while?"""
+        if not of.open() or of.pauses == len(PAUSES_NS) or self._cancelled is not None:
+            return False
+        when = now + PAUSES_NS[of.pauses]
+        if when >= self._deadline_ns:
+            return False
+        of.pauses += 1
+        self._paused.append((when, of))
+        return True
+
+    def _go_on(self, now: int) -> list[StoreEffect]:
+        due = [of for when, of in self._paused if when <= now]
+        self._paused = [(when, of) for when, of in self._paused if when > now]
+        return [effect for of in due for effect in self._start(of, now)]
+
+    def _count(self, of: _Pages) -> None:
+        """Every page of these has its outcome."""
+        outcome = [written for written in of.known if written is not None]
+        self._progress.count(of.blocks, outcome, of.nbytes)
+        there = all(written in (Written.COMMITTED, Written.DUPLICATE) for written in outcome)
+        self._all_there = self._all_there and there
+
+    def _without_answer(self, of: _Pages, why: Miss) -> None:
+        """The last exchange of these has no outcome. What was known before is told, if that is known of all."""
+        if None in of.known:
+            self._missed(why, of.nbytes)
+        else:
+            self._count(of)
 
     def _missed(self, miss: Miss, nbytes: int) -> None:
         self._all_there = False
@@ -329,6 +415,9 @@ class StorePlan:
             self._cancelled = Miss(why.reason, NEVER_BEGUN)
         else:
             self._cancelled = why
+        for _, of in self._paused:
+            self._count(of)
+        self._paused.clear()
         return [StopWrite(number) for number, exchange in self._exchanges.items() if exchange.reads]
 
     # ------------------------------------------------------------------------------------------- the end
@@ -337,8 +426,8 @@ class StorePlan:
         """What follows from where it stands: the source is free, the outcome is told, the ticket ended, all is over."""
         effects: list[StoreEffect] = []
         asking = self._state is _State.ASKING
-        reads = any(exchange.reads for exchange in self._exchanges.values())
-        moved = self._state in (_State.WRITING, _State.CLOSING) and not self._exchanges
+        reads = bool(self._paused) or any(exchange.reads for exchange in self._exchanges.values())
+        moved = self._state in (_State.WRITING, _State.CLOSING) and not self._exchanges and not self._paused
         if not self._source_free and not reads and (self._cancelled is not None or not asking) and self._begun:
             self._source_free = True
             effects.append(FreeSource())

@@ -147,7 +147,8 @@ class StoreExecutor:
             outcome = self._shards.write(start.shard, self._spec, start.request, source, self._deadline)
             return WriteEnded(start.exchange, source.nbytes, outcome)
         except Trouble as trouble:
-            return WriteEnded(start.exchange, source.nbytes, error=trouble.with_traceback(None))
+            error = trouble.with_traceback(None)
+            return WriteEnded(start.exchange, source.nbytes, error=error, taken=source.taken)
         except BaseException as error:
             return WriteEnded(start.exchange, source.nbytes, error=error)
 
@@ -181,6 +182,7 @@ class _Source:
         self._staging = Staging()
         self._identity = (-1, 0)  # of the last item, since its layers come one after the other
         self.nbytes = 0
+        self.taken: dict[int, None] = {}  # the items of which anything was asked for
 
     def layer_bytes(self, item: int) -> int:
         key = self._pages[item].key
@@ -209,6 +211,7 @@ class _Source:
         if self._stopped:
             raise Cancelled(Miss(MissReason.DEADLINE, "given up"))
         key = self._pages[item].key
+        self.taken[item] = None
         if self._identity[0] != item:
             self._identity = item, checksum.identity(self._namespace, key, RAW)
         first = key.part.layer_start + layer

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from types import TracebackType
 
@@ -35,7 +35,7 @@ from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.arrivals import Arrivals
 from kvcluster.transport.choice import own_attempts
-from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Transport, Trouble
+from kvcluster.transport.seam import Deadline, PageHost, PathLost, Payload, RefusedByShard, Transport, Trouble
 
 log = logging.getLogger(__name__)
 
@@ -86,27 +86,50 @@ class Fetcher:
 
     def _bring(self, order: Fetch, arrivals: Arrivals) -> None:
         deadline = Deadline.after_ms(FETCH_S * 1e3)
-        wants = tuple(PageWant(slot.key, 0, slot.key.part.layers) for slot in order.slots)
-        attempt = self._next_attempt()
-        accept = max(slot.loss for slot in order.slots)
-        request = ReadRequest(order.namespace, attempt, order.source.epoch, wants, accept)
         with closing(self._open(order.source)) as source, _Breaker(source.close) as breaker:
             self._current = breaker
             with self._host.on_revoke(order.attempt, breaker.break_off):
                 self._renew(order, breaker)  # it has waited for its turn, perhaps for too long
-                with closing(source.read(request, arrivals, deadline)) as frames:
-                    for _ in frames:
-                        self._renew(order, breaker)
+                while self._path_lost(order, arrivals, source, breaker, deadline):
+                    """There is another path to the same shard."""
                 wrong = arrivals.wrong()[: limits.SUSPECTS_PER_CALL]
                 if wrong:
                     prompt = Deadline.after_ms(_PROMPT_S * 1e3)
                     source.suspect(order.namespace, order.source.epoch, wrong, prompt)
+
+    def _path_lost(
+        self, order: Fetch, arrivals: Arrivals, source: Transport, breaker: _Breaker, deadline: Deadline
+    ) -> bool:
+        """Reads what has not come. True where the path broke meanwhile."""
+        left = arrivals.unfinished()
+        keys = {item: order.slots[item].key for item in left}
+        wants = tuple(PageWant(keys[item], layer, keys[item].part.layers) for item, layer in left.items())
+        accept = max(slot.loss for slot in order.slots)
+        request = ReadRequest(order.namespace, self._next_attempt(), order.source.epoch, wants, accept)
+        try:
+            with closing(source.read(request, _Renumbered(arrivals, list(left)), deadline)) as frames:
+                for _ in frames:
+                    self._renew(order, breaker)
+        except PathLost:
+            return True
+        return False
 
     def _renew(self, order: Fetch, breaker: _Breaker) -> None:
         """Each frame shows that this is under way. Raises Trouble where it is to end."""
         renewed = self._host.ask(lambda call: Renew(call, order.attempt), _PROMPT_S) == Done(True)
         if self._closing or breaker.broken or not renewed:
             raise Trouble(Miss(MissReason.DEADLINE, "the lease has ended"))
+
+
+class _Renumbered:
+    """A PageSink for some of the items of another."""
+
+    def __init__(self, arrivals: Arrivals, items: Sequence[int]) -> None:
+        self._arrivals = arrivals
+        self._items = items
+
+    def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
+        self._arrivals.receive(self._items[item], layer, codec, sums, data)
 
 
 class _Breaker(AbstractContextManager["_Breaker"]):

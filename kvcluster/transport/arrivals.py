@@ -90,6 +90,11 @@ class Arrivals:
                 return item
         return None
 
+    def unfinished(self) -> dict[int, int]:
+        """By item that is not whole, the layer that comes next of it."""
+        stands = {item: len(self._pages[item].sums) if item in self._pages else 0 for item in self._slots}
+        return {item: layer for item, layer in stands.items() if layer < self._slots[item].key.part.layers}
+
     def verified(self) -> dict[int, bytes]:
         """The packed sums of each page that is whole and right, by item."""
         return {

@@ -285,7 +285,7 @@ def try_path(path: DataPath, epoch: Epoch, attempt: Attempt, deadline: Deadline)
     shard itself. Raises Trouble, ProtocolError or CredentialError where the path does not get so far."""
     nothing = ReadRequest(NamespaceId(bytes(HASH_BYTES)), attempt, epoch, ())
     with suppress(RefusedByShard):
-        for _ in path.read(nothing, _Nowhere(), deadline):
+        for _ in path.read(nothing, Nowhere(), deadline):
             deadline.check()
 
 
@@ -294,7 +294,7 @@ def said(error: Exception) -> str:
     return error.miss.detail or str(error) if isinstance(error, Trouble) else str(error)
 
 
-class _Nowhere:
+class Nowhere:
     """Where nothing goes to."""
 
     def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:

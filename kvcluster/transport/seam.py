@@ -42,6 +42,11 @@ class Cancelled(Trouble):
     """The caller of an exchange wants its bytes no more. It says nothing of the shard."""
 
 
+class PathLost(Trouble):
+    """The path that an exchange went over has broken, and there is another to the same shard: what is left of the
+    exchange may be asked for again at once. Nothing is known of what was under way."""
+
+
 class RefusedByShard(Exception):
     """The shard answered that it cannot do this; the client knows what to do about each kind."""
 

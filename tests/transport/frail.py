@@ -206,8 +206,6 @@ class Ways:
         **how: Any,
     ) -> None:
         self.now = 1_000_000
-        self.pauses: list[float] = []
-        self.on_pause: Callable[[], object] = lambda: None
         self._open: Callable[[], Transport] = world.open
         offers = Offers(
             world.epoch, tuple(Offer(name, f"at {name}", version) for name in offered), tuple((refused or {}).items())
@@ -222,13 +220,8 @@ class Ways:
             next_attempt=world.attempt,
             here=HERE,
             clock=lambda: self.now,
-            pause=self._pause,
             **how,
         )
-
-    def _pause(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        self.on_pause()
 
     def later(self) -> None:
         """So long that what was left alone is tried again."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,29 +13,24 @@ import pytest
 from kvcluster.core import limits
 from kvcluster.core.ids import Epoch, ShardId, Tenant
 from kvcluster.core.messages import (
-    Abort,
     Offer,
     Offers,
-    PageWant,
-    ReadRequest,
     Refused,
     RefusedKind,
-    Reserve,
     ShardAddress,
     Written,
 )
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import CallerError, ConfigError, CredentialError, ProtocolError
-from kvcluster.pages import codec
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.server import Gate, Server, unary_handlers
 from kvcluster.testing.conformance import TransportConformance, World, open_world
 from kvcluster.testing.conformance.content import Content, ContentSink, ContentSource, Stop, load, read, store
 from kvcluster.testing.conformance.world import ONE, TWO, Pause, soon
-from kvcluster.transport.choice import PAUSES_S, Choice, choose, own_attempts
+from kvcluster.transport.choice import Choice, choose, own_attempts
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.paths import TRY_MS
-from kvcluster.transport.seam import Deadline, PageHost, PageSink, Present, RefusedByShard, Trouble
+from kvcluster.transport.seam import Cancelled, Deadline, PageHost, PathLost, RefusedByShard, Trouble
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
 from kvcluster.wire.methods import SHARD
 from tests.transport.frail import HERE, Ways, broken
@@ -228,17 +223,18 @@ def test_a_path_is_opened_once_however_many_come_at_the_same_time(world: World, 
     assert (ways.shm.opened, ways.grpc.asked) == (1, 1)
 
 
-# --------------------------------------------------------------------------------- a load whose path breaks
+# ---------------------------------------------------------------------------------------- a path that breaks
 
 
 @pytest.mark.parametrize("breaks_in_wait", [True, False])
-@pytest.mark.parametrize("at", [0, 1, 99, 100, 101, 399, 400, 401, 650, 800, 1_199, 1_200])
-def test_a_load_goes_on_where_its_path_broke_off_and_every_layer_comes_once(
+@pytest.mark.parametrize("at", [0, 1, 99, 100, 101, 650, 1_199, 1_200])
+def test_a_load_whose_path_breaks_is_told_that_there_is_another(
     world: World, stored: Content, at: int, breaks_in_wait: bool
 ) -> None:
     ways = Ways(world)
     ways.shm.read_bytes, ways.shm.breaks_in_wait = at, breaks_in_wait
-    assert load(ways.choice, stored) == [None] * 3
+    with pytest.raises(PathLost, match="the wire is cut"):
+        load(ways.choice, stored)
     assert load(ways.choice, stored) == [None] * 3
     assert len(ways.shm.reads) == 1, "it is left alone"
     assert (ways.choice.name, ways.choice.refused()) == ("tcp", {"shm": "the wire is cut"})
@@ -246,101 +242,16 @@ def test_a_load_goes_on_where_its_path_broke_off_and_every_layer_comes_once(
     assert ways.shm.closed == 1
 
 
-@pytest.mark.parametrize("at", [0, 50, 450, 1_000])
-@pytest.mark.parametrize("then", [0, 10, 333, 700])
-def test_a_load_survives_the_second_path_as_well(world: World, stored: Content, at: int, then: int) -> None:
-    ways = Ways(world)
-    ways.shm.read_bytes, ways.tcp.read_bytes = at, then
-    ways.shm.breaks_in_wait = ways.tcp.breaks_in_wait = True
-    assert load(ways.choice, stored) == [None] * 3
-    attempts = [request.attempt for path in ways.all for request in path.reads]
-    assert len(set(attempts)) == len(attempts), "each try is an attempt of its own"
-
-
-def test_only_what_has_not_come_is_asked_again(world: World, stored: Content) -> None:
-    ways = Ways(world)
-    ways.shm.read_bytes, ways.shm.breaks_in_wait = 450, True  # in the first layer of the second page
-    wants = [PageWant(key, 1, 4) for key in stored.keys]
-    assert load(ways.choice, stored, wants) == [None] * 3
-    broken_record, rest = ways.tcp.reads
-    assert [(want.key, want.layer_start, want.layer_stop) for want in broken_record.wants] == [(stored.keys[1], 1, 4)]
-    assert [(want.key, want.layer_start, want.layer_stop) for want in rest.wants] == [(stored.keys[2], 1, 4)]
-
-
-def test_misses_of_a_load_that_goes_on_are_told_for_the_page_that_the_caller_asked_for(
-    world: World, stored: Content
-) -> None:
-    unknown = Content.of(world, 1, 4, 100, first=50)
-    wants = [PageWant(key, 0, 4) for key in (stored.keys[0], *unknown.keys, *stored.keys[1:])]
-    ways = Ways(world)
-    ways.shm.read_bytes = 500
-    reading = read(ways.choice, stored, wants)
-    assert [miss and miss.reason for miss in reading.finish()] == [None, MissReason.EVICTED, None, None]
-    assert len(reading.sink.got) == 12
-
-
-def evict(world: World, content: Content, item: int) -> None:
-    page = world.page(content.namespace, content.keys[item])
-    assert page is not None
-    world.host.inspect(lambda: world.host.core.pool.condemn(page))
-
-
-def test_a_page_that_went_while_its_record_was_broken_is_a_miss_and_the_others_come(
-    world: World, stored: Content
-) -> None:
-    ways = Ways(world)
-    ways.shm.read_bytes, ways.shm.breaks_in_wait = 450, True
-    ways.shm.on_break = lambda: evict(world, stored, 1)
-    reading = read(ways.choice, stored)
-    assert [miss and miss.reason for miss in reading.finish()] == [None, MissReason.EVICTED, None]
-    reading.sink.check(without=[1])
-
-
-def test_a_copy_that_took_the_place_of_a_broken_page_is_not_mixed_with_it(world: World, stored: Content) -> None:
-    other = Content(world, stored.spec, stored.keys[1:2], seed=9)
-    ways = Ways(world)
-    ways.shm.read_bytes, ways.shm.breaks_in_wait = 450, True
-
-    def replaced() -> None:
-        evict(world, stored, 1)
-        store(world.open(), other)
-
-    ways.shm.on_break = replaced
-    reading = read(ways.choice, stored)
-    assert [miss and miss.detail for miss in reading.finish()] == [None, "another copy took its place", None]
-    assert not reading.sink.corrupt
-
-
-def test_a_broken_record_that_comes_back_larger_is_not_kept(world: World, stored: Content) -> None:
-    ways = Ways(world)
-    ways.shm.read_bytes, ways.shm.breaks_in_wait = 450, True
-    ways.tcp.read = ways.grpc.read = _swollen  # type: ignore[method-assign]
-    with pytest.raises(ProtocolError, match="larger than it was before"):
-        read(ways.choice, stored).finish()
-
-
-def _swollen(request: ReadRequest, sink: PageSink, deadline: Deadline) -> Generator[None, None, list[Miss | None]]:
-    """A path by which every record is larger than what was asked for."""
-    for item, want in enumerate(request.wants):
-        layers = want.layer_stop - want.layer_start
-        sink.receive(item, want.layer_start, codec.RAW, (0,) * layers, Present(memoryview(bytes(101 * layers))))
-    yield
-    return [None] * len(request.wants)
-
-
 @pytest.mark.parametrize("error", [ProtocolError("nonsense"), CredentialError("no longer")])
 def test_a_path_that_talks_nonsense_has_failed_as_well(world: World, stored: Content, error: Exception) -> None:
     ways = Ways(world)
     ways.shm.read_bytes, ways.shm.error = 450, error
-    assert load(ways.choice, stored) == [None] * 3
+    with pytest.raises(PathLost, match=str(error)):
+        load(ways.choice, stored)
     assert ways.choice.refused() == {"shm": str(error)}
 
 
-class GivenUp(Trouble):
-    """As whoever does not want the bytes any more raises."""
-
-
-@pytest.mark.parametrize("error", [GivenUp(Miss(MissReason.DEADLINE)), ProtocolError("mine"), Stop()])
+@pytest.mark.parametrize("error", [Cancelled(Miss(MissReason.DEADLINE)), CallerError("mine"), Stop()])
 def test_what_the_sink_raises_ends_the_load_and_is_no_fault_of_the_path(
     world: World, stored: Content, error: Exception
 ) -> None:
@@ -352,16 +263,20 @@ def test_what_the_sink_raises_ends_the_load_and_is_no_fault_of_the_path(
     with pytest.raises(type(error)) as raised:
         read(ways.choice, stored, after_receive=end).finish()
     assert raised.value is error
-    assert (ways.choice.name, ways.choice.refused()) == ("shm", {})
-    assert not ways.tcp.reads
+    assert ways.choice.refused() == {} and not ways.tcp.reads
+    world.wait_until_unleased()
 
 
 def test_a_shard_that_is_gone_is_told_as_grpc_tells_it(world: World, stored: Content) -> None:
     ways = Ways(world)
     for path in ways.all:
         path.read_bytes, path.error = 100, broken(f"{path.name} is cut")
-    with pytest.raises(Trouble, match="grpc is cut"):
+    for name in ("shm", "tcp"):
+        with pytest.raises(PathLost, match=f"{name} is cut"):
+            read(ways.choice, stored).finish()
+    with pytest.raises(Trouble, match="grpc is cut") as trouble:
         read(ways.choice, stored).finish()
+    assert not isinstance(trouble.value, PathLost), "it is the last"
     assert ways.choice.refused() == {"shm": "shm is cut", "tcp": "tcp is cut"}
 
 
@@ -406,21 +321,6 @@ def test_a_refusal_is_an_answer_and_no_reason_to_ask_over_another_path(world: Wo
     assert not ways.tcp.reads and ways.choice.name == "shm"
 
 
-def test_a_refusal_after_something_has_come_is_trouble_since_nobody_may_begin_anew(
-    world: World, stored: Content
-) -> None:
-    ways = Ways(world)
-    ways.shm.read_bytes = 500
-
-    def refuse(deadline: Deadline) -> None:
-        if ways.shm.reads:
-            raise RefusedByShard(Refused(RefusedKind.UNKNOWN_NAMESPACE, "attach first"))
-
-    ways.tcp.on_read = ways.grpc.on_read = refuse
-    with pytest.raises(Trouble, match="refuses to go on: attach first"):
-        read(ways.choice, stored).finish()
-
-
 def test_a_caller_that_stops_reading_gives_its_pins_back(world: World, stored: Content) -> None:
     ways = Ways(world)
     big = Content.big(world, first=100)
@@ -440,6 +340,8 @@ def test_a_path_that_failed_is_closed_only_when_its_last_exchange_has_ended(worl
     slow = read(ways.choice, big)
     next(slow.pieces)
     ways.shm.read_bytes = limits.FRAME_BYTES
+    with pytest.raises(PathLost):
+        load(ways.choice, big)
     assert load(ways.choice, big) == [None] * 16
     assert (ways.choice.name, ways.shm.closed) == ("tcp", 0)
     assert slow.finish() == [None] * 16
@@ -454,7 +356,10 @@ def test_many_loads_at_once_survive_paths_that_come_and_break(world: World, stor
         outcomes = []
         for _ in range(10):
             ways.later()
-            outcomes.append(load(ways.choice, stored))
+            while True:
+                with suppress(PathLost):
+                    outcomes.append(load(ways.choice, stored))
+                    break
         return outcomes
 
     under_way = [world.meanwhile(again_and_again) for _ in range(4)]
@@ -499,99 +404,16 @@ def new(world: World) -> Content:
 
 
 @pytest.mark.parametrize("pieces", range(7))
-def test_a_store_is_sent_anew_over_the_next_path(world: World, new: Content, pieces: int) -> None:
+def test_a_store_whose_path_breaks_is_told_that_there_is_another(world: World, new: Content, pieces: int) -> None:
     ways = Ways(world)
     ways.shm.pieces = pieces
+    with pytest.raises(PathLost, match="the wire is cut"):
+        written(ways, new)
     assert written(ways, new) == [Written.COMMITTED] * 3
     assert (ways.choice.name, ways.choice.refused()) == ("tcp", {"shm": "the wire is cut"})
-    assert load(ways.choice, new) == [None] * 3
 
 
-def test_pages_that_a_second_try_committed_whose_answer_was_lost_are_ours(world: World, new: Content) -> None:
-    ways = Ways(world)
-    ways.shm.pieces, ways.tcp.commit_lost = 1, True
-    assert written(ways, new) == [Written.COMMITTED] * 3
-    assert load(ways.choice, new) == [None] * 3
-
-
-def test_a_source_that_was_told_that_it_is_free_is_not_asked_again(world: World, new: Content) -> None:
-    ways = Ways(world)
-    ways.shm.commit_lost = True
-    ways.choice.attach(new.spec, soon())
-    request = new.write_request()
-    source = ContentSource(new, request)
-    with pytest.raises(Trouble):
-        ways.choice.write(request, source, soon())
-    assert source.drained_calls == 1
-    assert len(source.sent) == 6, "every piece once"
-
-
-def hold(world: World, content: Content) -> Callable[[], object]:
-    """Somebody else begins to write these pages; what lets them go."""
-    attempt = world.attempt()
-    pages = content.write_request().pages
-    reserve = lambda call: Reserve(call, ONE, content.namespace, attempt, world.epoch, pages)  # noqa: E731
-    world.host.ask(reserve, 20.0)
-    return lambda: world.host.ask(lambda call: Abort(call, attempt), 20.0)
-
-
-def test_a_page_that_a_dying_try_holds_is_asked_for_again_until_it_is_free(world: World, new: Content) -> None:
-    ways = Ways(world)
-    let_go: list[Callable[[], object]] = []
-    ways.shm.write = lambda request, source, deadline: _dies(world, new, let_go)  # type: ignore[method-assign]
-    ways.on_pause = lambda: let_go[0]() if len(ways.pauses) == 2 else None
-    assert written(ways, new) == [Written.COMMITTED] * 3
-    assert ways.pauses == list(PAUSES_S[:2])
-
-
-def _dies(world: World, content: Content, let_go: list[Callable[[], object]]) -> list[Written]:
-    """A path that breaks, and whose shard has yet to notice."""
-    let_go.append(hold(world, content))
-    raise broken()
-
-
-def test_a_page_that_stays_pending_is_told_so_after_a_few_tries(world: World, new: Content) -> None:
-    ways = Ways(world)
-    let_go: list[Callable[[], object]] = []
-    ways.shm.write = lambda request, source, deadline: _dies(world, new, let_go)  # type: ignore[method-assign]
-    assert written(ways, new) == [Written.PENDING] * 3
-    assert ways.pauses == list(PAUSES_S)
-    attempts = [request.attempt for request in ways.tcp.writes]
-    assert len(set(attempts)) == len(PAUSES_S) + 1
-    let_go[0]()
-
-
-def test_what_somebody_else_writes_is_pending_at_once(world: World, new: Content) -> None:
-    ways = Ways(world)
-    ways.choice.attach(new.spec, soon())
-    let_go = hold(world, Content(world, new.spec, new.keys[1:2]))
-    assert written(ways, new) == [Written.COMMITTED, Written.PENDING, Written.COMMITTED]
-    assert not ways.pauses and not ways.tcp.writes
-    let_go()
-
-
-def test_what_is_known_of_a_store_is_told_even_if_the_rest_cannot_be_asked_again(world: World, new: Content) -> None:
-    ways, part = Ways(world, offered=("tcp",)), Content(world, new.spec, new.keys[:1])
-    let_go: list[Callable[[], object]] = []
-    ways.tcp.write = lambda request, source, deadline: _dies(world, part, let_go)  # type: ignore[method-assign]
-    ways.on_pause = lambda: setattr(ways.grpc, "commit_lost", True)
-    assert written(ways, new) == [Written.PENDING, Written.COMMITTED, Written.COMMITTED]
-    let_go[0]()
-
-
-def test_the_source_is_asked_only_for_what_was_granted(world: World, new: Content) -> None:
-    store(world.open(), Content(world, new.spec, new.keys[1:2]))
-    ways = Ways(world)
-    ways.shm.pieces = 1
-    ways.choice.attach(new.spec, soon())
-    request = new.write_request()
-    source = ContentSource(new, request)
-    outcome = ways.choice.write(request, source, soon())
-    assert outcome == [Written.COMMITTED, Written.DUPLICATE, Written.COMMITTED]
-    assert source.sent == [0, 0, 0, 2, 2]
-
-
-@pytest.mark.parametrize("error", [GivenUp(Miss(MissReason.DEADLINE)), Stop(), CallerError("mine")])
+@pytest.mark.parametrize("error", [Cancelled(Miss(MissReason.DEADLINE)), Stop(), CallerError("mine")])
 def test_what_the_source_raises_ends_the_store_and_is_no_fault_of_the_path(
     world: World, new: Content, error: Exception
 ) -> None:
@@ -612,12 +434,12 @@ def test_a_store_to_a_shard_that_is_gone_is_told_as_grpc_tells_it(world: World, 
     ways = Ways(world)
     for path in ways.all:
         path.pieces, path.error = 2, broken(f"{path.name} is cut")
-    ways.choice.attach(new.spec, soon())
-    request = new.write_request()
-    source = ContentSource(new, request)
-    with pytest.raises(Trouble, match="grpc is cut"):
-        ways.choice.write(request, source, soon())
-    assert not source.drained_calls
+    for name in ("shm", "tcp"):
+        with pytest.raises(PathLost, match=f"{name} is cut"):
+            written(ways, new)
+    with pytest.raises(Trouble, match="grpc is cut") as trouble:
+        written(ways, new)
+    assert not isinstance(trouble.value, PathLost), "it is the last"
 
 
 def test_over_the_last_path_a_source_is_free_before_the_store_has_ended(world: World, new: Content) -> None:
@@ -700,26 +522,10 @@ def test_over_real_sockets_pages_go_over_tcp_until_it_goes_and_then_over_grpc(re
     reading = read(choice, first)
     next(reading.pieces)
     served.tcp.close()
-    assert reading.finish() == [None] * 16
-    reading.sink.check()
+    with pytest.raises(PathLost):
+        reading.finish()
+    assert load(choice, first) == [None] * 16
     assert choice.name == "grpc"
     assert choice.refused().keys() == {"shm", "tcp"}
     store(choice, second)
     assert load(choice, second) == [None] * 3
-
-
-def test_over_real_sockets_a_store_goes_on_as_well(real: tuple[World, Served]) -> None:
-    world, served = real
-    content, calls = Content.big(world), itertools.count()
-    choice = world.open()
-    choice.attach(content.spec, soon())
-    request = content.write_request()
-
-    def cut() -> None:
-        if next(calls) == 5:
-            served.tcp.close()
-
-    source = ContentSource(content, request, cut)
-    assert choice.write(request, source, soon()) == [Written.COMMITTED] * 16
-    assert load(choice, content) == [None] * 16
-    assert choice.name == "grpc"

@@ -36,10 +36,13 @@ from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.destination import Destination
 from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import FINISHED, Layer
-from kvcluster.transport.seam import Cancelled, Streams, Trouble
+from kvcluster.transport.seam import Cancelled, PathLost, Streams, Trouble
 
 if TYPE_CHECKING:
     from kvcluster.testing.sim.worker import Worker
+
+PATHS_LOST = 0.5
+"""Of the connections that break: there is another path to the same shard, as far as the client knows."""
 
 COPY_NS = 2 * MS
 """What one chunk takes at most to copy and verify, where it takes any time."""
@@ -168,8 +171,7 @@ class Load:
         while error is None:
             heard = yield line.down.next(), max(1, self._give_up - worker.now())
             if not isinstance(heard, list):
-                reason = MissReason.DEADLINE if heard is TIMED_OUT else MissReason.SHARD_LOST
-                error = None if heard is FINISHED else Trouble(Miss(reason, "it broke off"))
+                error = None if heard is FINISHED else self._broken(heard)
                 break
             for layer in heard:
                 try:
@@ -181,6 +183,13 @@ class Load:
             line.up.hang_up()
         worker.world.network.close(line)
         return (() if error else tuple(head)), error
+
+    def _broken(self, heard: object) -> Trouble:
+        """What a connection that broke is: the end of one path to the shard, or of the last."""
+        if heard is TIMED_OUT:
+            return Trouble(Miss(MissReason.DEADLINE, "it broke off"))
+        lost = self._worker.world.later.random() < PATHS_LOST
+        return (PathLost if lost else Trouble)(Miss(MissReason.SHARD_LOST, "it broke off"))
 
     def _take(self, start: StartRead, piece: Piece, layer: Layer) -> Script:
         """One layer to its place."""

@@ -38,11 +38,12 @@ from kvcluster.core.spec import Part
 from kvcluster.testing.kernel import MS, TIMED_OUT, Promise, Script
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.content import Model
+from kvcluster.testing.sim.loads import PATHS_LOST
 from kvcluster.testing.sim.memory import flipped
 from kvcluster.testing.sim.network import BROKEN
 from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import FINISHED, Layer
-from kvcluster.transport.seam import Cancelled, Streams, Trouble
+from kvcluster.transport.seam import Cancelled, PathLost, Streams, Trouble
 
 if TYPE_CHECKING:
     from kvcluster.testing.sim.worker import Worker
@@ -160,11 +161,13 @@ class Store:
     # ----------------------------------------------------------------------------------------- exchanges
 
     def _write(self, start: StartWrite) -> Script:
-        nbytes, outcome, error = yield from self._exchange(start)
-        self._deliver(WriteEnded(start.exchange, nbytes, outcome, error))
+        taken: dict[int, None] = {}
+        nbytes, outcome, error = yield from self._exchange(start, taken)
+        self._deliver(WriteEnded(start.exchange, nbytes, outcome, error, taken))
 
-    def _exchange(self, start: StartWrite) -> Script:
-        """The bytes that were taken, what became of each page, and no error; or an error."""
+    def _exchange(self, start: StartWrite, taken: dict[int, None]) -> Script:
+        """The bytes that were taken, what became of each page, and no error; or an error. Notes in `taken` what was
+        taken of which page."""
         worker, world = self._worker, self._worker.world
         rng, scenario, request = world.rng, world.scenario, start.request
         opened = yield from worker.open(self._model, start.shard, request, self._give_up)
@@ -187,6 +190,7 @@ class Store:
             hold(not self._free, "a source is read after it was said to be free")
             frame = [self._layer(item, key, layer) for item, key, layer in layers[at : at + scenario.frame_layers]]
             nbytes += sum(len(layer.data) for layer in frame)
+            taken.update(dict.fromkeys(layer.item for layer in frame))
             line.up.put(frame)
         broken = breaks_off or stopped or worker.now() >= self._give_up
         if not broken:
@@ -194,11 +198,15 @@ class Store:
         if breaks_off and rng.random() < 0.5:  # it hangs, and says nothing to anybody
             yield None, 2 * scenario.config.shard.lease_ttl_ms * MS
         line.up.put(BROKEN if broken else FINISHED)
-        tail = yield line.down.next(), max(1, self._give_up - worker.now())
+        path_lost = breaks_off and not stopped and world.later.random() < PATHS_LOST
+        tail = None if path_lost else (yield line.down.next(), max(1, self._give_up - worker.now()))
         line.up.hang_up()
         world.network.close(line)
         if stopped:
             return nbytes, (), Cancelled(Miss(MissReason.DEADLINE, "given up"))
+        if path_lost:  # the shard has yet to notice
+            world.count("store", "path lost")
+            return nbytes, (), PathLost(Miss(MissReason.SHARD_LOST, "it broke off"))
         if not isinstance(tail, list):
             return nbytes, (), _late("it broke off") if tail is TIMED_OUT else _lost("it broke off")
         for written in dict.fromkeys(tail):
