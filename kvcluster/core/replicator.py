@@ -233,7 +233,9 @@ class Replicator:
                 assert pull.source.shard != member.info.shard, "a shard is to pull from itself"
                 space = pull.spec.namespace(pull.tenant)
                 wished = self._under_way[member.slot]
-                assert all((space, page.key.hash) in wished for page in pull.pages), "pages that nobody wished"
+                assert all((space, page.key.hash) in wished for page in pull.pages), (
+                    "pages of a pull that are on no list of wishes"
+                )
         assert all(slot in members for slot in (*self._draining, *self._stuck)), "a shard that is gone is drained on"
         assert list(self._placed) == list(self._draining), "what was moved is remembered as long as its shard goes"
         under_way = [wished for wishes in self._under_way.values() for wished in wishes]

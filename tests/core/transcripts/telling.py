@@ -157,7 +157,7 @@ class Teller:
                 return f"order {number}: evict {self._names.told(block for _, block in blocks)}"
             case PullOrder(number, source, pages=pages):
                 return f"order {number}: pull {self._names.told(page.key.hash for page in pages)} from {source.shard}"
-        raise AssertionError(f"nobody has said how to tell {type(order).__name__}")
+        raise AssertionError(f"transcripts have no words for {type(order).__name__}")
 
     def stone(self, stone: Tombstone) -> str:
         """A tombstone: its number and what it names."""
