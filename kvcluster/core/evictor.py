@@ -35,13 +35,11 @@ class Evictor:
         self._pinned_share = config.pinned_share
         self._directory = directory
 
-    def order(self, member: Member, tier: Tier, pressure_bytes: int, now: int) -> EvictOrder | None:
-        """The next order for this shard, or None where nothing is to go, or nothing can."""
-        victims = self.victims(member, tier, pressure_bytes, now)
-        if not victims:
-            return None
-        member.orders += 1
-        return EvictOrder(member.orders, tuple((record.space, record.hash) for record in victims), tier)
+    def order(self, member: Member, tier: Tier, pressure_bytes: int, now: int) -> None:
+        """Gives this shard its next order, unless nothing is to go, or nothing can."""
+        blocks = tuple((record.space, record.hash) for record in self.victims(member, tier, pressure_bytes, now))
+        if blocks:
+            member.orders.give(lambda number: EvictOrder(number, blocks, tier))
 
     def victims(self, member: Member, tier: Tier, pressure_bytes: int, now: int) -> list[BlockRecord]:
         """The coldest blocks of that tier, in which so many bytes are waited for, taken off its queue: about as many as
@@ -67,14 +65,12 @@ class Evictor:
                 break
         return victims
 
-    def settle(self, member: Member) -> None:
-        """The order is carried out, or its shard is gone: what it named and is still recorded is queued again."""
-        if member.order is not None:
-            for space_id, block in member.order.blocks:
-                record = self._directory.record(space_id, block)
-                if record is not None and record.copies.on(member.slot, member.order.tier):
-                    member.cold[member.order.tier].push(record)
-        member.order = None
+    def settle(self, member: Member, order: EvictOrder) -> None:
+        """The order has ended, or its shard is gone: what it named and is still recorded is queued again."""
+        for space_id, block in order.blocks:
+            record = self._directory.record(space_id, block)
+            if record is not None and record.copies.on(member.slot, order.tier):
+                member.cold[order.tier].push(record)
 
     def pin(self, space: Space, blocks: Sequence[BlockHash], until: int, members: Sequence[Member], now: int) -> int:
         """Spares the leading blocks that are cached and fit the share that pins may take; how many."""

@@ -6,7 +6,8 @@ incarnation, its silence or a new inventory. Nothing a worker says comes in here
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
@@ -18,10 +19,14 @@ from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Answer,
     Effect,
+    EvictOrder,
     GoneEvent,
     Inventory,
     Leave,
+    MoveOrder,
+    Order,
     Persist,
+    PullOrder,
     PurgedEvent,
     Report,
     ReportAck,
@@ -59,6 +64,11 @@ class Intake:
         self._policy = policy
         self._expected = expected
         self._drain = config.drain_ms * MS
+        self._settle: dict[type[Order], Callable[[Member, Any], None]] = {
+            EvictOrder: evictor.settle,
+            MoveOrder: tiering.settle,
+            PullOrder: replicator.settle,
+        }
         self._sweep: list[tuple[Iterator[BlockRecord], int | None]] = []  # with its slot, where what it held is lost
 
     @property
@@ -76,7 +86,9 @@ class Intake:
         for event in fresh:
             self._apply(event, member, now)
         effects = self._tiering.sampled(m.samples)
-        self._settle_orders(m, member, now)
+        for order in member.orders.heard(m.orders):
+            self._settle[type(order)](member, order)
+        self._give_orders(m, member, now)
         if member.draining and not self._state.rebuilding and self._may_go(m, member, now):
             self._state.members.dismiss(member)
             self.forget(member, lost=False)  # what had a place elsewhere is there
@@ -113,9 +125,10 @@ class Intake:
         from now on; records are swept in later steps."""
         if member is not None:
             self._state.members.drop(member.info.shard)
-            self._evictor.settle(member)
+            for order in member.orders.close():
+                self._settle[type(order)](member, order)
             self._tiering.forget(member)
-            self._replicator.settle(member)
+            self._replicator.forget(member)
             records = [record for cold in member.cold.values() for record in cold.drain()]
             self._sweep.append((iter(records), member.slot if lost else None))
 
@@ -186,9 +199,7 @@ class Intake:
             self._state.epoch,
             0 if inventory else member.cursor.acked,
             inventory=inventory,
-            order=None if inventory else member.order,
-            move=None if inventory else member.move,
-            pull=None if inventory else member.pull,
+            orders=() if inventory else member.orders.unaccepted(),
             tombstones=self._state.tombstones.since(member.purged),
             drain=member.draining,
         )
@@ -236,31 +247,22 @@ class Intake:
             else:
                 self._replicator.thinned(record, evicted=True)
 
-    def _settle_orders(self, m: Report, member: Member, now: int) -> None:
-        """What the shard has done is crossed off; what is to be done next is written down."""
-        # The shard counts on where an earlier slot of its incarnation ended, so that no order passes for an old one.
-        member.orders = max(member.orders, m.order)
-        member.pulls = max(member.pulls, m.pulled)
-        if member.order is not None and m.order >= member.order.number:
-            self._evictor.settle(member)
-        if member.move is not None and m.moved >= member.move.number:
-            self._tiering.settle(member)
-        if member.pull is not None and m.pulled >= member.pull.number:
-            self._replicator.settle(member)
+    def _give_orders(self, m: Report, member: Member, now: int) -> None:
+        """Writes down what the shard is to do next, of each kind of which nothing is under way."""
         if self._state.rebuilding:
             return
+        under_way, staging = member.orders.of, m.info.use(STAGING)
         # What a draining shard holds beyond its watermark is to be moved and not to be lost.
-        if member.order is None and (m.pressure_bytes or not member.draining):
+        if under_way(EvictOrder) is None and (m.pressure_bytes or not member.draining):
             self._make_room(member, m.pressure_bytes, now)
-        elif member.move is None and 0 < m.info.use(STAGING).wanted_bytes <= m.info.next_below(STAGING).free_bytes:
-            member.move, _ = self._tiering.demotion(member, 0, now)  # so that others can read what it has in stores
+        elif under_way(MoveOrder) is None and 0 < staging.wanted_bytes <= m.info.next_below(STAGING).free_bytes:
+            self._tiering.demote(member, 0, now)  # so that others can read what it has in stores
         # What is made free is for those who wait for it, and a full shard would evict for one copy another.
-        if member.order is None and member.move is None and not m.pressure_bytes:
+        if under_way(EvictOrder) is None and under_way(MoveOrder) is None and not m.pressure_bytes:
             if not member.draining:
-                member.move = self._tiering.promotion(member)
-            if member.pull is None:
-                self._replicator.order(member, now)
-                self._state.counters["pulls"] += member.pull is not None
+                self._tiering.promote(member)
+            if under_way(PullOrder) is None:
+                self._state.counters["pulls"] += self._replicator.order(member, now)
 
     def _make_room(self, member: Member, pressure_bytes: int, now: int) -> None:
         """Orders the coldest a tier down, and the coldest of the lowest tier out of it."""
@@ -268,10 +270,10 @@ class Intake:
         waited = pressure_bytes
         if upper:
             waited = 0
-            if member.move is None:
-                member.move, waited = self._tiering.demotion(member, pressure_bytes, now)
-        member.order = self._evictor.order(member, lowest, waited, now)
-        ordered = member.order is not None or member.move is not None
+            if member.orders.of(MoveOrder) is None:
+                waited = self._tiering.demote(member, pressure_bytes, now)
+        self._evictor.order(member, lowest, waited, now)
+        ordered = any(member.orders.of(kind) is not None for kind in (EvictOrder, MoveOrder))
         cut_short = any(cold.cut_short for cold in member.cold.values())
         member.full = pressure_bytes > 0 and not ordered and not cut_short
 

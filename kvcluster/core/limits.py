@@ -62,6 +62,10 @@ EVICTIONS_PER_ORDER = 1_024
 MOVES_PER_ORDER = 2 * EVICTIONS_PER_ORDER
 """As EVICTIONS_PER_ORDER, out of each of two tiers."""
 
+ORDERS_IN_FLIGHT = 16
+"""Orders of one shard that have not ended. The coordinator gives one of each kind at a time, for which the shard's last
+report is what the next is worked out from; a shard may still be at some that the coordinator has withdrawn."""
+
 REPLICAS = 64
 """Shards that one block may lie on: beyond it a copy costs room and spares no reader a wait."""
 
@@ -171,3 +175,4 @@ assert FRAME_BYTES <= LAYER_BYTES
 assert BLOCKS_PER_CALL <= PAGES_PER_CALL
 assert max(PULL_PAGES, SUSPECTS_PER_CALL) <= PAGES_PER_CALL
 assert REPORTS_PER_MESSAGE <= STREAM_BACKLOG
+assert ORDERS_IN_FLIGHT * MOVES_PER_ORDER * 128 <= MESSAGE_BYTES

@@ -8,6 +8,7 @@ further word of that incarnation is answered so. A report of an older incarnatio
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TypeVar
 
 from kvcluster.core import limits
@@ -15,7 +16,8 @@ from kvcluster.core.copies import CopyBook
 from kvcluster.core.eviction import ColdQueue, EvictionPolicy
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
 from kvcluster.core.index import BlockRecord
-from kvcluster.core.messages import EvictOrder, Farewell, MoveOrder, PullOrder, ShardAddress, ShardInfo, Tier
+from kvcluster.core.messages import Farewell, ShardAddress, ShardInfo, Tier
+from kvcluster.core.order_stream import OrderStream
 from kvcluster.core.placement import Candidate, choose
 from kvcluster.core.stream import ReportCursor
 
@@ -26,23 +28,21 @@ class Member:
     """One shard incarnation."""
 
     __slots__ = (
-        *("address", "cold", "cursor", "drain_until", "full", "info", "move", "order", "orders"),
-        *("pull", "pulls", "purged", "seen_at", "slot"),
+        *("address", "cold", "cursor", "drain_until", "full", "info", "orders"),
+        *("purged", "seen_at", "slot"),
     )
 
-    def __init__(self, info: ShardInfo, slot: int, address: ShardAddress, policy: EvictionPolicy) -> None:
+    def __init__(
+        self, info: ShardInfo, slot: int, address: ShardAddress, policy: EvictionPolicy, orders: OrderStream
+    ) -> None:
         self.info = info
         self.slot = slot
         self.address = address
         self.cursor = ReportCursor()
+        self.orders = orders
         self.cold: dict[Tier, ColdQueue[BlockRecord]] = {tier: ColdQueue(policy) for tier in Tier}
         self.seen_at = 0
-        self.order: EvictOrder | None = None  # repeated until the shard says that it is done
-        self.orders = 0
         self.full = False  # asked for room, and nothing could be evicted
-        self.move: MoveOrder | None = None  # repeated likewise
-        self.pull: PullOrder | None = None  # repeated likewise
-        self.pulls = 0
         self.purged = 0  # tombstones up to this number are carried out, as far as its stream has told
         self.drain_until: int | None = None  # draining: what is not elsewhere by then goes with it
 
@@ -69,6 +69,7 @@ class Membership:
         self._ttl = ttl_ns
         self._book = book
         self._members: dict[ShardId, Member] = {}
+        self._order_numbers = count(1)
         self.lost: dict[ShardId, ShardInfo] = {}
         self._dismissed: dict[ShardId, Epoch] = {}
 
@@ -89,7 +90,8 @@ class Membership:
         """A new incarnation, or the present one that begins its inventory anew: in any case a new slot."""
         self.drop(info.shard)
         address = ShardAddress(info.shard, info.epoch, info.address, info.host)
-        member = Member(info, self._book.open_slot(address), address, policy)
+        orders = OrderStream(self._order_numbers)
+        member = Member(info, self._book.open_slot(address), address, policy, orders)
         member.seen_at = now
         self._members[info.shard] = member
         self.lost.pop(info.shard, None)

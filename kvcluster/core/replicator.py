@@ -131,28 +131,26 @@ class Replicator:
         if wishes is not None:
             wishes.setdefault((record.space, record.hash), _Wish(1))
 
-    def order(self, target: Member, now: int) -> None:
-        """Gives a shard that has just reported its next pull, if there is one for it."""
-        assert target.pull is None, "one pull at a time"
+    def order(self, target: Member, now: int) -> bool:
+        """Gives a shard that has just reported its next pull. Returns False where there is none for it."""
         if not target.takes or all(self._room(target, tier) <= 0 for tier in ADDRESSABLE):
-            return
+            return False
         for wishes in (*self._draining.values(), self._wishes):
             taken = self._pick(target, wishes, now)
             if taken is not None:
                 self._under_way[target.slot] = taken
-                return
+                return True
         for wished in list(islice(self._wishes, INSPECTED)):  # none of them is for this shard: others have their turn
             self._wishes[wished] = self._wishes.pop(wished)
+        return False
 
-    def settle(self, member: Member) -> None:
+    def settle(self, member: Member, order: PullOrder) -> None:
         """Its pull has ended, or the shard has. What is still wished for goes on the list again."""
-        ordered = member.pull.pages if member.pull is not None else ()
-        member.pull = None
         alive = self._book.alive(member.slot)
         for wished, wish in self._under_way.pop(member.slot, {}).items():
             record = self._record(wished)
             going = [slot for slot in self._draining if record is not None and record.copies.on(slot)]
-            if record is not None and alive and _came(record, member.slot, ordered):
+            if record is not None and alive and _came(record, member.slot, order.pages):
                 staying = self._staying(record)
                 copies = self._fewest(record, staying)
                 if copies > wish.most:  # another copy of it is another matter; one that comes and goes is none
@@ -165,16 +163,20 @@ class Replicator:
             if record is None or not (wish.tries or going):  # what goes is tried until it does
                 continue
             (self._draining[going[0]] if going else self._wishes).setdefault(wished, wish)
-        if not alive:
-            for by_slot in (self._draining, self._placed, self._stuck):
-                by_slot.pop(member.slot, None)
+
+    def forget(self, member: Member) -> None:
+        """Its shard is gone."""
+        for by_slot in (self._draining, self._placed, self._stuck):
+            by_slot.pop(member.slot, None)
 
     def bury(self, stone: Tombstone) -> None:
         """What it names is pulled by nobody any more. A source may not have heard of the purge when a target has, which
         would then keep for good what was purged."""
         for member in self._members.all():
-            if member.pull is not None and stone.names(member.pull.tenant, member.pull.spec):
-                self.settle(member)
+            pull = member.orders.of(PullOrder)
+            if pull is not None and stone.names(pull.tenant, pull.spec):
+                member.orders.withdraw(pull)
+                self.settle(member, pull)
 
     def repair(self, space: Space, record: BlockRecord, before: Copies, slot: int) -> None:
         """It has lost what it had on that shard: pages that lie elsewhere too are to have as many copies as before."""
@@ -199,7 +201,8 @@ class Replicator:
     def drained(self, member: Member) -> bool:
         """Has all that this shard alone holds, and anybody has room for, gone elsewhere?"""
         members = self._members.all()
-        if any(other.pull is not None and other.pull.source.shard == member.info.shard for other in members):
+        pulls = [other.orders.of(PullOrder) for other in members]
+        if any(pull is not None and pull.source.shard == member.info.shard for pull in pulls):
             return False  # what is on its way is on no list
         wishes = self._draining.get(member.slot, {})
         stayers = self._stayers()
@@ -222,15 +225,18 @@ class Replicator:
     def check(self) -> None:
         """Every order has its wishes and every shard that goes its list; for whoever checks invariants."""
         members = {member.slot: member for member in self._members.all()}
-        assert list(self._under_way) == [slot for slot in self._under_way if members[slot].pull is not None]
+        pulls = {slot: member.orders.of(PullOrder) for slot, member in members.items()}
+        assert all(pulls[slot] is not None for slot in self._under_way), "wishes of an order that has ended"
         for member in members.values():
             assert (member.slot in self._draining) == member.draining, "a shard goes, and nobody asks what it has"
-            if member.pull is not None:
-                assert member.pull.number <= member.pulls, "a pull that the next will be taken for"
-                assert member.pull.source.shard != member.info.shard, "a shard is to pull from itself"
-                space = member.pull.spec.namespace(member.pull.tenant)
+            pull = pulls[member.slot]
+            if pull is not None:
+                assert pull.source.shard != member.info.shard, "a shard is to pull from itself"
+                space = pull.spec.namespace(pull.tenant)
                 wished = self._under_way[member.slot]
-                assert all((space, page.key.hash) in wished for page in member.pull.pages), "pages that nobody wished"
+                assert all((space, page.key.hash) in wished for page in pull.pages), (
+                    "pages of a pull that are on no list of wishes"
+                )
         assert all(slot in members for slot in (*self._draining, *self._stuck)), "a shard that is gone is drained on"
         assert list(self._placed) == list(self._draining), "what was moved is remembered as long as its shard goes"
         under_way = [wished for wishes in self._under_way.values() for wished in wishes]
@@ -277,10 +283,8 @@ class Replicator:
             taken[wished] = wishes.pop(wished)
         if kind is None or space is None:
             return None
-        target.pulls += 1
-        target.pull = PullOrder(
-            target.pulls, kind.source, space.tenant, space.spec, tuple(pages), kind.codec, kind.into
-        )
+        named = (kind.source, space.tenant, space.spec, tuple(pages), kind.codec, kind.into)
+        target.orders.give(lambda number: PullOrder(number, *named))
         return taken
 
     def _missing(self, record: BlockRecord, staying: Staying, copies: int, target: Member) -> _Missing | None:

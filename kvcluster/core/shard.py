@@ -35,6 +35,7 @@ from kvcluster.core.messages import (
     Moved,
     NewPage,
     Offers,
+    OrderProgress,
     PageEvent,
     Pin,
     PinGrant,
@@ -62,8 +63,10 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.mover import Mover
+from kvcluster.core.order_stream import OrderCursor
 from kvcluster.core.orders import Orders
 from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.puller import Puller
 from kvcluster.core.reading import Reading
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spaces import Space, Spaces
@@ -112,16 +115,16 @@ class Shard:
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._own = OwnAttempts(shard, epoch)
         self._withdraw = Withdrawal(self._pool, self._uplink)
-        self._mover = Mover(
-            *(self._pool, self._leases, self._spaces, self._own, self._withdraw, self._committed, self._counters),
-            sampled=config.q4_sampled,
-        )
+        self._order_cursor = cursor = OrderCursor(self._uplink.say_soon)
+        shared = (self._pool, self._leases, self._spaces, self._own, self._withdraw)
+        self._mover = Mover(*shared, self._committed, cursor, self._counters, sampled=config.q4_sampled)
+        self._puller = Puller(*shared, cursor, self._counters)
         self._reading = Reading(
             *(self._pool, self._leases, self._spaces, self._own, self._uplink, self._withdraw, self._counters)
         )
         self._orders = Orders(
-            *(self._pool, self._leases, self._spaces, self._waiting, self._uplink, self._own),
-            *(self._withdraw, self._mover, self._counters),
+            *(self._pool, self._leases, self._spaces, self._waiting, self._uplink),
+            *(self._withdraw, cursor, self._mover, self._puller, self._counters),
             Tombstones(carried_out(found.values())),
         )
         for tier in self._pool.stores:
@@ -174,6 +177,11 @@ class Shard:
         """May it grant pins and commit? Only while a coordinator is known to know it."""
         return not self._over and self._uplink.member(now)
 
+    @property
+    def order_progress(self) -> OrderProgress:
+        """How far it is with the orders of its coordinator, as the next report tells it."""
+        return self._order_cursor.progress
+
     def _takes_writes(self, now: int) -> bool:
         """May writes begin? Not once it is drained: what was committed after its last word would go with it."""
         return self.member(now) and not self._orders.draining
@@ -190,7 +198,7 @@ class Shard:
     @property
     def own_attempts(self) -> list[Attempt]:
         """Under which it reads its pages again, moves them between its tiers, or pulls others, at present."""
-        attempts = (self._verifier.attempt, self._orders.attempt, *self._mover.attempts, *self._reading.attempts)
+        attempts = (self._verifier.attempt, self._puller.attempt, *self._mover.attempts, *self._reading.attempts)
         return [attempt for attempt in attempts if attempt is not None]
 
     # ------------------------------------------------------------------------------------------ workers
@@ -227,7 +235,7 @@ class Shard:
         in_time = self._leases.running(m.attempt) and self.member(now)
         lease = self._leases.end(m.attempt)
         if lease is None or lease.kind is not LeaseKind.WRITE or not in_time:
-            self._orders.ended(m.attempt)
+            self._puller.ended(m.attempt)
             self._counters["late"] += 1
             if lease is not None:
                 self._give_back(lease)
@@ -247,7 +255,7 @@ class Shard:
             self._counters["commits"] += 1
             self._committed(page)
             outcome.append(Written.COMMITTED)
-        self._orders.ended(m.attempt, outcome.count(Written.COMMITTED))
+        self._puller.ended(m.attempt, outcome.count(Written.COMMITTED))
         self._give_back(lease)
         return [Answer(m.call, CommitGrant(tuple(outcome)))]
 
@@ -263,7 +271,7 @@ class Shard:
 
     def _end(self, m: Unpin | Abort, now: int) -> list[Effect]:
         lease = self._leases.end(m.attempt)
-        self._orders.ended(m.attempt)
+        self._puller.ended(m.attempt)
         if lease is not None:
             self._give_back(lease)
             return [Answer(m.call, Done())]
@@ -383,11 +391,7 @@ class Shard:
 
     def _move(self, now: int) -> list[Effect]:
         """The next pages that change their tier, if any are to."""
-        before = self._mover.moved
-        effects = self._mover.begin(now) if self.member(now) else []
-        if self._mover.moved != before:
-            self._uplink.say_soon()
-        return effects
+        return self._mover.begin(now) if self.member(now) else []
 
     def _moved(self, m: Moved, now: int) -> list[Effect]:
         self._mover.end(m, may_commit=self.member(now))
@@ -413,15 +417,10 @@ class Shard:
             return Inventory(
                 FROM_SHARD, info, coordinator, piece.upto, piece.chunk, piece.last, piece.pages, specs, stones
             )
-        pressure, done, pulled = self._waiting.pressure_bytes, self._orders.evicted, self._orders.pulled
+        pressure = self._waiting.pressure_bytes
         self._pressed = pressure > 0
-        return Report(
-            *(FROM_SHARD, info, coordinator, piece.first, piece.events, specs, pressure),
-            order=done,
-            pulled=pulled,
-            moved=self._mover.moved,
-            samples=self._mover.samples(),
-        )
+        orders, samples = self.order_progress, self._mover.samples()
+        return Report(FROM_SHARD, info, coordinator, piece.first, piece.events, specs, pressure, orders, samples)
 
     def _report_answered(self, m: ReportAnswered, now: int) -> list[Effect]:
         before = self._uplink.coordinator
@@ -429,7 +428,7 @@ class Shard:
         if m.ack.leave is not None:
             return self._leave(m.ack.leave, now)
         if self._uplink.coordinator != before:
-            self._orders.begin_anew()
+            self._orders.reset()
         effects = [*self._orders.carry_out(m.ack, now), *self._move(now)] if heeded else []
         return effects + self._uplink.answer_flushes(now)
 
@@ -485,7 +484,7 @@ class Shard:
             free_bytes=allocator.free_bytes,
             pages=self._pool.count(FASTEST),
             # Nobody waits for what it reads and moves by itself.
-            leases=len(self._leases) - len(self.own_attempts) + (self._orders.attempt is not None),
+            leases=len(self._leases) - len(self.own_attempts) + (self._puller.attempt is not None),
             counters=tuple(self._counters.items()),
             draining=self._orders.draining,
             below=self._pool.below(self._reading.wanted_bytes),

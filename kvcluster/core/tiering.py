@@ -49,7 +49,6 @@ class Tiering:
         self._heat = Heat(loads=config.promote_loads, window_ns=config.hot_window_ms * MS, run_blocks=config.run_blocks)
         self._directory = directory
         self._book = book
-        self._number = 0  # of the last order, to whomever: a shard that begins anew may be at work on one
         self._evictor = evictor
         self._budget = int(config.q4_error_budget * 1e6)
         self._samples: dict[NamespaceId, tuple[int, int]] = {}  # how many, and their sum in millionths
@@ -114,9 +113,9 @@ class Tiering:
         self._raw_blocks, self._heat.loads = int(known["host.raw_blocks"]), int(known["promote.loads"])
         return None
 
-    def demotion(self, member: Member, pressure_bytes: int, now: int) -> tuple[MoveOrder | None, int]:
-        """What is to leave each tier but the lowest for the one below it, and the bytes that the lowest lacks for that.
-        Room is made before it is taken: what leaves a lower tier goes first."""
+    def demote(self, member: Member, pressure_bytes: int, now: int) -> int:
+        """Orders what is to leave each tier but the lowest for the one below it. Returns the bytes that the lowest
+        lacks for that. Room is made before it is taken: what leaves a lower tier goes first."""
         moves: list[Move] = []
         waited = pressure_bytes
         for tier, to in pairwise(member.info.tiers):
@@ -125,10 +124,11 @@ class Tiering:
             moves[:0] = [Move(record.space, record.hash, to, self._codec_of(record)) for record in victims]
             use = member.info.use(to)
             waited = max(0, below - use.free_bytes) + use.wanted_bytes
-        return self.order(moves), waited
+        self.order(member, moves)
+        return waited
 
-    def promotion(self, member: Member) -> MoveOrder | None:
-        """What is hot below, as far as there is room above."""
+    def promote(self, member: Member) -> None:
+        """Orders up what is hot below, as far as there is room above."""
         moves: list[Move] = []
         room = member.info.use(FASTEST).room(self._low)
         for space_id, block in self._hot.pop(member.slot, {}):
@@ -140,27 +140,23 @@ class Tiering:
             if room < 0:
                 break  # what stays hot is noticed again
             moves.append(Move(space_id, block, FASTEST))
-        return self.order(moves[: limits.EVICTIONS_PER_ORDER])
+        self.order(member, moves[: limits.EVICTIONS_PER_ORDER])
 
-    def order(self, moves: Sequence[Move]) -> MoveOrder | None:
-        """Numbers it, where there is anything to move."""
-        if not moves:
-            return None
-        self._number += 1
-        return MoveOrder(self._number, tuple(moves))
+    def order(self, member: Member, moves: Sequence[Move]) -> None:
+        """Gives this shard an order, where there is anything to move."""
+        if moves:
+            member.orders.give(lambda number: MoveOrder(number, tuple(moves)))
 
-    def settle(self, member: Member) -> None:
-        """The order is carried out, or its shard is gone: what was to go and did not is queued again."""
-        for move in member.move.moves if member.move is not None else ():
+    def settle(self, member: Member, order: MoveOrder) -> None:
+        """The order has ended, or its shard is gone: what was to go and did not is queued again."""
+        for move in order.moves:
             record = self._directory.record(move.namespace, move.hash)
             leaves = member.info.above(move.to)
             if leaves is not None and record is not None and record.copies.on(member.slot, leaves):
                 member.cold[leaves].push(record)
-        member.move = None
 
     def forget(self, member: Member) -> None:
         """Its shard is gone."""
-        self.settle(member)
         self._hot.pop(member.slot, None)
 
     def _codec_of(self, record: BlockRecord) -> Codec:

@@ -50,15 +50,15 @@ def test_below_the_low_mark_the_coldest_go_until_the_high_mark_is_free() -> None
         *pages(BLOCKS), capacity_pages=20, low_free=0.1, high_free=0.3, hold_ms=0
     )
     voice.free(2)
-    assert voice.report().order is None
+    assert voice.report().evict is None
     coordinator.now += SECOND
     coordinator.load(attempt(1), BLOCKS[:2])
     voice.free(1)
     ack = voice.report()
-    assert ack.order is not None
-    assert ack.order.blocks == tuple((coordinator.space, block) for block in BLOCKS[:6:-1])
+    assert ack.evict is not None
+    assert ack.evict.blocks == tuple((coordinator.space, block) for block in BLOCKS[:6:-1])
     voice.free(6)
-    assert carry_out(voice, ack).order is None
+    assert carry_out(voice, ack).evict is None
     assert coordinator.load(attempt(2), BLOCKS).blocks == 7
 
 
@@ -102,8 +102,9 @@ def test_held_and_pinned_blocks_are_spared_while_they_are() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS[:4]), capacity_pages=8, hold_ms=2_000)
     coordinator.load(attempt(1), [A, B])
     assert pin(coordinator, [A], 3 * SECOND) == 1
-    assert ordered(voice.report(pressure=9 * PAGE)) == [D, C]
-    voice.order = 1
+    ack = voice.report(pressure=9 * PAGE)
+    assert ordered(ack) == [D, C]
+    voice.ends(ack.evict)
     assert ordered(voice.report(gone(C), gone(D), pressure=9 * PAGE)) == []
     beat(coordinator, until=coordinator.now + 2 * SECOND)
     ack = voice.report(pressure=9 * PAGE)
@@ -138,15 +139,15 @@ def test_a_renewed_ticket_holds_on() -> None:
     assert ordered(voice.report(pressure=PAGE)) == [A]
 
 
-def test_an_order_is_repeated_until_it_is_carried_out() -> None:
+def test_an_order_is_repeated_until_it_is_accepted() -> None:
     _coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS), hold_ms=0)
     first = voice.report(pressure=PAGE)
-    assert first.order is not None
-    assert voice.report(pressure=9 * PAGE).order == first.order
-    voice.order = first.order.number
+    assert first.evict is not None
+    assert voice.report(pressure=9 * PAGE).evict == first.evict
+    voice.ends(first.evict)
     second = voice.report(*map(gone, ordered(first)), pressure=PAGE)
-    assert second.order is not None
-    assert second.order.number == first.order.number + 1
+    assert second.evict is not None
+    assert second.evict.number == first.evict.number + 1
     assert ordered(second) == [BLOCKS[10]]
 
 
@@ -155,16 +156,16 @@ def test_orders_count_on_when_a_shard_tells_its_content_anew() -> None:
     carry_out(voice, voice.report(pressure=PAGE))
     voice.inventory(*pages(BLOCKS[:2]))
     ack = voice.report(pressure=PAGE)
-    assert ack.order is not None
-    assert ack.order.number > voice.order, "the shard would take it for one that it has carried out"
+    assert ack.evict is not None
+    assert ack.evict.number > voice.orders.accepted, "the shard would take it for one that it has carried out"
     assert ordered(ack) == [B]
 
 
 def test_what_an_order_named_and_is_still_there_may_be_ordered_again() -> None:
     _coordinator, voice = LoneCoordinator.serving(*pages([A, B]), hold_ms=0)
-    voice.order = 0
-    assert ordered(voice.report(pressure=PAGE)) == [B]
-    voice.order = 1
+    ack = voice.report(pressure=PAGE)
+    assert ordered(ack) == [B]
+    voice.ends(ack.evict)
     assert ordered(voice.report(pressure=PAGE)) == [B], "the event of its end is still to come"
 
 
@@ -181,7 +182,7 @@ def test_an_order_names_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPat
     _, voice = LoneCoordinator.serving(*pages(BLOCKS), hold_ms=0)
     ack = voice.report(pressure=12 * PAGE)
     assert ordered(ack) == list(BLOCKS[:6:-1])
-    voice.order = 1
+    voice.ends(ack.evict)
     assert ordered(voice.report(*map(gone, ordered(ack)), pressure=6 * PAGE)) == list(BLOCKS[6:1:-1])
 
 
@@ -189,14 +190,14 @@ def test_what_a_search_found_too_much_stays_in_line() -> None:
     _, voice = LoneCoordinator.serving(*pages(BLOCKS), hold_ms=0)
     ack = voice.report(pressure=PAGE)
     assert ordered(ack) == [BLOCKS[11]]
-    voice.order = 1
+    voice.ends(ack.evict)
     assert ordered(voice.report(gone(BLOCKS[11]), pressure=11 * PAGE)) == list(BLOCKS[10::-1])
 
 
 def test_a_shard_where_nothing_can_go_is_full_and_passed_over_until_it_wants_no_more() -> None:
     coordinator, one = LoneCoordinator.serving(*pages([A]), hold_ms=60_000)
     coordinator.load(attempt(1), [A])
-    assert one.report(pressure=PAGE).order is None
+    assert one.report(pressure=PAGE).evict is None
     [refused] = coordinator.store(attempt(2), [B])
     assert refused == StoreRun(1, Decision.REFUSED, miss=Miss(MissReason.FULL, "no shard has room to make"))
     two = coordinator.voice("b")
@@ -235,7 +236,7 @@ def test_while_rebuilding_nothing_is_evicted() -> None:
     voice = coordinator.voice("a")
     voice.join(*pages([A]))
     voice.free(0)
-    assert voice.report(pressure=PAGE).order is None
+    assert voice.report(pressure=PAGE).evict is None
     coordinator.later(5 * SECOND - 1)
     voice.report()
     coordinator.later(1)

@@ -45,7 +45,7 @@ def test_a_waiting_reservation_is_served_when_an_order_makes_room() -> None:
     shard = LoneShard.joined(pages=2)
     shard.store(attempt(1), A, B)
     waiting = shard.reserving(attempt(2), C, wait_ns=SECOND)
-    shard.order(1, B)
+    shard.evict(B)
     assert slots(granted(shard, waiting))
     assert misses(shard.pin(attempt(3), B)) == [MissReason.EVICTED]
     assert pinned(shard.pin(attempt(4), A))
@@ -67,10 +67,10 @@ def test_reservations_are_served_in_order_of_arrival() -> None:
     shard.store(attempt(1), A, B)
     large = shard.reserving(attempt(2), C, D, wait_ns=SECOND)
     small = shard.reserving(attempt(3), BLOCKS[4], wait_ns=SECOND)
-    shard.order(1, A)
+    shard.evict(A)
     assert large not in shard.replies
     assert small not in shard.replies, "there is room for it, but it came later"
-    shard.order(2, B)
+    shard.evict(B)
     assert slots(granted(shard, large))
     assert small not in shard.replies
     assert end(shard, attempt(2), Abort)
@@ -129,7 +129,7 @@ def test_a_writer_that_gives_up_waits_no_more_and_is_answered() -> None:
     stays = shard.reserving(attempt(3), C, wait_ns=SECOND)
     assert end(shard, attempt(2), Abort)
     assert granted(shard, gives_up) == (Written.LOST,)
-    shard.order(1, A)
+    shard.evict(A)
     assert slots(granted(shard, stays))
 
 

@@ -71,13 +71,13 @@ class Served:
         """Tells the target to pull these."""
         self._orders += 1
         order = PullOrder(self._orders, self._source, ME, SPEC, tuple(map(new_page, numbers)))
-        self.told.say(lambda message: replace(acknowledge(message), pull=order))
+        self.told.say(lambda message: replace(acknowledge(message), orders=(order,)))
         return self._orders
 
     def pull(self, *numbers: int) -> None:
         """Returns when the target says that it has ended."""
         number = self.order(*numbers)
-        self.told.wait_until(lambda report: report.pulled >= number)
+        self.told.wait_until(lambda report: report.orders.ended(number))
 
 
 @contextmanager
