@@ -136,7 +136,7 @@ class Tiering:
             if record is None or member.slot not in _only_below(record):
                 continue
             below = Tier.HOST if record.copies.on(member.slot, Tier.HOST) else Tier.DISK
-            room -= self._evictor.bytes_on(record, member.slot, below, raw=True)
+            room -= self._directory.bytes_on(record, member.slot, below, raw=True)
             if room < 0:
                 break  # what stays hot is noticed again
             moves.append(Move(space_id, block, Tier.DEVICE))
@@ -172,7 +172,7 @@ class Tiering:
         if any(copy.slot == slot and copy.tier >= to for copy in record.copies.entries):
             return 0
         if to is Tier.DISK:
-            return self._evictor.bytes_on(record, slot, Tier.HOST)
+            return self._directory.bytes_on(record, slot, Tier.HOST)
         space = self._directory.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         codecs = (Codec.RAW, self._codec_of(record))

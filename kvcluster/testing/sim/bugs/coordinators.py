@@ -7,7 +7,7 @@ from typing import Any
 from kvcluster.core.announcer import Announcer
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory
-from kvcluster.core.eviction import LRU, LRU_DEPTH_BITS, Verdict
+from kvcluster.core.eviction_queue import EvictionQueue
 from kvcluster.core.evictor import Evictor
 from kvcluster.core.grants import Grants
 from kvcluster.core.intake import Intake
@@ -15,6 +15,7 @@ from kvcluster.core.messages import Persist, Tick
 from kvcluster.core.orders import Orders
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.stream import ReportCursor
+from kvcluster.eviction.lru import DEPTH_BITS, LRU
 from kvcluster.testing.core_process import CoreProcess
 from kvcluster.testing.sim.bugs.planting import Patch, planted
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
@@ -108,19 +109,16 @@ def drained_too_early() -> list[Patch]:
 @planted
 def evicts_what_is_promised() -> list[Patch]:
     """An order takes blocks that are held for a load, or that an operator has pinned."""
-    original = Evictor._verdict
-
-    def verdict(self: Evictor, *arguments: Any) -> Verdict:
-        found = original(self, *arguments)
-        return Verdict.TAKE if found is Verdict.SPARE else found
-
-    return [(Evictor, "_verdict", verdict)]
+    return [(Evictor, "_spares", lambda self, record, now: False)]
 
 
 @planted
 def roots_go_first() -> list[Patch]:
-    """Of blocks that are equally cold, those at the beginning of a conversation are evicted before its end."""
-    return [(LRU, "score", lambda self, *, stamp, depth: stamp << LRU_DEPTH_BITS | depth)]
+    """A block that others follow may be evicted; of equally cold ones the beginning of a conversation goes first."""
+    return [
+        (EvictionQueue, "_is_leaf", staticmethod(lambda state: state % 2 == 1)),
+        (LRU, "score", lambda self, block, now: block.stamp << DEPTH_BITS | block.depth),
+    ]
 
 
 @planted
