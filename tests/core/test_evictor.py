@@ -12,10 +12,14 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.messages import (
     Decision,
+    Purge,
+    Purged,
+    PurgedEvent,
     StoreRun,
     Tier,
 )
 from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.eviction import POLICIES
 from tests.core.lone_coordinator import (
     BLOCKS,
     A,
@@ -33,6 +37,7 @@ from tests.core.lone_coordinator import (
     unpin,
 )
 from tests.core.samples import (
+    OURS,
     PAGE,
     SECOND,
     attempt,
@@ -240,6 +245,29 @@ def test_while_rebuilding_nothing_is_evicted() -> None:
     voice.report()
     coordinator.later(1)
     assert ordered(voice.report(pressure=PAGE)) == [A]
+
+
+def test_the_configuration_chooses_the_policy() -> None:
+    often, late = chain(2, seed=1), chain(2, seed=2)
+    orders = []
+    for policy in POLICIES:
+        coordinator, voice = LoneCoordinator.serving(*pages(often), hold_ms=0, eviction_policy=policy)
+        coordinator.load(attempt(1), often)
+        coordinator.load(attempt(2), often)
+        coordinator.now += SECOND
+        voice.report(*pages(late))
+        orders.append(ordered(voice.report(pressure=2 * PAGE)))
+    assert orders == [[often[1], often[0]], [late[1], late[0]]], "lru, gdsf"
+
+
+def test_what_is_stored_again_after_a_purge_goes_like_anything_else() -> None:
+    coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS[:4]), hold_ms=0)
+    coordinator.ask(Purged, lambda call: Purge(call, OURS))
+    [member] = coordinator.core.members.all()
+    assert len(member.cold[Tier.DEVICE]) == 0
+    voice.report(*map(gone, BLOCKS[:4]), PurgedEvent(coordinator.core.tombstones.all()[0].number))
+    voice.report(*pages([A]))
+    assert ordered(voice.report(pressure=9 * PAGE)) == [A]
 
 
 def test_a_queue_forgets_what_went_without_an_order() -> None:
