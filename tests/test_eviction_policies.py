@@ -157,9 +157,9 @@ def test_inflation_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) 
     for second in range(10):
         for part in range(3):
             policy.taken((10 * second + part) << DEPTH_BITS, second * STEP_NS + part)
-    assert policy._inflations == [62, 72, 82, 92]
+    assert policy._inflations == [60, 70, 80, 90], "one a step"
     assert len(policy._times) == 4
     policy.taken(1 << DEPTH_BITS, 20 * STEP_NS)
-    assert policy._inflations[-1] == 92, "it never falls"
+    assert policy._inflations == [70, 80, 90, 92], "what came within a step counts from the next on, and L never falls"
     forgotten = policy.score(Cached(stamp=STEP_NS), 10 * STEP_NS)
-    assert forgotten == policy.score(Cached(stamp=6 * STEP_NS), 10 * STEP_NS)
+    assert forgotten == policy.score(Cached(stamp=7 * STEP_NS), 10 * STEP_NS)

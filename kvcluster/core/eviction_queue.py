@@ -35,8 +35,8 @@ from kvcluster.eviction import Block, EvictionPolicy
 INSPECTED = 4_096
 """Entries that one search looks at: at most 20 ms in a queue of a million, however many are spared or were touched."""
 
-RESCORED = 512
-"""Leaves that one search scores again, if scores may fall: an eighth of the work that INSPECTED allows."""
+RESCORED = 256
+"""Leaves that one search scores again, if scores may fall: a sixteenth of the work that INSPECTED allows."""
 
 FRESH = 64
 """Records that have just come and have no cell: a chain comes from its first block on, and only its last is a leaf."""
@@ -111,7 +111,7 @@ class EvictionQueue(Generic[R]):
     def remove(self, record: R) -> None:
         """A record has left the tier. Nothing, where it is not queued."""
         if record in self:
-            self._leave(record)
+            self._leave(record, _QUEUED)
 
     def forget(self, space: NamespaceId) -> None:
         """All records of a namespace are gone from the index. It looks at each leaf."""
@@ -170,8 +170,8 @@ class EvictionQueue(Generic[R]):
                 self._entries[cell] = None
                 self._spared.append(cell)
                 continue
-            self._give_up(cell, record)
-            self._leave(record)
+            self._vacate(cell)
+            self._leave(record, _QUEUED | _CELL)
             self._policy.taken(present >> _CELL_BITS, now)
             taken.append(record)
         self.cut_short = len(taken) < count and inspected == max_inspected
@@ -244,16 +244,17 @@ class EvictionQueue(Generic[R]):
 
     # ------------------------------------------------------------------------------------------- one record
 
-    def _leave(self, record: R) -> None:
-        """It is queued no longer. What it follows may be a leaf now."""
+    def _leave(self, record: R, bits: int) -> None:
+        """It is queued no longer: it loses these bits. What it follows may be a leaf now."""
         states = self._states[record.space]
-        self._keep(states, record.hash, states[record.hash] - _QUEUED)
+        self._keep(states, record.hash, states[record.hash] - bits)
         self._length -= 1
         parent = states[record.parent] - _FOLLOWER
-        self._keep(states, record.parent, parent)
         if parent == _QUEUED:  # without a follower, and without a cell
             states[record.parent] = parent | _CELL
             self._enter_new(record.space, record.parent)
+        else:
+            self._keep(states, record.parent, parent)
 
     def _give_cell(self, record: R) -> None:
         """Gives a fresh record its cell if it is a leaf."""
@@ -281,19 +282,16 @@ class EvictionQueue(Generic[R]):
         """The present record of a cell; None where it is no leaf any more, and then the cell is vacant."""
         record = self._cells[cell]
         assert record is not None, "an entry without its record"
-        if not self._is_leaf(self._states[record.space][record.hash]):
-            self._give_up(cell, record)
+        states = self._states[record.space]
+        state = states[record.hash]
+        if not self._is_leaf(state):
+            self._keep(states, record.hash, state - _CELL)
+            self._vacate(cell)
             return None
         present = self._find(record.space, record.hash)
         assert present is not None, "it is queued, and the index has no record of it"
         self._cells[cell] = present  # it may have gone and come back, as another object
         return present
-
-    def _give_up(self, cell: int, record: R) -> None:
-        """The record has no cell any more."""
-        states = self._states[record.space]
-        self._keep(states, record.hash, states[record.hash] - _CELL)
-        self._vacate(cell)
 
     def _vacate(self, cell: int) -> None:
         self._cells[cell] = None

@@ -40,6 +40,7 @@ class GDSF:
         self._facts = facts
         self._times = [0]  # since when L was ...
         self._inflations = [0]  # ... this; both ascend
+        self._latest = 0
 
     def score(self, block: Block, now: int) -> int:
         idle_ns = max(0, now - block.stamp)
@@ -50,13 +51,10 @@ class GDSF:
         return inflation + value << DEPTH_BITS | deepest - min(block.depth, deepest)
 
     def taken(self, score: int, now: int) -> None:
-        inflation = score >> DEPTH_BITS
-        if inflation <= self._inflations[-1]:
-            return
-        if now - self._times[-1] < STEP_NS:
-            self._inflations[-1] = inflation
-            return
-        self._times.append(now)
-        self._inflations.append(inflation)
-        if len(self._times) > INFLATIONS:
-            del self._times[0], self._inflations[0]
+        self._latest = max(self._latest, score >> DEPTH_BITS)
+        # What is remembered is not changed: no score changes because others are taken in the same search.
+        if self._latest > self._inflations[-1] and now - self._times[-1] >= STEP_NS:
+            self._times.append(now)
+            self._inflations.append(self._latest)
+            if len(self._times) > INFLATIONS:
+                del self._times[0], self._inflations[0]
