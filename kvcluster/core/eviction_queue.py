@@ -114,7 +114,7 @@ class EvictionQueue(Generic[R]):
             self._leave(record, _QUEUED)
 
     def forget(self, space: NamespaceId) -> None:
-        """All records of a namespace are gone from the index. It looks at each leaf."""
+        """All records of a namespace are gone from the index. It looks at each of them, and at each leaf."""
         states = self._states.pop(space, None)
         if states is None:
             return
@@ -126,14 +126,13 @@ class EvictionQueue(Generic[R]):
         self._spared = deque(cell for cell in self._spared if self._cells[cell] is not None)
         self._compact()
 
-    def drain(self) -> Iterator[R]:
-        """Takes out all records, in no order; gives those that the index still has when it comes to them."""
+    def drain(self) -> Iterator[tuple[NamespaceId, BlockHash]]:
+        """Takes out all records, in no order: their names, one by one, at the cost of one each."""
         states, self._states, self._length = self._states, {}, 0
         self._heap, self._cells, self._entries, self._vacant = [], [], [], []
         self._fresh.clear()
         self._spared.clear()
-        queued = ((space, block) for space, of in states.items() for block, state in of.items() if state & _QUEUED)
-        return (record for name in queued if (record := self._find(*name)) is not None)
+        return ((space, block) for space, of in states.items() for block, state in of.items() if state & _QUEUED)
 
     def coldest(self, count: int, spares: Callable[[R], bool], now: int, *, max_inspected: int = INSPECTED) -> list[R]:
         """Takes out the `count` coldest records that `spares` does not spare, in the order in which they are to go;

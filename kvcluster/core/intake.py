@@ -12,8 +12,7 @@ from itertools import chain
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.evictor import Evictor
-from kvcluster.core.ids import Epoch
-from kvcluster.core.index import BlockRecord
+from kvcluster.core.ids import BlockHash, Epoch, NamespaceId
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Answer,
@@ -57,7 +56,9 @@ class Intake:
         self._replicator = replicator
         self._expected = expected
         self._drain = config.drain_ms * MS
-        self._sweep: list[tuple[Iterator[BlockRecord], int | None]] = []  # with its slot, where what it held is lost
+        self._sweep: list[
+            tuple[Iterator[tuple[NamespaceId, BlockHash]], int | None]
+        ] = []  # with its slot, where what it held is lost
 
     @property
     def sweeping(self) -> bool:
@@ -114,8 +115,8 @@ class Intake:
             self._evictor.settle(member)
             self._tiering.forget(member)
             self._replicator.settle(member)
-            records = chain.from_iterable([cold.drain() for cold in member.cold.values()])
-            self._sweep.append((records, member.slot if lost else None))
+            names = chain.from_iterable([cold.drain() for cold in member.cold.values()])
+            self._sweep.append((names, member.slot if lost else None))
 
     def sweep_some(self, now: int) -> None:
         """Cleans some records of lost shards; what they leave with fewer copies is to get others."""
@@ -123,13 +124,14 @@ class Intake:
         for _ in range(SWEEP_BLOCKS):
             if not self._sweep:
                 return
-            records, slot = self._sweep[-1]
-            record = next(records, None)
-            if record is None:
+            names, slot = self._sweep[-1]
+            name = next(names, None)
+            if name is None:
                 self._sweep.pop()
                 continue
-            space = state.directory.known(record.space)
-            if space is None or space.index.get(record.hash) is not record:
+            space = state.directory.known(name[0])
+            record = space.index.get(name[1]) if space is not None else None
+            if space is None or record is None:
                 continue
             before = record.copies
             if space.index.sweep(record):

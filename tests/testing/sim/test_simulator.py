@@ -34,7 +34,7 @@ SEEDS = {
     "late-commit": 68,
     "skipped-unpin": 0,
     "forgotten-generation": 2,
-    "condemned-served": 68,
+    "condemned-served": 116,
     "commit-before-verifying": 20,
     "lost-abort": 1,
     "freed-by-time": 70,
@@ -44,7 +44,7 @@ SEEDS = {
     "encoded-twice": 47,
     "moved-unverified": 44,
     "disk-unverified": 62,
-    "purge-kept-before-done": 62,
+    "purge-kept-before-done": 218,
     "private-copy-given-back": 4,
 }
 """A seed that finds each planted bug. Nightly it is searched for instead, from seed 0 on."""
