@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcluster.errors import ConfigError
+from kvcluster.eviction import POLICIES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -46,9 +47,9 @@ class CoordinatorConfig:
     run of blocks that is loaded so often within `hot_window_ms` gets `hot_replicas` in all. `host_codec`: how what goes
     down to the host tier is encoded, raw, q8 or q4; but the first `host_raw_blocks` blocks of a sequence stay raw.
     `q4_error_budget`: a namespace whose pages lose more by q4, in the mean of what shards have sampled, gets q8.
-    `promote_loads`: a run that is loaded so often within `hot_window_ms` comes up again. `drain_ms`: after so long a
-    draining shard goes, whatever it still holds. `state_dir`: where tombstones are kept for the next coordinator; ""
-    keeps them in the shards alone."""
+    `eviction_policy`: what goes first, lru or gdsf (docs/tiers.md). `promote_loads`: a run that is loaded so often
+    within `hot_window_ms` comes up again. `drain_ms`: after so long a draining shard goes, whatever it still holds.
+    `state_dir`: where tombstones are kept for the next coordinator; "" keeps them in the shards alone."""
 
     ticket_ttl_ms: int = 30_000
     hold_ms: int = 10_000
@@ -61,6 +62,7 @@ class CoordinatorConfig:
     hot_loads: int = 32
     hot_window_ms: int = 60_000
     hot_replicas: int = 2
+    eviction_policy: str = "lru"
     host_codec: str = "q8"
     host_raw_blocks: int = 1
     q4_error_budget: float = 0.15
@@ -234,6 +236,10 @@ def _check(config: Config) -> None:
             "coordinator.hot_replicas must be between 1 and 64; 1 makes no copies of hot blocks",
         ),
         (c.host_codec in CODECS, f"coordinator.host_codec: there is no {c.host_codec!r}; there is {', '.join(CODECS)}"),
+        (
+            c.eviction_policy in POLICIES,
+            f"coordinator.eviction_policy: there is no {c.eviction_policy!r}; there is {', '.join(POLICIES)}",
+        ),
         (c.q4_error_budget >= 0, "coordinator.q4_error_budget must not be negative"),
         (0 <= s.q4_sampled <= 1, "shard.q4_sampled must be between 0 and 1"),
         (c.host_raw_blocks >= 0, "coordinator.host_raw_blocks must not be negative"),

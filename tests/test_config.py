@@ -117,6 +117,12 @@ def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], name
         ("events", "replay", "tcp://127.0.0.1:5558", "events.replay needs events.endpoint"),
         ("events", "buffer_batches", 0, "events.buffer_batches must be at least 1"),
         ("client", "store_niceness", 20, "client.store_niceness must be between 0 and 19"),
+        (
+            "coordinator",
+            "eviction_policy",
+            "fifo",
+            "coordinator.eviction_policy: there is no 'fifo'; there is lru, gdsf",
+        ),
         ("client", "transports", ["udp"], "client.transports: there is no 'udp'; there is shm, tcp, grpc"),
         ("coordinator", "low_free", -0.1, "low_free <= high_free"),
         ("coordinator", "low_free", 0.2, "low_free <= high_free"),

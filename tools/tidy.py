@@ -82,7 +82,7 @@ def length(path: str, text: str) -> Iterator[str]:
 
 def core(path: str, text: str) -> Iterator[str]:
     """Same seed, same run: no random of its own, nothing seeded per process, no order taken from a set."""
-    if not (path.startswith("kvcluster/core/") and path.endswith(".py")):
+    if not (path.startswith(("kvcluster/core/", "kvcluster/eviction/")) and path.endswith(".py")):
         return
     tree = ast.parse(text)
     guards = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]

@@ -18,7 +18,6 @@ from kvcluster.config import CoordinatorConfig
 from kvcluster.core.announcer import Announcer
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory
-from kvcluster.core.eviction import LRU, EvictionPolicy
 from kvcluster.core.evictor import Evictor
 from kvcluster.core.grants import Grants
 from kvcluster.core.ids import Epoch
@@ -79,8 +78,8 @@ from kvcluster.core.tombstones import Tombstones
 class Coordinator:
     """`step(message, now) -> effects`; call it again by `next_deadline()`.
 
-    `expected` shards end the rebuilding early. `tombstones` are those of the coordinator before. `policy` scores
-    blocks for eviction. One that `announces` says what outsiders are to be told: effects `Publish`.
+    `expected` shards end the rebuilding early. `tombstones` are those of the coordinator before. One that
+    `announces` says what outsiders are to be told: effects `Publish`.
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class Coordinator:
         expected: int,
         now: int,
         tombstones: Iterable[Tombstone] = (),
-        policy: EvictionPolicy | None = None,
         announces: bool = False,
     ) -> None:
         self._config = config
@@ -110,7 +108,7 @@ class Coordinator:
         self.tiering = tiering = Tiering(config, state.directory, state.book, self._evictor)
         self._replicator = Replicator(config, state.directory, state.book, state.members)
         self._grants = Grants(state, config, self._replicator, tiering)
-        self._intake = Intake(state, config, self._evictor, tiering, self._replicator, policy or LRU(), expected)
+        self._intake = Intake(state, config, self._evictor, tiering, self._replicator, expected)
         self._handlers: dict[type, Callable[[Any, int], list[Effect]]] = {
             Attach: self._attach,
             PrepareLoad: self._grants.prepare_load,
@@ -261,7 +259,7 @@ class Coordinator:
         if not state.tombstones.admits(stone):
             return [Answer(m.call, _TOO_MANY_PURGES)]
         state.tombstones.add(stone)
-        buried = state.directory.bury(stone)
+        buried = state.bury(stone)
         self._replicator.bury(stone)
         state.counters["purged_blocks"] += len(buried)
         for block in buried:

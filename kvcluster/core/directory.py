@@ -13,7 +13,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.index import BlockRecord, PrefixIndex
-from kvcluster.core.messages import Need, Tombstone
+from kvcluster.core.messages import Need, Tier, Tombstone
 from kvcluster.core.spec import KVSpec, Part, differing_fields
 from kvcluster.core.tombstones import Tombstones
 
@@ -103,15 +103,29 @@ class Directory:
         space = self._spaces.get(space_id)
         return space.index.get(block) if space is not None else None
 
+    def bytes_on(
+        self, record: BlockRecord, slot: int | None = None, tier: Tier | None = None, *, raw: bool = False
+    ) -> int:
+        """Bytes of a block on one shard, or on all; in one tier, or in all. `raw`: what they would be raw."""
+        space = self._spaces[record.space]
+        return sum(
+            space.page_bytes(copy.group, copy.part, Codec.RAW if raw else copy.codec)
+            for copy in record.copies.entries
+            if slot in (None, copy.slot) and tier in (None, copy.tier)
+        )
+
+    def named(self, stone: Tombstone) -> list[Space]:
+        """The namespaces that a tombstone names."""
+        return [space for space in self._spaces.values() if stone.names(space.tenant, space.spec)]
+
     def bury(self, stone: Tombstone) -> list[BlockHash]:
         """Forgets all that the tombstone names: the blocks that were known."""
         buried: list[BlockHash] = []
-        for space in self._spaces.values():
-            if stone.names(space.tenant, space.spec):
-                buried += [record.hash for record in space.index]
-                space.index.clear()
-                space.pinned.clear()
-                space.purged = max(space.purged, stone.number)
+        for space in self.named(stone):
+            buried += [record.hash for record in space.index]
+            space.index.clear()
+            space.pinned.clear()
+            space.purged = max(space.purged, stone.number)
         return buried
 
     def siblings(self, space: Space) -> tuple[KVSpec, ...]:

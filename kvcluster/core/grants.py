@@ -119,7 +119,7 @@ class Grants:
         ticket = self._state.tickets.renew(m.attempt, now)
         space = self._state.directory.known(ticket.space) if ticket is not None else None
         if ticket is not None and space is not None:
-            space.index.touch(ticket.hashes, now, now + self._hold)
+            space.index.renew(ticket.hashes, now, now + self._hold)
         return [Answer(m.call, Done(ticket is not None))]
 
     def end(self, m: EndTicket, now: int) -> list[Effect]:

@@ -1,8 +1,8 @@
 """The prefix index: block hash -> which shards hold which parts; and the lookup rule over it.
 
 One index a namespace. A record is a slotted object in a dict; what it says about places is one shared
-reference (copies.py). A lookup writes two integers into each record that it promises, `stamp` (recency) and
-`held_until`, and moves nothing: the eviction queue catches up with stamps lazily (eviction.py).
+reference (copies.py). A lookup writes three integers into each record that it promises, `stamp` (recency), `uses`
+(frequency) and `held_until`, and moves nothing: the eviction queue catches up with them lazily (eviction_queue.py).
 
 The lookup rule: boundary b (the first b blocks) is restorable when every group of the need has what its
 reuse rule asks of the blocks before b: all of them, those in the window, or the last. The answer is the
@@ -20,12 +20,14 @@ from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Need, PageEvent, Plan, Run, Tier
 from kvcluster.core.reasons import Miss
 from kvcluster.core.spec import Part, Reuse
+from kvcluster.eviction import USES
 
 
 class BlockRecord:
-    """What the coordinator knows of a block. `stamp` and `held_until` are nanoseconds of its own clock."""
+    """What the coordinator knows of a block. `stamp` and `held_until` are nanoseconds of its own clock; `uses` counts
+    the loads that were promised it, up to USES, and is forgotten with the record."""
 
-    __slots__ = ("copies", "depth", "hash", "held_until", "parent", "space", "stamp")
+    __slots__ = ("copies", "depth", "hash", "held_until", "parent", "space", "stamp", "uses")
 
     def __init__(
         self, space: NamespaceId, block: BlockHash, parent: BlockHash, depth: int, stamp: int, copies: Copies
@@ -35,6 +37,7 @@ class BlockRecord:
         self.parent = parent
         self.depth = depth
         self.stamp = stamp
+        self.uses = 0
         self.held_until = 0
         self.copies = copies
 
@@ -100,7 +103,18 @@ class PrefixIndex:
         return self._find_mixed(hashes, need, needed, youngest)
 
     def touch(self, hashes: Sequence[BlockHash], now: int, held_until: int) -> None:
-        """These blocks are in use: they are the hottest now, and spared until `held_until`."""
+        """A load is promised these blocks: they are the hottest now, used once more, and spared until `held_until`."""
+        get = self._records.get
+        for block in hashes:
+            record = get(block)
+            if record is not None:
+                record.stamp = now
+                record.held_until = held_until
+                if record.uses < USES:
+                    record.uses += 1
+
+    def renew(self, hashes: Sequence[BlockHash], now: int, held_until: int) -> None:
+        """A load that was promised these blocks goes on. It is the same use."""
         get = self._records.get
         for block in hashes:
             record = get(block)

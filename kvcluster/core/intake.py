@@ -7,14 +7,13 @@ incarnation, its silence or a new inventory. Nothing a worker says comes in here
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
-from kvcluster.core.eviction import EvictionPolicy
 from kvcluster.core.evictor import Evictor
-from kvcluster.core.ids import Epoch
-from kvcluster.core.index import BlockRecord
+from kvcluster.core.ids import BlockHash, Epoch, NamespaceId
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Answer,
@@ -54,14 +53,12 @@ class Intake:
         evictor: Evictor,
         tiering: Tiering,
         replicator: Replicator,
-        policy: EvictionPolicy,
         expected: int,
     ) -> None:
         self._state = state
         self._evictor = evictor
         self._tiering = tiering
         self._replicator = replicator
-        self._policy = policy
         self._expected = expected
         self._drain = config.drain_ms * MS
         self._settle: dict[type[Order], Callable[[Member, Any], None]] = {
@@ -69,7 +66,9 @@ class Intake:
             MoveOrder: tiering.settle,
             PullOrder: replicator.settle,
         }
-        self._sweep: list[tuple[Iterator[BlockRecord], int | None]] = []  # with its slot, where what it held is lost
+        self._sweep: list[
+            tuple[Iterator[tuple[NamespaceId, BlockHash]], int | None]
+        ] = []  # with its slot, where what it held is lost
 
     @property
     def sweeping(self) -> bool:
@@ -129,8 +128,8 @@ class Intake:
                 self._settle[type(order)](member, order)
             self._tiering.forget(member)
             self._replicator.forget(member)
-            records = [record for cold in member.cold.values() for record in cold.drain()]
-            self._sweep.append((iter(records), member.slot if lost else None))
+            names = chain.from_iterable([cold.drain() for cold in member.cold.values()])
+            self._sweep.append((names, member.slot if lost else None))
 
     def sweep_some(self, now: int) -> None:
         """Cleans some records of lost shards; what they leave with fewer copies is to get others."""
@@ -138,13 +137,14 @@ class Intake:
         for _ in range(SWEEP_BLOCKS):
             if not self._sweep:
                 return
-            records, slot = self._sweep[-1]
-            record = next(records, None)
-            if record is None:
+            names, slot = self._sweep[-1]
+            name = next(names, None)
+            if name is None:
                 self._sweep.pop()
                 continue
-            space = state.directory.known(record.space)
-            if space is None or space.index.get(record.hash) is not record:
+            space = state.directory.known(name[0])
+            record = space.index.get(name[1]) if space is not None else None
+            if space is None or record is None:
                 continue
             before = record.copies
             if space.index.sweep(record):
@@ -185,7 +185,7 @@ class Intake:
         return member, []
 
     def _admit(self, m: Report | Inventory, now: int, before: Member | None) -> Member:
-        member = self._state.members.admit(m.info, self._policy, now)
+        member = self._state.members.admit(m.info, now)
         if before is not None and before.drain_until is not None:  # it goes, however often it begins anew
             self._replicator.drain(member, before.drain_until)
         return member
@@ -238,7 +238,10 @@ class Intake:
         state.counters["corrupt_pages" if event.corrupt else "gone_pages"] += 1
         record = space.index.get(key.hash)
         before = record.copies if record is not None else state.book.none
-        if space.index.remove(key.hash, member.slot, key.group, key.part, event.tier):
+        gone = space.index.remove(key.hash, member.slot, key.group, key.part, event.tier)
+        if record is not None and not record.copies.on(member.slot, event.tier):
+            member.cold[event.tier].remove(record)
+        if gone:
             state.evicted.add(key.hash, now, MissReason.CORRUPT if event.corrupt else MissReason.EVICTED)
             space.pinned.pop(key.hash, None)
         elif record is not None and not record.copies.holds(member.slot, key.group, key.part):
@@ -293,7 +296,7 @@ class Intake:
         new = state.tombstones.learn(tombstones)
         renewed = state.tombstones.renew(tombstones, state.epoch)
         for stone in (*new, *renewed):
-            state.directory.bury(stone)
+            state.bury(stone)
             self._replicator.bury(stone)
         if new:  # what they told since is forgotten too: it is asked for again
             for member in state.members.all():

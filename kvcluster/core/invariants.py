@@ -80,6 +80,8 @@ def check_coordinator(coordinator: Coordinator) -> None:
                 ordered[leaves] += 1
         assert not len(member.orders) or not coordinator.rebuilding, "an order of a coordinator that knows too little"
         for tier, cold in member.cold.items():
+            cold.check()
+            assert len(cold) <= recorded[member.slot, tier], "a queue has what the index does not"
             assert recorded[member.slot, tier] <= len(cold) + ordered[tier], "a record that nobody would ever evict"
     coordinator.replicator.check()
     for space in coordinator.directory:

@@ -136,7 +136,7 @@ class Tiering:
             if record is None or member.slot not in _only_below(record):
                 continue
             below = min(copy.tier for copy in record.copies.entries if copy.slot == member.slot)
-            room -= self._evictor.bytes_on(record, member.slot, below, raw=True)
+            room -= self._directory.bytes_on(record, member.slot, below, raw=True)
             if room < 0:
                 break  # what stays hot is noticed again
             moves.append(Move(space_id, block, FASTEST))
@@ -169,7 +169,7 @@ class Tiering:
         if any(copy.slot == slot and copy.tier >= to for copy in record.copies.entries):
             return 0
         if to.spec.takes is Takes.UNCHANGED:
-            return self._evictor.bytes_on(record, slot, tier)
+            return self._directory.bytes_on(record, slot, tier)
         space = self._directory.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         codecs = (Codec.RAW, self._codec_of(record))

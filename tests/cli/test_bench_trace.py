@@ -19,6 +19,7 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import LoadGrant, Tier
 from kvcluster.core.reasons import Loss
+from kvcluster.errors import ConfigError
 from kvcluster.testing.kernel import MS
 
 SPEC = llama_8b("sha256:trace", 16)
@@ -113,6 +114,20 @@ def test_shards_divide_the_bytes_and_copies_that_cannot_come_end() -> None:
         assert row["counters"]["pulled"] == 0
 
 
+def test_a_policy_is_chosen_by_name_and_keeps_what_it_values() -> None:
+    # Of eight prompts two are the same ten blocks; the others come once, and five of them fill the tier.
+    alike, once = range(10), (range(100 * n, 100 * n + 20) for n in range(1, 61))
+    lines = [line(20_000 * n, alike if n % 8 < 2 else ids) for n, ids in enumerate(once)]
+    trace = reading.parse(lines, "trace")
+    shape: dict[str, Any] = {"capacity": 0.1, "host": 0.01, "shards": 1, "block_tokens": 16, "say": lambda _: None}
+    lru, gdsf = (measuring.measure(trace, **shape, eviction_policy=name) for name in ("lru", "gdsf"))
+    assert (lru["eviction_policy"], gdsf["eviction_policy"]) == ("lru", "gdsf")
+    assert lru["rows"][0]["hit_blocks"] < gdsf["rows"][0]["hit_blocks"] <= 150
+    assert lru["rows"][0]["saved_share"] < gdsf["rows"][0]["saved_share"]
+    with pytest.raises(ConfigError, match="no 'lfu'; there is lru, gdsf"):
+        measuring.measure(trace, **shape, eviction_policy="lfu")
+
+
 # ------------------------------------------------------------------------------------------------ the cluster
 
 
@@ -191,7 +206,7 @@ def test_the_command_prints_a_row_for_every_setting(tmp_path: Path, capsys: pyte
     assert main(["bench", "trace", file, "--as-tokens", "512"]) == 0
     printed = capsys.readouterr().out
     assert "30 requests ask for 270 blocks, 121 distinct; an unbounded cache finds 55.2%" in printed
-    assert "512 tokens of Llama 3 8B, 67,108,864 bytes raw; 1 shard(s)" in printed
+    assert "512 tokens of Llama 3 8B, 67,108,864 bytes raw; 1 shard(s); eviction policy lru" in printed
     assert all(f"\n{row.name} " in printed for row in measuring.ROWS)
 
 

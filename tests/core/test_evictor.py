@@ -7,15 +7,19 @@ from collections.abc import Callable
 import pytest
 
 from kvcluster.core import evictor, limits
-from kvcluster.core.eviction import ColdQueue, Verdict
+from kvcluster.core.eviction_queue import EvictionQueue
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.messages import (
     Decision,
+    Purge,
+    Purged,
+    PurgedEvent,
     StoreRun,
     Tier,
 )
 from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.eviction import POLICIES
 from tests.core.lone_coordinator import (
     BLOCKS,
     A,
@@ -33,6 +37,7 @@ from tests.core.lone_coordinator import (
     unpin,
 )
 from tests.core.samples import (
+    OURS,
     PAGE,
     SECOND,
     attempt,
@@ -213,16 +218,16 @@ def test_a_search_that_was_cut_short_makes_no_shard_full(monkeypatch: pytest.Mon
     coordinator, voice = LoneCoordinator.serving(*pages([A, B, C]), hold_ms=60_000)
     coordinator.load(attempt(1), [A, B, C])
     voice.report(*pages(chain(1, seed=8)))
-    search = ColdQueue.coldest
+    search = EvictionQueue.coldest
     searches: list[int] = []
 
     def short(
-        queue: ColdQueue[BlockRecord], count: int, verdict: Callable[[BlockRecord], Verdict]
+        queue: EvictionQueue[BlockRecord], count: int, spares: Callable[[BlockRecord], bool], now: int
     ) -> list[BlockRecord]:
         searches.append(count)
-        return search(queue, count, verdict, max_inspected=2)
+        return search(queue, count, spares, now, max_inspected=2)
 
-    monkeypatch.setattr(ColdQueue, "coldest", short)
+    monkeypatch.setattr(EvictionQueue, "coldest", short)
     found: list[BlockHash] = []
     for reports in range(1, 5):
         found += ordered(voice.report(pressure=9 * PAGE))
@@ -243,17 +248,37 @@ def test_while_rebuilding_nothing_is_evicted() -> None:
     assert ordered(voice.report(pressure=PAGE)) == [A]
 
 
-def test_a_queue_forgets_what_went_without_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    search = ColdQueue.coldest
-    monkeypatch.setattr(ColdQueue, "coldest", lambda *args: search(*args, max_inspected=1))
+def test_the_configuration_chooses_the_policy() -> None:
+    often, late = chain(2, seed=1), chain(2, seed=2)
+    orders = []
+    for policy in POLICIES:
+        coordinator, voice = LoneCoordinator.serving(*pages(often), hold_ms=0, eviction_policy=policy)
+        coordinator.load(attempt(1), often)
+        coordinator.load(attempt(2), often)
+        coordinator.now += SECOND
+        voice.report(*pages(late))
+        orders.append(ordered(voice.report(pressure=2 * PAGE)))
+    assert orders == [[often[1], often[0]], [late[1], late[0]]], "lru, gdsf"
+
+
+def test_what_is_stored_again_after_a_purge_goes_like_anything_else() -> None:
+    coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS[:4]), hold_ms=0)
+    coordinator.ask(Purged, lambda call: Purge(call, OURS))
+    [member] = coordinator.core.members.all()
+    assert len(member.cold[Tier.DEVICE]) == 0
+    voice.report(*map(gone, BLOCKS[:4]), PurgedEvent(coordinator.core.tombstones.all()[0].number))
+    voice.report(*pages([A]))
+    assert ordered(voice.report(pressure=9 * PAGE)) == [A]
+
+
+def test_a_queue_forgets_what_went_without_an_order() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages([A]), hold_ms=0)
-    coordinator.now += SECOND
     later = chain(1_200, seed=8)
     voice.report(*pages(later))
     voice.report(*(gone(block, corrupt=True) for block in later))
-    assert ordered(voice.report(pressure=PAGE)) == [A]
     [member] = coordinator.core.members.all()
-    assert len(member.cold[Tier.DEVICE]) == 0
+    assert len(member.cold[Tier.DEVICE]) == 1
+    assert ordered(voice.report(pressure=PAGE)) == [A]
 
 
 # ------------------------------------------------------------------------------------------------- pins

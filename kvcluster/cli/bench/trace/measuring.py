@@ -15,6 +15,7 @@ from kvcluster import config
 from kvcluster.cli.bench.specs import llama_8b
 from kvcluster.cli.bench.trace.cluster import TENANT, Cluster
 from kvcluster.cli.bench.trace.reading import Trace
+from kvcluster.core.block_facts import recompute_cost
 from kvcluster.core.hashing import foreign
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.invariants import check_coordinator, check_shard
@@ -47,12 +48,19 @@ ROWS = (Row(), Row("raw"), Row("q8", 1), Row("q8"), Row("q4", 1), Row("q4"))
 
 
 def measure(
-    trace: Trace, *, capacity: float, host: float, shards: int, block_tokens: int, say: Callable[[str], None]
+    trace: Trace,
+    *,
+    capacity: float,
+    host: float,
+    shards: int,
+    block_tokens: int,
+    say: Callable[[str], None],
+    eviction_policy: str = "lru",
 ) -> dict[str, Any]:
     """Figures of all rows. `capacity` and `host` are the bytes of the tiers of all shards together, as shares of what
     all distinct blocks of the trace take raw; every block of the trace counts as one of `block_tokens` tokens.
 
-    Raises ConfigError where a tier would be too small for a page.
+    Raises ConfigError where a tier would be too small for a page, or there is no such policy.
     """
     spec = llama_8b("sha256:trace", block_tokens)
     page_bytes = spec.page_bytes(0, spec.whole(0))
@@ -69,6 +77,7 @@ def measure(
             "coordinator": {
                 "host_codec": row.codec or "raw",
                 "host_raw_blocks": row.raw_blocks,
+                "eviction_policy": eviction_policy,
                 "run_blocks": max(1, config.CoordinatorConfig().run_blocks * block_tokens // TRACE_TOKENS),
             },
             # There are no bytes that could rot, so none are read again.
@@ -88,6 +97,7 @@ def measure(
         "host": host,
         "shards": shards,
         "block_tokens": block_tokens,
+        "eviction_policy": eviction_policy,
         "page_bytes": page_bytes,
         "device_bytes": device_bytes * shards,
         "host_bytes": host_bytes * shards,
@@ -102,12 +112,16 @@ def replay(trace: Trace, spec: KVSpec, settings: config.Config) -> dict[str, Any
     made = foreign(spec.namespace(TENANT), (name.to_bytes(16, "little") for name in names))
     hash_of: dict[int, BlockHash] = dict(zip(names, made, strict=True))
     hits = below = lossy = 0
+    asked_cost = saved_cost = 0  # of computing what was asked for, and what was found of it
     counted: list[dict[str, float]] = []
     for number, request in enumerate(trace.requests):
         cluster.advance(request.at_ms * MS)
         hashes = [hash_of[block] for block in request.ids]
         grant = cluster.load(hashes)
         hits += grant.blocks
+        costs = [recompute_cost(spec, depth) for depth in range(len(hashes))]
+        asked_cost += sum(costs)
+        saved_cost += sum(costs[: grant.blocks])
         below += _blocks(grant, lambda tier, _: tier > FASTEST)
         lossy += _blocks(grant, lambda _, loss: loss > Loss.EXACT)
         if grant.blocks < len(hashes):
@@ -125,6 +139,7 @@ def replay(trace: Trace, spec: KVSpec, settings: config.Config) -> dict[str, Any
     return {
         "hit_blocks": hits,
         "hit_rate": hits / trace.asked,
+        "saved_share": saved_cost / asked_cost,
         "hits_from_host": below,
         "hits_lossy": lossy,
         **{name: fmean(held[name] for held in counted) for name in end},

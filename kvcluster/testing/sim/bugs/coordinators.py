@@ -8,7 +8,7 @@ from typing import Any
 from kvcluster.core.announcer import Announcer
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory
-from kvcluster.core.eviction import LRU, LRU_DEPTH_BITS, Verdict
+from kvcluster.core.eviction_queue import EvictionQueue
 from kvcluster.core.evictor import Evictor
 from kvcluster.core.grants import Grants
 from kvcluster.core.intake import Intake
@@ -18,6 +18,7 @@ from kvcluster.core.order_stream import OrderStream
 from kvcluster.core.orders import Orders
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.stream import ReportCursor
+from kvcluster.eviction.lru import DEPTH_BITS, LRU
 from kvcluster.testing.core_process import CoreProcess
 from kvcluster.testing.sim.bugs.planting import Patch, planted
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
@@ -111,13 +112,7 @@ def drained_too_early() -> list[Patch]:
 @planted
 def evicts_what_is_promised() -> list[Patch]:
     """An order takes blocks that are held for a load, or that an operator has pinned."""
-    original = Evictor._verdict
-
-    def verdict(self: Evictor, *arguments: Any) -> Verdict:
-        found = original(self, *arguments)
-        return Verdict.TAKE if found is Verdict.SPARE else found
-
-    return [(Evictor, "_verdict", verdict)]
+    return [(Evictor, "_spares", lambda self, record, now: False)]
 
 
 @planted
@@ -137,17 +132,20 @@ def order_numbers_begin_anew() -> list[Patch]:
     """The orders to a shard are counted from 1 again when it tells anew what it holds, though it counts on."""
     original = Membership.admit
 
-    def admit(self: Membership, info: Any, policy: Any, now: int) -> Any:
+    def admit(self: Membership, info: Any, now: int) -> Any:
         self._order_numbers = count(1)
-        return original(self, info, policy, now)
+        return original(self, info, now)
 
     return [(Membership, "admit", admit)]
 
 
 @planted
 def roots_go_first() -> list[Patch]:
-    """Of blocks that are equally cold, those at the beginning of a conversation are evicted before its end."""
-    return [(LRU, "score", lambda self, *, stamp, depth: stamp << LRU_DEPTH_BITS | depth)]
+    """A block that others follow may be evicted; of equally cold ones the beginning of a conversation goes first."""
+    return [
+        (EvictionQueue, "_is_leaf", staticmethod(lambda state: state % 2 == 1)),
+        (LRU, "score", lambda self, block, now: block.stamp << DEPTH_BITS | block.depth),
+    ]
 
 
 @planted
