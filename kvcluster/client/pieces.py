@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from kvcluster.core.cover import cover as choose
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import PageKey, PageWant, ShardAddress, Source, TicketBody
 from kvcluster.core.spec import KVSpec, Part
@@ -116,17 +117,16 @@ class _Cut:
 
 def _cuts(rect: Part, sources: Iterable[Source]) -> list[_Cut] | None:
     """As `cover`, of any block that lies so."""
-    left = [rect]
-    cuts: list[_Cut] = []
-    for source in sources:
-        both = source.part.intersect(rect)
-        rest = [piece for hole in left for piece in _without(hole, source.part)]
-        if both is None or rest == left:
-            continue
-        left = rest
-        first = source.part.layer_start
-        cuts.append(_Cut(source.shard, source.part, both.layer_start - first, both.layer_stop - first))
-    return None if left else cuts
+    given = list(sources)
+    chosen, whole = choose(rect, [source.part for source in given])
+    return [_cut(rect, given[index]) for index in chosen] if whole else None
+
+
+def _cut(rect: Part, source: Source) -> _Cut:
+    """The layers of that source which `rect` has."""
+    first = source.part.layer_start
+    start, stop = max(rect.layer_start, first), min(rect.layer_stop, source.part.layer_stop)
+    return _Cut(source.shard, source.part, start - first, stop - first)
 
 
 def each(pieces: Pieces) -> Iterable[Piece]:
@@ -146,17 +146,3 @@ def layer_counts(pieces: Iterable[Piece], spec: KVSpec) -> dict[int, int]:
         for layer in layers:
             counts[layer] = counts.get(layer, 0) + count
     return counts
-
-
-def _without(hole: Part, filled: Part) -> list[Part]:
-    """What is left of a rectangle: the layers before and behind, and beside them the heads before and behind."""
-    both = hole.intersect(filled)
-    if both is None:
-        return [hole]
-    left = [
-        Part(hole.layer_start, both.layer_start, hole.head_start, hole.head_stop),
-        Part(both.layer_stop, hole.layer_stop, hole.head_start, hole.head_stop),
-        Part(both.layer_start, both.layer_stop, hole.head_start, both.head_start),
-        Part(both.layer_start, both.layer_stop, both.head_stop, hole.head_stop),
-    ]
-    return [part for part in left if part.layers and part.heads]
