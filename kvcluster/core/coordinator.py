@@ -16,6 +16,7 @@ from typing import Any
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core.announcer import Announcer
+from kvcluster.core.asking import Asking
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory
 from kvcluster.core.eviction import LRU, EvictionPolicy
@@ -68,7 +69,6 @@ from kvcluster.core.messages import (
     Tombstone,
     UnpinBlocks,
 )
-from kvcluster.core.reasons import MissReason
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.state import MS, UNKNOWN, State
 from kvcluster.core.tickets import TicketBook
@@ -205,9 +205,10 @@ class Coordinator:
         if isinstance(space, Refused):
             return [Answer(m.call, space)]
         fates: list[BlockFate] = []
+        asking = Asking(self._state.book, m.need)
         for block in m.hashes:
             record = space.index.get(block)
-            served = self._state.book.serve(record.copies, m.need) if record is not None else None
+            served = asking.serve(record.copies) if record is not None else None
             if served is not None and served.complete:
                 fate = BlockFate(1, served.plan, None)
             else:
@@ -261,12 +262,9 @@ class Coordinator:
         if not state.tombstones.admits(stone):
             return [Answer(m.call, _TOO_MANY_PURGES)]
         state.tombstones.add(stone)
-        buried = state.directory.bury(stone)
-        self._replicator.bury(stone)
-        state.counters["purged_blocks"] += len(buried)
-        for block in buried:
-            state.evicted.add(block, now, MissReason.EVICTED)
-        return [Persist(state.tombstones.all()), Answer(m.call, Purged(len(buried)))]
+        blocks = self._intake.bury(stone, now)
+        state.counters["purged_blocks"] += blocks
+        return [Persist(state.tombstones.all()), Answer(m.call, Purged(blocks))]
 
     def _drain(self, m: Drain, now: int) -> list[Effect]:
         member = self._state.members.get(m.shard)

@@ -119,8 +119,8 @@ class Evictor:
         assert space is not None, "a record of a namespace that is not known"
         return sum(
             space.page_bytes(copy.group, copy.part, Codec.RAW if raw else copy.codec)
-            for copy in record.copies.entries
-            if slot in (None, copy.slot) and tier in (None, copy.tier)
+            for copy in (record.copies.entries if slot is None else record.copies.of(slot))
+            if tier in (None, copy.tier)
         )
 
     def _pinned_bytes(self, now: int) -> int:

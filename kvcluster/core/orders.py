@@ -8,7 +8,9 @@ the pages under a lease of its own, the shell fills them, and its Commit or Abor
 
 from __future__ import annotations
 
-from kvcluster.core.ids import Attempt
+from collections.abc import Container, Sequence
+
+from kvcluster.core.ids import Attempt, NamespaceId, Tenant
 from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import (
     Effect,
@@ -25,7 +27,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.mover import Mover
 from kvcluster.core.pool import Page, PagePool, PageState
-from kvcluster.core.spaces import Space, Spaces
+from kvcluster.core.spaces import Spaces
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.core.uplink import Uplink
 from kvcluster.core.waiting import WaitingRoom, lost
@@ -82,8 +84,8 @@ class Orders:
             self._uplink.say_soon()
         effects: list[Effect] = []
         stones = [stone for stone in ack.tombstones if stone.number > self.tombstones.highest]
-        for stone in stones:
-            effects += self._bury(stone)
+        if stones:
+            effects += self._bury(stones)
         if stones and Tier.DISK in self._pool.allocators:
             effects.append(Erase(tuple(stones), self.tombstones.all()))
         if ack.order is not None and ack.order.number > self.evicted:
@@ -115,6 +117,8 @@ class Orders:
 
     def _pull(self, order: PullOrder, now: int) -> list[Effect]:
         space = self._spaces.attach(order.tenant, order.spec)
+        if space is not None:
+            space.forget_unused(self._pool)
         pages: list[Page] = []
         for new in order.pages if space is not None else ():
             assert space is not None
@@ -134,24 +138,31 @@ class Orders:
         self.pulled = max(self.pulled, number)
         self._uplink.say_soon()
 
-    def _bury(self, stone: Tombstone) -> list[Effect]:
-        """All that the tombstone names goes: what is READY now, and what is being written of before."""
-        effects: list[Effect] = []
-        named = {space.id: space for space in self._spaces if stone.names(space.tenant, space.spec)}
-        for page in [page for page in self._pool.ready() if page.space in named]:
+    def _bury(self, stones: Sequence[Tombstone]) -> list[Effect]:
+        """All that these tombstones name goes: what is READY now, and what is being written of before. All pages are
+        looked at once, however many tombstones there are."""
+        of_tenant: dict[Tenant, list[Tombstone]] = {}
+        for stone in stones:
+            of_tenant.setdefault(stone.tenant, []).append(stone)
+        named = {
+            space.id: None
+            for space in self._spaces
+            if any(stone.names(space.tenant, space.spec) for stone in of_tenant.get(space.tenant, ()))
+        }
+        for page in [page for page in self._pool.ready() if page.space in named] if named else ():
             self._pool.condemn(page)
             self._counters["purged"] += 1
-        for space in named.values():
-            effects += self._stop_writers(space)
-        self.tombstones.add(stone)
-        self._uplink.tell(PurgedEvent(stone.number))
+        effects = self._stop_writers(named)
+        for stone in stones:
+            self.tombstones.add(stone)
+            self._uplink.tell(PurgedEvent(stone.number))
         return effects
 
-    def _stop_writers(self, space: Space) -> list[Effect]:
+    def _stop_writers(self, spaces: Container[NamespaceId]) -> list[Effect]:
         stopped = [
             lease.attempt
             for lease in self._leases.writers()
-            if any(page is not None and page.space == space.id for page in lease.pages)
+            if any(page is not None and page.space in spaces for page in lease.pages)
         ]
         revoked = [Revoke(attempt) for attempt in self._leases.revoke(stopped)]
-        return [*revoked, *map(lost, self._waiting.withdraw_namespace(space.id))]
+        return [*revoked, *map(lost, self._waiting.withdraw_namespaces(spaces))]

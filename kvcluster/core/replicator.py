@@ -10,6 +10,7 @@ few times. Nothing is evicted for a copy, and no copy is moved: a source loses i
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -145,13 +146,15 @@ class Replicator:
 
     def settle(self, member: Member) -> None:
         """Its pull has ended, or the shard has. What is still wished for goes on the list again."""
-        ordered = member.pull.pages if member.pull is not None else ()
+        ordered: dict[BlockHash, list[NewPage]] = {}
+        for page in member.pull.pages if member.pull is not None else ():
+            ordered.setdefault(page.key.hash, []).append(page)
         member.pull = None
         alive = self._book.alive(member.slot)
         for wished, wish in self._under_way.pop(member.slot, {}).items():
             record = self._record(wished)
             going = [slot for slot in self._draining if record is not None and record.copies.on(slot)]
-            if record is not None and alive and _came(record, member.slot, ordered):
+            if record is not None and alive and _came(record, member.slot, ordered.get(record.hash, ())):
                 staying = self._staying(record)
                 copies = self._fewest(record, staying)
                 if copies > wish.most:  # another copy of it is another matter; one that comes and goes is none
@@ -177,10 +180,10 @@ class Replicator:
 
     def repair(self, space: Space, record: BlockRecord, before: Copies, slot: int) -> None:
         """It has lost what it had on that shard: pages that lie elsewhere too are to have as many copies as before."""
-        held = [(copy.group, copy.part) for copy in before.entries if copy.slot == slot]
+        held = [(copy.group, copy.part) for copy in before.of(slot)]
         lost = [page for page in held if not record.copies.holds(slot, *page)]
-        left = _pages(record)
-        copies = max(map(left.count, lost), default=0)
+        left = Counter(_pages(record))
+        copies = max((left[page] for page in lost), default=0)
         if copies:
             self.want(space, record.hash, copies + 1)
         self.thinned(record)
@@ -325,8 +328,8 @@ class Replicator:
 
     def _most_copies(self, record: BlockRecord, slot: int) -> int:
         """On how many shards the page of it lies that this one shares with most."""
-        here = [(copy.group, copy.part) for copy in record.copies.entries if copy.slot == slot]
-        return max(map(_pages(record, self._book).count, here), default=0)
+        pages = Counter(_pages(record, self._book))
+        return max((pages[copy.group, copy.part] for copy in record.copies.of(slot)), default=0)
 
     def _stayers(self) -> int:
         """On how many shards anything could lie for longer."""
@@ -368,5 +371,4 @@ def _pages(record: BlockRecord, book: CopyBook | None = None) -> list[tuple[int,
 
 def _came(record: BlockRecord, slot: int, ordered: Sequence[NewPage]) -> bool:
     """Does that shard hold all the pages of this block that it was to pull?"""
-    held = [(copy.group, copy.part) for copy in record.copies.entries if copy.slot == slot]
-    return all((page.key.group, page.key.part) in held for page in ordered if page.key.hash == record.hash)
+    return all(record.copies.holds(slot, page.key.group, page.key.part) for page in ordered)

@@ -169,18 +169,17 @@ class Tiering:
 
     def _bytes_below(self, record: BlockRecord, slot: int, to: Tier) -> int:
         """What a block takes in the tier below, where it does not lie there already."""
-        if any(copy.slot == slot and copy.tier >= to for copy in record.copies.entries):
+        if any(copy.tier >= to for copy in record.copies.of(slot)):
             return 0
         if to is Tier.DISK:
             return self._evictor.bytes_on(record, slot, Tier.HOST)
         space = self._directory.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         codecs = (Codec.RAW, self._codec_of(record))
-        here = (copy for copy in record.copies.entries if copy.slot == slot)
+        here = record.copies.of(slot)
         return sum(min(space.page_bytes(copy.group, copy.part, codec) for codec in codecs) for copy in here)
 
 
 def _only_below(record: BlockRecord) -> list[int]:
     """The slots of the shards that have it in a tier below, and not in the device tier."""
-    slots = dict.fromkeys(copy.slot for copy in record.copies.entries if copy.tier > Tier.DEVICE)
-    return [slot for slot in slots if not record.copies.on(slot, Tier.DEVICE)]
+    return [slot for slot in record.copies.slots if not record.copies.on(slot, Tier.DEVICE)]

@@ -69,7 +69,7 @@ def test_a_namespace_that_nobody_attached_is_unknown() -> None:
 
 
 def test_a_namespace_of_which_no_page_was_found_on_disk_is_known_all_the_same() -> None:
-    spaces = Spaces(lambda: ())
+    spaces = Spaces(lambda space: False)
     spaces.adopt(Found(specs=((OURS, SPEC), (THEIRS, SPEC))), PagePool(PageAllocator(4_096, 64)))
     assert [space.id for space in spaces] == [SPEC.namespace(OURS), SPEC.namespace(THEIRS)]
 
