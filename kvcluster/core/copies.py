@@ -203,6 +203,7 @@ class CopyBook:
         """What these copies can do for the need of that number."""
         if len(copies._served) >= 64:  # needs are few: one a rank and loss; anything more is abuse
             copies._served.clear()
+        self.work += 32
         avoid = frozenset(need.avoid)
         usable = {slot: self._alive[slot] for slot in copies.slots if slot in self._alive}
         usable = {slot: address for slot, address in usable.items() if address.shard not in avoid}

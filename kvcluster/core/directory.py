@@ -39,7 +39,7 @@ class Space:
         """Bytes of a page in that codec; worked out once a part, since evictions add up many."""
         nbytes = self._page_bytes.get((group, part, codec))
         if nbytes is None:
-            if len(self._page_bytes) >= limits.PARTS_PER_BLOCK:
+            if len(self._page_bytes) >= limits.PAGE_SIZES:
                 self._page_bytes.clear()
             nbytes = self._page_bytes[group, part, codec] = codecs.page_bytes(codec, self.spec, group, part)
         return nbytes

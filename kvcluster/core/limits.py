@@ -9,6 +9,9 @@ PARTS_PER_BLOCK = 256
 """Different parts of a namespace at one shard: 16 pipeline ranks times 8 tensor ranks (a model has few more KV heads)
 times two groups, or 8 times 8 times 4. What is done to a block is done to each of them."""
 
+PAGE_SIZES = 8_192
+"""Sizes of pages of one namespace that are remembered, by part and codec: those of many shards with odd parts."""
+
 PARTS_COMPARED = 2 * PARTS_PER_BLOCK
 """Parts of a group that are looked at for the pages that together hold what a reader wants: those of two layouts."""
 
@@ -19,8 +22,9 @@ PARTS_PER_LOOKUP = BLOCKS_PER_CALL * 16
 """Blocks times groups that one lookup asks for: sixteen groups of the longest context."""
 
 COVER_WORK = 131_072
-"""What one call may spend on which pages serve its blocks, about half a microsecond each: one for a copy that is looked
-at, and one for 4,096 cells of layers and heads that it is compared by. Blocks that lie alike are worked out once."""
+"""What one call may spend on finding the pages that serve its blocks, about half a microsecond each: 32 for a block
+that lies unlike the others, one for a copy that is looked at, and one for 4,096 cells of layers and heads that it is
+compared by."""
 
 ANCESTORS = 262_144
 """Blocks of a chain that are marked as used when one is added to it: four million tokens of 16-token blocks."""
@@ -85,6 +89,9 @@ EVICTIONS_PER_ORDER = 1_024
 MOVES_PER_ORDER = 2 * EVICTIONS_PER_ORDER
 """As EVICTIONS_PER_ORDER, out of each of two tiers."""
 
+MOVED_PAGES = EVICTIONS_PER_ORDER
+"""Pages of one batch that changes its tier, as far as whole blocks go: small pages are many in few bytes."""
+
 REPLICAS = 64
 """Shards that one block may lie on: beyond it a copy costs room and spares no reader a wait."""
 
@@ -105,6 +112,9 @@ PINS_FROM_DISK = 256
 
 SUSPECTS = 1_024
 """Pages that readers suspect and the shard has yet to read. The round of the scrubber finds what is beyond it."""
+
+BURIED_PAGES = 8_192
+"""Pages that a shard condemns in one step because of a purge. It goes on with the next answer of its coordinator."""
 
 TOMBSTONES_PER_TENANT = 64
 """Different purges that are remembered of one tenant. One that covers others takes their place."""

@@ -9,7 +9,9 @@ the pages under a lease of its own, the shell fills them, and its Commit or Abor
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from itertools import islice
 
+from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, NamespaceId, Tenant
 from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import (
@@ -85,9 +87,11 @@ class Orders:
         effects: list[Effect] = []
         stones = [stone for stone in ack.tombstones if stone.number > self.tombstones.highest]
         if stones:
-            effects += self._bury(stones)
-        if stones and Tier.DISK in self._pool.allocators:
-            effects.append(Erase(tuple(stones), self.tombstones.all()))
+            named = self._named(stones)
+            if not self._drop(named):  # the coordinator repeats itself until all is done
+                self._uplink.say_soon()
+                return []
+            effects += self._bury(stones, named)
         if ack.order is not None and ack.order.number > self.evicted:
             self._evict(ack.order)
         if ack.move is not None:
@@ -138,24 +142,36 @@ class Orders:
         self.pulled = max(self.pulled, number)
         self._uplink.say_soon()
 
-    def _bury(self, stones: Sequence[Tombstone]) -> list[Effect]:
-        """All that these tombstones name goes: what is READY now, and what is being written of before. All pages are
-        looked at once, however many tombstones there are."""
+    def _named(self, stones: Sequence[Tombstone]) -> dict[NamespaceId, None]:
+        """The namespaces that any of these tombstones names."""
         of_tenant: dict[Tenant, list[Tombstone]] = {}
         for stone in stones:
             of_tenant.setdefault(stone.tenant, []).append(stone)
-        named = {
+        return {
             space.id: None
             for space in self._spaces
             if any(stone.names(space.tenant, space.spec) for stone in of_tenant.get(space.tenant, ()))
         }
-        for page in [page for page in self._pool.ready() if page.space in named] if named else ():
+
+    def _drop(self, spaces: dict[NamespaceId, None]) -> bool:
+        """Condemns pages of these namespaces, as many as one step may. True where no READY one is left."""
+        pages: list[Page] = []
+        if any(self._pool.parts(space) for space in spaces):
+            found = (page for page in self._pool.ready() if page.space in spaces)
+            pages = list(islice(found, limits.BURIED_PAGES + 1))
+        for page in pages[: limits.BURIED_PAGES]:
             self._pool.condemn(page)
             self._counters["purged"] += 1
+        return len(pages) <= limits.BURIED_PAGES
+
+    def _bury(self, stones: Sequence[Tombstone], named: dict[NamespaceId, None]) -> list[Effect]:
+        """What these tombstones name is gone: what is being written of before goes too, and both sides remember it."""
         effects = self._stop_writers(named)
         for stone in stones:
             self.tombstones.add(stone)
             self._uplink.tell(PurgedEvent(stone.number))
+        if Tier.DISK in self._pool.allocators:
+            effects.append(Erase(tuple(stones), self.tombstones.all()))
         return effects
 
     def _stop_writers(self, spaces: Container[NamespaceId]) -> list[Effect]:

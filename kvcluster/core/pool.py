@@ -234,7 +234,10 @@ class PagePool:
     def taken(self, space: NamespaceId, new: NewPage, into: Tier = Tier.DEVICE) -> Written | None:
         """What becomes of the wish to write this page in that tier, where somebody has it, with no more loss, or writes
         it. What is being written elsewhere, and loses more, gives way when this one is there."""
-        there = [page for tier in self._pages if (page := self.on(tier, space, new.key)) is not None]
+        pool_key = PoolKey(space, new.key)
+        there = [page for pages in self._pages.values() if (page := pages.get(pool_key)) is not None]
+        if not there:
+            return None
         if any(page.state is PageState.READY and page.loss <= new.loss for page in there):
             return Written.DUPLICATE
         writing = (page for page in there if page.state is PageState.WRITING)

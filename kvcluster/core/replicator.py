@@ -206,7 +206,7 @@ class Replicator:
         wishes = self._draining.get(member.slot, {})
         stayers = self._stayers()
         takers = [other for other in members if other.takes and any(self._room(other, tier) > 0 for tier in IN_MEMORY)]
-        for wished in list(islice(wishes, INSPECTED)):
+        for wished in list(islice(wishes, max(1, INSPECTED // max(1, len(takers))))):  # each may be asked of each taker
             wish, record = wishes[wished], self._record(wished)
             staying = self._staying(record) if record is not None else {}
             if record is None or not self._lacks(record, staying, min(wish.copies, stayers)):

@@ -118,7 +118,7 @@ def test_a_spec_has_no_group_beyond_its_own(group: int) -> None:
 def test_page_bytes_are_those_of_the_spec_also_when_more_parts_are_asked_for_than_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "PARTS_PER_BLOCK", 2)
+    monkeypatch.setattr(limits, "PAGE_SIZES", 2)
     what = spec(PREFIX, LAST)
     assert what.page_bytes(0, WHOLE) == 2 * 2 * 4 * 2 * 4 * 2  # layers, planes, tokens, heads, dim, bytes of float16
     space = attached(directory(), what)
