@@ -178,3 +178,11 @@ def test_an_older_tombstone_that_is_learnt_late_takes_nothing_from_a_newer_one()
     for number in (5, 3):
         spaces.bury(Tombstone(number, ALICE))
     assert (space.purged, len(space.index)) == (5, 0)
+
+
+def test_all_tenants_together_have_a_bounded_number_of_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NAMESPACES", 1)
+    known = directory()
+    attached(known, spec())
+    assert known.attach(BOB, spec()) is None
+    attached(known, spec(weights="sha256:2"))  # in the place of an empty one of the same tenant
