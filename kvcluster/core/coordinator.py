@@ -146,7 +146,7 @@ class Coordinator:
     def next_deadline(self) -> int | None:
         """When a Tick is due."""
         state = self._state
-        some = self._intake.sweeping or self.retelling
+        some = self._intake.sweeping or self._replicator.listing or self.retelling
         due = (state.members.next_expiry, state.tickets.next_expiry, state.rebuild_until, 0 if some else None)
         return min((at for at in due if at is not None), default=None)
 
@@ -321,6 +321,7 @@ class Coordinator:
         if state.rebuild_until is not None and now >= state.rebuild_until:
             state.rebuild_until = None
         self._intake.sweep_some(now)
+        self._replicator.list_some()
         if self._announcer is not None:
             self._announcer.tell_some()
         return []

@@ -20,6 +20,7 @@ from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.copies import Copies, CopyBook
 from kvcluster.core.directory import Directory, Space
+from kvcluster.core.drain_list import DrainList
 from kvcluster.core.heat import Heat
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
@@ -83,6 +84,7 @@ class Replicator:
         self._parked: dict[Wished, _Wish] = {}  # there are too few shards for them at present
         self._under_way: dict[int, dict[Wished, _Wish]] = {}  # by the slot of the shard that pulls
         self._draining: dict[int, dict[Wished, _Wish]] = {}  # by the slot of the shard that goes
+        self._listing: dict[int, DrainList] = {}  # likewise: what is not among its wishes yet
         self._placed: dict[int, dict[Wished, None]] = {}  # likewise: what has come to another because of that
         self._stuck: dict[int, int] = {}  # likewise: how many in a row `drained` has seen that nobody has room for
 
@@ -115,15 +117,29 @@ class Replicator:
         self._book.retire_slot(member.slot)
         self._draining.setdefault(member.slot, {})
         self._placed.setdefault(member.slot, {})
-        records = [record for space in self._directory for record in space.index if record.copies.on(member.slot)]
-        # The last used first, and chains from their roots on: what does not fit any more is what would be missed least.
-        records.sort(key=lambda record: (-record.stamp, record.depth))
-        for record in records:
-            self.committed(record, member)
-            copies = self._most_copies(record, member.slot)
+        self._listing[member.slot] = DrainList(member.slot, (space.index for space in self._directory))
+        self.list_some()
+
+    @property
+    def listing(self) -> bool:
+        """Are there blocks on shards that are to go which `list_some` has yet to look at?"""
+        return bool(self._listing)
+
+    def list_some(self) -> None:
+        """Lists some more blocks of shards that are to go."""
+        slot = next(iter(self._listing), None)
+        if slot is None:
+            return
+        for record in self._listing[slot].some():
             space = self._directory.known(record.space)
-            if copies > 1 and space is not None:  # it survives, but with one copy less
+            if space is None or space.index.get(record.hash) is not record:
+                continue
+            self._draining[slot].setdefault((record.space, record.hash), _Wish(1))
+            copies = self._most_copies(record, slot)
+            if copies > 1:  # it survives, but with one copy less
                 self.want(space, record.hash, copies)
+        if self._listing[slot].done:
+            del self._listing[slot]
 
     def committed(self, record: BlockRecord, member: Member) -> None:
         """This block is on that shard now. On one that is to go, it is to have a place elsewhere."""
@@ -168,7 +184,7 @@ class Replicator:
                 continue
             (self._draining[going[0]] if going else self._wishes).setdefault(wished, wish)
         if not alive:
-            for by_slot in (self._draining, self._placed, self._stuck):
+            for by_slot in (self._draining, self._listing, self._placed, self._stuck):
                 by_slot.pop(member.slot, None)
 
     def bury(self, stone: Tombstone) -> None:
@@ -203,6 +219,8 @@ class Replicator:
         members = self._members.all()
         if any(other.pull is not None and other.pull.source.shard == member.info.shard for other in members):
             return False  # what is on its way is on no list
+        if member.slot in self._listing:
+            return False
         wishes = self._draining.get(member.slot, {})
         stayers = self._stayers()
         takers = [other for other in members if other.takes and any(self._room(other, tier) > 0 for tier in IN_MEMORY)]
@@ -234,6 +252,7 @@ class Replicator:
                 wished = self._under_way[member.slot]
                 assert all((space, page.key.hash) in wished for page in member.pull.pages), "pages that nobody wished"
         assert all(slot in members for slot in (*self._draining, *self._stuck)), "a shard that is gone is drained on"
+        assert all(slot in self._draining for slot in self._listing), "a shard is listed that does not go"
         assert list(self._placed) == list(self._draining), "what was moved is remembered as long as its shard goes"
         under_way = [wished for wishes in self._under_way.values() for wished in wishes]
         assert len(set(under_way)) == len(under_way), "two shards pull one block at a time"

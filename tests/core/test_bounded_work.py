@@ -45,7 +45,7 @@ MOST = {
     "pin_blocks": 2_000,
     "unpin_blocks": 50,
     "purge": 350,
-    "drain": 2_050,
+    "drain": 250,
     "set_policy": 1,
     "get_status": 20,
     "report": 2_000,
