@@ -23,8 +23,10 @@ from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import Part
 
 INTERNED = 65_536
-"""Distinct sets remembered. Beyond it interning starts afresh: equal sets may then be two objects, which
-costs memory and nothing else."""
+"""Distinct sets remembered, and numbers of copies. Beyond it interning starts afresh: equal sets may then be two
+objects, which costs memory and nothing else."""
+
+_64_BITS = 2**64 - 1
 
 NEEDS = 4_096
 """Needs that have a number. Beyond it numbering starts afresh, and what was worked out under an old number is forgotten
@@ -57,8 +59,8 @@ class Copies:
     """An immutable set of copies. Made only by a CopyBook; compare with `is`.
 
     `entries` are sorted, so the copies of one shard lie side by side and a page is found by bisection. `places` counts
-    them by slot and tier. `digest` is the exclusive or of their hashes: a set with one copy more or less is named
-    without a look at the others.
+    them by slot and tier. `digest` is the exclusive or of one number for each copy (Zobrist, A New Hashing Method with
+    Application for Game Playing, 1970): a set with one copy more or less is found without a look at the rest.
     """
 
     __slots__ = ("_less", "_more", "_served", "_version", "digest", "entries", "places", "tiers")
@@ -105,6 +107,8 @@ class CopyBook:
 
     def __init__(self) -> None:
         self._interned: dict[int, Copies] = {}  # by digest
+        self._numbers: dict[Copy, int] = {}
+        self._drawn = 0
         self._alive: dict[int, ShardAddress] = {}
         self._retired: dict[int, None] = {}
         self._next_slot = 1
@@ -292,16 +296,26 @@ class CopyBook:
             copies._served.clear()
             copies._more.clear()
 
+    def _number_of(self, copy: Copy) -> int:
+        """The number of a copy in the digests of sets."""
+        number = self._numbers.get(copy)
+        if number is None:
+            if len(self._numbers) >= INTERNED:
+                self._numbers.clear()
+            self._drawn += 1
+            number = self._numbers[copy] = _mixed(self._drawn)
+        return number
+
     def _replace(self, copies: Copies, start: int, stop: int, new: tuple[Copy, ...]) -> Copies:
         """The set with these copies in the place of those."""
         digest, places = copies.digest, dict(copies.places)
         for copy in copies.entries[start:stop]:
-            digest ^= hash(copy)
+            digest ^= self._number_of(copy)
             places[copy.slot, copy.tier] -= 1
             if not places[copy.slot, copy.tier]:
                 del places[copy.slot, copy.tier]
         for copy in new:
-            digest ^= hash(copy)
+            digest ^= self._number_of(copy)
             places[copy.slot, copy.tier] = places.get((copy.slot, copy.tier), 0) + 1
         entries = copies.entries[:start] + new + copies.entries[stop:]
         known = self._interned.get(digest)
@@ -311,6 +325,15 @@ class CopyBook:
             self._interned.clear()
         known = self._interned[digest] = Copies(entries, places, digest)
         return known
+
+
+def _mixed(count: int) -> int:
+    """64 bits that look drawn, others for each count: SplitMix64 (Steele et al., Fast Splittable Pseudorandom Number
+    Generators, 2014)."""
+    mixed = count * 0x9E3779B97F4A7C15 & _64_BITS
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _64_BITS
+    return mixed ^ mixed >> 31
 
 
 def _area(part: Part | None) -> int:

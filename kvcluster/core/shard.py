@@ -135,8 +135,8 @@ class Shard:
             Reserve: self._reserve,
             Commit: self._commit,
             Abort: self._end,
-            Renew: self._renew,
-            Flush: self._flush,
+            Renew: lambda m, now: [Answer(m.call, Done(self._leases.renew(m.attempt, now)))],
+            Flush: lambda m, now: [Answer(m.call, Done(False))] if self._over else self._uplink.flush(m, now),
             Suspect: self._suspect,
             Verified: self._verified,
             Moved: self._moved,
@@ -267,12 +267,6 @@ class Shard:
         gone = [*map(lost, self._waiting.withdraw(m.attempt)), *self._reading.withdraw(m.attempt)]
         return [*gone, Answer(m.call, Done(bool(gone)))]
 
-    def _renew(self, m: Renew, now: int) -> list[Effect]:
-        return [Answer(m.call, Done(self._leases.renew(m.attempt, now)))]
-
-    def _flush(self, m: Flush, now: int) -> list[Effect]:
-        return [Answer(m.call, Done(False))] if self._over else self._uplink.flush(m, now)
-
     def _suspect(self, m: Suspect, now: int) -> list[Effect]:
         space = self._spaces.find(m.namespace, m.tenant)
         if space is None:
@@ -309,8 +303,7 @@ class Shard:
                 return Refused(RefusedKind.BAD, f"group {group} of this spec has no part ({part})")
             if not space.takes(group, part):
                 return Refused(
-                    RefusedKind.LIMIT,
-                    f"this shard holds {limits.PARTS_PER_BLOCK} different parts of this namespace already",
+                    RefusedKind.LIMIT, f"{limits.PARTS_PER_BLOCK} other parts of this namespace are held here"
                 )
             if not self._pool.allocator.fits_ever(spec.page_bytes(group, part)):
                 return Refused(
