@@ -110,8 +110,8 @@ def attempt(counter: int) -> Attempt:
 
 
 def odd_parts(count: int) -> list[Part]:
-    """Parts that overlap, none of them aligned with another. 256 of them leave holes in SPEC, so that it is also looked for
-    what would fill them: the most work."""
+    """Parts that overlap, none of them aligned with another. 256 of them leave holes in SPEC, which costs most: then it
+    is looked for what would fill them, too."""
     layers = len(SPEC.groups[0].layers)
     tops = [at * (layers - 1) // count for at in range(count)]
     return [
