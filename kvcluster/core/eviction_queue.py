@@ -14,9 +14,10 @@ one whose score has risen goes back in with it. What this guarantees:
   is scored again at least once in every ceil(cells / RESCORED) searches, whose number of cells is that of the leaves
   or less than twice as many. Until then a leaf whose score has fallen stays longer than it should.
 
-The queue is told of each record that comes to its tier (`push`) and leaves it (`remove`, `forget`), and it holds a
-record no longer than that. For each record it keeps one small integer: how many queued records follow it, whether it
-is queued, and whether it has a cell. Only what was a leaf has a cell and a heap entry.
+The queue is told of each record that comes to its tier (`push`) and leaves it (`remove`, `forget`), and it counts and
+returns a record no longer than that. For each record it keeps one small integer: how many queued records follow it,
+whether it is queued, and whether it has a cell. Only what was a leaf has a cell and a heap entry. The cells of a
+namespace that was forgotten are vacated as they come up, so that a purge looks at no record (docs/adr/0034).
 
 An entry is one integer: the score above, the number of a cell below. Hence ties go by cell and never compare records,
 and a comparison is one of integers. Nothing that it allocates for a record is visited by the garbage collector.
@@ -75,12 +76,15 @@ class EvictionQueue(Generic[R]):
         self._policy = policy
         self._find = find
         self._states: dict[NamespaceId, dict[BlockHash, int]] = {}
+        self._lengths: dict[NamespaceId, int] = {}
         self._length = 0
         self._fresh: deque[R] = deque()
         self._heap: list[int] = []
         self._cells: list[R | None] = []
         # By cell: its valid entry, None while it is spared or vacant. Any other of that cell in the heap is superseded.
         self._entries: list[int | None] = []
+        # By cell: what is kept of its record's namespace; another dict than at present where that was forgotten since.
+        self._owners: list[dict[BlockHash, int] | None] = []
         self._vacant: list[int] = []
         self._spared: deque[int] = deque()  # cells without an entry in the heap; every other occupied one has its own
         self._now = 0  # of the last search: what comes between two is scored as of then
@@ -102,6 +106,7 @@ class EvictionQueue(Generic[R]):
             return
         states[record.hash] = state | _QUEUED | _CELL
         states[record.parent] = states.get(record.parent, 0) + _FOLLOWER
+        self._lengths[record.space] = self._lengths.get(record.space, 0) + 1
         self._length += 1
         if not state & _CELL:
             self._fresh.append(record)
@@ -114,22 +119,15 @@ class EvictionQueue(Generic[R]):
             self._leave(record, _QUEUED)
 
     def forget(self, space: NamespaceId) -> None:
-        """All records of a namespace are gone from the index. It looks at each of them, and at each leaf."""
-        states = self._states.pop(space, None)
-        if states is None:
-            return
-        self._length -= sum(state & _QUEUED for state in states.values())
-        self._fresh = deque(record for record in self._fresh if record.space != space)
-        for cell, record in enumerate(self._cells):
-            if record is not None and record.space == space:
-                self._vacate(cell)
-        self._spared = deque(cell for cell in self._spared if self._cells[cell] is not None)
-        self._compact()
+        """All records of a namespace are gone from the index. It looks at none of them."""
+        if self._states.pop(space, None) is not None:
+            self._length -= self._lengths.pop(space, 0)
+            self._fresh = deque(record for record in self._fresh if record.space != space)
 
     def drain(self) -> Iterator[tuple[NamespaceId, BlockHash]]:
         """Takes out all records, in no order: their names, one by one, at the cost of one each."""
-        states, self._states, self._length = self._states, {}, 0
-        self._heap, self._cells, self._entries, self._vacant = [], [], [], []
+        states, self._states, self._lengths, self._length = self._states, {}, {}, 0
+        self._heap, self._cells, self._entries, self._owners, self._vacant = [], [], [], [], []
         self._fresh.clear()
         self._spared.clear()
         return ((space, block) for space, of in states.items() for block, state in of.items() if state & _QUEUED)
@@ -179,11 +177,15 @@ class EvictionQueue(Generic[R]):
     def check(self) -> None:
         """What is kept of each record agrees with the rest. Raises AssertionError."""
         followers: dict[tuple[NamespaceId, BlockHash], int] = {}
-        with_cell = [record for record in (*self._cells, *self._fresh) if record is not None]
+        owned = zip(self._cells, self._owners, strict=True)
+        known = [record for record, owner in owned if record is not None and owner is self._states.get(record.space)]
+        with_cell = [*known, *self._fresh]
         own = dict.fromkeys((record.space, record.hash) for record in with_cell)
         assert len(own) == len(with_cell), "a record with two cells"
         length = 0
         for space, states in self._states.items():
+            of_space = sum(state & _QUEUED for state in states.values())
+            assert of_space == self._lengths.get(space, 0), "records of a namespace are counted otherwise"
             for block, state in states.items():
                 assert state, "nothing is kept of what is not here"
                 assert bool(state & _CELL) == ((space, block) in own), (
@@ -247,6 +249,7 @@ class EvictionQueue(Generic[R]):
         """It is queued no longer: it loses these bits. What it follows may be a leaf now."""
         states = self._states[record.space]
         self._keep(states, record.hash, states[record.hash] - bits)
+        self._lengths[record.space] -= 1
         self._length -= 1
         parent = states[record.parent] - _FOLLOWER
         if parent == _QUEUED:  # without a follower, and without a cell
@@ -269,19 +272,23 @@ class EvictionQueue(Generic[R]):
         assert record is not None, "it is queued, and the index has no record of it"
         if self._vacant:
             cell = self._vacant.pop()
-            self._cells[cell] = record
         else:
             cell = len(self._cells)
             assert cell <= _CELL_MASK
-            self._cells.append(record)
+            self._cells.append(None)
             self._entries.append(None)
+            self._owners.append(None)
+        self._cells[cell], self._owners[cell] = record, self._states[space]
         self._enter(record, cell)
 
     def _leaf(self, cell: int) -> R | None:
         """The present record of a cell; None where it is no leaf any more, and then the cell is vacant."""
         record = self._cells[cell]
         assert record is not None, "an entry without its record"
-        states = self._states[record.space]
+        states = self._states.get(record.space)
+        if states is None or states is not self._owners[cell]:  # the namespace was forgotten since
+            self._vacate(cell)
+            return None
         state = states[record.hash]
         if not self._is_leaf(state):
             self._keep(states, record.hash, state - _CELL)
@@ -293,7 +300,7 @@ class EvictionQueue(Generic[R]):
         return present
 
     def _vacate(self, cell: int) -> None:
-        self._cells[cell] = None
+        self._cells[cell] = self._owners[cell] = None
         self._entries[cell] = None
         self._vacant.append(cell)
 

@@ -14,6 +14,7 @@ from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.evictor import Evictor
 from kvcluster.core.ids import BlockHash, Epoch, NamespaceId
+from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Answer,
@@ -40,7 +41,10 @@ from kvcluster.core.tiering import Tiering
 from kvcluster.core.tiers import STAGING
 
 SWEEP_BLOCKS = 4_096
-"""Records looked at in one step for what they still say of lost shards."""
+"""Records looked at in one step for what they still say of lost shards, or because they were purged."""
+
+COPIES_SWEPT = 16
+"""Copies of a record that count as one record more."""
 
 
 class Intake:
@@ -69,11 +73,12 @@ class Intake:
         self._sweep: list[
             tuple[Iterator[tuple[NamespaceId, BlockHash]], int | None]
         ] = []  # with its slot, where what it held is lost
+        self._purged: list[dict[BlockHash, BlockRecord]] = []
 
     @property
     def sweeping(self) -> bool:
-        """Do records still name lost shards?"""
-        return bool(self._sweep)
+        """Do records still name lost shards, or are purged blocks yet to be noted?"""
+        return bool(self._sweep or self._purged)
 
     def report(self, m: Report, now: int) -> list[Effect]:
         member, effects = self._hear(m, now)
@@ -108,7 +113,7 @@ class Intake:
         member, effects = self._hear(m, now)
         if member is None:
             return effects
-        effects += self._learn(m.tombstones)
+        effects += self._learn(m.tombstones, now)
         if not member.cursor.chunk(m.chunk, upto=m.upto, last=m.last):
             return [*effects, Answer(m.call, self._ack(member, inventory=True))]
         member.purged = max((stone.number for stone in m.tombstones), default=0)
@@ -131,12 +136,33 @@ class Intake:
             names = chain.from_iterable([cold.drain() for cold in member.cold.values()])
             self._sweep.append((names, member.slot if lost else None))
 
-    def sweep_some(self, now: int) -> None:
-        """Cleans some records of lost shards; what they leave with fewer copies is to get others."""
+    def bury(self, stone: Tombstone, now: int) -> int:
+        """Forgets all that this tombstone names, and every order to fetch it. How many blocks that were."""
+        buried = [records for records in self._state.bury(stone) if records]
+        self._replicator.bury(stone)
+        self._purged += buried
+        blocks = sum(map(len, buried))
+        self._note_purged(now)
+        return blocks
+
+    def _note_purged(self, now: int) -> None:
+        """Remembers some of what was purged as evicted, so that `explain` can say so."""
         state = self._state
         for _ in range(SWEEP_BLOCKS):
-            if not self._sweep:
+            while self._purged and not self._purged[-1]:
+                self._purged.pop()
+            if not self._purged:
                 return
+            block, record = self._purged[-1].popitem()
+            if state.directory.record(record.space, block) is None:
+                state.evicted.add(block, now, MissReason.EVICTED)
+
+    def sweep_some(self, now: int) -> None:
+        """Cleans some records of lost shards; what they leave with fewer copies is to get others."""
+        self._note_purged(now)
+        state, left = self._state, SWEEP_BLOCKS
+        while self._sweep and left > 0:
+            left -= 1
             names, slot = self._sweep[-1]
             name = next(names, None)
             if name is None:
@@ -147,6 +173,7 @@ class Intake:
             if space is None or record is None:
                 continue
             before = record.copies
+            left -= len(before.entries) // COPIES_SWEPT
             if space.index.sweep(record):
                 state.evicted.add(record.hash, now, MissReason.SHARD_LOST)
                 space.pinned.pop(record.hash, None)
@@ -289,15 +316,14 @@ class Intake:
         told = len(m.events) < limits.REPORTS_PER_MESSAGE and not self._sweep
         return told and not m.info.leases and self._replicator.drained(member)
 
-    def _learn(self, tombstones: tuple[Tombstone, ...]) -> list[Effect]:
+    def _learn(self, tombstones: tuple[Tombstone, ...], now: int) -> list[Effect]:
         """A coordinator that has lost its own learns of purges from whoever carried them out; what a shard passed over,
         it is to carry out too."""
         state = self._state
         new = state.tombstones.learn(tombstones)
         renewed = state.tombstones.renew(tombstones, state.epoch)
         for stone in (*new, *renewed):
-            state.bury(stone)
-            self._replicator.bury(stone)
+            self.bury(stone, now)
         if new:  # what they told since is forgotten too: it is asked for again
             for member in state.members.all():
                 member.cursor = ReportCursor()

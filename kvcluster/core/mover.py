@@ -102,7 +102,7 @@ class Mover:
         pairs: list[tuple[Page, Page]] = []
         nbytes = 0
         self._gave_up = False
-        while self._left and nbytes < BATCH_BYTES:
+        while self._left and nbytes < BATCH_BYTES and len(pairs) < limits.MOVED_PAGES:
             if pairs and self._left[0].to is not pairs[0][1].tier:
                 break  # it may want the room that this batch makes at its end
             move = self._left.popleft()

@@ -7,9 +7,12 @@ carried out here and at once, moves between tiers by mover.py, pulls by puller.p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
+from itertools import islice
 from typing import Any
 
+from kvcluster.core import limits
+from kvcluster.core.ids import NamespaceId, Tenant
 from kvcluster.core.leases import LeaseBook
 from kvcluster.core.messages import (
     Effect,
@@ -26,9 +29,9 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.mover import Mover
 from kvcluster.core.order_stream import OrderCursor
-from kvcluster.core.pool import PagePool, PageState
+from kvcluster.core.pool import Page, PagePool, PageState
 from kvcluster.core.puller import Puller
-from kvcluster.core.spaces import Space, Spaces
+from kvcluster.core.spaces import Spaces
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.core.uplink import Uplink
 from kvcluster.core.waiting import WaitingRoom, lost
@@ -83,10 +86,12 @@ class Orders:
             self._uplink.say_soon()
         effects: list[Effect] = []
         stones = [stone for stone in ack.tombstones if stone.number > self.tombstones.highest]
-        for stone in stones:
-            effects += self._bury(stone)
-        if stones and any(tier.spec.durable for tier in self._pool.tiers):
-            effects.append(Erase(tuple(stones), self.tombstones.all()))
+        if stones:
+            named = self._named(stones)
+            if not self._drop(named):  # the coordinator repeats itself until all is done
+                self._uplink.say_soon()
+                return []
+            effects += self._bury(stones, named)
         for order in self._cursor.accept(ack.orders):
             self._executors[type(order)](order)
         return [*effects, *self._puller.begin(now)]
@@ -103,25 +108,44 @@ class Orders:
                     self._counters["evicted"] += 1
         self._cursor.ended(order)
 
-    def _bury(self, stone: Tombstone) -> list[Effect]:
-        """All that the tombstone names goes: what is READY now, and what is being written of before."""
-        effects: list[Effect] = []
-        named = {space.id: space for space in self._spaces if stone.names(space.tenant, space.spec)}
-        for page in [page for page in self._pool.ready() if page.space in named]:
+    def _named(self, stones: Sequence[Tombstone]) -> dict[NamespaceId, None]:
+        """The namespaces that any of these tombstones names."""
+        of_tenant: dict[Tenant, list[Tombstone]] = {}
+        for stone in stones:
+            of_tenant.setdefault(stone.tenant, []).append(stone)
+        return {
+            space.id: None
+            for space in self._spaces
+            if any(stone.names(space.tenant, space.spec) for stone in of_tenant.get(space.tenant, ()))
+        }
+
+    def _drop(self, spaces: dict[NamespaceId, None]) -> bool:
+        """Condemns pages of these namespaces, as many as one step may. True where no READY one is left."""
+        pages: list[Page] = []
+        if any(self._pool.parts(space) for space in spaces):
+            found = (page for page in self._pool.ready() if page.space in spaces)
+            pages = list(islice(found, limits.BURIED_PAGES + 1))
+        for page in pages[: limits.BURIED_PAGES]:
             self._pool.condemn(page)
             self._counters["purged"] += 1
-        for space in named.values():
-            effects += self._stop_writers(space)
-        self._puller.purge(stone)
-        self.tombstones.add(stone)
-        self._uplink.tell(PurgedEvent(stone.number))
+        return len(pages) <= limits.BURIED_PAGES
+
+    def _bury(self, stones: Sequence[Tombstone], named: dict[NamespaceId, None]) -> list[Effect]:
+        """What these tombstones name is gone: what is being written of before goes too, and both sides remember it."""
+        effects = self._stop_writers(named)
+        for stone in stones:
+            self._puller.purge(stone)
+            self.tombstones.add(stone)
+            self._uplink.tell(PurgedEvent(stone.number))
+        if any(tier.spec.durable for tier in self._pool.tiers):
+            effects.append(Erase(tuple(stones), self.tombstones.all()))
         return effects
 
-    def _stop_writers(self, space: Space) -> list[Effect]:
+    def _stop_writers(self, spaces: Container[NamespaceId]) -> list[Effect]:
         stopped = [
             lease.attempt
             for lease in self._leases.writers()
-            if any(page is not None and page.space == space.id for page in lease.pages)
+            if any(page is not None and page.space in spaces for page in lease.pages)
         ]
         revoked = [Revoke(attempt) for attempt in self._leases.revoke(stopped)]
-        return [*revoked, *map(lost, self._waiting.withdraw_namespace(space.id))]
+        return [*revoked, *map(lost, self._waiting.withdraw_namespaces(spaces))]

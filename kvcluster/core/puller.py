@@ -92,6 +92,7 @@ class Puller:
         space = self._spaces.attach(order.tenant, order.spec)
         if space is None:
             return []
+        space.forget_unused(self._pool)
         offers = [space.offer(self._pool, new, self._withdraw, order.codec, order.into) for new in order.pages]
         pages = [offer for offer in offers if isinstance(offer, Page)]
         if not pages:

@@ -35,11 +35,12 @@ ROOM_NS = 500_000_000
 
 @dataclass(slots=True)
 class _Waiting:
-    """A pin that waits for room, until when, and the bytes that it lacked when it was tried last."""
+    """A pin that waits for room, until when, and the bytes that it lacked when the pool had changed so many times."""
 
     pin: Pin
     until: int
     lacked: int
+    changes: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +115,12 @@ class Reading:
         effects: list[Effect] = []
         while self._waiting:
             waiting = next(iter(self._waiting.values()))
+            if now < waiting.until and waiting.changes == self._pool.changes:
+                break  # each step asks, and a pin has many pages
             found = self._find(waiting.pin)
             copies, waiting.lacked = self._copies(found, whole=now < waiting.until)
             if waiting.lacked and now < waiting.until:
+                waiting.changes = self._pool.changes
                 break
             del self._waiting[waiting.pin.call]
             effects += self._grant(waiting.pin, found, copies, now)

@@ -17,6 +17,7 @@ from kvcluster.config import ShardConfig
 from kvcluster.core import limits
 from kvcluster.core.found import Found, carried_out
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, NamespaceId, ShardId
+from kvcluster.core.inventory import Inventoried
 from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import (
     Abort,
@@ -108,7 +109,7 @@ class Shard:
         self._host = host
         self._pool = PagePool.of(config, found)
         self._leases = LeaseBook(config.lease_ttl_ms * 1_000_000)
-        self._spaces = Spaces(self._used_namespaces)
+        self._spaces = Spaces(self._uses)
         self._waiting = WaitingRoom(self._pool, self._spaces)
         self._uplink = Uplink(config, membership_ttl_ms=membership_ttl_ms, everything=self._inventory)
         self._verifier = Verifier(self._pool, config.scrub_bytes)
@@ -141,8 +142,8 @@ class Shard:
             Reserve: self._reserve,
             Commit: self._commit,
             Abort: self._end,
-            Renew: self._renew,
-            Flush: self._flush,
+            Renew: lambda m, now: [Answer(m.call, Done(self._leases.renew(m.attempt, now)))],
+            Flush: lambda m, now: [Answer(m.call, Done(False))] if self._over else self._uplink.flush(m, now),
             Suspect: self._suspect,
             Verified: self._verified,
             Moved: self._moved,
@@ -278,12 +279,6 @@ class Shard:
         gone = [*map(lost, self._waiting.withdraw(m.attempt)), *self._reading.withdraw(m.attempt)]
         return [*gone, Answer(m.call, Done(bool(gone)))]
 
-    def _renew(self, m: Renew, now: int) -> list[Effect]:
-        return [Answer(m.call, Done(self._leases.renew(m.attempt, now)))]
-
-    def _flush(self, m: Flush, now: int) -> list[Effect]:
-        return [Answer(m.call, Done(False))] if self._over else self._uplink.flush(m, now)
-
     def _suspect(self, m: Suspect, now: int) -> list[Effect]:
         space = self._spaces.find(m.namespace, m.tenant)
         if space is None:
@@ -312,10 +307,16 @@ class Shard:
         return None
 
     def _check_parts(self, m: Reserve) -> Refused | None:
-        spec = self._space(m.namespace).spec
+        space = self._space(m.namespace)
+        space.forget_unused(self._pool)
+        spec = space.spec
         for group, part in dict.fromkeys((page.key.group, page.key.part) for page in m.pages):
             if group >= len(spec.groups) or spec.whole(group).intersect(part) != part:
                 return Refused(RefusedKind.BAD, f"group {group} of this spec has no part ({part})")
+            if not space.takes(group, part):
+                return Refused(
+                    RefusedKind.LIMIT, f"{limits.PARTS_PER_BLOCK} other parts of this namespace are held here"
+                )
             if not self._pool.allocator.fits_ever(spec.page_bytes(group, part)):
                 return Refused(
                     RefusedKind.BAD,
@@ -459,19 +460,18 @@ class Shard:
 
     # ------------------------------------------------------------------------------------------- reports
 
-    def _inventory(self) -> list[PageEvent]:
+    def _inventory(self) -> Inventoried:
         # The chunks are sent one by one, and a purge that comes between them is none that these pages have survived.
         self._inventoried = self._orders.tombstones.all()
-        return [page.event() for page in self._pool.ready()]
+        return Inventoried(list(self._pool.ready()))
 
     def _space(self, namespace: NamespaceId) -> Space:
         space = self._spaces.known(namespace)
         assert space is not None, "what is asked for is of a namespace that is known"
         return space
 
-    def _used_namespaces(self) -> list[NamespaceId]:
-        waiting = [*self._waiting.namespaces(), *self._reading.namespaces()]
-        return [*(page.space for page in self._pool.everything()), *waiting]
+    def _uses(self, namespace: NamespaceId) -> bool:
+        return bool(self._pool.parts(namespace)) or namespace in self._waiting.namespaces() + self._reading.namespaces()
 
     def _info(self) -> ShardInfo:
         allocator = self._pool.allocator

@@ -61,10 +61,11 @@ class State:
     def _queue(self, slot: int, tier: Tier) -> EvictionQueue[BlockRecord]:
         return EvictionQueue(self._policy(BlockFacts(self.directory, slot, tier)), self.directory.record)
 
-    def bury(self, stone: Tombstone) -> list[BlockHash]:
-        """Forgets all blocks that the tombstone names: those that were known."""
+    def bury(self, stone: Tombstone) -> list[dict[BlockHash, BlockRecord]]:
+        """Forgets all blocks that the tombstone names. Returns those that were known, by namespace."""
         for space in self.directory.named(stone):
-            self.members.forget(space.id)
+            if len(space.index):
+                self.members.forget(space.id)
         return self.directory.bury(stone)
 
     @property

@@ -135,7 +135,7 @@ class Tiering:
             record = self._directory.record(space_id, block)
             if record is None or member.slot not in _only_below(record):
                 continue
-            below = min(copy.tier for copy in record.copies.entries if copy.slot == member.slot)
+            below = min(copy.tier for copy in record.copies.of(member.slot))
             room -= self._directory.bytes_on(record, member.slot, below, raw=True)
             if room < 0:
                 break  # what stays hot is noticed again
@@ -166,18 +166,17 @@ class Tiering:
 
     def _bytes_below(self, record: BlockRecord, slot: int, tier: Tier, to: Tier) -> int:
         """What a block of that tier takes in the one below, where it does not lie there already."""
-        if any(copy.slot == slot and copy.tier >= to for copy in record.copies.entries):
+        if any(copy.tier >= to for copy in record.copies.of(slot)):
             return 0
         if to.spec.takes is Takes.UNCHANGED:
             return self._directory.bytes_on(record, slot, tier)
         space = self._directory.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         codecs = (Codec.RAW, self._codec_of(record))
-        here = (copy for copy in record.copies.entries if copy.slot == slot)
+        here = record.copies.of(slot)
         return sum(min(space.page_bytes(copy.group, copy.part, codec) for codec in codecs) for copy in here)
 
 
 def _only_below(record: BlockRecord) -> list[int]:
     """The slots of the shards that have it in a tier below, and not in the device tier."""
-    slots = dict.fromkeys(copy.slot for copy in record.copies.entries if copy.tier > FASTEST)
-    return [slot for slot in slots if not record.copies.on(slot, FASTEST)]
+    return [slot for slot in record.copies.slots if not record.copies.on(slot, FASTEST)]

@@ -369,6 +369,26 @@ def test_a_purged_namespace_leaves_nothing_and_what_comes_back_is_counted_anew()
     assert index.coldest(9) == [records[3], other]
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_blocks_that_come_back_after_their_namespace_was_forgotten_are_found_once(held: bool) -> None:
+    records = [Record(stamp, held=held) for stamp in range(3)]
+    index = Index(LRU(), records)
+    index.coldest(0)
+    assert index.coldest(9, max_inspected=6) == ([] if held else records)
+    for record in records:
+        record.held = False
+        index.push(record)
+    index.coldest(0)
+    index.queue.forget(SPACE)
+    for record in records[1:]:
+        index.push(record)
+    index.queue.check()
+    assert len(index.queue) == 2
+    assert index.coldest(9) == records[1:]
+    index.queue.check()
+    assert (len(index.queue), index.coldest(9)) == (0, [])
+
+
 @pytest.mark.parametrize("length", [1, 100])
 def test_a_queued_record_costs_at_most_120_bytes(length: int) -> None:
     records = [record for _ in range(10_000 // length) for record in chain(length, 1_700_000_000_000_000_000)]

@@ -339,6 +339,27 @@ def test_a_tombstone_is_carried_out_once() -> None:
     assert pinned(shard.pin(attempt(2), A)), "what is stored after a purge stays"
 
 
+def test_a_purge_of_many_pages_is_carried_out_in_slices_and_told_when_it_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "BURIED_PAGES", 2)
+    shard = LoneShard.joined()
+    shard.store(attempt(1), *BLOCKS[:5])
+    writing = attempt(2)
+    assert slots(shard.reserve(writing, BLOCKS[6]))
+    orders = (pull(BLOCKS[7])(1),)
+    shard.hear(tombstones=(CLEAR,), orders=orders)
+    assert len(list(shard.core.pool.ready())) == 3
+    assert (report(shard).events, shard.fetching, shard.revoked) == ((), [], []), "it speaks at once, to be told again"
+    shard.hear(tombstones=(CLEAR,), orders=orders)
+    assert len(list(shard.core.pool.ready())) == 1
+    assert report(shard).orders == OrderProgress(), "the purge comes first"
+    shard.hear(tombstones=(CLEAR,), orders=orders)
+    assert shard.revoked == [writing] and len(shard.fetching) == 1
+    assert shard.settle() == [PurgedEvent(10)]
+    assert counters(shard)["purged"] == 5
+
+
 def test_a_tombstone_and_a_pull_in_one_answer_purge_what_was_there_and_fetch_what_comes() -> None:
     shard = LoneShard.joined()
     shard.store(attempt(1), A)

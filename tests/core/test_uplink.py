@@ -388,3 +388,11 @@ def test_a_flush_at_a_shard_that_is_over_is_answered() -> None:
     shard.answer(ReportAck(shard.coordinator, 0, leave=Farewell.REPLACED))
     assert shard.replies[flushing(shard)] == Done(False)
     assert shard.core.next_deadline() is None
+
+
+def test_a_bounded_number_of_flushes_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FLUSHES", 1)
+    shard = LoneShard.joined()
+    commit_one(shard, 1, A)
+    first, second = flushing(shard), flushing(shard)
+    assert first not in shard.replies and shard.replies[second] == Done(False)

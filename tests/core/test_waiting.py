@@ -144,3 +144,14 @@ def test_what_somebody_else_writes_meanwhile_is_not_waited_for() -> None:
     duplicate, slot = granted(shard, waiting)
     assert duplicate is Written.DUPLICATE
     assert isinstance(slot, PageSlot)
+
+
+def test_reservations_that_wait_have_a_bounded_number_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "WAITING_PAGES", 3)
+    shard = LoneShard.joined(pages=4)
+    shard.store(attempt(1), *BLOCKS[:4])
+    first = shard.reserving(attempt(2), *BLOCKS[4:6], wait_ns=SECOND)
+    second = shard.reserving(attempt(3), *BLOCKS[6:8], wait_ns=SECOND)
+    assert first not in shard.replies and granted(shard, second) == (Written.FULL, Written.FULL)
+    assert end(shard, attempt(2), Abort)
+    assert shard.reserving(attempt(4), *BLOCKS[6:8], wait_ns=SECOND) not in shard.replies, "those have gone"

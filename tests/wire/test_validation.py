@@ -208,7 +208,7 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("load", "holder", b"h" * 17, ProtocolError, "a holder is 16 bytes, not 17"),
     ("load", "hashes", b"x" * 33, ProtocolError, "take 32 bytes each; 33 bytes came"),
     ("load", "hashes", bytes(32 * MANY), LimitError, f"{MANY} block hashes in a call; at most {MANY - 1}"),
-    ("load", "need.groups", 1_025, LimitError, "1025 groups in a need; at most 1024"),
+    ("load", "need.groups", 257, LimitError, "257 groups in a need; at most 256"),
     ("load", "need.groups", 0, ProtocolError, "group 0 of a need of 0 groups"),
     ("load", "need.parts", [0, 0, 1, 0, 1] * 2, ProtocolError, "named once at most, in order"),
     ("load", "need.parts", [0, 0, 1, 0], ProtocolError, "five numbers each; 4 came"),
@@ -216,12 +216,12 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("load", "need.parts", [0, 0, 1, 2, 1], ProtocolError, "is no part"),
     ("load", "need.parts", [0, 0, 65_536, 0, 1], ProtocolError, "end at 65535 or before"),
     ("load", "need.parts", [0, 0, 1, 0, 65_536], ProtocolError, "end at 65535 or before"),
-    ("load", "need.parts", [0, 0, 1, 0, 1] * 1_025, LimitError, "1025 parts in a message; at most 1024"),
+    ("load", "need.parts", [0, 0, 1, 0, 1] * 257, LimitError, "257 parts in a message; at most 256"),
     ("load", "need.accept", 9, ProtocolError, "Loss 9 is not known here"),
     ("store", "parent", b"", ProtocolError, "a block hash is 32 bytes, not 0"),
     ("store", "run", b"r", ProtocolError, "a block hash is 32 bytes, not 1"),
     ("store", "first", limits.TOKENS_PER_SEQUENCE, LimitError, "blocks in a chain"),
-    ("store", "parts", [1_024, 0, 1, 0, 1], LimitError, "group 1024"),
+    ("store", "parts", [256, 0, 1, 0, 1], LimitError, "group 256"),
     ("store", "loss", 3, ProtocolError, "Loss 3 is not known here"),
     ("store", "host", "h" * 1_025, LimitError, "1025 characters of a host"),
     ("load", "need.avoid", ["s"] * 257, LimitError, "257 shards to avoid; at most 256"),
@@ -456,11 +456,11 @@ def test_a_plan_has_no_more_groups_and_sources_than_a_block_has_parts() -> None:
     spoiled, read = _start("grant")
     plan = spoiled.load_grant.runs.plans.plans[0]
     plan.groups[0].sources.extend([0] * limits.PARTS_PER_BLOCK)
-    with pytest.raises(LimitError, match="1025 sources for one group"):
+    with pytest.raises(LimitError, match="257 sources for one group"):
         read(spoiled)
     del plan.groups[0].sources[1:]
     plan.groups.extend([common_pb2.Cover(absent=True)] * limits.PARTS_PER_BLOCK)
-    with pytest.raises(LimitError, match="1025 groups in a plan"):
+    with pytest.raises(LimitError, match="257 groups in a plan"):
         read(spoiled)
 
 
@@ -485,6 +485,15 @@ def test_a_store_asks_for_no_more_pages_than_a_call_may_have() -> None:
     spoiled.hashes = bytes(32 * 1_024)
     spoiled.parts[:] = [number for group in range(65) for number in (group, 0, 1, 0, 1)]
     with pytest.raises(LimitError, match="66560 pages in a store; at most 65536"):
+        read(spoiled)
+
+
+def test_a_lookup_asks_for_a_bounded_number_of_blocks_times_groups() -> None:
+    spoiled, read = _start("load")
+    spoiled.hashes = bytes(32 * limits.BLOCKS_PER_CALL)
+    spoiled.need.groups = 17
+    spoiled.need.parts[:] = [number for group in range(17) for number in (group, 0, 1, 0, 1)]
+    with pytest.raises(LimitError, match="139264 parts in a lookup; at most 131072"):
         read(spoiled)
 
 
