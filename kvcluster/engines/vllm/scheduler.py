@@ -29,8 +29,8 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import PREFIX
 from kvcluster.engines.vllm import compat, handover
+from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups
 from kvcluster.engines.vllm.identity import Adapters, Membership
-from kvcluster.engines.vllm.lookups import Ask, Lookup, Lookups, Outcome
 from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Report, Step, StoreOrder
 from kvcluster.engines.vllm.rates import PrefillRate
 from kvcluster.engines.vllm.settings import Settings
@@ -73,7 +73,7 @@ class SchedulerSide:
         self._loads = loads
         self._forget = forget
         self._clock = clock
-        self._lookups = Lookups(settings.lookup_ms * 1_000_000)
+        self._lookups = AsyncLookups(settings.lookup_ms * 1_000_000)
         self._link = LearnedRate()
         self._prefill = PrefillRate(settings.prefill_tokens_per_s)
         self._requests: dict[str, Tracked] = {}
@@ -157,20 +157,20 @@ class SchedulerSide:
         now = self._clock()
         if request.lookup is None:
             begun = self._lookups.begin(self._asker(request), now)
-            if not isinstance(begun, Lookup):
+            if begun is None or isinstance(begun, Miss):
                 request.miss = begun or Miss(MissReason.PENDING, "other lookups come first")
                 return None
             request.lookup = begun
-        outcome = self._lookups.look(request.lookup, now)
-        if outcome is Outcome.PENDING:
+        answer = self._lookups.look(request.lookup, now)
+        if answer is None:
             return None
-        request.miss = request.lookup.miss
-        if outcome is Outcome.NOTHING:
+        request.miss = answer.miss
+        if answer.ticket is None:
             self._end_lookup(request)
             return None
-        if len(request.lookup.hashes) > len(request.chain):
-            request.chain = list(request.lookup.hashes)
-        return request.lookup.ticket
+        if len(answer.hashes) > len(request.chain):
+            request.chain = list(answer.hashes)
+        return answer.ticket
 
     def _comes_more(self, request: Tracked, ticket: Ticket) -> bool:
         """Is more than is found on its way, and worth the wait until it is looked for again? Another server has said
@@ -220,11 +220,11 @@ class SchedulerSide:
         request = self._requests.get(of_engine.request_id)
         if request is None or request.loading is not None:
             return
-        lookup = request.lookup
-        if not tokens or lookup is None or lookup.ticket is None:
+        answer = request.lookup.result if request.lookup is not None else None
+        if not tokens or answer is None or answer.ticket is None:
             self._end_lookup(request)
             return
-        ticket, first = lookup.ticket, request.local_tokens // self._layout.block_tokens
+        ticket, first = answer.ticket, request.local_tokens // self._layout.block_tokens
         assert first * self._layout.block_tokens + tokens == ticket.blocks * self._layout.block_tokens
         deadline_ms = self._settings.load_ms
         if request.layerwise:
@@ -466,7 +466,7 @@ class SchedulerSide:
 
     def _end_lookup(self, request: Tracked) -> None:
         if request.lookup is not None:
-            self._lookups.end(request.lookup)
+            request.lookup.leave()
             request.lookup = None
 
     # --------------------------------------------------------------------------------------------- the whole engine

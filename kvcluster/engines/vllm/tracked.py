@@ -12,7 +12,7 @@ from kvcluster.core import hashing
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.reasons import Loss, Miss
 from kvcluster.engines.vllm import compat
-from kvcluster.engines.vllm.lookups import Lookup
+from kvcluster.engines.vllm.async_lookup import PendingLookup
 from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport
 
 
@@ -36,7 +36,7 @@ class Tracked:
     orders: set[int] = field(default_factory=set)
 
     # Of its next load, or the one that is under way.
-    lookup: Lookup | None = None
+    lookup: PendingLookup | None = None
     look_again_ns: int = 0  # not before, where blocks are on their way that were not found
     comes_until_ns: int = 0
     layerwise: bool = False
