@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvcluster.engines.ray_serve import settings
+import kvcluster.engines.ray_serve.settings as settings
 from kvcluster.errors import ConfigError
 from kvcluster.transport.rpc import check_address
 

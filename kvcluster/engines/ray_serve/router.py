@@ -17,7 +17,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from kvcluster.engines.ray_serve import policy, prompts, settings
+import kvcluster.engines.ray_serve.policy as policy
+import kvcluster.engines.ray_serve.prompts as prompts
+import kvcluster.engines.ray_serve.settings as settings
 from kvcluster.engines.ray_serve.compat import Counters, PendingRequest, Replica, ReplicaID, Router, host_names
 from kvcluster.engines.ray_serve.hosts import Hosts
 from kvcluster.engines.ray_serve.prefix_locator import LocateOutcome, PrefixLocation, PrefixLocator

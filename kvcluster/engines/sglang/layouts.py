@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 import torch
 
+import kvcluster.engines.sglang.compat as compat
 from kvcluster.client.memory import Buffers, Paged
 from kvcluster.core.spec import Group, KVSpec, Part, Plane
-from kvcluster.engines.sglang import compat
 from kvcluster.engines.sglang.compat import HostPool, PoolMemory, Rank
 from kvcluster.engines.sglang.settings import Settings
 from kvcluster.errors import CallerError, SpecError

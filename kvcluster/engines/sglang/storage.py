@@ -21,11 +21,11 @@ from typing import TypeVar
 import torch
 
 import kvcluster
+import kvcluster.engines.sglang.compat as compat
 from kvcluster.client.client import Client
 from kvcluster.client.memory import Buffers, Paged
 from kvcluster.core import hashing, limits
 from kvcluster.core.ids import BlockHash
-from kvcluster.engines.sglang import compat
 from kvcluster.engines.sglang.layouts import Layout
 from kvcluster.engines.sglang.lazy_client import ClientCall, LazyClient
 from kvcluster.engines.sglang.losses import Losses, book_of

@@ -21,7 +21,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 
-from kvcluster.engines.vllm import compat, settings
+import kvcluster.engines.vllm.compat as compat
+import kvcluster.engines.vllm.settings as settings
 from kvcluster.engines.vllm.identity import Adapters, Membership
 from kvcluster.engines.vllm.metrics import PromMetrics, TransferStats
 from kvcluster.engines.vllm.orders import Report, Step

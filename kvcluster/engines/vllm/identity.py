@@ -18,12 +18,13 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
+import kvcluster.engines.vllm.compat as compat
+import kvcluster.engines.vllm.weights as weights
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
 from kvcluster.config import ClientConfig
 from kvcluster.core.messages import EngineInfo
 from kvcluster.core.spec import PRIVATE_WEIGHTS, KVSpec
-from kvcluster.engines.vllm import compat, weights
 from kvcluster.engines.vllm.settings import Settings
 from kvcluster.errors import KVClusterError, Unreachable
 from kvcluster.transport.seam import Trouble

@@ -20,6 +20,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import kvcluster.engines.vllm.compat as compat
+import kvcluster.engines.vllm.handover as handover
 from kvcluster.client.client import Client
 from kvcluster.client.rates import LearnedRate
 from kvcluster.client.ticket import Ticket
@@ -28,7 +30,6 @@ from kvcluster.core.breakeven import Breakeven
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import PREFIX
-from kvcluster.engines.vllm import compat, handover
 from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups
 from kvcluster.engines.vllm.identity import Adapters, Membership
 from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Report, Step, StoreOrder

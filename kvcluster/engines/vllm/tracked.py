@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import kvcluster.engines.vllm.compat as compat
 from kvcluster.client.client import Client
 from kvcluster.core import hashing
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.reasons import Loss, Miss
-from kvcluster.engines.vllm import compat
 from kvcluster.engines.vllm.async_lookup import PendingLookup
 from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+import kvcluster.engines.vllm.compat as compat
 from kvcluster.client.memory import Paged
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.transfer import Transfer
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.reasons import Loss, Miss, MissReason
-from kvcluster.engines.vllm import compat
 from kvcluster.engines.vllm.identity import Membership
 from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Report, Step, StoreOrder
 from kvcluster.engines.vllm.settings import Settings
