@@ -16,7 +16,6 @@ loads go on beside the forward passes. With one table, a load that will be short
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import PREFIX
 from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups
 from kvcluster.engines.vllm.identity import Adapters, Membership
+from kvcluster.engines.vllm.lossy_blocks import LossyBlocks
 from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Report, Step, StoreOrder
 from kvcluster.engines.vllm.rates import PrefillRate
 from kvcluster.engines.vllm.settings import Settings
@@ -88,9 +88,7 @@ class SchedulerSide:
         self._loading_steps: set[int] = set()  # steps that are out with a load in their forward pass
         self._order = 0
         self._drained: dict[int, tuple[str, int]] = {}  # by store order, whose it is and how many ranks still read
-        # What this engine's own prefix cache may hold of blocks that were loaded with a loss: its hits do not say so.
-        self._lossy: OrderedDict[BlockHash, Loss] = OrderedDict()
-        self._most_lossy = 4 * engine_blocks
+        self._lossy = LossyBlocks(4 * engine_blocks)
         self._keeps_all = all(group.reuse == PREFIX for group in layout.groups)
         self.stats = Stats()
 
@@ -261,34 +259,12 @@ class SchedulerSide:
         within = any(load.layerwise for load in loads)
         if within:
             self._loading_steps.add(self._step)
-        written = [block for load in loads for of_group in load.into for block in of_group]
-        stores: list[StoreOrder] = []
-        chains: list[tuple[str, int, tuple[BlockHash, ...]]] = []
-        tokens = 0
-        client = self._membership.client
-        may_store = self._stores and self._lookups.healthy
-        handed_over: list[str] = []
-        for one in compat.scheduled(output):
-            tokens += one.tokens
-            if one.new_blocks is not None:  # what is computed already is shared with others, and written by nobody
-                computed = one.computed // self._layout.block_tokens if one.replaces else 0
-                written += [block for of_group in one.new_blocks for block in of_group[computed:]]
-            request = self._requests.get(one.request)
-            if request is None:
-                continue
-            request.note(one)
-            if may_store and not request.private and request.client is client:
-                store = self._store(request, one)
-                if store is not None:
-                    chains.append((one.request, request.told, tuple(request.chain[request.told :])))
-                    request.told = len(request.chain)
-                    stores.append(store)
-                prompt = request.of_engine.num_prompt_tokens
-                ends = request.of_engine.max_tokens == 1 and one.computed + one.tokens >= prompt
-                if ends and handover.is_asked(compat.transfer_params(request.of_engine)):
-                    handed_over.append(one.request)
+        scheduled = list(compat.scheduled(output))
         if not within:
-            self._prefill.began(self._step, tokens, now)
+            self._prefill.began(self._step, sum(one.tokens for one in scheduled), now)
+        loaded_into = [block for load in loads for of_group in load.into for block in of_group]
+        client = self._membership.client
+        chains, stores, handed_over = self._store_orders(scheduled, client)
         gone, self._gone = tuple(self._gone), []
         held, self._held = tuple(self._held), []
         return Step(
@@ -297,11 +273,45 @@ class SchedulerSide:
             chains=tuple(chains),
             loads=loads,
             stores=tuple(stores),
-            written=tuple(block for block in written if block != compat.NULL_BLOCK),
+            written=tuple(b for b in loaded_into + self._computed_into(scheduled) if b != compat.NULL_BLOCK),
             gone=gone,
             held=held,
             handed_over=tuple(handed_over),
         )
+
+    def _computed_into(self, scheduled: Sequence[compat.Scheduled]) -> list[int]:
+        """Blocks of the engine that a step writes. What is computed already is shared with others, and not written."""
+        blocks: list[int] = []
+        for one in scheduled:
+            if one.new_blocks is not None:
+                computed = one.computed // self._layout.block_tokens if one.replaces else 0
+                blocks += [block for of_group in one.new_blocks for block in of_group[computed:]]
+        return blocks
+
+    def _store_orders(
+        self, scheduled: Sequence[compat.Scheduled], client: Client | None
+    ) -> tuple[list[tuple[str, int, tuple[BlockHash, ...]]], list[StoreOrder], list[str]]:
+        """What a step stores: additions to hash chains, the orders, and the requests that another server goes on with
+        after this step."""
+        may_store = self._stores and self._lookups.healthy
+        chains: list[tuple[str, int, tuple[BlockHash, ...]]] = []
+        stores: list[StoreOrder] = []
+        handed_over: list[str] = []
+        for one in scheduled:
+            request = self._requests.get(one.request)
+            if request is None:
+                continue
+            request.note(one)
+            if not may_store or request.private or request.client is not client:
+                continue
+            store = self._store(request, one)
+            if store is not None:
+                chains.append((one.request, request.told, tuple(request.chain[request.told :])))
+                request.told = len(request.chain)
+                stores.append(store)
+            if request.hands_over(one):
+                handed_over.append(one.request)
+        return chains, stores, handed_over
 
     def _store(self, request: Tracked, one: compat.Scheduled) -> StoreOrder | None:
         """What is to be stored of a request once this step is through."""
@@ -341,12 +351,8 @@ class SchedulerSide:
 
     def _loss(self, request: Tracked, first: int) -> Loss:
         """What KV computed over a request's prefix has lost; the engine's own cache may have given some of it."""
-        if not self._lossy:
-            return request.loss
-        for name in request.chain[: max(first, request.local_tokens // self._layout.block_tokens)]:
-            if name in self._lossy:
-                self._lossy.move_to_end(name)
-                request.loss = max(request.loss, self._lossy[name])
+        before = request.chain[: max(first, request.local_tokens // self._layout.block_tokens)]
+        request.loss = self._lossy.worst(before, request.loss)
         return request.loss
 
     def reported(self, report: Report) -> None:
@@ -376,7 +382,7 @@ class SchedulerSide:
         wanted = order.first + len(order.into[0])
         came = load.blocks if self._layout.may_fail_in_part or load.blocks == wanted else order.first
         if load.loss > Loss.EXACT:
-            self._remember_loss(loading.names[: came - order.first], load.loss)
+            self._lossy.add(loading.names[: came - order.first], load.loss)
         if came < wanted and order.layerwise:
             self._distrust(order, set(order.into[0][came - order.first :]))
         request = self._requests.get(name)
@@ -408,12 +414,6 @@ class SchedulerSide:
             first = next((at for at, block in enumerate(table) if block in blocks), len(table))
             wrong.update(table[first:])
         self._forget(wrong)
-
-    def _remember_loss(self, names: Sequence[BlockHash], loss: Loss) -> None:
-        for name in names:
-            self._lossy[name] = max(loss, self._lossy.pop(name, Loss.EXACT))
-        while len(self._lossy) > self._most_lossy:
-            self._lossy.popitem(last=False)
 
     def _drain(self, number: int, ranks: int) -> None:
         if number not in self._drained:
