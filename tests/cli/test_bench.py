@@ -15,7 +15,7 @@ import pytest
 
 from kvcluster.cli.bench.transfer import floors, goals, table, turns
 from kvcluster.cli.bench.transfer.goals import KIB64, MIB2, verdicts
-from kvcluster.cli.bench.transfer.processes import OWN_PYTHON, CpuClock, PartyError, Process, probe
+from kvcluster.cli.bench.transfer.processes import OWN_PYTHON, CpuClock, PartyError, PartyProcess, probe
 from kvcluster.cli.bench.transfer.turns import FLOOR, PEER, TRANSPORT, Lane, Plan
 from kvcluster.cli.main import main
 from tests.waiting import eventually
@@ -161,7 +161,7 @@ def test_a_peer_that_fails_is_left_out_with_its_own_words_and_the_others_are_mea
 def test_a_peer_that_would_work_while_it_waits_is_stopped_between_its_turns(driver: str) -> None:
     figures = run(Lane(driver, "honest", PEER, "memory", "a test", rests=True))
     assert (figures.left_out, "honest" in {row["path"] for row in figures.paths}) == ({}, True)
-    with Process(OWN_PYTHON, "client", {"work": {"page_bytes": 4096, "pages": 1, "clients": 1}}) as client:
+    with PartyProcess(OWN_PYTHON, "client", {"work": {"page_bytes": 4096, "pages": 1, "clients": 1}}) as client:
         client.answer()
         client.rest()
         eventually(lambda: _state(client.pid) == "T")

@@ -32,8 +32,8 @@ from kvcluster.core.reasons import Loss, Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.ray_serve.policy import Stretch
 from kvcluster.engines.ray_serve.prompts import Prompt
-from kvcluster.engines.ray_serve.settings import Settings
-from kvcluster.engines.ray_serve.tokens import NoTokens, Tokens
+from kvcluster.engines.ray_serve.settings import RouterSettings
+from kvcluster.engines.ray_serve.tokens import NoTokens, PromptTokenizer
 from kvcluster.transport.rpc import Connection
 from kvcluster.transport.seam import Deadline, Trouble
 from kvcluster.wire.methods import COORDINATOR
@@ -81,12 +81,12 @@ class PrefixLocation:
 class PrefixLocator:
     """Of one model's prompts. `find` is called on one event loop and never blocks it."""
 
-    def __init__(self, settings: Settings, log: Callable[[str], object]) -> None:
+    def __init__(self, settings: RouterSettings, log: Callable[[str], object]) -> None:
         self._settings = settings
         self._log = log
         self._connection = Connection(settings.address, settings.token)
         self._control = Control(GrpcPort(self._connection))
-        self._tokens = Tokens(settings.tokenizer, log)
+        self._tokens = PromptTokenizer(settings.tokenizer, log)
         self._patience_s = settings.patience_ms / 1e3
         policy = CallPolicy(patience_ns=settings.patience_ms * 1_000_000, probe_patiences=_PROBE_PATIENCES)
         self._calls: BoundedCalls[PrefixLocation] = BoundedCalls("kvcluster-where", policy, threads=THREADS)
@@ -242,7 +242,7 @@ async def _within(future: Future[T], seconds: float) -> bool:
     return future.done()
 
 
-def _fullest(known: tuple[tuple[KVSpec, int], ...], settings: Settings) -> KVSpec | None:
+def _fullest(known: tuple[tuple[KVSpec, int], ...], settings: RouterSettings) -> KVSpec | None:
     """The namespace that is meant, of several the one that holds most. Another adapter is never meant."""
     meant = [
         (spec, blocks)

@@ -40,7 +40,7 @@ class _Asked:
 
 
 class KVClusterRouter(Router):
-    """Named in `request_router_config` (docs/ray-serve.md); `initialize_state` takes the keywords of `Settings`."""
+    """Named in `request_router_config` (docs/ray-serve.md); `initialize_state` takes what RouterSettings has."""
 
     def initialize_state(self, **given: Any) -> None:
         """Called by Serve once, on its event loop. Raises ConfigError for settings that are wrong."""
@@ -91,7 +91,7 @@ class KVClusterRouter(Router):
         if asked.answer.outcome is not LocateOutcome.FOUND:
             return []
         candidates = [
-            policy.Candidate(one.replica_id.unique_id, self._hosts.of(one.node_id), self.ongoing(one))
+            policy.ReplicaCandidate(one.replica_id.unique_id, self._hosts.of(one.node_id), self.ongoing(one))
             for one in replicas
         ]
         asked.preferred = policy.preferred(

@@ -26,7 +26,7 @@ from kvcluster.client.client import Client
 from kvcluster.client.memory import Buffers, Paged
 from kvcluster.core import hashing, limits
 from kvcluster.core.ids import BlockHash
-from kvcluster.engines.sglang.layouts import Layout
+from kvcluster.engines.sglang.layouts import HostPoolLayout
 from kvcluster.engines.sglang.lazy_client import ClientCall, LazyClient
 from kvcluster.engines.sglang.losses import Losses, book_of
 from kvcluster.engines.sglang.settings import read
@@ -52,7 +52,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         self.mem_pool_host: object = None
         self._connect: Callable[..., Client] = (options or {}).get("connect", kvcluster.connect)  # type: ignore[assignment]
         self._client: LazyClient | None = None
-        self._layout: Layout | None = None
+        self._layout: HostPoolLayout | None = None
         self._losses = Losses()
 
     # --------------------------------------------------------------------------- what may refuse the engine's start
@@ -63,7 +63,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         self.mem_pool_host = mem_pool_host
         with compat.reading():
             pool, memory = compat.describe(mem_pool_host), compat.PoolMemory(mem_pool_host)
-            layout = self._layout = Layout(pool, memory, self._rank, self._settings, compat.version())
+            layout = self._layout = HostPoolLayout(pool, memory, self._rank, self._settings, compat.version())
         self._losses = book_of(mem_pool_host)
         settings = self._settings
 
@@ -182,7 +182,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
     # --------------------------------------------------------------------------------------------------- helpers
 
     @property
-    def _pages(self) -> Layout:
+    def _pages(self) -> HostPoolLayout:
         assert self._layout is not None, "a client comes after its layout"
         return self._layout
 

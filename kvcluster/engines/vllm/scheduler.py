@@ -30,11 +30,11 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import PREFIX
 from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups
-from kvcluster.engines.vllm.identity import Adapters, Membership
+from kvcluster.engines.vllm.identity import Adapters, Registration
 from kvcluster.engines.vllm.lossy_blocks import LossyBlocks
-from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Report, Step, StoreOrder
+from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
 from kvcluster.engines.vllm.rates import PrefillRate
-from kvcluster.engines.vllm.settings import Settings
+from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.stats import Stats
 from kvcluster.engines.vllm.tracked import Loading, Tracked
 from kvcluster.errors import KVClusterError
@@ -53,9 +53,9 @@ class SchedulerSide:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ConnectorSettings,
         layout: compat.Layout,
-        membership: Membership,
+        registration: Registration,
         adapters: Adapters,
         *,
         engine_blocks: int,
@@ -67,7 +67,7 @@ class SchedulerSide:
     ) -> None:
         self._settings = settings
         self._layout = layout
-        self._membership = membership
+        self._registration = registration
         self._adapters = adapters
         self._ranks = ranks
         self._stores = stores
@@ -138,7 +138,7 @@ class SchedulerSide:
     def _request(self, of_engine: Any) -> Tracked | None:
         """The request as it is known here; None where it neither loads nor stores. What is not known in time, its
         adapter's content or the cluster, it goes without for good, so that its blocks are of one namespace."""
-        known, client = self._requests.get(of_engine.request_id), self._membership.client
+        known, client = self._requests.get(of_engine.request_id), self._registration.client
         if known is not None:
             if known.client is not client:  # its hashes are of another namespace than the engine's is now
                 known.private = known.load_failed = True
@@ -263,7 +263,7 @@ class SchedulerSide:
         if not within:
             self._prefill.began(self._step, sum(one.tokens for one in scheduled), now)
         loaded_into = [block for load in loads for of_group in load.into for block in of_group]
-        client = self._membership.client
+        client = self._registration.client
         chains, stores, handed_over = self._store_orders(scheduled, client)
         gone, self._gone = tuple(self._gone), []
         held, self._held = tuple(self._held), []
@@ -355,7 +355,7 @@ class SchedulerSide:
         request.loss = self._lossy.worst(before, request.loss)
         return request.loss
 
-    def reported(self, report: Report) -> None:
+    def reported(self, report: StepReport) -> None:
         """What the workers say of the last step, from all ranks."""
         now = self._clock()
         self._prefill.ended(report.step, now)
@@ -483,8 +483,8 @@ class SchedulerSide:
 
     def reset(self, *, ready: bool = False) -> None:
         """The engine's weights may have changed: whoever runs or comes is alone from now on. `ready` as of
-        Membership.withdraw."""
-        self._membership.withdraw(ready=ready)
+        Registration.withdraw."""
+        self._registration.withdraw(ready=ready)
         for request in self._requests.values():
             self._end_lookup(request)
             request.private = request.load_failed = True
@@ -494,4 +494,4 @@ class SchedulerSide:
         for request in self._requests.values():
             self._end_lookup(request)
         self._lookups.close()
-        self._membership.close()
+        self._registration.close()

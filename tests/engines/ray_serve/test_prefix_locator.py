@@ -21,7 +21,7 @@ from kvcluster.engines.ray_serve import prefix_locator
 from kvcluster.engines.ray_serve.policy import Stretch
 from kvcluster.engines.ray_serve.prefix_locator import THREADS, LocateOutcome, PrefixLocation, PrefixLocator
 from kvcluster.engines.ray_serve.prompts import Prompt
-from kvcluster.engines.ray_serve.settings import Settings
+from kvcluster.engines.ray_serve.settings import RouterSettings
 from tests.cli.served import Served
 from tests.client.build import BLOCK, SPEC, prompt, spec_of
 from tests.engines.ray_serve.build import save_tokenizer, store
@@ -48,7 +48,7 @@ def served() -> Iterator[Served]:
 @contextmanager
 def looking(address: str, ready: bool = True, **settings: Any) -> Iterator[PrefixLocator]:
     said: list[str] = []
-    given = Settings(address=address, **{"model": SPEC.model, **PATIENT, **settings})
+    given = RouterSettings(address=address, **{"model": SPEC.model, **PATIENT, **settings})
     with closing(PrefixLocator(given, said.append)) as where:
         where.start()
         if ready:
@@ -237,7 +237,7 @@ def test_a_coordinator_that_is_killed_is_soon_left_alone() -> None:
 
 def test_a_mistake_of_ours_is_said_once_and_answered(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    where = PrefixLocator(Settings(address=served.coordinator, model=SPEC.model, **PATIENT), said.append)
+    where = PrefixLocator(RouterSettings(address=served.coordinator, model=SPEC.model, **PATIENT), said.append)
     with closing(where):
         where.start()
         eventually(lambda: where.ready)

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvcluster import config
 from kvcluster.cli.bench.specs import llama_8b
-from kvcluster.cli.bench.trace.cluster import TENANT, Cluster
+from kvcluster.cli.bench.trace.cluster import TENANT, TraceCluster
 from kvcluster.cli.bench.trace.reading import Trace
 from kvcluster.core.hashing import foreign
 from kvcluster.core.ids import BlockHash
@@ -96,7 +96,7 @@ def measure(
 
 def replay(trace: Trace, spec: KVSpec, settings: config.Config) -> dict[str, Any]:
     """One row. Blocks are counted after each request of the second half; `_end`: after the last."""
-    cluster = Cluster(settings, spec)
+    cluster = TraceCluster(settings, spec)
     names = sorted({block for request in trace.requests for block in request.ids})
     made = foreign(spec.namespace(TENANT), (name.to_bytes(16, "little") for name in names))
     hash_of: dict[int, BlockHash] = dict(zip(names, made, strict=True))
@@ -142,7 +142,7 @@ def _worst(grant: LoadGrant) -> Loss:
     return max((source.loss for run in grant.runs for source in run.plan[0] or ()), default=Loss.EXACT)
 
 
-def _held(cluster: Cluster) -> dict[str, float]:
+def _held(cluster: TraceCluster) -> dict[str, float]:
     """What lies in the tiers at this moment. A block in both tiers counts in each, and once in `cached_blocks`."""
     pools = [shard.pool for shard in cluster.shards]
     held: dict[str, float] = {"cached_blocks": cluster.coordinator.directory.blocks}
