@@ -14,6 +14,10 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tools.structure import Known
 
 MAX_LINES = 500
 ADR_LINES = 40
@@ -110,12 +114,12 @@ def links(path: str, text: str, root: Path) -> Iterator[str]:
                 yield f"{path}:{number}: {target} does not exist"
 
 
-def complaints(root: Path) -> list[str]:
-    """What every rule has to say about the tree below `root`."""
-    from tools import promises  # as a program, this file finds its neighbour only now
+def complaints(root: Path, known: Known | None = None) -> list[str]:
+    """What every rule has to say about the tree below `root`. `known`: as of structure.py, by default its KNOWN."""
+    from tools import promises, structure  # as a program, this file finds its neighbours only now
 
     found = texts(root)
-    out: list[str] = [*promises.complaints(root)]
+    out: list[str] = [*promises.complaints(root), *structure.complaints(found, known)]
     for path, text in found.items():
         out += [*patterns(path, text), *length(path, text), *core(path, text)]
         out += links(path, text, root) if path.endswith(".md") else ()

@@ -34,7 +34,7 @@ ROOM_NS = 500_000_000
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingPin:
     """A pin that waits for room, until when, and the bytes that it lacked when the pool had changed so many times."""
 
     pin: Pin
@@ -73,7 +73,7 @@ class Reading:
         self._uplink = uplink
         self._withdraw = withdraw
         self._counters = counters
-        self._waiting: dict[CallId, _Waiting] = {}  # in order of arrival
+        self._waiting: dict[CallId, _WaitingPin] = {}  # in order of arrival
         self._staging: dict[Attempt, _Staging] = {}  # by the attempt that its copies are written under
 
     @property
@@ -103,7 +103,7 @@ class Reading:
         may_wait = len(self._waiting) < limits.PINS_FROM_DISK
         copies, lacked = self._copies(found, whole=may_wait, behind_others=bool(self._waiting))
         if lacked and may_wait:
-            self._waiting[m.call] = _Waiting(m, now + ROOM_NS, lacked)
+            self._waiting[m.call] = _WaitingPin(m, now + ROOM_NS, lacked)
             self._uplink.say_soon()
             return []
         return self._grant(m, found, copies, now)

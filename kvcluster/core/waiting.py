@@ -18,7 +18,7 @@ from kvcluster.core.spaces import Spaces
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingWrite:
     """A reservation that waits until then, and the bytes that it lacked when the pool had changed so many times."""
 
     m: Reserve
@@ -33,7 +33,7 @@ class WaitingRoom:
     def __init__(self, pool: PagePool, spaces: Spaces) -> None:
         self._pool = pool
         self._spaces = spaces
-        self._waiting: dict[CallId, _Waiting] = {}  # in order of arrival
+        self._waiting: dict[CallId, _WaitingWrite] = {}  # in order of arrival
         self._pages = 0  # of all of them
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class WaitingRoom:
         return room and bool(self._waiting or self.lacking(m))
 
     def add(self, m: Reserve, until: int) -> None:
-        self._waiting[m.call] = _Waiting(m, until, 0, -1)
+        self._waiting[m.call] = _WaitingWrite(m, until, 0, -1)
         self._pages += len(m.pages)
 
     def waits(self, attempt: Attempt) -> bool:
@@ -107,7 +107,7 @@ class WaitingRoom:
             self._pages -= len(m.pages)
         return those
 
-    def _lacked(self, waiting: _Waiting) -> int:
+    def _lacked(self, waiting: _WaitingWrite) -> int:
         """What it lacks now. It is worked out again only where pages have changed: each step asks."""
         if waiting.changes != self._pool.changes:
             waiting.lacked, waiting.changes = self.lacking(waiting.m), self._pool.changes

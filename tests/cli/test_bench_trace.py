@@ -11,7 +11,7 @@ import pytest
 
 from kvcluster.cli.bench.specs import llama_8b
 from kvcluster.cli.bench.trace import measuring, reading, table
-from kvcluster.cli.bench.trace.cluster import TENANT, Cluster
+from kvcluster.cli.bench.trace.cluster import TENANT, TraceCluster
 from kvcluster.cli.main import main
 from kvcluster.config import load
 from kvcluster.core.hashing import foreign
@@ -131,9 +131,9 @@ def test_a_policy_is_chosen_by_name_and_keeps_what_it_values() -> None:
 # ------------------------------------------------------------------------------------------------ the cluster
 
 
-def small(pages: int, host_pages: int = 0, **client: Any) -> Cluster:
+def small(pages: int, host_pages: int = 0, **client: Any) -> TraceCluster:
     shard = {"device_bytes": pages * PAGE, "host_bytes": host_pages * PAGE, "scrub_bytes": 0}
-    return Cluster(load(None, {"shard": shard, "client": client}), SPEC)
+    return TraceCluster(load(None, {"shard": shard, "client": client}), SPEC)
 
 
 def deepest(grant: LoadGrant) -> Tier:
@@ -141,7 +141,7 @@ def deepest(grant: LoadGrant) -> Tier:
     return max(source.tier for run in grant.runs for source in run.plan[0] or ())
 
 
-def checked(cluster: Cluster) -> Cluster:
+def checked(cluster: TraceCluster) -> TraceCluster:
     check_coordinator(cluster.coordinator)
     for shard in cluster.shards:
         check_shard(shard)

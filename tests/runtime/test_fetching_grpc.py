@@ -10,7 +10,7 @@ from dataclasses import replace
 from kvcluster.core.ids import Attempt, CallId, ShardId
 from kvcluster.core.messages import PageSlot, PullOrder, Reply, ShardAddress, ShardMessage
 from kvcluster.runtime.auth import Authenticator
-from kvcluster.runtime.server import Gate, Server, unary_handlers
+from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
 from kvcluster.wire.methods import SHARD
@@ -88,7 +88,7 @@ def served(**config: object) -> Iterator[Served]:
         gate = Gate(Authenticator({}, SECRET))
         handlers = unary_handlers(SHARD, gate, source.ask, shared=frozenset({"Suspect"}))
         handlers |= page_handlers(hanging, lambda context: gate.caller(context).tenant)
-        server = Server(handlers, "127.0.0.1", 0, threads=4)
+        server = GrpcServer(handlers, "127.0.0.1", 0, threads=4)
         server.start()
 
         def open_source(address: ShardAddress) -> GrpcPages:

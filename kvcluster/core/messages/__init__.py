@@ -27,7 +27,6 @@ from kvcluster.core.messages.common import (
     PROTOCOL_VERSION,
     Done,
     Need,
-    PageKey,
     Plan,
     Refused,
     RefusedKind,
@@ -126,6 +125,7 @@ from kvcluster.core.messages.shard import (
     WriteGrant,
     Written,
 )
+from kvcluster.core.page_key import PageKey
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import Tier
 

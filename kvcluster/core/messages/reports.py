@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, CallId, Epoch, NamespaceId, ShardId, Tenant
-from kvcluster.core.messages.common import PageKey
 from kvcluster.core.messages.orders import NO_ORDERS, Order, OrderProgress
+from kvcluster.core.page_key import PageKey
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import FASTEST, Tier, above

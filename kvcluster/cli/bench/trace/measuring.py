@@ -13,7 +13,7 @@ from typing import Any
 
 from kvcluster import config
 from kvcluster.cli.bench.specs import llama_8b
-from kvcluster.cli.bench.trace.cluster import TENANT, Cluster
+from kvcluster.cli.bench.trace.cluster import TENANT, TraceCluster
 from kvcluster.cli.bench.trace.reading import Trace
 from kvcluster.core.block_facts import recompute_cost
 from kvcluster.core.hashing import foreign
@@ -72,18 +72,12 @@ def measure(
     rows = []
     for row in ROWS:
         say(f"{row.name} ...")
-        overrides = {
-            "shards": shards,
-            "coordinator": {
-                "host_codec": row.codec or "raw",
-                "host_raw_blocks": row.raw_blocks,
-                "eviction_policy": eviction_policy,
-                "run_blocks": max(1, config.CoordinatorConfig().run_blocks * block_tokens // TRACE_TOKENS),
-            },
-            # There are no bytes that could rot, so none are read again.
-            "shard": {"device_bytes": device_bytes, "host_bytes": host_bytes if row.codec else 0, "scrub_bytes": 0},
+        coordinator = {
+            "eviction_policy": eviction_policy,
+            "run_blocks": max(1, config.CoordinatorConfig().run_blocks * block_tokens // TRACE_TOKENS),
         }
-        figures = replay(trace, spec, config.load(None, overrides))
+        settings = _settings(row, coordinator, shards=shards, device_bytes=device_bytes, host_bytes=host_bytes)
+        figures = replay(trace, spec, settings)
         rows.append({"name": row.name, "codec": row.codec, "raw_blocks": row.raw_blocks, **figures})
     raw_blocks = next(figures["host_blocks"] for figures in rows if figures["codec"] == "raw")
     for figures in rows:
@@ -105,9 +99,22 @@ def measure(
     }
 
 
+def _settings(
+    row: Row, coordinator: dict[str, Any], *, shards: int, device_bytes: int, host_bytes: int
+) -> config.Config:
+    """The cluster of one row. The bytes are those of each shard."""
+    overrides = {
+        "shards": shards,
+        "coordinator": {"host_codec": row.codec or "raw", "host_raw_blocks": row.raw_blocks, **coordinator},
+        # There are no bytes that could rot, so none are read again.
+        "shard": {"device_bytes": device_bytes, "host_bytes": host_bytes if row.codec else 0, "scrub_bytes": 0},
+    }
+    return config.load(None, overrides)
+
+
 def replay(trace: Trace, spec: KVSpec, settings: config.Config) -> dict[str, Any]:
     """One row. Blocks are counted after each request of the second half; `_end`: after the last."""
-    cluster = Cluster(settings, spec)
+    cluster = TraceCluster(settings, spec)
     names = sorted({block for request in trace.requests for block in request.ids})
     made = foreign(spec.namespace(TENANT), (name.to_bytes(16, "little") for name in names))
     hash_of: dict[int, BlockHash] = dict(zip(names, made, strict=True))
@@ -158,7 +165,7 @@ def _worst(grant: LoadGrant) -> Loss:
     return max((source.loss for run in grant.runs for source in run.plan[0] or ()), default=Loss.EXACT)
 
 
-def _held(cluster: Cluster) -> dict[str, float]:
+def _held(cluster: TraceCluster) -> dict[str, float]:
     """What lies in the tiers at this moment. A block in both tiers counts in each, and once in `cached_blocks`."""
     pools = [shard.pool for shard in cluster.shards]
     held: dict[str, float] = {"cached_blocks": cluster.coordinator.directory.blocks}
