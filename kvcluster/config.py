@@ -11,13 +11,15 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from kvcluster.errors import ConfigError
+from kvcluster.eviction import POLICIES
 from kvcluster.transports import NAMES
 
 if sys.version_info >= (3, 11):
@@ -39,6 +41,9 @@ LOSSES = ("exact", "q8", "q4")
 _LOOPBACK = re.compile(r"tcp://(?:127\.[0-9.]+|\[::1\]):")
 _MAY_BE_ZERO = ("hold_ms", "store_wait_ms")
 
+_Rule = tuple[bool, str]
+"""Whether it holds, and what to say if it does not."""
+
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorConfig:
@@ -47,9 +52,9 @@ class CoordinatorConfig:
     run of blocks that is loaded so often within `hot_window_ms` gets `hot_replicas` in all. `host_codec`: how what goes
     down to the host tier is encoded, raw, q8 or q4; but the first `host_raw_blocks` blocks of a sequence stay raw.
     `q4_error_budget`: a namespace whose pages lose more by q4, in the mean of what shards have sampled, gets q8.
-    `promote_loads`: a run that is loaded so often within `hot_window_ms` comes up again. `drain_ms`: after so long a
-    draining shard goes, whatever it still holds. `state_dir`: where tombstones are kept for the next coordinator; ""
-    keeps them in the shards alone."""
+    `eviction_policy`: what goes first, lru or gdsf (docs/tiers.md). `promote_loads`: a run that is loaded so often
+    within `hot_window_ms` comes up again. `drain_ms`: after so long a draining shard goes, whatever it still holds.
+    `state_dir`: where tombstones are kept for the next coordinator; "" keeps them in the shards alone."""
 
     ticket_ttl_ms: int = 30_000
     hold_ms: int = 10_000
@@ -62,6 +67,7 @@ class CoordinatorConfig:
     hot_loads: int = 32
     hot_window_ms: int = 60_000
     hot_replicas: int = 2
+    eviction_policy: str = "lru"
     host_codec: str = "q8"
     host_raw_blocks: int = 1
     q4_error_budget: float = 0.15
@@ -221,83 +227,108 @@ def _value(value: Any, default: Any, name: str) -> Any:
 
 
 def _check(config: Config) -> None:
-    c, s, e = config.coordinator, config.shard, config.events
-    rules = [
-        (config.shards >= 1, "shards must be at least 1"),
-        (0 <= config.server.port <= 65_535, "server.port must be between 0 and 65535; 0 chooses a free one"),
-        (config.server.threads >= 2, "server.threads must be at least 2"),
-        (0 <= c.low_free <= c.high_free <= 0.9, "coordinator needs 0 <= low_free <= high_free <= 0.9"),
-        (0 <= c.pinned_share <= 0.9, "coordinator.pinned_share must be between 0 and 0.9"),
-        (1 <= c.run_blocks <= 8_192, "coordinator.run_blocks must be between 1 and 8192"),
-        (c.hot_loads >= 1, "coordinator.hot_loads must be at least 1"),
-        (
-            1 <= c.hot_replicas <= 64,
-            "coordinator.hot_replicas must be between 1 and 64; 1 makes no copies of hot blocks",
-        ),
-        (c.host_codec in CODECS, f"coordinator.host_codec: there is no {c.host_codec!r}; there is {', '.join(CODECS)}"),
-        (c.q4_error_budget >= 0, "coordinator.q4_error_budget must not be negative"),
-        (0 <= s.q4_sampled <= 1, "shard.q4_sampled must be between 0 and 1"),
-        (c.host_raw_blocks >= 0, "coordinator.host_raw_blocks must not be negative"),
-        (c.promote_loads >= 1, "coordinator.promote_loads must be at least 1"),
-        ("grpc" in config.server.transports, "server.transports must name grpc, since control goes over it"),
-        (bool(config.client.transports), f"client.transports must name one of {', '.join(TRANSPORTS)}"),
-        (
-            config.client.accept in LOSSES,
-            f"client.accept: there is no loss {config.client.accept!r}; there is {', '.join(LOSSES)}",
-        ),
-        (
-            not e.replay or bool(e.endpoint),
-            "events.replay needs events.endpoint: what is not published is not replayed",
-        ),
-        (e.buffer_batches >= 1, "events.buffer_batches must be at least 1"),
-        (config.client.breaker_failures >= 1, "client.breaker_failures must be at least 1"),
-        (0 <= config.client.store_niceness <= 19, "client.store_niceness must be between 0 and 19"),
-        (s.device_bytes >= 4_096, "shard.device_bytes must hold at least a page; give 64MiB or more"),
-        (
-            not s.host_bytes or s.host_bytes >= 4_096,
-            "shard.host_bytes must hold at least a page; give 64MiB or more, or 0 for no such tier",
-        ),
-        (not s.disk_bytes or bool(s.disk_dir), "shard.disk_bytes needs shard.disk_dir: a folder on a local drive"),
-        (
-            not s.disk_dir or os.path.isabs(s.disk_dir),
-            f"shard.disk_dir must be an absolute path, not {s.disk_dir!r}: shards run in folders of their own",
-        ),
-        (
-            not s.disk_dir or bool(s.disk_bytes),
-            "shard.disk_dir needs shard.disk_bytes: how much it may take there",
-        ),
-        (
-            not s.disk_bytes or bool(s.host_bytes),
-            "shard.disk_bytes needs shard.host_bytes: pages come to disk out of the host tier, and back through it",
-        ),
-        (
-            2 * s.report_interval_ms < config.membership_ttl_ms,
-            "membership_ttl_ms must exceed two report intervals, or one lost report loses a shard",
-        ),
-        (s.lease_ttl_ms >= 100, "shard.lease_ttl_ms under 100 ends leases of workers that are merely busy"),
-    ]
+    """Raises ConfigError with the first rule that does not hold."""
+    for holds, sentence in chain(
+        _cluster_rules(config),
+        _coordinator_rules(config.coordinator),
+        _shard_rules(config.shard),
+        _client_rules(config.client),
+        _transport_rules(config),
+        _event_rules(config.events),
+        _duration_rules(config),
+    ):
+        if not holds:
+            raise ConfigError(sentence)
+
+
+def _cluster_rules(config: Config) -> Iterator[_Rule]:
+    yield config.shards >= 1, "shards must be at least 1"
+    yield 0 <= config.server.port <= 65_535, "server.port must be between 0 and 65535; 0 chooses a free one"
+    yield config.server.threads >= 2, "server.threads must be at least 2"
+    yield (
+        2 * config.shard.report_interval_ms < config.membership_ttl_ms,
+        "membership_ttl_ms must exceed two report intervals, or one lost report loses a shard",
+    )
+
+
+def _coordinator_rules(c: CoordinatorConfig) -> Iterator[_Rule]:
+    yield 0 <= c.low_free <= c.high_free <= 0.9, "coordinator needs 0 <= low_free <= high_free <= 0.9"
+    yield 0 <= c.pinned_share <= 0.9, "coordinator.pinned_share must be between 0 and 0.9"
+    yield 1 <= c.run_blocks <= 8_192, "coordinator.run_blocks must be between 1 and 8192"
+    yield c.hot_loads >= 1, "coordinator.hot_loads must be at least 1"
+    yield (
+        1 <= c.hot_replicas <= 64,
+        "coordinator.hot_replicas must be between 1 and 64; 1 makes no copies of hot blocks",
+    )
+    yield c.host_codec in CODECS, f"coordinator.host_codec: there is no {c.host_codec!r}; there is {', '.join(CODECS)}"
+    yield (
+        c.eviction_policy in POLICIES,
+        f"coordinator.eviction_policy: there is no {c.eviction_policy!r}; there is {', '.join(POLICIES)}",
+    )
+    yield c.q4_error_budget >= 0, "coordinator.q4_error_budget must not be negative"
+    yield c.host_raw_blocks >= 0, "coordinator.host_raw_blocks must not be negative"
+    yield c.promote_loads >= 1, "coordinator.promote_loads must be at least 1"
+
+
+def _shard_rules(s: ShardConfig) -> Iterator[_Rule]:
+    yield 0 <= s.q4_sampled <= 1, "shard.q4_sampled must be between 0 and 1"
+    yield s.device_bytes >= 4_096, "shard.device_bytes must hold at least a page; give 64MiB or more"
+    yield (
+        not s.host_bytes or s.host_bytes >= 4_096,
+        "shard.host_bytes must hold at least a page; give 64MiB or more, or 0 for no such tier",
+    )
+    yield not s.disk_bytes or bool(s.disk_dir), "shard.disk_bytes needs shard.disk_dir: a folder on a local drive"
+    yield (
+        not s.disk_dir or os.path.isabs(s.disk_dir),
+        f"shard.disk_dir must be an absolute path, not {s.disk_dir!r}: shards run in folders of their own",
+    )
+    yield not s.disk_dir or bool(s.disk_bytes), "shard.disk_dir needs shard.disk_bytes: how much it may take there"
+    yield (
+        not s.disk_bytes or bool(s.host_bytes),
+        "shard.disk_bytes needs shard.host_bytes: pages come to disk out of the host tier, and back through it",
+    )
+    yield s.lease_ttl_ms >= 100, "shard.lease_ttl_ms under 100 ends leases of workers that are merely busy"
+
+
+def _client_rules(client: ClientConfig) -> Iterator[_Rule]:
+    yield client.accept in LOSSES, f"client.accept: there is no loss {client.accept!r}; there is {', '.join(LOSSES)}"
+    yield client.breaker_failures >= 1, "client.breaker_failures must be at least 1"
+    yield 0 <= client.store_niceness <= 19, "client.store_niceness must be between 0 and 19"
+
+
+def _transport_rules(config: Config) -> Iterator[_Rule]:
+    yield "grpc" in config.server.transports, "server.transports must name grpc, since control goes over it"
+    yield bool(config.client.transports), f"client.transports must name one of {', '.join(TRANSPORTS)}"
     for prefix, names in (("server", config.server.transports), ("client", config.client.transports)):
         for name in names:
             known = f"{prefix}.transports: there is no {name!r}; there is {', '.join(TRANSPORTS)}"
-            rules.append((name in TRANSPORTS, known))
+            yield name in TRANSPORTS, known
+
+
+def _event_rules(e: EventsConfig) -> Iterator[_Rule]:
+    yield not e.replay or bool(e.endpoint), "events.replay needs events.endpoint: what is not published is not replayed"
+    yield e.buffer_batches >= 1, "events.buffer_batches must be at least 1"
     for name, where in (("endpoint", e.endpoint), ("replay", e.replay)):
         told = re.fullmatch(r"tcp://(?:[^:\[\]]+|\[[^\[\]]+\]):([0-9]{1,5})", where)
         is_tcp = told is not None and int(told[1]) <= 65_535
-        rules.append((not where or is_tcp, f"events.{name} must be such as tcp://127.0.0.1:5557, not {where!r}"))
-        rules.append(
-            (
-                not where or e.insecure or bool(_LOOPBACK.match(where)),
-                f"events.{name}: whoever reaches {where} reads the prompts of all tenants. Use a loopback address, or "
-                "say events.insecure = true",
-            )
+        yield not where or is_tcp, f"events.{name} must be such as tcp://127.0.0.1:5557, not {where!r}"
+        yield (
+            not where or e.insecure or bool(_LOOPBACK.match(where)),
+            f"events.{name}: every process that reaches {where} reads the prompts of all tenants. Use a loopback "
+            "address, or say events.insecure = true",
         )
-    sections: dict[str, Any] = {"": config, "coordinator.": c, "shard.": s, "client.": config.client}
+
+
+def _duration_rules(config: Config) -> Iterator[_Rule]:
+    sections: dict[str, Any] = {
+        "": config,
+        "coordinator.": config.coordinator,
+        "shard.": config.shard,
+        "client.": config.client,
+    }
     for prefix, section in sections.items():
         for name in (f.name for f in fields(section) if f.name.endswith("_ms")):
             if name in _MAY_BE_ZERO:
-                rules.append((getattr(section, name) >= 0, f"{prefix}{name} must not be negative"))
+                yield getattr(section, name) >= 0, f"{prefix}{name} must not be negative"
             else:
-                rules.append((getattr(section, name) > 0, f"{prefix}{name} must be positive"))
-    for holds, sentence in rules:
-        if not holds:
-            raise ConfigError(sentence)
+                yield getattr(section, name) > 0, f"{prefix}{name} must be positive"

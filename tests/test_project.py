@@ -14,7 +14,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import kvcluster
-from tools import tidy
+from tools import structure, tidy
+from tools.structure import Known
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -104,10 +105,50 @@ def test_tidy_names_what_is_wrong_and_where(tmp_path: Path, path: str, text: str
         "kvcluster/x_pb2.py": "# TO" + "DO generated\n",
     }
     _write(tmp_path, tidy_tree)
-    assert tidy.complaints(tmp_path) == []
+    assert tidy.complaints(tmp_path, Known()) == []
     _write(tmp_path, {path: text})
-    found = tidy.complaints(tmp_path)
+    found = tidy.complaints(tmp_path, Known())
     assert any(c.startswith(f"{path}:") and complaint in c for c in found), found
+
+
+LONG = "def f():\n" + "    pass\n" * 50
+LATER = "def f():\n    from kvcluster.a import g\n"
+TYPED = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from kvcluster.a import G\n"
+
+
+@pytest.mark.parametrize(
+    ("modules", "known", "complaint"),
+    [
+        ({"a": "import kvcluster.b\n", "b": "import kvcluster.a\n"}, "circles", "a circle of imports: kvcluster.a"),
+        ({"a": "from kvcluster import b\n", "b": LATER}, "circles", "a circle of imports: kvcluster.a, kvcluster.b;"),
+        ({"a": "from kvcluster.b import h\n", "b": TYPED}, "circles", "a circle of imports: kvcluster.a"),
+        (
+            {"p/__init__": "from kvcluster.p.a import g\n", "p/a": "from kvcluster.p import b\n", "p/b": ""},
+            "circles",
+            "a circle of imports: kvcluster.p, kvcluster.p.a;",
+        ),
+        ({"a": LONG}, "functions", "f has 51 lines, more than 50"),
+        ({"a": "class C:\n    async " + LONG.replace("\n", "\n    ")}, "functions", "f has 51 lines, more than 50"),
+        ({"a": "class _C: ...\n", "b": "class _C: ...\n"}, "classes", "a class _C is also in kvcluster/b.py:1"),
+    ],
+)
+def test_the_shape_of_modules_is_held_but_for_what_is_known(
+    modules: dict[str, str], known: str, complaint: str
+) -> None:
+    texts = {f"kvcluster/{name}.py": text for name, text in modules.items()}
+    found = structure.complaints(texts, Known())
+    assert found[0].startswith("kvcluster/") and complaint in found[0]
+    excepted = {"circles": "kvcluster", "functions": "kvcluster/a.py:f", "classes": "_C"}[known]
+    assert structure.complaints(texts, Known(**{known: (excepted,)})) == []
+
+
+@pytest.mark.parametrize("known", ["circles", "functions", "classes"])
+def test_an_exception_that_is_not_needed_any_more_is_a_complaint(known: str) -> None:
+    texts = {"kvcluster/a.py": "import kvcluster.b\nclass C: ...\n" + LONG.replace("    pass\n", "", 1), "x.py": LONG}
+    assert structure.complaints(texts, Known()) == []
+    excepted = {"circles": "kvcluster", "functions": "kvcluster/a.py:f", "classes": "C"}[known]
+    (complaint,) = structure.complaints(texts, Known(**{known: (excepted,)}))
+    assert complaint.startswith("tools/structure.py:1: ") and "take it out of KNOWN" in complaint
 
 
 @pytest.mark.parametrize(("lines", "branches", "thin"), [(95, 95, []), (94, 100, ["lines"]), (100, 94, ["branches"])])

@@ -52,6 +52,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "members": MACHINES,
     "mover": ("test_mover", "test_disk_moves", "test_promotion", "test_tier_faults"),
     "pool": ("test_pool", "test_withdrawal"),
+    "puller": ("test_orders",),
     "replicator": ("test_replicator", "test_drain"),
     "shard": ("test_shard", "test_uplink", "test_orders", "test_waiting", "test_reading", "test_transcripts"),
     "state": MACHINES,

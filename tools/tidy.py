@@ -14,6 +14,10 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tools.structure import Known
 
 MAX_LINES = 500
 ADR_LINES = 40
@@ -82,7 +86,7 @@ def length(path: str, text: str) -> Iterator[str]:
 
 def core(path: str, text: str) -> Iterator[str]:
     """Same seed, same run: no random of its own, nothing seeded per process, no order taken from a set."""
-    if not (path.startswith("kvcluster/core/") and path.endswith(".py")):
+    if not (path.startswith(("kvcluster/core/", "kvcluster/eviction/")) and path.endswith(".py")):
         return
     tree = ast.parse(text)
     guards = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
@@ -110,12 +114,12 @@ def links(path: str, text: str, root: Path) -> Iterator[str]:
                 yield f"{path}:{number}: {target} does not exist"
 
 
-def complaints(root: Path) -> list[str]:
-    """What every rule has to say about the tree below `root`."""
-    from tools import promises  # as a program, this file finds its neighbour only now
+def complaints(root: Path, known: Known | None = None) -> list[str]:
+    """What every rule has to say about the tree below `root`. `known`: as of structure.py, by default its KNOWN."""
+    from tools import promises, structure  # as a program, this file finds its neighbours only now
 
     found = texts(root)
-    out: list[str] = [*promises.complaints(root)]
+    out: list[str] = [*promises.complaints(root), *structure.complaints(found, known)]
     for path, text in found.items():
         out += [*patterns(path, text), *length(path, text), *core(path, text)]
         out += links(path, text, root) if path.endswith(".md") else ()

@@ -15,7 +15,7 @@ from kvcluster.core.messages import Leave
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.garbage import GarbageKeeper
-from kvcluster.runtime.server import Gate, Server, unary_handlers
+from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
 from kvcluster.transport.rpc import host_and_port
 from kvcluster.wire.methods import COORDINATOR
 
@@ -34,7 +34,7 @@ class CoordinatorActor:
         self._host = CoordinatorHost(Epoch(time.time_ns()), config, on_end=end_process)
         gate = Gate(authenticator(config.server, secret))
         handlers = unary_handlers(COORDINATOR, gate, self._host.ask, _FOR_SHARDS, operators=_FOR_OPERATORS)
-        self._server = Server(handlers, config.server.host, config.server.port, config.server.threads)
+        self._server = GrpcServer(handlers, config.server.host, config.server.port, config.server.threads)
         self._garbage = GarbageKeeper()
         self._garbage.start()
         self._host.start()

@@ -19,7 +19,7 @@ from kvcluster.core.ids import Epoch, ShardId, Tenant
 from kvcluster.core.messages import Inventory, Leave, Reply, Report, ShardAddress
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.offering import serve_paths
-from kvcluster.runtime.server import Gate, Handler, Server, unary_handlers
+from kvcluster.runtime.server import Gate, GrpcServer, Handler, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.choice import choose, own_attempts
 from kvcluster.transport.grpc_pages import page_handlers
@@ -45,7 +45,7 @@ class ShardActor:
         gate = Gate(auth)
         # The server is bound before the core exists, because the core has to know the address it is reached at.
         handlers: dict[str, Handler] = {}
-        self._server = Server(handlers, reachable_host(config.server.host), 0, config.server.threads)
+        self._server = GrpcServer(handlers, reachable_host(config.server.host), 0, config.server.threads)
         self._host = ShardHost(
             ShardId(shard),
             Epoch(time.time_ns()),

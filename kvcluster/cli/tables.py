@@ -25,6 +25,17 @@ def print_status(status: dict[str, Any], address: str) -> None:
     """One line for the cluster, one row a shard."""
     # Wide enough for every column: a terminal that is narrower breaks lines, and what reads a pipe does not care.
     console = Console(width=max(Console().width, 130), highlight=False)
+    _print_totals(console, status, address)
+    _print_warnings(console, status)
+    console.print(_shard_table(status["shards"]))
+    engines = status.get("engines", ())
+    if engines:
+        names = [f"{one['name']} ({one['model']})" for one in engines[:_ENGINES_SHOWN]]
+        more = f" and {len(engines) - _ENGINES_SHOWN} more" if len(engines) > _ENGINES_SHOWN else ""
+        console.print(f"{len(engines)} engine(s): {escape(', '.join(names))}{more}", soft_wrap=True)
+
+
+def _print_totals(console: Console, status: dict[str, Any], address: str) -> None:
     rate = status["hit_rate"]
     counters, totals = status["counters"], status["totals"]
     console.print(
@@ -47,6 +58,9 @@ def print_status(status: dict[str, Any], address: str) -> None:
             f"{totals.get('demoted', 0):,} pages went down a tier and {totals.get('promoted', 0):,} came up, "
             f"{totals.get('staged', 0):,} were read from disk; {policy}"
         )
+
+
+def _print_warnings(console: Console, status: dict[str, Any]) -> None:
     for shard in status["shards"]:
         if shard["trouble"]:
             console.print(f"[yellow]{shard['shard']}[/yellow]: {shard['trouble']}")
@@ -57,32 +71,17 @@ def print_status(status: dict[str, Any], address: str) -> None:
     if status["lost_shards"]:
         lost = ", ".join(status["lost_shards"])
         console.print(f"[red]nothing is heard of {lost}[/red]: what lay there alone is a miss")
+
+
+def _shard_table(shards: Sequence[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     numbers = ("used", "of", "pages", "leases", "evicted", "pulled", "corrupt")
-    for column in (
-        "shard",
-        "state",
-        "tier",
-        "used",
-        "of",
-        "",
-        "pages",
-        "leases",
-        "evicted",
-        "pulled",
-        "corrupt",
-        "address",
-    ):
+    for column in ("shard", "state", "tier", "used", "of", "", *numbers[2:], "address"):
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
-    for shard in status["shards"]:
+    for shard in shards:
         for row in _rows(shard):
             table.add_row(*row)
-    console.print(table)
-    engines = status.get("engines", ())
-    if engines:
-        names = [f"{one['name']} ({one['model']})" for one in engines[:_ENGINES_SHOWN]]
-        more = f" and {len(engines) - _ENGINES_SHOWN} more" if len(engines) > _ENGINES_SHOWN else ""
-        console.print(f"{len(engines)} engine(s): {escape(', '.join(names))}{more}", soft_wrap=True)
+    return table
 
 
 def print_engines(engines: Sequence[dict[str, Any]]) -> None:

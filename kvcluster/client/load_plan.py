@@ -82,11 +82,11 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class PlanTick:
     """It may be time for something; see `next_deadline`."""
 
 
-LoadEvent = Begin | ReadEnded | ReadStopped | Answered | Cancel | Tick
+LoadEvent = Begin | ReadEnded | ReadStopped | Answered | Cancel | PlanTick
 
 # ------------------------------------------------------------------------------------------------ effects
 
@@ -141,7 +141,7 @@ LoadEffect = StartRead | StopRead | AskElsewhere | ReportCorrupt | FinishLoad
 # --------------------------------------------------------------------------------------------------- plan
 
 
-class _State(Enum):
+class _LoadState(Enum):
     NEW = "new"
     RUNNING = "running"
     STOPPING = "stopping"
@@ -149,7 +149,7 @@ class _State(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class _Exchange:
+class _ReadExchange:
     """One read that is under way. `handed_over`: the items that others bring. `stopping`: those that it was told to
     stop, and where else they lie."""
 
@@ -169,7 +169,7 @@ class _Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _AskedElsewhere:
     """Where else do these lie? `silent`: the exchange that may bring them still, None where none will."""
 
     questions: tuple[Question, ...]
@@ -214,19 +214,19 @@ class LoadPlan:
         self._began_ns = 0
         self._patience_ns = 0
         self._numbers = itertools.count(1)
-        self._exchanges: dict[int, _Exchange] = {}
-        self._asked: dict[int, _Asked] = {}
-        self._state = _State.NEW
+        self._exchanges: dict[int, _ReadExchange] = {}
+        self._asked: dict[int, _AskedElsewhere] = {}
+        self._state = _LoadState.NEW
         self._why = Miss(MissReason.SHARD_LOST)  # what is told of blocks of which nothing else is known
         self._error: BaseException | None = None
 
     @property
     def ended(self) -> bool:
-        return self._state is _State.ENDED
+        return self._state is _LoadState.ENDED
 
     def next_deadline(self) -> int | None:
-        """When the next Tick is due."""
-        if self._state is _State.ENDED:
+        """When the next PlanTick is due."""
+        if self._state is _LoadState.ENDED:
             return None
         patience = [each.ranges.heard_ns + self._patience_ns for each in self._exchanges.values() if not each.hedged]
         return min([self._deadline_ns, *patience])
@@ -234,12 +234,12 @@ class LoadPlan:
     def step(self, event: LoadEvent, now: int) -> list[LoadEffect]:
         """Takes note of an event, and says what is to be done. `now` never falls."""
         effects: list[LoadEffect] = []
-        if self._state is _State.ENDED:
+        if self._state is _LoadState.ENDED:
             return effects
         match event:
             case Begin():
-                assert self._state is _State.NEW, "a load begins once"
-                self._state = _State.RUNNING
+                assert self._state is _LoadState.NEW, "a load begins once"
+                self._state = _LoadState.RUNNING
                 self._began_ns = now
                 self._patience_ns = max(0, self._deadline_ns - now) // SILENT_SHARE
                 effects += self._start(self._pieces, now) if now < self._deadline_ns else self._stop(_LATE)
@@ -250,15 +250,15 @@ class LoadPlan:
             case Answered():
                 effects += self._answered(event, now)
             case Cancel(why):
-                effects += self._stop(why if self._state is not _State.NEW else Miss(why.reason, NEVER_BEGUN))
-            case Tick():
+                effects += self._stop(why if self._state is not _LoadState.NEW else Miss(why.reason, NEVER_BEGUN))
+            case PlanTick():
                 if now >= self._deadline_ns:
                     effects += self._stop(_LATE)
-                elif self._state is _State.RUNNING:
+                elif self._state is _LoadState.RUNNING:
                     effects += self._hedge(now)
-        if self._state is not _State.NEW and not self._exchanges and not self._asked:
+        if self._state is not _LoadState.NEW and not self._exchanges and not self._asked:
             effects.append(self._outcome(now))
-            self._state = _State.ENDED
+            self._state = _LoadState.ENDED
         return effects
 
     def _outcome(self, now: int) -> FinishLoad:
@@ -266,7 +266,7 @@ class LoadPlan:
             return FinishLoad(None, self._error)
         loaded = self._progress.loaded(self._why)
         return FinishLoad(
-            loaded if self._state is _State.STOPPING else replace(loaded, took_ns=max(1, now - self._began_ns))
+            loaded if self._state is _LoadState.STOPPING else replace(loaded, took_ns=max(1, now - self._began_ns))
         )
 
     # ----------------------------------------------------------------------------------------- starting
@@ -286,7 +286,7 @@ class LoadPlan:
                     effects += self._look(shard, [(rest, permit) for rest in share], [], now)
                     continue
                 number, ranges = next(self._numbers), ReadRanges(share, now=now, deadline_ns=self._deadline_ns)
-                self._exchanges[number] = _Exchange(number, shard, ranges, permit, reattached)
+                self._exchanges[number] = _ReadExchange(number, shard, ranges, permit, reattached)
                 effects.append(StartRead(number, shard, self._next_attempt(), ranges, self._progress.loss))
         return effects
 
@@ -297,7 +297,7 @@ class LoadPlan:
         if exchange is None:
             return []
         verdict = self._policy.ended(exchange.permit, event.error, now, reattached=exchange.reattached)
-        if self._state is _State.STOPPING:
+        if self._state is _LoadState.STOPPING:
             return self._report(exchange)
         if isinstance(verdict, BaseException):
             self._error = verdict
@@ -317,7 +317,7 @@ class LoadPlan:
             (lossy if has_lost_more else gone).append((rest, why))
         return effects + self._look(exchange.shard, gone, lossy, now)
 
-    def _ask_again(self, exchange: _Exchange, verdict: AskAgain, now: int) -> list[LoadEffect]:
+    def _ask_again(self, exchange: _ReadExchange, verdict: AskAgain, now: int) -> list[LoadEffect]:
         """The same shard brings the rest, but for what came from there and was not right."""
         again = [rest for item, rest in exchange.missing() if exchange.ranges.why(item) is None]
         wrong = [(rest, why) for item, rest in exchange.missing() if (why := exchange.ranges.why(item)) is not None]
@@ -343,12 +343,12 @@ class LoadPlan:
         if not questions:
             return []
         number = next(self._numbers)
-        self._asked[number] = _Asked(questions, tuple(rests), silent)
+        self._asked[number] = _AskedElsewhere(questions, tuple(rests), silent)
         return [AskElsewhere(number, questions, now + (self._deadline_ns - now) // ASKING_SHARE)]
 
     def _answered(self, event: Answered, now: int) -> list[LoadEffect]:
         asked = self._asked.pop(event.number, None)
-        if asked is None or self._state is _State.STOPPING:
+        if asked is None or self._state is _LoadState.STOPPING:
             return []
         found: Found = {}
         for question, explained in zip(asked.questions, event.answers, strict=False):
@@ -371,7 +371,7 @@ class LoadPlan:
                     pieces.setdefault(shard, []).append(piece)
         return pieces
 
-    def _report(self, exchange: _Exchange) -> list[LoadEffect]:
+    def _report(self, exchange: _ReadExchange) -> list[LoadEffect]:
         """Tells a shard which of its pages did not match here."""
         ranges = exchange.ranges
         keys = dict.fromkeys(ranges.pieces[item].want.key for item in ranges.corrupt if item not in ranges.unreadable)
@@ -390,7 +390,7 @@ class LoadPlan:
                 effects += self._ask(rests, exchange.number, now)
         return effects
 
-    def _take_away(self, exchange: _Exchange, found: Found) -> list[LoadEffect]:
+    def _take_away(self, exchange: _ReadExchange, found: Found) -> list[LoadEffect]:
         """Stops a silent exchange, as far as other shards have what it was to bring; it is waited for with the rest."""
         items: dict[int, bool] = {}
         for item, rest in exchange.missing():
@@ -406,15 +406,15 @@ class LoadPlan:
         if exchange is None:
             return []
         if event.items is not None:
-            return self._hand_over(exchange, now) if self._state is _State.RUNNING else []
+            return self._hand_over(exchange, now) if self._state is _LoadState.RUNNING else []
         del self._exchanges[event.exchange]
-        if self._state is _State.STOPPING:
+        if self._state is _LoadState.STOPPING:
             self._policy.gave_up(exchange.permit)
             return self._report(exchange)
         self._policy.failed(exchange.permit, _silent(exchange.shard), now)
         return [*self._report(exchange), *self._hand_over(exchange, now)]
 
-    def _hand_over(self, exchange: _Exchange, now: int) -> list[LoadEffect]:
+    def _hand_over(self, exchange: _ReadExchange, now: int) -> list[LoadEffect]:
         """Other exchanges bring what this one has stopped to bring."""
         if exchange.stopping is None:
             return []
@@ -428,9 +428,9 @@ class LoadPlan:
     # ----------------------------------------------------------------------------------------- stopping
 
     def _stop(self, why: Miss) -> list[LoadEffect]:
-        if self._state is _State.STOPPING:
+        if self._state is _LoadState.STOPPING:
             return []
-        self._state = _State.STOPPING
+        self._state = _LoadState.STOPPING
         self._why = why
         self._asked.clear()
         return [StopRead(number, None) for number in self._exchanges]

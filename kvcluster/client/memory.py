@@ -129,7 +129,7 @@ def bind(
             f"memory is a list of {len(given)} where the spec has {len(parts)} group(s): "
             "give one entry a group; the layers of a group go into Paged(layers, block_ids)"
         )
-    regions: list[Region | None] = []
+    memories: list[PartMemory | None] = []
     for index, (one, part) in enumerate(zip(given, parts, strict=True)):
         if (one is None) != (part is None):
             raise CallerError(
@@ -137,11 +137,11 @@ def bind(
                 "give memory for exactly the groups that are moved, and None for the others"
             )
         if part is None:
-            regions.append(None)
+            memories.append(None)
             continue
         spec.check_part(index, part)
-        regions.append(_bind_group(Ask(spec, index, part, first, blocks, writable), one))
-    return Bound(tuple(regions), first, given)
+        memories.append(_bind_group(Ask(spec, index, part, first, blocks, writable), one))
+    return Bound(tuple(memories), first, given)
 
 
 class Staging:
@@ -164,10 +164,10 @@ class Bound:
     its own.
     """
 
-    def __init__(self, regions: tuple[Region | None, ...], first: int, owners: object) -> None:
-        self._regions = regions
+    def __init__(self, memories: tuple[PartMemory | None, ...], first: int, owners: object) -> None:
+        self._memories = memories
         self._first = first
-        self._owners = owners  # the regions hold addresses only
+        self._owners = owners  # the memories hold addresses only
 
     def put(self, block: int, group: int, rect: Part, data: memoryview, fills: Part | None = None) -> None:
         """Writes what `data` and the bound part of `group` have in common, within `fills` where that is given; ignores
@@ -176,22 +176,22 @@ class Bound:
         `data` is flat bytes in page layout `[rect.layers, planes, block_tokens, rect.heads, dim]`, `rect` in
         the group's own coordinates. Raises ProtocolError, and writes nothing, where it has another length.
         """
-        region = self._regions[group]
-        assert region is not None
-        expected = rect.layers * rect.heads * region.head_bytes
+        memory = self._memories[group]
+        assert memory is not None
+        expected = rect.layers * rect.heads * memory.head_bytes
         if len(data) != expected:
             raise ProtocolError(f"{rect} of a page take {expected} bytes, but {len(data)} came: does its spec differ?")
-        both = region.part.intersect(rect)
+        both = memory.part.intersect(rect)
         if both is not None and fills is not None:
             both = both.intersect(fills)
         if both is not None:
-            region.write(block - self._first, rect, both, data)
+            memory.write(block - self._first, rect, both, data)
 
     def place(self, block: int, group: int, rect: Part) -> memoryview | None:
         """Where `rect` of a page lies here, as `put` would write it; None where that is not one run of bytes."""
-        region = self._regions[group]
-        assert region is not None
-        return region.place(block - self._first, rect) if region.part.intersect(rect) == rect else None
+        memory = self._memories[group]
+        assert memory is not None
+        return memory.place(block - self._first, rect) if memory.part.intersect(rect) == rect else None
 
     def get(self, block: int, group: int, layer_start: int, layer_stop: int, staging: Staging) -> memoryview:
         """Those layers of the bound part, read-only, in page layout; layers are counted in the group.
@@ -199,13 +199,13 @@ class Bound:
         Without a copy where the memory lies so (Dense, Buffers), otherwise gathered into `staging`: what is
         returned is valid until that is used again.
         """
-        region = self._regions[group]
-        assert region is not None
-        assert region.part.layer_start <= layer_start < layer_stop <= region.part.layer_stop
-        return region.read(block - self._first, layer_start, layer_stop, staging)
+        memory = self._memories[group]
+        assert memory is not None
+        assert memory.part.layer_start <= layer_start < layer_stop <= memory.part.layer_stop
+        return memory.read(block - self._first, layer_start, layer_stop, staging)
 
 
-class Region(Protocol):
+class PartMemory(Protocol):
     """The memory of one group's part. `head_bytes` are those of one head in one layer of one block."""
 
     part: Part
@@ -224,7 +224,7 @@ class Region(Protocol):
 
 
 class Pages:
-    """A region where each block lies as a page does: moved as bytes."""
+    """Memory where each block lies as a page does: moved as bytes."""
 
     def __init__(self, ask: Ask, pages: Sequence[memoryview]) -> None:
         self.part = ask.part
@@ -329,7 +329,7 @@ def kind(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _bind_group(ask: Ask, memory: object) -> Region:
+def _bind_group(ask: Ask, memory: object) -> PartMemory:
     if isinstance(memory, Buffers):
         return _bind_buffers(ask, memory)
     try:

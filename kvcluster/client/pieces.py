@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from kvcluster.core.cover import cover as choose
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import PageKey, PageWant, ShardAddress, Source, TicketBody
 from kvcluster.core.spec import KVSpec, Part
@@ -125,13 +126,17 @@ class _Cut:
 
 def _cuts(rect: Part, sources: Iterable[Source]) -> list[_Cut] | None:
     """As `cover`, of any block that lies so."""
+    given = list(sources)
+    chosen, whole = choose(rect, [source.part for source in given])
+    if not whole:
+        return None
     left = [rect]
     cuts: list[_Cut] = []
-    for source in sources:
+    for source in [given[index] for index in chosen]:
         filled = [both for hole in left if (both := hole.intersect(source.part)) is not None]
         cuts += [_Cut(source.shard, source.part, both) for both in filled]
         left = [rest for hole in left for rest in _without(hole, source.part)]
-    return None if left else cuts
+    return cuts
 
 
 def each(pieces: Pieces) -> Iterable[Piece]:

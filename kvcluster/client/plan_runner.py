@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import Generic, Protocol, TypeVar
 
-from kvcluster.client.load_plan import Begin, Cancel, Tick
+from kvcluster.client.load_plan import Begin, Cancel, PlanTick
 from kvcluster.client.timer import Timer
 from kvcluster.core.reasons import Miss
 
@@ -57,7 +57,7 @@ class PlanRunner(Generic[Event, Effect]):
 
     def __init__(
         self,
-        plan: Plan[Event | Begin | Cancel | Tick, Effect],
+        plan: Plan[Event | Begin | Cancel | PlanTick, Effect],
         pool: Executor,
         lock: threading.RLock,
         timer: Timer,
@@ -76,7 +76,7 @@ class PlanRunner(Generic[Event, Effect]):
         """When this returns, no exchange touches the caller's memory: waits for the chunks in hand."""
         self.deliver(Cancel(why))
 
-    def deliver(self, event: Event | Begin | Cancel | Tick) -> None:
+    def deliver(self, event: Event | Begin | Cancel | PlanTick) -> None:
         """Steps an event. From any thread; waits for nothing that takes long."""
         for job in self._step(event):
             self._pool.submit(self._work, job)
@@ -91,7 +91,7 @@ class PlanRunner(Generic[Event, Effect]):
                 self._pool.submit(self._work, other)
             job = jobs[0] if jobs else None
 
-    def _step(self, event: Event | Begin | Cancel | Tick) -> list[Job[Event]]:
+    def _step(self, event: Event | Begin | Cancel | PlanTick) -> list[Job[Event]]:
         jobs: list[Job[Event]] = []
         with self._lock:
             events = deque([event])
@@ -114,4 +114,4 @@ class PlanRunner(Generic[Event, Effect]):
     def _tick(self) -> None:
         with self._lock:
             self._armed_ns = None
-        self.deliver(Tick())
+        self.deliver(PlanTick())

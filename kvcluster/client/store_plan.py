@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvcluster.client.load_plan import NEVER_BEGUN, Begin, Cancel, Tick
+from kvcluster.client.load_plan import NEVER_BEGUN, Begin, Cancel, PlanTick
 from kvcluster.client.policy import AskAgain, Permit, ShardPolicy
 from kvcluster.client.results import Stored
 from kvcluster.client.shares import share_out
@@ -113,7 +113,9 @@ class TicketEnded:
     """The coordinator has heard that the ticket is over, or could not be told."""
 
 
-StoreEvent = Begin | StoreGranted | NotGranted | SourceDrained | WriteEnded | WriteStopped | TicketEnded | Cancel | Tick
+StoreEvent = (
+    Begin | StoreGranted | NotGranted | SourceDrained | WriteEnded | WriteStopped | TicketEnded | Cancel | PlanTick
+)
 
 # ------------------------------------------------------------------------------------------------ effects
 
@@ -148,7 +150,7 @@ class FreeSource:
 
 
 @dataclass(frozen=True, slots=True)
-class EndTicket:
+class CloseTicket:
     """Tell the coordinator that this ticket is over, and say TicketEnded."""
 
     attempt: Attempt
@@ -167,12 +169,12 @@ class StoreOver:
     """The next store of this client may begin."""
 
 
-StoreEffect = AskStore | StartWrite | StopWrite | FreeSource | EndTicket | FinishStore | StoreOver
+StoreEffect = AskStore | StartWrite | StopWrite | FreeSource | CloseTicket | FinishStore | StoreOver
 
 # --------------------------------------------------------------------------------------------------- plan
 
 
-class _State(Enum):
+class _StoreState(Enum):
     NEW = "new"
     ASKING = "asking"
     WRITING = "writing"
@@ -215,7 +217,7 @@ class _Pages:
 
 
 @dataclass(eq=False, slots=True)
-class _Exchange:
+class _WriteExchange:
     """One write that is under way, of these of its pages. `reads`: may it read the source still?"""
 
     of: _Pages
@@ -247,10 +249,10 @@ class StorePlan:
         self._next_attempt = next_attempt
         self._deadline_ns = deadline_ns
         self._numbers = itertools.count(1)
-        self._exchanges: dict[int, _Exchange] = {}
+        self._exchanges: dict[int, _WriteExchange] = {}
         self._paused: list[tuple[int, _Pages]] = []  # when to ask again for what is pending
         self._namespace: NamespaceId | None = None
-        self._state = _State.NEW
+        self._state = _StoreState.NEW
         self._ticket: Attempt | None = None  # that the coordinator has still to be told to end
         self._all_there = True
         self._source_free = self._told = False
@@ -259,16 +261,16 @@ class StorePlan:
 
     @property
     def ended(self) -> bool:
-        return self._state is _State.OVER
+        return self._state is _StoreState.OVER
 
     def next_deadline(self) -> int | None:
-        """When the next Tick is due."""
+        """When the next PlanTick is due."""
         due = [when for when, _ in self._paused]
         return min(due, default=None) if self._told else min([self._deadline_ns, *due])
 
     def step(self, event: StoreEvent, now: int) -> list[StoreEffect]:
         """Takes note of an event, and says what is to be done. `now` never falls."""
-        if self._state is _State.OVER:
+        if self._state is _StoreState.OVER:
             return []
         effects: list[StoreEffect] = []
         match event:
@@ -293,22 +295,22 @@ class StorePlan:
                 self._ticket = None
             case Cancel(why):
                 effects += self._cancel(why)
-            case Tick():
+            case PlanTick():
                 effects += self._cancel(_LATE) if now >= self._deadline_ns else self._go_on(now)
         return effects + self._settle()
 
     def _begin(self, now: int) -> list[StoreEffect]:
-        assert self._state is _State.NEW, "a store begins once"
+        assert self._state is _StoreState.NEW, "a store begins once"
         if not self._terms.new or self._cancelled is not None or now >= self._deadline_ns:
-            self._state = _State.WRITING  # of nothing
+            self._state = _StoreState.WRITING  # of nothing
             self._cancelled = self._cancelled or (_LATE if self._terms.new else None)
             return []
-        self._state = _State.ASKING
+        self._state = _StoreState.ASKING
         self._ticket = self._terms.attempt  # from now on: a grant may be out there though its answer is lost
         return [AskStore()]
 
     def _not_granted(self, event: NotGranted) -> None:
-        self._state = _State.WRITING  # of nothing
+        self._state = _StoreState.WRITING  # of nothing
         self._all_there = False
         if not event.asked:
             self._ticket = None
@@ -318,7 +320,7 @@ class StorePlan:
             self._error = event.error
 
     def _granted(self, namespace: NamespaceId, grant: StoreGrant, now: int) -> list[StoreEffect]:
-        self._state = _State.WRITING
+        self._state = _StoreState.WRITING
         self._namespace = namespace
         if self._cancelled is not None:
             self._all_there = False
@@ -347,7 +349,7 @@ class StorePlan:
         pages = tuple(of.pages[at] for at in items)
         wait_ns = min(self._terms.wait_ns, max(0, self._deadline_ns - now))
         request = WriteRequest(self._namespace, self._next_attempt(), of.shard.epoch, pages, wait_ns)
-        self._exchanges[number] = _Exchange(of, items, permit, reattached)
+        self._exchanges[number] = _WriteExchange(of, items, permit, reattached)
         return [StartWrite(number, of.shard, request, [of.blocks[at] for at in items], bool(of.doubtful))]
 
     def _write_ended(self, event: WriteEnded, now: int) -> list[StoreEffect]:
@@ -411,7 +413,7 @@ class StorePlan:
         if self._cancelled is not None or self._told:
             return []
         self._all_there = False
-        if self._state is _State.NEW:
+        if self._state is _StoreState.NEW:
             self._cancelled = Miss(why.reason, NEVER_BEGUN)
         else:
             self._cancelled = why
@@ -425,9 +427,9 @@ class StorePlan:
     def _settle(self) -> list[StoreEffect]:
         """What follows from where it stands: the source is free, the outcome is told, the ticket ended, all is over."""
         effects: list[StoreEffect] = []
-        asking = self._state is _State.ASKING
+        asking = self._state is _StoreState.ASKING
         reads = bool(self._paused) or any(exchange.reads for exchange in self._exchanges.values())
-        moved = self._state in (_State.WRITING, _State.CLOSING) and not self._exchanges and not self._paused
+        moved = self._state in (_StoreState.WRITING, _StoreState.CLOSING) and not self._exchanges and not self._paused
         if not self._source_free and not reads and (self._cancelled is not None or not asking) and self._begun:
             self._source_free = True
             effects.append(FreeSource())
@@ -435,18 +437,18 @@ class StorePlan:
         if not self._told and (told_early or (moved and (self._all_there or self._ticket is None))):
             self._told = True
             effects.append(self._outcome())
-        if moved and self._state is _State.WRITING:
-            self._state = _State.CLOSING
+        if moved and self._state is _StoreState.WRITING:
+            self._state = _StoreState.CLOSING
             if self._ticket is not None:
-                effects.append(EndTicket(self._ticket))
+                effects.append(CloseTicket(self._ticket))
         if moved and self._ticket is None:
-            self._state = _State.OVER
+            self._state = _StoreState.OVER
             effects.append(StoreOver())
         return effects
 
     @property
     def _begun(self) -> bool:
-        return self._state is not _State.NEW or self._cancelled is not None
+        return self._state is not _StoreState.NEW or self._cancelled is not None
 
     def _outcome(self) -> FinishStore:
         if self._error is not None:

@@ -18,7 +18,7 @@ from kvcluster.client.results import Stored
 from kvcluster.client.shards import Shards
 from kvcluster.client.store_plan import (
     AskStore,
-    EndTicket,
+    CloseTicket,
     FinishStore,
     FreeSource,
     NotGranted,
@@ -121,7 +121,7 @@ class StoreExecutor:
                 return WriteStopped(exchange)
             case FreeSource():
                 self._drained()
-            case EndTicket():
+            case CloseTicket():
                 jobs.append(partial(self._end_ticket, effect))
             case FinishStore(stored, error):
                 self._finish(stored, error)
@@ -152,7 +152,7 @@ class StoreExecutor:
         except BaseException as error:
             return WriteEnded(start.exchange, source.nbytes, error=error)
 
-    def _end_ticket(self, end: EndTicket) -> StoreEvent:
+    def _end_ticket(self, end: CloseTicket) -> StoreEvent:
         with suppress(Trouble, KVClusterError):
             self._control.say(Done, messages.EndTicket(NO_CALL, end.attempt), Deadline.after_ms(_FAREWELL_MS))
         return TicketEnded()

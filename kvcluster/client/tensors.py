@@ -1,4 +1,4 @@
-"""Tensors as regions: torch memory of any strides, moved to and from page layout.
+"""Tensors as the memory of parts: torch memory of any strides, moved to and from page layout.
 
 Where each block lies as a page does, bytes are moved as bytes. All else is moved by torch through aliases of
 the caller's tensors: integer tensors made from addresses, so that neither autograd nor inference mode has a
@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvcluster.client.memory import Ask, Dense, Paged, Pages, Region, Staging, kind
+from kvcluster.client.memory import Ask, Dense, Paged, Pages, PartMemory, Staging, kind
 from kvcluster.core.spec import DTYPE_BYTES, KVSpec, Part, Plane
 from kvcluster.errors import CallerError
 
@@ -46,8 +46,8 @@ with warnings.catch_warnings():
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
-def bind_tensors(ask: Ask, memory: object) -> Region:
-    """A region over a bare tensor, Dense or Paged. Raises CallerError, as `memory.bind` says."""
+def bind_tensors(ask: Ask, memory: object) -> PartMemory:
+    """The memory of a part over a bare tensor, Dense or Paged. Raises CallerError, as `memory.bind` says."""
     if isinstance(memory, Tensor):
         memory = Dense(memory)
     with torch.inference_mode(False):  # an alias made in inference mode could not be written outside it
@@ -119,7 +119,7 @@ class _TensorPages(Pages):
 
 
 class _Strided:
-    """A region of tensors `[num_blocks, layers, planes, tokens, heads, words]`, block i at index `rows[i]`.
+    """Memory of tensors `[num_blocks, layers, planes, tokens, heads, words]`, block i at index `rows[i]`.
 
     `runs` has for each run of planes one tensor with all layers where the strides permit, or one a layer.
     """
@@ -182,7 +182,7 @@ def _copy(into: Tensor, source: Tensor) -> None:
 # ------------------------------------------------------------------------ from the caller's layout to ours
 
 
-def _bind_dense(ask: Ask, tensor: Tensor) -> Region:
+def _bind_dense(ask: Ask, tensor: Tensor) -> PartMemory:
     if not _joinable(ask.planes):
         raise CallerError(
             f"{ask.name} is one tensor, but its planes differ in dim or dtype, or are opaque: "
@@ -194,7 +194,7 @@ def _bind_dense(ask: Ask, tensor: Tensor) -> Region:
     return _bind_layers(ask, [[_full(layer, plane, joined=True) for layer in tensor.unbind(1)]], range(ask.blocks))
 
 
-def _bind_paged(ask: Ask, paged: Paged) -> Region:
+def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
     rows = _check_block_ids(ask, paged.block_ids)
     layers: object = paged.layers
     if not isinstance(layers, (list, tuple)) or len(layers) != ask.part.layers:
@@ -226,7 +226,7 @@ def _bind_paged(ask: Ask, paged: Paged) -> Region:
     return _bind_layers(ask, runs, rows)
 
 
-def _bind_layers(ask: Ask, runs: list[list[Tensor]], rows: Sequence[int]) -> Region:
+def _bind_layers(ask: Ask, runs: list[list[Tensor]], rows: Sequence[int]) -> PartMemory:
     """From checked tensors `[num_blocks, planes, block_tokens, heads, dim]`, one a layer for each run."""
     tensors = [tensor for run in runs for tensor in run]
     geometry = _Geometry(ask, tensors, joined=len(runs) == 1)

@@ -16,9 +16,9 @@ from typing import Any
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core.announcer import Announcer
+from kvcluster.core.asking import Asking
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory
-from kvcluster.core.eviction import LRU, EvictionPolicy
 from kvcluster.core.evictor import Evictor
 from kvcluster.core.grants import Grants
 from kvcluster.core.ids import Epoch
@@ -68,7 +68,6 @@ from kvcluster.core.messages import (
     Tombstone,
     UnpinBlocks,
 )
-from kvcluster.core.reasons import MissReason
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.state import MS, UNKNOWN, State
 from kvcluster.core.tickets import TicketBook
@@ -79,8 +78,8 @@ from kvcluster.core.tombstones import Tombstones
 class Coordinator:
     """`step(message, now) -> effects`; call it again by `next_deadline()`.
 
-    `expected` shards end the rebuilding early. `tombstones` are those of the coordinator before. `policy` scores
-    blocks for eviction. One that `announces` says what outsiders are to be told: effects `Publish`.
+    `expected` shards end the rebuilding early. `tombstones` are those of the coordinator before. One that
+    `announces` says what outsiders are to be told: effects `Publish`.
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class Coordinator:
         expected: int,
         now: int,
         tombstones: Iterable[Tombstone] = (),
-        policy: EvictionPolicy | None = None,
         announces: bool = False,
     ) -> None:
         self._config = config
@@ -110,7 +108,7 @@ class Coordinator:
         self.tiering = tiering = Tiering(config, state.directory, state.book, self._evictor)
         self._replicator = Replicator(config, state.directory, state.book, state.members)
         self._grants = Grants(state, config, self._replicator, tiering)
-        self._intake = Intake(state, config, self._evictor, tiering, self._replicator, policy or LRU(), expected)
+        self._intake = Intake(state, config, self._evictor, tiering, self._replicator, expected)
         self._handlers: dict[type, Callable[[Any, int], list[Effect]]] = {
             Attach: self._attach,
             PrepareLoad: self._grants.prepare_load,
@@ -146,7 +144,7 @@ class Coordinator:
     def next_deadline(self) -> int | None:
         """When a Tick is due."""
         state = self._state
-        some = self._intake.sweeping or self.retelling
+        some = self._intake.sweeping or self._replicator.listing or self.retelling
         due = (state.members.next_expiry, state.tickets.next_expiry, state.rebuild_until, 0 if some else None)
         return min((at for at in due if at is not None), default=None)
 
@@ -205,9 +203,10 @@ class Coordinator:
         if isinstance(space, Refused):
             return [Answer(m.call, space)]
         fates: list[BlockFate] = []
+        asking = Asking(self._state.book, m.need)
         for block in m.hashes:
             record = space.index.get(block)
-            served = self._state.book.serve(record.copies, m.need) if record is not None else None
+            served = asking.serve(record.copies) if record is not None else None
             if served is not None and served.complete:
                 fate = BlockFate(1, served.plan, None)
             else:
@@ -261,12 +260,9 @@ class Coordinator:
         if not state.tombstones.admits(stone):
             return [Answer(m.call, _TOO_MANY_PURGES)]
         state.tombstones.add(stone)
-        buried = state.directory.bury(stone)
-        self._replicator.bury(stone)
-        state.counters["purged_blocks"] += len(buried)
-        for block in buried:
-            state.evicted.add(block, now, MissReason.EVICTED)
-        return [Persist(state.tombstones.all()), Answer(m.call, Purged(len(buried)))]
+        blocks = self._intake.bury(stone, now)
+        state.counters["purged_blocks"] += blocks
+        return [Persist(state.tombstones.all()), Answer(m.call, Purged(blocks))]
 
     def _drain(self, m: Drain, now: int) -> list[Effect]:
         member = self._state.members.get(m.shard)
@@ -323,6 +319,7 @@ class Coordinator:
         if state.rebuild_until is not None and now >= state.rebuild_until:
             state.rebuild_until = None
         self._intake.sweep_some(now)
+        self._replicator.list_some()
         if self._announcer is not None:
             self._announcer.tell_some()
         return []

@@ -11,16 +11,29 @@ kills its slot: every plan is forgotten at once, and no answer names it again, w
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from itertools import islice
 from typing import NamedTuple
 
+from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.cover import bits, cover
 from kvcluster.core.messages import Need, Plan, ShardAddress, Source, Tier
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import Part
 
 INTERNED = 65_536
-"""Distinct sets remembered. Beyond it interning starts afresh: equal sets may then be two objects, which
-costs memory and nothing else."""
+"""Distinct sets remembered, and numbers of copies. Beyond it interning starts afresh: equal sets may then be two
+objects, which costs memory and nothing else."""
+
+_64_BITS = 2**64 - 1
+
+NEEDS = 4_096
+"""Needs that have a number. Beyond it numbering starts afresh, and what was worked out under an old number is forgotten
+with its set."""
+
+NAMED_PARTS = 8
+"""Of those that a miss says are held: a person reads no more."""
 
 
 class Copy(NamedTuple):
@@ -43,37 +56,67 @@ class Served(NamedTuple):
 
 
 class Copies:
-    """An immutable set of copies. Made only by a CopyBook; compare with `is`."""
+    """An immutable set of copies. Made only by a CopyBook; compare with `is`.
 
-    __slots__ = ("_less", "_more", "_served", "_version", "entries", "tiers")
+    `entries` are sorted, so the copies of one shard lie side by side and a page is found by bisection. `places` counts
+    them by slot and tier. `digest` is the exclusive or of one number for each copy (Zobrist, A New Hashing Method with
+    Application for Game Playing, 1970): a set with one copy more or less is found without a look at the rest.
+    """
 
-    def __init__(self, entries: tuple[Copy, ...]) -> None:
+    __slots__ = ("_less", "_more", "_served", "_version", "digest", "entries", "places", "tiers")
+
+    def __init__(self, entries: tuple[Copy, ...], places: dict[tuple[int, Tier], int], digest: int) -> None:
         self.entries = entries
-        self.tiers = sum({1 << copy.tier for copy in entries})  # a bit for each that a copy is in
+        self.places = places
+        self.digest = digest
+        self.tiers = sum({1 << tier for _, tier in places})  # a bit for each that a copy is in
         self._more: dict[Copy, Copies] = {}
         self._less: dict[tuple[int, int, Part, Tier], Copies] = {}
-        self._served: dict[tuple[Need, bool], Served] = {}
+        self._served: dict[int, Served] = {}  # by the number of the need
         self._version = 0
+
+    @property
+    def slots(self) -> list[int]:
+        """The shards that hold any of it."""
+        return list(dict.fromkeys(slot for slot, _ in self.places))
 
     def on(self, slot: int, tier: Tier | None = None) -> bool:
         """Does that shard hold any of it, in any tier or in that one?"""
-        return any(copy.slot == slot and tier in (None, copy.tier) for copy in self.entries)
+        return any((slot, one) in self.places for one in (Tier if tier is None else (tier,)))
+
+    def of(self, slot: int) -> tuple[Copy, ...]:
+        """What that shard holds of it."""
+        return self.entries[self.find(slot) : self.find(slot + 1)]
 
     def holds(self, slot: int, group: int, part: Part) -> bool:
         """Does that shard hold that page, in any tier?"""
-        return any(copy[:3] == (slot, group, part) for copy in self.entries)
+        at = self.find(slot, group, part)
+        return self.entries[at : at + 1] != () and self.entries[at][:3] == (slot, group, part)
+
+    def find(self, *name: object) -> int:
+        """Where the copies begin whose first fields are these."""
+        return bisect_left(self.entries, name, key=lambda copy: copy[: len(name)])
 
 
 class CopyBook:
-    """Interns Copies and knows which slots are alive."""
+    """Interns Copies and knows which slots are alive.
+
+    `work` grows with what it costs to find out what a set can do (limits.COVER_WORK), and bounds a question over many
+    blocks (asking.py).
+    """
 
     def __init__(self) -> None:
-        self._interned: dict[tuple[Copy, ...], Copies] = {}
+        self._interned: dict[int, Copies] = {}  # by digest
+        self._numbers: dict[Copy, int] = {}
+        self._drawn = 0
         self._alive: dict[int, ShardAddress] = {}
         self._retired: dict[int, None] = {}
         self._next_slot = 1
         self._version = 1
-        self.none = self._intern(())
+        self._needs: dict[tuple[Need, bool], int] = {}
+        self._next_need = 0
+        self.work = 0
+        self.none = self._interned[0] = Copies((), {}, 0)
 
     @property
     def version(self) -> int:
@@ -108,31 +151,33 @@ class CopyBook:
 
     def add(self, copies: Copies, copy: Copy) -> Copies:
         """The set with `copy`, in place of any copy of the same part in that tier of that slot."""
-        if copies._version != self._version:
-            self._refresh(copies)
+        self._refresh(copies)
         more = copies._more.get(copy)
         if more is None:
-            kept = [c for c in copies.entries if c[:4] != copy[:4]]
-            more = self._intern(tuple(sorted([*kept, copy])))
-            copies._more[copy] = more
+            at = copies.find(*copy[:4])
+            there = copies.entries[at : at + 1]
+            stop = at + 1 if there and there[0][:4] == copy[:4] else at
+            more = copies._more[copy] = self._replace(copies, at, stop, (copy,))
         return more
 
     def remove(self, copies: Copies, slot: int, group: int, part: Part, tier: Tier) -> Copies:
         """The set without that part in that tier of that slot."""
-        key = (slot, group, part, tier)
-        less = copies._less.get(key)
+        name = (slot, group, part, tier)
+        less = copies._less.get(name)
         if less is None:
-            kept = tuple(c for c in copies.entries if c[:4] != key)
-            if len(kept) == len(copies.entries):
+            at = copies.find(*name)
+            there = copies.entries[at : at + 1]
+            if not there or there[0][:4] != name:
                 return copies
-            less = copies._less[key] = self._intern(kept)
+            less = copies._less[name] = self._replace(copies, at, at + 1, ())
         return less
 
     def remaining(self, copies: Copies) -> Copies:
         """The set without copies on dead slots."""
-        if all(copy.slot in self._alive for copy in copies.entries):
-            return copies
-        return self._intern(tuple(c for c in copies.entries if c.slot in self._alive))
+        for slot in copies.slots:
+            if slot not in self._alive:
+                copies = self._replace(copies, copies.find(slot), copies.find(slot + 1), ())
+        return copies
 
     def serve(self, copies: Copies, need: Need, *, youngest: bool = False) -> Served:
         """What these copies can do for `need`; worked out once for each pair.
@@ -140,97 +185,156 @@ class CopyBook:
         Of replicas that are as good as each other the oldest shard's serves, or the youngest's: so half of the
         workers read from the one and half from the other.
         """
-        if copies._version != self._version:
-            self._refresh(copies)
-        served = copies._served.get((need, youngest))
-        if served is None:
-            if len(copies._served) >= 64:  # needs are few: one a rank and loss; anything more is abuse
-                copies._served.clear()
-            served = self._serve(copies, need, -1 if youngest else 1)
-            copies._served[need, youngest] = served
-        return served
+        number = self.number(need, youngest)
+        return self.known(copies, number) or self.work_out(copies, need, number, youngest)
 
-    def _serve(self, copies: Copies, need: Need, direction: int) -> Served:
+    def number(self, need: Need, youngest: bool) -> int:
+        """What answers to this need are kept under: a need is long to hash, and is asked of every block of a chain."""
+        number = self._needs.get((need, youngest))
+        if number is None:
+            if len(self._needs) >= NEEDS:
+                self._needs.clear()
+            number = self._needs[need, youngest] = self._next_need
+            self._next_need += 1
+        return number
+
+    def known(self, copies: Copies, number: int) -> Served | None:
+        """What was worked out before."""
+        self._refresh(copies)
+        return copies._served.get(number)
+
+    def work_out(self, copies: Copies, need: Need, number: int, youngest: bool) -> Served:
+        """What these copies can do for the need of that number."""
+        if len(copies._served) >= 64:  # needs are few: one a rank and loss; anything more is abuse
+            copies._served.clear()
+        self.work += 32
+        avoid = frozenset(need.avoid)
+        usable = {slot: self._alive[slot] for slot in copies.slots if slot in self._alive}
+        usable = {slot: address for slot, address in usable.items() if address.shard not in avoid}
         plan: list[tuple[Source, ...] | None] = []
         miss: Miss | None = None
         for group, part in enumerate(need.parts):
             if part is None:
                 plan.append(None)
                 continue
-            sources, reason = self._cover(copies, group, part, need, direction)
+            sources, reason = self._cover(copies, group, part, need.accept, usable, -1 if youngest else 1)
             plan.append(sources)
             miss = miss or reason
-        return Served(tuple(plan), miss is None, miss)
+        served = copies._served[number] = Served(tuple(plan), miss is None, miss)
+        return served
+
+    def stored(self, copies: Copies, group: int, part: Part, accept: Loss) -> bool:
+        """Does any shard hold exactly that page, with no more loss?"""
+        self.work += len(copies.places)
+        for slot in copies.slots if copies.entries else ():
+            at = copies.find(slot, group, part) if slot in self._alive else len(copies.entries)
+            for copy in islice(copies.entries, at, at + len(Tier)):
+                if copy[:3] == (slot, group, part) and copy.loss <= accept:
+                    return True
+        return False
 
     def _cover(
-        self, copies: Copies, group: int, part: Part, need: Need, direction: int
+        self, copies: Copies, group: int, part: Part, accept: Loss, usable: dict[int, ShardAddress], direction: int
     ) -> tuple[tuple[Source, ...] | None, Miss | None]:
         if not copies.entries:
             return None, Miss(MissReason.NEVER_SEEN)
-        alive = [c for c in copies.entries if c.slot in self._alive and self._alive[c.slot].shard not in need.avoid]
-        if not alive:
+        if not usable:
             return None, Miss(MissReason.SHARD_LOST)
-        touching = [c for c in alive if c.group == group and c.part.intersect(part)]
+        self.work += len(copies.entries)
+        touching = [c for c in copies.entries if c.group == group and c.part.intersect(part)]
         # What stays before what goes; then the cheapest first: fast tier, little loss; then the one that covers most,
         # then by the age of the shard.
         touching.sort(
             key=lambda c: (c.slot in self._retired, c.tier, c.loss, -_area(c.part.intersect(part)), direction * c.slot)
         )
-        chosen = _tile(part, [c for c in touching if c.loss <= need.accept])
+        chosen = self._tile(part, [c for c in touching if c.loss <= accept and c.slot in usable])
         if chosen is None:
-            for loss in Loss:  # by rising loss: what the caller would have to accept at least
-                if _tile(part, [c for c in touching if c.loss <= loss]):
-                    return None, Miss(MissReason.LOSSY, f"only with {loss.name.lower()}")
-            if _tile(part, [c for c in copies.entries if c.group == group]):
-                return None, Miss(MissReason.SHARD_LOST)
-            held = ", ".join(str(c.part) for c in touching) or "nothing"
-            return None, Miss(MissReason.PART, f"group {group}: asked for {part}; held: {held}")
-        return tuple(Source(group, c.part, self._alive[c.slot], c.tier, c.loss) for c in chosen), None
+            return None, self._why_not(group, part, accept, touching, usable)
+        return tuple(Source(group, c.part, usable[c.slot], c.tier, c.loss) for c in chosen), None
+
+    def _tile(self, part: Part, candidates: list[Copy]) -> list[Copy] | None:
+        """The first candidates that together cover `part`, each adding something; None where they do not."""
+        for copy in candidates:  # almost always one page holds all of it
+            if copy.part.intersect(part) == part:
+                return [copy]
+        firsts = self._firsts(part, candidates)
+        chosen, whole = cover(part, [copy.part for copy in firsts])
+        return [firsts[index] for index in chosen] if whole and len(chosen) <= limits.PARTS_PER_BLOCK else None
+
+    def _why_not(
+        self, group: int, part: Part, accept: Loss, touching: list[Copy], usable: dict[int, ShardAddress]
+    ) -> Miss:
+        """What the caller would have to accept at least; or that it was there; or what there is instead."""
+        # What can be used by rising loss, then the rest: the copy that leaves no hole tells what it takes.
+        ranked = sorted(touching, key=lambda c: (c.slot not in usable, c.loss))
+        firsts = self._firsts(part, ranked)
+        chosen, whole = cover(part, [copy.part for copy in firsts])
+        last = firsts[chosen[-1]] if whole else None
+        if last is not None and last.slot not in usable:
+            return Miss(MissReason.SHARD_LOST)
+        if last is not None and last.loss > accept:
+            return Miss(MissReason.LOSSY, f"only with {last.loss.name.lower()}")
+        here = [copy for copy in touching if copy.slot in usable]
+        held = ", ".join(str(copy.part) for copy in here[:NAMED_PARTS]) or "nothing"
+        more = f" and {len(here) - NAMED_PARTS} more" if len(here) > NAMED_PARTS else ""
+        return Miss(MissReason.PART, f"group {group}: asked for {part}; held: {held}{more}")
+
+    def _firsts(self, part: Part, candidates: list[Copy]) -> list[Copy]:
+        """The first candidate of each part: another one of it adds nothing. As many as may be compared."""
+        firsts: dict[Part, Copy] = {}
+        for copy in candidates:
+            firsts.setdefault(copy.part, copy)
+        compared = list(islice(firsts.values(), limits.PARTS_COMPARED))
+        self.work += len(compared) * (1 + bits(part, len(compared)) // 4_096)
+        return compared
 
     def _refresh(self, copies: Copies) -> None:
-        """A slot has died since: plans may name it, and a way to a set that holds it would keep that set for ever."""
-        copies._version = self._version
-        copies._served.clear()
-        copies._more.clear()
+        """Where a slot has died since: plans may name it, and a way to a set that holds it would keep that set for
+        ever."""
+        if copies._version != self._version:
+            copies._version = self._version
+            copies._served.clear()
+            copies._more.clear()
 
-    def _intern(self, entries: tuple[Copy, ...]) -> Copies:
-        copies = self._interned.get(entries)
-        if copies is None:
-            if len(self._interned) >= INTERNED:
-                self._interned.clear()
-            copies = Copies(entries)
-            self._interned[entries] = copies
-        return copies
+    def _number_of(self, copy: Copy) -> int:
+        """The number of a copy in the digests of sets."""
+        number = self._numbers.get(copy)
+        if number is None:
+            if len(self._numbers) >= INTERNED:
+                self._numbers.clear()
+            self._drawn += 1
+            number = self._numbers[copy] = _mixed(self._drawn)
+        return number
+
+    def _replace(self, copies: Copies, start: int, stop: int, new: tuple[Copy, ...]) -> Copies:
+        """The set with these copies in the place of those."""
+        digest, places = copies.digest, dict(copies.places)
+        for copy in copies.entries[start:stop]:
+            digest ^= self._number_of(copy)
+            places[copy.slot, copy.tier] -= 1
+            if not places[copy.slot, copy.tier]:
+                del places[copy.slot, copy.tier]
+        for copy in new:
+            digest ^= self._number_of(copy)
+            places[copy.slot, copy.tier] = places.get((copy.slot, copy.tier), 0) + 1
+        entries = copies.entries[:start] + new + copies.entries[stop:]
+        known = self._interned.get(digest)
+        if known is not None and known.entries == entries:
+            return known
+        if len(self._interned) >= INTERNED:
+            self._interned.clear()
+        known = self._interned[digest] = Copies(entries, places, digest)
+        return known
+
+
+def _mixed(count: int) -> int:
+    """64 bits that look drawn, others for each count: SplitMix64 (Steele et al., Fast Splittable Pseudorandom Number
+    Generators, 2014)."""
+    mixed = count * 0x9E3779B97F4A7C15 & _64_BITS
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _64_BITS
+    return mixed ^ mixed >> 31
 
 
 def _area(part: Part | None) -> int:
     return part.layers * part.heads if part else 0
-
-
-def _tile(part: Part, candidates: list[Copy]) -> list[Copy] | None:
-    """The first candidates that together cover `part`, each adding something; None where they do not."""
-    for copy in candidates:  # almost always one page holds all of it
-        if copy.part.intersect(part) == part:
-            return [copy]
-    layers = _cuts(part.layer_start, part.layer_stop, [(c.part.layer_start, c.part.layer_stop) for c in candidates])
-    heads = _cuts(part.head_start, part.head_stop, [(c.part.head_start, c.part.head_stop) for c in candidates])
-    missing = {(a, b): None for a in layers for b in heads}
-    chosen: list[Copy] = []
-    for copy in candidates:
-        held = copy.part
-        cells = [
-            cell
-            for cell in missing
-            if held.layer_start <= cell[0] < held.layer_stop and held.head_start <= cell[1] < held.head_stop
-        ]
-        if cells:
-            chosen.append(copy)
-            for cell in cells:
-                del missing[cell]
-    return chosen if not missing else None
-
-
-def _cuts(start: int, stop: int, ranges: list[tuple[int, int]]) -> list[int]:
-    """Where the cells of a grid begin that no range cuts through."""
-    edges = sorted({start, *(edge for pair in ranges for edge in pair if start < edge < stop)})
-    return edges

@@ -13,7 +13,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.index import BlockRecord, PrefixIndex
-from kvcluster.core.messages import Need, Tombstone
+from kvcluster.core.messages import Need, Tier, Tombstone
 from kvcluster.core.spec import KVSpec, Part, differing_fields
 from kvcluster.core.tombstones import Tombstones
 
@@ -39,7 +39,7 @@ class Space:
         """Bytes of a page in that codec; worked out once a part, since evictions add up many."""
         nbytes = self._page_bytes.get((group, part, codec))
         if nbytes is None:
-            if len(self._page_bytes) >= limits.PARTS_PER_BLOCK:
+            if len(self._page_bytes) >= limits.PAGE_SIZES:
                 self._page_bytes.clear()
             nbytes = self._page_bytes[group, part, codec] = codecs.page_bytes(codec, self.spec, group, part)
         return nbytes
@@ -64,7 +64,7 @@ class Directory:
         self._announcer = announcer
         self._tombstones = tombstones
         self._spaces: dict[NamespaceId, Space] = {}
-        self._owned: dict[Tenant, int] = {}
+        self._owned: dict[Tenant, dict[NamespaceId, Space]] = {}
 
     def __len__(self) -> int:
         return len(self._spaces)
@@ -77,17 +77,19 @@ class Directory:
         return sum(len(space.index) for space in self._spaces.values())
 
     def attach(self, tenant: Tenant, spec: KVSpec) -> Space | None:
-        """The namespace of this spec; None where the tenant has too many."""
+        """The namespace of this spec; None where the tenant has too many, or all have."""
         space_id = spec.namespace(tenant)
         space = self._spaces.get(space_id)
         if space is None:
-            if self._owned.get(tenant, 0) >= limits.NAMESPACES_PER_TENANT and not self._forget_bare(tenant):
+            owned = self._owned.setdefault(tenant, {})
+            full = len(owned) >= limits.NAMESPACES_PER_TENANT or len(self._spaces) >= limits.NAMESPACES
+            if full and not self._forget_bare(tenant):
                 return None
             space = self._spaces[space_id] = Space(space_id, tenant, spec, self._book, self._announcer)
             if self._announcer is not None:
                 self._announcer.opened(space_id, spec)
             space.purged = self._tombstones.latest(tenant, spec)
-            self._owned[tenant] = self._owned.get(tenant, 0) + 1
+            owned[space_id] = space
         return space
 
     def find(self, space_id: NamespaceId, tenant: Tenant) -> Space | None:
@@ -103,36 +105,48 @@ class Directory:
         space = self._spaces.get(space_id)
         return space.index.get(block) if space is not None else None
 
-    def bury(self, stone: Tombstone) -> list[BlockHash]:
-        """Forgets all that the tombstone names: the blocks that were known."""
-        buried: list[BlockHash] = []
-        for space in self._spaces.values():
-            if stone.names(space.tenant, space.spec):
-                buried += [record.hash for record in space.index]
-                space.index.clear()
-                space.pinned.clear()
-                space.purged = max(space.purged, stone.number)
+    def bytes_on(
+        self, record: BlockRecord, slot: int | None = None, tier: Tier | None = None, *, raw: bool = False
+    ) -> int:
+        """Bytes of a block on one shard, or on all; in one tier, or in all. `raw`: what they would be raw."""
+        space = self._spaces[record.space]
+        return sum(
+            space.page_bytes(copy.group, copy.part, Codec.RAW if raw else copy.codec)
+            for copy in (record.copies.entries if slot is None else record.copies.of(slot))
+            if tier in (None, copy.tier)
+        )
+
+    def named(self, stone: Tombstone) -> list[Space]:
+        """The namespaces that a tombstone names."""
+        return [space for space in self._owned.get(stone.tenant, {}).values() if stone.names(space.tenant, space.spec)]
+
+    def bury(self, stone: Tombstone) -> list[dict[BlockHash, BlockRecord]]:
+        """Forgets all that the tombstone names. Returns the blocks that were known, by namespace."""
+        buried: list[dict[BlockHash, BlockRecord]] = []
+        for space in self.named(stone):
+            buried.append(space.index.clear())
+            space.pinned.clear()
+            space.purged = max(space.purged, stone.number)
         return buried
 
     def siblings(self, space: Space) -> tuple[KVSpec, ...]:
         """Specs of the tenant's other namespaces that hold anything, the most alike first."""
-        others = [s for s in self._spaces.values() if s.tenant == space.tenant and s is not space and len(s.index)]
+        others = [s for s in self._owned[space.tenant].values() if s is not space and len(s.index)]
         others.sort(key=lambda other: (len(differing_fields(space.spec, other.spec)), other.id))
         return tuple(other.spec for other in others[: limits.EXPLAINED_NAMESPACES])
 
     def listed(self, tenant: Tenant) -> tuple[tuple[KVSpec, int], ...]:
         """The tenant's namespaces and how many blocks each holds, by model, the fullest first."""
-        own = [(space.spec, len(space.index)) for space in self._spaces.values() if space.tenant == tenant]
+        own = [(space.spec, len(space.index)) for space in self._owned.get(tenant, {}).values()]
         own.sort(key=lambda known: (known[0].model, -known[1]))
         return tuple(own[: limits.LISTED_NAMESPACES])
 
     def _forget_bare(self, tenant: Tenant) -> bool:
         """Makes room by forgetting a namespace that holds nothing. Its workers attach again."""
-        for space in self._spaces.values():
-            if space.tenant == tenant and not len(space.index):
-                del self._spaces[space.id]
-                if self._announcer is not None:
-                    self._announcer.closed(space.id)
-                self._owned[tenant] -= 1
-                return True
-        return False
+        bare = next((space for space in self._owned[tenant].values() if not len(space.index)), None)
+        if bare is None:
+            return False
+        del self._spaces[bare.id], self._owned[tenant][bare.id]
+        if self._announcer is not None:
+            self._announcer.closed(bare.id)
+        return True

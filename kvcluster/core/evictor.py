@@ -4,7 +4,7 @@ A tier is to be relieved when its free bytes fall under `low_free`, until `high_
 wait for room: by eviction out of the lowest tier of a shard, and by demotion out of those above it (tiering.py), which
 asks here for its victims. One order a shard is under way at a time; the next is worked out when the shard has carried
 it out, from what it then reports. Held blocks (a load was promised them a moment ago) and pinned ones (a user asked)
-are spared. Which of the rest goes first is the policy's score (eviction.py).
+are spared. Which of the rest goes first the eviction queue says (eviction_queue.py), by the score of a policy.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from collections.abc import Sequence
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
-from kvcluster.core.codecs import Codec
 from kvcluster.core.directory import Directory, Space
-from kvcluster.core.eviction import Verdict
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
@@ -35,46 +33,40 @@ class Evictor:
         self._pinned_share = config.pinned_share
         self._directory = directory
 
-    def order(self, member: Member, tier: Tier, pressure_bytes: int, now: int) -> EvictOrder | None:
-        """The next order for this shard, or None where nothing is to go, or nothing can."""
-        victims = self.victims(member, tier, pressure_bytes, now)
-        if not victims:
-            return None
-        member.orders += 1
-        return EvictOrder(member.orders, tuple((record.space, record.hash) for record in victims), tier)
+    def order(self, member: Member, tier: Tier, pressure_bytes: int, now: int) -> None:
+        """Gives this shard its next order, unless nothing is to go, or nothing can."""
+        blocks = tuple((record.space, record.hash) for record in self.victims(member, tier, pressure_bytes, now))
+        if blocks:
+            member.orders.give(lambda number: EvictOrder(number, blocks, tier))
 
     def victims(self, member: Member, tier: Tier, pressure_bytes: int, now: int) -> list[BlockRecord]:
         """The coldest blocks of that tier, in which so many bytes are waited for, taken off its queue: about as many as
         it is to have free."""
 
-        def verdict(record: BlockRecord) -> Verdict:
-            return self._verdict(record, member.slot, tier, now)
+        def spares(record: BlockRecord) -> bool:
+            return self._spares(record, now)
 
         wanted = self._wanted(member, tier, pressure_bytes)
         cold, victims, found = member.cold[tier], list[BlockRecord](), 0
-        if wanted > 0:
-            cold.compact(member.info.use(tier).pages, verdict)
         while found < wanted and len(victims) < limits.EVICTIONS_PER_ORDER:
-            batch = cold.coldest(min(BATCH, limits.EVICTIONS_PER_ORDER - len(victims)), verdict)
+            batch = cold.coldest(min(BATCH, limits.EVICTIONS_PER_ORDER - len(victims)), spares, now)
             for at, record in enumerate(batch):
                 if found >= wanted:  # the batch held more than was wanted: those stay
                     for spare in batch[at:]:
                         cold.push(spare)
                     break
                 victims.append(record)
-                found += self.bytes_on(record, member.slot, tier)
+                found += self._directory.bytes_on(record, member.slot, tier)
             if not batch or cold.cut_short:
                 break
         return victims
 
-    def settle(self, member: Member) -> None:
-        """The order is carried out, or its shard is gone: what it named and is still recorded is queued again."""
-        if member.order is not None:
-            for space_id, block in member.order.blocks:
-                record = self._directory.record(space_id, block)
-                if record is not None and record.copies.on(member.slot, member.order.tier):
-                    member.cold[member.order.tier].push(record)
-        member.order = None
+    def settle(self, member: Member, order: EvictOrder) -> None:
+        """The order has ended, or its shard is gone: what it named and is still recorded is queued again."""
+        for space_id, block in order.blocks:
+            record = self._directory.record(space_id, block)
+            if record is not None and record.copies.on(member.slot, order.tier):
+                member.cold[order.tier].push(record)
 
     def pin(self, space: Space, blocks: Sequence[BlockHash], until: int, members: Sequence[Member], now: int) -> int:
         """Spares the leading blocks that are cached and fit the share that pins may take; how many."""
@@ -87,7 +79,7 @@ class Evictor:
             if record is None:
                 break
             if block not in space.pinned:
-                room -= self.bytes_on(record)
+                room -= self._directory.bytes_on(record)
                 if room < 0:
                     break
             space.pinned[block] = until
@@ -104,25 +96,11 @@ class Evictor:
             return max(pressure_bytes, int(self._high * use.capacity_bytes) - use.free_bytes)
         return pressure_bytes
 
-    def _verdict(self, record: BlockRecord, slot: int, tier: Tier, now: int) -> Verdict:
-        space = self._directory.known(record.space)
-        if space is None or space.index.get(record.hash) is not record or not record.copies.on(slot, tier):
-            return Verdict.GONE
-        if record.held_until > now or space.pinned.get(record.hash, 0) > now:
-            return Verdict.SPARE
-        return Verdict.TAKE
-
-    def bytes_on(
-        self, record: BlockRecord, slot: int | None = None, tier: Tier | None = None, *, raw: bool = False
-    ) -> int:
-        """Bytes of a block on one shard, or on all; in one tier, or in all. `raw`: what they would be raw."""
+    def _spares(self, record: BlockRecord, now: int) -> bool:
+        """Is it held or pinned? Then its chain before it is so too, or of no use without it."""
         space = self._directory.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
-        return sum(
-            space.page_bytes(copy.group, copy.part, Codec.RAW if raw else copy.codec)
-            for copy in record.copies.entries
-            if slot in (None, copy.slot) and tier in (None, copy.tier)
-        )
+        return record.held_until > now or space.pinned.get(record.hash, 0) > now
 
     def _pinned_bytes(self, now: int) -> int:
         """Bytes pinned at present; forgets pins that have run out."""
@@ -133,5 +111,5 @@ class Evictor:
                 if until <= now or record is None:
                     del space.pinned[block]
                 else:
-                    total += self.bytes_on(record)
+                    total += self._directory.bytes_on(record)
         return total

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvcluster.core.ids import SUM_BYTES, NamespaceId
+from kvcluster.core.page_key import PageKey
 from kvcluster.errors import ConfigError
-
-if TYPE_CHECKING:  # what messages are made of names tiers, and tiers name their allocators
-    from kvcluster.core.messages import PageKey
 
 HEAD_BYTES = 16 * 1024
 """A spec (limits.SPEC_BYTES), a tenant, and what else a head says."""
@@ -38,7 +36,7 @@ MAX_FILES = 4_096
 _FILES_AIMED_AT = 256
 _LEAST_FILE_BYTES = 16 * 2**20
 
-Owner = tuple[NamespaceId, "PageKey"]
+Owner = tuple[NamespaceId, PageKey]
 """Whose page lies in a slot."""
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from kvcluster.config import CoordinatorConfig
+from kvcluster.core.asking import Asking
 from kvcluster.core.directory import Space
 from kvcluster.core.ids import Attempt, BlockHash
 from kvcluster.core.members import Member
@@ -96,12 +97,12 @@ class Grants:
         if state.announcer is not None and len(m.tokens) == len(m.hashes) * space.spec.block_tokens:
             state.announcer.remember(m.hashes, m.tokens, space.spec.block_tokens)
         # Each page by itself: a worker may write several parts of one group, and all of them have to be there.
-        needs = [Need((None,) * group + (part,), m.loss) for group, part in m.parts]
-        place = cache(lambda run: state.members.place(run, m.host, space.purged))
+        askings = [Asking(state.book, Need((None,) * group + (part,), m.loss)) for group, part in m.parts]
+        place = cache(lambda run: state.members.place(run, m.host, space.purged) or self._why_nowhere(space))
         runs: list[StoreRun] = []
         writes: list[Writing] = []
         for at in range(len(m.hashes)):
-            run = self._decide(space, m, needs, at, place, writes)
+            run = self._decide(space, m, askings, at, place, writes)
             if runs and (runs[-1].decision, runs[-1].shard, runs[-1].miss) == (run.decision, run.shard, run.miss):
                 runs[-1] = StoreRun(runs[-1].count + 1, run.decision, run.shard, run.miss)
             else:
@@ -119,7 +120,7 @@ class Grants:
         ticket = self._state.tickets.renew(m.attempt, now)
         space = self._state.directory.known(ticket.space) if ticket is not None else None
         if ticket is not None and space is not None:
-            space.index.touch(ticket.hashes, now, now + self._hold)
+            space.index.renew(ticket.hashes, now, now + self._hold)
         return [Answer(m.call, Done(ticket is not None))]
 
     def end(self, m: EndTicket, now: int) -> list[Effect]:
@@ -151,26 +152,30 @@ class Grants:
         self,
         space: Space,
         m: PrepareStore,
-        needs: Sequence[Need],
+        askings: Sequence[Asking],
         at: int,
-        place: Callable[[BlockHash], Member | None],
+        place: Callable[[BlockHash], Member | Miss],
         writes: list[Writing],
     ) -> StoreRun:
         """What becomes of one block of a store. What it may write is added to `writes`."""
         block = m.hashes[at]
         record = space.index.get(block)
-        if record is not None and all(self._state.book.serve(record.copies, need).complete for need in needs):
+        if record is not None and all(asking.complete(record.copies) for asking in askings):
             return StoreRun(1, Decision.COMMITTED)
         pages: list[Writing] = [(space.id, block, group, part) for group, part in m.parts]
         if all(self._state.tickets.writer(page) is not None for page in pages):
             return StoreRun(1, Decision.PENDING, miss=Miss(MissReason.PENDING))
         start = run_start(m.first + at, self._run_blocks) - m.first
         member = place(m.run if start <= 0 else m.hashes[start])
-        if member is None:
-            late = any(member.takes and member.purged < space.purged for member in self._state.members.all())
-            return StoreRun(1, Decision.REFUSED, miss=_PURGING if late else _NO_ROOM)
+        if isinstance(member, Miss):
+            return StoreRun(1, Decision.REFUSED, miss=member)
         writes += pages
         return StoreRun(1, Decision.WRITE, member.address)
+
+    def _why_nowhere(self, space: Space) -> Miss:
+        """Why nothing can be placed."""
+        late = any(member.takes and member.purged < space.purged for member in self._state.members.all())
+        return _PURGING if late else _NO_ROOM
 
     def _answered_before(
         self, attempt: Attempt, space: Space, kind: type[LoadGrant | StoreGrant]

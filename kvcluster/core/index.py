@@ -1,8 +1,8 @@
 """The prefix index: block hash -> which shards hold which parts; and the lookup rule over it.
 
 One index a namespace. A record is a slotted object in a dict; what it says about places is one shared
-reference (copies.py). A lookup writes two integers into each record that it promises, `stamp` (recency) and
-`held_until`, and moves nothing: the eviction queue catches up with stamps lazily (eviction.py).
+reference (copies.py). A lookup writes three integers into each record that it promises, `stamp` (recency), `uses`
+(frequency) and `held_until`, and moves nothing: the eviction queue catches up with them lazily (eviction_queue.py).
 
 The lookup rule: boundary b (the first b blocks) is restorable when every group of the need has what its
 reuse rule asks of the blocks before b: all of them, those in the window, or the last. The answer is the
@@ -14,18 +14,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvcluster.core import limits
 from kvcluster.core.announcer import Announcer
+from kvcluster.core.asking import Asking
 from kvcluster.core.copies import Copies, Copy, CopyBook
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Need, PageEvent, Plan, Run, Tier
 from kvcluster.core.reasons import Miss
 from kvcluster.core.spec import Part, Reuse
+from kvcluster.eviction import USES
 
 
 class BlockRecord:
-    """What the coordinator knows of a block. `stamp` and `held_until` are nanoseconds of its own clock."""
+    """What the coordinator knows of a block. `stamp` and `held_until` are nanoseconds of its own clock; `uses` counts
+    the loads that were promised it, up to USES, and is forgotten with the record."""
 
-    __slots__ = ("copies", "depth", "hash", "held_until", "parent", "space", "stamp")
+    __slots__ = ("copies", "depth", "hash", "held_until", "parent", "space", "stamp", "uses")
 
     def __init__(
         self, space: NamespaceId, block: BlockHash, parent: BlockHash, depth: int, stamp: int, copies: Copies
@@ -35,6 +39,7 @@ class BlockRecord:
         self.parent = parent
         self.depth = depth
         self.stamp = stamp
+        self.uses = 0
         self.held_until = 0
         self.copies = copies
 
@@ -96,11 +101,22 @@ class PrefixIndex:
         needed = [group for group, part in enumerate(need.parts) if part is not None]
         assert needed, "a need of nothing is met by blocks that nobody has"
         if all(self._reuses[group].kind == "prefix" for group in needed):
-            return self._find_prefix(hashes, need, youngest)
-        return self._find_mixed(hashes, need, needed, youngest)
+            return self._find_prefix(hashes, Asking(self._book, need, youngest=youngest))
+        return self._find_mixed(hashes, Asking(self._book, need, youngest=youngest), needed, len(need.parts))
 
     def touch(self, hashes: Sequence[BlockHash], now: int, held_until: int) -> None:
-        """These blocks are in use: they are the hottest now, and spared until `held_until`."""
+        """A load is promised these blocks: they are the hottest now, used once more, and spared until `held_until`."""
+        get = self._records.get
+        for block in hashes:
+            record = get(block)
+            if record is not None:
+                record.stamp = now
+                record.held_until = held_until
+                if record.uses < USES:
+                    record.uses += 1
+
+    def renew(self, hashes: Sequence[BlockHash], now: int, held_until: int) -> None:
+        """A load that was promised these blocks goes on. It is the same use."""
         get = self._records.get
         for block in hashes:
             record = get(block)
@@ -120,12 +136,14 @@ class PrefixIndex:
         """A sequence grows behind `block`: its whole chain is in use, else roots would go before leaves.
 
         A chain is walked again only when its end was stamped before `older_than`, so that a decoding
-        sequence pays for its length once in a while and not with each block.
+        sequence pays for its length once in a while and not with each block. The last limits.ANCESTORS are marked.
         """
         record = self._records.get(block)
         if record is None or record.stamp >= older_than:
             return
-        while record is not None and record.stamp < now:
+        for _ in range(limits.ANCESTORS):
+            if record is None or record.stamp >= now:
+                break
             record.stamp = now
             record = self._records.get(record.parent)
 
@@ -165,10 +183,12 @@ class PrefixIndex:
         self._tell(record, before)
         return self._drop_if_bare(record)
 
-    def clear(self) -> None:
-        self._records.clear()
+    def clear(self) -> dict[BlockHash, BlockRecord]:
+        """Forgets all blocks, and returns them."""
+        records, self._records = self._records, {}
         if self._announcer is not None:
             self._announcer.cleared(self._space)
+        return records
 
     def _tell(self, record: BlockRecord, before: int) -> None:
         if self._announcer is not None and record.copies.tiers != before:
@@ -180,9 +200,8 @@ class PrefixIndex:
         del self._records[record.hash]
         return True
 
-    def _find_prefix(self, hashes: Sequence[BlockHash], need: Need, youngest: bool) -> Found:
+    def _find_prefix(self, hashes: Sequence[BlockHash], asking: Asking) -> Found:
         get = self._records.get
-        serve = self._book.serve
         runs: list[Run] = []
         last: Copies | None = None
         plan: Plan = ()
@@ -194,7 +213,7 @@ class PrefixIndex:
             if record is None:
                 break
             if record.copies is not last:
-                served = serve(record.copies, need, youngest=youngest)
+                served = asking.serve(record.copies)
                 if not served.complete:
                     stopped = served.miss
                     break
@@ -209,16 +228,19 @@ class PrefixIndex:
             runs.append(Run(at - start, plan))
         return Found(at, tuple(runs), stopped)
 
-    def _find_mixed(self, hashes: Sequence[BlockHash], need: Need, needed: list[int], youngest: bool) -> Found:
+    def _find_mixed(self, hashes: Sequence[BlockHash], asking: Asking, needed: list[int], groups: int) -> Found:
         """As above, for groups that need only some of the blocks: a boundary may lie beyond a gap."""
         tail = dict.fromkeys(needed, 0)  # how many consecutive blocks each group has, up to here
         plans: list[Plan] = []
-        nothing: Plan = tuple(None for _ in need.parts)
+        misses: list[Miss | None] = []
+        nothing: Plan = (None,) * groups
         best = 0
         for at, block in enumerate(hashes):
             record = self._records.get(block)
-            plan = self._book.serve(record.copies, need, youngest=youngest).plan if record is not None else nothing
+            served = asking.serve(record.copies) if record is not None else None
+            plan = served.plan if served is not None else nothing
             plans.append(plan)
+            misses.append(served.miss if served is not None else None)
             restorable = True
             for group in needed:
                 tail[group] = tail[group] + 1 if plan[group] is not None else 0
@@ -228,9 +250,7 @@ class PrefixIndex:
                 best = at + 1
             elif any(plan[group] is None and self._reuses[group].kind == "prefix" for group in needed):
                 break  # nothing beyond a gap in a prefix
-        stopped = self._records.get(hashes[best]) if best < len(hashes) else None
-        miss = self._book.serve(stopped.copies, need).miss if stopped is not None else None
-        return Found(best, _runs(plans[:best]), miss)
+        return Found(best, _runs(plans[:best]), misses[best] if best < len(misses) else None)
 
 
 def _runs(plans: Sequence[Plan]) -> tuple[Run, ...]:

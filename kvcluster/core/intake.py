@@ -6,22 +6,27 @@ incarnation, its silence or a new inventory. Nothing a worker says comes in here
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
-from kvcluster.core.eviction import EvictionPolicy
 from kvcluster.core.evictor import Evictor
-from kvcluster.core.ids import Epoch
+from kvcluster.core.ids import BlockHash, Epoch, NamespaceId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Answer,
     Effect,
+    EvictOrder,
     GoneEvent,
     Inventory,
     Leave,
+    MoveOrder,
+    Order,
     Persist,
+    PullOrder,
     PurgedEvent,
     Report,
     ReportAck,
@@ -36,7 +41,10 @@ from kvcluster.core.tiering import Tiering
 from kvcluster.core.tiers import STAGING
 
 SWEEP_BLOCKS = 4_096
-"""Records looked at in one step for what they still say of lost shards."""
+"""Records looked at in one step for what they still say of lost shards, or because they were purged."""
+
+COPIES_SWEPT = 16
+"""Copies of a record that count as one record more."""
 
 
 class Intake:
@@ -49,22 +57,28 @@ class Intake:
         evictor: Evictor,
         tiering: Tiering,
         replicator: Replicator,
-        policy: EvictionPolicy,
         expected: int,
     ) -> None:
         self._state = state
         self._evictor = evictor
         self._tiering = tiering
         self._replicator = replicator
-        self._policy = policy
         self._expected = expected
         self._drain = config.drain_ms * MS
-        self._sweep: list[tuple[Iterator[BlockRecord], int | None]] = []  # with its slot, where what it held is lost
+        self._settle: dict[type[Order], Callable[[Member, Any], None]] = {
+            EvictOrder: evictor.settle,
+            MoveOrder: tiering.settle,
+            PullOrder: replicator.settle,
+        }
+        self._sweep: list[
+            tuple[Iterator[tuple[NamespaceId, BlockHash]], int | None]
+        ] = []  # with its slot, where what it held is lost
+        self._purged: list[dict[BlockHash, BlockRecord]] = []
 
     @property
     def sweeping(self) -> bool:
-        """Do records still name lost shards?"""
-        return bool(self._sweep)
+        """Do records still name lost shards, or are purged blocks yet to be noted?"""
+        return bool(self._sweep or self._purged)
 
     def report(self, m: Report, now: int) -> list[Effect]:
         member, effects = self._hear(m, now)
@@ -76,7 +90,9 @@ class Intake:
         for event in fresh:
             self._apply(event, member, now)
         effects = self._tiering.sampled(m.samples)
-        self._settle_orders(m, member, now)
+        for order in member.orders.heard(m.orders):
+            self._settle[type(order)](member, order)
+        self._give_orders(m, member, now)
         if member.draining and not self._state.rebuilding and self._may_go(m, member, now):
             self._state.members.dismiss(member)
             self.forget(member, lost=False)  # what had a place elsewhere is there
@@ -97,7 +113,7 @@ class Intake:
         member, effects = self._hear(m, now)
         if member is None:
             return effects
-        effects += self._learn(m.tombstones)
+        effects += self._learn(m.tombstones, now)
         if not member.cursor.chunk(m.chunk, upto=m.upto, last=m.last):
             return [*effects, Answer(m.call, self._ack(member, inventory=True))]
         member.purged = max((stone.number for stone in m.tombstones), default=0)
@@ -113,27 +129,51 @@ class Intake:
         from now on; records are swept in later steps."""
         if member is not None:
             self._state.members.drop(member.info.shard)
-            self._evictor.settle(member)
+            for order in member.orders.close():
+                self._settle[type(order)](member, order)
             self._tiering.forget(member)
-            self._replicator.settle(member)
-            records = [record for cold in member.cold.values() for record in cold.drain()]
-            self._sweep.append((iter(records), member.slot if lost else None))
+            self._replicator.forget(member)
+            names = chain.from_iterable([cold.drain() for cold in member.cold.values()])
+            self._sweep.append((names, member.slot if lost else None))
+
+    def bury(self, stone: Tombstone, now: int) -> int:
+        """Forgets all that this tombstone names, and every order to fetch it. How many blocks that were."""
+        buried = [records for records in self._state.bury(stone) if records]
+        self._replicator.bury(stone)
+        self._purged += buried
+        blocks = sum(map(len, buried))
+        self._note_purged(now)
+        return blocks
+
+    def _note_purged(self, now: int) -> None:
+        """Remembers some of what was purged as evicted, so that `explain` can say so."""
+        state = self._state
+        for _ in range(SWEEP_BLOCKS):
+            while self._purged and not self._purged[-1]:
+                self._purged.pop()
+            if not self._purged:
+                return
+            block, record = self._purged[-1].popitem()
+            if state.directory.record(record.space, block) is None:
+                state.evicted.add(block, now, MissReason.EVICTED)
 
     def sweep_some(self, now: int) -> None:
         """Cleans some records of lost shards; what they leave with fewer copies is to get others."""
-        state = self._state
-        for _ in range(SWEEP_BLOCKS):
-            if not self._sweep:
-                return
-            records, slot = self._sweep[-1]
-            record = next(records, None)
-            if record is None:
+        self._note_purged(now)
+        state, left = self._state, SWEEP_BLOCKS
+        while self._sweep and left > 0:
+            left -= 1
+            names, slot = self._sweep[-1]
+            name = next(names, None)
+            if name is None:
                 self._sweep.pop()
                 continue
-            space = state.directory.known(record.space)
-            if space is None or space.index.get(record.hash) is not record:
+            space = state.directory.known(name[0])
+            record = space.index.get(name[1]) if space is not None else None
+            if space is None or record is None:
                 continue
             before = record.copies
+            left -= len(before.entries) // COPIES_SWEPT
             if space.index.sweep(record):
                 state.evicted.add(record.hash, now, MissReason.SHARD_LOST)
                 space.pinned.pop(record.hash, None)
@@ -172,7 +212,7 @@ class Intake:
         return member, []
 
     def _admit(self, m: Report | Inventory, now: int, before: Member | None) -> Member:
-        member = self._state.members.admit(m.info, self._policy, now)
+        member = self._state.members.admit(m.info, now)
         if before is not None and before.drain_until is not None:  # it goes, however often it begins anew
             self._replicator.drain(member, before.drain_until)
         return member
@@ -186,9 +226,7 @@ class Intake:
             self._state.epoch,
             0 if inventory else member.cursor.acked,
             inventory=inventory,
-            order=None if inventory else member.order,
-            move=None if inventory else member.move,
-            pull=None if inventory else member.pull,
+            orders=() if inventory else member.orders.unaccepted(),
             tombstones=self._state.tombstones.since(member.purged),
             drain=member.draining,
         )
@@ -227,7 +265,10 @@ class Intake:
         state.counters["corrupt_pages" if event.corrupt else "gone_pages"] += 1
         record = space.index.get(key.hash)
         before = record.copies if record is not None else state.book.none
-        if space.index.remove(key.hash, member.slot, key.group, key.part, event.tier):
+        gone = space.index.remove(key.hash, member.slot, key.group, key.part, event.tier)
+        if record is not None and not record.copies.on(member.slot, event.tier):
+            member.cold[event.tier].remove(record)
+        if gone:
             state.evicted.add(key.hash, now, MissReason.CORRUPT if event.corrupt else MissReason.EVICTED)
             space.pinned.pop(key.hash, None)
         elif record is not None and not record.copies.holds(member.slot, key.group, key.part):
@@ -236,31 +277,22 @@ class Intake:
             else:
                 self._replicator.thinned(record, evicted=True)
 
-    def _settle_orders(self, m: Report, member: Member, now: int) -> None:
-        """What the shard has done is crossed off; what is to be done next is written down."""
-        # The shard counts on where an earlier slot of its incarnation ended, so that no order passes for an old one.
-        member.orders = max(member.orders, m.order)
-        member.pulls = max(member.pulls, m.pulled)
-        if member.order is not None and m.order >= member.order.number:
-            self._evictor.settle(member)
-        if member.move is not None and m.moved >= member.move.number:
-            self._tiering.settle(member)
-        if member.pull is not None and m.pulled >= member.pull.number:
-            self._replicator.settle(member)
+    def _give_orders(self, m: Report, member: Member, now: int) -> None:
+        """Writes down what the shard is to do next, of each kind of which nothing is under way."""
         if self._state.rebuilding:
             return
+        under_way, staging = member.orders.of, m.info.use(STAGING)
         # What a draining shard holds beyond its watermark is to be moved and not to be lost.
-        if member.order is None and (m.pressure_bytes or not member.draining):
+        if under_way(EvictOrder) is None and (m.pressure_bytes or not member.draining):
             self._make_room(member, m.pressure_bytes, now)
-        elif member.move is None and 0 < m.info.use(STAGING).wanted_bytes <= m.info.next_below(STAGING).free_bytes:
-            member.move, _ = self._tiering.demotion(member, 0, now)  # so that others can read what it has in stores
+        elif under_way(MoveOrder) is None and 0 < staging.wanted_bytes <= m.info.next_below(STAGING).free_bytes:
+            self._tiering.demote(member, 0, now)  # so that others can read what it has in stores
         # What is made free is for those who wait for it, and a full shard would evict for one copy another.
-        if member.order is None and member.move is None and not m.pressure_bytes:
+        if under_way(EvictOrder) is None and under_way(MoveOrder) is None and not m.pressure_bytes:
             if not member.draining:
-                member.move = self._tiering.promotion(member)
-            if member.pull is None:
-                self._replicator.order(member, now)
-                self._state.counters["pulls"] += member.pull is not None
+                self._tiering.promote(member)
+            if under_way(PullOrder) is None:
+                self._state.counters["pulls"] += self._replicator.order(member, now)
 
     def _make_room(self, member: Member, pressure_bytes: int, now: int) -> None:
         """Orders the coldest a tier down, and the coldest of the lowest tier out of it."""
@@ -268,10 +300,10 @@ class Intake:
         waited = pressure_bytes
         if upper:
             waited = 0
-            if member.move is None:
-                member.move, waited = self._tiering.demotion(member, pressure_bytes, now)
-        member.order = self._evictor.order(member, lowest, waited, now)
-        ordered = member.order is not None or member.move is not None
+            if member.orders.of(MoveOrder) is None:
+                waited = self._tiering.demote(member, pressure_bytes, now)
+        self._evictor.order(member, lowest, waited, now)
+        ordered = any(member.orders.of(kind) is not None for kind in (EvictOrder, MoveOrder))
         cut_short = any(cold.cut_short for cold in member.cold.values())
         member.full = pressure_bytes > 0 and not ordered and not cut_short
 
@@ -284,15 +316,14 @@ class Intake:
         told = len(m.events) < limits.REPORTS_PER_MESSAGE and not self._sweep
         return told and not m.info.leases and self._replicator.drained(member)
 
-    def _learn(self, tombstones: tuple[Tombstone, ...]) -> list[Effect]:
+    def _learn(self, tombstones: tuple[Tombstone, ...], now: int) -> list[Effect]:
         """A coordinator that has lost its own learns of purges from whoever carried them out; what a shard passed over,
         it is to carry out too."""
         state = self._state
         new = state.tombstones.learn(tombstones)
         renewed = state.tombstones.renew(tombstones, state.epoch)
         for stone in (*new, *renewed):
-            state.directory.bury(stone)
-            self._replicator.bury(stone)
+            self.bury(stone, now)
         if new:  # what they told since is forgotten too: it is asked for again
             for member in state.members.all():
                 member.cursor = ReportCursor()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvcluster.core.codecs import Codec
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.leases import LeaseKind
-from kvcluster.core.messages import Tier
+from kvcluster.core.messages import EvictOrder, MoveOrder, Tier
 from kvcluster.core.pool import PageState
 from kvcluster.core.shard import Shard
 from kvcluster.core.tiers import FASTEST, Takes
@@ -47,6 +47,8 @@ def check_shard(shard: Shard) -> None:
     own = shard.own_attempts
     assert all(attempt in shard.leases for attempt in own), "it reads or pulls without a lease"
     assert len(set(own)) == len(own), "one lease for two things"
+    accepted, running = shard.order_progress
+    assert all(number <= accepted for number in running), "an order runs that was not accepted"
 
 
 def check_coordinator(coordinator: Coordinator) -> None:
@@ -70,17 +72,16 @@ def check_coordinator(coordinator: Coordinator) -> None:
         assert all(space.index.get(block) is not None for block in space.pinned), "a pin of a block that is gone"
     for member in members:
         ordered = dict.fromkeys(Tier, 0)
-        if member.order is not None:
-            assert member.order.number <= member.orders, "an order that the next will be taken for"
-            ordered[member.order.tier] += len(member.order.blocks)
-        if member.move is not None:
-            for move in member.move.moves:
-                leaves = member.info.above(move.to)
-                if leaves is not None:
-                    ordered[leaves] += 1
-        orders = (member.order, member.move, member.pull)
-        assert orders == (None,) * 3 or not coordinator.rebuilding, "an order of a coordinator that knows too little"
+        evict, move = member.orders.of(EvictOrder), member.orders.of(MoveOrder)
+        if evict is not None:
+            ordered[evict.tier] += len(evict.blocks)
+        for leaves in (member.info.above(one.to) for one in (move.moves if move is not None else ())):
+            if leaves is not None:
+                ordered[leaves] += 1
+        assert not len(member.orders) or not coordinator.rebuilding, "an order of a coordinator that knows too little"
         for tier, cold in member.cold.items():
+            cold.check()
+            assert len(cold) <= recorded[member.slot, tier], "a queue has what the index does not"
             assert recorded[member.slot, tier] <= len(cold) + ordered[tier], "a record that nobody would ever evict"
     coordinator.replicator.check()
     for space in coordinator.directory:

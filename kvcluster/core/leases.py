@@ -79,7 +79,9 @@ class LeaseBook:
         return [*self._running.values(), *self._revoked.values()]
 
     def full(self, holder: Holder) -> bool:
-        """Does this holder have as many as one may, or are there too many holders?"""
+        """Does this holder have as many as one may, or are there too many holders or leases?"""
+        if len(self) >= limits.LEASES:
+            return True
         held = self._held.get(holder)
         return held >= limits.LEASES_PER_HOLDER if held is not None else len(self._held) >= limits.HOLDERS
 

@@ -5,11 +5,29 @@ from __future__ import annotations
 BLOCKS_PER_CALL = 8_192
 """131,072 tokens of 16-token blocks: the longest context in wide use, in one prepare."""
 
-PARTS_PER_BLOCK = 1_024
-"""Pipeline ranks times tensor ranks of the largest deployment known, times groups."""
+PARTS_PER_BLOCK = 256
+"""Different parts of a namespace at one shard: 16 pipeline ranks times 8 tensor ranks (a model has few more KV heads)
+times two groups, or 8 times 8 times 4. What is done to a block is done to each of them."""
+
+PAGE_SIZES = 8_192
+"""Sizes of pages of one namespace that are remembered, by part and codec: those of many shards with odd parts."""
+
+PARTS_COMPARED = 2 * PARTS_PER_BLOCK
+"""Parts of a group that are looked at for the pages that together hold what a reader wants: those of two layouts."""
 
 PAGES_PER_CALL = BLOCKS_PER_CALL * 8
 """Groups and parts multiply the pages of a call; eight is a hybrid model with four groups under TP 2."""
+
+PARTS_PER_LOOKUP = BLOCKS_PER_CALL * 16
+"""Blocks times groups that one lookup asks for: sixteen groups of the longest context."""
+
+COVER_WORK = 131_072
+"""What one call may spend on finding the pages that serve its blocks, about half a microsecond each: 32 for a block
+that lies unlike the others, one for a copy that is looked at, and one for 4,096 cells of layers and heads that it is
+compared by."""
+
+ANCESTORS = 262_144
+"""Blocks of a chain that are marked as used when one is added to it: four million tokens of 16-token blocks."""
 
 TICKETS_PER_HOLDER = 256
 """A worker prepares for the requests that it schedules next; engines run a few hundred at once."""
@@ -20,11 +38,20 @@ LEASES_PER_HOLDER = 1_024
 HOLDERS = 4_096
 """Workers of a cluster. Beyond it the one longest unheard of is forgotten, which costs it a retry."""
 
+LEASES = 65_536
+"""Of all holders of one shard: sixteen for each of as many workers as may be. All may run out in one step."""
+
+TICKETS = 65_536
+"""Of all holders, as LEASES. One load more goes without a promise."""
+
+FLUSHES = 4_096
+"""Calls that wait at one shard until the coordinator knows all: one a worker. One more is told No at once."""
+
 NAMESPACES_PER_TENANT = 1_024
 """Models times adapters times weights in use by one tenant; `explain` compares with each."""
 
 NAMESPACES = 65_536
-"""Of all tenants, in one message."""
+"""Of all tenants, at one coordinator and in one message."""
 
 SEQUENCES_PER_HOLDER = 4_096
 """Open sequences of one worker, forks included."""
@@ -62,6 +89,13 @@ EVICTIONS_PER_ORDER = 1_024
 MOVES_PER_ORDER = 2 * EVICTIONS_PER_ORDER
 """As EVICTIONS_PER_ORDER, out of each of two tiers."""
 
+ORDERS_IN_FLIGHT = 16
+"""Orders of one shard that have not ended. The coordinator gives one of each kind at a time, for which the shard's last
+report is what the next is worked out from; a shard may still be at some that the coordinator has withdrawn."""
+
+MOVED_PAGES = EVICTIONS_PER_ORDER
+"""Pages of one batch that changes its tier, as far as whole blocks go: small pages are many in few bytes."""
+
 REPLICAS = 64
 """Shards that one block may lie on: beyond it a copy costs room and spares no reader a wait."""
 
@@ -74,11 +108,17 @@ SUSPECTS_PER_CALL = 256
 WAITING_WRITES = 1_024
 """Reservations that wait for room at a shard; one more is answered `full`."""
 
+WAITING_PAGES = PAGES_PER_CALL
+"""Pages of all reservations that wait, which a shard looks at for what its coordinator is to make room for."""
+
 PINS_FROM_DISK = 256
 """Loads that wait for pages from disk at one shard. One more is a miss: a second of reading waits already."""
 
 SUSPECTS = 1_024
 """Pages that readers suspect and the shard has yet to read. The round of the scrubber finds what is beyond it."""
+
+BURIED_PAGES = 8_192
+"""Pages that a shard condemns in one step because of a purge. It goes on with the next answer of its coordinator."""
 
 TOMBSTONES_PER_TENANT = 64
 """Different purges that are remembered of one tenant. One that covers others takes their place."""
@@ -175,3 +215,4 @@ assert FRAME_BYTES <= LAYER_BYTES
 assert BLOCKS_PER_CALL <= PAGES_PER_CALL
 assert max(PULL_PAGES, SUSPECTS_PER_CALL) <= PAGES_PER_CALL
 assert REPORTS_PER_MESSAGE <= STREAM_BACKLOG
+assert ORDERS_IN_FLIGHT * MOVES_PER_ORDER * 128 <= MESSAGE_BYTES

@@ -8,41 +8,44 @@ further word of that incarnation is answered so. A report of an older incarnatio
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from itertools import count
+from typing import TypeAlias, TypeVar
 
 from kvcluster.core import limits
 from kvcluster.core.copies import CopyBook
-from kvcluster.core.eviction import ColdQueue, EvictionPolicy
-from kvcluster.core.ids import BlockHash, Epoch, ShardId
+from kvcluster.core.eviction_queue import EvictionQueue
+from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId
 from kvcluster.core.index import BlockRecord
-from kvcluster.core.messages import EvictOrder, Farewell, MoveOrder, PullOrder, ShardAddress, ShardInfo, Tier
+from kvcluster.core.messages import Farewell, ShardAddress, ShardInfo, Tier
+from kvcluster.core.order_stream import OrderStream
 from kvcluster.core.placement import Candidate, choose
 from kvcluster.core.stream import ReportCursor
 
 V = TypeVar("V")
+QueueMaker: TypeAlias = Callable[[int, Tier], EvictionQueue[BlockRecord]]
+"""Makes the eviction queue of one tier of the shard with that slot."""
 
 
 class Member:
     """One shard incarnation."""
 
     __slots__ = (
-        *("address", "cold", "cursor", "drain_until", "full", "info", "move", "order", "orders"),
-        *("pull", "pulls", "purged", "seen_at", "slot"),
+        *("address", "cold", "cursor", "drain_until", "full", "info", "orders"),
+        *("purged", "seen_at", "slot"),
     )
 
-    def __init__(self, info: ShardInfo, slot: int, address: ShardAddress, policy: EvictionPolicy) -> None:
+    def __init__(
+        self, info: ShardInfo, slot: int, address: ShardAddress, queue: QueueMaker, orders: OrderStream
+    ) -> None:
         self.info = info
         self.slot = slot
         self.address = address
         self.cursor = ReportCursor()
-        self.cold: dict[Tier, ColdQueue[BlockRecord]] = {tier: ColdQueue(policy) for tier in Tier}
+        self.orders = orders
+        self.cold: dict[Tier, EvictionQueue[BlockRecord]] = {tier: queue(slot, tier) for tier in Tier}
         self.seen_at = 0
-        self.order: EvictOrder | None = None  # repeated until the shard says that it is done
-        self.orders = 0
         self.full = False  # asked for room, and nothing could be evicted
-        self.move: MoveOrder | None = None  # repeated likewise
-        self.pull: PullOrder | None = None  # repeated likewise
-        self.pulls = 0
         self.purged = 0  # tombstones up to this number are carried out, as far as its stream has told
         self.drain_until: int | None = None  # draining: what is not elsewhere by then goes with it
 
@@ -65,10 +68,12 @@ class Member:
 class Membership:
     """Members by shard name."""
 
-    def __init__(self, ttl_ns: int, book: CopyBook) -> None:
+    def __init__(self, ttl_ns: int, book: CopyBook, queue: QueueMaker) -> None:
         self._ttl = ttl_ns
         self._book = book
+        self._queue = queue
         self._members: dict[ShardId, Member] = {}
+        self._order_numbers = count(1)
         self.lost: dict[ShardId, ShardInfo] = {}
         self._dismissed: dict[ShardId, Epoch] = {}
 
@@ -85,11 +90,12 @@ class Membership:
     def next_expiry(self) -> int | None:
         return min((member.seen_at + self._ttl for member in self._members.values()), default=None)
 
-    def admit(self, info: ShardInfo, policy: EvictionPolicy, now: int) -> Member:
+    def admit(self, info: ShardInfo, now: int) -> Member:
         """A new incarnation, or the present one that begins its inventory anew: in any case a new slot."""
         self.drop(info.shard)
         address = ShardAddress(info.shard, info.epoch, info.address, info.host)
-        member = Member(info, self._book.open_slot(address), address, policy)
+        orders = OrderStream(self._order_numbers)
+        member = Member(info, self._book.open_slot(address), address, self._queue, orders)
         member.seen_at = now
         self._members[info.shard] = member
         self.lost.pop(info.shard, None)
@@ -111,6 +117,12 @@ class Membership:
         ]
         chosen = choose(run, candidates, host)
         return self._members[chosen.shard] if chosen is not None else None
+
+    def forget(self, space: NamespaceId) -> None:
+        """No record of that namespace is left in the index."""
+        for member in self._members.values():
+            for cold in member.cold.values():
+                cold.forget(space)
 
     def drop(self, shard: ShardId) -> Member | None:
         member = self._members.pop(shard, None)

@@ -24,6 +24,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, NamespaceId
 from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import Effect, Move, Moved, MoveOrder, MovePages, PageKey, PageMove, Tier
+from kvcluster.core.order_stream import OrderCursor
 from kvcluster.core.pool import Page, PagePool, PageState
 from kvcluster.core.spaces import Space, Spaces
 from kvcluster.core.spec import Part
@@ -42,7 +43,7 @@ class _Batch:
 
 
 class Mover:
-    """Carries out one order at a time. `moved` is the number that reports tell."""
+    """Carries out move orders, the first first."""
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class Mover:
         own: OwnAttempts,
         withdraw: Withdrawal,
         committed: Callable[[Page], None],
+        cursor: OrderCursor,
         counters: dict[str, int],
         *,
         sampled: float,
@@ -64,23 +66,23 @@ class Mover:
         self._own = own
         self._withdraw = withdraw
         self._committed = committed
+        self._cursor = cursor
         self._counters = counters
         self._sampled = int(sampled * 2**32)
         self._samples: list[tuple[NamespaceId, int]] = []
-        self._order = 0
+        self._orders: list[MoveOrder] = []  # that have moves left, or in the batch
         self._left: deque[Move] = deque()
         self._batch: _Batch | None = None
         self._gave_up = False  # in the batch that is being put together
-        self.moved = 0
 
     @property
     def attempts(self) -> list[Attempt]:
         """The leases of the batch that is under way."""
         return [self._batch.reading, self._batch.writing] if self._batch is not None else []
 
-    def begin_anew(self) -> None:
-        """Another coordinator counts its orders from 1. What the last one ordered ends with its batch."""
-        self.moved = self._order = 0
+    def reset(self) -> None:
+        """Another coordinator gives the orders. What the last one ordered ends with its batch."""
+        self._orders.clear()
         self._left.clear()
 
     def samples(self) -> tuple[tuple[NamespaceId, int], ...]:
@@ -89,10 +91,9 @@ class Mover:
         return tuple(samples)
 
     def take(self, order: MoveOrder) -> None:
-        """An order, which may have come before."""
-        if order.number > self._order:
-            self._order = order.number
-            self._left.extend(order.moves)
+        """A new order."""
+        self._orders.append(order)
+        self._left.extend(order.moves)
 
     def begin(self, now: int) -> list[Effect]:
         """The next batch, if none is under way and anything is left to move."""
@@ -101,7 +102,7 @@ class Mover:
         pairs: list[tuple[Page, Page]] = []
         nbytes = 0
         self._gave_up = False
-        while self._left and nbytes < BATCH_BYTES:
+        while self._left and nbytes < BATCH_BYTES and len(pairs) < limits.MOVED_PAGES:
             if pairs and self._left[0].to is not pairs[0][1].tier:
                 break  # it may want the room that this batch makes at its end
             move = self._left.popleft()
@@ -113,7 +114,9 @@ class Mover:
                         pairs.append(pair)
                         nbytes += pair[0].nbytes
         if not pairs:
-            self.moved = self._order
+            for order in self._orders:
+                self._cursor.ended(order)
+            self._orders.clear()
             return []
         batch = self._batch = _Batch(self._own.next(), self._own.next(), pairs)
         for source, _ in pairs:

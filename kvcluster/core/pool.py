@@ -15,7 +15,7 @@ addressable are not read where they lie: each reader gets a private copy in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from kvcluster.core.found import Found, FoundPage
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import NewPage, PageEvent, PageKey, PageSlot, Tier, TierUse, Written
 from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.spec import Part
 from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, StoreAllocator, TierAllocator, above
 
 
@@ -141,6 +142,9 @@ class PagePool:
         self._pages: dict[Tier, dict[PoolKey, Page]] = {tier: {} for tier in self.allocators}
         self._condemned: dict[int, Page] = {}  # by generation: their keys may be taken again; and private copies
         self._generation = 0
+        self._held: dict[NamespaceId, dict[tuple[int, Part], int]] = {}  # how many pages of each part take room
+        self.changes = 0
+        """Grows whenever a page is reserved or changes its state."""
 
     @classmethod
     def of(cls, config: ShardConfig, found: Mapping[Tier, Found] | None = None) -> PagePool:
@@ -184,6 +188,10 @@ class PagePool:
     def arena_bytes(self) -> int:
         """Of the arena that all addressable tiers share."""
         return sum(allocator.capacity_bytes for allocator in self.memory.values())
+
+    def parts(self, space: NamespaceId) -> Collection[tuple[int, Part]]:
+        """The groups and parts of this namespace of which any page takes room."""
+        return self._held.get(space, {}).keys()
 
     @property
     def condemned(self) -> int:
@@ -238,7 +246,10 @@ class PagePool:
     def taken(self, space: NamespaceId, new: NewPage, into: Tier = FASTEST) -> Written | None:
         """What becomes of the wish to write this page in that tier, where somebody has it, with no more loss, or writes
         it. What is being written elsewhere, and loses more, gives way when this one is there."""
-        there = [page for tier in self._pages if (page := self.on(tier, space, new.key)) is not None]
+        pool_key = PoolKey(space, new.key)
+        there = [page for pages in self._pages.values() if (page := pages.get(pool_key)) is not None]
+        if not there:
+            return None
         if any(page.state is PageState.READY and page.loss <= new.loss for page in there):
             return Written.DUPLICATE
         writing = (page for page in there if page.state is PageState.WRITING)
@@ -329,6 +340,8 @@ class PagePool:
         for tier, allocator in self.allocators.items():
             held = sum(allocator.size_class(page.nbytes) for page in self.everything() if page.tier is tier)
             assert held == allocator.used_bytes, f"pages hold {held}, the allocator gave {allocator.used_bytes}"
+        counted = sum(sum(held.values()) for held in self._held.values())
+        assert counted == sum(1 for _ in self.everything()), "parts that are held are counted otherwise"
         unread = [page for page in self._condemned.values() if not page.pins]
         assert all(page.state is PageState.WRITING for page in unread), "a condemned page without readers takes room"
 
@@ -344,6 +357,9 @@ class PagePool:
         codec: Codec,
     ) -> Page:
         self._generation += 1
+        self.changes += 1
+        held, part = self._held.setdefault(pool_key.space, {}), pool_key.key[1:]
+        held[part] = held.get(part, 0) + 1
         return Page(
             *pool_key,
             offset=offset,
@@ -365,6 +381,12 @@ class PagePool:
         return True
 
     def _free(self, page: Page) -> None:
+        held, part = self._held[page.space], page.key[1:]
+        held[part] -= 1
+        if not held[part]:
+            del held[part]
+        if not held:
+            del self._held[page.space]
         self.allocators[page.tier].free(page.offset, page.nbytes)
 
     def _act(self, page: Page, action: PageAction) -> None:
@@ -372,3 +394,4 @@ class PagePool:
         if after is None:
             raise IllegalTransition(f"{action.value} of a page that is {page.state.value}")
         page.state = after
+        self.changes += 1

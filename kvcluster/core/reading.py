@@ -34,12 +34,13 @@ ROOM_NS = 500_000_000
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """A pin that waits for room, until when, and the bytes that it lacked when it was tried last."""
+class _WaitingPin:
+    """A pin that waits for room, until when, and the bytes that it lacked when the pool had changed so many times."""
 
     pin: Pin
     until: int
     lacked: int
+    changes: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Reading:
         self._uplink = uplink
         self._withdraw = withdraw
         self._counters = counters
-        self._waiting: dict[CallId, _Waiting] = {}  # in order of arrival
+        self._waiting: dict[CallId, _WaitingPin] = {}  # in order of arrival
         self._staging: dict[Attempt, _Staging] = {}  # by the attempt that its copies are written under
 
     @property
@@ -102,7 +103,7 @@ class Reading:
         may_wait = len(self._waiting) < limits.PINS_FROM_DISK
         copies, lacked = self._copies(found, whole=may_wait, behind_others=bool(self._waiting))
         if lacked and may_wait:
-            self._waiting[m.call] = _Waiting(m, now + ROOM_NS, lacked)
+            self._waiting[m.call] = _WaitingPin(m, now + ROOM_NS, lacked)
             self._uplink.say_soon()
             return []
         return self._grant(m, found, copies, now)
@@ -114,9 +115,12 @@ class Reading:
         effects: list[Effect] = []
         while self._waiting:
             waiting = next(iter(self._waiting.values()))
+            if now < waiting.until and waiting.changes == self._pool.changes:
+                break  # each step asks, and a pin has many pages
             found = self._find(waiting.pin)
             copies, waiting.lacked = self._copies(found, whole=now < waiting.until)
             if waiting.lacked and now < waiting.until:
+                waiting.changes = self._pool.changes
                 break
             del self._waiting[waiting.pin.call]
             effects += self._grant(waiting.pin, found, copies, now)

@@ -10,6 +10,7 @@ few times. Nothing is evicted for a copy, and no copy is moved: a source loses i
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.copies import Copies, CopyBook
 from kvcluster.core.directory import Directory, Space
+from kvcluster.core.drain_list import DrainList
 from kvcluster.core.heat import Heat
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
@@ -83,6 +85,7 @@ class Replicator:
         self._parked: dict[Wished, _Wish] = {}  # there are too few shards for them at present
         self._under_way: dict[int, dict[Wished, _Wish]] = {}  # by the slot of the shard that pulls
         self._draining: dict[int, dict[Wished, _Wish]] = {}  # by the slot of the shard that goes
+        self._listing: dict[int, DrainList] = {}  # likewise: what is not among its wishes yet
         self._placed: dict[int, dict[Wished, None]] = {}  # likewise: what has come to another because of that
         self._stuck: dict[int, int] = {}  # likewise: how many in a row `drained` has seen that nobody has room for
 
@@ -115,15 +118,29 @@ class Replicator:
         self._book.retire_slot(member.slot)
         self._draining.setdefault(member.slot, {})
         self._placed.setdefault(member.slot, {})
-        records = [record for space in self._directory for record in space.index if record.copies.on(member.slot)]
-        # The last used first, and chains from their roots on: what does not fit any more is what would be missed least.
-        records.sort(key=lambda record: (-record.stamp, record.depth))
-        for record in records:
-            self.committed(record, member)
-            copies = self._most_copies(record, member.slot)
+        self._listing[member.slot] = DrainList(member.slot, (space.index for space in self._directory))
+        self.list_some()
+
+    @property
+    def listing(self) -> bool:
+        """Are there blocks on shards that are to go which `list_some` has yet to look at?"""
+        return bool(self._listing)
+
+    def list_some(self) -> None:
+        """Lists some more blocks of shards that are to go."""
+        slot = next(iter(self._listing), None)
+        if slot is None:
+            return
+        for record in self._listing[slot].some():
             space = self._directory.known(record.space)
-            if copies > 1 and space is not None:  # it survives, but with one copy less
+            if space is None or space.index.get(record.hash) is not record:
+                continue
+            self._draining[slot].setdefault((record.space, record.hash), _Wish(1))
+            copies = self._most_copies(record, slot)
+            if copies > 1:  # it survives, but with one copy less
                 self.want(space, record.hash, copies)
+        if self._listing[slot].done:
+            del self._listing[slot]
 
     def committed(self, record: BlockRecord, member: Member) -> None:
         """This block is on that shard now. On one that is to go, it is to have a place elsewhere."""
@@ -131,28 +148,29 @@ class Replicator:
         if wishes is not None:
             wishes.setdefault((record.space, record.hash), _Wish(1))
 
-    def order(self, target: Member, now: int) -> None:
-        """Gives a shard that has just reported its next pull, if there is one for it."""
-        assert target.pull is None, "one pull at a time"
+    def order(self, target: Member, now: int) -> bool:
+        """Gives a shard that has just reported its next pull. Returns False where there is none for it."""
         if not target.takes or all(self._room(target, tier) <= 0 for tier in ADDRESSABLE):
-            return
+            return False
         for wishes in (*self._draining.values(), self._wishes):
             taken = self._pick(target, wishes, now)
             if taken is not None:
                 self._under_way[target.slot] = taken
-                return
+                return True
         for wished in list(islice(self._wishes, INSPECTED)):  # none of them is for this shard: others have their turn
             self._wishes[wished] = self._wishes.pop(wished)
+        return False
 
-    def settle(self, member: Member) -> None:
+    def settle(self, member: Member, order: PullOrder) -> None:
         """Its pull has ended, or the shard has. What is still wished for goes on the list again."""
-        ordered = member.pull.pages if member.pull is not None else ()
-        member.pull = None
+        ordered: dict[BlockHash, list[NewPage]] = {}
+        for page in order.pages:
+            ordered.setdefault(page.key.hash, []).append(page)
         alive = self._book.alive(member.slot)
         for wished, wish in self._under_way.pop(member.slot, {}).items():
             record = self._record(wished)
             going = [slot for slot in self._draining if record is not None and record.copies.on(slot)]
-            if record is not None and alive and _came(record, member.slot, ordered):
+            if record is not None and alive and _came(record, member.slot, ordered.get(record.hash, ())):
                 staying = self._staying(record)
                 copies = self._fewest(record, staying)
                 if copies > wish.most:  # another copy of it is another matter; one that comes and goes is none
@@ -165,23 +183,27 @@ class Replicator:
             if record is None or not (wish.tries or going):  # what goes is tried until it does
                 continue
             (self._draining[going[0]] if going else self._wishes).setdefault(wished, wish)
-        if not alive:
-            for by_slot in (self._draining, self._placed, self._stuck):
-                by_slot.pop(member.slot, None)
+
+    def forget(self, member: Member) -> None:
+        """Its shard is gone."""
+        for by_slot in (self._draining, self._listing, self._placed, self._stuck):
+            by_slot.pop(member.slot, None)
 
     def bury(self, stone: Tombstone) -> None:
         """What it names is pulled by nobody any more. A source may not have heard of the purge when a target has, which
         would then keep for good what was purged."""
         for member in self._members.all():
-            if member.pull is not None and stone.names(member.pull.tenant, member.pull.spec):
-                self.settle(member)
+            pull = member.orders.of(PullOrder)
+            if pull is not None and stone.names(pull.tenant, pull.spec):
+                member.orders.withdraw(pull)
+                self.settle(member, pull)
 
     def repair(self, space: Space, record: BlockRecord, before: Copies, slot: int) -> None:
         """It has lost what it had on that shard: pages that lie elsewhere too are to have as many copies as before."""
-        held = [(copy.group, copy.part) for copy in before.entries if copy.slot == slot]
+        held = [(copy.group, copy.part) for copy in before.of(slot)]
         lost = [page for page in held if not record.copies.holds(slot, *page)]
-        left = _pages(record)
-        copies = max(map(left.count, lost), default=0)
+        left = Counter(_pages(record))
+        copies = max((left[page] for page in lost), default=0)
         if copies:
             self.want(space, record.hash, copies + 1)
         self.thinned(record)
@@ -199,12 +221,15 @@ class Replicator:
     def drained(self, member: Member) -> bool:
         """Has all that this shard alone holds, and anybody has room for, gone elsewhere?"""
         members = self._members.all()
-        if any(other.pull is not None and other.pull.source.shard == member.info.shard for other in members):
+        pulls = [other.orders.of(PullOrder) for other in members]
+        if any(pull is not None and pull.source.shard == member.info.shard for pull in pulls):
             return False  # what is on its way is on no list
+        if member.slot in self._listing:
+            return False
         wishes = self._draining.get(member.slot, {})
         stayers = self._stayers()
         takers = [m for m in members if m.takes and any(self._room(m, tier) > 0 for tier in ADDRESSABLE)]
-        for wished in list(islice(wishes, INSPECTED)):
+        for wished in list(islice(wishes, max(1, INSPECTED // max(1, len(takers))))):  # each may be asked of each taker
             wish, record = wishes[wished], self._record(wished)
             staying = self._staying(record) if record is not None else {}
             if record is None or not self._lacks(record, staying, min(wish.copies, stayers)):
@@ -222,16 +247,20 @@ class Replicator:
     def check(self) -> None:
         """Every order has its wishes and every shard that goes its list; for whoever checks invariants."""
         members = {member.slot: member for member in self._members.all()}
-        assert list(self._under_way) == [slot for slot in self._under_way if members[slot].pull is not None]
+        pulls = {slot: member.orders.of(PullOrder) for slot, member in members.items()}
+        assert all(pulls[slot] is not None for slot in self._under_way), "wishes of an order that has ended"
         for member in members.values():
             assert (member.slot in self._draining) == member.draining, "a shard goes, and nobody asks what it has"
-            if member.pull is not None:
-                assert member.pull.number <= member.pulls, "a pull that the next will be taken for"
-                assert member.pull.source.shard != member.info.shard, "a shard is to pull from itself"
-                space = member.pull.spec.namespace(member.pull.tenant)
+            pull = pulls[member.slot]
+            if pull is not None:
+                assert pull.source.shard != member.info.shard, "a shard is to pull from itself"
+                space = pull.spec.namespace(pull.tenant)
                 wished = self._under_way[member.slot]
-                assert all((space, page.key.hash) in wished for page in member.pull.pages), "pages that nobody wished"
+                assert all((space, page.key.hash) in wished for page in pull.pages), (
+                    "pages of a pull that are on no list of wishes"
+                )
         assert all(slot in members for slot in (*self._draining, *self._stuck)), "a shard that is gone is drained on"
+        assert all(slot in self._draining for slot in self._listing), "a shard is listed that does not go"
         assert list(self._placed) == list(self._draining), "what was moved is remembered as long as its shard goes"
         under_way = [wished for wishes in self._under_way.values() for wished in wishes]
         assert len(set(under_way)) == len(under_way), "two shards pull one block at a time"
@@ -277,10 +306,8 @@ class Replicator:
             taken[wished] = wishes.pop(wished)
         if kind is None or space is None:
             return None
-        target.pulls += 1
-        target.pull = PullOrder(
-            target.pulls, kind.source, space.tenant, space.spec, tuple(pages), kind.codec, kind.into
-        )
+        named = (kind.source, space.tenant, space.spec, tuple(pages), kind.codec, kind.into)
+        target.orders.give(lambda number: PullOrder(number, *named))
         return taken
 
     def _missing(self, record: BlockRecord, staying: Staying, copies: int, target: Member) -> _Missing | None:
@@ -326,8 +353,8 @@ class Replicator:
 
     def _most_copies(self, record: BlockRecord, slot: int) -> int:
         """On how many shards the page of it lies that this one shares with most."""
-        here = [(copy.group, copy.part) for copy in record.copies.entries if copy.slot == slot]
-        return max(map(_pages(record, self._book).count, here), default=0)
+        pages = Counter(_pages(record, self._book))
+        return max((pages[copy.group, copy.part] for copy in record.copies.of(slot)), default=0)
 
     def _stayers(self) -> int:
         """On how many shards anything could lie for longer."""
@@ -369,5 +396,4 @@ def _pages(record: BlockRecord, book: CopyBook | None = None) -> list[tuple[int,
 
 def _came(record: BlockRecord, slot: int, ordered: Sequence[NewPage]) -> bool:
     """Does that shard hold all the pages of this block that it was to pull?"""
-    held = [(copy.group, copy.part) for copy in record.copies.entries if copy.slot == slot]
-    return all((page.key.group, page.key.part) in held for page in ordered if page.key.hash == record.hash)
+    return all(record.copies.holds(slot, page.key.group, page.key.part) for page in ordered)

@@ -17,6 +17,7 @@ from kvcluster.config import ShardConfig
 from kvcluster.core import limits
 from kvcluster.core.found import Found, carried_out
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, NamespaceId, ShardId
+from kvcluster.core.inventory import Inventoried
 from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import (
     Abort,
@@ -35,6 +36,7 @@ from kvcluster.core.messages import (
     Moved,
     NewPage,
     Offers,
+    OrderProgress,
     PageEvent,
     Pin,
     PinGrant,
@@ -62,8 +64,10 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.mover import Mover
+from kvcluster.core.order_stream import OrderCursor
 from kvcluster.core.orders import Orders
 from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.puller import Puller
 from kvcluster.core.reading import Reading
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spaces import Space, Spaces
@@ -105,23 +109,23 @@ class Shard:
         self._host = host
         self._pool = PagePool.of(config, found)
         self._leases = LeaseBook(config.lease_ttl_ms * 1_000_000)
-        self._spaces = Spaces(self._used_namespaces)
+        self._spaces = Spaces(self._uses)
         self._waiting = WaitingRoom(self._pool, self._spaces)
         self._uplink = Uplink(config, membership_ttl_ms=membership_ttl_ms, everything=self._inventory)
         self._verifier = Verifier(self._pool, config.scrub_bytes)
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._own = OwnAttempts(shard, epoch)
         self._withdraw = Withdrawal(self._pool, self._uplink)
-        self._mover = Mover(
-            *(self._pool, self._leases, self._spaces, self._own, self._withdraw, self._committed, self._counters),
-            sampled=config.q4_sampled,
-        )
+        self._order_cursor = cursor = OrderCursor(self._uplink.say_soon)
+        shared = (self._pool, self._leases, self._spaces, self._own, self._withdraw)
+        self._mover = Mover(*shared, self._committed, cursor, self._counters, sampled=config.q4_sampled)
+        self._puller = Puller(*shared, cursor, self._counters)
         self._reading = Reading(
             *(self._pool, self._leases, self._spaces, self._own, self._uplink, self._withdraw, self._counters)
         )
         self._orders = Orders(
-            *(self._pool, self._leases, self._spaces, self._waiting, self._uplink, self._own),
-            *(self._withdraw, self._mover, self._counters),
+            *(self._pool, self._leases, self._spaces, self._waiting, self._uplink),
+            *(self._withdraw, cursor, self._mover, self._puller, self._counters),
             Tombstones(carried_out(found.values())),
         )
         for tier in self._pool.stores:
@@ -138,8 +142,8 @@ class Shard:
             Reserve: self._reserve,
             Commit: self._commit,
             Abort: self._end,
-            Renew: self._renew,
-            Flush: self._flush,
+            Renew: lambda m, now: [Answer(m.call, Done(self._leases.renew(m.attempt, now)))],
+            Flush: lambda m, now: [Answer(m.call, Done(False))] if self._over else self._uplink.flush(m, now),
             Suspect: self._suspect,
             Verified: self._verified,
             Moved: self._moved,
@@ -174,6 +178,11 @@ class Shard:
         """May it grant pins and commit? Only while a coordinator is known to know it."""
         return not self._over and self._uplink.member(now)
 
+    @property
+    def order_progress(self) -> OrderProgress:
+        """How far it is with the orders of its coordinator, as the next report tells it."""
+        return self._order_cursor.progress
+
     def _takes_writes(self, now: int) -> bool:
         """May writes begin? Not once it is drained: what was committed after its last word would go with it."""
         return self.member(now) and not self._orders.draining
@@ -190,7 +199,7 @@ class Shard:
     @property
     def own_attempts(self) -> list[Attempt]:
         """Under which it reads its pages again, moves them between its tiers, or pulls others, at present."""
-        attempts = (self._verifier.attempt, self._orders.attempt, *self._mover.attempts, *self._reading.attempts)
+        attempts = (self._verifier.attempt, self._puller.attempt, *self._mover.attempts, *self._reading.attempts)
         return [attempt for attempt in attempts if attempt is not None]
 
     # ------------------------------------------------------------------------------------------ workers
@@ -227,7 +236,7 @@ class Shard:
         in_time = self._leases.running(m.attempt) and self.member(now)
         lease = self._leases.end(m.attempt)
         if lease is None or lease.kind is not LeaseKind.WRITE or not in_time:
-            self._orders.ended(m.attempt)
+            self._puller.ended(m.attempt)
             self._counters["late"] += 1
             if lease is not None:
                 self._give_back(lease)
@@ -247,7 +256,7 @@ class Shard:
             self._counters["commits"] += 1
             self._committed(page)
             outcome.append(Written.COMMITTED)
-        self._orders.ended(m.attempt, outcome.count(Written.COMMITTED))
+        self._puller.ended(m.attempt, outcome.count(Written.COMMITTED))
         self._give_back(lease)
         return [Answer(m.call, CommitGrant(tuple(outcome)))]
 
@@ -263,18 +272,12 @@ class Shard:
 
     def _end(self, m: Unpin | Abort, now: int) -> list[Effect]:
         lease = self._leases.end(m.attempt)
-        self._orders.ended(m.attempt)
+        self._puller.ended(m.attempt)
         if lease is not None:
             self._give_back(lease)
             return [Answer(m.call, Done())]
         gone = [*map(lost, self._waiting.withdraw(m.attempt)), *self._reading.withdraw(m.attempt)]
         return [*gone, Answer(m.call, Done(bool(gone)))]
-
-    def _renew(self, m: Renew, now: int) -> list[Effect]:
-        return [Answer(m.call, Done(self._leases.renew(m.attempt, now)))]
-
-    def _flush(self, m: Flush, now: int) -> list[Effect]:
-        return [Answer(m.call, Done(False))] if self._over else self._uplink.flush(m, now)
 
     def _suspect(self, m: Suspect, now: int) -> list[Effect]:
         space = self._spaces.find(m.namespace, m.tenant)
@@ -304,10 +307,16 @@ class Shard:
         return None
 
     def _check_parts(self, m: Reserve) -> Refused | None:
-        spec = self._space(m.namespace).spec
+        space = self._space(m.namespace)
+        space.forget_unused(self._pool)
+        spec = space.spec
         for group, part in dict.fromkeys((page.key.group, page.key.part) for page in m.pages):
             if group >= len(spec.groups) or spec.whole(group).intersect(part) != part:
                 return Refused(RefusedKind.BAD, f"group {group} of this spec has no part ({part})")
+            if not space.takes(group, part):
+                return Refused(
+                    RefusedKind.LIMIT, f"{limits.PARTS_PER_BLOCK} other parts of this namespace are held here"
+                )
             if not self._pool.allocator.fits_ever(spec.page_bytes(group, part)):
                 return Refused(
                     RefusedKind.BAD,
@@ -383,11 +392,7 @@ class Shard:
 
     def _move(self, now: int) -> list[Effect]:
         """The next pages that change their tier, if any are to."""
-        before = self._mover.moved
-        effects = self._mover.begin(now) if self.member(now) else []
-        if self._mover.moved != before:
-            self._uplink.say_soon()
-        return effects
+        return self._mover.begin(now) if self.member(now) else []
 
     def _moved(self, m: Moved, now: int) -> list[Effect]:
         self._mover.end(m, may_commit=self.member(now))
@@ -413,15 +418,10 @@ class Shard:
             return Inventory(
                 FROM_SHARD, info, coordinator, piece.upto, piece.chunk, piece.last, piece.pages, specs, stones
             )
-        pressure, done, pulled = self._waiting.pressure_bytes, self._orders.evicted, self._orders.pulled
+        pressure = self._waiting.pressure_bytes
         self._pressed = pressure > 0
-        return Report(
-            *(FROM_SHARD, info, coordinator, piece.first, piece.events, specs, pressure),
-            order=done,
-            pulled=pulled,
-            moved=self._mover.moved,
-            samples=self._mover.samples(),
-        )
+        orders, samples = self.order_progress, self._mover.samples()
+        return Report(FROM_SHARD, info, coordinator, piece.first, piece.events, specs, pressure, orders, samples)
 
     def _report_answered(self, m: ReportAnswered, now: int) -> list[Effect]:
         before = self._uplink.coordinator
@@ -429,7 +429,7 @@ class Shard:
         if m.ack.leave is not None:
             return self._leave(m.ack.leave, now)
         if self._uplink.coordinator != before:
-            self._orders.begin_anew()
+            self._orders.reset()
         effects = [*self._orders.carry_out(m.ack, now), *self._move(now)] if heeded else []
         return effects + self._uplink.answer_flushes(now)
 
@@ -460,19 +460,18 @@ class Shard:
 
     # ------------------------------------------------------------------------------------------- reports
 
-    def _inventory(self) -> list[PageEvent]:
+    def _inventory(self) -> Inventoried:
         # The chunks are sent one by one, and a purge that comes between them is none that these pages have survived.
         self._inventoried = self._orders.tombstones.all()
-        return [page.event() for page in self._pool.ready()]
+        return Inventoried(list(self._pool.ready()))
 
     def _space(self, namespace: NamespaceId) -> Space:
         space = self._spaces.known(namespace)
         assert space is not None, "what is asked for is of a namespace that is known"
         return space
 
-    def _used_namespaces(self) -> list[NamespaceId]:
-        waiting = [*self._waiting.namespaces(), *self._reading.namespaces()]
-        return [*(page.space for page in self._pool.everything()), *waiting]
+    def _uses(self, namespace: NamespaceId) -> bool:
+        return bool(self._pool.parts(namespace)) or namespace in self._waiting.namespaces() + self._reading.namespaces()
 
     def _info(self) -> ShardInfo:
         allocator = self._pool.allocator
@@ -485,7 +484,7 @@ class Shard:
             free_bytes=allocator.free_bytes,
             pages=self._pool.count(FASTEST),
             # Nobody waits for what it reads and moves by itself.
-            leases=len(self._leases) - len(self.own_attempts) + (self._orders.attempt is not None),
+            leases=len(self._leases) - len(self.own_attempts) + (self._puller.attempt is not None),
             counters=tuple(self._counters.items()),
             draining=self._orders.draining,
             below=self._pool.below(self._reading.wanted_bytes),

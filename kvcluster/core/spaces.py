@@ -6,7 +6,7 @@ A namespace is found only together with its tenant; a shard of the same cluster,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
@@ -48,7 +48,7 @@ class Space:
         if taken is not None:
             return taken
         nbytes = self.page_bytes(group, part, codec)
-        if tier not in pool.memory:
+        if tier not in pool.memory or not self.takes(group, part):
             return Written.FULL
         worse = pool.on(tier, self.id, new.key)
         if worse is not None:
@@ -67,6 +67,16 @@ class Space:
             return Written.FULL
         self.hold(group, part)
         return page
+
+    def takes(self, group: int, part: Part) -> bool:
+        """May pages of this part be here? What is done to a block is done to each part that its namespace has had."""
+        return (group, part) in self.parts or len(self.parts) < limits.PARTS_PER_BLOCK
+
+    def forget_unused(self, pool: PagePool) -> None:
+        """Where there are as many parts as may be, those of which there is no page any more make room for others."""
+        if len(self.parts) >= limits.PARTS_PER_BLOCK:
+            held = pool.parts(self.id)
+            self.parts = {name: nbytes for name, nbytes in self.parts.items() if name in held}
 
     def hold(self, group: int, part: Part) -> None:
         """Pages of this part are here, or have been."""
@@ -87,11 +97,12 @@ class Space:
 
 
 class Spaces:
-    """Namespaces by id. `used` names those that something is held in, which are never forgotten."""
+    """Namespaces by id. What `is_used` is never forgotten."""
 
-    def __init__(self, used: Callable[[], Iterable[NamespaceId]]) -> None:
-        self._used = used
+    def __init__(self, is_used: Callable[[NamespaceId], bool]) -> None:
+        self._is_used = is_used
         self._spaces: dict[NamespaceId, Space] = {}
+        self._owned: dict[Tenant, dict[NamespaceId, None]] = {}
 
     def __iter__(self) -> Iterator[Space]:
         return iter(self._spaces.values())
@@ -101,10 +112,11 @@ class Spaces:
         space_id = spec.namespace(tenant)
         space = self._spaces.get(space_id)
         if space is None:
-            owned = sum(known.tenant == tenant for known in self._spaces.values())
-            if owned >= limits.NAMESPACES_PER_TENANT and not self._forget_bare(tenant):
+            owned = self._owned.setdefault(tenant, {})
+            if len(owned) >= limits.NAMESPACES_PER_TENANT and not self._forget_bare(tenant):
                 return None
             space = self._spaces[space_id] = Space(space_id, tenant, spec)
+            owned[space_id] = None
         return space
 
     def adopt(self, tier: Tier, found: Found, pool: PagePool) -> None:
@@ -129,9 +141,7 @@ class Spaces:
 
     def _forget_bare(self, tenant: Tenant) -> bool:
         """Makes room by forgetting a namespace of which nothing is here. Its workers attach again."""
-        used = dict.fromkeys(self._used())
-        for space in self._spaces.values():
-            if space.tenant == tenant and space.id not in used:
-                del self._spaces[space.id]
-                return True
-        return False
+        bare = next((space for space in self._owned[tenant] if not self._is_used(space)), None)
+        if bare is not None:
+            del self._spaces[bare], self._owned[tenant][bare]
+        return bare is not None

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core.announcer import Announcer
+from kvcluster.core.block_facts import BlockFacts
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory, Space
 from kvcluster.core.engines import EngineBook
 from kvcluster.core.evicted import EvictedMemory
-from kvcluster.core.ids import Epoch, NamespaceId, Tenant
+from kvcluster.core.eviction_queue import EvictionQueue
+from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, Tenant
+from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Membership
-from kvcluster.core.messages import Need, Refused, RefusedKind
+from kvcluster.core.messages import Need, Refused, RefusedKind, Tier, Tombstone
 from kvcluster.core.tickets import TicketBook
 from kvcluster.core.tombstones import Tombstones
+from kvcluster.eviction import POLICIES
 
 MS = 1_000_000
 ENGINE_TTL_NS = 10_000 * MS
@@ -45,13 +49,24 @@ class State:
         self.off = False
         self.book = CopyBook()
         self.announcer = announcer
+        self._policy = POLICIES[config.eviction_policy]
         self.directory = Directory(self.book, tombstones, announcer)
-        self.members = Membership(membership_ttl_ms * MS, self.book)
+        self.members = Membership(membership_ttl_ms * MS, self.book, self._queue)
         self.tickets = TicketBook(config.ticket_ttl_ms * MS)
         self.evicted = EvictedMemory()
         self.tombstones = tombstones
         self.engines = EngineBook(ENGINE_TTL_NS)
         self.counters = dict.fromkeys(_COUNTERS, 0)
+
+    def _queue(self, slot: int, tier: Tier) -> EvictionQueue[BlockRecord]:
+        return EvictionQueue(self._policy(BlockFacts(self.directory, slot, tier)), self.directory.record)
+
+    def bury(self, stone: Tombstone) -> list[dict[BlockHash, BlockRecord]]:
+        """Forgets all blocks that the tombstone names. Returns those that were known, by namespace."""
+        for space in self.directory.named(stone):
+            if len(space.index):
+                self.members.forget(space.id)
+        return self.directory.bury(stone)
 
     @property
     def rebuilding(self) -> bool:

@@ -10,9 +10,10 @@ that happen meanwhile have higher numbers and follow. One message is under way a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 from kvcluster.core import limits
 from kvcluster.core.messages import PageEvent, StreamEvent
@@ -31,14 +32,22 @@ class Piece:
     pages: tuple[PageEvent, ...] = ()
 
 
+class Everything(Protocol):
+    """What an inventory has to tell, so many pages, of which a chunk at a time is asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, chunk: slice, /) -> Iterable[PageEvent]: ...
+
+
 class ReportStream:
     """The sending half. `everything` lists all READY pages at the moment of the call."""
 
-    def __init__(self, everything: Callable[[], Sequence[PageEvent]]) -> None:
+    def __init__(self, everything: Callable[[], Everything]) -> None:
         self._everything = everything
         self._backlog: deque[StreamEvent] = deque()
         self._acked = 0
-        self._inventory: Sequence[PageEvent] | None = None
+        self._inventory: Everything | None = None
         self._upto = 0
         self._chunk = 0
         self._owed = True  # a coordinator that knows nothing of us is owed an inventory

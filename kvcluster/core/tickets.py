@@ -55,7 +55,9 @@ class TicketBook:
         return self._tickets.get(attempt)
 
     def full(self, holder: Holder) -> bool:
-        """Does this holder have as many as one may, or are there too many holders?"""
+        """Does this holder have as many as one may, or are there too many holders or tickets?"""
+        if len(self._tickets) >= limits.TICKETS:
+            return True
         held = self._held.get(holder)
         return held >= limits.TICKETS_PER_HOLDER if held is not None else len(self._held) >= limits.HOLDERS
 
@@ -92,13 +94,16 @@ class TicketBook:
         return ticket
 
     def end_expired(self, now: int) -> list[Ticket]:
+        """Those that have run out, as many of them as one step may release: the rest are due at once."""
         out: list[Ticket] = []
-        while self._tickets:
+        named = 0
+        while self._tickets and named < limits.PAGES_PER_CALL:
             ticket = next(iter(self._tickets.values()))
             if ticket.expires_at > now:
                 break
             self.end(ticket.attempt)
             out.append(ticket)
+            named += len(ticket.hashes) + len(ticket.writes) + 1
         return out
 
     def extend(self, late_ns: int) -> None:

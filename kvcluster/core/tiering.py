@@ -49,7 +49,6 @@ class Tiering:
         self._heat = Heat(loads=config.promote_loads, window_ns=config.hot_window_ms * MS, run_blocks=config.run_blocks)
         self._directory = directory
         self._book = book
-        self._number = 0  # of the last order, to whomever: a shard that begins anew may be at work on one
         self._evictor = evictor
         self._budget = int(config.q4_error_budget * 1e6)
         self._samples: dict[NamespaceId, tuple[int, int]] = {}  # how many, and their sum in millionths
@@ -114,9 +113,9 @@ class Tiering:
         self._raw_blocks, self._heat.loads = int(known["host.raw_blocks"]), int(known["promote.loads"])
         return None
 
-    def demotion(self, member: Member, pressure_bytes: int, now: int) -> tuple[MoveOrder | None, int]:
-        """What is to leave each tier but the lowest for the one below it, and the bytes that the lowest lacks for that.
-        Room is made before it is taken: what leaves a lower tier goes first."""
+    def demote(self, member: Member, pressure_bytes: int, now: int) -> int:
+        """Orders what is to leave each tier but the lowest for the one below it. Returns the bytes that the lowest
+        lacks for that. Room is made before it is taken: what leaves a lower tier goes first."""
         moves: list[Move] = []
         waited = pressure_bytes
         for tier, to in pairwise(member.info.tiers):
@@ -125,42 +124,39 @@ class Tiering:
             moves[:0] = [Move(record.space, record.hash, to, self._codec_of(record)) for record in victims]
             use = member.info.use(to)
             waited = max(0, below - use.free_bytes) + use.wanted_bytes
-        return self.order(moves), waited
+        self.order(member, moves)
+        return waited
 
-    def promotion(self, member: Member) -> MoveOrder | None:
-        """What is hot below, as far as there is room above."""
+    def promote(self, member: Member) -> None:
+        """Orders up what is hot below, as far as there is room above."""
         moves: list[Move] = []
         room = member.info.use(FASTEST).room(self._low)
         for space_id, block in self._hot.pop(member.slot, {}):
             record = self._directory.record(space_id, block)
             if record is None or member.slot not in _only_below(record):
                 continue
-            below = min(copy.tier for copy in record.copies.entries if copy.slot == member.slot)
-            room -= self._evictor.bytes_on(record, member.slot, below, raw=True)
+            below = min(copy.tier for copy in record.copies.of(member.slot))
+            room -= self._directory.bytes_on(record, member.slot, below, raw=True)
             if room < 0:
                 break  # what stays hot is noticed again
             moves.append(Move(space_id, block, FASTEST))
-        return self.order(moves[: limits.EVICTIONS_PER_ORDER])
+        self.order(member, moves[: limits.EVICTIONS_PER_ORDER])
 
-    def order(self, moves: Sequence[Move]) -> MoveOrder | None:
-        """Numbers it, where there is anything to move."""
-        if not moves:
-            return None
-        self._number += 1
-        return MoveOrder(self._number, tuple(moves))
+    def order(self, member: Member, moves: Sequence[Move]) -> None:
+        """Gives this shard an order, where there is anything to move."""
+        if moves:
+            member.orders.give(lambda number: MoveOrder(number, tuple(moves)))
 
-    def settle(self, member: Member) -> None:
-        """The order is carried out, or its shard is gone: what was to go and did not is queued again."""
-        for move in member.move.moves if member.move is not None else ():
+    def settle(self, member: Member, order: MoveOrder) -> None:
+        """The order has ended, or its shard is gone: what was to go and did not is queued again."""
+        for move in order.moves:
             record = self._directory.record(move.namespace, move.hash)
             leaves = member.info.above(move.to)
             if leaves is not None and record is not None and record.copies.on(member.slot, leaves):
                 member.cold[leaves].push(record)
-        member.move = None
 
     def forget(self, member: Member) -> None:
         """Its shard is gone."""
-        self.settle(member)
         self._hot.pop(member.slot, None)
 
     def _codec_of(self, record: BlockRecord) -> Codec:
@@ -170,18 +166,17 @@ class Tiering:
 
     def _bytes_below(self, record: BlockRecord, slot: int, tier: Tier, to: Tier) -> int:
         """What a block of that tier takes in the one below, where it does not lie there already."""
-        if any(copy.slot == slot and copy.tier >= to for copy in record.copies.entries):
+        if any(copy.tier >= to for copy in record.copies.of(slot)):
             return 0
         if to.spec.takes is Takes.UNCHANGED:
-            return self._evictor.bytes_on(record, slot, tier)
+            return self._directory.bytes_on(record, slot, tier)
         space = self._directory.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         codecs = (Codec.RAW, self._codec_of(record))
-        here = (copy for copy in record.copies.entries if copy.slot == slot)
+        here = record.copies.of(slot)
         return sum(min(space.page_bytes(copy.group, copy.part, codec) for codec in codecs) for copy in here)
 
 
 def _only_below(record: BlockRecord) -> list[int]:
     """The slots of the shards that have it in a tier below, and not in the device tier."""
-    slots = dict.fromkeys(copy.slot for copy in record.copies.entries if copy.tier > FASTEST)
-    return [slot for slot in slots if not record.copies.on(slot, FASTEST)]
+    return [slot for slot in record.copies.slots if not record.copies.on(slot, FASTEST)]

@@ -8,9 +8,10 @@ after it heard, so the shard's own term always ends first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvcluster.config import ShardConfig
+from kvcluster.core import limits
 from kvcluster.core.ids import CallId, Epoch
 from kvcluster.core.messages import (
     Answer,
@@ -18,12 +19,11 @@ from kvcluster.core.messages import (
     Effect,
     Flush,
     Inventory,
-    PageEvent,
     Report,
     ReportAck,
     StreamEvent,
 )
-from kvcluster.core.stream import Piece, ReportStream
+from kvcluster.core.stream import Everything, Piece, ReportStream
 
 MS = 1_000_000
 FROM_SHARD = CallId(0)
@@ -33,9 +33,7 @@ FROM_SHARD = CallId(0)
 class Uplink:
     """The sending end. `everything` lists all READY pages at the moment of the call."""
 
-    def __init__(
-        self, config: ShardConfig, *, membership_ttl_ms: int, everything: Callable[[], Sequence[PageEvent]]
-    ) -> None:
+    def __init__(self, config: ShardConfig, *, membership_ttl_ms: int, everything: Callable[[], Everything]) -> None:
         self._interval = config.report_interval_ms * MS
         self._retry = config.report_retry_ms * MS
         self._term = membership_ttl_ms * MS - membership_ttl_ms * MS // 50  # a clock that drifts by 2 % is broken
@@ -118,7 +116,8 @@ class Uplink:
         self._wait(now)
 
     def flush(self, m: Flush, now: int) -> list[Effect]:
-        if self._stream.acked >= self._stream.last or m.wait_ns <= 0:
+        full = len(self._flushes) >= limits.FLUSHES
+        if self._stream.acked >= self._stream.last or m.wait_ns <= 0 or full:
             return [Answer(m.call, Done(self._stream.acked >= self._stream.last))]
         self._flushes[m.call] = (self._stream.last, now + m.wait_ns)
         return []

@@ -7,11 +7,24 @@ its own, after which it gets what fits.
 
 from __future__ import annotations
 
+from collections.abc import Container
+from dataclasses import dataclass
+
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, CallId, NamespaceId
 from kvcluster.core.messages import Answer, Reserve, WriteGrant, Written
 from kvcluster.core.pool import PagePool
 from kvcluster.core.spaces import Spaces
+
+
+@dataclass(slots=True)
+class _WaitingWrite:
+    """A reservation that waits until then, and the bytes that it lacked when the pool had changed so many times."""
+
+    m: Reserve
+    until: int
+    lacked: int
+    changes: int
 
 
 class WaitingRoom:
@@ -20,52 +33,54 @@ class WaitingRoom:
     def __init__(self, pool: PagePool, spaces: Spaces) -> None:
         self._pool = pool
         self._spaces = spaces
-        self._waiting: dict[CallId, tuple[Reserve, int]] = {}  # in order of arrival, with when to give up
+        self._waiting: dict[CallId, _WaitingWrite] = {}  # in order of arrival
+        self._pages = 0  # of all of them
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     @property
     def next_deadline(self) -> int | None:
-        return min((until for _, until in self._waiting.values()), default=None)
+        return min((waiting.until for waiting in self._waiting.values()), default=None)
 
     @property
     def pressure_bytes(self) -> int:
         """What all of them want and do not find."""
-        return sum(self.lacking(m) for m, _ in self._waiting.values())
+        return sum(map(self._lacked, self._waiting.values()))
 
     def must_wait(self, m: Reserve) -> bool:
         """Is there no room for it, or somebody before it? Where too many wait already, nobody does."""
-        return len(self._waiting) < limits.WAITING_WRITES and bool(self._waiting or self.lacking(m))
+        room = len(self._waiting) < limits.WAITING_WRITES and self._pages + len(m.pages) <= limits.WAITING_PAGES
+        return room and bool(self._waiting or self.lacking(m))
 
     def add(self, m: Reserve, until: int) -> None:
-        self._waiting[m.call] = (m, until)
+        self._waiting[m.call] = _WaitingWrite(m, until, 0, -1)
+        self._pages += len(m.pages)
 
     def waits(self, attempt: Attempt) -> bool:
-        return any(m.attempt == attempt for m, _ in self._waiting.values())
+        return any(waiting.m.attempt == attempt for waiting in self._waiting.values())
 
     def namespaces(self) -> list[NamespaceId]:
-        return [m.namespace for m, _ in self._waiting.values()]
+        return [waiting.m.namespace for waiting in self._waiting.values()]
 
     def withdraw(self, attempt: Attempt) -> list[Reserve]:
         """Its writer has gone, and with it the wish."""
-        return self._take([m for m, _ in self._waiting.values() if m.attempt == attempt])
+        return self._take([waiting.m for waiting in self._waiting.values() if waiting.m.attempt == attempt])
 
-    def withdraw_namespace(self, namespace: NamespaceId) -> list[Reserve]:
-        return self._take([m for m, _ in self._waiting.values() if m.namespace == namespace])
+    def withdraw_namespaces(self, namespaces: Container[NamespaceId]) -> list[Reserve]:
+        return self._take([waiting.m for waiting in self._waiting.values() if waiting.m.namespace in namespaces])
 
     def next_served(self, now: int) -> Reserve | None:
         """The next that is to be granted what fits, taken out: the first one, once there is room for it, or any that
         has waited long enough."""
-        for at, (m, until) in enumerate(self._waiting.values()):
-            if now >= until or (at == 0 and not self.lacking(m)):
-                del self._waiting[m.call]
-                return m
+        for at, waiting in enumerate(self._waiting.values()):
+            if now >= waiting.until or (at == 0 and not self._lacked(waiting)):
+                return self._take([waiting.m])[0]
         return None
 
     def everyone(self) -> list[Reserve]:
         """All of them, taken out."""
-        return self._take([m for m, _ in self._waiting.values()])
+        return self._take([waiting.m for waiting in self._waiting.values()])
 
     def lacking(self, m: Reserve) -> int:
         """Bytes that `m` would want and does not find. What can never fit is not waited for."""
@@ -89,7 +104,14 @@ class WaitingRoom:
     def _take(self, those: list[Reserve]) -> list[Reserve]:
         for m in those:
             del self._waiting[m.call]
+            self._pages -= len(m.pages)
         return those
+
+    def _lacked(self, waiting: _WaitingWrite) -> int:
+        """What it lacks now. It is worked out again only where pages have changed: each step asks."""
+        if waiting.changes != self._pool.changes:
+            waiting.lacked, waiting.changes = self.lacking(waiting.m), self._pool.changes
+        return waiting.lacked
 
 
 def lost(m: Reserve) -> Answer:

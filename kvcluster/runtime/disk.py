@@ -35,7 +35,7 @@ _NAME = re.compile(r"[0-9]{4}\.pages")
 _OWNER_ONLY = 0o600
 
 
-class _Known(NamedTuple):
+class _KnownFile(NamedTuple):
     """A file that holds something, or has: its head, and whose namespace that makes it. `nbytes`: how long it was when
     it was opened."""
 
@@ -66,7 +66,7 @@ class DiskFolder:
         self._files = plan.files
         self._folder = Path(config.disk_dir) / shard
         self._stones = TombstoneFile(str(self._folder), "the disk tier's folder")
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _KnownFile] = {}
         self._unsynced: dict[int, None] = {}  # files whose last head may be back when the power goes
         self._behind = False  # with what is to be purged, since that failed
         self._lock = self._locked()
@@ -189,7 +189,7 @@ class DiskFolder:
             self._unsynced[number] = None
             _write(file, page_files.NO_HEAD, 0)
             return error
-        self._known[number] = _Known(head, head.namespace, os.fstat(file).st_size)
+        self._known[number] = _KnownFile(head, head.namespace, os.fstat(file).st_size)
         return None
 
     def _kept_tombstones(self) -> tuple[Tombstone, ...]:
@@ -232,7 +232,7 @@ class DiskFolder:
         head = Head(os.urandom(page_files.LIFE_BYTES), self._file_bytes, shape, move.tenant, move.spec)
         self._unsynced[number] = None
         _write(file, page_files.encode_head(head), 0)
-        self._known[number] = _Known(head, move.namespace, self._file_bytes)
+        self._known[number] = _KnownFile(head, move.namespace, self._file_bytes)
         return head
 
     def _behead(self, number: int) -> None:

@@ -31,7 +31,7 @@ M = TypeVar("M")
 _IDLE_S = 3600.0
 
 
-class Core(Protocol[MessageT_contra]):
+class StateMachine(Protocol[MessageT_contra]):
     """A pure state machine."""
 
     def step(self, message: MessageT_contra, now: int) -> list[Effect]: ...
@@ -54,7 +54,7 @@ class Driver(Generic[M]):
 
     def __init__(
         self,
-        core: Core[M | Tick | Stalled],
+        core: StateMachine[M | Tick | Stalled],
         perform: Callable[[Effect], None],
         *,
         stall_ns: int,

@@ -47,7 +47,7 @@ def _weight(event: KVEvent) -> int:
 
 
 @dataclass(slots=True)
-class _Topic:
+class _TopicLog:
     following: int
     """The next number; the one before is the last that was given, or left out."""
 
@@ -64,7 +64,7 @@ class EventLog:
         self._first_sequence = first_sequence
         self._buffer_batches = buffer_batches
         self._buffer_bytes = buffer_bytes
-        self._topics: dict[str, _Topic] = {}
+        self._topics: dict[str, _TopicLog] = {}
         # Batches by their place among all that there were, without a gap.
         self._kept: dict[int, Batch] = {}
         self._kept_bytes = 0
@@ -110,14 +110,14 @@ class EventLog:
     def _first(self) -> int:
         return self._end - len(self._kept)
 
-    def _topic(self, stream: EventStream) -> tuple[str, _Topic | None]:
+    def _topic(self, stream: EventStream) -> tuple[str, _TopicLog | None]:
         name = kv_events.topic_of(stream)
         topic = self._topics.get(name)
         if topic is None and len(self._topics) < TOPICS:
-            topic = self._topics[name] = _Topic(self._first_sequence)
+            topic = self._topics[name] = _TopicLog(self._first_sequence)
         return name, topic
 
-    def _keep(self, name: str, topic: _Topic, payload: bytes) -> Batch:
+    def _keep(self, name: str, topic: _TopicLog, payload: bytes) -> Batch:
         batch = Batch(name, topic.following, payload)
         topic.following += 1
         self._kept[self._end] = batch

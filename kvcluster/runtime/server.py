@@ -40,7 +40,7 @@ class _Table(grpc.GenericRpcHandler):
         return self._handlers.get(details.method)
 
 
-class Server:
+class GrpcServer:
     """Listens on `host:port` until `close`. Port 0 takes a free one; `port` says which."""
 
     def __init__(self, handlers: Mapping[str, Handler], host: str, port: int, threads: int) -> None:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Answer, Effect, KeepSettings, Persist, Refused, RefusedKind, Tombstone
 from kvcluster.errors import ConfigError
-from kvcluster.runtime.driver import Core
+from kvcluster.runtime.driver import StateMachine
 
 M = TypeVar("M")
 
@@ -178,7 +178,7 @@ class Keeping:
 
     def __init__(
         self,
-        core: Core[M],
+        core: StateMachine[M],
         write: Callable[[tuple[Tombstone, ...]], None],
         keep: Callable[[tuple[tuple[str, str], ...]], None],
     ) -> None:

@@ -18,6 +18,7 @@ from kvcluster.core.messages import (
     Explain,
     GetNamespaces,
     GetStatus,
+    Need,
     PinBlocks,
     PrepareLoad,
     PrepareStore,
@@ -31,6 +32,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ProtocolError
 from kvcluster.wire import common
 from kvcluster.wire.common import agree, at_most, numbers, quantity, text
+from kvcluster.wire.v1 import common_pb2
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 
@@ -71,10 +73,17 @@ def decode_prepare_load(data: bytes, call: CallId, tenant: Tenant) -> PrepareLoa
         tenant=tenant,
         namespace=common.decode_namespace(m.namespace),
         attempt=common.decode_attempt(m.holder, m.attempt),
-        hashes=common.decode_blocks(m.hashes),
-        need=common.decode_need(m.need),
+        hashes=(hashes := common.decode_blocks(m.hashes)),
+        need=_decode_need(m.need, len(hashes)),
         hold=m.hold,
     )
+
+
+def _decode_need(m: common_pb2.Need, blocks: int) -> Need:
+    """A need of so many blocks."""
+    need = common.decode_need(m)
+    at_most(blocks * sum(part is not None for part in need.parts), limits.PARTS_PER_LOOKUP, "parts in a lookup")
+    return need
 
 
 def encode_prepare_store(message: PrepareStore) -> bytes:
@@ -155,7 +164,7 @@ def decode_explain(data: bytes, call: CallId, tenant: Tenant) -> Explain:
     """The inverse."""
     m = common.parse(pb.ExplainRequest, data)
     hashes = common.decode_blocks(m.hashes)
-    return Explain(call, tenant, common.decode_namespace(m.namespace), hashes, common.decode_need(m.need))
+    return Explain(call, tenant, common.decode_namespace(m.namespace), hashes, _decode_need(m.need, len(hashes)))
 
 
 def encode_siblings(message: Siblings) -> bytes:

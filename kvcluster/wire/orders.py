@@ -1,18 +1,22 @@
-"""What the coordinator answers to a report: how far it has heard, and what the shard is to do."""
+"""What the coordinator answers to a report: how far it has heard, and what the shard is to do.
+
+A further kind of order is one more row of `_KINDS`, and an alternative of the protocol's `Order`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
-from kvcluster.core.messages import EvictOrder, Farewell, Move, MoveOrder, PullOrder, ReportAck
+from kvcluster.core.messages import EvictOrder, Farewell, Move, MoveOrder, Order, PullOrder, ReportAck
 from kvcluster.core.tiers import Takes
 from kvcluster.errors import ProtocolError
 from kvcluster.wire import common, pages
-from kvcluster.wire.common import EnumCodec, Interned, agree, pick, quantity, text
-from kvcluster.wire.reports import decode_tombstones, encode_tombstones
+from kvcluster.wire.common import EnumCodec, Interned, agree, at_most, pick, quantity, text
+from kvcluster.wire.reports import ascending, decode_tombstones, encode_tombstones
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 FAREWELL: EnumCodec[Farewell, pb.Farewell] = EnumCodec(Farewell, pb.Farewell, "FAREWELL_")
@@ -24,9 +28,7 @@ def encode_ack(ack: ReportAck) -> pb.ReportAck:
         epoch=ack.epoch,
         acked=ack.acked,
         inventory=ack.inventory,
-        order=None if ack.order is None else _encode_order(ack.order),
-        move=None if ack.move is None else _encode_move(ack.move),
-        pull=None if ack.pull is None else _encode_pull(ack.pull),
+        orders=[_encode_order(order) for order in ack.orders],
         tombstones=encode_tombstones(ack.tombstones),
         drain=ack.drain,
         leave=pb.FAREWELL_UNSPECIFIED if ack.leave is None else FAREWELL.encode[ack.leave],
@@ -39,19 +41,37 @@ def decode_ack(m: pb.ReportAck) -> ReportAck:
         epoch=common.epoch(m.epoch),
         acked=quantity(m.acked, "as a stream number"),
         inventory=m.inventory,
-        order=_decode_order(m.order) if m.HasField("order") else None,
-        move=_decode_move(m.move) if m.HasField("move") else None,
-        pull=_decode_pull(m.pull) if m.HasField("pull") else None,
+        orders=_decode_orders(m.orders),
         tombstones=decode_tombstones(m.tombstones),
         drain=m.drain,
         leave=None if m.leave == pb.FAREWELL_UNSPECIFIED else FAREWELL.decode(m.leave),
     )
 
 
-def _encode_order(order: EvictOrder) -> pb.EvictOrder:
+def _encode_order(order: Order) -> pb.Order:
+    kind = next(kind for kind in _KINDS if isinstance(order, kind.message))
+    m = pb.Order(number=order.number)
+    getattr(m, kind.field).CopyFrom(kind.encode(order))
+    return m
+
+
+def _decode_orders(orders: Sequence[pb.Order]) -> tuple[Order, ...]:
+    at_most(len(orders), limits.ORDERS_IN_FLIGHT, "orders in an answer")
+    decoded = tuple(map(_decode_order, orders))
+    ascending(order.number for order in decoded)
+    return decoded
+
+
+def _decode_order(m: pb.Order) -> Order:
+    kind = next((kind for kind in _KINDS if kind.field == m.WhichOneof("kind")), None)
+    if kind is None:
+        raise ProtocolError("this kind of order is not known here; a newer kvcluster sent it: upgrade this side")
+    return kind.decode(quantity(m.number, "as an order's number"), getattr(m, kind.field))
+
+
+def _encode_evict(order: EvictOrder) -> pb.EvictOrder:
     namespaces: Interned[NamespaceId] = Interned()
     return pb.EvictOrder(
-        number=order.number,
         namespace_of=[namespaces[namespace] for namespace, _ in order.blocks],
         hashes=b"".join([block for _, block in order.blocks]),
         namespaces=b"".join(namespaces),
@@ -59,17 +79,16 @@ def _encode_order(order: EvictOrder) -> pb.EvictOrder:
     )
 
 
-def _decode_order(m: pb.EvictOrder) -> EvictOrder:
+def _decode_evict(number: int, m: pb.EvictOrder) -> EvictOrder:
     hashes = common.decode_hashes(m.hashes, limits.EVICTIONS_PER_ORDER, "blocks in an order")
     agree("an order", hashes, m.namespace_of)
     blocks = tuple(zip(_owners(m.namespaces, m.namespace_of), hashes, strict=True))
-    return EvictOrder(quantity(m.number, "as an order's number"), blocks, common.TIER.decode(m.tier))
+    return EvictOrder(number, blocks, common.TIER.decode(m.tier))
 
 
 def _encode_move(order: MoveOrder) -> pb.MoveOrder:
     namespaces: Interned[NamespaceId] = Interned()
     return pb.MoveOrder(
-        number=order.number,
         namespace_of=[namespaces[move.namespace] for move in order.moves],
         hashes=b"".join([move.hash for move in order.moves]),
         to=[common.TIER.encode[move.to] for move in order.moves],
@@ -78,12 +97,12 @@ def _encode_move(order: MoveOrder) -> pb.MoveOrder:
     )
 
 
-def _decode_move(m: pb.MoveOrder) -> MoveOrder:
+def _decode_move(number: int, m: pb.MoveOrder) -> MoveOrder:
     hashes: Sequence[BlockHash] = common.decode_hashes(m.hashes, limits.MOVES_PER_ORDER, "blocks in an order")
     agree("an order", hashes, m.namespace_of, m.to, m.codecs)
     owners, tiers = _owners(m.namespaces, m.namespace_of), common.TIER.decode_all(m.to)
     moves = tuple(map(Move, owners, hashes, tiers, common.decode_codecs(m.codecs)))
-    return MoveOrder(quantity(m.number, "as an order's number"), moves)
+    return MoveOrder(number, moves)
 
 
 def _owners(namespaces: bytes, namespace_of: Sequence[int]) -> list[NamespaceId]:
@@ -92,7 +111,6 @@ def _owners(namespaces: bytes, namespace_of: Sequence[int]) -> list[NamespaceId]
 
 def _encode_pull(pull: PullOrder) -> pb.PullOrder:
     return pb.PullOrder(
-        number=pull.number,
         source=common.encode_address(pull.source),
         tenant=pull.tenant,
         spec=common.encode_spec(pull.spec),
@@ -102,14 +120,14 @@ def _encode_pull(pull: PullOrder) -> pb.PullOrder:
     )
 
 
-def _decode_pull(m: pb.PullOrder) -> PullOrder:
+def _decode_pull(number: int, m: pb.PullOrder) -> PullOrder:
     into = common.TIER.decode(m.into)
     if common.decode_codec(m.codec) is not Codec.RAW and into.spec.takes is Takes.RAW:
         raise ProtocolError(f"encoded pages do not lie in the {into.name.lower()} tier")
     if not into.spec.addressable:
         raise ProtocolError(f"pages come to the {into.name.lower()} tier from the one above it alone")
     return PullOrder(
-        number=quantity(m.number, "as an order's number"),
+        number=number,
         source=common.decode_address(m.source),
         tenant=Tenant(text(m.tenant, "a tenant's name")),
         spec=common.decode_spec(m.spec),
@@ -117,3 +135,19 @@ def _decode_pull(m: pb.PullOrder) -> PullOrder:
         codec=common.decode_codec(m.codec),
         into=into,
     )
+
+
+class _Kind(NamedTuple):
+    """How one kind of order travels: its class, its field in the protocol's `Order`, its encoder and its decoder."""
+
+    message: type[Order]
+    field: str
+    encode: Callable[[Any], Any]
+    decode: Callable[[int, Any], Order]
+
+
+_KINDS = (
+    _Kind(EvictOrder, "evict", _encode_evict, _decode_evict),
+    _Kind(MoveOrder, "move", _encode_move, _decode_move),
+    _Kind(PullOrder, "pull", _encode_pull, _decode_pull),
+)

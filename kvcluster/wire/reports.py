@@ -15,6 +15,7 @@ from kvcluster.core.ids import BlockHash, CallId, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
     GoneEvent,
     Inventory,
+    OrderProgress,
     PageEvent,
     PageKey,
     PurgedEvent,
@@ -46,9 +47,7 @@ def encode_report(report: Report) -> bytes:
         events=_encode_events(report.events),
         specs=_encode_specs(report.specs),
         pressure_bytes=report.pressure_bytes,
-        order=report.order,
-        pulled=report.pulled,
-        moved=report.moved,
+        orders=pb.OrderProgress(accepted=report.orders.accepted, running=report.orders.running),
         sampled_namespaces=b"".join([namespace for namespace, _ in report.samples]),
         sampled_errors=[error for _, error in report.samples],
     ).SerializeToString()
@@ -65,11 +64,27 @@ def decode_report(data: bytes, call: CallId, tenant: Tenant) -> Report:
         events=_decode_events(m.events, limits.REPORTS_PER_MESSAGE),
         specs=_decode_specs(m.specs),
         pressure_bytes=quantity(m.pressure_bytes, "bytes wanted"),
-        order=quantity(m.order, "as an order's number"),
-        pulled=quantity(m.pulled, "as an order's number"),
-        moved=quantity(m.moved, "as an order's number"),
+        orders=_decode_progress(m.orders),
         samples=decode_errors(m.sampled_namespaces, m.sampled_errors, limits.SAMPLES),
     )
+
+
+def _decode_progress(m: pb.OrderProgress) -> OrderProgress:
+    accepted = quantity(m.accepted, "as an order's number")
+    running = tuple(numbers(m.running, limits.ORDERS_IN_FLIGHT, "orders that run"))
+    ascending(running)
+    if max(running, default=0) > accepted:
+        raise ProtocolError("an order runs that was not accepted")
+    return OrderProgress(accepted, running)
+
+
+def ascending(order_numbers: Iterable[int]) -> None:
+    """Raises ProtocolError where a number of an order is not above the one before it; the first is at least 1."""
+    before = 0
+    for number in order_numbers:
+        if number <= before:
+            raise ProtocolError("orders have ascending numbers, from 1 on")
+        before = number
 
 
 def decode_errors(namespaces: bytes, errors: Sequence[int], most: int) -> tuple[tuple[NamespaceId, int], ...]:

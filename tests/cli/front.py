@@ -8,7 +8,7 @@ from kvcluster.cli.main import main
 from kvcluster.core.ids import CallId
 from kvcluster.core.messages import CoordinatorMessage, Reply
 from kvcluster.runtime.auth import Authenticator, digest
-from kvcluster.runtime.server import Gate, Server, unary_handlers
+from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
 from kvcluster.testing import MemoryCluster
 from kvcluster.wire.methods import COORDINATOR
 
@@ -23,7 +23,7 @@ class Served:
         handlers = unary_handlers(
             COORDINATOR, gate, self._ask, frozenset({"Report", "Inventory"}), operators=frozenset({"Drain"})
         )
-        self._server = Server(handlers, "127.0.0.1", 0, threads=4)
+        self._server = GrpcServer(handlers, "127.0.0.1", 0, threads=4)
         self._server.start()
         self.address = self._server.address
 

@@ -19,7 +19,7 @@ from kvcluster.core.ids import Epoch, ShardId, Tenant
 from kvcluster.core.messages import Inventory, Offer, Offers, Reply, Report
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
-from kvcluster.runtime.server import Gate, Handler, Server, unary_handlers
+from kvcluster.runtime.server import Gate, GrpcServer, Handler, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.seam import Deadline
@@ -39,9 +39,9 @@ class Served:
         gate = Gate(authenticator)
         self._coordinator = CoordinatorHost(Epoch(time.time_ns()), config, on_end=lambda leave: None)
         front = unary_handlers(COORDINATOR, gate, self._coordinator.ask, frozenset({"Report", "Inventory"}))
-        self._front = Server(front, host, 0, threads=8)
+        self._front = GrpcServer(front, host, 0, threads=8)
         handlers: dict[str, Handler] = {}
-        self._back = Server(handlers, host, 0, threads=8)
+        self._back = GrpcServer(handlers, host, 0, threads=8)
         self._shard = ShardHost(
             ShardId("shard-0"),
             Epoch(time.time_ns()),

@@ -15,8 +15,8 @@ import pytest
 
 from kvcluster.cli.bench.transfer import floors, goals, table, turns
 from kvcluster.cli.bench.transfer.goals import KIB64, MIB2, verdicts
-from kvcluster.cli.bench.transfer.processes import OWN_PYTHON, CpuClock, PartyError, Process, probe
-from kvcluster.cli.bench.transfer.turns import FLOOR, PEER, TRANSPORT, Lane, Plan
+from kvcluster.cli.bench.transfer.processes import OWN_PYTHON, CpuClock, PartyError, PartyProcess, probe
+from kvcluster.cli.bench.transfer.turns import FLOOR, PEER, TRANSPORT, Lane, TurnsPlan
 from kvcluster.cli.main import main
 from tests.waiting import eventually
 
@@ -142,7 +142,7 @@ def driver(tmp_path: Path) -> str:
 def run(*lanes: Lane, clients: Sequence[int] = (1,)) -> turns.Figures:
     """One small page size, these lanes beside the floors."""
     bounds = [Lane(floors.__name__, path, FLOOR, a["over"], a["note"]) for path, a in floors.PATHS.items()]
-    return turns.run(Plan([*bounds, *lanes], [KIB64], clients, 1, 2**18, 2**20, 20, sys.executable))
+    return turns.run(TurnsPlan([*bounds, *lanes], [KIB64], clients, 1, 2**18, 2**20, 20, sys.executable))
 
 
 def test_a_peer_that_fails_is_left_out_with_its_own_words_and_the_others_are_measured(driver: str) -> None:
@@ -161,7 +161,7 @@ def test_a_peer_that_fails_is_left_out_with_its_own_words_and_the_others_are_mea
 def test_a_peer_that_would_work_while_it_waits_is_stopped_between_its_turns(driver: str) -> None:
     figures = run(Lane(driver, "honest", PEER, "memory", "a test", rests=True))
     assert (figures.left_out, "honest" in {row["path"] for row in figures.paths}) == ({}, True)
-    with Process(OWN_PYTHON, "client", {"work": {"page_bytes": 4096, "pages": 1, "clients": 1}}) as client:
+    with PartyProcess(OWN_PYTHON, "client", {"work": {"page_bytes": 4096, "pages": 1, "clients": 1}}) as client:
         client.answer()
         client.rest()
         eventually(lambda: _state(client.pid) == "T")

@@ -11,7 +11,7 @@ import pytest
 
 from kvcluster.cli.bench.specs import llama_8b
 from kvcluster.cli.bench.trace import measuring, reading, table
-from kvcluster.cli.bench.trace.cluster import TENANT, Cluster
+from kvcluster.cli.bench.trace.cluster import TENANT, TraceCluster
 from kvcluster.cli.main import main
 from kvcluster.config import load
 from kvcluster.core.hashing import foreign
@@ -19,6 +19,7 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import LoadGrant, Tier
 from kvcluster.core.reasons import Loss
+from kvcluster.errors import ConfigError
 from kvcluster.testing.kernel import MS
 
 SPEC = llama_8b("sha256:trace", 16)
@@ -113,12 +114,26 @@ def test_shards_divide_the_bytes_and_copies_that_cannot_come_end() -> None:
         assert row["counters"]["pulled"] == 0
 
 
+def test_a_policy_is_chosen_by_name_and_keeps_what_it_values() -> None:
+    # Of eight prompts two are the same ten blocks; the others come once, and five of them fill the tier.
+    alike, once = range(10), (range(100 * n, 100 * n + 20) for n in range(1, 61))
+    lines = [line(20_000 * n, alike if n % 8 < 2 else ids) for n, ids in enumerate(once)]
+    trace = reading.parse(lines, "trace")
+    shape: dict[str, Any] = {"capacity": 0.1, "host": 0.01, "shards": 1, "block_tokens": 16, "say": lambda _: None}
+    lru, gdsf = (measuring.measure(trace, **shape, eviction_policy=name) for name in ("lru", "gdsf"))
+    assert (lru["eviction_policy"], gdsf["eviction_policy"]) == ("lru", "gdsf")
+    assert lru["rows"][0]["hit_blocks"] < gdsf["rows"][0]["hit_blocks"] <= 150
+    assert lru["rows"][0]["saved_share"] < gdsf["rows"][0]["saved_share"]
+    with pytest.raises(ConfigError, match="no 'lfu'; there is lru, gdsf"):
+        measuring.measure(trace, **shape, eviction_policy="lfu")
+
+
 # ------------------------------------------------------------------------------------------------ the cluster
 
 
-def small(pages: int, host_pages: int = 0, **client: Any) -> Cluster:
+def small(pages: int, host_pages: int = 0, **client: Any) -> TraceCluster:
     shard = {"device_bytes": pages * PAGE, "host_bytes": host_pages * PAGE, "scrub_bytes": 0}
-    return Cluster(load(None, {"shard": shard, "client": client}), SPEC)
+    return TraceCluster(load(None, {"shard": shard, "client": client}), SPEC)
 
 
 def deepest(grant: LoadGrant) -> Tier:
@@ -126,7 +141,7 @@ def deepest(grant: LoadGrant) -> Tier:
     return max(source.tier for run in grant.runs for source in run.plan[0] or ())
 
 
-def checked(cluster: Cluster) -> Cluster:
+def checked(cluster: TraceCluster) -> TraceCluster:
     check_coordinator(cluster.coordinator)
     for shard in cluster.shards:
         check_shard(shard)
@@ -191,7 +206,7 @@ def test_the_command_prints_a_row_for_every_setting(tmp_path: Path, capsys: pyte
     assert main(["bench", "trace", file, "--as-tokens", "512"]) == 0
     printed = capsys.readouterr().out
     assert "30 requests ask for 270 blocks, 121 distinct; an unbounded cache finds 55.2%" in printed
-    assert "512 tokens of Llama 3 8B, 67,108,864 bytes raw; 1 shard(s)" in printed
+    assert "512 tokens of Llama 3 8B, 67,108,864 bytes raw; 1 shard(s); eviction policy lru" in printed
     assert all(f"\n{row.name} " in printed for row in measuring.ROWS)
 
 

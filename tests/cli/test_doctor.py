@@ -23,7 +23,7 @@ from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import CredentialError
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.offering import serve_paths
-from kvcluster.runtime.server import Gate, Server, unary_handlers
+from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.grpc_pages import page_handlers
@@ -48,7 +48,7 @@ class Served:
         self._closing: list[Callable[[], object]] = []
         self.coordinator = self._serve(unary_handlers(COORDINATOR, gate, self._ask))
         self.address = self.coordinator.address
-        self.shards: dict[str, Server] = {}
+        self.shards: dict[str, GrpcServer] = {}
         self.tcp: dict[str, TcpServer] = {}
         for name, host in cluster.shards.items():
             handlers = unary_handlers(SHARD, gate, host.ask)
@@ -76,8 +76,8 @@ class Served:
 
         host.inspect(tell)
 
-    def _serve(self, handlers: Any) -> Server:
-        server = Server(handlers, "127.0.0.1", 0, threads=4)
+    def _serve(self, handlers: Any) -> GrpcServer:
+        server = GrpcServer(handlers, "127.0.0.1", 0, threads=4)
         server.start()
         self._closing.append(lambda: server.close(grace_s=0))
         return server
@@ -291,7 +291,7 @@ def test_where_nothing_listens_it_says_what_to_do(
 
 
 def test_where_something_else_listens_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server({}, "127.0.0.1", 0, threads=2)
+    server = GrpcServer({}, "127.0.0.1", 0, threads=2)
     server.start()
     try:
         found = examine(server.address, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from kvcluster.config import CoordinatorConfig
@@ -19,6 +19,7 @@ from kvcluster.core.messages import (
     Done,
     Effect,
     EndTicket,
+    EvictOrder,
     Explain,
     Explained,
     GetStatus,
@@ -26,12 +27,16 @@ from kvcluster.core.messages import (
     Leave,
     LoadGrant,
     Move,
+    MoveOrder,
     Need,
+    Order,
+    OrderProgress,
     PageEvent,
     PinBlocks,
     Pinned,
     PrepareLoad,
     PrepareStore,
+    PullOrder,
     RenewTicket,
     Report,
     ReportAck,
@@ -68,6 +73,33 @@ from tests.core.samples import (
 R = TypeVar("R")
 
 
+class Heard(ReportAck):
+    """An answer as the shard reads that it went to: its orders by their kind."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, ack: ReportAck) -> Heard:
+        return cls(*(getattr(ack, field.name) for field in fields(ack)))
+
+    @property
+    def evict(self) -> EvictOrder | None:
+        return self._only(EvictOrder)
+
+    @property
+    def move(self) -> MoveOrder | None:
+        return self._only(MoveOrder)
+
+    @property
+    def pull(self) -> PullOrder | None:
+        return self._only(PullOrder)
+
+    def _only(self, kind: type[R]) -> R | None:
+        found = [order for order in self.orders if isinstance(order, kind)]
+        assert len(found) <= 1, "one order of a kind at a time"
+        return found[0] if found else None
+
+
 class Voice:
     """Plays one incarnation of a shard to a coordinator."""
 
@@ -95,9 +127,8 @@ class Voice:
         )
         self.coordinator = Epoch(0)
         self.told = 0
-        self.order = 0
-        self.pulled = 0
-        self.moved = 0
+        self.orders = OrderProgress()
+        """How far it says that it is with its orders. It says nothing of them by itself, so that they are repeated."""
         self.tombstones: tuple[Tombstone, ...] = ()
 
     @property
@@ -109,7 +140,7 @@ class Voice:
         self.coordinator = self.report().epoch
         assert not self.inventory(*pages).inventory
 
-    def report(self, *events: StreamEvent, pressure: int = 0, first: int | None = None) -> ReportAck:
+    def report(self, *events: StreamEvent, pressure: int = 0, first: int | None = None) -> Heard:
         """The next events; given `first`, the number of the first of them."""
         message = Report(
             CallId(0),
@@ -118,13 +149,17 @@ class Voice:
             self.told + 1 if first is None else first,
             events,
             pressure_bytes=pressure,
-            order=self.order,
-            pulled=self.pulled,
-            moved=self.moved,
+            orders=self.orders,
         )
         ack = self._to.ask(ReportAck, lambda call: replace(message, call=call))
         self.told = max(self.told, ack.acked)
-        return ack
+        return Heard.of(ack)
+
+    def ends(self, order: Order | None, *running: Order | None) -> None:
+        """From now on it says that this order has ended, and all up to it, but for those that run."""
+        assert order is not None, "there is no such order"
+        numbers = tuple(other.number for other in running if other is not None)
+        self.orders = OrderProgress(max(self.orders.accepted, order.number, *numbers), numbers)
 
     def inventory(self, *pages: StreamEvent, chunk: int = 0, last: bool = True, upto: int | None = None) -> ReportAck:
         held = tuple(page for page in pages if isinstance(page, PageEvent))
@@ -307,15 +342,15 @@ def served_by(grant: LoadGrant) -> list[tuple[int, list[str]]]:
     ]
 
 
-def ordered(ack: ReportAck) -> list[BlockHash]:
-    return [block for _, block in ack.order.blocks] if ack.order is not None else []
+def ordered(ack: Heard) -> list[BlockHash]:
+    return [block for _, block in ack.evict.blocks] if ack.evict is not None else []
 
 
-def moves(ack: ReportAck) -> tuple[Move, ...]:
+def moves(ack: Heard) -> tuple[Move, ...]:
     return ack.move.moves if ack.move is not None else ()
 
 
-def moved(ack: ReportAck, to: Tier) -> list[BlockHash]:
+def moved(ack: Heard, to: Tier) -> list[BlockHash]:
     """The blocks that are to go to that tier."""
     return [move.hash for move in moves(ack) if move.to is to]
 
@@ -340,10 +375,9 @@ def unpin(coordinator: LoneCoordinator, hashes: Sequence[BlockHash]) -> int:
     return coordinator.ask(Pinned, lambda call: UnpinBlocks(call, OURS, coordinator.space, tuple(hashes))).blocks
 
 
-def carry_out(voice: Voice, ack: ReportAck) -> ReportAck:
+def carry_out(voice: Voice, ack: Heard) -> Heard:
     """The shard does as it was ordered, and says so; what it is told then."""
-    assert ack.order is not None
-    voice.order = ack.order.number
+    voice.ends(ack.evict)
     return voice.report(*map(gone, ordered(ack)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from kvcluster.config import ShardConfig
@@ -29,6 +30,8 @@ from kvcluster.core.messages import (
     MoveOrder,
     MovePages,
     NewPage,
+    Order,
+    OrderProgress,
     PageKey,
     PageSlot,
     Pin,
@@ -75,11 +78,11 @@ OTHER = replace(SPEC, weights="sha256:other")
 R = TypeVar("R")
 
 
-def acknowledged(message: Report | Inventory, coordinator: Epoch, *, order: EvictOrder | None = None) -> ReportAck:
+def acknowledged(message: Report | Inventory, coordinator: Epoch) -> ReportAck:
     """What a coordinator answers that has understood everything."""
     if isinstance(message, Inventory):
-        return ReportAck(coordinator, message.upto if message.last else 0, order=order)
-    return ReportAck(coordinator, message.first + len(message.events) - 1, order=order)
+        return ReportAck(coordinator, message.upto if message.last else 0)
+    return ReportAck(coordinator, message.first + len(message.events) - 1)
 
 
 class LoneShard(CoreStepper):
@@ -127,7 +130,8 @@ class LoneShard(CoreStepper):
         self.moving: MovePages | None = None
         self.erased: list[Erase] = []
         self.left = False
-        self.moves = 0
+        self.ordered = 0
+        """The number of the last order."""
 
     @classmethod
     def joined(
@@ -215,20 +219,22 @@ class LoneShard(CoreStepper):
         assert self.sent is not None
         return self.answer(replace(acknowledged(self.sent, self.coordinator), **said))
 
-    def order(self, number: int, *blocks: BlockHash, tier: Tier = Tier.DEVICE) -> list[Effect]:
-        """Lets the next heartbeat bring an order back."""
-        return self.hear(order=EvictOrder(number, tuple((self.space, block) for block in blocks), tier))
+    def order(self, make: Callable[[int], Order], **said: Any) -> list[Effect]:
+        """The same, and the answer brings one more order, which `make` makes from its number."""
+        self.ordered += 1
+        return self.hear(orders=(make(self.ordered),), **said)
+
+    def evict(self, *blocks: BlockHash, tier: Tier = Tier.DEVICE) -> list[Effect]:
+        """Lets the next heartbeat bring back the order to evict these."""
+        named = tuple((self.space, block) for block in blocks)
+        return self.order(lambda number: EvictOrder(number, named, tier))
 
     def demote(self, *blocks: BlockHash, codec: Codec = Codec.Q8, to: Tier = Tier.HOST) -> list[Effect]:
         """Lets the next heartbeat bring back the order to move these down, to that tier."""
-        return self._order_moves([Move(self.space, block, to, codec) for block in blocks])
+        return self.order(moves(*[Move(self.space, block, to, codec) for block in blocks]))
 
     def promote(self, *blocks: BlockHash) -> list[Effect]:
-        return self._order_moves([Move(self.space, block, Tier.DEVICE) for block in blocks])
-
-    def _order_moves(self, moves: Sequence[Move]) -> list[Effect]:
-        self.moves += 1
-        return self.hear(move=MoveOrder(self.moves, tuple(moves)))
+        return self.order(moves(*[Move(self.space, block, Tier.DEVICE) for block in blocks]))
 
     def move(self, *, unfit: Sequence[int] = (), corrupt: Sequence[int] = ()) -> list[Effect]:
         """What was to move has moved, but for the pages at the indices `unfit`, which cannot be encoded or written;
@@ -297,6 +303,11 @@ BLOCKS = chain(12)
 A, B, C, D = BLOCKS[:4]
 
 
+def moves(*what: Move) -> Callable[[int], MoveOrder]:
+    """The order to make these moves, by its number."""
+    return partial(MoveOrder, moves=what)
+
+
 def misses(reply: Reply) -> list[MissReason]:
     """Why each page of a pin was not given; every one was not."""
     assert isinstance(reply, PinGrant)
@@ -331,6 +342,21 @@ def report(shard: LoneShard) -> Report:
     """The report under way."""
     assert isinstance(shard.sent, Report)
     return shard.sent
+
+
+def is_done(shard: LoneShard) -> bool:
+    """Does the report under way say that all that was ordered has ended?"""
+    return report(shard).orders == OrderProgress(shard.ordered)
+
+
+def running(shard: LoneShard) -> tuple[int, ...]:
+    """The orders that run, as the next heartbeat tells them; all that came were accepted."""
+    shard.settle()
+    shard.later(SECOND)
+    accepted, numbers = report(shard).orders
+    shard.settle()
+    assert accepted == shard.ordered
+    return numbers
 
 
 def inventory(shard: LoneShard) -> Inventory:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from kvcluster.core.codecs import Codec
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.found import NO_STORE, Found
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
-from kvcluster.core.messages import Farewell, GoneEvent, PageEvent, ShardAddress, Tier
+from kvcluster.core.messages import Farewell, GoneEvent, NewPage, PageEvent, PullOrder, ShardAddress, Tier
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import KVSpec
-from tests.core.lone_shard import A, LoneShard, report
+from tests.core.lone_shard import A, LoneShard
 from tests.core.samples import CODED, OURS, SECOND, attempt, key, root
 
 RAW, Q8 = CODED.page_bytes(0, CODED.whole(0)), 192
@@ -101,13 +104,9 @@ def sources(shard: LoneShard) -> list[BlockHash]:
     return [page.source.key.hash for page in shard.moving.pages] if shard.moving is not None else []
 
 
-def told_moved(shard: LoneShard) -> int:
-    """As the next heartbeat tells it."""
-    shard.settle()
-    shard.later(SECOND)
-    number = report(shard).moved
-    shard.settle()
-    return number
+def one_page(new: NewPage, codec: Codec, into: Tier) -> Callable[[int], PullOrder]:
+    """The order to pull this page of CODED, by its number."""
+    return partial(PullOrder, source=SOURCE, tenant=OURS, spec=CODED, pages=(new,), codec=codec, into=into)
 
 
 def arrived(block: BlockHash, tier: Tier, codec: Codec, loss: Loss) -> PageEvent:

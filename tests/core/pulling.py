@@ -14,23 +14,22 @@ from kvcluster.core.messages import (
     Pinned,
     Purge,
     Purged,
-    ReportAck,
     Tier,
     TierUse,
 )
-from tests.core.lone_coordinator import LoneCoordinator, Voice
+from tests.core.lone_coordinator import Heard, LoneCoordinator, Voice
 from tests.core.samples import (
     OURS,
     SECOND,
 )
 
 
-def wanted(ack: ReportAck) -> list[BlockHash]:
+def wanted(ack: Heard) -> list[BlockHash]:
     """The blocks that this shard is to pull."""
     return [new.key.hash for new in ack.pull.pages] if ack.pull is not None else []
 
 
-def pull(voice: Voice, ack: ReportAck, *came: BlockHash) -> ReportAck:
+def pull(voice: Voice, ack: Heard, *came: BlockHash) -> Heard:
     """The shard has done as it was told: these came, all of them where none is named. What it is told then."""
     assert ack.pull is not None
     codec = ack.pull.codec
@@ -40,13 +39,12 @@ def pull(voice: Voice, ack: ReportAck, *came: BlockHash) -> ReportAck:
         for new in ack.pull.pages
         if not came or new.key.hash in came
     ]
-    voice.pulled = ack.pull.number
+    voice.ends(ack.pull)
     return voice.report(*told)
 
 
-def pull_in_vain(voice: Voice, ack: ReportAck) -> ReportAck:
-    assert ack.pull is not None
-    voice.pulled = ack.pull.number
+def pull_in_vain(voice: Voice, ack: Heard) -> Heard:
+    voice.ends(ack.pull)
     return voice.report()
 
 

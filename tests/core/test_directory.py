@@ -118,7 +118,7 @@ def test_a_spec_has_no_group_beyond_its_own(group: int) -> None:
 def test_page_bytes_are_those_of_the_spec_also_when_more_parts_are_asked_for_than_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "PARTS_PER_BLOCK", 2)
+    monkeypatch.setattr(limits, "PAGE_SIZES", 2)
     what = spec(PREFIX, LAST)
     assert what.page_bytes(0, WHOLE) == 2 * 2 * 4 * 2 * 4 * 2  # layers, planes, tokens, heads, dim, bytes of float16
     space = attached(directory(), what)
@@ -178,3 +178,11 @@ def test_an_older_tombstone_that_is_learnt_late_takes_nothing_from_a_newer_one()
     for number in (5, 3):
         spaces.bury(Tombstone(number, ALICE))
     assert (space.purged, len(space.index)) == (5, 0)
+
+
+def test_all_tenants_together_have_a_bounded_number_of_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "NAMESPACES", 1)
+    known = directory()
+    attached(known, spec())
+    assert known.attach(BOB, spec()) is None
+    attached(known, spec(weights="sha256:2"))  # in the place of an empty one of the same tenant

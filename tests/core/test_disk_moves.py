@@ -13,18 +13,16 @@ from kvcluster.core.found import FoundPage
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
     Move,
-    MoveOrder,
     NewPage,
     PageKey,
     Pin,
-    PullOrder,
     PurgedEvent,
     Reserve,
     Tier,
     Tombstone,
 )
 from kvcluster.core.reasons import Loss
-from tests.core.lone_shard import BLOCKS, A, B, C, D, LoneShard, counters, pinned, report, slots
+from tests.core.lone_shard import BLOCKS, A, B, C, D, LoneShard, counters, is_done, moves, pinned, running, slots
 from tests.core.moving import (
     BELOW,
     DECODED,
@@ -33,7 +31,6 @@ from tests.core.moving import (
     ON_DISK,
     Q8,
     RAW,
-    SOURCE,
     arrived,
     disk,
     free,
@@ -43,9 +40,9 @@ from tests.core.moving import (
     lies,
     lowered,
     on_disk,
+    one_page,
     sources,
     tiered,
-    told_moved,
 )
 from tests.core.samples import CODED, LEFT, OURS, RIGHT, SECOND, SUMS, attempt, key, root
 
@@ -124,7 +121,7 @@ def test_what_no_codec_encodes_goes_to_disk_raw_and_is_still_not_tried_again_whe
     assert lies(shard) == [RAW_ON_DISK]
     shard.promote(A)
     shard.move()
-    shard.order(1, A, tier=Tier.DISK)
+    shard.evict(A, tier=Tier.DISK)
     assert lies(shard) == [ON_DEVICE], "what was not decoded needs no twin"
     shard.demote(A, codec=Codec.Q4)
     assert shard.moving is not None
@@ -150,7 +147,7 @@ def test_what_cannot_be_written_to_disk_is_evicted_and_told_of() -> None:
     assert (lies(shard, A), lies(shard, B)) == ([], [ON_DISK])
     assert shard.moving is None, "it is not tried again, as what cannot be encoded is"
     assert (counters(shard)["evicted"], counters(shard)["corrupt"]) == (1, 0)
-    assert told_moved(shard) == shard.moves
+    assert running(shard) == ()
 
 
 def test_what_cannot_be_written_to_disk_takes_what_was_decoded_from_it_along() -> None:
@@ -176,14 +173,14 @@ def test_an_order_to_disk_moves_what_lies_in_the_host_tier_and_nothing_else() ->
     for shard in (holding(A, found=disk()), on_disk(A), tiered(found=disk())):
         before = lies(shard)
         shard.demote(A, to=Tier.DISK)
-        assert shard.moving is None and report(shard).moved == shard.moves
+        assert shard.moving is None and is_done(shard)
         assert shard.settle() == [] and lies(shard) == before
 
 
 def test_an_order_to_disk_does_nothing_at_a_shard_without_a_disk_tier() -> None:
     shard = lowered(A)
     shard.demote(A, to=Tier.DISK)
-    assert shard.moving is None and report(shard).moved == shard.moves, "it is said at once"
+    assert shard.moving is None and is_done(shard), "it is said at once"
     assert shard.settle() == []
     assert lies(shard) == [BELOW]
     assert counters(shard)["evicted"] == 0
@@ -194,7 +191,7 @@ def test_a_shard_without_a_host_tier_has_no_disk_tier_either() -> None:
     shard.store(attempt(1), A)
     for to in (Tier.DISK, Tier.HOST):
         shard.demote(A, to=to)
-        assert shard.moving is None and told_moved(shard) == shard.moves
+        assert shard.moving is None and running(shard) == ()
     assert lies(shard) == [ON_DEVICE]
 
 
@@ -209,10 +206,10 @@ def test_the_parts_of_a_block_go_to_disk_in_one_batch(monkeypatch: pytest.Monkey
     assert sources(shard) == [A, A]
     shard.move()
     assert sources(shard) == [B, B]
-    assert told_moved(shard) == 1
+    assert running(shard) == (shard.ordered,)
     shard.move()
     assert [len(lies(shard, block)) for block in (A, B)] == [2, 2]
-    assert told_moved(shard) == 2
+    assert running(shard) == ()
 
 
 def test_a_batch_goes_one_way_so_that_the_next_finds_the_room_that_it_makes() -> None:
@@ -220,25 +217,25 @@ def test_a_batch_goes_one_way_so_that_the_next_finds_the_room_that_it_makes() ->
     shard.store(attempt(2), C, D)
     down = [Move(shard.space, block, Tier.DISK) for block in (A, B)]
     down += [Move(shard.space, block, Tier.HOST, Codec.Q8) for block in (C, D)]
-    shard.hear(move=MoveOrder(9, tuple(down)))
+    shard.order(moves(*down))
     assert sources(shard) == [A, B]
     shard.move()
     assert sources(shard) == [C, D]
-    assert told_moved(shard) == 1
+    assert running(shard) == (shard.ordered,)
     shard.move()
     assert [lies(shard, block) for block in (A, B, C, D)] == [[ON_DISK]] * 2 + [[BELOW]] * 2
-    assert told_moved(shard) == 9
+    assert running(shard) == ()
     assert counters(shard)["evicted"] == 0
 
 
 def test_one_order_may_take_a_page_from_the_host_tier_and_then_from_the_device_what_was_decoded_from_it() -> None:
     shard = doubled_over_disk(A)
     down = (Move(shard.space, A, Tier.DISK), Move(shard.space, A, Tier.HOST, Codec.Q4))
-    shard.hear(move=MoveOrder(9, down))
+    shard.order(moves(*down))
     assert sources(shard) == [A], "it is written once and encoded by nobody"
     shard.move()
     assert lies(shard) == [ON_DISK]
-    assert told_moved(shard) == 9
+    assert running(shard) == ()
 
 
 # ------------------------------------------------------------------------------------- twins and the way up
@@ -250,7 +247,7 @@ def test_what_was_decoded_stays_when_its_encoded_page_goes_to_disk_and_goes_when
     shard.move()
     assert shard.settle() == [arrived(A, *ON_DISK), left(A, Tier.HOST)]
     assert lies(shard) == [DECODED, ON_DISK]
-    shard.order(1, A, tier=Tier.DISK)
+    shard.evict(A, tier=Tier.DISK)
     assert shard.settle() == [left(A, Tier.DISK), left(A, Tier.DEVICE)]
     assert lies(shard) == []
     assert (free(shard), free(shard, Tier.DISK)) == (8 * RAW, disk().capacity_bytes)
@@ -276,7 +273,7 @@ def test_what_came_up_from_disk_goes_down_by_leaving_the_device() -> None:
     shard.move()
     shard.settle()
     shard.demote(A, codec=Codec.Q4)
-    assert shard.moving is None and report(shard).moved == shard.moves
+    assert shard.moving is None and is_done(shard)
     assert shard.settle() == [left(A, Tier.DEVICE)]
     assert lies(shard) == [ON_DISK]
     assert free(shard, Tier.HOST) == 8 * RAW
@@ -287,7 +284,7 @@ def test_what_is_raw_on_disk_stays_above_when_it_is_evicted_there() -> None:
     shard.promote(A)
     shard.move()
     assert lies(shard) == [ON_DEVICE, RAW_ON_DISK]
-    shard.order(1, A, tier=Tier.DISK)
+    shard.evict(A, tier=Tier.DISK)
     assert lies(shard) == [ON_DEVICE]
 
 
@@ -416,9 +413,9 @@ def test_a_source_that_was_withdrawn_on_its_way_to_disk_takes_its_target_with_it
     shard = lowered(A, found=disk())
     shard.demote(A, to=Tier.DISK)
     if how == "evicted":
-        shard.order(1, A, tier=Tier.HOST)
+        shard.evict(A, tier=Tier.HOST)
     else:
-        shard.hear(pull=PullOrder(1, SOURCE, OURS, CODED, (NewPage(key(A), root(), 0),), Codec.RAW, Tier.HOST))
+        shard.order(one_page(NewPage(key(A), root(), 0), Codec.RAW, Tier.HOST))
         shard.commit(shard.fetching[0].attempt, 0)
     shard.settle()
     shard.move()
@@ -429,8 +426,8 @@ def test_a_source_that_was_withdrawn_on_its_way_to_disk_takes_its_target_with_it
 
 def test_nothing_is_pulled_onto_disk() -> None:
     shard = tiered(found=disk())
-    shard.hear(pull=PullOrder(1, SOURCE, OURS, CODED, (NewPage(key(A), root(), 0),), Codec.Q8, Tier.DISK))
-    assert shard.fetching == [] and report(shard).pulled == 1
+    shard.order(one_page(NewPage(key(A), root(), 0), Codec.Q8, Tier.DISK))
+    assert shard.fetching == [] and is_done(shard)
 
 
 def test_a_purge_takes_what_was_found_of_namespaces_beyond_the_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,8 +457,9 @@ def test_nothing_is_given_up_for_a_page_that_no_file_can_hold() -> None:
     shard.call(lambda call: Reserve(call, OURS, space, attempt(2), shard.epoch, (new,)))
     shard.commit(attempt(2), 0)
     shard.settle()
-    for number, to in ((8, Tier.HOST), (9, Tier.DISK)):
-        shard.hear(move=MoveOrder(number, (Move(space, B, to, Codec.RAW),)))
+    for to in (Tier.HOST, Tier.DISK):
+        move = Move(space, B, to, Codec.RAW)
+        shard.order(moves(move))
         shard.move_all()
     assert lies(shard) == [ON_DISK]
 

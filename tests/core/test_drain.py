@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvcluster.core import limits, replicator
+from kvcluster.core import drain_list, limits, replicator
 from kvcluster.core.ids import BlockHash, Epoch
 from kvcluster.core.messages import (
     Farewell,
@@ -352,6 +352,25 @@ def test_a_drain_of_many_blocks_looks_at_a_bounded_number_at_a_time(monkeypatch:
     while one.report().leave is None:
         reports += 1
     assert reports == 4
+
+
+def test_the_blocks_of_a_shard_that_goes_are_listed_in_several_steps_the_last_used_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(drain_list, "LISTED_BLOCKS", 2)
+    coordinator, one = LoneCoordinator.serving(*pages(BLOCKS[:4]))
+    [two] = others(coordinator, "b")
+    coordinator.now += SECOND
+    coordinator.load(attempt(1), BLOCKS[:2])
+    drain(coordinator, one)
+    assert coordinator.core.next_deadline() == 0
+    assert (one.report().leave, two.report().pull) == (None, None), "nothing is listed yet, and the shard stays"
+    coordinator.step(Tick())
+    coordinator.step(Tick())
+    pull = two.report().pull
+    assert pull is not None and [page.key.hash for page in pull.pages] == [*BLOCKS[:1]]
+    coordinator.later(0)
+    assert coordinator.core.next_deadline() != 0
 
 
 def test_a_bounded_number_of_past_shards_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

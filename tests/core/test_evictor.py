@@ -7,15 +7,19 @@ from collections.abc import Callable
 import pytest
 
 from kvcluster.core import evictor, limits
-from kvcluster.core.eviction import ColdQueue, Verdict
+from kvcluster.core.eviction_queue import EvictionQueue
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.messages import (
     Decision,
+    Purge,
+    Purged,
+    PurgedEvent,
     StoreRun,
     Tier,
 )
 from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.eviction import POLICIES
 from tests.core.lone_coordinator import (
     BLOCKS,
     A,
@@ -33,6 +37,7 @@ from tests.core.lone_coordinator import (
     unpin,
 )
 from tests.core.samples import (
+    OURS,
     PAGE,
     SECOND,
     attempt,
@@ -50,15 +55,15 @@ def test_below_the_low_mark_the_coldest_go_until_the_high_mark_is_free() -> None
         *pages(BLOCKS), capacity_pages=20, low_free=0.1, high_free=0.3, hold_ms=0
     )
     voice.free(2)
-    assert voice.report().order is None
+    assert voice.report().evict is None
     coordinator.now += SECOND
     coordinator.load(attempt(1), BLOCKS[:2])
     voice.free(1)
     ack = voice.report()
-    assert ack.order is not None
-    assert ack.order.blocks == tuple((coordinator.space, block) for block in BLOCKS[:6:-1])
+    assert ack.evict is not None
+    assert ack.evict.blocks == tuple((coordinator.space, block) for block in BLOCKS[:6:-1])
     voice.free(6)
-    assert carry_out(voice, ack).order is None
+    assert carry_out(voice, ack).evict is None
     assert coordinator.load(attempt(2), BLOCKS).blocks == 7
 
 
@@ -102,8 +107,9 @@ def test_held_and_pinned_blocks_are_spared_while_they_are() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS[:4]), capacity_pages=8, hold_ms=2_000)
     coordinator.load(attempt(1), [A, B])
     assert pin(coordinator, [A], 3 * SECOND) == 1
-    assert ordered(voice.report(pressure=9 * PAGE)) == [D, C]
-    voice.order = 1
+    ack = voice.report(pressure=9 * PAGE)
+    assert ordered(ack) == [D, C]
+    voice.ends(ack.evict)
     assert ordered(voice.report(gone(C), gone(D), pressure=9 * PAGE)) == []
     beat(coordinator, until=coordinator.now + 2 * SECOND)
     ack = voice.report(pressure=9 * PAGE)
@@ -138,15 +144,15 @@ def test_a_renewed_ticket_holds_on() -> None:
     assert ordered(voice.report(pressure=PAGE)) == [A]
 
 
-def test_an_order_is_repeated_until_it_is_carried_out() -> None:
+def test_an_order_is_repeated_until_it_is_accepted() -> None:
     _coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS), hold_ms=0)
     first = voice.report(pressure=PAGE)
-    assert first.order is not None
-    assert voice.report(pressure=9 * PAGE).order == first.order
-    voice.order = first.order.number
+    assert first.evict is not None
+    assert voice.report(pressure=9 * PAGE).evict == first.evict
+    voice.ends(first.evict)
     second = voice.report(*map(gone, ordered(first)), pressure=PAGE)
-    assert second.order is not None
-    assert second.order.number == first.order.number + 1
+    assert second.evict is not None
+    assert second.evict.number == first.evict.number + 1
     assert ordered(second) == [BLOCKS[10]]
 
 
@@ -155,16 +161,16 @@ def test_orders_count_on_when_a_shard_tells_its_content_anew() -> None:
     carry_out(voice, voice.report(pressure=PAGE))
     voice.inventory(*pages(BLOCKS[:2]))
     ack = voice.report(pressure=PAGE)
-    assert ack.order is not None
-    assert ack.order.number > voice.order, "the shard would take it for one that it has carried out"
+    assert ack.evict is not None
+    assert ack.evict.number > voice.orders.accepted, "the shard would take it for one that it has carried out"
     assert ordered(ack) == [B]
 
 
 def test_what_an_order_named_and_is_still_there_may_be_ordered_again() -> None:
     _coordinator, voice = LoneCoordinator.serving(*pages([A, B]), hold_ms=0)
-    voice.order = 0
-    assert ordered(voice.report(pressure=PAGE)) == [B]
-    voice.order = 1
+    ack = voice.report(pressure=PAGE)
+    assert ordered(ack) == [B]
+    voice.ends(ack.evict)
     assert ordered(voice.report(pressure=PAGE)) == [B], "the event of its end is still to come"
 
 
@@ -181,7 +187,7 @@ def test_an_order_names_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPat
     _, voice = LoneCoordinator.serving(*pages(BLOCKS), hold_ms=0)
     ack = voice.report(pressure=12 * PAGE)
     assert ordered(ack) == list(BLOCKS[:6:-1])
-    voice.order = 1
+    voice.ends(ack.evict)
     assert ordered(voice.report(*map(gone, ordered(ack)), pressure=6 * PAGE)) == list(BLOCKS[6:1:-1])
 
 
@@ -189,14 +195,14 @@ def test_what_a_search_found_too_much_stays_in_line() -> None:
     _, voice = LoneCoordinator.serving(*pages(BLOCKS), hold_ms=0)
     ack = voice.report(pressure=PAGE)
     assert ordered(ack) == [BLOCKS[11]]
-    voice.order = 1
+    voice.ends(ack.evict)
     assert ordered(voice.report(gone(BLOCKS[11]), pressure=11 * PAGE)) == list(BLOCKS[10::-1])
 
 
 def test_a_shard_where_nothing_can_go_is_full_and_passed_over_until_it_wants_no_more() -> None:
     coordinator, one = LoneCoordinator.serving(*pages([A]), hold_ms=60_000)
     coordinator.load(attempt(1), [A])
-    assert one.report(pressure=PAGE).order is None
+    assert one.report(pressure=PAGE).evict is None
     [refused] = coordinator.store(attempt(2), [B])
     assert refused == StoreRun(1, Decision.REFUSED, miss=Miss(MissReason.FULL, "no shard has room to make"))
     two = coordinator.voice("b")
@@ -212,16 +218,16 @@ def test_a_search_that_was_cut_short_makes_no_shard_full(monkeypatch: pytest.Mon
     coordinator, voice = LoneCoordinator.serving(*pages([A, B, C]), hold_ms=60_000)
     coordinator.load(attempt(1), [A, B, C])
     voice.report(*pages(chain(1, seed=8)))
-    search = ColdQueue.coldest
+    search = EvictionQueue.coldest
     searches: list[int] = []
 
     def short(
-        queue: ColdQueue[BlockRecord], count: int, verdict: Callable[[BlockRecord], Verdict]
+        queue: EvictionQueue[BlockRecord], count: int, spares: Callable[[BlockRecord], bool], now: int
     ) -> list[BlockRecord]:
         searches.append(count)
-        return search(queue, count, verdict, max_inspected=2)
+        return search(queue, count, spares, now, max_inspected=2)
 
-    monkeypatch.setattr(ColdQueue, "coldest", short)
+    monkeypatch.setattr(EvictionQueue, "coldest", short)
     found: list[BlockHash] = []
     for reports in range(1, 5):
         found += ordered(voice.report(pressure=9 * PAGE))
@@ -235,24 +241,44 @@ def test_while_rebuilding_nothing_is_evicted() -> None:
     voice = coordinator.voice("a")
     voice.join(*pages([A]))
     voice.free(0)
-    assert voice.report(pressure=PAGE).order is None
+    assert voice.report(pressure=PAGE).evict is None
     coordinator.later(5 * SECOND - 1)
     voice.report()
     coordinator.later(1)
     assert ordered(voice.report(pressure=PAGE)) == [A]
 
 
-def test_a_queue_forgets_what_went_without_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    search = ColdQueue.coldest
-    monkeypatch.setattr(ColdQueue, "coldest", lambda *args: search(*args, max_inspected=1))
+def test_the_configuration_chooses_the_policy() -> None:
+    often, late = chain(2, seed=1), chain(2, seed=2)
+    orders = []
+    for policy in POLICIES:
+        coordinator, voice = LoneCoordinator.serving(*pages(often), hold_ms=0, eviction_policy=policy)
+        coordinator.load(attempt(1), often)
+        coordinator.load(attempt(2), often)
+        coordinator.now += SECOND
+        voice.report(*pages(late))
+        orders.append(ordered(voice.report(pressure=2 * PAGE)))
+    assert orders == [[often[1], often[0]], [late[1], late[0]]], "lru, gdsf"
+
+
+def test_what_is_stored_again_after_a_purge_goes_like_anything_else() -> None:
+    coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS[:4]), hold_ms=0)
+    coordinator.ask(Purged, lambda call: Purge(call, OURS))
+    [member] = coordinator.core.members.all()
+    assert len(member.cold[Tier.DEVICE]) == 0
+    voice.report(*map(gone, BLOCKS[:4]), PurgedEvent(coordinator.core.tombstones.all()[0].number))
+    voice.report(*pages([A]))
+    assert ordered(voice.report(pressure=9 * PAGE)) == [A]
+
+
+def test_a_queue_forgets_what_went_without_an_order() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages([A]), hold_ms=0)
-    coordinator.now += SECOND
     later = chain(1_200, seed=8)
     voice.report(*pages(later))
     voice.report(*(gone(block, corrupt=True) for block in later))
-    assert ordered(voice.report(pressure=PAGE)) == [A]
     [member] = coordinator.core.members.all()
-    assert len(member.cold[Tier.DEVICE]) == 0
+    assert len(member.cold[Tier.DEVICE]) == 1
+    assert ordered(voice.report(pressure=PAGE)) == [A]
 
 
 # ------------------------------------------------------------------------------------------------- pins

@@ -18,7 +18,6 @@ from kvcluster.core.messages import (
     GoneEvent,
     Inventory,
     Move,
-    MoveOrder,
     PageEvent,
     PageKey,
     PageSlot,
@@ -34,7 +33,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.reasons import Loss, MissReason
 from kvcluster.core.spec import KVSpec
-from tests.core.lone_shard import BLOCKS, OTHER, A, B, C, LoneShard, counters, inventory, misses, pinned, report
+from tests.core.lone_shard import BLOCKS, OTHER, A, B, C, LoneShard, counters, inventory, misses, moves, pinned, report
 from tests.core.samples import CODED, LEFT, MIXED, OURS, PAGE, RIGHT, SECOND, SPEC, THEIRS, attempt, key, root
 
 FIRST = HEAD_BYTES + SECTOR_BYTES
@@ -84,8 +83,7 @@ class DiskShard(LoneShard):
 
     def order_moves(self, to: Tier, *blocks: BlockHash) -> list[Effect]:
         """Lets the next heartbeat bring back the order to move these."""
-        self.moves += 1
-        return self.hear(move=MoveOrder(self.moves, tuple(Move(self.space, block, to, Codec.Q8) for block in blocks)))
+        return self.order(moves(*[Move(self.space, block, to, Codec.Q8) for block in blocks]))
 
 
 def place(slot: int, file: int = 0) -> int:
@@ -290,7 +288,7 @@ def test_room_beside_what_was_found_is_for_other_pages_of_its_kind() -> None:
 def test_what_was_found_is_evicted_by_an_order_with_all_parts_of_its_block() -> None:
     pages = lying(key(A, LEFT), key(A, RIGHT), key(B, LEFT))
     shard = DiskShard.knowing(found(*pages))
-    shard.order(1, A, tier=Tier.DISK)
+    shard.evict(A, tier=Tier.DISK)
     gone = [GoneEvent(shard.space, key(A, part), corrupt=False, tier=Tier.DISK) for part in (LEFT, RIGHT)]
     assert shard.settle() == gone
     assert used(shard) == 1
@@ -316,7 +314,7 @@ def test_what_was_found_comes_up_like_what_went_down() -> None:
     shard.order_moves(Tier.DEVICE, A)
     shard.move()
     assert shard.settle() == [PageEvent(*event(page)[:4], Tier.DEVICE, Loss.Q8)]
-    shard.order(1, A, tier=Tier.DISK)
+    shard.evict(A, tier=Tier.DISK)
     assert [gone.tier for gone in shard.settle() if isinstance(gone, GoneEvent)] == [Tier.DISK, Tier.DEVICE]
 
 

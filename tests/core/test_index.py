@@ -14,6 +14,7 @@ from kvcluster.core.index import Found, PrefixIndex
 from kvcluster.core.messages import Need, Plan, Run, Tier
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import LAST, PREFIX, Part, Reuse, window
+from kvcluster.eviction import USES
 from tests.core.build import SPACE, WHOLE, address, block, chain, page, parent
 from tests.core.oracle import covered, longest_boundary
 
@@ -414,6 +415,19 @@ def test_a_release_ends_its_own_hold_and_not_a_later_one() -> None:
     index.release(chain(3), held_until=30)
     assert [record.held_until for record in index] == [40, 0]
     assert [record.stamp for record in index] == [20, 10], "what was used stays used"
+
+
+def test_each_load_is_a_use_and_its_renewals_are_not() -> None:
+    index = filled(PREFIX, held=["0", "0"])
+    index.touch(chain(2), now=10, held_until=30)
+    index.touch(chain(1), now=20, held_until=40)
+    index.renew(chain(3), now=30, held_until=50)
+    assert [(record.stamp, record.held_until, record.uses) for record in index] == [(30, 50, 2), (30, 50, 1)]
+    index.touch_ancestors(block(1), now=60, older_than=50)
+    assert [record.uses for record in index] == [2, 1]
+    for _ in range(2 * USES):
+        index.touch(chain(1), now=70, held_until=0)
+    assert [record.uses for record in index] == [USES, 1], "it is counted no further"
 
 
 def test_a_growing_sequence_keeps_its_roots_as_hot_as_its_tail() -> None:

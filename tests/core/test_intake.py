@@ -343,6 +343,19 @@ def test_a_purge_is_on_disk_before_it_is_answered_and_nothing_that_it_names_is_f
     assert [fate.miss is None for fate in coordinator.explain([A, B])] == [False, True]
 
 
+def test_what_a_purge_forgets_is_noted_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "SWEEP_BLOCKS", 1)
+    coordinator, voice = LoneCoordinator.serving(*pages([A, B, C]))
+    assert purge(coordinator)[1] == Answer(CallId(10**6), Purged(3))
+    assert coordinator.core.next_deadline() == 0
+    voice.report(PurgedEvent(100), *pages([A]))
+    assert coordinator.load(attempt(1), [A]).blocks == 1
+    coordinator.later(0)
+    assert reasons(coordinator.explain([B, C])) == [(2, MissReason.EVICTED)]
+    voice.report(gone(A, corrupt=True))
+    assert reasons(coordinator.explain([A])) == [(1, MissReason.CORRUPT)]
+
+
 def test_a_purge_of_one_model_leaves_the_others() -> None:
     coordinator, _ = LoneCoordinator.serving(*pages([A]))
     assert purge(coordinator, model="another")[1] == Answer(CallId(10**6), Purged(0))

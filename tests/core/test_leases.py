@@ -206,3 +206,11 @@ def test_a_stall_of_the_granter_costs_no_holder_its_lease() -> None:
     book.extend(100)
     assert book.revoke_expired(TTL + 99) == []
     assert book.next_expiry == TTL + 100
+
+
+def test_all_holders_together_have_a_bounded_number_of_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LEASES", 1)
+    book = LeaseBook(TTL)
+    assert not book.full(holder(1))
+    book.grant(attempt(1), LeaseKind.READ, [], 0)
+    assert book.full(holder(1)) and book.full(holder(2))

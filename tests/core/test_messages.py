@@ -9,11 +9,14 @@ from typing import Any
 
 from kvcluster.core import messages
 from kvcluster.core.codecs import Codec
-from kvcluster.core.messages import Tier, common, coordinator, engines, events, exchange, reports, shard
+from kvcluster.core.messages import Tier, common, coordinator, engines, events, exchange, orders, reports, shard
 from kvcluster.core.reasons import Loss
 
-MODULES = (messages, common, coordinator, engines, events, exchange, reports, shard)
-NOTHING = [(type(value), value) for value in (None, False, 0, "", b"", (), Loss.EXACT, Codec.RAW, Tier.DEVICE)]
+MODULES = (messages, common, coordinator, engines, events, exchange, orders, reports, shard)
+NOTHING = [
+    (type(value), value)
+    for value in (None, False, 0, "", b"", (), Loss.EXACT, Codec.RAW, Tier.DEVICE, orders.NO_ORDERS)
+]
 OTHERWISE = {
     ("Done", "ok"): True,
     ("PrepareLoad", "hold"): True,

@@ -19,7 +19,24 @@ from kvcluster.core.messages import (
     Tombstone,
 )
 from kvcluster.core.reasons import Loss, MissReason
-from tests.core.lone_shard import BLOCKS, A, B, C, D, LoneShard, counters, end, granted, misses, pinned, report, slots
+from tests.core.lone_shard import (
+    BLOCKS,
+    A,
+    B,
+    C,
+    D,
+    LoneShard,
+    counters,
+    end,
+    granted,
+    is_done,
+    misses,
+    moves,
+    pinned,
+    report,
+    running,
+    slots,
+)
 from tests.core.moving import (
     BELOW,
     INTERRUPTIONS,
@@ -35,9 +52,9 @@ from tests.core.moving import (
     left,
     lies,
     lowered,
+    one_page,
     sources,
     tiered,
-    told_moved,
 )
 from tests.core.samples import CODED, LEFT, MIXED, OURS, RIGHT, SECOND, SPEC, THEIRS, attempt, key, root
 
@@ -102,13 +119,13 @@ def test_what_cannot_be_encoded_goes_down_raw_by_the_next_batch_and_for_good() -
     assert shard.moving is not None
     [again] = shard.moving.pages
     assert (again.source.key, again.target.codec, again.target.nbytes) == (key(A), Codec.RAW, RAW)
-    assert told_moved(shard) == 0
+    assert running(shard) == (shard.ordered,)
     shard.move()
     assert lies(shard) == [(Tier.HOST, Codec.RAW, Loss.EXACT)]
-    assert told_moved(shard) == 1
+    assert running(shard) == ()
     shard.promote(A)
     shard.move()
-    shard.order(1, A, tier=Tier.HOST)
+    shard.evict(A, tier=Tier.HOST)
     assert lies(shard) == [ON_DEVICE], "what was not decoded needs no twin"
     shard.demote(A, codec=Codec.Q4)
     assert shard.moving is not None
@@ -140,7 +157,7 @@ def test_what_lies_below_already_is_not_encoded_again_but_leaves_its_tier() -> N
     shard = doubled(A)
     shard.demote(A, codec=Codec.Q4)
     assert shard.moving is None
-    assert report(shard).moved == 3, "it is said at once"
+    assert is_done(shard), "it is said at once"
     assert shard.settle() == [left(A, Tier.DEVICE)]
     assert lies(shard) == [BELOW]
 
@@ -148,7 +165,7 @@ def test_what_lies_below_already_is_not_encoded_again_but_leaves_its_tier() -> N
 def test_what_is_being_written_below_stays_above_until_it_is_there() -> None:
     shard = holding(A, loss=Loss.Q4)
     better = NewPage(key(A), root(), 0, Loss.Q8)
-    shard.hear(pull=PullOrder(1, SOURCE, OURS, CODED, (better,), Codec.Q8, Tier.HOST))
+    shard.order(one_page(better, Codec.Q8, Tier.HOST))
     [fetch] = shard.fetching
     shard.demote(A)
     assert shard.moving is None and lies(shard) == [(Tier.DEVICE, Codec.RAW, Loss.Q4)]
@@ -208,24 +225,24 @@ def test_a_long_order_goes_batch_by_batch_and_is_done_with_the_last(monkeypatch:
     shard.demote(*BLOCKS[:5])
     batches: list[list[BlockHash]] = []
     while shard.moving is not None:
-        assert told_moved(shard) == 0
+        assert running(shard) == (shard.ordered,)
         batches.append(sources(shard))
         shard.move()
     assert batches == [[A, B], [C, D], [BLOCKS[4]]]
-    assert report(shard).moved == 1, "it is said at once"
+    assert is_done(shard), "it is said at once"
 
 
 def test_an_order_is_carried_out_once_however_often_it_is_told() -> None:
     shard = holding(A, B)
-    order = MoveOrder(4, (Move(shard.space, A, Tier.HOST, Codec.Q8),))
-    for _ in range(3):
-        shard.hear(move=order)
+    shard.demote(A)
+    repeated = MoveOrder(shard.ordered, (Move(shard.space, B, Tier.HOST, Codec.Q8),))
+    shard.hear(orders=(repeated,))
     assert sources(shard) == [A]
+    assert running(shard) == (shard.ordered,)
     shard.move()
-    assert told_moved(shard) == 4
-    shard.promote(A)
-    assert shard.moving is None, "its number has been"
-    shard.hear(move=MoveOrder(5, (Move(shard.space, B, Tier.HOST, Codec.Q8),)))
+    shard.hear(orders=(repeated,))
+    assert shard.moving is None and running(shard) == ()
+    shard.demote(B)
     assert sources(shard) == [B]
 
 
@@ -234,16 +251,16 @@ def test_a_block_that_is_named_twice_is_moved_once() -> None:
     shard.demote(A, A)
     assert sources(shard) == [A]
     shard.move()
-    assert lies(shard) == [BELOW] and told_moved(shard) == 1
+    assert lies(shard) == [BELOW] and running(shard) == ()
 
 
 def test_an_order_that_finds_nothing_to_do_is_done() -> None:
     shard = holding(A)
-    shard.hear(move=MoveOrder(1, (Move(SPEC.namespace(THEIRS), A, Tier.HOST), Move(shard.space, B, Tier.HOST))))
-    assert (shard.moving, report(shard).moved) == (None, 1)
+    shard.order(moves(Move(SPEC.namespace(THEIRS), A, Tier.HOST), Move(shard.space, B, Tier.HOST)))
+    assert (shard.moving, is_done(shard)) == (None, True)
     shard.settle()
-    shard.hear(move=MoveOrder(2, (Move(shard.space, A, Tier.DEVICE),)))
-    assert (shard.moving, report(shard).moved) == (None, 2), "it lies there already"
+    shard.order(moves(Move(shard.space, A, Tier.DEVICE)))
+    assert (shard.moving, is_done(shard)) == (None, True), "it lies there already"
     assert lies(shard) == [ON_DEVICE]
 
 
@@ -251,7 +268,7 @@ def test_a_shard_without_a_tier_below_demotes_nothing() -> None:
     shard = LoneShard.joined()
     shard.store(attempt(1), A)
     shard.demote(A)
-    assert shard.moving is None and report(shard).moved == 1
+    assert shard.moving is None and is_done(shard)
     assert pinned(shard.pin(attempt(2), A))
 
 
@@ -260,7 +277,7 @@ def test_a_new_coordinator_s_orders_follow_the_batch_under_way_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(mover, "BATCH_BYTES", RAW)
     shard = holding(A, B, C)
-    shard.hear(move=MoveOrder(7, tuple(Move(shard.space, block, Tier.HOST, Codec.Q8) for block in (A, B))))
+    shard.order(moves(*[Move(shard.space, block, Tier.HOST, Codec.Q8) for block in (A, B)]))
     shard.later(SECOND)
     shard.coordinator = Epoch(200)
     shard.settle()
@@ -269,9 +286,9 @@ def test_a_new_coordinator_s_orders_follow_the_batch_under_way_and_nothing_else(
     shard.move()
     assert sources(shard) == [C], "the rest of the old order is nobody's wish any more"
     assert lies(shard) == [BELOW]
-    assert told_moved(shard) == 0
+    assert running(shard) == (shard.ordered,)
     shard.move()
-    assert told_moved(shard) == 1
+    assert running(shard) == ()
     assert lies(shard, B) == [ON_DEVICE]
 
 
@@ -295,16 +312,14 @@ def test_a_purge_of_one_namespace_leaves_the_source_of_another_where_it_is() -> 
     shard = holding(A)
     shard.attach(CODED, THEIRS)
     theirs = CODED.namespace(THEIRS)
-    pull = PullOrder(1, SOURCE, THEIRS, CODED, (NewPage(key(B), root(), 0),))
-    shard.hear(pull=pull)
+    shard.order(lambda number: PullOrder(number, SOURCE, THEIRS, CODED, (NewPage(key(B), root(), 0),)))
     shard.commit(shard.fetching[0].attempt, 0)
     shard.settle()
-    order = MoveOrder(1, (Move(theirs, B, Tier.HOST, Codec.Q8), Move(shard.space, A, Tier.HOST, Codec.Q8)))
-    shard.hear(move=order)
+    shard.order(moves(Move(theirs, B, Tier.HOST, Codec.Q8), Move(shard.space, A, Tier.HOST, Codec.Q8)))
     shard.hear(tombstones=(Tombstone(5, OURS),))
     shard.move()
     assert lies(shard, B) == [ON_DEVICE] and lies(shard, A) == []
-    assert told_moved(shard) == 1
+    assert running(shard) == ()
     assert free(shard, Tier.HOST) == 8 * RAW
 
 
@@ -331,7 +346,7 @@ def test_a_move_goes_on_when_a_coordinator_is_there_again(monkeypatch: pytest.Mo
     shard.settle()
     assert sources(shard) == [B]
     shard.move()
-    assert told_moved(shard) == 1
+    assert running(shard) == ()
     assert (lies(shard, A), lies(shard, B)) == ([ON_DEVICE], [BELOW]), "what stayed is ordered again"
 
 
@@ -340,7 +355,7 @@ def test_a_source_that_was_withdrawn_meanwhile_takes_its_target_with_it(how: str
     shard = lowered(A)
     shard.promote(A)
     if how == "evicted":
-        shard.order(1, A, tier=Tier.HOST)
+        shard.evict(A, tier=Tier.HOST)
     else:
         shard.call(lambda call: Suspect(call, OURS, shard.space, shard.epoch, (key(A),)))
         shard.verdict(0)

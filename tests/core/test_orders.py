@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
 from kvcluster.core.found import NO_STORE, Found
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
 from kvcluster.core.messages import (
@@ -21,6 +24,7 @@ from kvcluster.core.messages import (
     MoveOrder,
     MovePages,
     NewPage,
+    OrderProgress,
     PageEvent,
     PageKey,
     PullOrder,
@@ -35,23 +39,27 @@ from kvcluster.core.reasons import MissReason
 from kvcluster.core.spec import KVSpec
 from tests.core.lone_shard import (
     BLOCKS,
+    OTHER,
     A,
     B,
     C,
     D,
     LoneShard,
-    acknowledged,
     counters,
     end,
     granted,
     inventory,
+    is_done,
     misses,
+    moves,
     pinned,
     report,
+    running,
     slots,
 )
 from tests.core.moving import disk, holding, lowered, on_disk, tiered
 from tests.core.samples import (
+    CODED,
     LEFT,
     OURS,
     RIGHT,
@@ -68,7 +76,7 @@ def test_a_condemned_page_stays_with_its_reader_and_is_found_by_no_other() -> No
     shard = LoneShard.joined(pages=1)
     shard.store(attempt(1), A)
     [read] = pinned(shard.pin(attempt(2), A))
-    shard.order(1, A)
+    shard.evict(A)
     assert shard.settle() == [GoneEvent(shard.space, key(A), corrupt=False)]
     assert misses(shard.pin(attempt(3), A)) == [MissReason.EVICTED]
     assert shard.core.pool.condemned == 1
@@ -87,7 +95,7 @@ def test_an_order_takes_all_parts_of_a_block_and_leaves_what_is_being_written() 
     shard.commit(attempt(2), 0, 1)
     shard.settle()
     shard.reserve(attempt(3), C)
-    shard.order(1, B, C, D)
+    shard.evict(B, C, D)
     assert shard.settle() == [GoneEvent(shard.space, key(B, part), corrupt=False) for part in (LEFT, RIGHT)]
     assert shard.commit(attempt(3), 0) == (Written.COMMITTED,)
     assert counters(shard)["evicted"] == 2
@@ -95,21 +103,18 @@ def test_an_order_takes_all_parts_of_a_block_and_leaves_what_is_being_written() 
 
 def test_an_order_for_a_namespace_that_nobody_attached_here_is_carried_out() -> None:
     shard = LoneShard.joined()
-    shard.later(SECOND)
-    assert shard.sent is not None
-    foreign = EvictOrder(1, ((SPEC.namespace(THEIRS), A),))
-    shard.answer(acknowledged(shard.sent, shard.coordinator, order=foreign))
-    assert report(shard).order == 1
+    shard.order(lambda number: EvictOrder(number, ((SPEC.namespace(THEIRS), A),)))
+    assert is_done(shard)
 
 
 def test_an_order_is_carried_out_once_and_said_at_once() -> None:
     shard = LoneShard.joined()
     shard.store(attempt(1), A)
-    shard.order(3, A)
-    assert (report(shard).order, report(shard).events) == (3, (GoneEvent(shard.space, key(A), corrupt=False),))
+    shard.evict(A)
+    assert is_done(shard) and report(shard).events == (GoneEvent(shard.space, key(A), corrupt=False),)
     shard.settle()
     shard.store(attempt(2), A)
-    shard.order(3, A)
+    shard.hear(orders=(EvictOrder(shard.ordered, ((shard.space, A),)),))
     assert pinned(shard.pin(attempt(3), A)), "a repeated order is an old one"
 
 
@@ -118,30 +123,21 @@ def test_an_order_is_carried_out_once_and_said_at_once() -> None:
 SOURCE = ShardAddress(ShardId("b"), Epoch(3), "b:1")
 
 
-def pull(number: int, *blocks: BlockHash, spec: KVSpec = SPEC) -> PullOrder:
+def pull(*blocks: BlockHash, spec: KVSpec = SPEC) -> Callable[[int], PullOrder]:
     pages = tuple(NewPage(PageKey(block, 0, spec.whole(0)), root(spec), 0) for block in blocks)
-    return PullOrder(number, SOURCE, OURS, spec, pages)
-
-
-def pulled(shard: LoneShard) -> int:
-    """The number of the last pull that has ended, as the next report tells it."""
-    shard.settle()
-    shard.later(SECOND)
-    number = report(shard).pulled
-    shard.settle()
-    return number
+    return partial(PullOrder, source=SOURCE, tenant=OURS, spec=spec, pages=pages)
 
 
 def test_a_pull_reserves_pages_under_a_lease_of_the_shard_s_own_and_its_commit_ends_it() -> None:
     shard = LoneShard.joined()
-    shard.hear(pull=pull(1, A, B))
+    shard.order(pull(A, B))
     [fetch] = shard.fetching
     assert (fetch.namespace, fetch.source) == (shard.space, SOURCE)
     assert [slot.key for slot in fetch.slots] == [key(A), key(B)]
     assert misses(shard.pin(attempt(2), A)) == [MissReason.PENDING]
-    assert pulled(shard) == 0
+    assert running(shard) == (shard.ordered,)
     assert shard.commit(fetch.attempt, 0, 1) == (Written.COMMITTED,) * 2
-    assert report(shard).pulled == 1, "it is said at once"
+    assert is_done(shard), "it is said at once"
     assert [event.key for event in shard.settle() if isinstance(event, PageEvent)] == [key(A), key(B)]
     assert counters(shard)["pulled"] == 2
 
@@ -149,39 +145,39 @@ def test_a_pull_reserves_pages_under_a_lease_of_the_shard_s_own_and_its_commit_e
 def test_a_pull_is_carried_out_once_however_often_it_is_told() -> None:
     shard = LoneShard.joined()
     for _ in range(3):
-        shard.hear(pull=pull(1, A))
+        shard.hear(orders=(pull(A)(1),))
     assert len(shard.fetching) == 1
     shard.commit(shard.fetching[0].attempt, 0)
-    shard.order(1, A)
-    shard.hear(pull=pull(1, A))
+    shard.hear(orders=(EvictOrder(2, ((shard.space, A),)),))
+    shard.hear(orders=(pull(A)(1),))
     assert len(shard.fetching) == 1
 
 
 def test_a_pull_that_finds_nothing_to_do_has_ended() -> None:
     shard = LoneShard.joined(pages=1)
     shard.store(attempt(1), A)
-    shard.hear(pull=pull(1, A, B))
+    shard.order(pull(A, B))
     assert shard.fetching == []
-    assert report(shard).pulled == 1
+    assert is_done(shard)
 
 
 def test_a_pull_of_a_namespace_that_was_never_attached_here_attaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "NAMESPACES_PER_TENANT", 2)
     shard = LoneShard.joined()
     other, one_too_many = replace(SPEC, weights="sha256:o"), replace(SPEC, weights="sha256:p")
-    shard.hear(pull=pull(1, A, spec=other))
+    shard.order(pull(A, spec=other))
     shard.commit(shard.fetching[0].attempt, 0)
     assert report(shard).specs == ((OURS, other),)
     shard.store(attempt(1), B)
-    shard.hear(pull=pull(2, A, spec=one_too_many))
+    shard.order(pull(A, spec=one_too_many))
     assert len(shard.fetching) == 1
-    assert report(shard).pulled == 2, "this tenant has as many as it may"
+    assert is_done(shard), "this tenant has as many as it may"
 
 
 @pytest.mark.parametrize("how", ["time", "abort", "purge", "a new coordinator", "the end"])
 def test_a_pull_ends_with_its_lease_in_whatever_way_that_ends(how: str) -> None:
     shard = LoneShard.joined(lease_ttl_ms=1_000)
-    shard.hear(pull=pull(1, A))
+    shard.order(pull(A))
     [fetch] = shard.fetching
     if how == "time":
         shard.settle()
@@ -203,24 +199,102 @@ def test_a_pull_ends_with_its_lease_in_whatever_way_that_ends(how: str) -> None:
         assert outcome == (Written.LOST if stopped else Written.COMMITTED,)
     assert not len(shard.core.leases)
     if how != "the end":
-        assert pulled(shard) == (0 if how == "a new coordinator" else 1)
+        shard.settle()
+        shard.later(SECOND)
+        assert report(shard).orders == OrderProgress(0 if how == "a new coordinator" else 1)
         assert counters(shard)["pulled"] == (1 if how == "a new coordinator" else 0), "only pages that came count"
-        shard.hear(pull=pull(2, B))
+        shard.order(pull(B))
         assert len(shard.fetching) == 2, "the next may begin"
 
 
 def test_a_new_coordinator_s_pull_waits_for_the_one_under_way() -> None:
     shard = LoneShard.joined()
-    shard.hear(pull=pull(4, A))
+    shard.order(pull(A))
     shard.later(SECOND)
-    shard.coordinator = Epoch(200)
+    shard.coordinator, shard.ordered = Epoch(200), 0
     shard.settle()
-    shard.hear(pull=pull(1, B))
+    shard.order(pull(B))
     assert len(shard.fetching) == 1
+    assert running(shard) == (1,)
     shard.commit(shard.fetching[0].attempt, 0)
-    assert pulled(shard) == 0, "it was no pull of this coordinator's"
-    shard.hear(pull=pull(1, B))
+    assert report(shard).orders == OrderProgress(1, (1,)), "the one that ended was no pull of this coordinator's"
+    shard.answer()
     assert len(shard.fetching) == 2
+
+
+def test_a_pull_that_waits_gives_way_to_the_next_since_the_coordinator_has_withdrawn_it() -> None:
+    shard = LoneShard.joined()
+    for block in (A, B, C):
+        shard.order(pull(block))
+    assert running(shard) == (1, 3)
+    shard.commit(shard.fetching[0].attempt, 0)
+    shard.settle()
+    assert [[slot.key for slot in fetch.slots] for fetch in shard.fetching] == [[key(A)], [key(C)]]
+
+
+def test_a_pull_that_waits_is_not_begun_once_what_it_names_is_purged() -> None:
+    shard = LoneShard.joined()
+    shard.order(pull(A, spec=OTHER))
+    shard.order(pull(B))
+    shard.hear(tombstones=(Tombstone(5, OURS, weights=SPEC.weights),))
+    assert running(shard) == (1,), "its source may not have heard of the purge"
+    shard.commit(shard.fetching[0].attempt, 0)
+    shard.settle()
+    assert len(shard.fetching) == 1 and running(shard) == ()
+
+
+def test_what_waits_of_an_earlier_coordinator_is_not_begun() -> None:
+    shard = LoneShard.joined()
+    shard.order(pull(A))
+    shard.order(pull(B))
+    shard.later(SECOND)
+    shard.coordinator, shard.ordered = Epoch(200), 0
+    shard.settle()
+    shard.commit(shard.fetching[0].attempt, 0)
+    shard.settle()
+    assert len(shard.fetching) == 1 and running(shard) == ()
+
+
+def test_an_eviction_waits_for_no_pull_and_for_no_move() -> None:
+    shard = holding(A, B, pages=4)
+    shard.order(pull(C, spec=CODED))
+    shard.demote(B)
+    shard.evict(A)
+    assert len(shard.fetching) == 1 and shard.moving is not None
+    assert misses(shard.pin(attempt(2), A)) == [MissReason.EVICTED]
+    assert report(shard).orders == OrderProgress(3, (1, 2))
+
+
+def test_one_answer_may_bring_an_order_of_each_kind_and_repeat_what_was_accepted_before() -> None:
+    shard = holding(A, B)
+    orders = (
+        EvictOrder(1, ((shard.space, A),)),
+        MoveOrder(2, (Move(shard.space, B, Tier.HOST, Codec.Q8),)),
+        pull(C, spec=CODED)(3),
+    )
+    shard.hear(orders=orders[:1])
+    shard.settle()
+    shard.store(attempt(2), A)
+    shard.hear(orders=orders)
+    assert pinned(shard.pin(attempt(3), A)), "that order was carried out"
+    assert len(shard.fetching) == 1 and shard.moving is not None
+    shard.ordered = 3
+    assert running(shard) == (2, 3)
+
+
+def test_no_more_orders_are_accepted_than_may_run_and_the_rest_when_they_are_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "ORDERS_IN_FLIGHT", 1)
+    shard = LoneShard.joined()
+    shard.store(attempt(1), B)
+    orders = (pull(A)(1), EvictOrder(2, ((shard.space, B),)))
+    shard.hear(orders=orders)
+    assert pinned(shard.pin(attempt(2), B))
+    shard.commit(shard.fetching[0].attempt, 0)
+    assert report(shard).orders == OrderProgress(1)
+    shard.hear(orders=orders[1:])
+    assert misses(shard.pin(attempt(3), B)) == [MissReason.EVICTED]
 
 
 # ------------------------------------------------------------------------------------------------- purges
@@ -265,10 +339,31 @@ def test_a_tombstone_is_carried_out_once() -> None:
     assert pinned(shard.pin(attempt(2), A)), "what is stored after a purge stays"
 
 
+def test_a_purge_of_many_pages_is_carried_out_in_slices_and_told_when_it_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "BURIED_PAGES", 2)
+    shard = LoneShard.joined()
+    shard.store(attempt(1), *BLOCKS[:5])
+    writing = attempt(2)
+    assert slots(shard.reserve(writing, BLOCKS[6]))
+    orders = (pull(BLOCKS[7])(1),)
+    shard.hear(tombstones=(CLEAR,), orders=orders)
+    assert len(list(shard.core.pool.ready())) == 3
+    assert (report(shard).events, shard.fetching, shard.revoked) == ((), [], []), "it speaks at once, to be told again"
+    shard.hear(tombstones=(CLEAR,), orders=orders)
+    assert len(list(shard.core.pool.ready())) == 1
+    assert report(shard).orders == OrderProgress(), "the purge comes first"
+    shard.hear(tombstones=(CLEAR,), orders=orders)
+    assert shard.revoked == [writing] and len(shard.fetching) == 1
+    assert shard.settle() == [PurgedEvent(10)]
+    assert counters(shard)["purged"] == 5
+
+
 def test_a_tombstone_and_a_pull_in_one_answer_purge_what_was_there_and_fetch_what_comes() -> None:
     shard = LoneShard.joined()
     shard.store(attempt(1), A)
-    shard.hear(tombstones=(CLEAR,), pull=pull(1, A))
+    shard.order(pull(A), tombstones=(CLEAR,))
     assert shard.settle() == [PurgedEvent(10)]
     assert shard.revoked == []
     assert shard.commit(shard.fetching[0].attempt, 0) == (Written.COMMITTED,)
@@ -310,8 +405,9 @@ def test_what_a_tombstone_names_is_erased_from_disk_once_with_all_that_one_answe
 def test_what_an_answer_purges_is_erased_before_anything_that_it_orders_is_written() -> None:
     shard = lowered(A, found=disk())
     shard.attach(SPEC, THEIRS)
-    move = MoveOrder(9, (Move(shard.space, A, Tier.DISK),))
-    erase, written = done_to_disk(shard.hear(tombstones=(Tombstone(10, THEIRS),), move=move))
+    move = Move(shard.space, A, Tier.DISK)
+    stones = (Tombstone(10, THEIRS),)
+    erase, written = done_to_disk(shard.order(moves(move), tombstones=stones))
     assert isinstance(erase, Erase) and isinstance(written, MovePages)
 
 
@@ -373,9 +469,9 @@ def test_every_counter_of_a_shard_without_tiers_adds_up() -> None:
         assert shard.commit(of[1], 0) == (Written.LOST,)
         shard.call(lambda call: Suspect(call, OURS, shard.space, shard.epoch, (key(A), key(B))))
         shard.verdict(0)
-        shard.order(number, A, B)
+        shard.evict(A, B)
         shard.store(of[2], A)
-        shard.hear(pull=pull(number, C))
+        shard.order(pull(C))
         shard.commit(shard.fetching[-1].attempt, 0)
         shard.settle()
         assert Written.FULL in shard.reserve(of[3], *BLOCKS[6:10])

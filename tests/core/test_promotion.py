@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.messages import Abort, NewPage, PageSlot, PullOrder, Tier, Written
+from kvcluster.core.messages import Abort, NewPage, PageSlot, Tier, Written
 from kvcluster.core.reasons import Loss, MissReason
-from tests.core.lone_shard import A, B, counters, end, granted, misses, pinned, report, slots
+from tests.core.lone_shard import A, B, counters, end, granted, is_done, misses, pinned, slots
 from tests.core.moving import (
     BELOW,
     DECODED,
     ON_DEVICE,
     Q8,
     RAW,
-    SOURCE,
     arrived,
     doubled,
     free,
@@ -22,8 +21,9 @@ from tests.core.moving import (
     left,
     lies,
     lowered,
+    one_page,
 )
-from tests.core.samples import CODED, OURS, SECOND, attempt, key, root
+from tests.core.samples import SECOND, attempt, key, root
 
 # --------------------------------------------------------------------------------------------- promotion
 
@@ -50,7 +50,7 @@ def test_a_promotion_without_room_above_leaves_all_as_it_is() -> None:
     shard = lowered(A, pages=1)
     shard.store(attempt(2), B)
     shard.promote(A)
-    assert shard.moving is None and report(shard).moved == 2
+    assert shard.moving is None and is_done(shard)
     assert shard.settle() == []
     assert (lies(shard, A), lies(shard, B)) == ([BELOW], [ON_DEVICE])
     assert counters(shard)["evicted"] == 0
@@ -143,7 +143,7 @@ def test_an_encoded_page_is_pulled_into_the_tier_below_in_place_of_a_worse_one_a
     shard.promote(A)
     shard.move()
     shard.settle()
-    shard.hear(pull=PullOrder(1, SOURCE, OURS, CODED, (NewPage(key(A), root(), 0, Loss.Q8),), Codec.Q8, Tier.HOST))
+    shard.order(one_page(NewPage(key(A), root(), 0, Loss.Q8), Codec.Q8, Tier.HOST))
     [fetch] = shard.fetching
     assert [(slot.tier, slot.codec, slot.nbytes, slot.loss) for slot in fetch.slots] == [(*BELOW[:2], Q8, Loss.Q8)]
     assert shard.settle() == [left(A, Tier.HOST), left(A, Tier.DEVICE)]
@@ -153,8 +153,8 @@ def test_an_encoded_page_is_pulled_into_the_tier_below_in_place_of_a_worse_one_a
 
 def test_a_pulled_page_is_never_written_over_an_equal_one_in_whatever_tier() -> None:
     shard = holding(A)
-    shard.hear(pull=PullOrder(1, SOURCE, OURS, CODED, (NewPage(key(A), root(), 0, Loss.Q8),), Codec.Q8, Tier.HOST))
-    assert shard.fetching == [] and report(shard).pulled == 1
+    shard.order(one_page(NewPage(key(A), root(), 0, Loss.Q8), Codec.Q8, Tier.HOST))
+    assert shard.fetching == [] and is_done(shard)
     assert isinstance(pinned(shard.pin(attempt(2), A))[0], PageSlot)
 
 

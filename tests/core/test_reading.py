@@ -180,11 +180,11 @@ def test_a_copy_is_its_reader_s_until_he_is_done_and_nobody_else_s() -> None:
     shard = having(A)
     shard.pinning(attempt(1), A)
     shard.read()
-    shard.order(1, A, tier=Tier.DISK)
+    shard.evict(A, tier=Tier.DISK)
     shard.settle()
     assert misses(shard.pin(attempt(2), A, accept=Loss.Q4)) == [MissReason.EVICTED]
     assert end(shard, attempt(2))
-    shard.order(2, A, tier=Tier.HOST)
+    shard.evict(A, tier=Tier.HOST)
     shard.later(TTL)
     assert attempt(1) in shard.revoked and host_bytes(shard) == Q8, "he may still be reading"
     assert end(shard, attempt(1))
@@ -479,7 +479,7 @@ def test_a_reader_who_ends_while_he_waits_for_room_waits_no_more(kind: type[Unpi
 def test_a_page_that_goes_while_a_reader_waits_for_room_is_a_miss() -> None:
     shard = crowded(A, B)
     call = shard.pinning(attempt(1), B)
-    shard.order(1, B, tier=Tier.DISK)
+    shard.evict(B, tier=Tier.DISK)
     assert used(shard) == 1, "nobody has held it"
     shard.later(ROOM_NS)
     assert reply(shard, call) == (Miss(MissReason.EVICTED),)
@@ -662,7 +662,7 @@ def test_a_draining_shard_reads_on() -> None:
 def test_a_page_that_is_evicted_while_a_reader_waits_is_gone_for_others_and_stays_for_him() -> None:
     shard = having(A)
     call = shard.pinning(attempt(1), A)
-    shard.order(1, A, tier=Tier.DISK)
+    shard.evict(A, tier=Tier.DISK)
     assert shard.settle() == [GoneEvent(shard.space, key(A), corrupt=False, tier=Tier.DISK)]
     assert misses(shard.pin(attempt(2), A, accept=Loss.Q4)) == [MissReason.EVICTED]
     assert end(shard, attempt(2))
@@ -678,7 +678,7 @@ def test_a_page_that_is_evicted_while_a_reader_waits_is_gone_for_others_and_stay
 def test_an_evicted_page_that_its_last_reader_finds_corrupt_is_told_of_no_more() -> None:
     shard = having(A)
     call = shard.pinning(attempt(1), A)
-    shard.order(1, A, tier=Tier.DISK)
+    shard.evict(A, tier=Tier.DISK)
     shard.settle()
     shard.read(0)
     assert reply(shard, call) == (Miss(MissReason.CORRUPT, "on disk"),)
@@ -692,7 +692,7 @@ def test_a_slot_on_disk_is_not_given_to_another_page_while_somebody_reads_it() -
     shard = DiskShard.knowing(found(*lying(A), files=1))
     shard.pinning(attempt(1), A)
     [move] = shard.stages[0].pages
-    shard.order(1, A, tier=Tier.DISK)
+    shard.evict(A, tier=Tier.DISK)
     shard.store(attempt(2), B)
     shard.order_moves(Tier.HOST, B)
     shard.move_all()

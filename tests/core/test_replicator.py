@@ -292,7 +292,7 @@ def test_a_copy_that_is_evicted_as_soon_as_it_has_come_is_not_brought_again() ->
     want(coordinator, 2, A)
     ack = two.report()
     assert wanted(ack) == [A] and ack.pull is not None
-    two.pulled = ack.pull.number
+    two.ends(ack.pull)
     two.report(*pages([A]), pressure=PAGE)
     assert two.report(gone(A)).pull is None
 
@@ -471,7 +471,7 @@ def test_what_lies_on_disk_is_pulled_into_a_host_tier_as_it_is(codec: Codec) -> 
     assert ack.pull is not None
     assert (ack.pull.source, ack.pull.codec, ack.pull.into) == (one.address, codec, Tier.HOST)
     assert [new.loss for new in ack.pull.pages] == [codec.loss]
-    two.pulled = ack.pull.number
+    two.ends(ack.pull)
     assert two.report(*pages([A], tier=Tier.HOST, codec=codec, spec=CODED)).pull is None
     assert homes(coordinator, A) == ["a", "b"]
 

@@ -242,7 +242,7 @@ def test_time_alone_frees_no_page_that_somebody_may_still_touch(kind: type[Unpin
     if kind is Unpin:
         shard.store(attempt(1), A)
         shard.pin(attempt(2), A)
-        shard.order(1, A)
+        shard.evict(A)
     else:
         shard.reserve(attempt(2), A)
     shard.later(60 * SECOND)

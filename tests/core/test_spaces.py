@@ -17,6 +17,7 @@ from kvcluster.core.messages import (
     AttachedShard,
     NewPage,
     PageKey,
+    PageSlot,
     RefusedKind,
     Reserve,
     Tier,
@@ -44,6 +45,7 @@ from tests.core.samples import (
     MIXED,
     MS,
     OURS,
+    RIGHT,
     SECOND,
     SPEC,
     SUMS,
@@ -69,7 +71,7 @@ def test_a_namespace_that_nobody_attached_is_unknown() -> None:
 
 
 def test_a_namespace_of_which_no_page_was_found_on_disk_is_known_all_the_same() -> None:
-    spaces = Spaces(lambda: ())
+    spaces = Spaces(lambda space: False)
     spaces.adopt(Tier.DISK, Found(specs=((OURS, SPEC), (THEIRS, SPEC))), PagePool(PageAllocator(4_096, 64)))
     assert [space.id for space in spaces] == [SPEC.namespace(OURS), SPEC.namespace(THEIRS)]
 
@@ -220,3 +222,19 @@ def test_a_page_in_the_other_tier_does_not_give_way_before_there_is_a_better_one
     assert old.state is PageState.READY
     assert offered(pool, Loss.EXACT) is Written.PENDING
     assert offered(pool, Loss.Q8) is Written.DUPLICATE, "it is there already"
+
+
+def test_a_namespace_has_a_bounded_number_of_parts_at_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PARTS_PER_BLOCK", 1)
+    shard = LoneShard.joined()
+    shard.store(attempt(1), key(A, LEFT))
+    assert refusal(shard.replies[shard.reserving(attempt(2), key(A, RIGHT))]) is RefusedKind.LIMIT
+    shard.evict(A)
+    shard.settle()
+    shard.store(attempt(3), key(A, RIGHT))
+
+
+def test_of_more_parts_than_may_be_in_one_reservation_the_first_get_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PARTS_PER_BLOCK", 1)
+    granted, refused = LoneShard.joined().reserve(attempt(1), key(A, LEFT), key(A, RIGHT))
+    assert isinstance(granted, PageSlot) and refused is Written.FULL

@@ -185,3 +185,18 @@ def test_an_attempt_has_one_ticket() -> None:
     book.add(store(attempt(1)))
     with pytest.raises(AssertionError, match="one ticket an attempt"):
         book.add(store(attempt(1)))
+
+
+def test_all_holders_together_have_a_bounded_number_of_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "TICKETS", 1)
+    book = TicketBook(TTL)
+    book.add(store(attempt(1)))
+    assert book.full(holder(0)) and book.full(holder(1))
+
+
+def test_tickets_that_run_out_together_end_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PAGES_PER_CALL", 3)
+    book = TicketBook(TTL)
+    for counter in range(3):
+        book.add(store(attempt(counter), (SPACE, block(counter), 0, WHOLE)))
+    assert [len(book.end_expired(TTL)) for _ in range(3)] == [2, 1, 0]

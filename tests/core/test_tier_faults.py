@@ -7,10 +7,10 @@ import pytest
 from kvcluster.core import intake
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import CLUSTER
-from kvcluster.core.messages import Move, MoveOrder, Suspect, Tick, Tier
+from kvcluster.core.messages import Move, Suspect, Tick, Tier
 from kvcluster.core.reasons import Loss
 from tests.core import test_tiering as coordinating
-from tests.core.lone_shard import A, B, pinned
+from tests.core.lone_shard import A, B, moves, pinned
 from tests.core.moving import BELOW, doubled, holding, lies, lowered
 from tests.core.samples import OURS, SECOND, attempt, key
 from tests.core.test_tiering import RAW
@@ -24,10 +24,10 @@ def test_another_shard_that_pulls_a_promoted_page_gets_it_encoded() -> None:
 
 def test_an_order_after_a_new_inventory_is_carried_out_beside_the_one_under_way() -> None:
     shard = holding(A, B)
-    shard.hear(move=MoveOrder(1, (Move(shard.space, A, Tier.HOST, Codec.Q8),)))
+    shard.order(moves(Move(shard.space, A, Tier.HOST, Codec.Q8)))
     shard.hear(inventory=True)
     shard.settle()
-    shard.hear(move=MoveOrder(2, (Move(shard.space, B, Tier.HOST, Codec.Q8),)))
+    shard.order(moves(Move(shard.space, B, Tier.HOST, Codec.Q8)))
     shard.move_all()
     assert lies(shard, A) == lies(shard, B) == [BELOW]
 

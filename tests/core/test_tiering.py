@@ -15,13 +15,13 @@ from kvcluster.core.messages import (
     Decision,
     Done,
     Move,
+    OrderProgress,
     PageEvent,
     PageKey,
     Purge,
     Purged,
     Refused,
     RefusedKind,
-    ReportAck,
     SetPolicy,
     StreamEvent,
     Tier,
@@ -35,6 +35,7 @@ from tests.core.lone_coordinator import (
     B,
     C,
     D,
+    Heard,
     LoneCoordinator,
     Voice,
     beat,
@@ -111,10 +112,10 @@ def left(*blocks: BlockHash, tier: Tier = Tier.DEVICE) -> list[StreamEvent]:
     return [gone(block, tier=tier, spec=CODED) for block in blocks]
 
 
-def carry_out(voice: Voice, ack: ReportAck, *events: StreamEvent, pressure: int = 0) -> ReportAck:
+def carry_out(voice: Voice, ack: Heard, *events: StreamEvent, pressure: int = 0) -> Heard:
     """The shard has moved what it was told to, and says so with these events; what it is told then."""
     assert ack.move is not None
-    voice.moved = ack.move.number
+    voice.ends(ack.move)
     return voice.report(*events, pressure=pressure)
 
 
@@ -141,22 +142,22 @@ def test_below_the_low_mark_the_coldest_go_down_and_nothing_is_evicted() -> None
     coordinator.load(attempt(1), BLOCKS[:2])
     voice.free(1)
     ack = voice.report()
-    assert ack.order is None and ack.move is not None
+    assert ack.evict is None and ack.move is not None
     assert moves(ack) == tuple(Move(coordinator.space, block, Tier.HOST, Codec.Q8) for block in BLOCKS[:6:-1])
 
 
 def test_pressure_demotes_what_is_waited_for() -> None:
     _, voice = serving(*above(*BLOCKS))
     ack = voice.report(pressure=2 * RAW - 1)
-    assert ack.order is None
+    assert ack.evict is None
     assert moved(ack, Tier.HOST) == [BLOCKS[11], BLOCKS[10]]
 
 
 def test_without_a_tier_below_pressure_evicts_as_ever() -> None:
     _, voice = serving(*above(*BLOCKS), host=())
     ack = voice.report(pressure=2 * RAW)
-    assert ack.move is None and ack.order is not None
-    assert (ordered(ack), ack.order.tier) == ([BLOCKS[11], BLOCKS[10]], Tier.DEVICE)
+    assert ack.move is None and ack.evict is not None
+    assert (ordered(ack), ack.evict.tier) == ([BLOCKS[11], BLOCKS[10]], Tier.DEVICE)
 
 
 def test_held_and_pinned_blocks_are_demoted_no_sooner_than_they_are_let_go() -> None:
@@ -180,12 +181,15 @@ def test_the_first_blocks_of_a_sequence_go_down_raw_and_the_others_as_they_are_t
     assert [(move.hash, move.codec) for move in moves(ack)] == [(D, told), (C, told), (B, Codec.RAW), (A, Codec.RAW)]
 
 
-def test_an_order_is_repeated_until_it_is_done_and_the_next_waits_for_that() -> None:
+def test_an_order_is_repeated_until_it_is_accepted_and_the_next_waits_for_its_end() -> None:
     _, voice = serving(*above(A, B))
     first = voice.report(pressure=RAW)
     assert moved(first, Tier.HOST) == [B]
     again = voice.report(*encoded(A, B)[1:], *left(B), pressure=2 * RAW)
     assert again.move == first.move
+    assert again.move is not None
+    voice.orders = OrderProgress(again.move.number, (again.move.number,))
+    assert voice.report(pressure=2 * RAW).orders == (), "it runs"
     second = carry_out(voice, again, pressure=RAW)
     assert moved(second, Tier.HOST) == [A]
     assert second.move is not None and first.move is not None and second.move.number == first.move.number + 1
@@ -206,7 +210,7 @@ def test_orders_count_on_when_a_shard_tells_its_content_anew() -> None:
     voice.inventory(*above(A), *encoded(A, B)[1:])
     ack = voice.report(pressure=RAW)
     assert moved(ack, Tier.HOST) == [A]
-    assert ack.move is not None and ack.move.number > voice.moved, "else it were one that is done"
+    assert ack.move is not None and ack.move.number > voice.orders.accepted, "else it were one that is done"
 
 
 def test_an_order_names_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +259,7 @@ def test_what_a_demotion_takes_below_is_evicted_there_by_the_same_answer() -> No
     voice.report(*above(*BLOCKS[:4]))
     ack = voice.report(pressure=3 * RAW)
     assert moved(ack, Tier.HOST) == list(BLOCKS[3:0:-1])
-    assert ack.order is not None and ack.order.tier is Tier.HOST
+    assert ack.evict is not None and ack.evict.tier is Tier.HOST
     assert ordered(ack) == [old[3], old[2]], "there is room for one"
 
 
@@ -265,7 +269,7 @@ def test_what_lies_below_already_takes_no_room_there() -> None:
     )
     ack = voice.report(pressure=2 * RAW)
     assert moved(ack, Tier.HOST) == [B, A]
-    assert ack.order is None
+    assert ack.evict is None
 
 
 def test_what_goes_down_raw_takes_as_much_below() -> None:
@@ -292,7 +296,7 @@ def test_what_no_codec_makes_smaller_takes_no_more_below_than_above() -> None:
     )
     ack = voice.report(pressure=2 * nbytes)
     assert sorted(moved(ack, Tier.HOST)) == sorted([B, C])
-    assert ack.order is None, "there is room for both"
+    assert ack.evict is None, "there is room for both"
 
 
 def test_a_tier_below_has_watermarks_of_its_own() -> None:
@@ -300,10 +304,10 @@ def test_a_tier_below_has_watermarks_of_its_own() -> None:
         *encoded(*BLOCKS), host=below(20 * Q8, free_bytes=Q8, pages=12), low_free=0.1, high_free=0.3
     )
     ack = voice.report()
-    assert ack.move is None and ack.order is not None and ack.order.tier is Tier.HOST
+    assert ack.move is None and ack.evict is not None and ack.evict.tier is Tier.HOST
     assert ordered(ack) == list(BLOCKS[:6:-1])
     assert pin(coordinator, BLOCKS[:2]) == 2
-    voice.order = 1
+    voice.ends(ack.evict)
     voice.free_below(0)
     assert ordered(voice.report(*left(*ordered(ack), tier=Tier.HOST))) == list(BLOCKS[6:1:-1]), "pinned ones are spared"
 
@@ -312,17 +316,18 @@ def test_an_eviction_below_that_did_not_happen_is_ordered_again() -> None:
     _, voice = serving(*encoded(A, B), host=below(10 * Q8, free_bytes=0, pages=2), low_free=0.1, high_free=0.2)
     first = voice.report()
     assert ordered(first) == [B, A]
-    assert voice.report().order == first.order
-    voice.order = 1
+    assert voice.report().evict == first.evict
+    voice.ends(first.evict)
     assert ordered(voice.report(*left(B, tier=Tier.HOST))) == [A]
 
 
 def test_while_an_eviction_below_is_under_way_nothing_is_demoted() -> None:
     _, voice = serving(*encoded(A, B), host=below(10 * Q8, free_bytes=0, pages=2), low_free=0.1, high_free=0.2)
-    assert ordered(voice.report()) == [B, A]
+    ack = voice.report()
+    assert ordered(ack) == [B, A]
     voice.report(*above(C))
     assert voice.report(pressure=RAW).move is None, "one after the other"
-    voice.order = 1
+    voice.ends(ack.evict)
     voice.free_below(2 * Q8)
     assert moved(voice.report(*left(B, A, tier=Tier.HOST), pressure=RAW), Tier.HOST) == [C]
 
@@ -356,13 +361,13 @@ def test_below_its_low_mark_the_host_tier_is_relieved_to_disk_and_nothing_is_evi
     coordinator.load(attempt(1), BLOCKS[:2], whole(CODED, Loss.Q8))
     free_on(voice, Tier.HOST, Q8)
     ack = voice.report()
-    assert ack.order is None
+    assert ack.evict is None
     assert moved(ack, Tier.DISK) == list(BLOCKS[:6:-1])
     assert len(moves(ack)) == 5
     free_on(voice, Tier.HOST, 6 * Q8)
     events = [*on_disk(*BLOCKS)[7:], *left(*BLOCKS[7:], tier=Tier.HOST)]
     ack = carry_out(voice, ack, *events)
-    assert (ack.move, ack.order) == (None, None)
+    assert (ack.move, ack.evict) == (None, None)
 
 
 def test_what_is_waited_for_above_is_handed_down_tier_by_tier_and_evicted_out_of_the_lowest_alone() -> None:
@@ -370,7 +375,7 @@ def test_what_is_waited_for_above_is_handed_down_tier_by_tier_and_evicted_out_of
     ack = voice.report(pressure=4 * RAW)
     assert moved(ack, Tier.HOST) == list(BLOCKS[5:1:-1])
     assert moved(ack, Tier.DISK) == list(OLD[5:2:-1]), "there is room for one in the host tier"
-    assert ack.order is not None and ack.order.tier is Tier.DISK
+    assert ack.evict is not None and ack.evict.tier is Tier.DISK
     assert ordered(ack) == list(OLDER[5:3:-1]), "and on disk"
     assert voice.report(pressure=4 * RAW).move == ack.move, "until it is done"
 
@@ -379,14 +384,14 @@ def test_room_is_made_in_the_lower_tier_before_the_upper_takes_it() -> None:
     _, voice = three_deep(host_free=0, disk_free=6 * Q8)
     ack = voice.report(pressure=2 * RAW)
     assert [move.to for move in moves(ack)] == [Tier.DISK, Tier.DISK, Tier.HOST, Tier.HOST]
-    assert ack.order is None, "there is room on disk"
+    assert ack.evict is None, "there is room on disk"
 
 
 def test_where_the_host_tier_has_room_nothing_goes_to_disk() -> None:
     _, voice = three_deep(host_free=2 * Q8, disk_free=0)
     ack = voice.report(pressure=2 * RAW)
     assert {move.to for move in moves(ack)} == {Tier.HOST}
-    assert ack.order is None
+    assert ack.evict is None
 
 
 @pytest.mark.parametrize(("codec", "nbytes", "evicted"), [(Codec.RAW, RAW, 2), (Codec.Q4, 144, 0)])
@@ -408,7 +413,7 @@ def test_what_takes_no_room_in_the_host_tier_sends_nothing_to_disk() -> None:
     voice.report(*left(*BLOCKS[:6]), *decoded(*OLDER[:2]), *decoded(*OLD[:2])[1:])
     ack = voice.report(pressure=3 * RAW)
     assert sorted(moved(ack, Tier.HOST)) == sorted([*OLDER[:2], OLD[1]]), "each lies in a tier below already"
-    assert moved(ack, Tier.DISK) == [] and ack.order is None
+    assert moved(ack, Tier.DISK) == [] and ack.evict is None
 
 
 def test_a_full_disk_tier_evicts_by_marks_of_its_own_and_the_host_tier_evicts_nothing() -> None:
@@ -417,7 +422,7 @@ def test_a_full_disk_tier_evicts_by_marks_of_its_own_and_the_host_tier_evicts_no
     coordinator.now += SECOND
     ack = voice.report(*encoded(*BLOCKS[:6]))
     assert moved(ack, Tier.DISK) == [BLOCKS[5], BLOCKS[4]], "a fifth of the host tier is to be free"
-    assert ack.order is not None and ack.order.tier is Tier.DISK
+    assert ack.evict is not None and ack.evict.tier is Tier.DISK
     assert ordered(ack) == list(OLD[:2:-1])
 
 
@@ -455,7 +460,7 @@ def test_what_has_gone_to_disk_waits_there_for_its_turn_to_be_evicted() -> None:
     ack = carry_out(voice, ack, *came, *above(*BLOCKS[:2])[1:], pressure=RAW)
     assert (moved(ack, Tier.HOST), moved(ack, Tier.DISK)) == ([B], [A])
     assert ordered(ack) == [OLDER[0]], "the coldest there"
-    voice.order = 1
+    voice.ends(ack.evict)
     ack = carry_out(voice, ack, *left(OLDER[0], tier=Tier.DISK), pressure=RAW)
     assert ordered(ack) == [OLD[0]], "and then the next"
 
@@ -472,10 +477,10 @@ def test_the_host_tier_is_relieved_of_what_readers_of_the_disk_wait_for() -> Non
     wanting(voice, Q8 + 1)
     ack = voice.report()
     assert moved(ack, Tier.DISK) == list(OLD[5:3:-1]) and len(moves(ack)) == 2
-    assert ack.order is None
+    assert ack.evict is None
     wanting(voice, 0)
     ack = carry_out(voice, ack, *on_disk(*OLD)[4:], *left(*OLD[4:], tier=Tier.HOST))
-    assert (ack.move, ack.order) == (None, None)
+    assert (ack.move, ack.evict) == (None, None)
 
 
 def test_what_readers_wait_for_is_added_to_what_is_lacking_for_what_comes_down() -> None:
@@ -496,7 +501,7 @@ def test_what_readers_wait_for_waits_for_no_eviction_where_the_disk_has_room() -
     assert carry_out(voice, first, *came).move is None, "that is under way still, and there is no room"
     free_on(voice, Tier.DISK, Q8)
     again = voice.report()
-    assert again.order == first.order
+    assert again.evict == first.evict
     assert moved(again, Tier.DISK) == [OLD[4]]
 
 
@@ -508,7 +513,7 @@ def test_a_draining_shard_makes_room_for_those_who_read_from_its_disk() -> None:
     wanting(voice, Q8)
     ack = voice.report()
     assert [(move.hash, move.to) for move in moves(ack)] == [(OLD[5], Tier.DISK)]
-    assert ack.order is None
+    assert ack.evict is None
 
 
 def test_an_order_names_a_bounded_number_of_blocks_of_each_tier(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,7 +529,7 @@ def test_a_shard_whose_blocks_all_stay_where_they_are_is_full_in_spite_of_its_di
     coordinator, voice = three_deep(host_free=6 * Q8, disk_free=6 * Q8, hold_ms=60_000)
     coordinator.load(attempt(1), BLOCKS[:6])
     ack = voice.report(pressure=RAW)
-    assert (ack.move, ack.order) == (None, None)
+    assert (ack.move, ack.evict) == (None, None)
     assert decisions(coordinator.store(attempt(2), BLOCKS[6:7])) == [(1, Decision.REFUSED)]
 
 
@@ -557,7 +562,7 @@ def test_what_came_up_from_disk_goes_down_again_without_taking_room() -> None:
     assert carry_out(voice, voice.report(), *decoded(A)).move is None
     ack = voice.report(pressure=RAW)
     assert moved(ack, Tier.HOST) == [A], "there its shard finds that it lies on disk"
-    assert (len(moves(ack)), ack.order) == (1, None)
+    assert (len(moves(ack)), ack.evict) == (1, None)
     assert carry_out(voice, ack, *left(A), pressure=RAW).move is None
 
 

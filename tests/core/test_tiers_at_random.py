@@ -25,7 +25,6 @@ from kvcluster.core.messages import (
     PageMove,
     PageSlot,
     PinGrant,
-    PullOrder,
     PurgedEvent,
     ShardAddress,
     StreamEvent,
@@ -37,6 +36,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reading import ROOM_NS
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from tests.core.lone_shard import BLOCKS, end
+from tests.core.moving import one_page
 from tests.core.samples import CODED, LEFT, OURS, RIGHT, SECOND, WHOLE, attempt, root
 from tests.core.test_found import DiskShard, found, lying, on_disk
 
@@ -83,7 +83,6 @@ class TiersOfAShard(RuleBasedStateMachine):
         self.open: dict[Attempt, bool] = {}  # with whether it writes
         self.unanswered: dict[CallId, tuple[Attempt, Loss]] = {}  # pins
         self.attempts = 0
-        self.orders = 0
         self.stones = 0
 
     def started(self, with_found: Found) -> DiskShard:
@@ -256,16 +255,14 @@ class TiersOfAShard(RuleBasedStateMachine):
 
     @rule(which=blocks, tier=st.sampled_from(Tier))
     def evict(self, which: list[BlockHash], tier: Tier) -> None:
-        self.orders += 1
-        self.shard.order(self.orders, *which, tier=tier)
+        self.shard.evict(*which, tier=tier)
         self.settle()
 
     @rule(name=st.sampled_from(NAMES), loss=losses, codec=st.sampled_from(Codec), comes=st.booleans())
     def pull(self, name: PageKey, loss: Loss, codec: Codec, comes: bool) -> None:
-        self.orders += 1
         new = NewPage(name, root(), 0, max(loss, codec.loss))
         into = Tier.DEVICE if codec is Codec.RAW and comes else Tier.HOST
-        self.shard.hear(pull=PullOrder(self.orders, SOURCE, OURS, CODED, (new,), codec, into))
+        self.shard.order(one_page(new, codec, into))
         self.settle()
         for fetch in self.shard.fetching:
             if comes:
@@ -293,7 +290,7 @@ class TiersOfAShard(RuleBasedStateMachine):
         self.shard.later(passed)
         if epochs and self.shard.sent is not None:
             self.shard.coordinator = Epoch(self.shard.coordinator + 1)
-            self.shard.moves = self.orders = 0
+            self.shard.ordered = 0
             self.told.clear()
         self.settle()
 
@@ -310,7 +307,6 @@ class TiersOfAShard(RuleBasedStateMachine):
         self.told = {(key, tier): page for (key, tier), page in self.told.items() if tier is Tier.DISK}
         self.open.clear()
         self.unanswered.clear()
-        self.orders = 0
 
     # ------------------------------------------------------------------------------------- claims
 

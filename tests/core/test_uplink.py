@@ -14,6 +14,7 @@ from kvcluster.core.messages import (
     Flush,
     GoneEvent,
     Inventory,
+    OrderProgress,
     PageEvent,
     ReportAck,
     Tick,
@@ -120,7 +121,7 @@ def test_a_newer_incarnation_ends_this_one() -> None:
 def test_a_higher_coordinator_epoch_is_adopted_and_owed_an_inventory() -> None:
     shard = LoneShard.joined()
     shard.store(attempt(1), A, B)
-    shard.order(5, B)
+    shard.evict(B)
     shard.settle()
     shard.later(SECOND)
     shard.coordinator = Epoch(200)
@@ -129,7 +130,7 @@ def test_a_higher_coordinator_epoch_is_adopted_and_owed_an_inventory() -> None:
     assert (told.coordinator, told.upto, told.chunk, told.last) == (200, 0, 0, True)
     assert [page.key for page in told.pages] == [key(A)]
     shard.settle()
-    shard.order(1, A)
+    shard.evict(A)
     assert misses(shard.pin(attempt(2), A)) == [MissReason.EVICTED], "orders are counted by each coordinator"
 
 
@@ -138,7 +139,7 @@ def test_a_lower_coordinator_epoch_is_not_heard() -> None:
     shard.store(attempt(1), A)
     shard.later(SECOND)
     asked_at = shard.now
-    shard.answer(ReportAck(Epoch(99), 10**6, order=EvictOrder(9, ((shard.space, A),))))
+    shard.answer(ReportAck(Epoch(99), 10**6, orders=(EvictOrder(9, ((shard.space, A),)),)))
     assert shard.sent is None
     assert shard.core.next_deadline() == asked_at + 250 * MS, "the right one may be back by then"
     assert pinned(shard.pin(attempt(2), A))
@@ -179,7 +180,7 @@ def test_a_page_whose_namespace_is_forgotten_is_told_to_be_gone(monkeypatch: pyt
     shard = LoneShard.joined()
     shard.later(SECOND)
     commit_one(shard, 1, A)
-    shard.order(1, A)
+    shard.evict(A)
     assert isinstance(shard.attach(OTHER), AttachedShard)
     shard.fail()
     shard.later(SECOND)
@@ -193,7 +194,7 @@ def test_an_inventory_lists_what_is_ready_in_chunks(monkeypatch: pytest.MonkeyPa
     shard = LoneShard.joined()
     shard.store(attempt(1), *BLOCKS[:5])
     shard.reserve(attempt(2), BLOCKS[5])
-    shard.order(1, B)
+    shard.evict(B)
     shard.settle()
     shard.later(SECOND)
     assert report(shard).events == ()
@@ -227,7 +228,7 @@ def test_a_report_says_what_the_shard_is_and_has() -> None:
     assert (told.capacity_bytes, told.free_bytes, told.pages, told.leases) == (4 * PAGE, 2 * PAGE, 2, 1)
     assert dict(told.counters)["commits"] == 1
     said = report(shard)
-    assert (said.events, said.specs, said.pressure_bytes, said.order) == ((), (), 0, 0)
+    assert (said.events, said.specs, said.pressure_bytes, said.orders) == ((), (), 0, OrderProgress())
 
 
 def test_news_are_told_at_once_and_else_a_heartbeat_when_it_is_due() -> None:
@@ -387,3 +388,11 @@ def test_a_flush_at_a_shard_that_is_over_is_answered() -> None:
     shard.answer(ReportAck(shard.coordinator, 0, leave=Farewell.REPLACED))
     assert shard.replies[flushing(shard)] == Done(False)
     assert shard.core.next_deadline() is None
+
+
+def test_a_bounded_number_of_flushes_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FLUSHES", 1)
+    shard = LoneShard.joined()
+    commit_one(shard, 1, A)
+    first, second = flushing(shard), flushing(shard)
+    assert first not in shard.replies and shard.replies[second] == Done(False)

@@ -202,7 +202,7 @@ def test_a_page_keeps_its_place_while_it_is_judged() -> None:
     shard = LoneShard.joined(pages=1)
     shard.store(of_worker(1), A)
     suspect(shard, A)
-    shard.order(1, A)
+    shard.evict(A)
     waiting = shard.reserving(of_worker(2), B, wait_ns=SECOND)
     assert waiting not in shard.replies, "its bytes are still being read"
     shard.verdict(0)

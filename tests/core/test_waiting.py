@@ -45,7 +45,7 @@ def test_a_waiting_reservation_is_served_when_an_order_makes_room() -> None:
     shard = LoneShard.joined(pages=2)
     shard.store(attempt(1), A, B)
     waiting = shard.reserving(attempt(2), C, wait_ns=SECOND)
-    shard.order(1, B)
+    shard.evict(B)
     assert slots(granted(shard, waiting))
     assert misses(shard.pin(attempt(3), B)) == [MissReason.EVICTED]
     assert pinned(shard.pin(attempt(4), A))
@@ -67,10 +67,10 @@ def test_reservations_are_served_in_order_of_arrival() -> None:
     shard.store(attempt(1), A, B)
     large = shard.reserving(attempt(2), C, D, wait_ns=SECOND)
     small = shard.reserving(attempt(3), BLOCKS[4], wait_ns=SECOND)
-    shard.order(1, A)
+    shard.evict(A)
     assert large not in shard.replies
     assert small not in shard.replies, "there is room for it, but it came later"
-    shard.order(2, B)
+    shard.evict(B)
     assert slots(granted(shard, large))
     assert small not in shard.replies
     assert end(shard, attempt(2), Abort)
@@ -129,7 +129,7 @@ def test_a_writer_that_gives_up_waits_no_more_and_is_answered() -> None:
     stays = shard.reserving(attempt(3), C, wait_ns=SECOND)
     assert end(shard, attempt(2), Abort)
     assert granted(shard, gives_up) == (Written.LOST,)
-    shard.order(1, A)
+    shard.evict(A)
     assert slots(granted(shard, stays))
 
 
@@ -144,3 +144,14 @@ def test_what_somebody_else_writes_meanwhile_is_not_waited_for() -> None:
     duplicate, slot = granted(shard, waiting)
     assert duplicate is Written.DUPLICATE
     assert isinstance(slot, PageSlot)
+
+
+def test_reservations_that_wait_have_a_bounded_number_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "WAITING_PAGES", 3)
+    shard = LoneShard.joined(pages=4)
+    shard.store(attempt(1), *BLOCKS[:4])
+    first = shard.reserving(attempt(2), *BLOCKS[4:6], wait_ns=SECOND)
+    second = shard.reserving(attempt(3), *BLOCKS[6:8], wait_ns=SECOND)
+    assert first not in shard.replies and granted(shard, second) == (Written.FULL, Written.FULL)
+    assert end(shard, attempt(2), Abort)
+    assert shard.reserving(attempt(4), *BLOCKS[6:8], wait_ns=SECOND) not in shard.replies, "those have gone"

@@ -9,7 +9,6 @@ from kvcluster.core.messages import (
     GoneEvent,
     NewPage,
     PageEvent,
-    PullOrder,
     PurgedEvent,
     ShardInfo,
     Suspect,
@@ -19,8 +18,8 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.reasons import Loss, MissReason
-from tests.core.lone_shard import A, B, C, D, LoneShard, counters, end, inventory, misses, pinned, report
-from tests.core.moving import Q8, RAW, SOURCE, arrived, doubled, left, tiered
+from tests.core.lone_shard import A, B, C, D, LoneShard, counters, end, inventory, is_done, misses, pinned, report
+from tests.core.moving import Q8, RAW, arrived, doubled, left, one_page, tiered
 from tests.core.samples import CODED, OURS, SECOND, attempt, key, root
 from tests.core.test_found import FILE, DiskShard, found, lying
 
@@ -53,7 +52,7 @@ def scrubbed(shard: LoneShard) -> list[Tier]:
 
 def test_an_order_for_the_tier_below_takes_what_was_decoded_from_it_too_and_nothing_else() -> None:
     shard = with_twins()
-    shard.order(1, A, B, tier=Tier.HOST)
+    shard.evict(A, B, tier=Tier.HOST)
     assert shard.settle() == [left(A, Tier.HOST), left(A, Tier.DEVICE)]
     assert misses(shard.pin(attempt(12), A, accept=Loss.Q4)) == [MissReason.EVICTED]
     assert pinned(shard.pin(attempt(13), B)), "which lies in the tier above alone"
@@ -62,7 +61,7 @@ def test_an_order_for_the_tier_below_takes_what_was_decoded_from_it_too_and_noth
 
 def test_an_order_for_the_device_tier_leaves_the_twin_below() -> None:
     shard = with_twins()
-    shard.order(1, A)
+    shard.evict(A)
     assert shard.settle() == [left(A, Tier.DEVICE)]
     assert tiers(shard) == [Tier.HOST]
 
@@ -70,15 +69,15 @@ def test_an_order_for_the_device_tier_leaves_the_twin_below() -> None:
 def test_an_order_for_a_tier_that_a_shard_does_not_have_is_done() -> None:
     shard = LoneShard.joined()
     shard.store(attempt(1), A)
-    shard.order(1, A, tier=Tier.HOST)
-    assert report(shard).order == 1
+    shard.evict(A, tier=Tier.HOST)
+    assert is_done(shard)
     assert shard.settle() == []
     assert pinned(shard.pin(attempt(12), A))
 
 
 def test_what_was_not_decoded_stays_without_its_twin() -> None:
     shard = with_twins(Codec.RAW)
-    shard.order(1, A, tier=Tier.HOST)
+    shard.evict(A, tier=Tier.HOST)
     assert shard.settle() == [left(A, Tier.HOST)]
     assert [page.loss for page in pinned(shard.pin(attempt(12), A))] == [Loss.EXACT]
 
@@ -122,9 +121,9 @@ def test_a_purge_takes_both_twins() -> None:
 def test_the_readers_of_either_twin_read_on_when_both_are_withdrawn() -> None:
     shard = with_twins()
     assert [page.tier for page in pinned(shard.pin(attempt(12), A, accept=Loss.Q8))] == [Tier.DEVICE]
-    shard.order(1, A)
+    shard.evict(A)
     assert [page.tier for page in pinned(shard.pin(attempt(13), A, accept=Loss.Q8))] == [Tier.HOST]
-    shard.order(2, A, tier=Tier.HOST)
+    shard.evict(A, tier=Tier.HOST)
     allocators = shard.core.pool.allocators
     assert [allocator.used_bytes for allocator in allocators.values()] == [2 * RAW, Q8]
     assert end(shard, attempt(12)) and end(shard, attempt(13))
@@ -184,14 +183,14 @@ def decoded_from_disk(**config: int) -> DiskShard:
 
 def test_an_order_for_the_disk_tier_takes_what_was_decoded_from_it_too() -> None:
     shard = decoded_from_disk()
-    shard.order(1, A, tier=Tier.DISK)
+    shard.evict(A, tier=Tier.DISK)
     assert shard.settle() == [left(A, Tier.DISK), left(A, Tier.DEVICE)]
     assert counters(shard)["evicted"] == 1
 
 
 def test_an_order_for_the_device_tier_leaves_the_twin_on_disk() -> None:
     shard = decoded_from_disk()
-    shard.order(1, A)
+    shard.evict(A)
     assert shard.settle() == [left(A, Tier.DEVICE)]
     assert tiers(shard) == [Tier.DISK]
 
@@ -208,7 +207,7 @@ def test_what_was_decoded_stays_while_its_twin_goes_down_to_disk_and_goes_with_i
     shard.move_all()
     assert shard.settle() == [arrived(A, Tier.DISK, Codec.Q8, Loss.Q8), left(A, Tier.HOST)]
     assert tiers(shard) == [Tier.DEVICE, Tier.DISK]
-    shard.order(1, A, tier=Tier.DISK)
+    shard.evict(A, tier=Tier.DISK)
     assert shard.settle() == [left(A, Tier.DISK), left(A, Tier.DEVICE)]
 
 
@@ -265,7 +264,7 @@ def test_a_page_that_is_committed_after_one_that_has_lost_less_gives_way() -> No
     shard = tiered()
     shard.reserve(attempt(1), A, loss=Loss.Q4)
     better = NewPage(key(A), root(), 0, Loss.Q8)
-    shard.hear(pull=PullOrder(1, SOURCE, OURS, CODED, (better,), Codec.Q8, Tier.HOST))
+    shard.order(one_page(better, Codec.Q8, Tier.HOST))
     shard.commit(shard.fetching[0].attempt, 0)
     assert list(shard.commit(attempt(1), 0)) == [Written.DUPLICATE]
     shard.settle()

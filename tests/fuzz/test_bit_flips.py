@@ -26,7 +26,7 @@ from kvcluster.core.pool import Page
 from kvcluster.core.reasons import MissReason
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import DEFAULT_TENANT, Authenticator
-from kvcluster.runtime.server import Gate, Server, unary_handlers
+from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.over import Over
@@ -151,7 +151,7 @@ def over_grpc(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]
         READ: grpc.unary_stream_rpc_method_handler(spoiled_read, identity, identity),
         WRITE: grpc.stream_stream_rpc_method_handler(spoiled_write, identity, identity),
     }
-    server = Server(unary_handlers(SHARD, gate, host.ask) | spoiled, "127.0.0.1", 0, threads=8)
+    server = GrpcServer(unary_handlers(SHARD, gate, host.ask) | spoiled, "127.0.0.1", 0, threads=8)
     server.start()
     try:
         yield lambda shard: GrpcPages(server.address, None)

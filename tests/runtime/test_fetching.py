@@ -114,13 +114,13 @@ class Pair:
         self._orders += 1
         number = self._orders
         order = PullOrder(number, SOURCE, ME, SPEC, tuple(map(new_page, numbers)))
-        self.coordinator.say(lambda message: replace(acknowledge(message), pull=order))
+        self.coordinator.say(lambda message: replace(acknowledge(message), orders=(order,)))
         return number
 
     def pull(self, *numbers: int) -> None:
         """Tells it, and waits until it says that it has ended."""
         number = self.order(*numbers)
-        self.coordinator.wait_until(lambda report: report.pulled >= number)
+        self.coordinator.wait_until(lambda report: report.orders.ended(number))
 
     def settled(self) -> None:
         """Nothing is left of any transfer, on neither side."""

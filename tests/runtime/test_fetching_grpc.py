@@ -10,7 +10,7 @@ from dataclasses import replace
 from kvcluster.core.ids import Attempt, CallId, ShardId
 from kvcluster.core.messages import PageSlot, PullOrder, Reply, ShardAddress, ShardMessage
 from kvcluster.runtime.auth import Authenticator
-from kvcluster.runtime.server import Gate, Server, unary_handlers
+from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
 from kvcluster.wire.methods import SHARD
@@ -71,13 +71,13 @@ class Served:
         """Tells the target to pull these."""
         self._orders += 1
         order = PullOrder(self._orders, self._source, ME, SPEC, tuple(map(new_page, numbers)))
-        self.told.say(lambda message: replace(acknowledge(message), pull=order))
+        self.told.say(lambda message: replace(acknowledge(message), orders=(order,)))
         return self._orders
 
     def pull(self, *numbers: int) -> None:
         """Returns when the target says that it has ended."""
         number = self.order(*numbers)
-        self.told.wait_until(lambda report: report.pulled >= number)
+        self.told.wait_until(lambda report: report.orders.ended(number))
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def served(**config: object) -> Iterator[Served]:
         gate = Gate(Authenticator({}, SECRET))
         handlers = unary_handlers(SHARD, gate, source.ask, shared=frozenset({"Suspect"}))
         handlers |= page_handlers(hanging, lambda context: gate.caller(context).tenant)
-        server = Server(handlers, "127.0.0.1", 0, threads=4)
+        server = GrpcServer(handlers, "127.0.0.1", 0, threads=4)
         server.start()
 
         def open_source(address: ShardAddress) -> GrpcPages:

@@ -41,7 +41,7 @@ from kvcluster.errors import (
     Unreachable,
 )
 from kvcluster.runtime.auth import Authenticator, digest
-from kvcluster.runtime.server import Gate, Handler, Server, unary_handlers
+from kvcluster.runtime.server import Gate, GrpcServer, Handler, unary_handlers
 from kvcluster.transport.rpc import Connection
 from kvcluster.transport.seam import Deadline, Trouble
 from kvcluster.wire.methods import COORDINATOR, SHARD
@@ -69,7 +69,7 @@ def soon() -> Deadline:
 
 @contextmanager
 def connected(handlers: dict[str, Handler], token: str | None = None) -> Iterator[Connection]:
-    server = Server(handlers, HOST, 0, threads=4)
+    server = GrpcServer(handlers, HOST, 0, threads=4)
     server.start()
     connection = Connection(server.address, token)
     try:
@@ -276,16 +276,16 @@ def test_a_port_where_something_listens_is_a_config_error() -> None:
     with socket.create_server((HOST, 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on {HOST}:{port}.*--port"):
-            Server({}, HOST, port, threads=2)
+            GrpcServer({}, HOST, port, threads=2)
 
 
 def test_two_servers_never_share_a_port() -> None:
-    first = Server({}, HOST, 0, threads=2)
+    first = GrpcServer({}, HOST, 0, threads=2)
     first.start()
     with pytest.raises(ConfigError, match=str(first.port)):
-        Server({}, HOST, first.port, threads=2)
+        GrpcServer({}, HOST, first.port, threads=2)
     first.close()
-    again = Server({}, HOST, first.port, threads=2)
+    again = GrpcServer({}, HOST, first.port, threads=2)
     assert again.port == first.port, "the port is free when its server has closed"
     again.close()
 
@@ -293,11 +293,11 @@ def test_two_servers_never_share_a_port() -> None:
 @pytest.mark.parametrize("host", ["192.0.2.1", ""])
 def test_an_address_that_is_not_of_this_machine_is_a_config_error(host: str) -> None:
     with pytest.raises(ConfigError, match="cannot listen"):
-        Server({}, host, 0, threads=2)
+        GrpcServer({}, host, 0, threads=2)
 
 
 def test_a_server_that_was_closed_is_gone() -> None:
-    server = Server(shard_methods(lambda build, wait_s: Done()), HOST, 0, threads=2)
+    server = GrpcServer(shard_methods(lambda build, wait_s: Done()), HOST, 0, threads=2)
     server.start()
     connection = Connection(server.address, None)
     connection.wait_ready(soon())
@@ -326,7 +326,7 @@ def test_closing_does_not_wait_for_questions_without_an_answer() -> None:
         except Trouble as trouble:
             troubles.append(trouble)
 
-    server = Server(shard_methods(ask), HOST, 0, threads=2)
+    server = GrpcServer(shard_methods(ask), HOST, 0, threads=2)
     server.start()
     connection = Connection(server.address, None)
     thread = threading.Thread(target=worker)

@@ -20,7 +20,7 @@ from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import CredentialError, LimitError, ProtocolError, Unreachable
 from kvcluster.pages import codec
 from kvcluster.runtime.auth import digest
-from kvcluster.runtime.server import Gate, Server, unary_handlers
+from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
 from kvcluster.testing.conformance import NetworkClaims, TransportConformance, Wire, World, open_world
 from kvcluster.testing.conformance.content import (
     Content,
@@ -51,7 +51,7 @@ class Served:
     def __init__(self, host: PageHost) -> None:
         gate = Gate(authenticator())
         handlers = unary_handlers(SHARD, gate, host.ask) | page_handlers(host, lambda c: gate.caller(c).tenant)
-        self._server = Server(handlers, HOST, 0, threads=8)
+        self._server = GrpcServer(handlers, HOST, 0, threads=8)
         self._server.start()
         self.address = self._server.address
 
@@ -339,7 +339,7 @@ def serving(streams: dict[str, list[bytes]]) -> Iterator[GrpcPages]:
         kind = grpc.unary_stream_rpc_method_handler if path == READ else grpc.stream_stream_rpc_method_handler
         return kind(answer, identity, identity)
 
-    server = Server({path: handler(path) for path in streams}, HOST, 0, threads=2)
+    server = GrpcServer({path: handler(path) for path in streams}, HOST, 0, threads=2)
     server.start()
     transport = GrpcPages(server.address, None)
     try:

@@ -139,7 +139,7 @@ def layout_of(config: VllmConfig, blocks: int = 160) -> compat.Layout:
     return compat.layout(config, kv_config(config, blocks))
 
 
-def settings_of(config: VllmConfig) -> settings.Settings:
+def settings_of(config: VllmConfig) -> settings.ConnectorSettings:
     return settings.read(config.kv_transfer_config.kv_connector_extra_config)
 
 

@@ -14,8 +14,8 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.vllm import compat
-from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, Report, Step, StoreOrder
-from kvcluster.engines.vllm.settings import Settings
+from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, Step, StepReport, StoreOrder
+from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.worker import WorkerSide
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.seam import Deadline
@@ -27,7 +27,7 @@ BLOCKS = 160
 
 @dataclass
 class Member:
-    """A membership that has its client, or none."""
+    """A registration that has its client, or none."""
 
     client: Client | None
     why: str = ""
@@ -56,7 +56,7 @@ class Outcome:
     received: set[str]
     failed: set[str]
     invalid: set[int]
-    report: Report
+    report: StepReport
 
 
 class Mover:
@@ -82,11 +82,11 @@ class Mover:
         parts = dict(enumerate(self.layout.parts))
         client = watched_client(cluster, steps, self.spec, part=parts) if joined else None
         self.member = Member(client)
-        self.side = WorkerSide(Settings(address="cluster:1", **settings), self.layout, self.member)  # type: ignore[arg-type]
+        self.side = WorkerSide(ConnectorSettings(address="cluster:1", **settings), self.layout, self.member)  # type: ignore[arg-type]
         self.caches = kv_caches(config, kv)
         self.side.register(self.caches)
         self.number = 0
-        self.total = Report()
+        self.total = StepReport()
         """All that its steps have told together."""
         memory = self.memory
         memory.copy_(noise(memory.numel(), seed) if seed is not None else torch.full_like(memory, UNWRITTEN))
@@ -151,7 +151,7 @@ class Mover:
         order = StoreOrder(self.number + 1, name, "", first, source, Loss.EXACT)
         return self.do(chains=((name, 0, tuple(hashes)),), stores=(order,), **orders)
 
-    def stored(self, tokens: Sequence[int], source: BlockIds, *, first: int = 0) -> Report:
+    def stored(self, tokens: Sequence[int], source: BlockIds, *, first: int = 0) -> StepReport:
         """The same, and waits until others see it."""
         self.store(tokens, source, first=first)
         self.until_idle()

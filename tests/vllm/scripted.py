@@ -17,8 +17,8 @@ from kvcluster.client.memory import Dense
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.vllm import compat
-from kvcluster.engines.vllm.connector import Orders, Reported
-from kvcluster.engines.vllm.orders import LoadOrder, LoadReport, Report, StoreOrder
+from kvcluster.engines.vllm.connector import KVClusterMetadata, Reported
+from kvcluster.engines.vllm.orders import LoadOrder, LoadReport, StepReport, StoreOrder
 from tests.client.build import BOUND_S
 from tests.vllm.toy import Engine, Text, spans_of
 
@@ -83,8 +83,8 @@ class ScriptedRank:
 
     def execute(self, output: SchedulerOutput, texts: dict[str, Text]) -> tuple[KVConnectorOutput, dict[str, int]]:
         orders = output.kv_connector_metadata
-        assert isinstance(orders, Orders)
-        step, report, told = orders.step, Report(orders.step.number), KVConnectorOutput()
+        assert isinstance(orders, KVClusterMetadata)
+        step, report, told = orders.step, StepReport(orders.step.number), KVConnectorOutput()
         told.finished_recving = set()
         written = set(step.written)
         broken_off = [number for number, store in self._reading.items() if not written.isdisjoint(blocks_of(store))]
@@ -117,7 +117,7 @@ class ScriptedRank:
         }
         return told, said
 
-    def _end(self, load: LoadOrder, report: Report, told: KVConnectorOutput, gone: bool = False) -> None:
+    def _end(self, load: LoadOrder, report: StepReport, told: KVConnectorOutput, gone: bool = False) -> None:
         wanted = load.first + len(load.into[0])
         came = load.first if gone else self.come(load)
         nbytes = BLOCK_BYTES * max(0, came - load.first)

@@ -54,7 +54,7 @@ def test_vllm_makes_it_by_the_path_of_its_module(bench: Bench, llama: Path) -> N
     made = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, kv_config(config))
     assert type(made) is KVClusterConnector
     assert isinstance(made, KVConnectorBase_V1)
-    bench.cluster.wait_until(lambda: made._of_scheduler._membership.client is not None)
+    bench.cluster.wait_until(lambda: made._of_scheduler._registration.client is not None)
     made.shutdown()
 
 

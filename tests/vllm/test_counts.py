@@ -13,9 +13,9 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.engines.vllm import KVClusterConnector
-from kvcluster.engines.vllm.connector import Orders, Reported
+from kvcluster.engines.vllm.connector import KVClusterMetadata, Reported
 from kvcluster.engines.vllm.metrics import TransferStats
-from kvcluster.engines.vllm.orders import LoadReport, Report, Step
+from kvcluster.engines.vllm.orders import LoadReport, Step, StepReport
 from kvcluster.engines.vllm.rates import LEAST_TOKENS, PrefillRate
 from kvcluster.engines.vllm.stats import DESCRIBED, Stats
 from tests.client.build import prompt
@@ -38,21 +38,21 @@ def load(
 
 
 def test_of_a_load_at_two_ranks_the_worse_counts_and_the_bytes_of_both() -> None:
-    one = Report(4, {"a": load(blocks=3, took_ns=7, miss=LOST)})
-    one.merge(Report(4, {"a": load(blocks=5, nbytes=20, loss=Loss.Q8), "b": load()}))
+    one = StepReport(4, {"a": load(blocks=3, took_ns=7, miss=LOST)})
+    one.merge(StepReport(4, {"a": load(blocks=5, nbytes=20, loss=Loss.Q8), "b": load()}))
     assert one.loads == {"a": LoadReport(3, 30, 7, Loss.Q8, LOST, ranks=2), "b": load()}
 
 
 def test_a_reason_is_kept_whichever_rank_tells_it() -> None:
-    one = Report(4, {"a": load()})
-    one.merge(Report(4, {"a": load(miss=FULL)}))
+    one = StepReport(4, {"a": load()})
+    one.merge(StepReport(4, {"a": load(miss=FULL)}))
     assert one.loads["a"].miss == FULL
 
 
 def test_everything_else_is_added_up() -> None:
-    one = Report(5, drained=Counter({1: 1}), stored=2, store_bytes=30, dropped=1, store_misses=Counter({"full": 1}))
+    one = StepReport(5, drained=Counter({1: 1}), stored=2, store_bytes=30, dropped=1, store_misses=Counter({"full": 1}))
     one.merge(
-        Report(4, drained=Counter({1: 1, 2: 1}), stored=1, store_bytes=4, store_misses=Counter({"full": 2, "x": 1}))
+        StepReport(4, drained=Counter({1: 1, 2: 1}), stored=1, store_bytes=4, store_misses=Counter({"full": 2, "x": 1}))
     )
     assert one.step == 4
     assert one.drained == {1: 2, 2: 1}
@@ -63,31 +63,31 @@ def test_everything_else_is_added_up() -> None:
 @pytest.mark.parametrize(
     ("report", "says"),
     [
-        (Report(7), False),
-        (Report(7, {"a": load()}), True),
-        (Report(7, drained=Counter({1: 1})), True),
-        (Report(7, stored=1), True),
-        (Report(7, dropped=1), True),
-        (Report(7, store_misses=Counter({"full": 1})), True),
+        (StepReport(7), False),
+        (StepReport(7, {"a": load()}), True),
+        (StepReport(7, drained=Counter({1: 1})), True),
+        (StepReport(7, stored=1), True),
+        (StepReport(7, dropped=1), True),
+        (StepReport(7, store_misses=Counter({"full": 1})), True),
     ],
 )
-def test_a_report_knows_whether_it_says_anything(report: Report, says: bool) -> None:
+def test_a_report_knows_whether_it_says_anything(report: StepReport, says: bool) -> None:
     assert bool(report) is says
 
 
 def test_vllm_aggregates_reports_with_our_own_merge() -> None:
-    one = Reported(Report(4, {"a": load()}))
-    merged = one.aggregate(Reported(Report(4, {"a": load(blocks=2)})))
+    one = Reported(StepReport(4, {"a": load()}))
+    merged = one.aggregate(Reported(StepReport(4, {"a": load(blocks=2)})))
     assert isinstance(merged, Reported)
     assert (merged.report.loads["a"].blocks, merged.report.loads["a"].ranks) == (2, 2)
     assert merged, "whatever it says: vLLM drops what is false"
-    assert Reported(Report(4))
+    assert Reported(StepReport(4))
 
 
 def test_orders_and_reports_travel_between_processes() -> None:
     step = Step(3, "sha256:1", chains=(("a", 0, ()),), written=(1, 2), gone=("b",))
-    assert pickle.loads(pickle.dumps(Orders(step))).step == step
-    report = Report(3, {"a": load(miss=LOST)}, Counter({1: 1}))
+    assert pickle.loads(pickle.dumps(KVClusterMetadata(step))).step == step
+    report = StepReport(3, {"a": load(miss=LOST)}, Counter({1: 1}))
     assert pickle.loads(pickle.dumps(Reported(report))).report == report
 
 
@@ -97,7 +97,7 @@ def test_orders_and_reports_travel_between_processes() -> None:
 def test_every_count_has_a_description() -> None:
     stats = Stats()
     stats.loaded(load(miss=LOST))
-    stats.stored(Report(1, stored=1, store_bytes=1, dropped=1, store_misses=Counter({"full": 1})))
+    stats.stored(StepReport(1, stored=1, store_bytes=1, dropped=1, store_misses=Counter({"full": 1})))
     assert set(stats.take()) == set(DESCRIBED)
 
 
@@ -105,7 +105,7 @@ def test_counts_are_taken_once() -> None:
     stats = Stats()
     stats.loaded(load(nbytes=10, took_ns=S))
     stats.loaded(load(nbytes=5, took_ns=S // 2, miss=LOST))
-    stats.stored(Report(1, stored=2, store_bytes=8, dropped=1, store_misses=Counter({"full": 2, "x": 1})))
+    stats.stored(StepReport(1, stored=2, store_bytes=8, dropped=1, store_misses=Counter({"full": 2, "x": 1})))
     assert stats.take() == {
         "loads": 2,
         "loaded_bytes": 15,

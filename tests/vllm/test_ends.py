@@ -210,10 +210,10 @@ def test_an_engine_is_ready_to_share_again_where_its_own_cache_could_be_reset(
     if not running:
         engine.run()
     assert engine.scheduler.reset_prefix_cache(reset_connector=True) is not running
-    assert engine.side._membership._ready is not running
+    assert engine.side._registration._ready is not running
     engine.run()
     assert engine.scheduler.reset_prefix_cache(reset_connector=True)
-    assert engine.side._membership._ready, "the next one stands for itself"
+    assert engine.side._registration._ready, "the next one stands for itself"
 
 
 def test_what_ran_before_the_weights_got_their_name_is_stored_under_none(bench: Bench, llama: Path) -> None:
@@ -223,7 +223,7 @@ def test_what_ran_before_the_weights_got_their_name_is_stored_under_none(bench: 
     engine.join(bench.cluster.wait_until)
     engine.add("alone", SIX, max_tokens=12)
     engine.step()
-    engine.side._membership.use("sha256:new")
+    engine.side._registration.use("sha256:new")
     engine.join(bench.cluster.wait_until)
     stores = len(rank.stores)
     for _ in range(6):

@@ -17,7 +17,7 @@ from kvcluster.client.control import NO_CALL, NOBODY
 from kvcluster.core.messages import EngineInfo, Engines, GetEngines, Registered, SetWeights
 from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.engines.vllm import compat, identity, weights
-from kvcluster.engines.vllm.identity import Adapters, Membership
+from kvcluster.engines.vllm.identity import Adapters, Registration
 from kvcluster.errors import CallerError, LimitError, Unreachable
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.seam import Deadline
@@ -132,7 +132,7 @@ def test_weights_that_are_not_pinned_are_refused(tmp_path: Path) -> None:
         spec_of(checkpoint(tmp_path / "tiny"), {"weights": "main"})
 
 
-# ---------------------------------------------------------------------------------------------------- membership
+# ---------------------------------------------------------------------------------------------------- registration
 
 
 class Door:
@@ -167,10 +167,10 @@ class Bench:
 
     def member(
         self, extra: dict[str, Any] | None = None, *, whole: bool = True, start: bool = True, **arguments: Any
-    ) -> Membership:
+    ) -> Registration:
         config = engine_config(self.model, extra, **arguments)
         layout = compat.layout(config, kv_config(config))
-        made = Membership(config, layout, settings_of(config), whole=whole, log=self.logged.append)
+        made = Registration(config, layout, settings_of(config), whole=whole, log=self.logged.append)
         if start:
             made.start()
             self._stack.callback(made.close)

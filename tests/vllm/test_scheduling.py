@@ -295,12 +295,12 @@ def test_a_prompt_whose_window_is_loaded_stores_only_what_comes_behind(bench: Be
 
 def test_a_request_that_comes_before_the_cluster_goes_without(bench: Bench, llama: Path) -> None:
     engine = engine_of(bench, llama, BESIDE, joined=False)
-    membership, client = engine.side._membership, None
-    bench.cluster.wait_until(lambda: membership.client is not None)
-    client, membership.client = membership.client, None
+    registration, client = engine.side._registration, None
+    bench.cluster.wait_until(lambda: registration.client is not None)
+    client, registration.client = registration.client, None
     engine.add("a", SIX, max_tokens=3)
     engine.step()
-    membership.client = client
+    registration.client = client
     engine.run()
     assert not engine.ranks[0].stores
     assert "a" not in engine.params, "there is nothing to tell"

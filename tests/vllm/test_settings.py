@@ -45,7 +45,7 @@ def test_what_is_wrong_is_told_by_name(given: dict[str, Any], message: str) -> N
 def test_what_is_given_stands_and_the_rest_has_its_default() -> None:
     read = settings.read(ADDRESS | {"load_ms": 7, "transports": ["grpc"], "report": True, "accept": "exact"})
     assert (read.address, read.load_ms, read.transports, read.report) == ("host:7070", 7, ("grpc",), True)
-    assert settings.read(ADDRESS) == settings.Settings(address="host:7070")
+    assert settings.read(ADDRESS) == settings.ConnectorSettings(address="host:7070")
     assert settings.read(ADDRESS).transports == TRANSPORTS
 
 

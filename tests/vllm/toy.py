@@ -31,8 +31,8 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvcluster.client.client import Client
 from kvcluster.engines.vllm.connector import KVClusterConnector
-from kvcluster.engines.vllm.identity import Membership
-from kvcluster.engines.vllm.orders import Report, Step
+from kvcluster.engines.vllm.identity import Registration
+from kvcluster.engines.vllm.orders import Step, StepReport
 from kvcluster.engines.vllm.scheduler import SchedulerSide
 from kvcluster.engines.vllm.worker import WorkerSide
 from kvcluster.transport.seam import Deadline
@@ -108,8 +108,8 @@ class Rank:
         return self.connector._of_worker
 
     @property
-    def member(self) -> Membership | None:
-        return self.side._membership
+    def member(self) -> Registration | None:
+        return self.side._registration
 
     def execute(self, output: SchedulerOutput, texts: dict[str, Text]) -> tuple[KVConnectorOutput, dict[str, int]]:
         """One step as GPUModelRunner.execute_model goes through it; and what was said, by request."""
@@ -229,14 +229,14 @@ class Engine:
             log_stats=True,
         )
         if at_once:
-            self.side._lookups._threads = _AtOnce()  # type: ignore[assignment]
+            self.side._lookups._calls._threads = _AtOnce()  # type: ignore[assignment]
         self.texts: dict[str, Text] = {}
         self.requests: dict[str, Request] = {}
         self.params: dict[str, Any] = {}
         self.counts: Counter[str] = Counter()
         """What its connector has counted, as it comes out of vLLM's statistics."""
         self.steps: list[Step] = []
-        self.reports: list[Report] = []
+        self.reports: list[StepReport] = []
         self._aggregator = KVOutputAggregator(len(self.ranks))
         self._depth = 2 if overlap else 1
         self._out: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -250,12 +250,12 @@ class Engine:
 
     def join(self, wait_until: Callable[[Callable[[], bool]], None]) -> None:
         """Waits until every process of the engine has its client."""
-        members = [self.side._membership, *(rank.member for rank in self.ranks)]
+        members = [self.side._registration, *(rank.member for rank in self.ranks)]
         wait_until(lambda: all(member is None or member.client is not None for member in members))
 
     @property
     def client(self) -> Client:
-        client = self.side._membership.client
+        client = self.side._registration.client
         assert client is not None
         return client
 
@@ -346,8 +346,8 @@ class Engine:
 
     def wait_idle(self) -> None:
         """Until every question is answered and nothing moves."""
-        for lookup in list(self.side._lookups._open):
-            assert lookup._answered.wait(BOUND_S)
+        for lookup in list(self.side._lookups._calls._open):
+            lookup.done.result(BOUND_S)
         for rank in self.ranks:
             rank.wait_idle()
 

@@ -45,6 +45,8 @@ from kvcluster.core.messages import (
     NewPage,
     Offer,
     Offers,
+    Order,
+    OrderProgress,
     PageEvent,
     PageKey,
     PageWant,
@@ -220,7 +222,7 @@ tombstones = st.lists(
     max_size=4,
 ).map(tuple)
 owned_specs = st.lists(st.tuples(tenants, specs()), max_size=2).map(tuple)
-orders = st.builds(
+evictions = st.builds(
     EvictOrder,
     number=quantities,
     blocks=st.lists(st.tuples(namespaces, hashes), max_size=5).map(tuple),
@@ -241,6 +243,19 @@ pulls = st.builds(
     tenant=tenants,
     spec=specs(),
     pages=new_pages,
+)
+
+
+def _numbered(unnumbered: list[Order], first: int) -> tuple[Order, ...]:
+    """By ascending numbers, as they are in one stream."""
+    return tuple(replace(order, number=first + 3 * at) for at, order in enumerate(unnumbered))
+
+
+orders = st.builds(_numbered, st.lists(evictions | moves | pulls, max_size=4), st.integers(1, 2**40))
+progress = st.builds(
+    lambda running, beyond: OrderProgress(max(running, default=0) + beyond, tuple(sorted(running))),
+    st.sets(st.integers(1, 2**40), max_size=4),
+    st.integers(0, 2**40),
 )
 
 read_requests = st.builds(
@@ -374,9 +389,7 @@ COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
         first=quantities,
         events=st.lists(page_events | gone_events | purged_events, max_size=6).map(tuple),
         pressure_bytes=quantities,
-        order=quantities,
-        pulled=quantities,
-        moved=quantities,
+        orders=progress,
         samples=errors,
     ),
     "Inventory": st.builds(
@@ -404,9 +417,7 @@ acks = st.builds(
     epoch=epochs,
     acked=quantities,
     inventory=st.booleans(),
-    order=st.none() | orders,
-    move=st.none() | moves,
-    pull=st.none() | pulls,
+    orders=orders,
     tombstones=tombstones,
     drain=st.booleans(),
     leave=st.none() | st.sampled_from(Farewell),

@@ -34,6 +34,7 @@ from kvcluster.core.messages import (
     NewPage,
     Offer,
     Offers,
+    OrderProgress,
     PageEvent,
     PageKey,
     PageWant,
@@ -94,7 +95,7 @@ STORE = PrepareStore(CALL, TENANT, NAMESPACE, ATTEMPT, 1, BLOCK, BLOCK, (BLOCK,)
 PIN = PinBlocks(CALL, TENANT, NAMESPACE, (BLOCK,), 1)
 PURGE = Purge(CALL, TENANT, "m", "sha256:0", "")
 EVENTS = (PAGE, GoneEvent(NAMESPACE, KEY, False), PurgedEvent(1))
-REPORT = Report(CALL, INFO, Epoch(1), 1, EVENTS, ((TENANT, SPEC),))
+REPORT = Report(CALL, INFO, Epoch(1), 1, EVENTS, ((TENANT, SPEC),), orders=OrderProgress(5, (2, 5)))
 STONES = (Tombstone(1, TENANT), Tombstone(2, TENANT, "m", "m", "m"))
 INVENTORY = Inventory(CALL, INFO, Epoch(1), 1, 0, True, (PAGE,), tombstones=STONES)
 SUSPECT = Suspect(CALL, TENANT, NAMESPACE, Epoch(1), (KEY,))
@@ -106,9 +107,11 @@ EXPLAINED = Explained((BlockFate(1, ((SOURCE,),), None), BlockFate(1, None, Miss
 ACK = ReportAck(
     Epoch(1),
     1,
-    order=EvictOrder(1, ((NAMESPACE, BLOCK),)),
-    move=MoveOrder(1, (Move(NAMESPACE, BLOCK, Tier.HOST, Codec.Q8),)),
-    pull=PullOrder(1, SHARD_ADDRESS, TENANT, SPEC, (NewPage(KEY, BLOCK, 0),)),
+    orders=(
+        EvictOrder(1, ((NAMESPACE, BLOCK),)),
+        MoveOrder(2, (Move(NAMESPACE, BLOCK, Tier.HOST, Codec.Q8),)),
+        PullOrder(5, SHARD_ADDRESS, TENANT, SPEC, (NewPage(KEY, BLOCK, 0),)),
+    ),
     tombstones=STONES,
     leave=Farewell.DRAINED,
 )
@@ -205,7 +208,7 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("load", "holder", b"h" * 17, ProtocolError, "a holder is 16 bytes, not 17"),
     ("load", "hashes", b"x" * 33, ProtocolError, "take 32 bytes each; 33 bytes came"),
     ("load", "hashes", bytes(32 * MANY), LimitError, f"{MANY} block hashes in a call; at most {MANY - 1}"),
-    ("load", "need.groups", 1_025, LimitError, "1025 groups in a need; at most 1024"),
+    ("load", "need.groups", 257, LimitError, "257 groups in a need; at most 256"),
     ("load", "need.groups", 0, ProtocolError, "group 0 of a need of 0 groups"),
     ("load", "need.parts", [0, 0, 1, 0, 1] * 2, ProtocolError, "named once at most, in order"),
     ("load", "need.parts", [0, 0, 1, 0], ProtocolError, "five numbers each; 4 came"),
@@ -213,12 +216,12 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("load", "need.parts", [0, 0, 1, 2, 1], ProtocolError, "is no part"),
     ("load", "need.parts", [0, 0, 65_536, 0, 1], ProtocolError, "end at 65535 or before"),
     ("load", "need.parts", [0, 0, 1, 0, 65_536], ProtocolError, "end at 65535 or before"),
-    ("load", "need.parts", [0, 0, 1, 0, 1] * 1_025, LimitError, "1025 parts in a message; at most 1024"),
+    ("load", "need.parts", [0, 0, 1, 0, 1] * 257, LimitError, "257 parts in a message; at most 256"),
     ("load", "need.accept", 9, ProtocolError, "Loss 9 is not known here"),
     ("store", "parent", b"", ProtocolError, "a block hash is 32 bytes, not 0"),
     ("store", "run", b"r", ProtocolError, "a block hash is 32 bytes, not 1"),
     ("store", "first", limits.TOKENS_PER_SEQUENCE, LimitError, "blocks in a chain"),
-    ("store", "parts", [1_024, 0, 1, 0, 1], LimitError, "group 1024"),
+    ("store", "parts", [256, 0, 1, 0, 1], LimitError, "group 256"),
     ("store", "loss", 3, ProtocolError, "Loss 3 is not known here"),
     ("store", "host", "h" * 1_025, LimitError, "1025 characters of a host"),
     ("load", "need.avoid", ["s"] * 257, LimitError, "257 shards to avoid; at most 256"),
@@ -255,8 +258,11 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("report", "info.counters.names", ["n" * 1_025], LimitError, "characters of a counter's name"),
     ("report", "coordinator", HUGE, LimitError, "as an epoch"),
     ("report", "first", HUGE, LimitError, "as a stream number"),
-    ("report", "order", HUGE, LimitError, "as an order's number"),
-    ("report", "pulled", HUGE, LimitError, "as an order's number"),
+    ("report", "orders.accepted", HUGE, LimitError, "as an order's number"),
+    ("report", "orders.accepted", 4, ProtocolError, "an order runs that was not accepted"),
+    ("report", "orders.running", [5, 3], ProtocolError, "ascending numbers"),
+    ("report", "orders.running", [0], ProtocolError, "ascending numbers, from 1 on"),
+    ("report", "orders.running", list(range(1, 18)), LimitError, "17 orders that run; at most 16"),
     ("report", "pressure_bytes", HUGE, LimitError, "bytes wanted"),
     ("report", "events.hashes", b"b" * 32, ProtocolError, "lists of events must be equally long"),
     ("report", "events.hashes", bytes(32 * 4_097), LimitError, "4097 events in a message; at most 4096"),
@@ -273,7 +279,6 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("report", "events.gone_tiers", [5], ProtocolError, "Tier 5 is not known here"),
     ("report", "events.codecs", [], ProtocolError, "lists of pages must be equally long"),
     ("report", "events.codecs", [0x7F01], ProtocolError, "codec 127 version 1 is not known here: upgrade"),
-    ("report", "moved", HUGE, LimitError, "as an order's number"),
     ("report", "info.below", [], ProtocolError, "lists of tiers must be equally long"),
     ("report", "info.below", [0, 2], ProtocolError, "once each, the fastest first"),
     ("report", "info.below", [2, 1], ProtocolError, "the fastest first"),
@@ -361,28 +366,30 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("siblings", "sibling_specs.specs", [b""] * 17, LimitError, "17 sibling specs; at most 16"),
     ("pinned", "pinned.blocks", MANY, LimitError, "pinned blocks"),
     ("ack", "report_ack.acked", HUGE, LimitError, "as a stream number"),
-    ("ack", "report_ack.order.number", HUGE, LimitError, "as an order's number"),
-    ("ack", "report_ack.order.namespace_of", [1], ProtocolError, "refers to a namespace beyond the 1"),
-    ("ack", "report_ack.order.hashes", bytes(32 * 1_025), LimitError, "1025 blocks in an order; at most 1024"),
-    ("ack", "report_ack.order.hashes", b"", ProtocolError, "lists of an order must be equally long"),
-    ("ack", "report_ack.order.tier", 5, ProtocolError, "Tier 5 is not known here"),
-    ("ack", "report_ack.move.number", HUGE, LimitError, "as an order's number"),
-    ("ack", "report_ack.move.namespace_of", [1], ProtocolError, "refers to a namespace beyond the 1"),
-    ("ack", "report_ack.move.hashes", bytes(32 * 2_049), LimitError, "2049 blocks in an order; at most 2048"),
-    ("ack", "report_ack.move.to", [], ProtocolError, "lists of an order must be equally long"),
-    ("ack", "report_ack.move.to", [5], ProtocolError, "Tier 5 is not known here"),
-    ("ack", "report_ack.move.codecs", [0x0102], ProtocolError, "codec 1 version 2 is not known here"),
-    ("ack", "report_ack.pull.codec", 0, ProtocolError, "codec 0 version 0 is not known here"),
-    ("ack", "report_ack.pull.codec", 0x0101, ProtocolError, "encoded pages do not lie in the device tier"),
-    ("ack", "report_ack.pull.into", 2, ProtocolError, "come to the disk tier from the one above it alone"),
-    ("ack", "report_ack.pull.into", 5, ProtocolError, "Tier 5 is not known here"),
-    ("ack", "report_ack.pull.number", HUGE, LimitError, "as an order's number"),
-    ("ack", "report_ack.pull.source.epoch", HUGE, LimitError, "as an epoch"),
-    ("ack", "report_ack.pull.source.address", "a" * 1_025, LimitError, "1025 characters of an address"),
-    ("ack", "report_ack.pull.tenant", "t" * 1_025, LimitError, "1025 characters of a tenant's name"),
-    ("ack", "report_ack.pull.spec", b"", SpecError, "model must be named"),
-    ("ack", "report_ack.pull.pages.keys.hash_of", [7], ProtocolError, "refers to a hash beyond the 1"),
-    ("ack", "report_ack.pull.pages.parent_of", [7], ProtocolError, "refers to a parent beyond the 1"),
+    ("ack", "report_ack.orders.0.number", HUGE, LimitError, "as an order's number"),
+    ("ack", "report_ack.orders.0.evict.namespace_of", [1], ProtocolError, "refers to a namespace beyond the 1"),
+    ("ack", "report_ack.orders.0.evict.hashes", bytes(32 * 1_025), LimitError, "1025 blocks in an order; at most 1024"),
+    ("ack", "report_ack.orders.0.evict.hashes", b"", ProtocolError, "lists of an order must be equally long"),
+    ("ack", "report_ack.orders.0.evict.tier", 5, ProtocolError, "Tier 5 is not known here"),
+    ("ack", "report_ack.orders.1.number", 1, ProtocolError, "ascending numbers"),
+    ("ack", "report_ack.orders.0.number", 0, ProtocolError, "ascending numbers, from 1 on"),
+    ("ack", "report_ack.orders.1.number", HUGE, LimitError, "as an order's number"),
+    ("ack", "report_ack.orders.1.move.namespace_of", [1], ProtocolError, "refers to a namespace beyond the 1"),
+    ("ack", "report_ack.orders.1.move.hashes", bytes(32 * 2_049), LimitError, "2049 blocks in an order; at most 2048"),
+    ("ack", "report_ack.orders.1.move.to", [], ProtocolError, "lists of an order must be equally long"),
+    ("ack", "report_ack.orders.1.move.to", [5], ProtocolError, "Tier 5 is not known here"),
+    ("ack", "report_ack.orders.1.move.codecs", [0x0102], ProtocolError, "codec 1 version 2 is not known here"),
+    ("ack", "report_ack.orders.2.pull.codec", 0, ProtocolError, "codec 0 version 0 is not known here"),
+    ("ack", "report_ack.orders.2.pull.codec", 0x0101, ProtocolError, "encoded pages do not lie in the device tier"),
+    ("ack", "report_ack.orders.2.pull.into", 2, ProtocolError, "come to the disk tier from the one above it alone"),
+    ("ack", "report_ack.orders.2.pull.into", 5, ProtocolError, "Tier 5 is not known here"),
+    ("ack", "report_ack.orders.2.number", HUGE, LimitError, "as an order's number"),
+    ("ack", "report_ack.orders.2.pull.source.epoch", HUGE, LimitError, "as an epoch"),
+    ("ack", "report_ack.orders.2.pull.source.address", "a" * 1_025, LimitError, "1025 characters of an address"),
+    ("ack", "report_ack.orders.2.pull.tenant", "t" * 1_025, LimitError, "1025 characters of a tenant's name"),
+    ("ack", "report_ack.orders.2.pull.spec", b"", SpecError, "model must be named"),
+    ("ack", "report_ack.orders.2.pull.pages.keys.hash_of", [7], ProtocolError, "refers to a hash beyond the 1"),
+    ("ack", "report_ack.orders.2.pull.pages.parent_of", [7], ProtocolError, "refers to a parent beyond the 1"),
     ("ack", "report_ack.tombstones.numbers", [], ProtocolError, "lists of tombstones must be equally long"),
     ("ack", "report_ack.leave", 9, ProtocolError, "Farewell 9 is not known here"),
     ("purged", "purged.blocks", HUGE, LimitError, "purged blocks"),
@@ -405,7 +412,7 @@ def test_a_spoiled_field_is_refused_in_words(
     *path, last = field.split(".")
     owner = spoiled
     for name in path:
-        owner = getattr(owner, name)
+        owner = owner[int(name)] if name.isdigit() else getattr(owner, name)
     if isinstance(value, list):
         del getattr(owner, last)[:]
         getattr(owner, last).extend(value)
@@ -449,11 +456,11 @@ def test_a_plan_has_no_more_groups_and_sources_than_a_block_has_parts() -> None:
     spoiled, read = _start("grant")
     plan = spoiled.load_grant.runs.plans.plans[0]
     plan.groups[0].sources.extend([0] * limits.PARTS_PER_BLOCK)
-    with pytest.raises(LimitError, match="1025 sources for one group"):
+    with pytest.raises(LimitError, match="257 sources for one group"):
         read(spoiled)
     del plan.groups[0].sources[1:]
     plan.groups.extend([common_pb2.Cover(absent=True)] * limits.PARTS_PER_BLOCK)
-    with pytest.raises(LimitError, match="1025 groups in a plan"):
+    with pytest.raises(LimitError, match="257 groups in a plan"):
         read(spoiled)
 
 
@@ -481,6 +488,15 @@ def test_a_store_asks_for_no_more_pages_than_a_call_may_have() -> None:
         read(spoiled)
 
 
+def test_a_lookup_asks_for_a_bounded_number_of_blocks_times_groups() -> None:
+    spoiled, read = _start("load")
+    spoiled.hashes = bytes(32 * limits.BLOCKS_PER_CALL)
+    spoiled.need.groups = 17
+    spoiled.need.parts[:] = [number for group in range(17) for number in (group, 0, 1, 0, 1)]
+    with pytest.raises(LimitError, match="139264 parts in a lookup; at most 131072"):
+        read(spoiled)
+
+
 def test_a_read_or_write_of_more_pages_than_a_call_may_have_is_refused() -> None:
     for name in ("read", "write"):
         spoiled, read = _start(name)
@@ -491,7 +507,7 @@ def test_a_read_or_write_of_more_pages_than_a_call_may_have_is_refused() -> None
 
 def test_an_order_or_a_suspicion_of_too_many_pages_is_refused() -> None:
     spoiled, read = _start("ack")
-    _name_more_pages(spoiled.report_ack.pull.pages.keys, limits.PULL_PAGES)
+    _name_more_pages(spoiled.report_ack.orders[2].pull.pages.keys, limits.PULL_PAGES)
     with pytest.raises(LimitError, match="1025 pages in an order; at most 1024"):
         read(spoiled)
     spoiled, read = _start("suspect")
@@ -500,10 +516,22 @@ def test_an_order_or_a_suspicion_of_too_many_pages_is_refused() -> None:
         read(spoiled)
 
 
+def test_an_answer_of_too_many_orders_or_with_one_of_an_unknown_kind_is_refused() -> None:
+    spoiled, read = _start("ack")
+    for number in range(6, 20):
+        spoiled.report_ack.orders.add(number=number).evict.SetInParent()
+    with pytest.raises(LimitError, match="17 orders in an answer; at most 16"):
+        read(spoiled)
+    spoiled, read = _start("ack")
+    spoiled.report_ack.orders[1].ClearField("move")
+    with pytest.raises(ProtocolError, match="kind of order is not known here; a newer kvcluster"):
+        read(spoiled)
+
+
 def test_one_order_may_move_as_much_out_of_two_tiers_as_may_be_evicted_out_of_each() -> None:
     blocks = [BlockHash(number.to_bytes(32, "big")) for number in range(limits.EVICTIONS_PER_ORDER)]
     down = [Move(NAMESPACE, block, to) for to in (Tier.DISK, Tier.HOST) for block in blocks]
-    ack = replace(ACK, move=MoveOrder(1, tuple(down)))
+    ack = replace(ACK, orders=(MoveOrder(1, tuple(down)),))
     _, read = _start("ack")
     assert read(coordinator_pb2.CoordinatorReply.FromString(answers.encode_reply(ack))) == ack
 

@@ -18,6 +18,7 @@ from typing import Any
 from kvcluster.cli.screen import needs
 from kvcluster.config import size
 from kvcluster.errors import ConfigError
+from kvcluster.eviction import POLICIES
 
 
 def add(commands: Any) -> None:
@@ -74,6 +75,7 @@ def _add_trace(trace: Any) -> None:
     option("--shards", type=_positive, default=1, metavar="N", help="shards that the bytes are divided among (1)")
     option("--requests", type=_positive, metavar="N", help="only the first N requests (default all)")
     option("--as-tokens", type=_positive, default=16, metavar="N", help="tokens that a block of the trace is (16)")
+    option("--eviction-policy", default="lru", metavar="NAME", help=f"of {', '.join(POLICIES)} (lru)")
 
 
 def _share(text: str) -> float:
@@ -175,6 +177,7 @@ def _trace(options: argparse.Namespace) -> int:
             host=options.host,
             shards=options.shards,
             block_tokens=options.as_tokens,
+            eviction_policy=options.eviction_policy,
             say=_say,
         )
 

@@ -21,7 +21,7 @@ import torch
 
 import kvcluster
 from kvcluster.core.copies import CopyBook
-from kvcluster.core.eviction import LRU, ColdQueue
+from kvcluster.core.eviction_queue import EvictionQueue
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.index import BlockRecord, PrefixIndex
 from kvcluster.core.messages import (
@@ -37,6 +37,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import PREFIX, KVSpec, Part
 from kvcluster.core.tiers import FASTEST
+from kvcluster.eviction.lru import LRU
 from kvcluster.transport.rpc import Connection
 from kvcluster.transport.seam import Deadline
 from kvcluster.wire.methods import COORDINATOR
@@ -135,11 +136,11 @@ def _bare_dict(chains: Sequence[Sequence[BlockHash]]) -> dict[BlockHash, _Bare]:
     return {BlockHash(bytes(bytearray(block))): _Bare(place) for chain in chains for block in chain}
 
 
-def _index(chains: Sequence[Sequence[BlockHash]]) -> tuple[PrefixIndex, ColdQueue[BlockRecord]]:
+def _index(chains: Sequence[Sequence[BlockHash]]) -> tuple[PrefixIndex, EvictionQueue[BlockRecord]]:
     book = CopyBook()
     slot = book.open_slot(ShardAddress(ShardId("shard-0"), Epoch(1), "127.0.0.1:1"))
     index = PrefixIndex(_SPACE, [PREFIX], 16, book)
-    cold: ColdQueue[BlockRecord] = ColdQueue(LRU())
+    cold: EvictionQueue[BlockRecord] = EvictionQueue(LRU(), lambda _, block: index.get(block))
     for number, chain in enumerate(chains):
         parent = BlockHash(bytes(32))
         for depth, block in enumerate(chain):

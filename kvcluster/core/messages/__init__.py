@@ -8,6 +8,7 @@ outside only through wire/, which has validated their shapes and bounds; the cor
                             PinBlocks, UnpinBlocks, Purge, Drain, SetPolicy, GetStatus   coordinator.py
                             RegisterEngine, GetEngines, SetWeights                    engines.py
     shard  -> coordinator   Report, Inventory                                         reports.py
+    coordinator -> shard, in the answer   EvictOrder, MoveOrder, PullOrder              orders.py
     worker -> shard         AttachShard, GetOffers, Pin, Unpin, Reserve, Commit, Abort,
                             Renew, Flush, Suspect                                     shard.py
     a transport's exchange  ReadRequest, WriteRequest, TicketBody                     exchange.py
@@ -26,7 +27,6 @@ from kvcluster.core.messages.common import (
     PROTOCOL_VERSION,
     Done,
     Need,
-    PageKey,
     Plan,
     Refused,
     RefusedKind,
@@ -78,15 +78,19 @@ from kvcluster.core.messages.exchange import (
     TicketBody,
     WriteRequest,
 )
-from kvcluster.core.messages.reports import (
+from kvcluster.core.messages.orders import (
     EvictOrder,
+    Move,
+    MoveOrder,
+    Order,
+    OrderProgress,
+    PullOrder,
+)
+from kvcluster.core.messages.reports import (
     Farewell,
     GoneEvent,
     Inventory,
-    Move,
-    MoveOrder,
     PageEvent,
-    PullOrder,
     PurgedEvent,
     Report,
     ReportAck,
@@ -121,6 +125,7 @@ from kvcluster.core.messages.shard import (
     WriteGrant,
     Written,
 )
+from kvcluster.core.page_key import PageKey
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import Tier
 
@@ -387,6 +392,8 @@ __all__ = [
     "NewPage",
     "Offer",
     "Offers",
+    "Order",
+    "OrderProgress",
     "PageEvent",
     "PageKey",
     "PageMove",

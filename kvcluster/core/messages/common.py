@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
-from kvcluster.core.ids import BlockHash, Epoch, ShardId
+from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import Part
 from kvcluster.core.tiers import Tier
 
 PROTOCOL_VERSION = 1
 """Both ends of a connection must have the same; `attach` compares them first of all."""
-
-
-class PageKey(NamedTuple):
-    """What names a page within a namespace: one block's bytes of one group and part."""
-
-    hash: BlockHash
-    group: int
-    part: Part
 
 
 @dataclass(frozen=True, slots=True)

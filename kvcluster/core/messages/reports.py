@@ -1,4 +1,4 @@
-"""Shard to coordinator: the report stream and inventories (core/stream.py), and the orders that come back."""
+"""Shard to coordinator: the report stream and inventories (core/stream.py), and what is answered (orders.py)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, CallId, Epoch, NamespaceId, ShardId, Tenant
-from kvcluster.core.messages.common import PageKey, ShardAddress
-from kvcluster.core.messages.shard import NewPage
+from kvcluster.core.messages.orders import NO_ORDERS, Order, OrderProgress
+from kvcluster.core.page_key import PageKey
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import FASTEST, Tier, above
@@ -130,9 +130,9 @@ class Report:
     """News of a shard since the last acknowledged number; empty, it is a heartbeat. Answered by ReportAck.
 
     `events[i]` has number `first + i`. `coordinator` is the highest coordinator epoch that the shard knows, 0 for none;
-    the numbers belong to it. `pressure_bytes` is what waiting reservations want and did not find. `order` is the number
-    of the last eviction carried out, `moved` and `pulled` those of the last move and the last pull that have ended.
-    `samples`: what pages of a namespace have lost by q4, in millionths (Moved).
+    the numbers of events and of orders belong to it. `pressure_bytes` is what waiting reservations want and did not
+    find. `orders` says how far the shard is with its orders. `samples`: what pages of a namespace have lost by q4, in
+    millionths (Moved).
     """
 
     call: CallId
@@ -142,9 +142,7 @@ class Report:
     events: tuple[StreamEvent, ...] = ()
     specs: tuple[tuple[Tenant, KVSpec], ...] = ()
     pressure_bytes: int = 0
-    order: int = 0
-    pulled: int = 0
-    moved: int = 0
+    orders: OrderProgress = NO_ORDERS
     samples: tuple[tuple[NamespaceId, int], ...] = ()
 
 
@@ -167,50 +165,6 @@ class Inventory:
     tombstones: tuple[Tombstone, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class EvictOrder:
-    """Condemn every page of these blocks in that tier, with what was decoded from it. Repeated until a report says that
-    its number was carried out."""
-
-    number: int
-    blocks: tuple[tuple[NamespaceId, BlockHash], ...]
-    tier: Tier = FASTEST
-
-
-class Move(NamedTuple):
-    """Moves a block into tier `to`. Promoted, it comes into the first tier and stays below too. Demoted, it comes from
-    the tier above and leaves that; `codec` counts where the tier takes any (tiers.Takes.ENCODED)."""
-
-    namespace: NamespaceId
-    hash: BlockHash
-    to: Tier
-    codec: Codec = Codec.RAW
-
-
-@dataclass(frozen=True, slots=True)
-class MoveOrder:
-    """Demote and promote these blocks. What is demoted leaves its tier, be it that there is no room below; what is
-    promoted stays where it was as well, as far as there is room above. Repeated until a report says that it has
-    ended."""
-
-    number: int
-    moves: tuple[Move, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PullOrder:
-    """Fetch these pages of one namespace from `source`, where they are in this codec, and keep them too, in that tier.
-    Repeated until a report says that it has ended; which of them came is what the stream says."""
-
-    number: int
-    source: ShardAddress
-    tenant: Tenant
-    spec: KVSpec
-    pages: tuple[NewPage, ...]
-    codec: Codec = Codec.RAW
-    into: Tier = FASTEST
-
-
 class Farewell(Enum):
     """Why a shard incarnation is to go."""
 
@@ -222,16 +176,14 @@ class Farewell(Enum):
 class ReportAck:
     """The coordinator has everything up to `acked`. `inventory` asks for all that the shard holds.
 
-    `order`, `move` and `pull` are repeated until they are done; `tombstones` are all that this shard is not known to
-    have carried out. `drain`: new writes go elsewhere. `leave`: the shard drops all and exits.
+    `orders`, by ascending number, are all that this shard is not known to have accepted; `tombstones` all that it is
+    not known to have carried out. `drain`: new writes go elsewhere. `leave`: the shard drops all and exits.
     """
 
     epoch: Epoch
     acked: int
     inventory: bool = False
-    order: EvictOrder | None = None
-    move: MoveOrder | None = None
-    pull: PullOrder | None = None
+    orders: tuple[Order, ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
     drain: bool = False
     leave: Farewell | None = None

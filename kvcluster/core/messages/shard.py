@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, Tenant
-from kvcluster.core.messages.common import PageKey
+from kvcluster.core.page_key import PageKey
 from kvcluster.core.reasons import Loss, Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import FASTEST, Tier

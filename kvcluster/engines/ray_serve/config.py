@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvcluster.engines.ray_serve import settings
+import kvcluster.engines.ray_serve.settings as settings
 from kvcluster.errors import ConfigError
 from kvcluster.transport.rpc import check_address
 
@@ -43,7 +43,7 @@ def request_router_config(address: str, *, model: str, tokenizer: str = "", **gi
     """Serve's `request_router_config` with a router that sends a prompt where its prefix lies.
 
     `model` is the model's name in the cluster, which engines take from the last part of its path; `tokenizer` its
-    folder or name, for prompts that are text. More: `settings.Settings`. Raises ConfigError for a mistake in any.
+    folder or name, for prompts that are text. More: `settings.RouterSettings`. Raises ConfigError for a mistake in any.
     """
     values = {"address": address, "model": model, "tokenizer": tokenizer, **given}
     settings.read(values)  # here, and not in the logs of whoever routes first

@@ -22,7 +22,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ReplicaCandidate:
     """A replica that may be chosen. `ongoing`: requests that it works on, None where that is not known."""
 
     name: str
@@ -31,7 +31,7 @@ class Candidate:
 
 
 def preferred(
-    stretches: Sequence[Stretch], candidates: Sequence[Candidate], *, min_blocks: int, ahead: int
+    stretches: Sequence[Stretch], candidates: Sequence[ReplicaCandidate], *, min_blocks: int, ahead: int
 ) -> tuple[str, ...]:
     """Names of the candidates on the host that holds most of the prefix, of several hosts where they hold as much.
 

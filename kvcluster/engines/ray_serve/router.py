@@ -3,7 +3,7 @@
 Serve asks it for ranks of replicas, probes those of a rank for room, and goes to the next rank where there is none. So
 a preference is a rank before the one that power of two choices would give, and everything that keeps it from being
 followed ends there: a replica that is full or gone, a coordinator that does not answer, a request that is not
-understood, and a mistake in here. How the coordinator is asked, and for how long: `whereabouts`.
+understood, and a mistake in here. How the coordinator is asked, and for how long: `prefix_locator`.
 
 Serve may ask for ranks of one request again and again until there is room; what was found out is kept for that. It
 hands this module on by value to whoever routes, so nothing in here is changed after it was imported.
@@ -17,10 +17,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from kvcluster.engines.ray_serve import policy, prompts, settings
+import kvcluster.engines.ray_serve.policy as policy
+import kvcluster.engines.ray_serve.prompts as prompts
+import kvcluster.engines.ray_serve.settings as settings
 from kvcluster.engines.ray_serve.compat import Counters, PendingRequest, Replica, ReplicaID, Router, host_names
 from kvcluster.engines.ray_serve.hosts import Hosts
-from kvcluster.engines.ray_serve.whereabouts import Answer, Outcome, Whereabouts
+from kvcluster.engines.ray_serve.prefix_locator import LocateOutcome, PrefixLocation, PrefixLocator
 
 log = logging.getLogger("ray.serve")
 """Serve's own, so that what is said stands in the deployment's log."""
@@ -33,17 +35,17 @@ _REMEMBERED = 4_096
 class _Asked:
     """What is known of one request. `preferred`: the replicas that it was last to go to, by `ReplicaID.unique_id`."""
 
-    answer: Answer
+    answer: PrefixLocation
     preferred: tuple[str, ...] = ()
 
 
 class KVClusterRouter(Router):
-    """Named in `request_router_config` (docs/ray-serve.md); `initialize_state` takes the keywords of `Settings`."""
+    """Named in `request_router_config` (docs/ray-serve.md); `initialize_state` takes what RouterSettings has."""
 
     def initialize_state(self, **given: Any) -> None:
         """Called by Serve once, on its event loop. Raises ConfigError for settings that are wrong."""
         self._settings = settings.read(given)
-        self._where = Whereabouts(self._settings, log.warning)
+        self._where = PrefixLocator(self._settings, log.warning)
         self._hosts = Hosts(host_names, log.warning)
         self._counters = Counters(self._deployment_id.name, self._deployment_id.app_name)
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
@@ -86,10 +88,10 @@ class KVClusterRouter(Router):
             asked = self._asked[key] = _Asked(await self._find(request))
             while len(self._asked) > _REMEMBERED:
                 self._asked.popitem(last=False)
-        if asked.answer.outcome is not Outcome.FOUND:
+        if asked.answer.outcome is not LocateOutcome.FOUND:
             return []
         candidates = [
-            policy.Candidate(one.replica_id.unique_id, self._hosts.of(one.node_id), self.ongoing(one))
+            policy.ReplicaCandidate(one.replica_id.unique_id, self._hosts.of(one.node_id), self.ongoing(one))
             for one in replicas
         ]
         asked.preferred = policy.preferred(
@@ -97,14 +99,14 @@ class KVClusterRouter(Router):
         )
         return [one for one in replicas if one.replica_id.unique_id in asked.preferred]
 
-    async def _find(self, request: PendingRequest) -> Answer:
+    async def _find(self, request: PendingRequest) -> PrefixLocation:
         """Asks where the request's prompt lies, and counts what came of it."""
         prompt = prompts.find(request.args, request.kwargs)
         if request.metadata.multiplexed_model_id:
             prompt = "adapter"  # whose content is not known here, and its name says nothing
         if isinstance(prompt, str):
             self._counters.asked(prompt, 0)
-            return Answer(Outcome.NOTHING)
+            return PrefixLocation(LocateOutcome.NOTHING)
         began = time.perf_counter_ns()
         answer = await self._where.find(prompt)
         self._counters.asked(answer.outcome.value, time.perf_counter_ns() - began)

@@ -14,7 +14,7 @@ from kvcluster.transport.rpc import check_address
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RouterSettings:
     """`address`: of the coordinator, "host:port". `model`: its name in the namespace. `tokenizer`: the model's folder
     or name, without which only prompts given as token ids are looked for. `token_file`: a file that holds the
     credential. `weights`: which of several weights of the model, by the beginning of their name; without it those that
@@ -44,10 +44,10 @@ class Settings:
         return read_token(self.token_file)
 
 
-def read(given: Mapping[str, Any]) -> Settings:
+def read(given: Mapping[str, Any]) -> RouterSettings:
     """Raises ConfigError, naming the key, for what is unknown, missing, of the wrong type or out of range."""
-    check(given, Settings, "the router has no setting")
-    settings = Settings(**given)
+    check(given, RouterSettings, "the router has no setting")
+    settings = RouterSettings(**given)
     check_address(settings.address)
     if not settings.model:
         raise ConfigError("the router needs `model`: the name under which the engines cache (`kvcluster status`)")

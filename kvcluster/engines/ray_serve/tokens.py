@@ -27,7 +27,7 @@ class _Tokenizer(Protocol):
     def apply_chat_template(self, conversation: object, **options: object) -> str: ...
 
 
-class Tokens:
+class PromptTokenizer:
     """Of one model. `start` begins to load its tokenizer."""
 
     def __init__(self, tokenizer: str, log: Callable[[str], object]) -> None:

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 
 import torch
 
+import kvcluster.engines.sglang.compat as compat
 from kvcluster.client.memory import Buffers, Paged
 from kvcluster.core.spec import Group, KVSpec, Part, Plane
-from kvcluster.engines.sglang import compat
 from kvcluster.engines.sglang.compat import HostPool, PoolMemory, Rank
-from kvcluster.engines.sglang.settings import Settings
+from kvcluster.engines.sglang.settings import StorageSettings
 from kvcluster.errors import CallerError, SpecError
 
 _HIDING = "uint8"
@@ -46,11 +46,11 @@ class _Heads:
     among: str = ""
 
 
-class Layout:
+class HostPoolLayout:
     """One engine rank's pages: the spec that names them, the part of each group that this rank holds, and where they
     lie. Raises CallerError (SpecError) where the pool cannot be named."""
 
-    def __init__(self, pool: HostPool, memory: PoolMemory, rank: Rank, settings: Settings, version: str) -> None:
+    def __init__(self, pool: HostPool, memory: PoolMemory, rank: Rank, settings: StorageSettings, version: str) -> None:
         heads = _heads(pool, rank, settings.kv_heads)
         axes = _axes(pool, heads)
         names = ("latent",) if pool.latent else ("k", "v")
@@ -176,7 +176,7 @@ def _heads(pool: HostPool, rank: Rank, kv_heads: int) -> _Heads:
     )
 
 
-def _dtype(pool: HostPool, settings: Settings) -> str:
+def _dtype(pool: HostPool, settings: StorageSettings) -> str:
     if pool.dtype != _HIDING:
         return pool.dtype
     if not settings.kv_cache_dtype:
@@ -188,7 +188,7 @@ def _dtype(pool: HostPool, settings: Settings) -> str:
     return settings.kv_cache_dtype
 
 
-def _drafts(pool: HostPool, settings: Settings) -> str:
+def _drafts(pool: HostPool, settings: StorageSettings) -> str:
     if not settings.draft_weights:
         raise CallerError(
             f'{pool.drafts} layers of a draft model are packed into the host pool: add "draft_weights" to '

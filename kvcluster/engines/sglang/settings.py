@@ -49,7 +49,7 @@ _RETRY_MS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class StorageSettings:
     """`client.deadline_ms` is that of moving one batch of pages, `lookup_ms` that of asking what is there; after a
     cluster did not answer, nothing is asked of it for `retry_ms`. The others are told in `_OURS`."""
 
@@ -67,7 +67,7 @@ class Settings:
     retry_ms: int = _RETRY_MS
 
 
-def read(given: Mapping[str, object], model_name: str) -> Settings:
+def read(given: Mapping[str, object], model_name: str) -> StorageSettings:
     """The settings among SGLang's extra config. Raises ConfigError, or SpecError for weights that can move."""
     for key in given:
         if key not in _OURS and key not in _SGLANG:
@@ -82,7 +82,7 @@ def read(given: Mapping[str, object], model_name: str) -> Settings:
     ):
         if not given.get(key):
             raise ConfigError(f'{_WHERE} lacks "{key}": give {advice}')
-    settings = Settings(
+    settings = StorageSettings(
         address=_text(given, "address"),
         weights=_text(given, "weights"),
         model=_text(given, "model") or model_name,

@@ -21,14 +21,13 @@ from typing import TypeVar
 import torch
 
 import kvcluster
+import kvcluster.engines.sglang.compat as compat
 from kvcluster.client.client import Client
 from kvcluster.client.memory import Buffers, Paged
-from kvcluster.client.ticket import Ticket
 from kvcluster.core import hashing, limits
 from kvcluster.core.ids import BlockHash
-from kvcluster.engines.sglang import compat
-from kvcluster.engines.sglang.layouts import Layout
-from kvcluster.engines.sglang.link import Joined, Link, answered
+from kvcluster.engines.sglang.layouts import HostPoolLayout
+from kvcluster.engines.sglang.lazy_client import ClientCall, LazyClient
 from kvcluster.engines.sglang.losses import Losses, book_of
 from kvcluster.engines.sglang.settings import read
 from kvcluster.errors import CallerError, KVClusterError, Unreachable
@@ -52,8 +51,8 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
             self._settings = read(compat.extra_config(storage_config), compat.model_name(storage_config))
         self.mem_pool_host: object = None
         self._connect: Callable[..., Client] = (options or {}).get("connect", kvcluster.connect)  # type: ignore[assignment]
-        self._link: Link | None = None
-        self._layout: Layout | None = None
+        self._client: LazyClient | None = None
+        self._layout: HostPoolLayout | None = None
         self._losses = Losses()
 
     # --------------------------------------------------------------------------- what may refuse the engine's start
@@ -64,7 +63,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         self.mem_pool_host = mem_pool_host
         with compat.reading():
             pool, memory = compat.describe(mem_pool_host), compat.PoolMemory(mem_pool_host)
-            layout = self._layout = Layout(pool, memory, self._rank, self._settings, compat.version())
+            layout = self._layout = HostPoolLayout(pool, memory, self._rank, self._settings, compat.version())
         self._losses = book_of(mem_pool_host)
         settings = self._settings
 
@@ -73,8 +72,8 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
                 settings.address, layout.spec, token=settings.token, part=layout.parts, config=settings.client
             )
 
-        self._link = Link(connect, retry_ms=settings.retry_ms)
-        self._link.start()
+        self._client = LazyClient(connect, retry_ms=settings.retry_ms)
+        self._client.start()
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: object) -> None:
         """The pool that is registered already is named here a second time. Raises CallerError for any other."""
@@ -98,12 +97,12 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: Sequence[str], extra_info: object = None) -> int:
         """How many of the leading pages can be loaded."""
-        return self._guard("asking what is there", 0, lambda joined: self._find(joined, keys))
+        return self._guard("asking what is there", 0, lambda call: self._find(call, keys))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: object = None) -> list[bool]:
         """Loads pages into their slots of the host pool: which of them came. What is behind one that did not is of no
         use to a prefix, and counts as if it had not come either."""
-        came = self._guard("loading", 0, lambda joined: self._load(joined, keys, self._slots(keys, host_indices)))
+        came = self._guard("loading", 0, lambda call: self._load(call, keys, self._slots(keys, host_indices)))
         return [number < came for number in range(len(keys))]
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: object = None) -> list[bool]:
@@ -112,7 +111,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         stored = self._rank.writer and self._guard(
             "storing",
             False,
-            lambda joined: self._store(joined, keys, self._slots(keys, host_indices), compat.prefix_keys(extra_info)),
+            lambda call: self._store(call, keys, self._slots(keys, host_indices), compat.prefix_keys(extra_info)),
         )
         return [stored] * len(keys)
 
@@ -134,10 +133,10 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         that did not come and all behind it."""
         targets: list[torch.Tensor] = []
 
-        def load(joined: Joined) -> int:
+        def load(call: ClientCall) -> int:
             given = target_locations or [self._pages.blank() for _ in keys]
             targets.extend(given)  # type: ignore[arg-type]
-            return self._load(joined, keys, self._flat(keys, given, writable=True))
+            return self._load(call, keys, self._flat(keys, given, writable=True))
 
         came = self._guard("loading", 0, load)
         return [targets[number] if number < came else None for number in range(len(keys))]
@@ -158,7 +157,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         return self._rank.writer and self._guard(
             "storing",
             False,
-            lambda joined: self._store(joined, keys, self._flat(keys, given, writable=False), None),
+            lambda call: self._store(call, keys, self._flat(keys, given, writable=False), None),
         )
 
     # ------------------------------------------------------------------------------------------------ the others
@@ -166,64 +165,66 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
     def clear(self) -> None:
         """Forgets every page of this model and these weights, of all engines of this credential. Raises Unreachable
         where that is not known to hold; SGLang reports it then as not cleared."""
-        joined = self._link.joined() if self._link is not None else None
-        if joined is None or self._layout is None:
+        connected = self._client.connected() if self._client is not None else None
+        if connected is None or self._layout is None:
             raise Unreachable(
                 f"there is no connection to {self._settings.address}, so nothing is known to be forgotten"
             )
         spec = self._layout.spec
-        joined.client.purge(model=spec.model, weights=spec.weights)
+        connected.client.purge(model=spec.model, weights=spec.weights)
 
     def close(self) -> None:
         """Ends the connection; every call is a miss from then on. May be called again."""
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
 
     # --------------------------------------------------------------------------------------------------- helpers
 
     @property
-    def _pages(self) -> Layout:
-        assert self._layout is not None, "a link comes after its layout"
+    def _pages(self) -> HostPoolLayout:
+        assert self._layout is not None, "a client comes after its layout"
         return self._layout
 
-    def _guard(self, what: str, otherwise: T, work: Callable[[Joined], T]) -> T:
-        """What comes of the work; `otherwise` where there is nobody to ask, and where anything goes wrong."""
-        link = self._link
-        joined = link.joined() if link is not None else None
-        if link is None or joined is None:
+    def _guard(self, what: str, otherwise: T, work: Callable[[ClientCall], T]) -> T:
+        """What the work returns; `otherwise` where no call can be made now, and where anything goes wrong."""
+        client = self._client
+        if client is None:
             return otherwise
-        try:
-            return work(joined)
-        except CallerError as error:
-            link.tell(f"{what} failed, and is a miss: {error}")
-        except KVClusterError as error:  # it does not know us any more, or is another one
-            link.lost(str(error))
-        except Exception as error:  # a mistake of ours must not end a thread of SGLang's
-            link.tell(f"{what} failed, and is a miss: {error!r}", trace=True)
+        with client.call() as call:
+            if call is None:
+                return otherwise
+            try:
+                return work(call)
+            except CallerError as error:
+                client.tell(f"{what} failed, and is a miss: {error}")
+            except KVClusterError as error:  # it does not know us any more, or is another one
+                call.failure = str(error)
+            except Exception as error:  # a mistake of ours must not end a thread of SGLang's
+                client.tell(f"{what} failed, and is a miss: {error!r}", trace=True)
         return otherwise
 
-    def _find(self, joined: Joined, keys: Sequence[str]) -> int:
+    def _find(self, call: ClientCall, keys: Sequence[str]) -> int:
         deadline, found = Deadline.after_ms(self._settings.lookup_ms), 0
         for start, stop in _pieces(len(keys)):
-            hashes = _hashes(joined, keys[start:stop])
-            with joined.client.prepare_load(hashes, deadline_ms=_rest_ms(deadline)) as ticket:
-                self._heard(ticket)
+            hashes = _hashes(call, keys[start:stop])
+            with call.client.prepare_load(hashes, deadline_ms=_rest_ms(deadline)) as ticket:
+                call.heard(ticket)
                 found += ticket.blocks
             if found < stop:
                 break
         return found
 
-    def _load(self, joined: Joined, keys: Sequence[str], lie: Lie) -> int:
+    def _load(self, call: ClientCall, keys: Sequence[str], lie: Lie) -> int:
         deadline, came = Deadline.after_ms(self._settings.client.deadline_ms), 0
         for start, stop in _pieces(len(keys)):
-            hashes = _hashes(joined, keys[start:stop])
+            hashes = _hashes(call, keys[start:stop])
             into = lie(start, stop)  # a mistake shows whether or not the pages are there
-            with joined.client.prepare_load(hashes, deadline_ms=_rest_ms(deadline)) as ticket:
-                self._heard(ticket)
+            with call.client.prepare_load(hashes, deadline_ms=_rest_ms(deadline)) as ticket:
+                call.heard(ticket)
                 if not ticket.blocks:
                     break
-                loaded = joined.client.begin_load(ticket, into, deadline_ms=_rest_ms(deadline)).result()
+                loaded = call.client.begin_load(ticket, into, deadline_ms=_rest_ms(deadline)).result()
             # Noted before SGLang knows of any of them, and so before anything is computed over them.
             self._losses.note(keys[start : start + loaded.blocks], loaded.loss)
             came += loaded.blocks
@@ -231,7 +232,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
                 break
         return came
 
-    def _store(self, joined: Joined, keys: Sequence[str], lie: Lie, prefix: Sequence[str] | None) -> bool:
+    def _store(self, call: ClientCall, keys: Sequence[str], lie: Lie, prefix: Sequence[str] | None) -> bool:
         deadline = Deadline.after_ms(self._settings.client.deadline_ms)
         for start, stop in _pieces(len(keys)):
             before = None if prefix is None else [*prefix, *keys[:start]]
@@ -239,8 +240,8 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
             # What comes before tells the cluster where in a sequence these belong: which go together, which go last.
             known = before if before is not None and len(before) + len(some) <= limits.BLOCKS_PER_CALL else []
             loss = self._losses.of(before, some)
-            stored = joined.client.begin_store(
-                _hashes(joined, [*known, *some]),
+            stored = call.client.begin_store(
+                _hashes(call, [*known, *some]),
                 lie(start, stop),
                 first=len(known),
                 loss=loss,
@@ -248,9 +249,10 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
             ).result()
             self._losses.note(some, loss)
             there = stored.blocks + stored.deduplicated + stored.pending
+            call.answered = call.answered or there > 0  # and of a store that failed it is not known who is to blame
             if there < len(some):
-                if self._link is not None:
-                    self._link.tell(f"{there} of {len(some)} pages were stored: {stored.miss}")
+                if self._client is not None:
+                    self._client.tell(f"{there} of {len(some)} pages were stored: {stored.miss}")
                 return False
         return True
 
@@ -265,25 +267,15 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
             raise CallerError(f"{len(pages)} tensors are given for {len(keys)} pages")
         return lambda start, stop: self._pages.flat(pages[start:stop], writable=writable)
 
-    def _heard(self, ticket: Ticket) -> None:
-        """What a ticket says of whether there is anybody to ask. Stores are not asked: no request waits for them."""
-        link = self._link
-        if link is None:
-            return
-        if answered(ticket):
-            link.found()
-        else:
-            link.lost(str(ticket.miss))
 
-
-def _hashes(joined: Joined, keys: Sequence[str]) -> list[BlockHash]:
+def _hashes(call: ClientCall, keys: Sequence[str]) -> list[BlockHash]:
     try:
         digests = [bytes.fromhex(key) for key in keys]
     except ValueError:
         raise CallerError(
             "a page's key is not hexadecimal; only the page hashes that SGLang makes are served"
         ) from None
-    return hashing.foreign(joined.namespace, digests)
+    return hashing.foreign(call.namespace, digests)
 
 
 def _pieces(pages: int) -> list[tuple[int, int]]:

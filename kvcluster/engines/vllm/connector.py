@@ -21,10 +21,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 
-from kvcluster.engines.vllm import compat, settings
-from kvcluster.engines.vllm.identity import Adapters, Membership
+import kvcluster.engines.vllm.compat as compat
+import kvcluster.engines.vllm.settings as settings
+from kvcluster.engines.vllm.identity import Adapters, Registration
 from kvcluster.engines.vllm.metrics import PromMetrics, TransferStats
-from kvcluster.engines.vllm.orders import Report, Step
+from kvcluster.engines.vllm.orders import Step, StepReport
 from kvcluster.engines.vllm.scheduler import SchedulerSide
 from kvcluster.engines.vllm.worker import WorkerSide
 from kvcluster.errors import ConfigError
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _logger = init_logger("vllm.kvcluster")  # beneath vllm's own, whose handler prints it
 
 
-class Orders(KVConnectorMetadata):
+class KVClusterMetadata(KVConnectorMetadata):
     """A step's orders on their way to the workers."""
 
     def __init__(self, step: Step) -> None:
@@ -51,7 +52,7 @@ class Orders(KVConnectorMetadata):
 class Reported(KVConnectorWorkerMetadata):
     """The workers' report on its way back."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: StepReport) -> None:
         self.report = report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -76,7 +77,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
             chosen = replace(chosen, layerwise_ms=0)
         layout = compat.layout(vllm_config, kv_cache_config)
         on_scheduler = role == KVConnectorRole.SCHEDULER
-        membership = Membership(vllm_config, layout, chosen, whole=on_scheduler, log=_logger.info)
+        registration = Registration(vllm_config, layout, chosen, whole=on_scheduler, log=_logger.info)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._stats = TransferStats()
@@ -85,7 +86,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(
                 chosen,
                 layout,
-                membership,
+                registration,
                 Adapters(_logger.info),
                 engine_blocks=kv_cache_config.num_blocks,
                 ranks=vllm_config.parallel_config.tensor_parallel_size,
@@ -94,8 +95,8 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
                 forget=self._forget,
             )
         else:
-            self._worker = WorkerSide(chosen, layout, membership)
-        membership.start()
+            self._worker = WorkerSide(chosen, layout, registration)
+        registration.start()
 
     # ---------------------------------------------------------------------------------------------- scheduler
 
@@ -117,7 +118,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
         self._of_scheduler.allocated(request, table, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return Orders(self._of_scheduler.step(scheduler_output))
+        return KVClusterMetadata(self._of_scheduler.step(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._of_scheduler.gave_back(connector_output.finished_sending or ())
@@ -158,7 +159,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls this first in every step, before anything is written."""
-        assert isinstance(kv_connector_metadata, Orders)
+        assert isinstance(kv_connector_metadata, KVClusterMetadata)
         self._of_worker.before(kv_connector_metadata.step)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -197,7 +198,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def _step(self) -> Step:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, Orders)
+        assert isinstance(metadata, KVClusterMetadata)
         return metadata.step
 
     # ------------------------------------------------------------------------------------------------- counts

@@ -1,7 +1,7 @@
 """Who this engine is to the cluster: the KVSpec that its KV is cached under, and how to come by it without a wait.
 
 The layout is known at start; the fingerprint of the weights has to be read, which takes seconds, and a cluster has to
-be found, which takes as long as it wants. Both happen on one thread, `Membership`, beside an engine that serves
+be found, which takes as long as it wants. Both happen on one thread, `Registration`, beside an engine that serves
 already: until it has a client, nothing is loaded and nothing stored. What changed in memory (`withdraw`) is known to
 nobody, so from then on the engine is alone under a random weights id, until somebody who knows says what the weights
 are (`kvcluster weights set`) or it is started anew. To be told so, and to be seen, it registers again and again.
@@ -18,13 +18,14 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
+import kvcluster.engines.vllm.compat as compat
+import kvcluster.engines.vllm.weights as weights
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
 from kvcluster.config import ClientConfig
 from kvcluster.core.messages import EngineInfo
 from kvcluster.core.spec import PRIVATE_WEIGHTS, KVSpec
-from kvcluster.engines.vllm import compat, weights
-from kvcluster.engines.vllm.settings import Settings
+from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.errors import KVClusterError, Unreachable
 from kvcluster.transport.seam import Trouble
 
@@ -43,7 +44,7 @@ _PAUSE_S = 1.0
 """Between two tries to reach a cluster: soon enough after it has come up, and nothing to an engine's processor."""
 
 
-def spec_of(config: Any, layout: compat.Layout, settings: Settings, fingerprint: str) -> KVSpec:
+def spec_of(config: Any, layout: compat.Layout, settings: ConnectorSettings, fingerprint: str) -> KVSpec:
     """The spec of an engine without an adapter. Raises SpecError for weights that are not pinned."""
     told = compat.settings_of_model(config)
     rope = told["config"].pop("rope_parameters", None)
@@ -64,14 +65,16 @@ def spec_of(config: Any, layout: compat.Layout, settings: Settings, fingerprint:
     )
 
 
-class Membership:
+class Registration:
     """One process's client, as soon as there is one. Constructed idle; `start` begins to look for it.
 
     `client` and `spec` come together and stay; `why` says what is missing until then. `whole`: it speaks for the engine
     and not for one rank, so that it is this one that registers.
     """
 
-    def __init__(self, config: Any, layout: compat.Layout, settings: Settings, *, whole: bool, log: Log) -> None:
+    def __init__(
+        self, config: Any, layout: compat.Layout, settings: ConnectorSettings, *, whole: bool, log: Log
+    ) -> None:
         self.client: Client | None = None
         self.why = "the weights are being read"
         self._config = config

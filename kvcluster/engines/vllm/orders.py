@@ -1,6 +1,6 @@
 """What the two sides of the connector tell each other, step by step. Plain values, pickled between processes.
 
-The scheduler side orders: a `Step` goes to every worker with each engine step. The worker side reports: a `Report`
+The scheduler side orders: a `Step` goes to every worker with each engine step. The worker side reports: a `StepReport`
 comes back with the step's output, from every rank, and is merged into one on the way. Neither side knows the other's
 state but by these, so that a rank which is slow, or whose client is not connected yet, is a failed load in a report and
 nothing else.
@@ -98,7 +98,7 @@ class LoadReport:
 
 
 @dataclass(slots=True)
-class Report:
+class StepReport:
     """What happened at the workers since their last. `step` is the last that they carried out.
 
     `drained` counts for each store order the ranks that read its source no more. `stored` and `store_bytes` are pages
@@ -114,7 +114,7 @@ class Report:
     dropped: int = 0
     store_misses: Counter[str] = field(default_factory=Counter)
 
-    def merge(self, other: Report) -> None:
+    def merge(self, other: StepReport) -> None:
         """Adds another rank's report of the same step."""
         self.step = min(self.step, other.step)
         for request, load in other.loads.items():

@@ -16,10 +16,11 @@ loads go on beside the forward passes. With one table, a load that will be short
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import kvcluster.engines.vllm.compat as compat
+import kvcluster.engines.vllm.handover as handover
 from kvcluster.client.client import Client
 from kvcluster.client.rates import LearnedRate
 from kvcluster.client.ticket import Ticket
@@ -28,12 +29,12 @@ from kvcluster.core.breakeven import Breakeven
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import PREFIX
-from kvcluster.engines.vllm import compat, handover
-from kvcluster.engines.vllm.identity import Adapters, Membership
-from kvcluster.engines.vllm.lookups import Ask, Lookup, Lookups, Outcome
-from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Report, Step, StoreOrder
+from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups
+from kvcluster.engines.vllm.identity import Adapters, Registration
+from kvcluster.engines.vllm.lossy_blocks import LossyBlocks
+from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
 from kvcluster.engines.vllm.rates import PrefillRate
-from kvcluster.engines.vllm.settings import Settings
+from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.stats import Stats
 from kvcluster.engines.vllm.tracked import Loading, Tracked
 from kvcluster.errors import KVClusterError
@@ -52,9 +53,9 @@ class SchedulerSide:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ConnectorSettings,
         layout: compat.Layout,
-        membership: Membership,
+        registration: Registration,
         adapters: Adapters,
         *,
         engine_blocks: int,
@@ -66,14 +67,14 @@ class SchedulerSide:
     ) -> None:
         self._settings = settings
         self._layout = layout
-        self._membership = membership
+        self._registration = registration
         self._adapters = adapters
         self._ranks = ranks
         self._stores = stores
         self._loads = loads
         self._forget = forget
         self._clock = clock
-        self._lookups = Lookups(settings.lookup_ms * 1_000_000)
+        self._lookups = AsyncLookups(settings.lookup_ms * 1_000_000)
         self._link = LearnedRate()
         self._prefill = PrefillRate(settings.prefill_tokens_per_s)
         self._requests: dict[str, Tracked] = {}
@@ -87,9 +88,7 @@ class SchedulerSide:
         self._loading_steps: set[int] = set()  # steps that are out with a load in their forward pass
         self._order = 0
         self._drained: dict[int, tuple[str, int]] = {}  # by store order, whose it is and how many ranks still read
-        # What this engine's own prefix cache may hold of blocks that were loaded with a loss: its hits do not say so.
-        self._lossy: OrderedDict[BlockHash, Loss] = OrderedDict()
-        self._most_lossy = 4 * engine_blocks
+        self._lossy = LossyBlocks(4 * engine_blocks)
         self._keeps_all = all(group.reuse == PREFIX for group in layout.groups)
         self.stats = Stats()
 
@@ -139,7 +138,7 @@ class SchedulerSide:
     def _request(self, of_engine: Any) -> Tracked | None:
         """The request as it is known here; None where it neither loads nor stores. What is not known in time, its
         adapter's content or the cluster, it goes without for good, so that its blocks are of one namespace."""
-        known, client = self._requests.get(of_engine.request_id), self._membership.client
+        known, client = self._requests.get(of_engine.request_id), self._registration.client
         if known is not None:
             if known.client is not client:  # its hashes are of another namespace than the engine's is now
                 known.private = known.load_failed = True
@@ -157,20 +156,20 @@ class SchedulerSide:
         now = self._clock()
         if request.lookup is None:
             begun = self._lookups.begin(self._asker(request), now)
-            if not isinstance(begun, Lookup):
+            if begun is None or isinstance(begun, Miss):
                 request.miss = begun or Miss(MissReason.PENDING, "other lookups come first")
                 return None
             request.lookup = begun
-        outcome = self._lookups.look(request.lookup, now)
-        if outcome is Outcome.PENDING:
+        answer = self._lookups.look(request.lookup, now)
+        if answer is None:
             return None
-        request.miss = request.lookup.miss
-        if outcome is Outcome.NOTHING:
+        request.miss = answer.miss
+        if answer.ticket is None:
             self._end_lookup(request)
             return None
-        if len(request.lookup.hashes) > len(request.chain):
-            request.chain = list(request.lookup.hashes)
-        return request.lookup.ticket
+        if len(answer.hashes) > len(request.chain):
+            request.chain = list(answer.hashes)
+        return answer.ticket
 
     def _comes_more(self, request: Tracked, ticket: Ticket) -> bool:
         """Is more than is found on its way, and worth the wait until it is looked for again? Another server has said
@@ -220,11 +219,11 @@ class SchedulerSide:
         request = self._requests.get(of_engine.request_id)
         if request is None or request.loading is not None:
             return
-        lookup = request.lookup
-        if not tokens or lookup is None or lookup.ticket is None:
+        answer = request.lookup.result if request.lookup is not None else None
+        if not tokens or answer is None or answer.ticket is None:
             self._end_lookup(request)
             return
-        ticket, first = lookup.ticket, request.local_tokens // self._layout.block_tokens
+        ticket, first = answer.ticket, request.local_tokens // self._layout.block_tokens
         assert first * self._layout.block_tokens + tokens == ticket.blocks * self._layout.block_tokens
         deadline_ms = self._settings.load_ms
         if request.layerwise:
@@ -260,34 +259,12 @@ class SchedulerSide:
         within = any(load.layerwise for load in loads)
         if within:
             self._loading_steps.add(self._step)
-        written = [block for load in loads for of_group in load.into for block in of_group]
-        stores: list[StoreOrder] = []
-        chains: list[tuple[str, int, tuple[BlockHash, ...]]] = []
-        tokens = 0
-        client = self._membership.client
-        may_store = self._stores and self._lookups.healthy
-        handed_over: list[str] = []
-        for one in compat.scheduled(output):
-            tokens += one.tokens
-            if one.new_blocks is not None:  # what is computed already is shared with others, and written by nobody
-                computed = one.computed // self._layout.block_tokens if one.replaces else 0
-                written += [block for of_group in one.new_blocks for block in of_group[computed:]]
-            request = self._requests.get(one.request)
-            if request is None:
-                continue
-            request.note(one)
-            if may_store and not request.private and request.client is client:
-                store = self._store(request, one)
-                if store is not None:
-                    chains.append((one.request, request.told, tuple(request.chain[request.told :])))
-                    request.told = len(request.chain)
-                    stores.append(store)
-                prompt = request.of_engine.num_prompt_tokens
-                ends = request.of_engine.max_tokens == 1 and one.computed + one.tokens >= prompt
-                if ends and handover.is_asked(compat.transfer_params(request.of_engine)):
-                    handed_over.append(one.request)
+        scheduled = list(compat.scheduled(output))
         if not within:
-            self._prefill.began(self._step, tokens, now)
+            self._prefill.began(self._step, sum(one.tokens for one in scheduled), now)
+        loaded_into = [block for load in loads for of_group in load.into for block in of_group]
+        client = self._registration.client
+        chains, stores, handed_over = self._store_orders(scheduled, client)
         gone, self._gone = tuple(self._gone), []
         held, self._held = tuple(self._held), []
         return Step(
@@ -296,11 +273,45 @@ class SchedulerSide:
             chains=tuple(chains),
             loads=loads,
             stores=tuple(stores),
-            written=tuple(block for block in written if block != compat.NULL_BLOCK),
+            written=tuple(b for b in loaded_into + self._computed_into(scheduled) if b != compat.NULL_BLOCK),
             gone=gone,
             held=held,
             handed_over=tuple(handed_over),
         )
+
+    def _computed_into(self, scheduled: Sequence[compat.Scheduled]) -> list[int]:
+        """Blocks of the engine that a step writes. What is computed already is shared with others, and not written."""
+        blocks: list[int] = []
+        for one in scheduled:
+            if one.new_blocks is not None:
+                computed = one.computed // self._layout.block_tokens if one.replaces else 0
+                blocks += [block for of_group in one.new_blocks for block in of_group[computed:]]
+        return blocks
+
+    def _store_orders(
+        self, scheduled: Sequence[compat.Scheduled], client: Client | None
+    ) -> tuple[list[tuple[str, int, tuple[BlockHash, ...]]], list[StoreOrder], list[str]]:
+        """What a step stores: additions to hash chains, the orders, and the requests that another server goes on with
+        after this step."""
+        may_store = self._stores and self._lookups.healthy
+        chains: list[tuple[str, int, tuple[BlockHash, ...]]] = []
+        stores: list[StoreOrder] = []
+        handed_over: list[str] = []
+        for one in scheduled:
+            request = self._requests.get(one.request)
+            if request is None:
+                continue
+            request.note(one)
+            if not may_store or request.private or request.client is not client:
+                continue
+            store = self._store(request, one)
+            if store is not None:
+                chains.append((one.request, request.told, tuple(request.chain[request.told :])))
+                request.told = len(request.chain)
+                stores.append(store)
+            if request.hands_over(one):
+                handed_over.append(one.request)
+        return chains, stores, handed_over
 
     def _store(self, request: Tracked, one: compat.Scheduled) -> StoreOrder | None:
         """What is to be stored of a request once this step is through."""
@@ -340,15 +351,11 @@ class SchedulerSide:
 
     def _loss(self, request: Tracked, first: int) -> Loss:
         """What KV computed over a request's prefix has lost; the engine's own cache may have given some of it."""
-        if not self._lossy:
-            return request.loss
-        for name in request.chain[: max(first, request.local_tokens // self._layout.block_tokens)]:
-            if name in self._lossy:
-                self._lossy.move_to_end(name)
-                request.loss = max(request.loss, self._lossy[name])
+        before = request.chain[: max(first, request.local_tokens // self._layout.block_tokens)]
+        request.loss = self._lossy.worst(before, request.loss)
         return request.loss
 
-    def reported(self, report: Report) -> None:
+    def reported(self, report: StepReport) -> None:
         """What the workers say of the last step, from all ranks."""
         now = self._clock()
         self._prefill.ended(report.step, now)
@@ -375,7 +382,7 @@ class SchedulerSide:
         wanted = order.first + len(order.into[0])
         came = load.blocks if self._layout.may_fail_in_part or load.blocks == wanted else order.first
         if load.loss > Loss.EXACT:
-            self._remember_loss(loading.names[: came - order.first], load.loss)
+            self._lossy.add(loading.names[: came - order.first], load.loss)
         if came < wanted and order.layerwise:
             self._distrust(order, set(order.into[0][came - order.first :]))
         request = self._requests.get(name)
@@ -407,12 +414,6 @@ class SchedulerSide:
             first = next((at for at, block in enumerate(table) if block in blocks), len(table))
             wrong.update(table[first:])
         self._forget(wrong)
-
-    def _remember_loss(self, names: Sequence[BlockHash], loss: Loss) -> None:
-        for name in names:
-            self._lossy[name] = max(loss, self._lossy.pop(name, Loss.EXACT))
-        while len(self._lossy) > self._most_lossy:
-            self._lossy.popitem(last=False)
 
     def _drain(self, number: int, ranks: int) -> None:
         if number not in self._drained:
@@ -466,7 +467,7 @@ class SchedulerSide:
 
     def _end_lookup(self, request: Tracked) -> None:
         if request.lookup is not None:
-            self._lookups.end(request.lookup)
+            request.lookup.leave()
             request.lookup = None
 
     # --------------------------------------------------------------------------------------------- the whole engine
@@ -482,8 +483,8 @@ class SchedulerSide:
 
     def reset(self, *, ready: bool = False) -> None:
         """The engine's weights may have changed: whoever runs or comes is alone from now on. `ready` as of
-        Membership.withdraw."""
-        self._membership.withdraw(ready=ready)
+        Registration.withdraw."""
+        self._registration.withdraw(ready=ready)
         for request in self._requests.values():
             self._end_lookup(request)
             request.private = request.load_failed = True
@@ -493,4 +494,4 @@ class SchedulerSide:
         for request in self._requests.values():
             self._end_lookup(request)
         self._lookups.close()
-        self._membership.close()
+        self._registration.close()

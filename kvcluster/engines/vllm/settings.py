@@ -13,7 +13,7 @@ from kvcluster.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ConnectorSettings:
     """`address`: of the coordinator, "host:port". `token_file`: a file that holds the credential. `weights`: a digest
     or commit that pins the weights, in place of what is found out. `model`: the name of the model in the namespace, in
     place of the last part of its path.
@@ -49,11 +49,11 @@ class Settings:
         return read_token(self.token_file)
 
 
-def read(given: Mapping[str, Any]) -> Settings:
+def read(given: Mapping[str, Any]) -> ConnectorSettings:
     """Raises ConfigError, naming the key, for what is unknown, of the wrong type or out of range."""
-    check(given, Settings, "kv_connector_extra_config has no")
+    check(given, ConnectorSettings, "kv_connector_extra_config has no")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    settings = Settings(**values)
+    settings = ConnectorSettings(**values)
     if not settings.address:
         raise ConfigError('kv_connector_extra_config needs "address": the coordinator\'s host:port')
     if settings.accept not in LOSSES:

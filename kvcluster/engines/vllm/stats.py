@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvcluster.engines.vllm.orders import LoadReport, Report
+from kvcluster.engines.vllm.orders import LoadReport, StepReport
 
 DESCRIBED = {
     "loads": "Loads that ended.",
@@ -35,7 +35,7 @@ class Stats:
         self._counts["load_seconds"] += load.took_ns / 1e9  # type: ignore[assignment]
         self._counts["failed_loads"] += load.miss is not None
 
-    def stored(self, report: Report) -> None:
+    def stored(self, report: StepReport) -> None:
         self._counts["stored_pages"] += report.stored
         self._counts["store_bytes"] += report.store_bytes
         self._counts["dropped_stores"] += report.dropped

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import kvcluster.engines.vllm.compat as compat
+import kvcluster.engines.vllm.handover as handover
 from kvcluster.client.client import Client
 from kvcluster.core import hashing
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.reasons import Loss, Miss
-from kvcluster.engines.vllm import compat
-from kvcluster.engines.vllm.lookups import Lookup
+from kvcluster.engines.vllm.async_lookup import PendingLookup
 from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport
 
 
@@ -36,7 +37,7 @@ class Tracked:
     orders: set[int] = field(default_factory=set)
 
     # Of its next load, or the one that is under way.
-    lookup: Lookup | None = None
+    lookup: PendingLookup | None = None
     look_again_ns: int = 0  # not before, where blocks are on their way that were not found
     comes_until_ns: int = 0
     layerwise: bool = False
@@ -82,6 +83,11 @@ class Tracked:
                 mine += new
         else:  # blocks are added to a table that was never told: nobody knows which of its blocks these are
             self.private = True
+
+    def hands_over(self, one: compat.Scheduled) -> bool:
+        """Does this step end its prompt, so that another server goes on from there?"""
+        ends = self.of_engine.max_tokens == 1 and one.computed + one.tokens >= self.of_engine.num_prompt_tokens
+        return ends and handover.is_asked(compat.transfer_params(self.of_engine))
 
     def lose_blocks(self) -> None:
         """It was preempted: its blocks are somebody else's now, and it will be looked up again."""

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
+import kvcluster.engines.vllm.compat as compat
 from kvcluster.client.memory import Paged
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.transfer import Transfer
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.reasons import Loss, Miss, MissReason
-from kvcluster.engines.vllm import compat
-from kvcluster.engines.vllm.identity import Membership
-from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Report, Step, StoreOrder
-from kvcluster.engines.vllm.settings import Settings
+from kvcluster.engines.vllm.identity import Registration
+from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
+from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.seam import Deadline
 
@@ -71,10 +71,10 @@ class _Store:
 class WorkerSide:
     """Of one rank. Every method belongs to the thread that runs the model."""
 
-    def __init__(self, settings: Settings, layout: compat.Layout, membership: Membership) -> None:
+    def __init__(self, settings: ConnectorSettings, layout: compat.Layout, registration: Registration) -> None:
         self._settings = settings
         self._layout = layout
-        self._membership = membership
+        self._registration = registration
         self._views: list[list[Any]] = []
         self._layer_numbers: dict[str, int] = {
             name: number
@@ -88,7 +88,7 @@ class WorkerSide:
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
         self._received: set[str] = set()
-        self._report = Report()
+        self._report = StepReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """The engine's KV, a tensor a layer. Raises CallerError for a layout that is not known."""
@@ -109,8 +109,8 @@ class WorkerSide:
             if not store.transfer.source_free():
                 store.transfer.cancel()
                 store.dropped = True
-        if step.weights and (spec := self._membership.spec) is not None and spec.weights != step.weights:
-            self._membership.use(step.weights)
+        if step.weights and (spec := self._registration.spec) is not None and spec.weights != step.weights:
+            self._registration.use(step.weights)
         for name, first, hashes in step.chains:
             self._chains.setdefault(name, [])[first:] = hashes
         for name in step.gone:
@@ -163,9 +163,9 @@ class WorkerSide:
         invalid, self._invalid = self._invalid, set()
         return invalid
 
-    def take_report(self) -> Report:
+    def take_report(self) -> StepReport:
         """What happened since it was last taken."""
-        report, self._report = self._report, Report(step=self._report.step)
+        report, self._report = self._report, StepReport(step=self._report.step)
         return report
 
     def close(self) -> None:
@@ -173,14 +173,14 @@ class WorkerSide:
         for transfer in [*(load.transfer for load in self._loads), *(store.transfer for store in self._stores)]:
             if transfer is not None:
                 transfer.cancel()
-        self._membership.close()
+        self._registration.close()
 
     # --------------------------------------------------------------------------------------------------- loads
 
     def _begin_load(self, order: LoadOrder) -> tuple[Transfer[Loaded] | None, Miss | None]:
-        client = self._membership.client
+        client = self._registration.client
         if client is None:
-            return None, Miss(MissReason.SHARD_LOST, f"a worker has no cluster: {self._membership.why}")
+            return None, Miss(MissReason.SHARD_LOST, f"a worker has no cluster: {self._registration.why}")
         try:
             ticket = client.redeem(order.ticket)
             into = self._memory(order.into)
@@ -207,7 +207,7 @@ class WorkerSide:
     # -------------------------------------------------------------------------------------------------- stores
 
     def _begin_store(self, order: StoreOrder) -> None:
-        client = self._membership.client
+        client = self._registration.client
         if client is None:
             self._refuse(order, "a worker has no cluster")
             return

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, CallId, Epoch, Holder, NamespaceId, Tenant
 from kvcluster.core.invariants import check_shard
-from kvcluster.core.messages import Move, PageKey, PageSlot, Renew, Reply, ShardMessage
+from kvcluster.core.messages import Move, MoveOrder, PageKey, PageSlot, Renew, Reply, ShardMessage
 from kvcluster.core.pool import Page, PageState
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.tiers import FASTEST, STAGING
@@ -200,11 +200,10 @@ class World:
         (member,) = core.members.all()
 
         def order() -> None:
-            assert member.move is None, "one order at a time"
-            member.move = core.tiering.order(moves)
+            core.tiering.order(member, moves)
 
         coordinator.inspect(order)
-        self.cluster.wait_until(lambda: member.move is None, BOUND_S)
+        self.cluster.wait_until(lambda: member.orders.of(MoveOrder) is None, BOUND_S)
 
     def leased(self, attempt: Attempt) -> bool:
         """Does the lease of this attempt still run?"""

@@ -16,6 +16,7 @@ from kvcluster.core.messages import (
     Decision,
     Effect,
     EndTicket,
+    EvictOrder,
     Explain,
     Explained,
     Farewell,
@@ -40,6 +41,7 @@ from kvcluster.testing.sim import content
 from kvcluster.testing.sim.evictions import judge_order
 from kvcluster.testing.sim.memory import UNIT_BYTES
 from kvcluster.testing.sim.oracle import Name
+from kvcluster.testing.sim.order_oracle import GivenOrders
 from kvcluster.testing.sim.promises import hold
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class CoordinatorOracle:
         self._answers: dict[tuple[str, Attempt], tuple[Ticket, object]] = {}  # of tickets that run
         self._drain_until: dict[tuple[str, ShardAddress], int] = {}  # by the coordinator that lets it go
         self._others_had: dict[tuple[str, ShardAddress], dict[Name, None]] = {}  # when that began
-        self._orders: dict[tuple[str, ShardAddress], int] = {}  # the number of the last order to each shard
+        self._orders: dict[tuple[str, ShardAddress], GivenOrders] = {}
         self._judges: dict[type, Callable[[CoordinatorProcess, Any, object, int], None]] = {
             Report: self._reported,
             Inventory: self._reported,
@@ -77,9 +79,8 @@ class CoordinatorOracle:
     def _reported(self, c: CoordinatorProcess, m: Report | Inventory, reply: object, now: int) -> None:
         assert isinstance(reply, ReportAck)
         c.heard[m.info.shard, m.info.epoch] = now
-        ordered = reply.order is not None or reply.move is not None or reply.pull is not None
-        hold(not (ordered and c.core.rebuilding), "a coordinator that rebuilds gives orders")
-        self._order_given(c, m.info, reply, now)
+        hold(not (reply.orders and c.core.rebuilding), "a coordinator that rebuilds gives orders")
+        self._orders_given(c, m.info, reply, now)
         if reply.leave is Farewell.DRAINED:
             self._drained(c, m.info, now)
         elif m.info.draining:
@@ -88,13 +89,12 @@ class CoordinatorOracle:
                 self._drain_until[c.name, member.address] = member.drain_until
                 self._others_had.setdefault((c.name, member.address), self._had_by_others(member.info.shard))
 
-    def _order_given(self, c: CoordinatorProcess, info: ShardInfo, ack: ReportAck, now: int) -> None:
+    def _orders_given(self, c: CoordinatorProcess, info: ShardInfo, ack: ReportAck, now: int) -> None:
         member = c.core.members.get(info.shard)
-        if ack.order is not None and member is not None:
-            given = c.name, member.address
-            if ack.order.number > self._orders.get(given, 0):  # else it is repeated
-                self._orders[given] = ack.order.number
-                judge_order(c.core, member, ack.order, now)
+        if member is not None:
+            for order in self._orders.setdefault((c.name, member.address), GivenOrders()).given(ack.orders):
+                if isinstance(order, EvictOrder):
+                    judge_order(c.core, member, order, now)
 
     def _load_prepared(self, c: CoordinatorProcess, m: PrepareLoad, reply: object, now: int) -> None:
         if isinstance(reply, LoadGrant):

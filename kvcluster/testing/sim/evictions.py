@@ -6,7 +6,7 @@ from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.directory import Space
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.members import Member
-from kvcluster.core.messages import EvictOrder
+from kvcluster.core.messages import EvictOrder, MoveOrder
 from kvcluster.testing.sim.promises import hold
 
 
@@ -21,13 +21,14 @@ def judge_order(coordinator: Coordinator, member: Member, order: EvictOrder, now
 
 
 def _tails_first(space: Space, member: Member, order: EvictOrder, ordered: dict[BlockHash, None], now: int) -> None:
-    """A block goes no earlier than the blocks after it that are as cold and lie in the same tier of that shard."""
-    moving = {move.hash for move in member.move.moves} if member.move is not None else ()
+    """A block goes no earlier than the blocks after it that lie in the same tier of that shard."""
+    moves = member.orders.of(MoveOrder)
+    moving = {move.hash for move in moves.moves} if moves is not None else ()
     for record in space.index:
         if record.parent not in ordered or record.hash in ordered or record.hash in moving:
             continue
         parent = space.index.get(record.parent)
-        if parent is not None and record.copies.on(member.slot, order.tier) and record.stamp <= parent.stamp:
+        if parent is not None and record.copies.on(member.slot, order.tier):
             hold(_promised(space, record.hash, now), f"{record.parent.hex()[:6]} is ordered to go before its tail")
 
 

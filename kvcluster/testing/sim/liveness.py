@@ -79,8 +79,8 @@ def _all_is_at_rest(world: World, healed_at: int) -> None:
         hold(not len(shard.core.leases), f"{shard.shard} has a lease left")
         hold(not shard.sessions, f"{shard.shard} has a session left")
         hold(not shard.unanswered(), f"somebody waits for {shard.shard}")
-        orders = (member.pull, member.order, member.move)
-        hold(orders == (None,) * 3, f"{shard.shard} has an order left")
+        hold(not len(member.orders), f"{shard.shard} has an order left")
+        hold(not shard.core.order_progress.running, f"{shard.shard} is at an order that has no end")
         # Else its next report is answered by an order to evict, perhaps of what is being loaded.
         for allocator in shard.core.pool.allocators.values():
             low_bytes = world.scenario.config.coordinator.low_free * allocator.capacity_bytes

@@ -18,12 +18,12 @@ from kvcluster.client.load_plan import (
     LoadEffect,
     LoadEvent,
     LoadPlan,
+    PlanTick,
     ReadEnded,
     ReadStopped,
     ReportCorrupt,
     StartRead,
     StopRead,
-    Tick,
 )
 from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.pieces import Piece, each, plan_pieces
@@ -98,7 +98,7 @@ class Load:
 
     def _tick(self) -> None:
         self._armed = None
-        self._deliver(Tick())
+        self._deliver(PlanTick())
 
     def _perform(self, effect: LoadEffect) -> None:
         worker, world = self._worker, self._worker.world

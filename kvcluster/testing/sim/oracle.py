@@ -87,6 +87,7 @@ class Oracle:
         judge = self._of_shard.get(type(message))
         if judge is not None:
             judge(shard, message, effects)
+        shard.heard.stepped(shard, effects)
         for effect in effects:
             if isinstance(effect, Answer):
                 reply = effect.reply
@@ -179,9 +180,8 @@ class Oracle:
     def _report_answered(self, shard: ShardProcess, m: ReportAnswered, effects: list[Effect]) -> None:
         ack = m.ack
         # What has a twin below, or no room there, is gone as a move begins; which may have had to wait for this answer.
-        shard.moves_ordered = ack.move.number if ack.move is not None else shard.moves_ordered
-        moves = ack.move is not None or shard.moves_ended < shard.moves_ordered
-        if ack.order is not None or moves or ack.tombstones or ack.leave is not None:
+        evicts = shard.heard.answered(shard, ack)
+        if evicts or shard.heard.moving or ack.tombstones or ack.leave is not None:
             if ack.epoch < shard.adopted and ack.leave is None:
                 hold(not self._vanished(shard), "a shard obeys a coordinator that is over")
             else:

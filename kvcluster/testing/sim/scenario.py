@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from kvcluster.config import Config, CoordinatorConfig, ShardConfig
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
+from kvcluster.eviction import POLICIES
 from kvcluster.testing.kernel import MS, SECOND
 from kvcluster.testing.sim.memory import UNIT_BYTES
 
@@ -69,7 +70,7 @@ def draw(rng: random.Random, later: random.Random) -> Scenario:
     config = _config(rng, shards)
     if faults and config.shard.disk_bytes:  # what lies on disk is worth a restart
         faults += ("crash shard",) * 3
-    return Scenario(
+    scenario = Scenario(
         nodes=rng.randint(1, shards + 1),
         workers=rng.randint(1, 4),
         config=config,
@@ -92,6 +93,8 @@ def draw(rng: random.Random, later: random.Random) -> Scenario:
         event_loss=later.choice((0.0, 0.0, 0.02, 0.05)),
         half_needs=later.choice((0.0, 0.3)),
     )
+    policy = later.choice(tuple(POLICIES))
+    return replace(scenario, config=replace(config, coordinator=replace(config.coordinator, eviction_policy=policy)))
 
 
 def _config(rng: random.Random, shards: int) -> Config:

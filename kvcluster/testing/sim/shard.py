@@ -55,6 +55,7 @@ from kvcluster.testing.sim.disk import Disk
 from kvcluster.testing.sim.driver import SimulatedCore
 from kvcluster.testing.sim.memory import Memory, flipped
 from kvcluster.testing.sim.network import Pipe
+from kvcluster.testing.sim.order_oracle import HeardOrders
 from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import Layer, Session, Transfer
 
@@ -99,7 +100,7 @@ class ShardProcess(SimulatedCore):
             stored_at = self.disks[page.tier].stored_at(page.offset)
             self.ready[page.space, page.key, page.tier] = page.slot(), stored_at
         self.moves: dict[Attempt, MovePages | Stage] = {}  # what is under way, or ends at this moment
-        self.moves_ordered = self.moves_ended = 0  # the numbers of the last orders
+        self.heard = HeardOrders()
         self._queue: list[MovePages | Erase] = []  # for one thread, in order
         # Likewise: the number of the last tombstone that it has carried out.
         self.purged = max((stone.number for stone in carried_out(found.values())), default=0)
@@ -208,8 +209,6 @@ class ShardProcess(SimulatedCore):
                 raise AssertionError(f"a shard does not perform {effect}")
 
     def _report(self, message: Report | Inventory) -> Script:
-        if isinstance(message, Report):
-            self.moves_ended = message.moved
         coordinator = self.world.coordinator_seen_by(self)
         promise = self.world.network.ask(self, coordinator, lambda call: replace(message, call=call))
         reply = yield promise, self.world.scenario.config.membership_ttl_ms * MS

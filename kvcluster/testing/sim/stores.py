@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvcluster.client.load_plan import Begin, Cancel, Tick
+from kvcluster.client.load_plan import Begin, Cancel, PlanTick
 from kvcluster.client.results import Stored
 from kvcluster.client.store_plan import (
     AskStore,
-    EndTicket,
+    CloseTicket,
     FinishStore,
     FreeSource,
     NotGranted,
@@ -101,7 +101,7 @@ class Store:
 
     def _tick(self) -> None:
         self._armed = None
-        self._deliver(Tick())
+        self._deliver(PlanTick())
 
     def _perform(self, effect: StoreEffect) -> None:
         worker = self._worker
@@ -116,7 +116,7 @@ class Store:
                 worker.kernel.at(worker.kernel.now, worker, self._deliver, WriteStopped(exchange))
             case FreeSource():
                 self._free = True
-            case EndTicket(attempt):
+            case CloseTicket(attempt):
                 worker.start(self._end_ticket(attempt))
             case FinishStore(stored, error):
                 hold(error is None, f"a store ends in an error: {error!r}")

@@ -489,30 +489,34 @@ class Tombstones(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ..., numbers: _Optional[_Iterable[int]] = ..., tenant_of: _Optional[_Iterable[int]] = ..., model_of: _Optional[_Iterable[int]] = ..., weights_of: _Optional[_Iterable[int]] = ..., adapter_of: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("info", "coordinator", "first", "events", "specs", "pressure_bytes", "order", "pulled", "moved", "sampled_namespaces", "sampled_errors")
+    __slots__ = ("info", "coordinator", "first", "events", "specs", "pressure_bytes", "sampled_namespaces", "sampled_errors", "orders")
     INFO_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     SPECS_FIELD_NUMBER: _ClassVar[int]
     PRESSURE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    ORDER_FIELD_NUMBER: _ClassVar[int]
-    PULLED_FIELD_NUMBER: _ClassVar[int]
-    MOVED_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    ORDERS_FIELD_NUMBER: _ClassVar[int]
     info: ShardInfo
     coordinator: int
     first: int
     events: Events
     specs: Specs
     pressure_bytes: int
-    order: int
-    pulled: int
-    moved: int
     sampled_namespaces: bytes
     sampled_errors: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., first: _Optional[int] = ..., events: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., pressure_bytes: _Optional[int] = ..., order: _Optional[int] = ..., pulled: _Optional[int] = ..., moved: _Optional[int] = ..., sampled_namespaces: _Optional[bytes] = ..., sampled_errors: _Optional[_Iterable[int]] = ...) -> None: ...
+    orders: OrderProgress
+    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., first: _Optional[int] = ..., events: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., pressure_bytes: _Optional[int] = ..., sampled_namespaces: _Optional[bytes] = ..., sampled_errors: _Optional[_Iterable[int]] = ..., orders: _Optional[_Union[OrderProgress, _Mapping]] = ...) -> None: ...
+
+class OrderProgress(_message.Message):
+    __slots__ = ("accepted", "running")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    accepted: int
+    running: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, accepted: _Optional[int] = ..., running: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class InventoryRequest(_message.Message):
     __slots__ = ("info", "coordinator", "upto", "chunk", "last", "pages", "specs", "tombstones")
@@ -534,72 +538,74 @@ class InventoryRequest(_message.Message):
     tombstones: Tombstones
     def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., upto: _Optional[int] = ..., chunk: _Optional[int] = ..., last: bool = ..., pages: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., tombstones: _Optional[_Union[Tombstones, _Mapping]] = ...) -> None: ...
 
-class EvictOrder(_message.Message):
-    __slots__ = ("number", "namespaces", "hashes", "namespace_of", "tier")
+class Order(_message.Message):
+    __slots__ = ("number", "evict", "move", "pull")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    EVICT_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    evict: EvictOrder
+    move: MoveOrder
+    pull: PullOrder
+    def __init__(self, number: _Optional[int] = ..., evict: _Optional[_Union[EvictOrder, _Mapping]] = ..., move: _Optional[_Union[MoveOrder, _Mapping]] = ..., pull: _Optional[_Union[PullOrder, _Mapping]] = ...) -> None: ...
+
+class EvictOrder(_message.Message):
+    __slots__ = ("namespaces", "hashes", "namespace_of", "tier")
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_OF_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
-    number: int
     namespaces: bytes
     hashes: bytes
     namespace_of: _containers.RepeatedScalarFieldContainer[int]
     tier: _common_pb2.Tier
-    def __init__(self, number: _Optional[int] = ..., namespaces: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., namespace_of: _Optional[_Iterable[int]] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
+    def __init__(self, namespaces: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., namespace_of: _Optional[_Iterable[int]] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
 
 class MoveOrder(_message.Message):
-    __slots__ = ("number", "namespaces", "hashes", "namespace_of", "to", "codecs")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("namespaces", "hashes", "namespace_of", "to", "codecs")
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_OF_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
-    number: int
     namespaces: bytes
     hashes: bytes
     namespace_of: _containers.RepeatedScalarFieldContainer[int]
     to: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
     codecs: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, number: _Optional[int] = ..., namespaces: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., namespace_of: _Optional[_Iterable[int]] = ..., to: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., codecs: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, namespaces: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., namespace_of: _Optional[_Iterable[int]] = ..., to: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., codecs: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullOrder(_message.Message):
-    __slots__ = ("number", "source", "tenant", "spec", "pages", "codec", "into")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("source", "tenant", "spec", "pages", "codec", "into")
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     INTO_FIELD_NUMBER: _ClassVar[int]
-    number: int
     source: _common_pb2.ShardAddress
     tenant: str
     spec: bytes
     pages: _common_pb2.NewPages
     codec: int
     into: _common_pb2.Tier
-    def __init__(self, number: _Optional[int] = ..., source: _Optional[_Union[_common_pb2.ShardAddress, _Mapping]] = ..., tenant: _Optional[str] = ..., spec: _Optional[bytes] = ..., pages: _Optional[_Union[_common_pb2.NewPages, _Mapping]] = ..., codec: _Optional[int] = ..., into: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
+    def __init__(self, source: _Optional[_Union[_common_pb2.ShardAddress, _Mapping]] = ..., tenant: _Optional[str] = ..., spec: _Optional[bytes] = ..., pages: _Optional[_Union[_common_pb2.NewPages, _Mapping]] = ..., codec: _Optional[int] = ..., into: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
 
 class ReportAck(_message.Message):
-    __slots__ = ("epoch", "acked", "inventory", "order", "pull", "tombstones", "drain", "leave", "move")
+    __slots__ = ("epoch", "acked", "inventory", "tombstones", "drain", "leave", "orders")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ACKED_FIELD_NUMBER: _ClassVar[int]
     INVENTORY_FIELD_NUMBER: _ClassVar[int]
-    ORDER_FIELD_NUMBER: _ClassVar[int]
-    PULL_FIELD_NUMBER: _ClassVar[int]
     TOMBSTONES_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
-    MOVE_FIELD_NUMBER: _ClassVar[int]
+    ORDERS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     acked: int
     inventory: bool
-    order: EvictOrder
-    pull: PullOrder
     tombstones: Tombstones
     drain: bool
     leave: Farewell
-    move: MoveOrder
-    def __init__(self, epoch: _Optional[int] = ..., acked: _Optional[int] = ..., inventory: bool = ..., order: _Optional[_Union[EvictOrder, _Mapping]] = ..., pull: _Optional[_Union[PullOrder, _Mapping]] = ..., tombstones: _Optional[_Union[Tombstones, _Mapping]] = ..., drain: bool = ..., leave: _Optional[_Union[Farewell, str]] = ..., move: _Optional[_Union[MoveOrder, _Mapping]] = ...) -> None: ...
+    orders: _containers.RepeatedCompositeFieldContainer[Order]
+    def __init__(self, epoch: _Optional[int] = ..., acked: _Optional[int] = ..., inventory: bool = ..., tombstones: _Optional[_Union[Tombstones, _Mapping]] = ..., drain: bool = ..., leave: _Optional[_Union[Farewell, str]] = ..., orders: _Optional[_Iterable[_Union[Order, _Mapping]]] = ...) -> None: ...

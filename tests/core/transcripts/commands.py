@@ -24,6 +24,8 @@ from kvcluster.core.messages import (
     Inventory,
     LoadGrant,
     NewPage,
+    Order,
+    OrderProgress,
     PageEvent,
     PageKey,
     PageSlot,
@@ -360,9 +362,9 @@ class Commands:
             puppet.held -= sum(isinstance(event, GoneEvent) for event in events)
             puppet.told = first + len(events) - 1
             wants = words.number("wants", 0) * PAGE
-            order, pulled = words.number("order", 0), words.number("pulled", 0)
+            orders = OrderProgress(words.number("accepted", 0))
             info = self._info(name, puppet, words)
-            letter = Report(NO_CALL, info, coordinator, first, tuple(events), specs, wants, order, pulled)
+            letter = Report(NO_CALL, info, coordinator, first, tuple(events), specs, wants, orders)
         stage.ask(to, name, letter)
 
     def _info(self, name: str, puppet: Puppet, words: Words) -> ShardInfo:
@@ -391,22 +393,21 @@ class Commands:
             return
         namespace = stage.names.namespace(SPEC)
         evict, pull, bury = (words.options.get(option) for option in ("evict", "pull", "bury"))
-        order = pulls = None
+        orders: list[Order] = []
         if evict is not None:
             number, blocks = evict.split(":")
             named = tuple((namespace, stage.names.block(block)) for block in expand(blocks.split(",")))
-            order = EvictOrder(int(number), named)
+            orders.append(EvictOrder(int(number), named))
         if pull is not None:
-            number, blocks, shard = pull.split(":")
-            source = ShardAddress(ShardId(shard), Epoch(1), shard, shard)
+            number, blocks, of = pull.split(":")
+            source = ShardAddress(ShardId(of), Epoch(1), of, of)
             fetched = self._new_pages([stage.names.block(block) for block in expand(blocks.split(","))])
-            pulls = PullOrder(int(number), source, TENANT, SPEC, fetched)
+            orders.append(PullOrder(int(number), source, TENANT, SPEC, fetched))
         ack = ReportAck(
             Epoch(words.number("epoch", 10)),
             words.number("acked", 0),
             inventory="inventory" in words.rest,
-            order=order,
-            pull=pulls,
+            orders=tuple(orders),
             tombstones=() if bury is None else (Tombstone(int(bury), Tenant(TENANT)),),
             drain="drain" in words.rest,
             leave=Farewell[words.options["leave"].upper()] if "leave" in words.options else None,

@@ -17,17 +17,21 @@ from kvcluster.core.messages import (
     Done,
     Drain,
     EndTicket,
+    EvictOrder,
     Explained,
     Farewell,
     Flush,
     GoneEvent,
     Inventory,
     LoadGrant,
+    Order,
+    OrderProgress,
     PageEvent,
     PageSlot,
     PinGrant,
     Pinned,
     Plan,
+    PullOrder,
     Purged,
     Refused,
     Renew,
@@ -45,7 +49,7 @@ from kvcluster.core.messages import (
 )
 from tests.core.transcripts.names import MS, Names, pages
 
-NO_NEWS = (0, 0, 0, False)
+NO_NEWS = (0, OrderProgress(), False)
 """The substance of a heartbeat that says only that the shard lives."""
 
 _DONE: dict[type, tuple[str, str]] = {
@@ -119,10 +123,9 @@ class Teller:
             told.append("report: no news")
         if message.pressure_bytes:
             told.append(f"wants room for {pages(message.pressure_bytes)}")
-        if message.order:
-            told.append(f"order {message.order} done")
-        if message.pulled:
-            told.append(f"pull {message.pulled} done")
+        if message.orders.accepted:
+            running = " and ".join(map(str, message.orders.running))
+            told.append(f"orders up to {message.orders.accepted} accepted{f', {running} running' if running else ''}")
         return f"{', '.join(told)}; {self._info(message.info)} [epoch {message.coordinator}]"
 
     def ack(self, ack: ReportAck) -> str:
@@ -130,11 +133,7 @@ class Teller:
         told = [] if ack.inventory or ack.leave else [f"acknowledged up to {ack.acked}"]
         if ack.inventory:
             told.append("send an inventory")
-        if ack.order is not None:
-            told.append(f"order {ack.order.number}: evict {self._names.told(block for _, block in ack.order.blocks)}")
-        if ack.pull is not None:
-            blocks = self._names.told(page.key.hash for page in ack.pull.pages)
-            told.append(f"pull {ack.pull.number}: copy {blocks} from {ack.pull.source.shard}")
+        told += map(self._order, ack.orders)
         told += [f"bury {self.stone(stone)}" for stone in ack.tombstones]
         if ack.drain:
             told.append("drain")
@@ -150,7 +149,15 @@ class Teller:
             return replace(message, acked=0)
         if isinstance(message, Inventory):
             return NO_NEWS
-        return (message.pressure_bytes, message.order, message.pulled, message.info.draining)
+        return (message.pressure_bytes, message.orders, message.info.draining)
+
+    def _order(self, order: Order) -> str:
+        match order:
+            case EvictOrder(number, blocks):
+                return f"order {number}: evict {self._names.told(block for _, block in blocks)}"
+            case PullOrder(number, source, pages=pages):
+                return f"order {number}: pull {self._names.told(page.key.hash for page in pages)} from {source.shard}"
+        raise AssertionError(f"transcripts have no words for {type(order).__name__}")
 
     def stone(self, stone: Tombstone) -> str:
         """A tombstone: its number and what it names."""

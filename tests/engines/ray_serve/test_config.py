@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvcluster.engines.ray_serve import kv_transfer_config, request_router_config
-from kvcluster.engines.ray_serve.settings import Settings, read
+from kvcluster.engines.ray_serve.settings import RouterSettings, read
 from kvcluster.errors import ConfigError
 from tests.test_project import ROOT
 
@@ -34,7 +34,7 @@ def test_extra_keys_reach_the_connector_and_the_role_is_checked() -> None:
 def test_serve_is_given_the_routers_path_and_settings() -> None:
     told = request_router_config(AT, model="llama", min_blocks=8)
     assert told.get_request_router_class().__name__ == "KVClusterRouter"
-    assert read(told.request_router_kwargs) == Settings(address=AT, model="llama", min_blocks=8)
+    assert read(told.request_router_kwargs) == RouterSettings(address=AT, model="llama", min_blocks=8)
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_a_mistake_is_named_where_the_application_is_built(given: dict[str, obje
 
 def test_a_credential_that_cannot_be_read_is_named(tmp_path: object) -> None:
     with pytest.raises(ConfigError, match="cannot read token_file"):
-        _ = Settings(token_file=f"{tmp_path}/none").token
+        _ = RouterSettings(token_file=f"{tmp_path}/none").token

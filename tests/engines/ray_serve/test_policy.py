@@ -5,16 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.engines.ray_serve.policy import Candidate, Stretch, held_by_host, preferred
+from kvcluster.engines.ray_serve.policy import ReplicaCandidate, Stretch, held_by_host, preferred
 
 HOSTS = st.sampled_from(["a", "b", "c", "d"])
 STRETCHES = st.lists(
     st.builds(Stretch, st.integers(1, 40), st.lists(HOSTS, min_size=1, max_size=4).map(tuple)), max_size=6
 )
 CANDIDATES = st.lists(st.tuples(HOSTS, st.none() | st.integers(0, 40)), max_size=6).map(
-    lambda drawn: [Candidate(f"r{number}", host, ongoing) for number, (host, ongoing) in enumerate(drawn)]
+    lambda drawn: [ReplicaCandidate(f"r{number}", host, ongoing) for number, (host, ongoing) in enumerate(drawn)]
 )
-A, B = Candidate("ra", "a", 0), Candidate("rb", "b", 0)
+A, B = ReplicaCandidate("ra", "a", 0), ReplicaCandidate("rb", "b", 0)
 
 
 def test_the_host_that_holds_most_of_the_prefix_is_preferred() -> None:
@@ -35,19 +35,19 @@ def test_a_host_without_a_replica_is_passed_over_for_the_next_best() -> None:
 
 
 def test_a_replica_that_is_too_far_ahead_of_the_others_is_not_preferred() -> None:
-    busy = Candidate("ra", "a", 9)
+    busy = ReplicaCandidate("ra", "a", 9)
     assert preferred([Stretch(9, ("a",))], [busy, B], min_blocks=1, ahead=8) == ()
-    assert preferred([Stretch(9, ("a",))], [busy, Candidate("rb", "b", 1)], min_blocks=1, ahead=8) == ("ra",)
+    assert preferred([Stretch(9, ("a",))], [busy, ReplicaCandidate("rb", "b", 1)], min_blocks=1, ahead=8) == ("ra",)
 
 
 def test_all_replicas_of_the_best_host_share_its_rank() -> None:
-    more = [A, B, Candidate("ra2", "a", 3)]
+    more = [A, B, ReplicaCandidate("ra2", "a", 3)]
     assert preferred([Stretch(9, ("a",))], more, min_blocks=1, ahead=8) == ("ra", "ra2")
 
 
 @given(STRETCHES, CANDIDATES, st.integers(0, 50), st.integers(0, 20))
 def test_only_candidates_on_a_host_that_holds_most_are_ever_preferred(
-    stretches: list[Stretch], candidates: list[Candidate], min_blocks: int, ahead: int
+    stretches: list[Stretch], candidates: list[ReplicaCandidate], min_blocks: int, ahead: int
 ) -> None:
     chosen = preferred(stretches, candidates, min_blocks=min_blocks, ahead=ahead)
     held = held_by_host(stretches)
@@ -61,7 +61,7 @@ def test_only_candidates_on_a_host_that_holds_most_are_ever_preferred(
 
 @given(STRETCHES, CANDIDATES, st.integers(0, 50), st.integers(0, 20), st.randoms())
 def test_neither_the_order_of_stretches_nor_that_of_candidates_matters(
-    stretches: list[Stretch], candidates: list[Candidate], min_blocks: int, ahead: int, random: object
+    stretches: list[Stretch], candidates: list[ReplicaCandidate], min_blocks: int, ahead: int, random: object
 ) -> None:
     chosen = preferred(stretches, candidates, min_blocks=min_blocks, ahead=ahead)
     mixed, others = list(stretches), list(candidates)

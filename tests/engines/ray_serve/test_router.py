@@ -20,7 +20,7 @@ import pytest
 from kvcluster.actors.own_ray import own_ray
 from tests.client.build import SPEC, prompt
 from tests.engines.ray_serve.nodes import ray_node
-from tests.engines.ray_serve.test_whereabouts import CACHED, HOST, PATIENT, apart
+from tests.engines.ray_serve.test_prefix_locator import CACHED, HOST, PATIENT, apart
 from tests.waiting import eventually
 
 pytestmark = [

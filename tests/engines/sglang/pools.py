@@ -239,7 +239,7 @@ def create(sglang: SimpleNamespace, pool: Any, connect: Callable[..., Client], *
 
 
 def connected(storage: Any) -> Any:
-    eventually(storage._link.joined)
+    eventually(storage._client.connected)
     return storage
 
 

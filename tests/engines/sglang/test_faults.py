@@ -175,8 +175,8 @@ def test_pages_that_went_with_their_shard_keep_nobody_from_asking_for_others(sgl
         assert storage.batch_set_v1(keys, slots([0, 1, 2])) == [True] * 3 and seen(storage, keys)
         some.stop_shard(next(shard for shard, host in some.shards.items() if list(host.core.pool.ready())))
         eventually(lambda: storage.batch_exists(keys) == 0)
-        hashes = foreign(storage._link.joined().namespace, [bytes.fromhex(key) for key in keys])
-        with storage._link.joined().client.prepare_load(hashes) as ticket:
+        hashes = foreign(storage._client.connected().namespace, [bytes.fromhex(key) for key in keys])
+        with storage._client.connected().client.prepare_load(hashes) as ticket:
             assert ticket.miss.reason is MissReason.SHARD_LOST
         assert storage.batch_set_v1(keys, slots([0, 1, 2])) == [True] * 3 and seen(storage, keys)
         storage.close()
@@ -188,7 +188,7 @@ def test_a_corrupt_page_is_a_miss_and_so_is_what_follows(
     full, empty = scramble(mha_pool(sglang)), mha_pool(sglang)
     one, other, keys = attach(full), attach(empty), keys_of(3)
     assert one.batch_set_v1(keys, slots([0, 1, 2])) == [True] * 3 and seen(other, keys)
-    second = foreign(one._link.joined().namespace, [bytes.fromhex(keys[1])])[0]
+    second = foreign(one._client.connected().namespace, [bytes.fromhex(keys[1])])[0]
     holder = next(s for s, host in cluster.shards.items() if any(p.key.hash == second for p in host.core.pool.ready()))
     cluster.corrupt(holder, block=second, bit=77)
     assert other.batch_get_v1(keys, slots([5, 6, 7])) == [True, False, False]
@@ -225,7 +225,7 @@ def test_whatever_a_call_raises_is_a_miss_and_is_logged(
         calls.append(given)
         raise error
 
-    client = storage._link.joined().client
+    client = storage._client.connected().client
     for name in ("prepare_load", "begin_store"):
         monkeypatch.setattr(client, name, broken)
     assert misses(storage, pool, keys_of(2))
@@ -236,7 +236,7 @@ def test_all_parts_of_a_call_share_one_deadline(
     sglang: SimpleNamespace, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage, keys = attach(scramble(mha_pool(sglang)), lookup_ms=7_000, client={"deadline_ms": 9_000}), keys_of(1)
-    client, given = storage._link.joined().client, []
+    client, given = storage._client.connected().client, []
 
     def noting(call: Callable[..., Any]) -> Callable[..., Any]:
         def note(*args: Any, **more: Any) -> Any:
@@ -296,7 +296,7 @@ def test_a_cluster_that_stands_still_costs_no_more_than_the_deadlines(sglang: Si
                 assert misses(storage, pool, keys)
                 assert patient.batch_exists(keys) == 0
             for call in (storage.batch_get_v1, storage.batch_set_v1):
-                eventually(storage._link.joined)
+                eventually(storage._client.connected)
                 with took(5):
                     assert call(keys, slots([0, 1])) == [False, False]
             os.kill(process.pid, signal.SIGCONT)

@@ -259,7 +259,7 @@ def test_a_page_of_the_cluster_has_the_layouts_own_axes(
     assert storage.batch_set_v1(keys, slots([1])) == [True] and seen(storage, keys)
     (spec,), (client,) = connect.specs, connect.clients
     pages = [bytearray(spec.page_bytes(group, spec.whole(group))) for group in range(2)]
-    hashes = foreign(storage._link.joined().namespace, [bytes.fromhex(key) for key in keys])
+    hashes = foreign(storage._client.connected().namespace, [bytes.fromhex(key) for key in keys])
     with client.prepare_load(hashes) as ticket:
         assert client.begin_load(ticket, [Buffers([data]) for data in pages]).result().blocks == 1
     for kind, data, group in zip(logical(pool)[:, 1], pages, spec.groups, strict=True):

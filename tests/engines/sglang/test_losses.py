@@ -47,7 +47,7 @@ class Engine:
         (self.client,), (self.spec,) = connect.clients, connect.specs
 
     def hashes(self, keys: list[str]) -> list[Any]:
-        return foreign(self.storage._link.joined().namespace, [bytes.fromhex(key) for key in keys])
+        return foreign(self.storage._client.connected().namespace, [bytes.fromhex(key) for key in keys])
 
     def put(self, keys: list[str], loss: Loss) -> None:
         """As if a codec had been at it: stored by somebody who knows of that loss."""

@@ -137,10 +137,10 @@ def _scheduler_side(llm: Any) -> Any:
 def _joined(scheduler: Any) -> Any:
     """The spec, once the engine has a cluster."""
     until = time.monotonic() + JOIN_S
-    while scheduler._membership.spec is None and time.monotonic() < until:
+    while scheduler._registration.spec is None and time.monotonic() < until:
         threading.Event().wait(0.01)
-    assert scheduler._membership.spec is not None, scheduler._membership.why
-    return scheduler._membership.spec
+    assert scheduler._registration.spec is not None, scheduler._registration.why
+    return scheduler._registration.spec
 
 
 def _flush(scheduler: Any) -> None:
@@ -149,7 +149,7 @@ def _flush(scheduler: Any) -> None:
 
     if not has_kv_transfer_group():  # ranks in processes of their own flush as they close
         return
-    client = get_kv_transfer_group()._worker._membership.client
+    client = get_kv_transfer_group()._worker._registration.client
     if client is not None:
         client.flush(deadline_ms=10_000)
 
@@ -178,7 +178,7 @@ def _name_weights(llm: Any, job: dict[str, Any], weights: str) -> None:
     name = f"{socket.gethostname()}:{os.getpid()}"
     command = ("weights", "set", Path(job["model"]).name, weights, "--engine", name, "--address", given["address"])
     assert kvcluster([*command, *token]) == 0
-    worker = get_kv_transfer_group()._worker._membership
+    worker = get_kv_transfer_group()._worker._registration
     until = time.monotonic() + JOIN_S
     while (worker.spec is None or worker.spec.weights != weights) and time.monotonic() < until:
         llm.generate([TokensPrompt(prompt_token_ids=[1])], SamplingParams(max_tokens=1), use_tqdm=False)

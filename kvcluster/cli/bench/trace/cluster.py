@@ -99,7 +99,7 @@ class _Shard(_Replayed):
         self.kernel.at(self.kernel.now, self, act, argument)
 
 
-class Cluster:
+class TraceCluster:
     """One worker and its cluster. Times are nanoseconds from the beginning of the trace."""
 
     def __init__(self, config: Config, spec: KVSpec) -> None:

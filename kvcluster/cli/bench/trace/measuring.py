@@ -13,8 +13,9 @@ from typing import Any
 
 from kvcluster import config
 from kvcluster.cli.bench.specs import llama_8b
-from kvcluster.cli.bench.trace.cluster import TENANT, Cluster
+from kvcluster.cli.bench.trace.cluster import TENANT, TraceCluster
 from kvcluster.cli.bench.trace.reading import Trace
+from kvcluster.core.block_facts import recompute_cost
 from kvcluster.core.hashing import foreign
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.invariants import check_coordinator, check_shard
@@ -47,12 +48,19 @@ ROWS = (Row(), Row("raw"), Row("q8", 1), Row("q8"), Row("q4", 1), Row("q4"))
 
 
 def measure(
-    trace: Trace, *, capacity: float, host: float, shards: int, block_tokens: int, say: Callable[[str], None]
+    trace: Trace,
+    *,
+    capacity: float,
+    host: float,
+    shards: int,
+    block_tokens: int,
+    say: Callable[[str], None],
+    eviction_policy: str = "lru",
 ) -> dict[str, Any]:
     """Figures of all rows. `capacity` and `host` are the bytes of the tiers of all shards together, as shares of what
     all distinct blocks of the trace take raw; every block of the trace counts as one of `block_tokens` tokens.
 
-    Raises ConfigError where a tier would be too small for a page.
+    Raises ConfigError where a tier would be too small for a page, or there is no such policy.
     """
     spec = llama_8b("sha256:trace", block_tokens)
     page_bytes = spec.page_bytes(0, spec.whole(0))
@@ -64,17 +72,12 @@ def measure(
     rows = []
     for row in ROWS:
         say(f"{row.name} ...")
-        overrides = {
-            "shards": shards,
-            "coordinator": {
-                "host_codec": row.codec or "raw",
-                "host_raw_blocks": row.raw_blocks,
-                "run_blocks": max(1, config.CoordinatorConfig().run_blocks * block_tokens // TRACE_TOKENS),
-            },
-            # There are no bytes that could rot, so none are read again.
-            "shard": {"device_bytes": device_bytes, "host_bytes": host_bytes if row.codec else 0, "scrub_bytes": 0},
+        coordinator = {
+            "eviction_policy": eviction_policy,
+            "run_blocks": max(1, config.CoordinatorConfig().run_blocks * block_tokens // TRACE_TOKENS),
         }
-        figures = replay(trace, spec, config.load(None, overrides))
+        settings = _settings(row, coordinator, shards=shards, device_bytes=device_bytes, host_bytes=host_bytes)
+        figures = replay(trace, spec, settings)
         rows.append({"name": row.name, "codec": row.codec, "raw_blocks": row.raw_blocks, **figures})
     raw_blocks = next(figures["host_blocks"] for figures in rows if figures["codec"] == "raw")
     for figures in rows:
@@ -88,6 +91,7 @@ def measure(
         "host": host,
         "shards": shards,
         "block_tokens": block_tokens,
+        "eviction_policy": eviction_policy,
         "page_bytes": page_bytes,
         "device_bytes": device_bytes * shards,
         "host_bytes": host_bytes * shards,
@@ -95,19 +99,36 @@ def measure(
     }
 
 
+def _settings(
+    row: Row, coordinator: dict[str, Any], *, shards: int, device_bytes: int, host_bytes: int
+) -> config.Config:
+    """The cluster of one row. The bytes are those of each shard."""
+    overrides = {
+        "shards": shards,
+        "coordinator": {"host_codec": row.codec or "raw", "host_raw_blocks": row.raw_blocks, **coordinator},
+        # There are no bytes that could rot, so none are read again.
+        "shard": {"device_bytes": device_bytes, "host_bytes": host_bytes if row.codec else 0, "scrub_bytes": 0},
+    }
+    return config.load(None, overrides)
+
+
 def replay(trace: Trace, spec: KVSpec, settings: config.Config) -> dict[str, Any]:
     """One row. Blocks are counted after each request of the second half; `_end`: after the last."""
-    cluster = Cluster(settings, spec)
+    cluster = TraceCluster(settings, spec)
     names = sorted({block for request in trace.requests for block in request.ids})
     made = foreign(spec.namespace(TENANT), (name.to_bytes(16, "little") for name in names))
     hash_of: dict[int, BlockHash] = dict(zip(names, made, strict=True))
     hits = below = lossy = 0
+    asked_cost = saved_cost = 0  # of computing what was asked for, and what was found of it
     counted: list[dict[str, float]] = []
     for number, request in enumerate(trace.requests):
         cluster.advance(request.at_ms * MS)
         hashes = [hash_of[block] for block in request.ids]
         grant = cluster.load(hashes)
         hits += grant.blocks
+        costs = [recompute_cost(spec, depth) for depth in range(len(hashes))]
+        asked_cost += sum(costs)
+        saved_cost += sum(costs[: grant.blocks])
         below += _blocks(grant, lambda tier, _: tier > FASTEST)
         lossy += _blocks(grant, lambda _, loss: loss > Loss.EXACT)
         if grant.blocks < len(hashes):
@@ -125,6 +146,7 @@ def replay(trace: Trace, spec: KVSpec, settings: config.Config) -> dict[str, Any
     return {
         "hit_blocks": hits,
         "hit_rate": hits / trace.asked,
+        "saved_share": saved_cost / asked_cost,
         "hits_from_host": below,
         "hits_lossy": lossy,
         **{name: fmean(held[name] for held in counted) for name in end},
@@ -143,7 +165,7 @@ def _worst(grant: LoadGrant) -> Loss:
     return max((source.loss for run in grant.runs for source in run.plan[0] or ()), default=Loss.EXACT)
 
 
-def _held(cluster: Cluster) -> dict[str, float]:
+def _held(cluster: TraceCluster) -> dict[str, float]:
     """What lies in the tiers at this moment. A block in both tiers counts in each, and once in `cached_blocks`."""
     pools = [shard.pool for shard in cluster.shards]
     held: dict[str, float] = {"cached_blocks": cluster.coordinator.directory.blocks}

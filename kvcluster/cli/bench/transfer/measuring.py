@@ -10,7 +10,7 @@ from typing import Any
 from kvcluster.cli.bench.transfer import floors, pages, transported, turns, whole
 from kvcluster.cli.bench.transfer.goals import verdicts
 from kvcluster.cli.bench.transfer.processes import probe
-from kvcluster.cli.bench.transfer.turns import FLOOR, PEER, TRANSPORT, WHOLE, Lane, Plan
+from kvcluster.cli.bench.transfer.turns import FLOOR, PEER, TRANSPORT, WHOLE, Lane, TurnsPlan
 from kvcluster.errors import ConfigError
 
 OWN = ("shm", "tcp", "grpc")
@@ -70,7 +70,7 @@ def measure(
                     Lane(str(file), path, PEER, about["over"], about["note"], found["rests"])
                     for path, about in found["paths"].items()
                 ]
-    plan = Plan(lanes, sizes, clients, rounds, moved_bytes, SWEPT_BYTES, single_pages, peer_python, say)
+    plan = TurnsPlan(lanes, sizes, clients, rounds, moved_bytes, SWEPT_BYTES, single_pages, peer_python, say)
     figures = turns.run(plan)
     figures.left_out |= left_out
     judged = verdicts(figures.paths, figures.latencies)

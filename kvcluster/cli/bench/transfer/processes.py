@@ -52,7 +52,7 @@ def probe(driver: str, peer_python: str) -> dict[str, Any]:
         return {"paths": {}, "rests": False, "missing": f"{peer_python} cannot run it: {error}"}
 
 
-class Process:
+class PartyProcess:
     """One party. A context manager; `first` is what it is told to begin with."""
 
     def __init__(self, python: Sequence[str], role: str, first: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ class Process:
     def wake(self) -> None:
         self._process.send_signal(signal.SIGCONT)
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> PartyProcess:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:

@@ -21,7 +21,7 @@ from kvcluster.core.reasons import Loss
 from kvcluster.errors import KVClusterError
 from kvcluster.pages import checksum, codec
 from kvcluster.runtime.auth import Authenticator
-from kvcluster.runtime.server import Gate, Server, unary_handlers
+from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
 from kvcluster.testing.cluster import MemoryCluster
 from kvcluster.transport.arrivals import Arrivals
 from kvcluster.transport.choice import own_attempts
@@ -58,7 +58,7 @@ def connect(path: str, work: Work, at: Any) -> Path:
     return _Transported(_OPEN[path](at[path], None), GrpcPages(at["grpc"], None), work, Epoch(at["epoch"]))
 
 
-class _Source:
+class _BenchSource:
     """A store's pages, straight out of the client's memory."""
 
     def __init__(self, work: Work, namespace: NamespaceId, keys: Sequence[PageKey], first: int) -> None:
@@ -158,7 +158,7 @@ class _Transported:
         new = self._new[share.start : share.stop]
         wait_ns = _CALL_MS * 1_000_000
         request = WriteRequest(self._namespace, self._next_attempt(), self._epoch, new, wait_ns)
-        source = _Source(self._work, self._namespace, self._keys[share.start : share.stop], share.start)
+        source = _BenchSource(self._work, self._namespace, self._keys[share.start : share.stop], share.start)
         outcome = self._path.write(request, source, self._deadline())
         if outcome != [Written.COMMITTED] * len(share):
             raise KVClusterError(f"a store of {len(share)} pages ended as {outcome[0]} and the like")
@@ -189,7 +189,7 @@ def serve(paths: Sequence[str], work: Work) -> Iterator[dict[str, Any]]:
             return authenticator.caller(token).tenant
 
         handlers = unary_handlers(SHARD, gate, host.ask) | page_handlers(host, lambda c: gate.caller(c).tenant)
-        servers: dict[str, Any] = {"grpc": Server(handlers, "127.0.0.1", 0, threads=16)}
+        servers: dict[str, Any] = {"grpc": GrpcServer(handlers, "127.0.0.1", 0, threads=16)}
         if "tcp" in paths:
             servers["tcp"] = TcpServer(host, tenant_of, "127.0.0.1")
         if "shm" in paths:

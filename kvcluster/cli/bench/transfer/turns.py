@@ -21,7 +21,7 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from kvcluster.cli.bench.transfer.party import Work, warm_memory
-from kvcluster.cli.bench.transfer.processes import OWN_PYTHON, CpuClock, PartyError, Process, python_of
+from kvcluster.cli.bench.transfer.processes import OWN_PYTHON, CpuClock, PartyError, PartyProcess, python_of
 
 LOAD, STORE = "load", "store"
 FLOOR, TRANSPORT, WHOLE, PEER = "floor", "transport", "whole", "peer"
@@ -42,7 +42,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TurnsPlan:
     """What is measured. `moved_bytes`: by each client, in each load and each store. `swept_bytes`: of something else,
     which the caches hold before each of them."""
 
@@ -74,7 +74,7 @@ class _Samples:
     cpu_ns: int = 0
 
 
-def run(plan: Plan) -> Figures:
+def run(plan: TurnsPlan) -> Figures:
     """Measures everything, one page size after the other. Raises PartyError where a path of our own fails."""
     figures = Figures()
     for page_bytes in plan.sizes:
@@ -92,16 +92,16 @@ def run(plan: Plan) -> Figures:
 class _Stage:
     """The parties of one page size, and their turns."""
 
-    def __init__(self, plan: Plan, page_bytes: int, figures: Figures, house: ExitStack) -> None:
+    def __init__(self, plan: TurnsPlan, page_bytes: int, figures: Figures, house: ExitStack) -> None:
         self._plan = plan
         self._figures = figures
         self._house = house
         self._work = Work(page_bytes, max(1, plan.moved_bytes // page_bytes), max(plan.clients))
         self._lanes: list[Lane] = [lane for lane in plan.lanes if lane.path not in figures.left_out]
-        self._servers: dict[Lane, Process] = {}
+        self._servers: dict[Lane, PartyProcess] = {}
         self._served: dict[Lane, dict[str, Any]] = {}  # what each said at its start
         self._serving: dict[Lane, list[CpuClock]] = {}
-        self._clients: dict[Lane, list[tuple[Process, CpuClock]]] = {}
+        self._clients: dict[Lane, list[tuple[PartyProcess, CpuClock]]] = {}
         self._batches = count(1)
         self._scratch = warm_memory(plan.swept_bytes)
 
@@ -176,11 +176,11 @@ class _Stage:
     def _sweep(self) -> None:
         xxh3_64_intdigest(self._scratch)
 
-    def _check(self, lane: Lane, clients: Sequence[Process], batch: int) -> None:
+    def _check(self, lane: Lane, clients: Sequence[PartyProcess], batch: int) -> None:
         if not all(answer["same"] for answer in self._each(clients, do="check", path=lane.path, batch=batch)):
             raise PartyError("what was loaded is not what was stored")
 
-    def _each(self, clients: Sequence[Process], **order: Any) -> list[dict[str, Any]]:
+    def _each(self, clients: Sequence[PartyProcess], **order: Any) -> list[dict[str, Any]]:
         for client in clients:
             client.send(order)
         return [client.answer() for client in clients]
@@ -204,19 +204,19 @@ class _Stage:
             return
         together = [each for each in self._lanes if each == lane or (lane.level != PEER and each.driver == lane.driver)]
         first = {"driver": lane.driver, "paths": [each.path for each in together], "work": self._told()}
-        server = self._house.enter_context(Process(self._python(lane), "serve", first))
+        server = self._house.enter_context(PartyProcess(self._python(lane), "serve", first))
         served = server.answer()
         for each in together:
             self._servers[each], self._served[each] = server, served
 
-    def _start_clients(self, python: Sequence[str]) -> list[Process]:
+    def _start_clients(self, python: Sequence[str]) -> list[PartyProcess]:
         works = [{"work": self._told() | {"client": number}} for number in range(self._work.clients)]
-        clients = [self._house.enter_context(Process(python, "client", work)) for work in works]
+        clients = [self._house.enter_context(PartyProcess(python, "client", work)) for work in works]
         for client in clients:
             client.answer()
         return clients
 
-    def _open(self, lane: Lane, clients: list[Process]) -> None:
+    def _open(self, lane: Lane, clients: list[PartyProcess]) -> None:
         served = self._served[lane]
         self._each(clients, do="open", driver=lane.driver, path=lane.path, at=served["at"])
         self._each(clients, do="store", path=lane.path, batch=0)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 from kvcluster.core.announcer import Announcer
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.directory import Directory
-from kvcluster.core.eviction import LRU, LRU_DEPTH_BITS, Verdict
+from kvcluster.core.eviction_queue import EvictionQueue
 from kvcluster.core.evictor import Evictor
 from kvcluster.core.grants import Grants
 from kvcluster.core.intake import Intake
+from kvcluster.core.members import Membership
 from kvcluster.core.messages import Persist, Tick
+from kvcluster.core.order_stream import OrderStream
 from kvcluster.core.orders import Orders
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.stream import ReportCursor
+from kvcluster.eviction.lru import DEPTH_BITS, LRU
 from kvcluster.testing.core_process import CoreProcess
 from kvcluster.testing.sim.bugs.planting import Patch, planted
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
@@ -54,14 +58,14 @@ def lost_shard_named() -> list[Patch]:
 @planted
 def evicts_while_rebuilding() -> list[Patch]:
     """A coordinator that knows only some shards orders evictions."""
-    original = Intake._settle_orders
+    original = Intake._give_orders
 
-    def settle(self: Intake, m: Any, member: Any, now: int) -> None:
+    def give(self: Intake, m: Any, member: Any, now: int) -> None:
         until, self._state.rebuild_until = self._state.rebuild_until, None
         original(self, m, member, now)
         self._state.rebuild_until = until
 
-    return [(Intake, "_settle_orders", settle)]
+    return [(Intake, "_give_orders", give)]
 
 
 @planted
@@ -108,19 +112,40 @@ def drained_too_early() -> list[Patch]:
 @planted
 def evicts_what_is_promised() -> list[Patch]:
     """An order takes blocks that are held for a load, or that an operator has pinned."""
-    original = Evictor._verdict
+    return [(Evictor, "_spares", lambda self, record, now: False)]
 
-    def verdict(self: Evictor, *arguments: Any) -> Verdict:
-        found = original(self, *arguments)
-        return Verdict.TAKE if found is Verdict.SPARE else found
 
-    return [(Evictor, "_verdict", verdict)]
+@planted
+def order_number_used_again() -> list[Patch]:
+    """Orders are counted from those that have not ended, so that the next has the number of one that has."""
+    original = OrderStream.give
+
+    def give(self: OrderStream, make: Any) -> None:
+        self._numbers = count(len(self) + 1)
+        original(self, make)
+
+    return [(OrderStream, "give", give)]
+
+
+@planted
+def order_numbers_begin_anew() -> list[Patch]:
+    """The orders to a shard are counted from 1 again when it tells anew what it holds, though it counts on."""
+    original = Membership.admit
+
+    def admit(self: Membership, info: Any, now: int) -> Any:
+        self._order_numbers = count(1)
+        return original(self, info, now)
+
+    return [(Membership, "admit", admit)]
 
 
 @planted
 def roots_go_first() -> list[Patch]:
-    """Of blocks that are equally cold, those at the beginning of a conversation are evicted before its end."""
-    return [(LRU, "score", lambda self, *, stamp, depth: stamp << LRU_DEPTH_BITS | depth)]
+    """A block that others follow may be evicted; of equally cold ones the beginning of a conversation goes first."""
+    return [
+        (EvictionQueue, "_is_leaf", staticmethod(lambda state: state % 2 == 1)),
+        (LRU, "score", lambda self, block, now: block.stamp << DEPTH_BITS | block.depth),
+    ]
 
 
 @planted

@@ -8,7 +8,8 @@ from typing import Any
 
 from kvcluster.core.intake import Intake
 from kvcluster.core.leases import LeaseBook
-from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, PinGrant
+from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, OrderProgress, PinGrant
+from kvcluster.core.order_stream import OrderCursor
 from kvcluster.core.pool import PageAction, PagePool, PageState
 from kvcluster.core.reading import Reading
 from kvcluster.core.reasons import Loss
@@ -42,6 +43,24 @@ def no_coordinator_fence() -> list[Patch]:
         return hear(self, replace(m, coordinator=min(m.coordinator, self._state.epoch)), now)
 
     return [(Uplink, "answered", heed), (Intake, "_hear", hear_all)]
+
+
+@planted
+def acknowledged_before_accepted() -> list[Patch]:
+    """A shard notes the numbers of all orders of an answer, and then finds none among them that is new."""
+    original = OrderCursor.accept
+
+    def accept(self: OrderCursor, orders: Any) -> Any:
+        self._accepted = max([self._accepted, *(order.number for order in orders)])
+        return original(self, orders)
+
+    return [(OrderCursor, "accept", accept)]
+
+
+@planted
+def ended_when_accepted() -> list[Patch]:
+    """A shard tells of an order that runs as of one that has ended."""
+    return [(OrderCursor, "progress", property(lambda self: OrderProgress(self._accepted)))]
 
 
 @planted

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from kvcluster.engines.ray_serve import whereabouts
+from kvcluster.client.bounded_calls import LIMIT
+from kvcluster.engines.ray_serve import prefix_locator
 from kvcluster.engines.ray_serve.policy import Stretch
+from kvcluster.engines.ray_serve.prefix_locator import THREADS, LocateOutcome, PrefixLocation, PrefixLocator
 from kvcluster.engines.ray_serve.prompts import Prompt
-from kvcluster.engines.ray_serve.settings import Settings
-from kvcluster.engines.ray_serve.whereabouts import MOST, THREADS, Answer, Outcome, Whereabouts
+from kvcluster.engines.ray_serve.settings import RouterSettings
 from tests.cli.served import Served
 from tests.client.build import BLOCK, SPEC, prompt, spec_of
 from tests.engines.ray_serve.build import save_tokenizer, store
@@ -45,10 +46,10 @@ def served() -> Iterator[Served]:
 
 
 @contextmanager
-def looking(address: str, ready: bool = True, **settings: Any) -> Iterator[Whereabouts]:
+def looking(address: str, ready: bool = True, **settings: Any) -> Iterator[PrefixLocator]:
     said: list[str] = []
-    given = Settings(address=address, **{"model": SPEC.model, **PATIENT, **settings})
-    with closing(Whereabouts(given, said.append)) as where:
+    given = RouterSettings(address=address, **{"model": SPEC.model, **PATIENT, **settings})
+    with closing(PrefixLocator(given, said.append)) as where:
         where.start()
         if ready:
             eventually(lambda: where.ready or said)
@@ -56,20 +57,20 @@ def looking(address: str, ready: bool = True, **settings: Any) -> Iterator[Where
         yield where
 
 
-def find(where: Whereabouts, **prompt: Any) -> Answer:
+def find(where: PrefixLocator, **prompt: Any) -> PrefixLocation:
     return asyncio.run(where.find(Prompt(**prompt)))
 
 
-def found(blocks: int) -> Answer:
-    return Answer(Outcome.FOUND, (Stretch(blocks, (HOST,)),))
+def found(blocks: int) -> PrefixLocation:
+    return PrefixLocation(LocateOutcome.FOUND, (Stretch(blocks, (HOST,)),))
 
 
 def test_the_leading_cached_blocks_are_found_with_their_host(served: Served) -> None:
     with looking(served.coordinator) as where:
         assert find(where, tokens=CACHED) == found(6)
         assert find(where, tokens=CACHED[: 3 * BLOCK] + prompt(3, seed=2)) == found(3)
-        assert find(where, tokens=prompt(3, seed=2)) == Answer(Outcome.NOTHING)
-        assert find(where, tokens=CACHED[: BLOCK - 1]) == Answer(Outcome.SHORT)
+        assert find(where, tokens=prompt(3, seed=2)) == PrefixLocation(LocateOutcome.NOTHING)
+        assert find(where, tokens=CACHED[: BLOCK - 1]) == PrefixLocation(LocateOutcome.SHORT)
 
 
 def test_of_a_long_prompt_only_the_beginning_is_looked_for(served: Served) -> None:
@@ -81,7 +82,7 @@ def test_what_is_salted_is_found_with_its_salt_alone(served: Served) -> None:
     salted = prompt(2, seed=3)
     store(served.coordinator, SPEC, salted, salt=b"mine")
     with looking(served.coordinator) as where:
-        assert find(where, tokens=salted) == Answer(Outcome.NOTHING)
+        assert find(where, tokens=salted) == PrefixLocation(LocateOutcome.NOTHING)
         assert find(where, tokens=salted, salt=b"mine") == found(2)
 
 
@@ -112,7 +113,7 @@ def test_an_adapters_blocks_are_found_by_its_content_alone(served: Served) -> No
     with looking(served.coordinator, model="tuned", adapter="sha256:9") as where:
         assert find(where, tokens=CACHED) == found(6)
     with looking(served.coordinator, model="tuned", ready=False) as where:
-        assert find(where, tokens=CACHED) == Answer(Outcome.UNKNOWN)
+        assert find(where, tokens=CACHED) == PrefixLocation(LocateOutcome.UNKNOWN)
 
 
 def test_text_is_looked_for_as_its_tokens(served: Served, tmp_path: Path) -> None:
@@ -122,21 +123,21 @@ def test_text_is_looked_for_as_its_tokens(served: Served, tmp_path: Path) -> Non
         tokens = where._tokens.of(Prompt(text=text), 1_000)
         store(served.coordinator, SPEC, tokens)
         assert find(where, text=text) == found(len(tokens) // BLOCK)
-        assert find(where, messages=[{"role": "user", "content": text}]) == Answer(Outcome.NOTHING)
+        assert find(where, messages=[{"role": "user", "content": text}]) == PrefixLocation(LocateOutcome.NOTHING)
     with looking(served.coordinator) as where:
-        assert find(where, text=text) == Answer(Outcome.NO_TOKENS)
+        assert find(where, text=text) == PrefixLocation(LocateOutcome.NO_TOKENS)
 
 
 def test_a_model_that_nobody_serves_yet_is_unknown_until_somebody_does(served: Served) -> None:
     with looking(served.coordinator, ready=False, model="late") as where:
-        assert find(where, tokens=CACHED) == Answer(Outcome.UNKNOWN)
+        assert find(where, tokens=CACHED) == PrefixLocation(LocateOutcome.UNKNOWN)
         store(served.coordinator, spec_of(model="late"), CACHED)
         eventually(lambda: find(where, tokens=CACHED) == found(6))
 
 
 def test_a_router_starts_without_a_coordinator_and_nobody_waits() -> None:
     with looking(f"127.0.0.1:{free_port()}", ready=False) as where:
-        assert find(where, tokens=CACHED) == Answer(Outcome.UNKNOWN)
+        assert find(where, tokens=CACHED) == PrefixLocation(LocateOutcome.UNKNOWN)
 
 
 class Held:
@@ -157,7 +158,7 @@ def test_text_that_takes_too_long_is_given_up_and_says_nothing_of_the_coordinato
     with looking(served.coordinator, patience_ms=500, text_ms=0) as where:
         where._tokens = held  # type: ignore[assignment]
         outcomes = [find(where, text="Once").outcome for _ in range(THREADS + 2)]
-        assert outcomes == [Outcome.LONG] * THREADS + [Outcome.BUSY] * 2
+        assert outcomes == [LocateOutcome.LONG] * THREADS + [LocateOutcome.BUSY] * 2
         held.go.set()
         eventually(lambda: find(where, tokens=CACHED) == found(6))
 
@@ -167,14 +168,14 @@ def test_one_question_too_many_is_answered_at_once(served: Served) -> None:
     with looking(served.coordinator) as where:
         where._tokens = held  # type: ignore[assignment]
 
-        async def all_of_them() -> list[Answer]:
-            asked = {asyncio.ensure_future(where.find(Prompt(text="Once"))) for _ in range(MOST + 1)}
+        async def all_of_them() -> list[PrefixLocation]:
+            asked = {asyncio.ensure_future(where.find(Prompt(text="Once"))) for _ in range(LIMIT + 1)}
             at_once, others = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-            assert [one.result() for one in at_once] == [Answer(Outcome.BUSY)]
+            assert [one.result() for one in at_once] == [PrefixLocation(LocateOutcome.BUSY)]
             held.go.set()
             return await asyncio.gather(*others)
 
-        assert asyncio.run(all_of_them()) == [found(6)] * MOST
+        assert asyncio.run(all_of_them()) == [found(6)] * LIMIT
 
 
 @contextmanager
@@ -196,7 +197,7 @@ def test_a_coordinator_that_hangs_costs_two_requests_their_patience_until_it_is_
         eventually(lambda: find(where, tokens=CACHED) == found(6))
         send(signal.SIGSTOP)
         outcomes = [find(where, tokens=CACHED).outcome for _ in range(4)]
-        assert outcomes == [Outcome.LATE, Outcome.LATE, Outcome.AWAY, Outcome.AWAY]
+        assert outcomes == [LocateOutcome.LATE, LocateOutcome.LATE, LocateOutcome.AWAY, LocateOutcome.AWAY]
         send(signal.SIGCONT)
         eventually(lambda: find(where, tokens=CACHED) == found(6))
 
@@ -210,8 +211,8 @@ def test_who_tries_whether_it_is_back_gives_it_longer(served: Served, monkeypatc
             return ask(*given)
 
         monkeypatch.setattr(where._control, "ask", slowly)
-        eventually(lambda: find(where, tokens=CACHED).outcome is Outcome.AWAY)
-        eventually(lambda: find(where, tokens=CACHED).outcome is Outcome.LATE)  # somebody waited again
+        eventually(lambda: find(where, tokens=CACHED).outcome is LocateOutcome.AWAY)
+        eventually(lambda: find(where, tokens=CACHED).outcome is LocateOutcome.LATE)  # somebody waited again
 
 
 def test_text_waits_for_no_tokenizer_while_the_coordinator_hangs() -> None:
@@ -220,7 +221,7 @@ def test_text_waits_for_no_tokenizer_while_the_coordinator_hangs() -> None:
         where._tokens = held  # type: ignore[assignment]
         send(signal.SIGSTOP)
         outcomes = [find(where, text="Once").outcome for _ in range(3)]
-        assert outcomes == [Outcome.LATE, Outcome.LATE, Outcome.AWAY]
+        assert outcomes == [LocateOutcome.LATE, LocateOutcome.LATE, LocateOutcome.AWAY]
         assert not held.go.is_set()
         send(signal.SIGCONT)
         held.go.set()
@@ -231,12 +232,12 @@ def test_a_coordinator_that_is_killed_is_soon_left_alone() -> None:
     with apart() as (address, send), looking(address) as where:
         assert find(where, tokens=CACHED) == found(6)
         send(signal.SIGKILL)
-        eventually(lambda: find(where, tokens=CACHED) == Answer(Outcome.AWAY))
+        eventually(lambda: find(where, tokens=CACHED) == PrefixLocation(LocateOutcome.AWAY))
 
 
 def test_a_mistake_of_ours_is_said_once_and_answered(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    where = Whereabouts(Settings(address=served.coordinator, model=SPEC.model, **PATIENT), said.append)
+    where = PrefixLocator(RouterSettings(address=served.coordinator, model=SPEC.model, **PATIENT), said.append)
     with closing(where):
         where.start()
         eventually(lambda: where.ready)
@@ -244,6 +245,6 @@ def test_a_mistake_of_ours_is_said_once_and_answered(served: Served, monkeypatch
         def broken(*_: object) -> None:
             raise ZeroDivisionError("oops")
 
-        monkeypatch.setattr(whereabouts, "prompt_hashes", broken)
-        assert [find(where, tokens=CACHED).outcome for _ in range(2)] == [Outcome.FAILED] * 2
+        monkeypatch.setattr(prefix_locator, "prompt_hashes", broken)
+        assert [find(where, tokens=CACHED).outcome for _ in range(2)] == [LocateOutcome.FAILED] * 2
     assert said == ["routes without knowing where prefixes lie: ZeroDivisionError: oops"]

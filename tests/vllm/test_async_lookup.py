@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from kvcluster.client.bounded_calls import LIMIT, OPEN_NS, Call
 from kvcluster.client.client import Client
+from kvcluster.client.ticket import Ticket
 from kvcluster.core.messages import CoordinatorMessage, PrepareLoad
 from kvcluster.core.reasons import Miss, MissReason
-from kvcluster.engines.vllm.lookups import MOST, Ask, Lookup, Lookups, Outcome
+from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups, LookupAnswer, PendingLookup
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.seam import Trouble
@@ -21,8 +23,7 @@ from tests.client.conftest import Start
 TOKENS = prompt(4)
 MS = 1_000_000
 PATIENCE = 250 * MS
-OPEN = 500 * MS
-"""For so long nobody is kept waiting after two failures."""
+LOST = Trouble(Miss(MissReason.SHARD_LOST, "gone"))
 
 
 class Bench:
@@ -35,32 +36,40 @@ class Bench:
         assert self.client.store(TOKENS, kv(4)).blocks == 4
         assert self.client.flush()
         self.hashes = self.client.hashes(TOKENS)
-        self.lookups = Lookups(PATIENCE)
+        self.lookups = AsyncLookups(PATIENCE)
         stack.callback(self.lookups.close)
         self.now = 1_000_000 * MS
 
     def ask(self) -> Any:
         return self.client, self.hashes, ""
 
-    def begin(self, ask: Ask | None = None) -> Lookup:
+    def begin(self, ask: Ask | None = None) -> PendingLookup:
         begun = self.lookups.begin(ask or self.ask, self.now)
-        assert isinstance(begun, Lookup), begun
+        assert isinstance(begun, Call), begun
         return begun
 
-    def look(self, lookup: Lookup) -> Outcome:
+    def look(self, lookup: PendingLookup) -> LookupAnswer | None:
         return self.lookups.look(lookup, self.now)
 
-    def heard(self, lookup: Lookup) -> Outcome:
-        """How it stands once it is answered."""
-        assert lookup._answered.wait(BOUND_S)
-        return self.look(lookup)
+    def heard(self, lookup: PendingLookup) -> LookupAnswer:
+        """The answer, once it is there."""
+        lookup.done.result(BOUND_S)
+        answer = self.look(lookup)
+        assert answer is not None
+        return answer
+
+    def granted(self, lookup: PendingLookup) -> Ticket:
+        """The ticket that the lookup came to, once it is there."""
+        ticket = self.heard(lookup).ticket
+        assert ticket is not None
+        return ticket
 
     def fail(self, times: int = 2) -> None:
-        """Lookups that nobody answers in time, one after the other."""
+        """Lookups that the coordinator does not answer, one after the other."""
         for _ in range(times):
-            lookup = self.begin(_raises(Trouble(Miss(MissReason.SHARD_LOST, "gone"))))
-            assert self.heard(lookup) is Outcome.NOTHING
-            self.lookups.end(lookup)
+            lookup = self.begin(_raises(LOST))
+            assert self.heard(lookup).ticket is None
+            lookup.leave()
 
     def hold(self) -> Hold:
         """The coordinator's answers to lookups stay away until the test lets them go."""
@@ -91,43 +100,43 @@ def test_a_lookup_is_pending_until_it_is_answered(bench: Bench) -> None:
     hold = bench.hold()
     lookup = bench.begin()
     hold.wait_reached()
-    assert bench.look(lookup) is Outcome.PENDING
+    assert bench.look(lookup) is None
     hold.let_go()
-    assert bench.heard(lookup) is Outcome.ANSWERED
-    assert lookup.ticket is not None
-    assert (lookup.ticket.blocks, list(lookup.hashes), lookup.miss) == (4, bench.hashes, None)
-    assert bench.look(lookup) is Outcome.ANSWERED, "it may be looked at again"
-    bench.lookups.end(lookup)
+    answer = bench.heard(lookup)
+    assert (bench.granted(lookup).blocks, list(answer.hashes), answer.miss) == (4, bench.hashes, None)
+    assert bench.look(lookup) == answer, "it may be looked at again"
+    lookup.leave()
     bench.cluster.wait_until_idle(BOUND_S)
 
 
 def test_what_it_prepares_is_for_all_ranks(bench: Bench) -> None:
     lookup = bench.begin()
-    assert bench.heard(lookup) is Outcome.ANSWERED
-    assert lookup.ticket is not None
-    assert lookup.ticket.body.need.parts == (SPEC.whole(0),)
+    assert bench.granted(lookup).body.need.parts == (SPEC.whole(0),)
+    lookup.leave()
 
 
 def test_to_find_nothing_is_an_answer(bench: Bench) -> None:
     others = bench.client.hashes(prompt(3, seed=9))
     for _ in range(3):
         lookup = bench.begin(lambda: (bench.client, others, ""))
-        assert bench.heard(lookup) is Outcome.ANSWERED
-        assert lookup.ticket is not None and lookup.ticket.blocks == 0
-        assert lookup.miss is not None and lookup.miss.reason is MissReason.NEVER_SEEN
+        assert bench.granted(lookup).blocks == 0
+        miss = bench.heard(lookup).miss
+        assert miss is not None and miss.reason is MissReason.NEVER_SEEN
     assert bench.lookups.healthy
 
 
 def test_a_request_waits_no_longer_than_its_patience(bench: Bench) -> None:
     hold = bench.hold()
     lookup = bench.begin()
+    hold.wait_reached()
     bench.now += PATIENCE - 1
-    assert bench.look(lookup) is Outcome.PENDING
+    assert bench.look(lookup) is None
     bench.now += 1
-    assert bench.look(lookup) is Outcome.NOTHING
-    assert lookup.miss is not None and lookup.miss.reason is MissReason.DEADLINE
+    answer = bench.look(lookup)
+    assert answer is not None and answer.ticket is None
+    assert answer.miss is not None and answer.miss.reason is MissReason.DEADLINE
     assert bench.lookups.healthy, "one may be the engine's own, that had no time to hear"
-    bench.lookups.end(lookup)
+    lookup.leave()
     hold.let_go()
     bench.cluster.wait_until_idle(BOUND_S)
 
@@ -138,18 +147,18 @@ def test_an_answer_that_comes_late_gives_its_ticket_back(bench: Bench) -> None:
     hold.wait_reached()
     assert not bench.cluster.idle(), "the coordinator has granted it"
     bench.now += PATIENCE
-    assert bench.look(lookup) is Outcome.NOTHING
-    bench.lookups.end(lookup)
+    assert bench.look(lookup) is not None
+    lookup.leave()
     hold.let_go()
     bench.cluster.wait_until_idle(BOUND_S)
-    assert lookup.ticket is None
+    assert lookup.result is None
 
 
 def test_an_answer_that_nobody_came_for_gives_its_ticket_back(bench: Bench) -> None:
     lookup = bench.begin()
-    assert lookup._answered.wait(BOUND_S)
+    lookup.done.result(BOUND_S)
     assert not bench.cluster.idle()
-    bench.lookups.end(lookup)
+    lookup.leave()
     bench.cluster.wait_until_idle(BOUND_S)
 
 
@@ -158,8 +167,8 @@ def test_an_answer_that_nobody_came_for_gives_its_ticket_back(bench: Bench) -> N
 )
 def test_whatever_befalls_a_lookup_its_request_hears_of_it(bench: Bench, error: BaseException) -> None:
     lookup = bench.begin(_raises(error))
-    assert bench.heard(lookup) is Outcome.NOTHING
-    assert lookup.miss is not None
+    answer = bench.heard(lookup)
+    assert answer.ticket is None and answer.miss is not None
 
 
 def test_after_two_failures_nobody_is_kept_waiting(bench: Bench) -> None:
@@ -175,38 +184,38 @@ def test_after_two_failures_nobody_is_kept_waiting(bench: Bench) -> None:
 def test_an_answer_in_between_forgets_the_failure(bench: Bench) -> None:
     for _ in range(3):
         bench.fail(1)
-        assert bench.heard(bench.begin()) is Outcome.ANSWERED
+        assert bench.granted(bench.begin())
     assert bench.lookups.healthy
 
 
 def test_a_probe_that_keeps_nobody_waiting_finds_that_the_cluster_is_back(bench: Bench) -> None:
     bench.fail()
-    bench.now += OPEN
+    bench.now += OPEN_NS
     hold = bench.hold()
     probe = bench.begin()
-    assert bench.look(probe) is Outcome.NOTHING, "its request goes on at once"
-    bench.lookups.end(probe)
+    assert bench.look(probe) is not None, "its request goes on at once"
+    probe.leave()
     assert isinstance(bench.lookups.begin(bench.ask, bench.now), Miss), "one is enough"
     hold.wait_reached()
     hold.let_go()
-    assert probe._answered.wait(BOUND_S)
+    probe.done.result(BOUND_S)
     assert not bench.lookups.healthy
     bench.lookups.tend(bench.now)
     assert bench.lookups.healthy
     bench.port.after = lambda message: None
-    assert bench.heard(bench.begin()) is Outcome.ANSWERED
+    assert bench.granted(bench.begin())
     # The probe's own ticket has gone, which the bill says that is settled when the last lookup is closed.
 
 
 def test_a_probe_that_fails_doubles_the_time_until_the_next(bench: Bench) -> None:
     bench.fail()
-    bench.now += OPEN
+    bench.now += OPEN_NS
     bench.fail(1)
     bench.lookups.tend(bench.now)
-    bench.now += OPEN
+    bench.now += OPEN_NS
     assert isinstance(bench.lookups.begin(bench.ask, bench.now), Miss)
-    bench.now += OPEN
-    assert isinstance(bench.lookups.begin(bench.ask, bench.now), Lookup)
+    bench.now += OPEN_NS
+    assert isinstance(bench.lookups.begin(bench.ask, bench.now), Call)
 
 
 def test_a_late_answer_says_nothing_of_the_coordinator_as_it_is_now(bench: Bench) -> None:
@@ -215,27 +224,28 @@ def test_a_late_answer_says_nothing_of_the_coordinator_as_it_is_now(bench: Bench
     hold.wait_reached()
     bench.now += PATIENCE
     bench.look(late)
-    bench.lookups.end(late)
+    late.leave()
     bench.fail(1)
     assert not bench.lookups.healthy
     hold.let_go()
-    assert late._answered.wait(BOUND_S)
+    late.done.result(BOUND_S)
     bench.lookups.tend(bench.now)
     assert not bench.lookups.healthy
 
 
 def test_so_many_are_under_way_at_most(bench: Bench) -> None:
     hold = bench.hold()
-    lookups = [bench.begin() for _ in range(MOST)]
+    lookups = [bench.begin() for _ in range(LIMIT)]
     assert bench.lookups.begin(bench.ask, bench.now) is None
-    bench.lookups.end(lookups[0])
+    lookups[0].leave()
     assert bench.lookups.begin(bench.ask, bench.now) is None, "it is asked still"
     hold.let_go()
-    assert all(lookup._answered.wait(BOUND_S) for lookup in lookups)
+    for lookup in lookups:
+        lookup.done.result(BOUND_S)
     bench.lookups.tend(bench.now)
     bench.begin()
     for lookup in lookups:
-        bench.lookups.end(lookup)
+        lookup.leave()
 
 
 def test_closed_in_the_midst_no_ticket_is_left(bench: Bench) -> None:
@@ -245,7 +255,7 @@ def test_closed_in_the_midst_no_ticket_is_left(bench: Bench) -> None:
     bench.lookups.close()
     hold.let_go()
     bench.cluster.wait_until_idle(BOUND_S)
-    assert all(lookup.ticket is None for lookup in lookups)
+    assert all(lookup.result is None for lookup in lookups)
 
 
 def test_prompts_are_hashed_on_the_lookups_own_thread(bench: Bench) -> None:
@@ -259,8 +269,8 @@ def test_prompts_are_hashed_on_the_lookups_own_thread(bench: Bench) -> None:
 
     lookup = bench.begin(ask)
     hold.wait_reached()
-    assert bench.look(lookup) is Outcome.PENDING and not asked
+    assert bench.look(lookup) is None and not asked
     hold.let_go()
-    assert bench.heard(lookup) is Outcome.ANSWERED
-    bench.lookups.end(lookup)
+    assert bench.granted(lookup)
+    lookup.leave()
     assert len(TOKENS) == 4 * BLOCK

@@ -1,0 +1,65 @@
+"""What the coordinator can tell an eviction policy of a block: its bytes, what it costs to compute again, whose it is.
+
+**The cost of computing a block again** is an estimate in *token-layers*: the work of one token in one layer of the
+model, without attention. A block of T tokens in n layers costs T * n of them, and its attention on top, which grows
+with the context before it: attention over CROSSOVER_TOKENS tokens of context is as much work again as all the rest of
+a layer. So a block costs
+
+    the sum over its groups of  block_tokens * layers * (1 + context_tokens / CROSSOVER_TOKENS)
+
+where the context is the tokens before the block; at most the window in a group that has one, and none in a group of
+recurrent state (`last`). It is counted in thousandths and rounded down.
+
+What the coordinator does not know does not come in: a spec names no width of the model, number of query heads, experts,
+or speed of a GPU. So blocks of one model compare well, and a token-layer of a large model counts as one of a small.
+"""
+
+from __future__ import annotations
+
+from kvcluster.core.directory import Directory, Space
+from kvcluster.core.index import BlockRecord
+from kvcluster.core.messages import Tier
+from kvcluster.core.spec import KVSpec
+from kvcluster.eviction import Block
+
+CROSSOVER_TOKENS = 32_768
+"""A dense layer of width h takes about 24 h^2 operations a token, and attention over n tokens 4 n h. They are equal at
+n = 6 h, which is 24,576 tokens at h = 4,096 (models of 8 billion parameters) and 49,152 at h = 8,192 (70 billion)."""
+
+
+_THOUSANDTHS = 1_000
+
+
+def recompute_cost(spec: KVSpec, depth: int) -> int:
+    """Thousandths of a token-layer that computing the block at that depth takes, its prefix being there."""
+    before = depth * spec.block_tokens
+    total = 0
+    for group in spec.groups:
+        context = {"prefix": before, "window": min(before, group.reuse.tokens), "last": 0}[group.reuse.kind]
+        total += len(group.layers) * (CROSSOVER_TOKENS + context)
+    return spec.block_tokens * total * _THOUSANDTHS // CROSSOVER_TOKENS
+
+
+class BlockFacts:
+    """The Facts (kvcluster/eviction) of the records that lie in one tier of the shard with that slot."""
+
+    def __init__(self, directory: Directory, slot: int, tier: Tier) -> None:
+        self._directory = directory
+        self._slot = slot
+        self._tier = tier
+
+    def nbytes(self, block: Block) -> int:
+        assert isinstance(block, BlockRecord)
+        return self._directory.bytes_on(block, self._slot, self._tier) or 1
+
+    def recompute(self, block: Block) -> int:
+        return recompute_cost(self._space(block).spec, block.depth)
+
+    def tenant(self, block: Block) -> str:
+        return self._space(block).tenant
+
+    def _space(self, block: Block) -> Space:
+        assert isinstance(block, BlockRecord)
+        space = self._directory.known(block.space)
+        assert space is not None, "a record of a namespace that is not known"
+        return space

@@ -1,0 +1,16 @@
+"""What names a page within a namespace."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.spec import Part
+
+
+class PageKey(NamedTuple):
+    """One block's bytes of one group and part."""
+
+    hash: BlockHash
+    group: int
+    part: Part

@@ -1,0 +1,103 @@
+"""Carries out pull orders: copies pages from another shard, one order after the other.
+
+The shard reserves the pages under a write lease of its own and the shell fills them (Fetch). The Commit or Abort of
+that lease ends the order, as for any writer. An order that comes while another runs waits: the shell fetches for one at
+a time, and the lease of a second would run out meanwhile. One that comes while another waits takes its place: the
+coordinator gives one at a time, and has withdrawn what came before.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvcluster.core.ids import Attempt
+from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
+from kvcluster.core.messages import Effect, Fetch, PullOrder, Tombstone
+from kvcluster.core.order_stream import OrderCursor
+from kvcluster.core.pool import Page, PagePool
+from kvcluster.core.spaces import Spaces
+from kvcluster.core.withdrawal import Withdrawal
+
+
+class _Pull(NamedTuple):
+    order: PullOrder
+    attempt: Attempt
+
+
+class Puller:
+    """The pull under way, and the one that waits for its end."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        leases: LeaseBook,
+        spaces: Spaces,
+        own: OwnAttempts,
+        withdraw: Withdrawal,
+        cursor: OrderCursor,
+        counters: dict[str, int],
+    ) -> None:
+        self._pool = pool
+        self._leases = leases
+        self._spaces = spaces
+        self._own = own
+        self._withdraw = withdraw
+        self._cursor = cursor
+        self._counters = counters
+        self._running: _Pull | None = None
+        self._next: PullOrder | None = None
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """Under which pages are being pulled."""
+        return self._running.attempt if self._running is not None else None
+
+    def reset(self) -> None:
+        """Another coordinator gives the orders: what waits is not begun. What runs ends by itself."""
+        self._next = None
+
+    def take(self, order: PullOrder) -> None:
+        """A new order."""
+        self._drop_waiting()
+        self._next = order
+
+    def purge(self, stone: Tombstone) -> None:
+        """What the tombstone names is not begun: the source may not have heard of the purge."""
+        if self._next is not None and stone.names(self._next.tenant, self._next.spec):
+            self._drop_waiting()
+
+    def begin(self, now: int) -> list[Effect]:
+        """Begins the pull that waits, if none is under way. Where nothing of it is to be fetched, it has ended."""
+        if self._running is not None or self._next is None:
+            return []
+        order, self._next = self._next, None
+        effects = self._begin(order, now)
+        if not effects:
+            self._cursor.ended(order)
+        return effects
+
+    def ended(self, attempt: Attempt, committed: int = 0) -> None:
+        """The lease of this attempt has ended, perhaps that of a pull, with so many pages that came."""
+        if self._running is not None and self._running.attempt == attempt:
+            self._counters["pulled"] += committed
+            self._cursor.ended(self._running.order)
+            self._running = None
+
+    def _drop_waiting(self) -> None:
+        if self._next is not None:
+            self._cursor.ended(self._next)
+        self._next = None
+
+    def _begin(self, order: PullOrder, now: int) -> list[Effect]:
+        space = self._spaces.attach(order.tenant, order.spec)
+        if space is None:
+            return []
+        space.forget_unused(self._pool)
+        offers = [space.offer(self._pool, new, self._withdraw, order.codec, order.into) for new in order.pages]
+        pages = [offer for offer in offers if isinstance(offer, Page)]
+        if not pages:
+            return []
+        attempt = self._own.next()
+        self._leases.grant(attempt, LeaseKind.WRITE, list(pages), now)
+        self._running = _Pull(order, attempt)
+        return [Fetch(attempt, space.id, order.source, tuple(page.slot() for page in pages))]

@@ -1,0 +1,28 @@
+"""Least recently used first: what vLLM, SGLang and Mooncake do by default."""
+
+from __future__ import annotations
+
+from kvcluster.eviction.policy import Block, Facts
+
+DEPTH_BITS = 24
+"""As many as blocks of one token that the longest sequence has. What is deeper counts as equally deep."""
+
+
+class LRU:
+    """Least recently used first; at equal recency the deeper first.
+
+    A score is the stamp, shifted by DEPTH_BITS, plus the depth counted downwards: with stamps of 63 bits,
+    87 bits in all. The depth matters where a chain lies on several shards by turns, so that no block follows another.
+    """
+
+    falls = False
+
+    def __init__(self, facts: Facts | None = None) -> None:
+        pass
+
+    def score(self, block: Block, now: int) -> int:
+        deepest = (1 << DEPTH_BITS) - 1
+        return block.stamp << DEPTH_BITS | deepest - min(block.depth, deepest)
+
+    def taken(self, score: int, now: int) -> None:
+        pass

@@ -1,0 +1,127 @@
+"""One message holds up every other caller of its core, so each kind of message takes a bounded number of steps.
+
+Work is counted in lines of Python that are executed, which is the same on every machine. A cheap message is the unit: a
+load of one block, or a pin of one page. The worst instances and their states are those of worst.py. Where a limit is
+large, a part of it is stepped, and twice as much may take hardly more than twice as long.
+
+Work inside one line is not counted: the comparison of long integers in cover.py, or the copy of a tuple. `python -m
+tests.core.worst` shows that as time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import FrameType
+from typing import Any, get_args
+
+import pytest
+
+from kvcluster.core.messages import CoordinatorMessage, PrepareLoad, ShardMessage
+from tests.core import worst
+from tests.core.worst import COORDINATOR, OURS, SHARD, Step
+
+LARGE = 8_192
+"""Limits above this are stepped in part."""
+
+LINEAR = 2.3
+"""Twice as much takes at most so many times as long."""
+
+MOST = {
+    "attach": 15,
+    "prepare_load": 5_150,
+    "prepare_load_of_many_groups": 2_800,
+    "prepare_store": 650,
+    "renew_ticket": 250,
+    "end_ticket": 450,
+    "explain": 600,
+    "explain_with_failed_shards": 700,
+    "siblings": 300,
+    "get_namespaces": 20,
+    "register_engine": 25,
+    "get_engines": 65,
+    "set_weights": 75,
+    "pin_blocks": 2_000,
+    "unpin_blocks": 50,
+    "purge": 350,
+    "drain": 250,
+    "set_policy": 1,
+    "get_status": 20,
+    "report": 2_000,
+    "report_of_pieces": 7_500,
+    "report_of_a_target": 1_050,
+    "report_of_a_draining_shard": 500,
+    "inventory": 2_000,
+    "retell": 15,
+    "coordinator_tick": 3_500,
+    "coordinator_stalled": 90,
+    "attach_shard": 40,
+    "get_offers": 1,
+    "pin": 2_850,
+    "unpin": 950,
+    "reserve": 10_050,
+    "commit": 5_150,
+    "abort": 3_650,
+    "renew": 1,
+    "flush": 1,
+    "suspect": 90,
+    "verified": 900,
+    "moved": 1_350,
+    "staged": 3_000,
+    "report_answered": 5_100,
+    "report_failed": 1,
+    "shard_tick": 950,
+    "shard_stalled": 250,
+}
+"""How many cheap messages the worst one of each kind takes at most."""
+
+
+def executed(step: Step) -> int:
+    """The lines of Python that are executed in this step."""
+    lines = 0
+
+    def count(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        step.core.step(step.message, step.now)
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+@cache
+def cheap(core: str) -> int:
+    """What a message takes that asks for little, of a core that holds little."""
+    if core == "shard":
+        shard = worst.holding(1)
+        return executed(Step(shard.core, shard.pin(2, range(1))))
+    coordinator, _ = worst.held(1)
+    load = PrepareLoad(worst.CALL, OURS, worst.SPACE, worst.attempt(1), worst.hashes(1), worst.whole())
+    return executed(Step(coordinator, load))
+
+
+CASES = [("coordinator", *case) for case in COORDINATOR] + [("shard", *case) for case in SHARD]
+
+
+def test_every_kind_of_message_has_a_worst_instance() -> None:
+    assert {kind for kind, _, _ in COORDINATOR} == set(get_args(CoordinatorMessage))
+    assert {kind for kind, _, _ in SHARD} == set(get_args(ShardMessage))
+    assert set(MOST) == {build.__name__ for _, _, build, _ in CASES}
+
+
+@pytest.mark.parametrize(("core", "kind", "build", "limit"), CASES, ids=list(MOST))
+def test_the_worst_message_of_a_kind_takes_bounded_work(
+    core: str, kind: type, build: Callable[[int], Step], limit: int
+) -> None:
+    step = build(min(limit, LARGE))
+    assert isinstance(step.message, kind)
+    work = executed(step)
+    assert work <= MOST[build.__name__] * cheap(core)
+    if limit > LARGE:
+        assert work <= LINEAR * executed(build(LARGE // 2))

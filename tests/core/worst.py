@@ -1,0 +1,699 @@
+"""The worst message of every kind that limits.py and the wire allow, and the state that makes it the worst.
+
+Each builder takes a size and returns a core in its state and the message to step. `python -m tests.core.worst` steps
+every one at its full size and prints the processor time that it took. test_bounded_work.py counts lines instead.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvcluster.config import CoordinatorConfig, ShardConfig
+from kvcluster.core import limits
+from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
+from kvcluster.core.found import Found
+from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, ShardId
+from kvcluster.core.messages import (
+    Abort,
+    Attach,
+    AttachShard,
+    Commit,
+    Drain,
+    EndTicket,
+    EngineInfo,
+    EvictOrder,
+    Explain,
+    Flush,
+    GetEngines,
+    GetNamespaces,
+    GetOffers,
+    GetStatus,
+    GoneEvent,
+    Inventory,
+    Move,
+    Moved,
+    MoveOrder,
+    MovePages,
+    Need,
+    NewPage,
+    PageEvent,
+    PageKey,
+    Pin,
+    PinBlocks,
+    PrepareLoad,
+    PrepareStore,
+    Purge,
+    RegisterEngine,
+    Renew,
+    RenewTicket,
+    Report,
+    ReportAck,
+    ReportAnswered,
+    ReportFailed,
+    Reserve,
+    Retell,
+    Send,
+    SetPolicy,
+    SetWeights,
+    ShardInfo,
+    Siblings,
+    Stage,
+    Staged,
+    Stalled,
+    StreamEvent,
+    Suspect,
+    Tick,
+    Tier,
+    TierUse,
+    Tombstone,
+    Unpin,
+    UnpinBlocks,
+    Verified,
+    Verify,
+)
+from kvcluster.core.reasons import Loss
+from kvcluster.core.shard import Shard
+from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
+from tests.core.build import block, holder, parent
+from tests.core.samples import MEMBERSHIP_MS, OURS, SECOND, SUMS
+
+NOW = 50 * SECOND
+CALL = CallId(1)
+HEADS = 16_384
+SPEC = KVSpec.uniform(
+    model="m", weights="w", num_layers=512, num_kv_heads=HEADS, head_dim=1, dtype="uint8", block_tokens=1
+)
+"""Of many layers and heads, so that parts can overlap in as many ways as may be."""
+SPACE = SPEC.namespace(OURS)
+SMALL = KVSpec.uniform(model="m", weights="w", num_layers=1, num_kv_heads=8, head_dim=8, dtype="uint8", block_tokens=1)
+PAGE = SMALL.page_bytes(0, SMALL.whole(0))
+ROW, TILE = Part(0, 1, 0, HEADS), Part(0, 1, 0, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A core, and the message that it is about to step."""
+
+    core: Coordinator | Shard
+    message: Any
+    now: int = NOW
+
+
+def attempt(counter: int) -> Attempt:
+    """Each of another worker, as far as there may be as many."""
+    return Attempt(holder(counter % limits.HOLDERS), counter)
+
+
+def odd_parts(count: int) -> list[Part]:
+    """Parts that overlap, none of them aligned with another. 256 of them leave holes in SPEC, which costs most: then it
+    is looked for what would fill them, too."""
+    layers = len(SPEC.groups[0].layers)
+    tops = [at * (layers - 1) // count for at in range(count)]
+    return [
+        Part(top, min(layers, top + 2 + at % 7), 0 if at % 2 else at, HEADS - at if at % 2 else HEADS)
+        for at, top in enumerate(tops)
+    ]
+
+
+# ------------------------------------------------------------------------------------ the coordinator's
+
+
+class Shards:
+    """Shards as the coordinator hears them."""
+
+    def __init__(self, core: Coordinator) -> None:
+        self._core = core
+        self._told: dict[str, int] = {}
+
+    def info(self, number: int, **said: Any) -> ShardInfo:
+        use = TierUse(Tier.HOST, 2**50, 2**49, 0)
+        info = ShardInfo(ShardId(f"s{number}"), Epoch(1), "a:1", "", 2**50, 2**49, 0, 0, below=(use,))
+        return replace(info, **said)
+
+    def join(self, number: int) -> None:
+        info = self.info(number)
+        self._core.step(Report(CALL, info, Epoch(0), 1), NOW)
+        self._core.step(Inventory(CALL, info, self._core.epoch, 0, 0, True, ()), NOW)
+        self._told[info.shard] = 0
+
+    def report(self, number: int, events: Sequence[StreamEvent], *, pressure_bytes: int = 0, **said: Any) -> Report:
+        """The next one of this shard."""
+        info = self.info(number, **said)
+        first = self._told[info.shard] + 1
+        return Report(CALL, info, self._core.epoch, first, tuple(events), pressure_bytes=pressure_bytes)
+
+    def tell(self, number: int, events: Sequence[StreamEvent]) -> None:
+        for at in range(0, len(events), limits.REPORTS_PER_MESSAGE):
+            some = events[at : at + limits.REPORTS_PER_MESSAGE]
+            self._core.step(self.report(number, some), NOW)
+            self._told[f"s{number}"] += len(some)
+
+
+def coordinator(shards: int = 2, *, spec: KVSpec = SPEC, **config: Any) -> tuple[Coordinator, Shards]:
+    settings = replace(CoordinatorConfig(), **config)
+    core = Coordinator(Epoch(100), settings, membership_ttl_ms=MEMBERSHIP_MS, expected=shards, now=NOW, announces=True)
+    core.step(Attach(CALL, OURS, spec), NOW)
+    heard = Shards(core)
+    for number in range(shards):
+        heard.join(number)
+    return core, heard
+
+
+def event(number: int, part: Part, *, spec: KVSpec = SPEC, tier: Tier = Tier.DEVICE) -> PageEvent:
+    key = PageKey(block(number), 0, part)
+    return PageEvent(spec.namespace(OURS), key, parent(number), number, tier, Loss.EXACT)
+
+
+def hashes(count: int) -> tuple[BlockHash, ...]:
+    return tuple(map(block, range(count)))
+
+
+def whole(spec: KVSpec = SPEC) -> Need:
+    return Need((spec.whole(0),))
+
+
+def scattered(blocks: int) -> Coordinator:
+    """Each block lies in two parts that no other block lies in."""
+    core, shards = coordinator()
+    layers = len(SPEC.groups[0].layers)
+    shards.tell(0, [event(at, Part(0, layers, 0, at + 1)) for at in range(blocks)])
+    shards.tell(1, [event(at, Part(0, layers, at, HEADS)) for at in range(blocks)])
+    return core
+
+
+def in_pieces(blocks: int, parts: int) -> Coordinator:
+    """Each block lies in so many parts, and no two blocks lie alike."""
+    core, shards = coordinator()
+    odd = odd_parts(parts)
+    for at in range(blocks):
+        shards.tell(0, [event(at, part) for part in odd])
+    shards.tell(1, [event(at, Part(0, 1, at, at + 1)) for at in range(blocks)])
+    return core
+
+
+def held(blocks: int, *, ways: int = 64) -> tuple[Coordinator, Shards]:
+    """Blocks that lie whole on one shard, and a row of each of `ways` in turn on the other."""
+    core, shards = coordinator()
+    shards.tell(0, [event(at, SPEC.whole(0)) for at in range(blocks)])
+    shards.tell(1, [event(at, Part(0, 1, 0, 1 + at % ways)) for at in range(blocks)])
+    return core, shards
+
+
+def namespaces(count: int) -> Coordinator:
+    """A tenant with so many namespaces, each of which holds a block."""
+    core, shards = coordinator(1, spec=SMALL)
+    specs = [replace(SMALL, weights=f"w{number}") for number in range(count - 1)]
+    for spec in specs:
+        core.step(Attach(CALL, OURS, spec), NOW)
+    shards.tell(0, [event(at, SMALL.whole(0), spec=spec) for at, spec in enumerate((SMALL, *specs))])
+    return core
+
+
+def engines(count: int) -> Coordinator:
+    core, _ = coordinator(1)
+    for number in range(count):
+        info = EngineInfo(f"e{number}", f"n{number}", "m", "w", private=True)
+        core.step(RegisterEngine(CALL, OURS, info), NOW)
+    return core
+
+
+def tickets(count: int, blocks: int = 1) -> Coordinator:
+    core, _ = held(blocks)
+    for number in range(count):
+        core.step(PrepareLoad(CALL, OURS, SPACE, attempt(number), hashes(blocks), whole()), NOW)
+    return core
+
+
+def attach(size: int) -> Step:
+    return Step(namespaces(size), Attach(CALL, OURS, replace(SMALL, weights="new")))
+
+
+def prepare_load(size: int) -> Step:
+    return Step(scattered(size), PrepareLoad(CALL, OURS, SPACE, attempt(1), hashes(size), whole()))
+
+
+def prepare_store(size: int) -> Step:
+    """Of as many parts as may be, for blocks that are there in as many others."""
+    parts = tuple((0, Part(at, at + 1, 3, HEADS - 3)) for at in range(limits.PARTS_PER_BLOCK))
+    blocks = size // len(parts)
+    known = hashes(blocks)
+    core = in_pieces(blocks, 32)
+    return Step(core, PrepareStore(CALL, OURS, SPACE, attempt(1), 0, parent(0), known[0], known, parts))
+
+
+def renew_ticket(size: int) -> Step:
+    return Step(tickets(1, size), RenewTicket(CALL, attempt(0)))
+
+
+def end_ticket(size: int) -> Step:
+    """Of a store of so many pages."""
+    core, _ = coordinator()
+    parts = tuple((0, Part(at, at + 1, 0, HEADS)) for at in range(8))
+    known = hashes(size // len(parts))
+    core.step(PrepareStore(CALL, OURS, SPACE, attempt(1), 0, parent(0), known[0], known, parts), NOW)
+    return Step(core, EndTicket(CALL, attempt(1)))
+
+
+def explain(size: int) -> Step:
+    """Blocks in as many odd parts as a shard keeps, which no one page covers."""
+    blocks = 16
+    return Step(in_pieces(blocks, size), Explain(CALL, OURS, SPACE, hashes(blocks), whole()))
+
+
+def prepare_load_of_many_groups(size: int) -> Step:
+    """Of sixteen groups, most of which need only the last blocks, on two shards in turn."""
+    groups = tuple(
+        Group((at,), (Plane("k", 8, 8, "uint8"),), PREFIX if at % 6 == 0 else window(1_024)) for at in range(16)
+    )
+    spec = KVSpec("m", "w", block_tokens=1, groups=groups)
+    core, shards = coordinator(spec=spec)
+    space, part = spec.namespace(OURS), Part(0, 1, 0, 8)
+    for at in range(size):
+        keys = [PageKey(block(at), group, part) for group in range(len(groups))]
+        shards.tell(at % 2, [PageEvent(space, key, parent(at), at, Tier.DEVICE, Loss.EXACT) for key in keys])
+    return Step(core, PrepareLoad(CALL, OURS, space, attempt(1), hashes(size), Need((part,) * len(groups))))
+
+
+def explain_with_failed_shards(size: int) -> Step:
+    """On as many shards as a block may lie on, all of which the reader avoids."""
+    core, shards = coordinator(limits.REPLICAS)
+    for number in range(limits.REPLICAS):
+        shards.tell(number, [event(at, Part(0, 1 + at % 511, 0, HEADS)) for at in range(size)])
+    avoid = tuple(ShardId(f"s{number}") for number in range(limits.AVOIDED_SHARDS))
+    return Step(core, Explain(CALL, OURS, SPACE, hashes(size), Need((SPEC.whole(0),), avoid=avoid)))
+
+
+def siblings(size: int) -> Step:
+    return Step(namespaces(size), Siblings(CALL, OURS, SMALL.namespace(OURS)))
+
+
+def get_namespaces(size: int) -> Step:
+    return Step(namespaces(size), GetNamespaces(CALL, OURS))
+
+
+def register_engine(size: int) -> Step:
+    return Step(engines(size), RegisterEngine(CALL, OURS, EngineInfo("new", "n", "m", "w")))
+
+
+def get_engines(size: int) -> Step:
+    return Step(engines(size), GetEngines(CALL, OURS))
+
+
+def set_weights(size: int) -> Step:
+    return Step(engines(size), SetWeights(CALL, OURS, "m", "new"))
+
+
+def pin_blocks(size: int) -> Step:
+    """All are pinned already, and wanted on more shards."""
+    core, _ = held(size)
+    core.step(PinBlocks(CALL, OURS, SPACE, hashes(size), SECOND), NOW)
+    return Step(core, PinBlocks(CALL, OURS, SPACE, hashes(size), SECOND, limits.REPLICAS))
+
+
+def unpin_blocks(size: int) -> Step:
+    core, _ = held(size)
+    core.step(PinBlocks(CALL, OURS, SPACE, hashes(size), SECOND), NOW)
+    return Step(core, UnpinBlocks(CALL, OURS, SPACE, hashes(size)))
+
+
+def purge(size: int) -> Step:
+    """Of so many blocks, with as many tombstones as may be."""
+    core, _ = held(size)
+    for number in range(limits.TOMBSTONES_PER_TENANT - 1):
+        core.step(Purge(CALL, OURS, model=f"m{number}"), NOW)
+    return Step(core, Purge(CALL, OURS, model="m"))
+
+
+def drain(size: int) -> Step:
+    return Step(held(size)[0], Drain(CALL, ShardId("s0")))
+
+
+def set_policy(size: int) -> Step:
+    core, _ = coordinator(1)
+    return Step(core, SetPolicy(CALL, (("promote.loads", "3"),) * size))
+
+
+def get_status(size: int) -> Step:
+    return Step(coordinator(size)[0], GetStatus(CALL))
+
+
+def report(size: int) -> Step:
+    """Corrupt pages of blocks that lie elsewhere too, while the shard asks for room, all of which has been promised."""
+    core, shards = held(size)
+    core.step(PrepareLoad(CALL, OURS, SPACE, attempt(1), hashes(min(size, limits.BLOCKS_PER_CALL)), whole()), NOW)
+    gone = [GoneEvent(SPACE, PageKey(block(at), 0, SPEC.whole(0)), True, Tier.DEVICE) for at in range(size)]
+    return Step(core, shards.report(0, gone, pressure_bytes=2**40))
+
+
+def report_of_pieces(size: int) -> Step:
+    """One part more of blocks that lie in as many as a shard keeps, and each unlike the others."""
+    core, shards = coordinator()
+    odd = odd_parts(limits.PARTS_PER_BLOCK - 1)
+    for at in range(size // 16):
+        shards.tell(0, [event(at, part) for part in odd[: 128 + at % 64]])
+    new = [event(at % (size // 16), Part(0, 1, 0, 2 + at)) for at in range(size)]
+    return Step(core, shards.report(0, new, pressure_bytes=2**40))
+
+
+def report_of_a_target(size: int) -> Step:
+    """A shard has a little room, and each block that is wished for takes more."""
+    core, shards = held(size)
+    core.step(PinBlocks(CALL, OURS, SPACE, hashes(size), SECOND, limits.REPLICAS), NOW)
+    little = int(CoordinatorConfig().low_free * 2**50) + 1
+    use = TierUse(Tier.HOST, 2**50, little, 0)
+    return Step(core, shards.report(1, [], free_bytes=little, below=(use,)))
+
+
+def report_of_a_draining_shard(size: int) -> Step:
+    """What it holds has room nowhere, and there are many others to ask."""
+    core, shards = coordinator(64)
+    shards.tell(0, [event(at, SPEC.whole(0)) for at in range(size)])
+    core.step(Drain(CALL, ShardId("s0")), NOW)
+    while core.next_deadline() == 0:
+        core.step(Tick(), NOW)
+    little = int(CoordinatorConfig().low_free * 2**50) + 1
+    use = TierUse(Tier.HOST, 2**50, little, 0)
+    for number in range(1, 64):
+        core.step(shards.report(number, [], free_bytes=little, below=(use,)), NOW)
+    return Step(core, shards.report(0, [], draining=True))
+
+
+def inventory(size: int) -> Step:
+    core, shards = held(1)
+    pages = tuple(event(at, SPEC.whole(0)) for at in range(size))
+    return Step(core, Inventory(CALL, shards.info(0), core.epoch, 1, 0, False, pages))
+
+
+def retell(size: int) -> Step:
+    return Step(namespaces(size), Retell())
+
+
+def coordinator_tick(size: int) -> Step:
+    """Tickets have run out, shards are lost, and what they held is to be swept and repaired."""
+    core = tickets(8, size)
+    return Step(core, Tick(), NOW + 3_600 * SECOND)
+
+
+def coordinator_stalled(size: int) -> Step:
+    return Step(tickets(size), Stalled(SECOND))
+
+
+COORDINATOR: list[tuple[type, Callable[[int], Step], int]] = [
+    (Attach, attach, limits.NAMESPACES_PER_TENANT),
+    (PrepareLoad, prepare_load, limits.BLOCKS_PER_CALL),
+    (PrepareLoad, prepare_load_of_many_groups, limits.BLOCKS_PER_CALL),
+    (PrepareStore, prepare_store, limits.PAGES_PER_CALL),
+    (RenewTicket, renew_ticket, limits.BLOCKS_PER_CALL),
+    (EndTicket, end_ticket, limits.PAGES_PER_CALL),
+    (Explain, explain, limits.PARTS_PER_BLOCK),
+    (Explain, explain_with_failed_shards, limits.BLOCKS_PER_CALL // 16),
+    (Siblings, siblings, limits.NAMESPACES_PER_TENANT),
+    (GetNamespaces, get_namespaces, limits.NAMESPACES_PER_TENANT),
+    (RegisterEngine, register_engine, limits.ENGINES),
+    (GetEngines, get_engines, limits.ENGINES),
+    (SetWeights, set_weights, limits.ENGINES),
+    (PinBlocks, pin_blocks, limits.BLOCKS_PER_CALL),
+    (UnpinBlocks, unpin_blocks, limits.BLOCKS_PER_CALL),
+    (Purge, purge, 8 * limits.BLOCKS_PER_CALL),
+    (Drain, drain, 8 * limits.BLOCKS_PER_CALL),
+    (SetPolicy, set_policy, limits.POLICIES),
+    (GetStatus, get_status, 256),
+    (Report, report, limits.REPORTS_PER_MESSAGE),
+    (Report, report_of_pieces, limits.REPORTS_PER_MESSAGE),
+    (Report, report_of_a_target, limits.BLOCKS_PER_CALL),
+    (Report, report_of_a_draining_shard, limits.BLOCKS_PER_CALL),
+    (Inventory, inventory, limits.INVENTORY_CHUNK),
+    (Retell, retell, limits.NAMESPACES_PER_TENANT),
+    (Tick, coordinator_tick, limits.BLOCKS_PER_CALL),
+    (Stalled, coordinator_stalled, limits.TICKETS),
+]
+
+# ------------------------------------------------------------------------------------------ the shard's
+
+
+class LoneShard:
+    """A shard that a coordinator knows, with room for so many pages of SMALL in its device tier."""
+
+    def __init__(self, pages: int, *, host_pages: int = 0, found: Found | None = None, scrub_bytes: int = 0) -> None:
+        config = ShardConfig(
+            device_bytes=pages * PAGE,
+            host_bytes=host_pages * PAGE,
+            disk_dir="",
+            extent_bytes=0,
+            scrub_bytes=scrub_bytes,
+        )
+        self.core = Shard(
+            *(ShardId("a"), Epoch(7), config),
+            membership_ttl_ms=3_600_000,
+            address="a:1",
+            host="",
+            found={} if found is None else {Tier.DISK: found},
+        )
+        self.space = SMALL.namespace(OURS)
+        self._sent: Report | Inventory | None = None
+        self.step(AttachShard(CALL, OURS, SMALL))
+        self.settle()
+
+    def step(self, message: Any) -> list[Any]:
+        effects = self.core.step(message, NOW)
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._sent = effect.message
+        return effects
+
+    def ack(self, **said: Any) -> ReportAnswered:
+        """What answers the message under way."""
+        message, self._sent = self._sent, None
+        if message is None:
+            return ReportAnswered(ReportAck(Epoch(100), 0, **said))
+        told = message.upto if isinstance(message, Inventory) else message.first + len(message.events) - 1
+        return ReportAnswered(ReportAck(Epoch(100), told, **said))
+
+    def settle(self) -> None:
+        while self._sent is not None:
+            self.step(self.ack())
+
+    def ask(self, **said: Any) -> ReportAnswered:
+        """The answer to the next heartbeat, which says this."""
+        if self._sent is None:
+            self.step(Flush(CALL, 0))
+        if self._sent is None:
+            self.core._uplink.say_soon()
+            self.step(GetOffers(CALL))
+        return self.ack(**said)
+
+    def reserve(self, counter: int, blocks: Iterable[int], part: Part = TILE, *, wait_ns: int = 0) -> Reserve:
+        pages = tuple(NewPage(PageKey(block(at), 0, part), parent(at), at) for at in blocks)
+        return Reserve(CallId(counter), OURS, self.space, attempt(counter), Epoch(7), pages, wait_ns)
+
+    def commit(self, counter: int, pages: int) -> Commit:
+        return Commit(CALL, attempt(counter), tuple(range(pages)), (SUMS,) * pages)
+
+    def store(self, counter: int, blocks: range) -> None:
+        self.step(self.reserve(counter, blocks))
+        self.step(self.commit(counter, len(blocks)))
+        self.settle()
+
+    def pin(self, counter: int, blocks: Iterable[int]) -> Pin:
+        keys = tuple(PageKey(block(at), 0, TILE) for at in blocks)
+        return Pin(CallId(counter), OURS, self.space, attempt(counter), Epoch(7), keys, Loss.Q4)
+
+
+def holding(size: int, **more: Any) -> LoneShard:
+    shard = LoneShard(size + 1_024, **more)
+    shard.store(1, range(size))
+    return shard
+
+
+def crowded(size: int) -> LoneShard:
+    """Full, and a reservation of so many pages waits for room."""
+    shard = LoneShard(512)
+    shard.store(1, range(512))
+    shard.step(shard.reserve(2, range(1_000, 1_000 + size), wait_ns=SECOND))
+    shard.settle()
+    return shard
+
+
+def leased(size: int) -> LoneShard:
+    shard = LoneShard(64)
+    shard.store(1, range(1))
+    for counter in range(2, 2 + size):
+        shard.step(shard.pin(counter, range(1)))
+    return shard
+
+
+def attach_shard(size: int) -> Step:
+    shard = LoneShard(size + 64)
+    for number in range(size - 1):
+        spec = replace(SMALL, weights=f"w{number}")
+        shard.space = spec.namespace(OURS)
+        shard.step(AttachShard(CALL, OURS, spec))
+        shard.store(number + 1, range(1))
+    shard.space = SMALL.namespace(OURS)
+    shard.store(size, range(1))
+    return Step(shard.core, AttachShard(CALL, OURS, replace(SMALL, weights="new")))
+
+
+def get_offers(size: int) -> Step:
+    return Step(crowded(size).core, GetOffers(CALL))
+
+
+def pin(size: int) -> Step:
+    shard = holding(size)
+    return Step(shard.core, shard.pin(2, range(size)))
+
+
+def unpin(size: int) -> Step:
+    shard = holding(size)
+    shard.step(shard.pin(2, range(size)))
+    return Step(shard.core, Unpin(CALL, attempt(2)))
+
+
+def reserve(size: int) -> Step:
+    shard = LoneShard(size + 64)
+    return Step(shard.core, shard.reserve(1, range(size)))
+
+
+def commit(size: int) -> Step:
+    shard = LoneShard(size + 64)
+    shard.step(shard.reserve(1, range(size)))
+    return Step(shard.core, shard.commit(1, size))
+
+
+def abort(size: int) -> Step:
+    shard = LoneShard(size + 64)
+    shard.step(shard.reserve(1, range(size)))
+    return Step(shard.core, Abort(CALL, attempt(1)))
+
+
+def renew(size: int) -> Step:
+    """While others wait for room."""
+    return Step(crowded(size).core, Renew(CALL, attempt(1)))
+
+
+def flush(size: int) -> Step:
+    """As the last of those that may wait."""
+    shard = holding(1)
+    shard.step(shard.reserve(2, range(10, 11)))
+    shard.step(shard.commit(2, 1))
+    for number in range(size):
+        shard.step(Flush(CallId(10 + number), SECOND))
+    return Step(shard.core, Flush(CALL, SECOND))
+
+
+def suspect(size: int) -> Step:
+    shard = holding(size)
+    keys = tuple(PageKey(block(at), 0, TILE) for at in range(size))
+    return Step(shard.core, Suspect(CALL, OURS, shard.space, Epoch(7), keys))
+
+
+def verified(size: int) -> Step:
+    """All suspects are corrupt."""
+    shard = holding(4 * size)
+    effects: list[Any] = []
+    shard.step(shard.pin(2, range(1)))
+    for first in range(0, size + limits.SUSPECTS_PER_CALL, limits.SUSPECTS_PER_CALL):
+        keys = tuple(PageKey(block(at), 0, TILE) for at in range(first, first + limits.SUSPECTS_PER_CALL))
+        effects += shard.step(Suspect(CALL, OURS, shard.space, Epoch(7), keys))
+    (reading,) = [effect for effect in effects if isinstance(effect, Verify)]
+    effects = shard.step(Verified(reading.attempt, ()))
+    (reading,) = [effect for effect in effects if isinstance(effect, Verify)]
+    return Step(shard.core, Verified(reading.attempt, tuple(range(len(reading.slots)))))
+
+
+def moving(size: int) -> tuple[LoneShard, MovePages]:
+    shard = holding(size, host_pages=size)
+    moves = tuple(Move(shard.space, block(at), Tier.HOST) for at in range(size))
+    (pages,) = [
+        effect for effect in shard.step(shard.ask(orders=(MoveOrder(1, moves),))) if isinstance(effect, MovePages)
+    ]
+    return shard, pages
+
+
+def moved(size: int) -> Step:
+    shard, pages = moving(size)
+    return Step(shard.core, Moved(pages.attempt, (SUMS,) * len(pages.pages)))
+
+
+def staged(size: int) -> Step:
+    """Of pages that a reader wanted from disk."""
+    per_file = 1_024
+    file_bytes = HEAD_BYTES + SECTOR_BYTES * (per_file + 64)
+    found = Found(capacity_bytes=(size // per_file + 2) * file_bytes, file_bytes=file_bytes, specs=((OURS, SMALL),))
+    shard = holding(size, host_pages=2 * size, found=found)
+    for tier in (Tier.HOST, Tier.DISK):
+        for first in range(0, size, limits.MOVES_PER_ORDER):
+            blocks = range(first, min(size, first + limits.MOVES_PER_ORDER))
+            moves = tuple(Move(shard.space, block(at), tier) for at in blocks)
+            number = 1 + first // limits.MOVES_PER_ORDER + (1_000 if tier is Tier.DISK else 0)
+            effects = shard.step(shard.ask(orders=(MoveOrder(number, moves),)))
+            while batch := [effect for effect in effects if isinstance(effect, MovePages)]:
+                effects = shard.step(Moved(batch[0].attempt, (SUMS,) * len(batch[0].pages)))
+            shard.settle()
+    (stage,) = [effect for effect in shard.step(shard.pin(2, range(size))) if isinstance(effect, Stage)]
+    assert len(stage.pages) == size
+    return Step(shard.core, Staged(stage.attempt))
+
+
+def report_answered(size: int) -> Step:
+    """With tombstones that name all that this shard holds, and an order to evict what is gone then."""
+    shard = holding(size)
+    stones = tuple(Tombstone(number, OURS, model=f"m{number}") for number in range(1, limits.TOMBSTONES_PER_TENANT))
+    order = EvictOrder(1, tuple((shard.space, block(at)) for at in range(limits.EVICTIONS_PER_ORDER)))
+    return Step(shard.core, shard.ask(tombstones=(*stones, Tombstone(1_000, OURS)), orders=(order,)))
+
+
+def report_failed(size: int) -> Step:
+    shard = crowded(size)
+    shard.ask()
+    return Step(shard.core, ReportFailed())
+
+
+def shard_tick(size: int) -> Step:
+    """All leases run out."""
+    return Step(leased(size).core, Tick(), NOW + 1_800 * SECOND)
+
+
+def shard_stalled(size: int) -> Step:
+    return Step(leased(size).core, Stalled(SECOND))
+
+
+SHARD: list[tuple[type, Callable[[int], Step], int]] = [
+    (AttachShard, attach_shard, limits.NAMESPACES_PER_TENANT),
+    (GetOffers, get_offers, limits.WAITING_PAGES),
+    (Pin, pin, limits.PAGES_PER_CALL),
+    (Unpin, unpin, limits.PAGES_PER_CALL),
+    (Reserve, reserve, limits.PAGES_PER_CALL),
+    (Commit, commit, limits.PAGES_PER_CALL),
+    (Abort, abort, limits.PAGES_PER_CALL),
+    (Renew, renew, limits.WAITING_PAGES),
+    (Flush, flush, limits.FLUSHES),
+    (Suspect, suspect, limits.SUSPECTS_PER_CALL),
+    (Verified, verified, limits.SUSPECTS),
+    (Moved, moved, limits.EVICTIONS_PER_ORDER),
+    (Staged, staged, limits.BLOCKS_PER_CALL),
+    (ReportAnswered, report_answered, limits.PAGES_PER_CALL),
+    (ReportFailed, report_failed, limits.WAITING_PAGES),
+    (Tick, shard_tick, limits.LEASES),
+    (Stalled, shard_stalled, limits.LEASES),
+]
+
+
+def main() -> None:
+    """Prints the processor time of each step at its full size."""
+    for name, cases in (("coordinator", COORDINATOR), ("shard", SHARD)):
+        for _, build, size in cases:
+            step = build(size)
+            gc.collect()
+            began = time.process_time()
+            step.core.step(step.message, step.now)
+            print(f"{name:12} {build.__name__:28} {size:7,} {(time.process_time() - began) * 1e3:9.1f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    main()
