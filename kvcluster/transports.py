@@ -26,7 +26,7 @@ class TransportSpec:
     module: str
     offered_where: str
     remedy: str
-    version: int = 1
+    version: int = 0
     same_host: bool = False
     isolates_tenants: bool = True
 

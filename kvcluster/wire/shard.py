@@ -132,7 +132,7 @@ def decode_reply(data: bytes) -> Reply:
 
 
 def _decode_offers(m: pb.Offers) -> Offers:
-    versions, details = m.versions or [1] * len(m.transports), m.details or [b""] * len(m.transports)
+    versions, details = m.versions or [0] * len(m.transports), m.details or [b""] * len(m.transports)
     agree("offers", m.transports, m.addresses, versions, details)
     agree("refusals", m.refused, m.reasons)
     common.at_most(len(m.transports) + len(m.refused), limits.TRANSPORTS, "transports of a shard")

@@ -202,7 +202,7 @@ class Ways:
         offered: Sequence[str] = ("tcp", "shm"),
         refused: Mapping[str, str] | None = None,
         shard_host: str = HERE,
-        version: int = 1,
+        version: int = 0,
         **how: Any,
     ) -> None:
         self.now = 1_000_000

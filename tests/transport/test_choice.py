@@ -93,7 +93,7 @@ def test_shared_memory_of_another_host_is_not_tried(world: World, stored: Conten
 def test_a_path_of_another_version_is_not_tried(world: World, stored: Content) -> None:
     ways = Ways(world, version=2)
     load(ways.choice, stored)
-    why = "the shard speaks version 2 of it, and this client version 1"
+    why = "the shard speaks version 2 of it, and this client version 0"
     assert ways.choice.refused() == {"shm": why, "tcp": why}
     assert (ways.shm.opened, ways.tcp.opened, ways.choice.name) == (0, 0, "grpc")
 

@@ -46,7 +46,7 @@ class Offer:
 
     transport: str
     address: str
-    version: int = 1
+    version: int = 0
     details: bytes = b""
 
 
