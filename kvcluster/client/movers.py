@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -33,6 +32,7 @@ from kvcluster.client.store_progress import StoreProgress
 from kvcluster.client.storing import StoreExecutor
 from kvcluster.client.timer import Timer
 from kvcluster.client.transfer import Transfer
+from kvcluster.client.worker_pool import WorkerPool
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, BlockHash
@@ -105,12 +105,8 @@ class Movers:
         self._next_attempt = next_attempt
         self._store_wait_ns = config.store_wait_ms * 1_000_000
         self._timer = Timer()
-        self._readers = ThreadPoolExecutor(READERS + _SPARE_THREADS, thread_name_prefix="kvcluster-load")
-        self._writers = ThreadPoolExecutor(
-            WRITERS + _SPARE_THREADS,
-            thread_name_prefix="kvcluster-store",
-            initializer=partial(be_nice, config.store_niceness),
-        )
+        self._readers = WorkerPool(READERS + _SPARE_THREADS, "kvcluster-load")
+        self._writers = WorkerPool(WRITERS + _SPARE_THREADS, "kvcluster-store", partial(be_nice, config.store_niceness))
         self._load_line = _Line()
         self._store_line = _Line()
         self._loads: dict[Transfer[Loaded], None] = {}
@@ -215,7 +211,7 @@ class Movers:
             transfer.cancel()
         break_off()
         for threads in (self._readers, self._writers):
-            threads.shutdown()
+            threads.close()
         self._timer.close()
 
     def _check_open(self) -> None:

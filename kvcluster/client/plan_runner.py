@@ -12,11 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from kvcluster.client.load_plan import Begin, Cancel, PlanTick
 from kvcluster.client.timer import Timer
+from kvcluster.client.worker_pool import WorkerPool
 from kvcluster.core.reasons import Miss
 
 Event = TypeVar("Event")
@@ -58,7 +59,7 @@ class PlanRunner(Generic[Event, Effect]):
     def __init__(
         self,
         plan: Plan[Event | Begin | Cancel | PlanTick, Effect],
-        pool: Executor,
+        pool: WorkerPool,
         lock: threading.RLock,
         timer: Timer,
     ) -> None:
@@ -79,17 +80,22 @@ class PlanRunner(Generic[Event, Effect]):
     def deliver(self, event: Event | Begin | Cancel | PlanTick) -> None:
         """Steps an event. From any thread; waits for nothing that takes long."""
         for job in self._step(event):
-            self._pool.submit(self._work, job)
+            self._pool.submit(partial(self._work, job))
 
     def _work(self, first: Job[Event]) -> None:
         """On a thread of the pool: a job, and one of those that follow from it, while there is one."""
         job: Job[Event] | None = first
         while job is not None:
             event = job()
-            jobs = self._step(event) if event is not None else []
+            if event is None:
+                return
+            with self._pool.soon_idle():
+                jobs = self._step(event)
             for other in jobs[1:]:
-                self._pool.submit(self._work, other)
+                self._pool.submit(partial(self._work, other))
             job = jobs[0] if jobs else None
+            if job is not None:
+                self._pool.busy_again()
 
     def _step(self, event: Event | Begin | Cancel | PlanTick) -> list[Job[Event]]:
         jobs: list[Job[Event]] = []
