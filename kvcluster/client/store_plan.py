@@ -219,8 +219,8 @@ class StorePlan:
         return self._state is _State.OVER
 
     def next_deadline(self) -> int | None:
-        """When the next Tick is due."""
-        return None if self._told else self._deadline_ns
+        """When the next Tick is due; None where none will change anything."""
+        return None if self._told or self._cancelled is not None else self._deadline_ns
 
     def step(self, event: StoreEvent, now: int) -> list[StoreEffect]:
         """Takes note of an event, and says what is to be done. `now` never falls."""
