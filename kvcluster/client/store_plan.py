@@ -303,9 +303,10 @@ class StorePlan:
             return []
         verdict = self._policy.ended(exchange.permit, event.error, now, reattached=exchange.reattached)
         if isinstance(verdict, Reattach):
-            if self._cancelled is None:
+            if self._cancelled is None and not self._source_free:
                 return self._start(exchange.shard, exchange.request, exchange.blocks, now, reattached=True)
-            self._all_there = False
+            forgot = Miss(MissReason.SHARD_LOST, f"{exchange.shard.shard} forgot the namespace")
+            self._missed(self._cancelled or forgot, event.nbytes)
         elif isinstance(verdict, BaseException):
             self._error = self._error or verdict
             self._all_there = False
