@@ -19,8 +19,9 @@ from kvcluster.client.policy import ASKING_SHARE
 from kvcluster.client.results import Loaded
 from kvcluster.core.messages import BlockFate, Explained, RefusedKind
 from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.spec import Part
 from kvcluster.transport.seam import Cancelled, Trouble
-from tests.client.build import LAYERS
+from tests.client.build import HEADS, LAYERS
 from tests.client.stepping import (
     DEADLINE,
     GIVEN_UP,
@@ -114,6 +115,15 @@ def test_only_what_others_have_is_taken_away_from_it() -> None:
     load.bring(start, 1)
     assert load.finish(start, None, None) == [], "block 0 is awaited from the other alone"
     assert outcome_of(load.finish(other)) == Loaded(2, 2 * LAYERS)
+
+
+def test_a_piece_is_taken_away_only_where_others_have_all_that_is_left_of_it() -> None:
+    load = SteppedLoad(ON_A)
+    (start,) = load.begin()
+    load.bring(start, 0, corrupt=[0], stop=1)
+    ask = silent(load)
+    first_layer = (source(B, Part(0, 1, 0, HEADS)),)
+    assert load.step(Answered(ask.number, [Explained((BlockFate(1, (first_layer,), None),))])) == []
 
 
 def test_where_no_other_shard_has_it_a_silent_exchange_goes_on() -> None:
