@@ -225,8 +225,8 @@ class LoadPlan:
         return self._state is _LoadState.ENDED
 
     def next_deadline(self) -> int | None:
-        """When the next PlanTick is due."""
-        if self._state is _LoadState.ENDED:
+        """When the next PlanTick is due; None where none will change anything."""
+        if self._state in (_LoadState.STOPPING, _LoadState.ENDED):
             return None
         patience = [each.ranges.heard_ns + self._patience_ns for each in self._exchanges.values() if not each.hedged]
         return min([self._deadline_ns, *patience])

@@ -39,7 +39,6 @@ WRITERS = 32
 """Exchanges by which a client writes at once: sixteen shards, by two streams each. Those beyond it wait for these."""
 
 _LATE = Miss(MissReason.DEADLINE)
-_LOST = Miss(MissReason.SHARD_LOST, "the store was given up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +263,10 @@ class StorePlan:
         return self._state is _StoreState.OVER
 
     def next_deadline(self) -> int | None:
-        """When the next PlanTick is due."""
-        due = [when for when, _ in self._paused]
-        return min(due, default=None) if self._told else min([self._deadline_ns, *due])
+        """When the next PlanTick is due; None where none will change anything."""
+        if self._told or self._cancelled is not None:
+            return None
+        return min([self._deadline_ns, *(when for when, _ in self._paused)])
 
     def step(self, event: StoreEvent, now: int) -> list[StoreEffect]:
         """Takes note of an event, and says what is to be done. `now` never falls."""
@@ -371,8 +371,7 @@ class StorePlan:
             self._error = self._error or verdict
             self._all_there = False
         else:
-            why = verdict if isinstance(verdict, Miss) else _LOST
-            self._without_answer(of, event.error.miss if isinstance(event.error, PathLost) else why)
+            self._without_answer(of, self._cancelled or _why(event.error, verdict, of.shard))
         return []
 
     def _pause(self, of: _Pages, now: int) -> bool:
@@ -456,6 +455,15 @@ class StorePlan:
         if self._cancelled is not None:
             return FinishStore(self._progress.so_far(self._cancelled))
         return FinishStore(self._progress.stored())
+
+
+def _why(error: BaseException | None, verdict: Miss | AskAgain, shard: ShardAddress) -> Miss:
+    """Why there is no answer of a shard that cannot be asked again, since the source may be free."""
+    if isinstance(verdict, Miss):
+        return verdict
+    if isinstance(error, PathLost):
+        return error.miss
+    return Miss(MissReason.SHARD_LOST, f"{shard.shard} forgot the namespace")
 
 
 def _pages(terms: StoreTerms, blocks: Sequence[int]) -> tuple[tuple[NewPage, ...], list[int]]:

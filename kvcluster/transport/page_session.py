@@ -190,7 +190,7 @@ class PageSession:
                 return self._renew()
             case Revoked():
                 self._revoked = True
-                return [Interrupt()] if self._state is not _State.OVER else []
+                return [] if self._state in (_State.ENDING, _State.OVER) else [Interrupt()]
             case Stopped(for_good):
                 return self._stopped(for_good)
 
@@ -262,7 +262,7 @@ class PageSession:
         ]
 
     def _stopped(self, for_good: bool) -> list[SessionEffect]:
-        if self._state is _State.OVER:
+        if self._state in (_State.ENDING, _State.OVER):
             return []
         if not for_good:
             self._state = _State.OVER
