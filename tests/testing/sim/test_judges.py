@@ -41,6 +41,7 @@ def test_a_drained_shard_may_take_what_was_committed_before_it_heard_of_a_purge(
     worker.start(worker.store(model, content.chain(model, 0, 0), 0, model.whole(), 0))
     run_until(world, lambda: any(len(shard.core.leases) for shard in world.shards.values()))
     shard = next(shard for shard in world.shards.values() if len(shard.core.leases))
+    world.told_to_go[shard.shard] = None
     worker.start(worker.ask(lambda call: Drain(call, shard.shard), worker.now() + SECOND))
     member = world.coordinator.core.members.get(shard.shard)
     assert member is not None
