@@ -1,0 +1,115 @@
+"""Copy sinks: how a data path that knows where all its bytes lie hands them over at once.
+
+Such a path builds the records of a load from what it was granted, and runs them through a CopySink in slices between
+the renewals of its lease. A sink that takes one record at a time gets them so. Where a load may go on over another
+path, the rest of it (handover.py) is told how far the copies have come, as it is told of records that it hands on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
+
+from kvcluster.core.messages import ReadRequest
+from kvcluster.pages.copy_batch import CopyRecords, HostMemory, MappedMemory
+from kvcluster.transport.handover import RestOfLoad
+from kvcluster.transport.seam import PageSink, Present
+from kvcluster.transport.sessions import in_order_of_use
+from kvcluster.wire.shm_frames import Place
+
+ReadableMemory = MappedMemory | HostMemory
+
+
+class LoadCopies(Protocol):
+    """The copies of one exchange under way."""
+
+    def run(self, start: int, stop: int) -> None:
+        """Carries out the records from `start` to `stop`, each once and in order. What it raises ends the exchange."""
+
+
+@runtime_checkable
+class CopySink(PageSink, Protocol):
+    """A sink that takes batches too. What it gets so it verifies where it was written."""
+
+    def copies(self, records: CopyRecords, source: ReadableMemory, keeps: object) -> LoadCopies:
+        """Prepares to take these records out of `source`, which lives as long as `keeps`. Raises ProtocolError, and
+        has written nothing, where they are not what was asked for."""
+        ...
+
+
+def granted_records(request: ReadRequest, places: Mapping[int, Place]) -> CopyRecords:
+    """What was granted, in the order of its use. Offsets count as those of `places` do."""
+    records = CopyRecords()
+    layer_bytes_of = {item: place.layer_bytes for item, place in places.items()}
+    for item, layer, count in in_order_of_use(request.wants, layer_bytes_of):
+        offset, layer_bytes, sums, codec = places[item]
+        first = layer - request.wants[item].layer_start
+        offset += layer * layer_bytes
+        records.add(item, layer, offset, count * layer_bytes, codec, sums[first : first + count])
+    return records
+
+
+def open_copies(
+    sink: PageSink,
+    records: CopyRecords,
+    source: ReadableMemory,
+    keeps: object,
+    between: Callable[[], object] = lambda: None,
+) -> LoadCopies:
+    """The copies of these records into `sink`, whatever it is. `between` is called between two records that are
+    handed over one at a time: a slow sink may take its time with each."""
+    if isinstance(sink, RestOfLoad) and isinstance(sink._sink, CopySink):
+        return _RestOfCopies(sink, sink._sink, records, source, keeps)
+    if isinstance(sink, CopySink):
+        return sink.copies(records, source, keeps)
+    return _SingleCopies(sink, records, source, between)
+
+
+class _SingleCopies:
+    """Into a sink that takes one record at a time."""
+
+    def __init__(
+        self, sink: PageSink, records: CopyRecords, source: ReadableMemory, between: Callable[[], object]
+    ) -> None:
+        self._sink = sink
+        self._records = records
+        self._source = source
+        self._between = between
+
+    def run(self, start: int, stop: int) -> None:
+        records = self._records
+        for at in range(start, stop):
+            if at > start:
+                self._between()
+            data = Present(self._source.view(records.offsets[at], records.nbytes[at]))
+            self._sink.receive(records.items[at], records.layers[at], records.codecs[at], records.sums_of(at), data)
+
+
+class _RestOfCopies:
+    """Into the sink behind a RestOfLoad, which learns what has come as if it had handed it on."""
+
+    def __init__(
+        self, rest: RestOfLoad, sink: CopySink, records: CopyRecords, source: ReadableMemory, keeps: object
+    ) -> None:
+        self._rest = rest
+        self._records = records.renumbered(rest._items)
+        with self._blaming_the_sink():
+            self._copies = sink.copies(self._records, source, keeps)
+
+    def run(self, start: int, stop: int) -> None:
+        rest, records = self._rest, self._records
+        rest.begun = True
+        with self._blaming_the_sink():
+            self._copies.run(start, stop)
+        for at in range(start, stop):
+            rest._stands[records.items[at]] = records.layers[at] + records.counts[at]
+
+    @contextmanager
+    def _blaming_the_sink(self) -> Iterator[None]:
+        """What is raised within is no failure of the path: no other could do better."""
+        try:
+            yield
+        except BaseException:
+            self._rest.is_over = True
+            raise
