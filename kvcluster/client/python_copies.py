@@ -18,15 +18,8 @@ from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.spec import Part
 from kvcluster.pages import checksum, codec
-from kvcluster.pages.copy_batch import (
-    CopyBatch,
-    CopyDirection,
-    CopyEnd,
-    CopyItems,
-    CopyStatus,
-    HostMemory,
-    MappedMemory,
-)
+from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyStatus
+from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory, MappedMemory
 
 
 @dataclass(eq=False, slots=True)
@@ -59,7 +52,7 @@ class PythonCopies:
         self._items: CopyItems | None = None
         self._places: dict[int, PagePlace] = {}
 
-    def takes(self, direction: CopyDirection, source: CopyEnd, target: CopyEnd) -> bool:
+    def takes(self, direction: CopyDirection, source: CopyEndpoint, target: CopyEndpoint) -> bool:
         """As CopyExecutor: any load from memory that the CPU reads."""
         readable = isinstance(source, MappedMemory | HostMemory)
         return readable and direction is CopyDirection.LOAD and isinstance(target, HostMemory)

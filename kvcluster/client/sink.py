@@ -34,9 +34,9 @@ from kvcluster.pages.copy_batch import (
     CopyItems,
     CopyRecords,
     CopyStatus,
-    HostMemory,
     encoded_layer_bytes,
 )
+from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.copy_executor import EXECUTORS, CopyExecutor, choose
 from kvcluster.transport.copy_sinks import LoadCopies, ReadableMemory
 from kvcluster.transport.seam import Payload

@@ -1,8 +1,8 @@
 """A batch of copies: what a data path moves, described so that a native executor, a GPU's streams or a NIC carries it
-out as a whole. Pure data: packed arrays, no torch, nothing of shards and leases. docs/copies.md puts it to five
-data paths.
+out as a whole. Pure data: packed arrays, no torch, nothing of shards and leases. docs/copies.md puts it to five data
+paths.
 
-Page bytes lie at offsets of one end, in page layout; blocks lie at the other end, where a BlockGeometry says. A LOAD
+Page bytes lie at offsets of one endpoint, in page layout; blocks lie at the other, where a BlockGeometry says. A LOAD
 goes from pages to blocks and has the sums that are expected; a STORE goes from blocks to pages and produces them. A
 record is a run of layers of one page. Records stand in their order of use, and every record is at most
 limits.RECORD_BYTES, or one layer: that much may still be written after a cancel.
@@ -25,16 +25,16 @@ from typing import Protocol
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec, layer_bytes
+from kvcluster.pages.copy_endpoints import CopyEndpoint, FileRange, RecordStream
 from kvcluster.pages.copy_geometry import BlockGeometry
-from kvcluster.pages.region import Region, RegionKind, bytes_at
 
 
 class BadBatch(ValueError):
-    """A batch contradicts itself or its ends. Nothing has been moved."""
+    """A batch contradicts itself or its endpoints. Nothing has been moved."""
 
 
 class CopyDirection(Enum):
-    """Which end holds pages: the source of a LOAD, the target of a STORE."""
+    """Which endpoint holds pages: the source of a LOAD, the target of a STORE."""
 
     LOAD = "load"
     STORE = "store"
@@ -48,76 +48,6 @@ class CopyStatus(IntEnum):
     MISMATCH = 2  # what was written is not what was expected
     UNREADABLE = 3  # this process cannot decode it, or the source cannot be read
     STOPPED = 4  # cancelled, dropped or too late before it began
-
-
-# ---------------------------------------------------------------------------------------------------- ends
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MappedMemory:
-    """A region that the CPU addresses, such as a mapped arena or pinned staging. Offsets count in the region."""
-
-    region: Region
-
-    @property
-    def nbytes(self) -> int | None:
-        return self.region.nbytes
-
-    @property
-    def may_change(self) -> bool:
-        """May others write it during the copy? Then sums are made of what was written to the target."""
-        return self.region.kind is RegionKind.SHARED
-
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """That range. Raises ValueError once the region is closed."""
-        return self.region.view(offset, nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class HostMemory:
-    """Memory of this process by its addresses: those of a geometry, or offsets that are addresses. The batch keeps it
-    alive (`CopyBatch.keeps`)."""
-
-    may_change: bool = False
-    nbytes: int | None = None
-
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """The bytes at that address."""
-        return bytes_at(offset, nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class FileRange:
-    """The first `nbytes` of an open file. `alignment` divides every offset; 1 where the file is buffered."""
-
-    fd: int
-    nbytes: int | None
-    alignment: int = 1
-    may_change: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class RecordStream:
-    """A socket whose next bytes are those of the records, in order, without gaps. Offsets count from the first of them.
-    What is not taken is read and thrown away, so that the stream stays usable."""
-
-    fd: int
-    nbytes: int | None
-    may_change: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Memory of a device, touched in the order of one of its streams. The addresses of a geometry are its pointers."""
-
-    pointer: int
-    nbytes: int | None
-    device: int
-    stream: int
-    may_change: bool = False
-
-
-CopyEnd = MappedMemory | HostMemory | FileRange | RecordStream | DeviceMemory
 
 
 class CopyEvent(Protocol):
@@ -228,16 +158,16 @@ class CopyRecords:
 
 @dataclass(slots=True, eq=False)
 class CopyBatch:
-    """Records between two ends. `identities` has for each record the identity of its page in its codec (checksum.py).
+    """Records between two endpoints. `identities` has for each record that of its page in its codec (checksum.py).
 
     The owner stops what has not begun: all of it by `cancel[0]`, one item by `dropped[item]`. `waits` are waited for
     before the first record; `signals` are signalled after the last one, and never where the batch is not run to its
-    end. `keeps` refers to all memory that the ends and the geometries only address.
+    end. `keeps` refers to all memory that the endpoints and the geometries only address.
     """
 
     direction: CopyDirection
-    source: CopyEnd
-    target: CopyEnd
+    source: CopyEndpoint
+    target: CopyEndpoint
     records: CopyRecords
     items: CopyItems
     identities: array[int]
@@ -343,7 +273,7 @@ def encoded_layer_bytes(geometry: BlockGeometry, codec: int, heads: int) -> int:
     return layer_bytes(known, geometry.group, block_tokens=geometry.block_tokens, heads=heads)
 
 
-def _check_offsets(records: CopyRecords, pages: CopyEnd, pending: Sequence[int]) -> None:
+def _check_offsets(records: CopyRecords, pages: CopyEndpoint, pending: Sequence[int]) -> None:
     ends = list(map(int.__add__, records.offsets, records.nbytes))
     if pages.nbytes is not None and max(ends[at] for at in pending) > pages.nbytes:
         raise BadBatch(f"a record reaches to {max(ends)}, beyond the {pages.nbytes} bytes of its pages")

@@ -6,14 +6,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyEnd
+from kvcluster.pages.copy_batch import CopyBatch, CopyDirection
+from kvcluster.pages.copy_endpoints import CopyEndpoint
 
 
 class CopyExecutor(Protocol):
-    """Carries out batches between ends of some kinds. It decides nothing and waits for no lock of its caller's."""
+    """Carries out batches between endpoints of some kinds. It decides nothing and waits for no lock of its caller's."""
 
-    def takes(self, direction: CopyDirection, source: CopyEnd, target: CopyEnd) -> bool:
-        """Whether it can carry out batches between these ends on this machine."""
+    def takes(self, direction: CopyDirection, source: CopyEndpoint, target: CopyEndpoint) -> bool:
+        """Whether it can carry out batches between these endpoints on this machine."""
         ...
 
     def run(self, batch: CopyBatch, start: int, stop: int) -> None:
@@ -28,7 +29,7 @@ class CopyExecutor(Protocol):
 
 
 def choose(
-    executors: Sequence[CopyExecutor], direction: CopyDirection, source: CopyEnd, target: CopyEnd
+    executors: Sequence[CopyExecutor], direction: CopyDirection, source: CopyEndpoint, target: CopyEndpoint
 ) -> CopyExecutor | None:
     """The first that takes such batches."""
     return next((executor for executor in executors if executor.takes(direction, source, target)), None)

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 from kvcluster.core.messages import ReadRequest
-from kvcluster.pages.copy_batch import CopyRecords, HostMemory, MappedMemory
+from kvcluster.pages.copy_batch import CopyRecords
+from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.transport.handover import RestOfLoad
 from kvcluster.transport.seam import PageSink, Present
 from kvcluster.transport.sessions import in_order_of_use

@@ -26,7 +26,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum
-from kvcluster.pages.copy_batch import HostMemory
+from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
 from kvcluster.transport.copy_sinks import granted_records, open_copies
 from kvcluster.transport.seam import ONE_STREAM, Deadline, PageHost, PageSink, PageSource, Present, RefusedByShard

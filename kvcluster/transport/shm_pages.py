@@ -19,7 +19,7 @@ from kvcluster.core import limits
 from kvcluster.core.messages import ReadRequest, WriteRequest, Written
 from kvcluster.core.reasons import Miss
 from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
-from kvcluster.pages.copy_batch import MappedMemory
+from kvcluster.pages.copy_endpoints import MappedMemory
 from kvcluster.transport import processors
 from kvcluster.transport.borrowed import Borrowed, borrow
 from kvcluster.transport.connections import Connections

@@ -18,11 +18,13 @@ from kvcluster.core.messages import PageKey
 from kvcluster.core.reasons import MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
-from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyEnd, CopyRecords, CopyStatus, HostMemory
+from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyRecords, CopyStatus
+from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
 from kvcluster.pages.region import address_of
+from kvcluster.testing import MemoryCluster
 from kvcluster.transport.copy_sinks import LoadCopies
 from kvcluster.transport.seam import Cancelled, Present
-from tests.client.build import HEADS, LAYERS, PAGE_BYTES, SPEC, kv, room, same, unwritten
+from tests.client.build import HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same, unwritten
 from tests.client.test_sink import BLOCKS, LAYER_BYTES, NAMESPACE, NEVER, WHOLE, Bench, gathered, nhd
 
 
@@ -136,7 +138,7 @@ class Interrupted:
         self._at = at
         self._happens = happens
 
-    def takes(self, direction: CopyDirection, source: CopyEnd, target: CopyEnd) -> bool:
+    def takes(self, direction: CopyDirection, source: CopyEndpoint, target: CopyEndpoint) -> bool:
         return True
 
     def run(self, batch: CopyBatch, start: int, stop: int) -> None:
@@ -181,7 +183,7 @@ def test_what_came_behind_a_gap_is_not_counted(monkeypatch: pytest.MonkeyPatch) 
     """Threads of an executor take records in order, and may end them in any."""
 
     class Gap:
-        def takes(self, direction: CopyDirection, source: CopyEnd, target: CopyEnd) -> bool:
+        def takes(self, direction: CopyDirection, source: CopyEndpoint, target: CopyEndpoint) -> bool:
             return True
 
         def run(self, batch: CopyBatch, start: int, stop: int) -> None:
@@ -261,3 +263,28 @@ def test_what_it_waits_for_in_vain_stops_a_batch() -> None:
     PythonCopies(bench.into).run(batch, 0, len(batch.records))
     assert set(batch.status) == {CopyStatus.STOPPED}
     assert unwritten(into)
+
+
+# --------------------------------------------------------------------------------------------- whole loads
+
+
+def test_a_load_of_a_client_is_offered_to_executors_before_the_one_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered: list[tuple[CopyDirection, CopyEndpoint, CopyEndpoint]] = []
+
+    class Refuses:
+        def takes(self, direction: CopyDirection, source: CopyEndpoint, target: CopyEndpoint) -> bool:
+            offered.append((direction, source, target))
+            return False
+
+        def run(self, batch: CopyBatch, start: int, stop: int) -> None:
+            raise AssertionError("it takes nothing")
+
+    monkeypatch.setattr(sinks, "EXECUTORS", (Refuses(),))
+    into, tokens = room(BLOCKS), prompt(BLOCKS)
+    with MemoryCluster() as cluster:
+        client = cluster.client(SPEC)
+        client.store(tokens, kv(BLOCKS))
+        assert client.flush()
+        assert client.load(tokens, into) == len(tokens)
+    assert same(into, kv(BLOCKS))
+    assert offered == [(CopyDirection.LOAD, HostMemory(may_change=True), HostMemory())]

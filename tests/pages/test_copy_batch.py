@@ -14,20 +14,8 @@ from hypothesis import strategies as st
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.spec import Group, Part, Plane
-from kvcluster.pages.copy_batch import (
-    BadBatch,
-    CopyBatch,
-    CopyDirection,
-    CopyEnd,
-    CopyItems,
-    CopyRecords,
-    CopyStatus,
-    DeviceMemory,
-    FileRange,
-    HostMemory,
-    MappedMemory,
-    RecordStream,
-)
+from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
+from kvcluster.pages.copy_endpoints import CopyEndpoint, DeviceMemory, FileRange, HostMemory, MappedMemory, RecordStream
 from kvcluster.pages.copy_executor import CopyExecutor, choose
 from kvcluster.pages.copy_geometry import BlockGeometry, page_layout
 from kvcluster.pages.region import HostRegion, RegionKind, address_of, bytes_at
@@ -63,7 +51,7 @@ def whole_pages(layers_a_record: int = 2) -> CopyBatch:
     return batch_of(records, items)
 
 
-def batch_of(records: CopyRecords, items: CopyItems, source: CopyEnd | None = None) -> CopyBatch:
+def batch_of(records: CopyRecords, items: CopyItems, source: CopyEndpoint | None = None) -> CopyBatch:
     region = HostRegion(memoryview(bytes(BLOCKS * PAGE_BYTES)), 4096, RegionKind.SHARED)
     return CopyBatch(
         CopyDirection.LOAD,
@@ -169,6 +157,42 @@ def test_two_pages_of_a_block_fill_different_heads(one: tuple[int, int], other: 
         batch_of(records, items).check()
 
 
+small = st.integers(0, 5)
+
+
+@given(
+    st.lists(st.tuples(small, small, small, small, small), min_size=1, max_size=3),
+    st.lists(st.tuples(small, small, small, small), min_size=1, max_size=6),
+)
+def test_whatever_the_numbers_a_batch_is_refused_or_each_value_is_written_once_at_most(
+    pages: list[tuple[int, int, int, int, int]], spans: list[tuple[int, int, int, int]]
+) -> None:
+    items, records = CopyItems([geometry()]), CopyRecords()
+    for block, layer_stop, head_stop, fill_start, fill_stop in pages:
+        add_item(items, block, Part(0, layer_stop, 0, head_stop), (fill_start, fill_stop))
+    for item, layer, count, offset in spans:
+        heads = items.head_stops[item] if item < len(items) else HEADS
+        nbytes = count * GROUP.layer_bytes(block_tokens=TOKENS, heads=heads)
+        records.add(item, layer, offset * LAYER_BYTES, nbytes, Codec.RAW, [7] * count)
+    batch = batch_of(records, items)
+    try:
+        batch.check()
+    except BadBatch:
+        return
+    written = [
+        (items.blocks[item], layer, head)
+        for item, first, count, _ in spans
+        for layer in range(first, first + count)
+        for head in range(items.fill_starts[item], items.fill_stops[item])
+    ]
+    assert len(set(written)) == len(written) > 0
+    assert all(block < BLOCKS and layer < LAYERS and head < HEADS for block, layer, head in written)
+    assert all(
+        at >= 0 and at + nbytes <= BLOCKS * PAGE_BYTES
+        for at, nbytes in zip(records.offsets, records.nbytes, strict=True)
+    )
+
+
 def test_layers_that_the_memory_does_not_hold_are_refused() -> None:
     items, records = CopyItems([geometry(Part(1, 3, 0, HEADS))]), CopyRecords()
     add_item(items, 0)
@@ -199,10 +223,10 @@ def test_what_is_not_to_be_moved_may_be_anything() -> None:
     batch.check()
 
 
-# ---------------------------------------------------------------------------------------------- the ends
+# ---------------------------------------------------------------------------------------------- the endpoints
 
 
-def with_source(source: CopyEnd) -> CopyBatch:
+def with_source(source: CopyEndpoint) -> CopyBatch:
     return replace(whole_pages(), source=source)
 
 
@@ -230,7 +254,7 @@ def test_the_first_executor_that_takes_the_ends_is_chosen() -> None:
         def __init__(self, kind: type) -> None:
             self.kind = kind
 
-        def takes(self, direction: CopyDirection, source: CopyEnd, target: CopyEnd) -> bool:
+        def takes(self, direction: CopyDirection, source: CopyEndpoint, target: CopyEndpoint) -> bool:
             return isinstance(source, self.kind)
 
         def run(self, batch: CopyBatch, start: int, stop: int) -> None:
