@@ -76,6 +76,7 @@ class Sink:
         self._python = PythonCopies(into)
         self._forms: list[_Form | None] = [None] * len(ranges.pieces)  # that came last of each
         self._model_layers: list[tuple[int, ...] | None] = [None] * len(ranges.pieces)
+        self._sizes: dict[tuple[int, int, int], int] = {}  # group, codec, heads -> bytes of a layer
         self._staging = Staging()
 
     # ------------------------------------------------------------------------------------ batches of copies
@@ -200,8 +201,7 @@ class Sink:
         layers = self._model_layers[item]
         if layers is None:
             layers = self._model_layers[item] = piece.model_layers(self._spec)
-        first, part = piece.want.layer_start, piece.want.key.part
-        nbytes = (stop - layer) * self._spec.layer_bytes(piece.group, part)
+        first, nbytes = piece.want.layer_start, (stop - layer) * self._layer_bytes(item, codec.RAW)
         return self._progress.came(piece.block, layers[layer - first : stop - first], nbytes)
 
     def _take_none(self, item: int, layer: int, stop: int) -> None:
@@ -222,11 +222,20 @@ class Sink:
         key = self._ranges.pieces[item].want.key
         form = self._forms[item] = _Form(
             codec_id,
-            encoded_layer_bytes(self._items.geometry(item), codec_id, key.part.heads),
+            self._layer_bytes(item, codec_id),
             checksum.identity(self._namespace, key, codec_id),
             coder_of(self._items, item, codec_id),
         )
         return form
+
+    def _layer_bytes(self, item: int, codec_id: int) -> int:
+        """Of a page in that codec, which is known."""
+        items = self._items
+        shape = items.groups[item], codec_id, items.head_stops[item] - items.head_starts[item]
+        size = self._sizes.get(shape)
+        if size is None:
+            size = self._sizes[shape] = encoded_layer_bytes(items.geometry(item), codec_id, shape[2])
+        return size
 
 
 class _LoadCopies:

@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from itertools import pairwise
+from itertools import combinations, islice, pairwise
 from typing import Protocol
 
 from kvcluster.core import limits
@@ -78,6 +78,7 @@ class CopyItems:
     head_stops: array[int] = field(default_factory=lambda: array("I"))
     fill_starts: array[int] = field(default_factory=lambda: array("I"))
     fill_stops: array[int] = field(default_factory=lambda: array("I"))
+    checked: int = 0
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -89,19 +90,24 @@ class CopyItems:
         return geometry
 
     def check(self) -> None:
-        """Raises BadBatch unless every item fills heads that its page and its memory have, in a block that there is."""
-        for item, group in enumerate(self.groups):
+        """Raises BadBatch unless every item fills heads that its page and its memory have, in a block that there is.
+        Items that were checked before are not looked at again."""
+        for item, row in enumerate(islice(self.rows(), self.checked, None), self.checked):
+            group, block, _, _, head_start, head_stop, fill_start, fill_stop = row
             geometry = self.geometries[group] if group < len(self.geometries) else None
             if geometry is None:
                 raise BadBatch(f"item {item} is of group {group}, for which there is no memory")
-            if self.blocks[item] >= len(geometry.rows):
-                raise BadBatch(f"item {item} is of block {self.blocks[item]}; there are {len(geometry.rows)}")
-            start, stop, part = self.fill_starts[item], self.fill_stops[item], geometry.part
-            first, last = max(self.head_starts[item], part.head_start), min(self.head_stops[item], part.head_stop)
-            if not first <= start < stop <= last:
-                raise BadBatch(
-                    f"item {item} fills heads {start} to {stop}; its page and memory share {first} to {last}"
-                )
+            if block >= len(geometry.rows):
+                raise BadBatch(f"item {item} is of block {block}; there are {len(geometry.rows)}")
+            first, last = max(head_start, geometry.part.head_start), min(head_stop, geometry.part.head_stop)
+            if not first <= fill_start < fill_stop <= last:
+                raise BadBatch(f"item {item} fills heads {fill_start} to {fill_stop} of {first} to {last}")
+        self.checked = len(self)
+
+    def rows(self) -> Iterator[tuple[int, ...]]:
+        """The columns side by side, in the order in which they are declared."""
+        heads = self.head_starts, self.head_stops, self.fill_starts, self.fill_stops
+        return zip(self.groups, self.blocks, self.layer_starts, self.layer_stops, *heads, strict=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -191,10 +197,7 @@ class CopyBatch:
         if not pending:
             return
         self.items.check()
-        if max(records.items[at] for at in pending) >= len(self.items):
-            raise BadBatch(f"a record names an item that is not among the {len(self.items)} there are")
-        _check_layers(records, self.items, pending)
-        _check_lengths(records, self.items, pending)
+        _check_places(records, self.items, pending)
         _check_offsets(records, pages, pending)
         if self.direction is CopyDirection.LOAD and self.source.may_change and not records.sums:
             raise BadBatch("what may change while it is copied has no sums to be held to")
@@ -218,50 +221,51 @@ def _check_columns(batch: CopyBatch) -> None:
         raise BadBatch(f"there is not one sum for each layer: {len(records.sums)} for {sum(records.counts)}")
 
 
-def _check_layers(records: CopyRecords, items: CopyItems, pending: Sequence[int]) -> None:
-    """Within pages and memory, and no place twice."""
-    places = []
+def _check_places(records: CopyRecords, items: CopyItems, pending: Sequence[int]) -> None:
+    """Layers that page and memory have, as many bytes as they take, and no place twice."""
+    rows = list(items.rows())
+    parts = [None if geometry is None else geometry.part for geometry in items.geometries]
+    sizes: dict[tuple[int, int, int], int] = {}
+    places: list[tuple[int, ...]] = []
+    columns = list(zip(records.items, records.layers, records.counts, records.nbytes, records.codecs, strict=True))
     for at in pending:
-        item, layer, count = records.items[at], records.layers[at], records.counts[at]
-        first, part = items.layer_starts[item], items.geometry(item).part
-        start, stop = first + layer, first + layer + count
-        if not count or stop > items.layer_stops[item] or start < part.layer_start or stop > part.layer_stop:
+        item, layer, count, nbytes, codec = columns[at]
+        if item >= len(rows):
+            raise BadBatch(f"record {at} names an item that is not among the {len(rows)} there are")
+        group, block, first, end, head_start, head_stop, _, _ = rows[item]
+        part, start, stop = parts[group], first + layer, first + layer + count
+        assert part is not None
+        if not count or stop > end or start < part.layer_start or stop > part.layer_stop:
             raise BadBatch(f"record {at} has layers {start} to {stop} of a page, which its page or memory has not")
-        places.append((items.groups[item], items.blocks[item], item, start, stop, at))
+        form = group, codec, head_stop - head_start
+        size = sizes.get(form)
+        if size is None:
+            size = sizes[form] = encoded_layer_bytes(items.geometry(item), codec, head_stop - head_start)
+        if nbytes != count * size:
+            raise BadBatch(f"record {at} has {nbytes} bytes for {count} layers of {size}")
+        if nbytes > limits.RECORD_BYTES and count > 1:
+            raise BadBatch(f"record {at} has {nbytes} bytes, more than may follow a cancel")
+        places.append((group, block, item, start, stop, at))
+    _check_overlaps(places, items)
+
+
+def _check_overlaps(places: list[tuple[int, ...]], items: CopyItems) -> None:
+    """`places` are (group, block, item, first layer, last layer, record)."""
     places.sort()
-    by_block: list[tuple[int, ...]] = []
+    shared: dict[tuple[int, ...], None] = {}  # blocks of several items, each of them other heads or layers
     for before, after in pairwise(places):
-        if before[:3] == after[:3] and after[3] < before[4]:
-            raise BadBatch(f"records {before[5]} and {after[5]} overlap")
-        if before[:2] == after[:2] and before[2] != after[2]:
-            by_block.append(after[:2])  # several items share a block, each of them other heads or layers of it
-    for shared in dict.fromkeys(by_block):
-        _check_shared([place for place in places if place[:2] == shared], items)
-
-
-def _check_shared(places: Sequence[tuple[int, ...]], items: CopyItems) -> None:
-    for number, one in enumerate(places):
-        for other in places[number + 1 :]:
+        if before[1] == after[1] and before[0] == after[0]:
+            if before[2] != after[2]:
+                shared[after[:2]] = None
+            elif after[3] < before[4]:
+                raise BadBatch(f"records {before[5]} and {after[5]} overlap")
+    for block in shared:
+        for one, other in combinations([place for place in places if place[:2] == block], 2):
             mine, theirs = one[2], other[2]
             layers = one[3] < other[4] and other[3] < one[4]
             starts, stops = items.fill_starts, items.fill_stops
             if layers and starts[mine] < stops[theirs] and starts[theirs] < stops[mine]:
                 raise BadBatch(f"records {one[5]} and {other[5]} overlap")
-
-
-def _check_lengths(records: CopyRecords, items: CopyItems, pending: Sequence[int]) -> None:
-    known: dict[tuple[int, int, int], int] = {}
-    for at in pending:
-        item, count, nbytes = records.items[at], records.counts[at], records.nbytes[at]
-        heads = items.head_stops[item] - items.head_starts[item]
-        form = items.groups[item], records.codecs[at], heads
-        expected = known.get(form)
-        if expected is None:
-            expected = known[form] = encoded_layer_bytes(items.geometry(item), records.codecs[at], heads)
-        if nbytes != count * expected:
-            raise BadBatch(f"record {at} has {nbytes} bytes for {count} layers of {expected}")
-        if count > 1 and nbytes > limits.RECORD_BYTES:
-            raise BadBatch(f"record {at} has {nbytes} bytes, more than may follow a cancel")
 
 
 def encoded_layer_bytes(geometry: BlockGeometry, codec: int, heads: int) -> int:

@@ -7,8 +7,10 @@ path, the rest of it (handover.py) is told how far the copies have come, as it i
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
 from kvcluster.core.messages import ReadRequest
@@ -41,14 +43,26 @@ class CopySink(PageSink, Protocol):
 
 def granted_records(request: ReadRequest, places: Mapping[int, Place]) -> CopyRecords:
     """What was granted, in the order of its use. Offsets count as those of `places` do."""
-    records = CopyRecords()
-    layer_bytes_of = {item: place.layer_bytes for item, place in places.items()}
-    for item, layer, count in in_order_of_use(request.wants, layer_bytes_of):
-        offset, layer_bytes, sums, codec = places[item]
+    order = in_order_of_use(request.wants, {item: place.layer_bytes for item, place in places.items()})
+    counts = [count for _, _, count in order]
+    of_order = [places[item] for item, _, _ in order]  # thousands: a column at a time is half the time of a row
+    sums = array("Q")
+    for (item, layer, count), place in zip(order, of_order, strict=True):
         first = layer - request.wants[item].layer_start
-        offset += layer * layer_bytes
-        records.add(item, layer, offset, count * layer_bytes, codec, sums[first : first + count])
-    return records
+        sums.extend(place.sums[first : first + count])
+    return CopyRecords(
+        array("I", [item for item, _, _ in order]),
+        array("I", [layer for _, layer, _ in order]),
+        array("I", counts),
+        array(
+            "Q",
+            [place.offset + layer * place.layer_bytes for (_, layer, _), place in zip(order, of_order, strict=True)],
+        ),
+        array("Q", [count * place.layer_bytes for count, place in zip(counts, of_order, strict=True)]),
+        array("H", [place.codec for place in of_order]),
+        array("I", [0, *accumulate(counts)][:-1]),
+        sums,
+    )
 
 
 def open_copies(
