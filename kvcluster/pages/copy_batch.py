@@ -120,7 +120,7 @@ class CopyRecords:
     counts: array[int] = field(default_factory=lambda: array("I"))
     offsets: array[int] = field(default_factory=lambda: array("Q"))
     nbytes: array[int] = field(default_factory=lambda: array("Q"))
-    codecs: array[int] = field(default_factory=lambda: array("H"))
+    codecs: array[int] = field(default_factory=lambda: array("Q"))
     sum_starts: array[int] = field(default_factory=lambda: array("I"))
     sums: array[int] = field(default_factory=lambda: array("Q"))
 

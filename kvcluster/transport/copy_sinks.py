@@ -59,7 +59,7 @@ def granted_records(request: ReadRequest, places: Mapping[int, Place]) -> CopyRe
             [place.offset + layer * place.layer_bytes for (_, layer, _), place in zip(order, of_order, strict=True)],
         ),
         array("Q", [count * place.layer_bytes for count, place in zip(counts, of_order, strict=True)]),
-        array("H", [place.codec for place in of_order]),
+        array("Q", [place.codec for place in of_order]),
         array("I", [0, *accumulate(counts)][:-1]),
         sums,
     )
