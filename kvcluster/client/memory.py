@@ -11,7 +11,6 @@ imported when the first tensor is bound: torch is neither needed nor loaded for 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +18,8 @@ from typing import TYPE_CHECKING, Protocol, Union
 
 from kvcluster.core.spec import DTYPE_BYTES, KVSpec, Part, Plane
 from kvcluster.errors import CallerError, ProtocolError
+from kvcluster.pages.copy_geometry import BlockGeometry, page_layout
+from kvcluster.pages.region import address_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -193,6 +194,16 @@ class Bound:
         assert memory is not None
         return memory.place(block - self._first, rect) if memory.part.intersect(rect) == rect else None
 
+    @property
+    def first(self) -> int:
+        """The number of the block that lies in row 0 of every geometry."""
+        return self._first
+
+    def geometries(self) -> tuple[BlockGeometry | None, ...]:
+        """For each group where its blocks lie, None where none is moved or the memory is read-only. What they address
+        lives as long as this."""
+        return tuple(None if memory is None else memory.geometry() for memory in self._memories)
+
     def get(self, block: int, group: int, layer_start: int, layer_stop: int, staging: Staging) -> memoryview:
         """Those layers of the bound part, read-only, in page layout; layers are counted in the group.
 
@@ -222,6 +233,10 @@ class PartMemory(Protocol):
         """Those layers in page layout; in `staging` where they do not lie so."""
         ...
 
+    def geometry(self) -> BlockGeometry | None:
+        """The address of every byte; None of bytes that are read-only, whose addresses Python does not give."""
+        ...
+
 
 class Pages:
     """Memory where each block lies as a page does: moved as bytes."""
@@ -231,6 +246,15 @@ class Pages:
         self.head_bytes = ask.head_bytes
         self._pages = pages
         self._rows = [(ask.tokens(plane), plane.dim * DTYPE_BYTES[plane.dtype]) for plane in ask.planes]
+        self._group = ask.spec.groups[ask.index]
+        self._block_tokens = ask.spec.block_tokens
+        self._table: BlockGeometry | None = None
+
+    def geometry(self) -> BlockGeometry | None:
+        if self._table is None and not any(page.readonly for page in self._pages):
+            addresses = [address_of(page) for page in self._pages]
+            self._table = page_layout(self._group, self._block_tokens, self.part, addresses)
+        return self._table
 
     def write(self, block: int, rect: Part, both: Part, data: memoryview) -> None:
         page, part = self._pages[block], self.part
@@ -358,7 +382,7 @@ def _bind_buffers(ask: Ask, buffers: Buffers) -> Pages:
             raise CallerError(f"{name} is read-only; expected a writable buffer, such as a bytearray")
         pages.append(page)
     if ask.writable:
-        starts = sorted(ctypes.addressof(ctypes.c_char.from_buffer(page)) for page in pages)
+        starts = sorted(map(address_of, pages))
         if any(second - first < expected for first, second in pairwise(starts)):
             raise ask.shared()
     return Pages(ask, pages)

@@ -3,7 +3,9 @@
 Each range of the caller's memory has one owner at a time: an exchange, from the moment that it is made until it is
 stopped. While it owns a range the exchange alone writes it and this record, chunk by chunk, under `gate`; a chunk is at
 most limits.RECORD_BYTES. `stop` waits for the chunk in hand and no longer, though the exchange's socket hangs: after
-it the exchange writes nothing more, what it has verified is known exactly, and the rest can be given to another.
+it the exchange writes nothing more, what it has verified is known exactly, and the rest can be given to another. A
+batch of copies holds the gate for many chunks: `stop` sets words that its executor reads before each, `cancel` and
+`dropped`, and then waits for the gate.
 
     OWNED --stop--> STOPPED
 
@@ -14,6 +16,7 @@ that still runs only to ask where else it lies. Nothing else counts layers of an
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Iterable, Sequence
 
 from kvcluster.client.pieces import Piece
@@ -28,11 +31,11 @@ class ReadRanges:
     """Of one exchange. The layers of an item come in order. `heard_ns`: when anything came last, or when it began."""
 
     __slots__ = (
-        "_all_stopped",
-        "_deadline_ns",
         "_next",
-        "_stopped",
+        "cancel",
         "corrupt",
+        "deadline_ns",
+        "dropped",
         "gate",
         "heard_ns",
         "pieces",
@@ -46,25 +49,34 @@ class ReadRanges:
         self.corrupt: dict[int, list[tuple[int, int]]] = {}  # by item, the layers that did not match their sums
         self.unreadable: dict[int, Miss] = {}  # of these, what cannot be decoded here, and why
         self._next = [piece.want.layer_start for piece in pieces]
-        self._stopped: dict[int, None] = {}
-        self._all_stopped = False
-        self._deadline_ns = deadline_ns
+        self.cancel = array("I", [0])  # 1: nothing more is to be written
+        self.dropped = bytearray(len(pieces))  # by item, 1 where it is to be written no more
+        self.deadline_ns = deadline_ns
 
     # ------------------------------------------------------------------ the exchange, under the gate
 
     def may_write(self, item: int, layer: int, now: int) -> bool:
         """Is it still this exchange that brings that item? Raises Cancelled where it is to bring nothing more, and
         ProtocolError where another layer is next."""
-        if self._all_stopped:
-            raise Cancelled(Miss(MissReason.DEADLINE, "given up"))
-        if now >= self._deadline_ns:
-            raise Cancelled(Miss(MissReason.DEADLINE))
+        self.check(now)
         self.heard_ns = now
-        if item in self._stopped:
+        if self.dropped[item]:
             return False
         if layer != self._next[item]:
             raise ProtocolError(f"layer {layer} of a page came where {self._next[item]} belongs")
         return True
+
+    def check(self, now: int) -> None:
+        """Raises Cancelled where this exchange is to bring nothing more."""
+        if self.cancel[0]:
+            raise Cancelled(Miss(MissReason.DEADLINE, "given up"))
+        if now >= self.deadline_ns:
+            raise Cancelled(Miss(MissReason.DEADLINE))
+
+    def is_next(self, item: int, layer: int) -> bool:
+        """Is that the first layer of the item of which nothing is known? Copies that were stopped leave a gap: what
+        came behind it is not counted."""
+        return self._next[item] == layer
 
     def came(self, item: int, stop: int) -> None:
         """The layers before `stop` lie verified where they belong, as far as they are not said to be corrupt."""
@@ -79,11 +91,13 @@ class ReadRanges:
 
     def stop(self, items: Iterable[int] | None = None) -> None:
         """Takes these items away from the exchange, or all. Waits for the chunk in hand."""
+        if items is None:
+            self.cancel[0] = 1
+        else:
+            for item in items:
+                self.dropped[item] = 1
         with self.gate:
-            if items is None:
-                self._all_stopped = True
-            else:
-                self._stopped.update(dict.fromkeys(items))
+            """Nothing is written any more."""
 
     def left(self, item: int) -> list[Piece]:
         """What has not come of an item, by this exchange."""

@@ -1,11 +1,9 @@
 """The sink of one exchange of a load: it takes layers into the caller's memory, verifies them there, and counts them.
 
-It writes what its exchange owns and no more (read_ranges.py), a chunk at a time under the gate of its ranges.
-
-
-Bytes are read straight to where they belong if that is one run of bytes. A strided destination gets them from a buffer
-beside it, verified before they are put. What comes encoded is verified as it came, in a buffer, and decoded from there.
-Any way a chunk is verified, and decoded, while it is still in the cache.
+It writes what its exchange owns and no more (read_ranges.py), under the gate of its ranges. What lies in memory comes
+as a batch of copies, which the first executor that takes it carries out in slices; the executor in Python
+(python_copies.py) takes any. What comes over a stream is received a record at a time, by chunks, and is placed by that
+same executor.
 
 What does not verify may lie in the caller's memory, but is never told to have come: its block has failed, unless
 another shard's bytes take the place of these. A bulk load is made of many thousand records, so what holds for all
@@ -15,34 +13,35 @@ records of a page is worked out once.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.memory import Bound, Staging
-from kvcluster.client.pieces import Piece
+from kvcluster.client.python_copies import PagePlace, PythonCopies, coder_of
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.core import limits
-from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
+from kvcluster.pages.copy_batch import (
+    BadBatch,
+    CopyBatch,
+    CopyDirection,
+    CopyItems,
+    CopyRecords,
+    CopyStatus,
+    encoded_layer_bytes,
+)
+from kvcluster.pages.copy_endpoints import HostMemory
+from kvcluster.pages.copy_executor import EXECUTORS, CopyExecutor, choose
+from kvcluster.transport.copy_sinks import LoadCopies, ReadableMemory
 from kvcluster.transport.seam import Payload
 
-
-@dataclass(eq=False, slots=True)
-class _Target:
-    """Where one piece goes, and what it must be."""
-
-    piece: Piece
-    start: int  # its layers, counted from its page's first
-    stop: int
-    layer_bytes: int
-    place: memoryview | None  # where it lies, if that is one run of bytes
-    model_layers: tuple[int, ...]  # the model's own numbers of its layers
-    form: _Form | None = None  # that came last
+_TARGET = HostMemory()
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +55,7 @@ class _Form:
 
 
 class Sink:
-    """Of one exchange with one shard: a PageSink. `layer_came` is called when some layer is there of every block."""
+    """Of one exchange with one shard: a CopySink. `layer_came` is called when some layer is there of every block."""
 
     def __init__(
         self,
@@ -73,48 +72,120 @@ class Sink:
         self._ranges = ranges
         self._progress = progress
         self._layer_came = layer_came
-        self._targets: list[_Target | None] = [None] * len(ranges.pieces)
+        self._items = _items(ranges, into)
+        self._python = PythonCopies(into)
+        self._forms: list[_Form | None] = [None] * len(ranges.pieces)  # that came last of each
+        self._model_layers: list[tuple[int, ...] | None] = [None] * len(ranges.pieces)
+        self._sizes: dict[tuple[int, int, int], int] = {}  # group, codec, heads -> bytes of a layer
         self._staging = Staging()
-        self._decoded = Staging()
+
+    # ------------------------------------------------------------------------------------ batches of copies
+
+    def copies(self, records: CopyRecords, source: ReadableMemory, keeps: object) -> LoadCopies:
+        """As CopySink. What cannot be decoded here, or has another length than its codec says, is not copied: it
+        counts as what did not match."""
+        identities, status = array("Q"), bytearray(len(records))
+        rows = zip(records.items, records.layers, records.counts, records.codecs, strict=True)
+        for at, (item, layer, layers, codec_id) in enumerate(rows):
+            want = self._ranges.pieces[item].want
+            if not want.layer_start <= layer < layer + layers <= want.layer_stop:
+                raise ProtocolError(
+                    f"what was granted is not what was asked for: record {at} has layers {layer} to {layer + layers}, "
+                    f"not some of those from {want.layer_start} to {want.layer_stop}"
+                )
+            form = self._form(item, codec_id)
+            identities.append(0 if form is None else form.identity)
+            if form is None:
+                status[at] = CopyStatus.UNREADABLE
+            elif records.nbytes[at] != layers * form.layer_bytes:
+                status[at] = CopyStatus.MISMATCH
+        batch = CopyBatch(
+            CopyDirection.LOAD,
+            source,
+            _TARGET,
+            records,
+            self._items,
+            identities,
+            status,
+            self._ranges.cancel,
+            self._ranges.dropped,
+            self._ranges.deadline_ns,
+            keeps=(keeps, self._into),
+        )
+        executor = choose([*EXECUTORS, self._python], batch.direction, source, _TARGET)
+        assert executor is not None
+        if executor is not self._python:  # which reaches memory through views, and no number of a batch leads it astray
+            try:
+                batch.check()
+            except BadBatch as bad:
+                raise ProtocolError(f"what was granted is not what was asked for: {bad}") from None
+        return _LoadCopies(self, batch, executor)
+
+    def run(self, batch: CopyBatch, executor: CopyExecutor, start: int, stop: int) -> None:
+        """Carries out some records of a batch, and counts them. Raises Cancelled where they were stopped."""
+        whole = False
+        with self._ranges.gate:
+            now = time.monotonic_ns()
+            self._ranges.check(now)
+            self._ranges.heard_ns = now
+            try:
+                executor.run(batch, start, stop)
+            finally:
+                for at in range(start, stop):
+                    whole = self._count_record(batch, at) or whole
+        if whole:
+            self._layer_came()
+        if CopyStatus.STOPPED in batch.status[start:stop]:
+            self._ranges.check(time.monotonic_ns())  # dropped items stop nothing else
+
+    def _count_record(self, batch: CopyBatch, at: int) -> bool:
+        item, layer, status = batch.records.items[at], batch.records.layers[at], batch.status[at]
+        stop = layer + batch.records.counts[at]
+        if not self._ranges.is_next(item, layer):
+            return False
+        if status == CopyStatus.DONE:
+            self._ranges.came(item, stop)
+            return self._came(item, layer, stop)
+        if status in (CopyStatus.MISMATCH, CopyStatus.UNREADABLE) and not self._ranges.dropped[item]:
+            self._ranges.did_not_match(item, layer, stop)
+        return False
 
     # --------------------------------------------------------------------------------------- what comes
 
     def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
-        target = self._targets[item] or self._target(item)
-        stop = layer + len(sums)
-        if stop > target.stop:
-            raise ProtocolError(f"layers to {stop} of a page came of which those to {target.stop} were asked for")
-        form = target.form
-        if form is None or form.codec_id != codec_id:
-            form = target.form = self._form(item, target, codec_id)
+        stop, asked = layer + len(sums), self._ranges.pieces[item].want
+        if stop > asked.layer_stop:
+            raise ProtocolError(f"layers to {stop} of a page came of which those to {asked.layer_stop} were asked for")
+        form = self._form(item, codec_id)
         if form is None or data.nbytes != len(sums) * form.layer_bytes:
             self._take_none(item, layer, stop)
             return
+        place = self._python.place(self._items, item)
         step = max(1, limits.CHUNK_BYTES // form.layer_bytes)
-        at_once = len(sums) if data.present is not None and target.place is not None else step
+        at_once = len(sums) if data.present is not None and place.run is not None else step
         for at in range(0, len(sums), at_once):
-            if not self._take(item, target, form, layer + at, sums[at : at + at_once], data):
+            if not self._take(item, place, form, layer + at, sums[at : at + at_once], data):
                 return
 
-    def _take(self, item: int, target: _Target, form: _Form, layer: int, sums: Sequence[int], data: Payload) -> bool:
+    def _take(self, item: int, place: PagePlace, form: _Form, layer: int, sums: Sequence[int], data: Payload) -> bool:
         """Some layers into the caller's memory, and verified. False where others bring them."""
-        stop, place = layer + len(sums), _place(target, layer, layer + len(sums))
-        nbytes = len(sums) * form.layer_bytes
-        view = place if place is not None and form.coder is None else self._staging.room(nbytes)
+        stop = layer + len(sums)
+        nbytes, run = len(sums) * form.layer_bytes, place.of(layer, stop)
+        view = run if run is not None and form.coder is None else self._staging.room(nbytes)
         got, whole = 0, False
         while True:
             with self._ranges.gate:
                 if not self._ranges.may_write(item, layer, time.monotonic_ns()):
                     return False
-                here = None if place is None else data.present
+                here = None if run is None else data.present
                 if here is not None and here.nbytes == nbytes:
                     came = checksum.copy_sums(form.identity, layer, len(sums), view, here)
-                    whole = self._count(item, target, form, layer, stop, came == tuple(sums), view)
+                    whole = self._count(item, place, form, layer, stop, came == tuple(sums), view)
                     break
                 got += data.read_into(view[got:] if got else view)
                 if got == nbytes:
                     right = checksum.first_mismatch(form.identity, layer, sums, view) is None
-                    whole = self._count(item, target, form, layer, stop, right, view)
+                    whole = self._count(item, place, form, layer, stop, right, view)
                     break
             data.wait()
         if whole:
@@ -122,21 +193,24 @@ class Sink:
         return True
 
     def _count(
-        self, item: int, target: _Target, form: _Form, layer: int, stop: int, verified: bool, view: memoryview
+        self, item: int, place: PagePlace, form: _Form, layer: int, stop: int, verified: bool, view: memoryview
     ) -> bool:
         """Those layers have come. True where some layer is there of every block by that."""
         if not verified:
             self._ranges.did_not_match(item, layer, stop)
             return False
         self._ranges.came(item, stop)
-        piece, place, nbytes = target.piece, _place(target, layer, stop), (stop - layer) * target.layer_bytes
-        if form.coder is not None:
-            encoded, view = view, self._decoded.room(nbytes) if place is None else place
-            form.coder.decode(encoded, view, stop - layer)
-        if place is None:
-            self._into.put(piece.block, piece.group, piece.rect_of(layer, stop), view, piece.fills)
-        layers = target.model_layers[layer - target.start : stop - target.start]
-        return self._progress.came(piece.block, layers, nbytes)
+        self._python.put(place, layer, stop, view, form.coder)
+        return self._came(item, layer, stop)
+
+    def _came(self, item: int, layer: int, stop: int) -> bool:
+        """Counts layers that are in place. True as in `_count`."""
+        piece = self._ranges.pieces[item]
+        layers = self._model_layers[item]
+        if layers is None:
+            layers = self._model_layers[item] = piece.model_layers(self._spec)
+        first, nbytes = piece.want.layer_start, (stop - layer) * self._layer_bytes(item, codec.RAW)
+        return self._progress.came(piece.block, layers[layer - first : stop - first], nbytes)
 
     def _take_none(self, item: int, layer: int, stop: int) -> None:
         """What came cannot be what was asked for."""
@@ -144,35 +218,58 @@ class Sink:
             if self._ranges.may_write(item, layer, time.monotonic_ns()):
                 self._ranges.did_not_match(item, layer, stop)
 
-    def _target(self, item: int) -> _Target:
-        piece = self._ranges.pieces[item]
-        want, part = piece.want, piece.want.key.part
-        target = self._targets[item] = _Target(
-            piece,
-            want.layer_start,
-            want.layer_stop,
-            self._spec.layer_bytes(piece.group, part),
-            self._into.place(piece.block, piece.group, piece.rect) if piece.fills == piece.rect else None,
-            piece.model_layers(self._spec),
-        )
-        return target
-
-    def _form(self, item: int, target: _Target, codec_id: int) -> _Form | None:
-        """How this page comes. None where nobody here can decode it."""
+    def _form(self, item: int, codec_id: int) -> _Form | None:
+        """How this page comes. None where this process cannot decode it."""
+        form = self._forms[item]
+        if form is not None and form.codec_id == codec_id:
+            return form
         why = codec.check_codec(codec_id)
         if why is not None:
             self._ranges.unreadable[item] = Miss(MissReason.LOSSY, why)
             return None
-        known, key, spec = Codec(codec_id), target.piece.want.key, self._spec
-        identity = checksum.identity(self._namespace, key, codec_id)
-        if known is Codec.RAW:
-            return _Form(codec_id, target.layer_bytes, identity, None)
-        group, shape = spec.groups[key.group], {"block_tokens": spec.block_tokens, "heads": key.part.heads}
-        return _Form(codec_id, layer_bytes(known, group, **shape), identity, codec.coder(known, group, **shape))
+        key = self._ranges.pieces[item].want.key
+        form = self._forms[item] = _Form(
+            codec_id,
+            self._layer_bytes(item, codec_id),
+            checksum.identity(self._namespace, key, codec_id),
+            coder_of(self._items, item, codec_id),
+        )
+        return form
+
+    def _layer_bytes(self, item: int, codec_id: int) -> int:
+        """Of a page in that codec, which is known."""
+        items = self._items
+        shape = items.groups[item], codec_id, items.head_stops[item] - items.head_starts[item]
+        size = self._sizes.get(shape)
+        if size is None:
+            size = self._sizes[shape] = encoded_layer_bytes(items.geometry(item), codec_id, shape[2])
+        return size
 
 
-def _place(target: _Target, layer: int, stop: int) -> memoryview | None:
-    """Where these layers of it lie, if that is one run of bytes."""
-    if target.place is None:
-        return None
-    return target.place[(layer - target.start) * target.layer_bytes : (stop - target.start) * target.layer_bytes]
+class _LoadCopies:
+    """A batch of one exchange and what carries it out."""
+
+    def __init__(self, sink: Sink, batch: CopyBatch, executor: CopyExecutor) -> None:
+        self._sink = sink
+        self._batch = batch
+        self._executor = executor
+
+    def run(self, start: int, stop: int) -> None:
+        """As LoadCopies."""
+        self._sink.run(self._batch, self._executor, start, stop)
+
+
+def _items(ranges: ReadRanges, into: Bound) -> CopyItems:
+    """A row for each piece of an exchange."""
+    items = CopyItems(into.geometries())
+    for piece in ranges.pieces:
+        part = piece.want.key.part
+        items.groups.append(piece.group)
+        items.blocks.append(piece.block - into.first)
+        items.layer_starts.append(part.layer_start)
+        items.layer_stops.append(part.layer_stop)
+        items.head_starts.append(part.head_start)
+        items.head_stops.append(part.head_stop)
+        items.fill_starts.append(piece.head_start)
+        items.fill_stops.append(piece.head_stop)
+    return items

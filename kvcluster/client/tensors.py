@@ -10,7 +10,6 @@ This is the only module of the client that imports torch; memory.py imports it l
 
 from __future__ import annotations
 
-import ctypes
 import operator
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,8 @@ from torch import Tensor
 from kvcluster.client.memory import Ask, Dense, Paged, Pages, PartMemory, Staging, kind
 from kvcluster.core.spec import DTYPE_BYTES, KVSpec, Part, Plane
 from kvcluster.errors import CallerError
+from kvcluster.pages.copy_geometry import BlockGeometry, PlaneLayout, strided
+from kvcluster.pages.region import bytes_at
 
 __all__ = ["Tensor", "bind_tensors", "page_tensor"]
 
@@ -32,12 +33,6 @@ _WORDS: dict[int, torch.dtype] = {8: torch.int64, 4: torch.int32, 2: torch.int16
 
 _SERIAL_WORDS = 32_768
 """torch spreads larger copies over its threads, which then fight the engine's own for the cores."""
-
-# A function object of our own: setting types on the shared one would change it for every other user of ctypes.
-_memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
-    ("PyMemoryView_FromMemory", ctypes.pythonapi)
-)
-_PYBUF_WRITE = 0x200
 
 with warnings.catch_warnings():
     # torch warns, once a process, that a tensor over read-only bytes could be written. None is, here; and
@@ -124,12 +119,23 @@ class _Strided:
     `runs` has for each run of planes one tensor with all layers where the strides permit, or one a layer.
     """
 
-    def __init__(self, ask: Ask, geometry: _Geometry, runs: Sequence[Sequence[Tensor]], rows: Sequence[int]) -> None:
+    def __init__(
+        self,
+        ask: Ask,
+        geometry: _Geometry,
+        runs: Sequence[Sequence[Tensor]],
+        rows: Sequence[int],
+        layouts: Sequence[Sequence[PlaneLayout]],
+    ) -> None:
         self.part = ask.part
         self.head_bytes = ask.head_bytes
         self._geometry = geometry
         self._runs = runs
         self._rows = rows
+        self._table = strided(ask.spec.groups[ask.index], ask.spec.block_tokens, ask.part, rows, layouts)
+
+    def geometry(self) -> BlockGeometry:
+        return self._table
 
     def write(self, block: int, rect: Part, both: Part, data: memoryview) -> None:
         pages = [_cut(page, rect, both) for page in self._geometry.arrived(data, rect)]
@@ -240,9 +246,23 @@ def _bind_layers(ask: Ask, runs: list[list[Tensor]], rows: Sequence[int]) -> Par
         raise ask.shared()
     whole = stacked[0][0]
     if len(stacked) > 1 or len(stacked[0]) > 1 or not whole[0].is_contiguous():
-        return _Strided(ask, geometry, stacked, rows)
+        return _Strided(ask, geometry, stacked, rows, _layouts(runs, len(ask.planes)))
     start, stride = whole.data_ptr(), whole.stride(0) * geometry.word_bytes
-    return _TensorPages(ask, geometry, [_bytes_at(start + row * stride, whole[0].nbytes) for row in rows])
+    return _TensorPages(ask, geometry, [bytes_at(start + row * stride, whole[0].nbytes) for row in rows])
+
+
+def _layouts(runs: Sequence[Sequence[Tensor]], planes: int) -> list[list[PlaneLayout]]:
+    """Where each plane of each layer lies, from tensors `[num_blocks, planes, tokens, heads, dim]`."""
+    layers = []
+    for of_layer in zip(*runs, strict=True):
+        layouts = []
+        for plane in range(planes):
+            tensor, index = (of_layer[0], plane) if len(runs) == 1 else (of_layer[plane], 0)
+            size = tensor.element_size()
+            row, of_plane, token, head, element = (stride * size for stride in tensor.stride())
+            layouts.append(PlaneLayout(tensor.data_ptr() + index * of_plane, row, token, head, element))
+        layers.append(layouts)
+    return layers
 
 
 def _stack(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
@@ -275,14 +295,8 @@ def _layout(tensor: Tensor, width: int) -> tuple[list[int], list[int]]:
 
 def _alias(start: int, width: int, shape: list[int], strides: list[int]) -> Tensor:
     reach = width + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    words = torch.frombuffer(_bytes_at(start, reach), dtype=_WORDS[width])
+    words = torch.frombuffer(bytes_at(start, reach), dtype=_WORDS[width])
     return words.as_strided(shape, [stride // width for stride in strides])
-
-
-def _bytes_at(address: int, nbytes: int) -> memoryview:
-    """Writable bytes at an address. They keep nothing alive: the Bound holds their owner."""
-    view: memoryview = _memory_at(address, nbytes, _PYBUF_WRITE)
-    return view
 
 
 def _fits(tensor: Tensor, width: int) -> bool:

@@ -97,3 +97,16 @@ class HostRegion:
 def address_of(writable: memoryview) -> int:
     """Where these bytes begin, in this process. TypeError where they are read-only, ValueError where there are none."""
     return ctypes.addressof(ctypes.c_char.from_buffer(writable))
+
+
+# A function object of our own: setting types on the shared one would change it for every other user of ctypes.
+_memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
+_PYBUF_WRITE = 0x200
+
+
+def bytes_at(address: int, nbytes: int) -> memoryview:
+    """Writable bytes at an address of this process. They keep nothing alive: their user holds the owner."""
+    view: memoryview = _memory_at(address, nbytes, _PYBUF_WRITE)
+    return view

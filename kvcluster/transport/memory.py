@@ -5,9 +5,10 @@ It uses the very sessions that servers use, so what holds here of leases, checks
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
+from kvcluster.core import limits
 from kvcluster.core.ids import Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
@@ -15,6 +16,7 @@ from kvcluster.core.messages import (
     Done,
     Flush,
     PageKey,
+    PageSlot,
     ReadRequest,
     Refused,
     Suspect,
@@ -23,8 +25,13 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.reasons import Miss
 from kvcluster.core.spec import KVSpec
+from kvcluster.pages import checksum
+from kvcluster.pages.copy_endpoints import HostMemory
+from kvcluster.pages.region import address_of
+from kvcluster.transport.copy_sinks import granted_records, open_copies
 from kvcluster.transport.seam import ONE_STREAM, Deadline, PageHost, PageSink, PageSource, Present, RefusedByShard
 from kvcluster.transport.sessions import ReadSession, WriteSession, outgoing
+from kvcluster.wire.shm_frames import Place
 
 
 class MemoryTransport:
@@ -50,10 +57,13 @@ class MemoryTransport:
     ) -> Generator[None, None, list[Miss | None]]:
         deadline.check()
         with ReadSession(self._host, self._tenant, request, deadline=deadline) as session:
-            for batch in session.frames():
+            views = {item: self._host.view(slot) for item, slot in session.granted.items()}
+            records = granted_records(request, _places(request, session.granted, views))
+            copies = open_copies(sink, records, HostMemory(may_change=True), views)
+            for start, stop in records.slices(limits.FRAME_BYTES):
+                session.alive()
                 deadline.check()
-                for record in batch:
-                    sink.receive(record.item, record.layer, record.codec, record.sums, Present(record.data))
+                copies.run(start, stop)
                 yield
             return session.outcome
 
@@ -84,3 +94,13 @@ class MemoryTransport:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+def _places(request: ReadRequest, granted: Mapping[int, PageSlot], views: Mapping[int, memoryview]) -> dict[int, Place]:
+    """Where granted pages lie, by their addresses."""
+    places = {}
+    for item, slot in granted.items():
+        want, layer_bytes = request.wants[item], slot.nbytes // slot.key.part.layers
+        sums = checksum.unpack_sums(slot.sums)[want.layer_start : want.layer_stop]
+        places[item] = Place(address_of(views[item]), layer_bytes, sums, slot.codec)
+    return places

@@ -19,11 +19,13 @@ from kvcluster.core import limits
 from kvcluster.core.messages import ReadRequest, WriteRequest, Written
 from kvcluster.core.reasons import Miss
 from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
+from kvcluster.pages.copy_endpoints import MappedMemory
 from kvcluster.transport import processors
 from kvcluster.transport.borrowed import Borrowed, borrow
 from kvcluster.transport.connections import Connections
-from kvcluster.transport.seam import Deadline, PageSink, PageSource, Present, Streams
-from kvcluster.transport.sessions import check_length, in_order_of_use
+from kvcluster.transport.copy_sinks import granted_records, open_copies
+from kvcluster.transport.seam import Deadline, PageSink, PageSource, Streams
+from kvcluster.transport.sessions import check_length
 from kvcluster.transport.shm_control import Control, Maps, Turn, reach
 from kvcluster.wire import shard, shm_frames
 from kvcluster.wire.shm_frames import Place, Progress
@@ -71,7 +73,7 @@ class ShmPages:
         control = self._connections.take(deadline)
         try:
             outcome, places = control.ask_to_read(request, deadline)
-            yield from _pieces(control, request, places, sink, deadline)
+            yield from _copies(control, request, places, sink, deadline)
             control.say(Kind.DONE, b"", deadline, then=Turn.IDLE)
             return outcome
         finally:
@@ -122,25 +124,20 @@ class ShmPages:
             self._connections.discard(control)
 
 
-def _pieces(
+def _copies(
     control: Control, request: ReadRequest, places: Mapping[int, Place], sink: PageSink, deadline: Deadline
 ) -> Generator[None, None, None]:
-    """Hands the sink what was granted, in the order of use; yields after each piece of about FRAME_BYTES."""
-    piece = 0
-    layer_bytes_of = {item: place.layer_bytes for item, place in places.items()}
-    for item, layer, count in in_order_of_use(request.wants, layer_bytes_of):
-        offset, layer_bytes, sums, codec = places[item]
-        nbytes = count * layer_bytes
-        if piece and piece + nbytes > limits.FRAME_BYTES:
+    """Copies what was granted, in the order of use; yields after each slice of about FRAME_BYTES."""
+    records = granted_records(request, places)
+    arena = control.arena
+    copies = open_copies(sink, records, MappedMemory(arena), arena, between=lambda: control.renew(deadline))
+    for start, stop in records.slices(limits.FRAME_BYTES):
+        if start:
             yield
             control.listen(deadline)
-            piece = 0
         control.renew(deadline)
-        first = layer - request.wants[item].layer_start
-        data = control.arena.view(offset + layer * layer_bytes, nbytes)
-        sink.receive(item, layer, codec, sums[first : first + count], Present(data))
-        piece += nbytes
-    if piece:
+        copies.run(start, stop)
+    if len(records):
         yield
         control.listen(deadline)
 

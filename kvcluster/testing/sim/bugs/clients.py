@@ -51,7 +51,7 @@ def stopped_and_writes() -> list[Patch]:
     may_write = ReadRanges.may_write
 
     def may(self: ReadRanges, item: int, layer: int, now: int) -> bool:
-        self._stopped.clear()
+        self.dropped[:] = bytes(len(self.dropped))
         return may_write(self, item, layer, now)
 
     return [(ReadRanges, "may_write", may)]

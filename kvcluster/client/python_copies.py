@@ -1,0 +1,137 @@
+"""The copy executor in Python: loads from memory of this host into whatever a Bound describes.
+
+A page that lies as one run of bytes gets its layers straight from the source, summed as they are written there. A
+strided destination gets them from a buffer beside it, verified before they are put; what is encoded is verified in a
+buffer as it came, and decoded from there. Buffers hold a chunk, so that it is verified, decoded and put from the cache.
+
+It needs no address: it is the reference that other executors, which compute addresses from the batch's geometry, are
+compared with.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from kvcluster.client.memory import Bound, Staging
+from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
+from kvcluster.core.spec import Part
+from kvcluster.pages import checksum, codec
+from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyStatus
+from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory, MappedMemory
+
+
+@dataclass(eq=False, slots=True)
+class PagePlace:
+    """Where the layers of one page go. `run`: the bytes of all its layers that the memory has, if they are one run."""
+
+    block: int
+    group: int
+    part: Part
+    fills: Part
+    layer_bytes: int
+    run: memoryview | None
+    run_start: int  # the first layer of `run`, counted in the page
+
+    def of(self, layer: int, stop: int) -> memoryview | None:
+        """Where these layers lie, counted in the page, if that is one run of bytes."""
+        if self.run is None:
+            return None
+        first = self.run_start
+        return self.run[(layer - first) * self.layer_bytes : (stop - first) * self.layer_bytes]
+
+
+class PythonCopies:
+    """Of one thread. A CopyExecutor for loads into `into`, which the geometries of its batches describe."""
+
+    def __init__(self, into: Bound) -> None:
+        self._into = into
+        self._staging = Staging()
+        self._decoded = Staging()
+        self._items: CopyItems | None = None
+        self._places: dict[int, PagePlace] = {}
+
+    def takes(self, direction: CopyDirection, source: CopyEndpoint, target: CopyEndpoint) -> bool:
+        """As CopyExecutor: any load from memory that the CPU reads."""
+        readable = isinstance(source, MappedMemory | HostMemory)
+        return readable and direction is CopyDirection.LOAD and isinstance(target, HostMemory)
+
+    def run(self, batch: CopyBatch, start: int, stop: int) -> None:
+        """As CopyExecutor."""
+        source, status = batch.source, batch.status
+        assert isinstance(source, MappedMemory | HostMemory)
+        if start == 0 and not all(event.wait(batch.deadline_ns) for event in batch.waits):
+            status[start:stop] = bytes([CopyStatus.STOPPED]) * (stop - start)
+        for at in range(start, stop):
+            if status[at] == CopyStatus.PENDING:
+                if batch.is_stopped(at, time.monotonic_ns()):
+                    status[at] = CopyStatus.STOPPED
+                else:
+                    data = source.view(batch.records.offsets[at], batch.records.nbytes[at])
+                    status[at] = self._copy(batch, at, data)
+        if stop == len(batch.records):
+            for event in batch.signals:
+                event.signal()
+
+    def place(self, items: CopyItems, item: int) -> PagePlace:
+        """Where that page's layers go."""
+        if self._items is not items:
+            self._items, self._places = items, {}
+        place = self._places.get(item)
+        if place is None:
+            place = self._places[item] = self._find(items, item)
+        return place
+
+    def put(self, place: PagePlace, layer: int, stop: int, view: memoryview, coder: codec.Coder | None) -> None:
+        """Takes verified layers from `view` to where they belong: decodes what has a coder, and leaves what lies there
+        already."""
+        into = place.of(layer, stop)
+        if coder is not None:
+            encoded, view = view, self._decoded.room((stop - layer) * place.layer_bytes) if into is None else into
+            coder.decode(encoded, view, stop - layer)
+        if into is None:
+            part, first = place.part, place.part.layer_start
+            rect = Part(first + layer, first + stop, part.head_start, part.head_stop)
+            self._into.put(place.block, place.group, rect, view, place.fills)
+
+    def _copy(self, batch: CopyBatch, at: int, data: memoryview) -> CopyStatus:
+        records = batch.records
+        item, layer, count, codec_id = records.items[at], records.layers[at], records.counts[at], records.codecs[at]
+        place, expected = self.place(batch.items, item), records.sums_of(at)
+        coder = coder_of(batch.items, item, codec_id)
+        run = place.of(layer, layer + count) if coder is None else None
+        if run is not None:
+            came = checksum.copy_sums(batch.identities[at], layer, count, run, data)
+            return CopyStatus.DONE if came == expected else CopyStatus.MISMATCH
+        layer_bytes = data.nbytes // count
+        step = max(1, limits.CHUNK_BYTES // layer_bytes)
+        for first in range(0, count, step):
+            last = min(first + step, count)
+            chunk = self._staging.room((last - first) * layer_bytes)
+            piece = data[first * layer_bytes : last * layer_bytes]
+            came = checksum.copy_sums(batch.identities[at], layer + first, last - first, chunk, piece)
+            if came != expected[first:last]:
+                return CopyStatus.MISMATCH
+            self.put(place, layer + first, layer + last, chunk, coder)
+        return CopyStatus.DONE
+
+    def _find(self, items: CopyItems, item: int) -> PagePlace:
+        group, block = items.groups[item], items.blocks[item] + self._into.first
+        part = Part(items.layer_starts[item], items.layer_stops[item], items.head_starts[item], items.head_stops[item])
+        geometry = items.geometry(item)
+        fills = part._replace(head_start=items.fill_starts[item], head_stop=items.fill_stops[item])
+        both = part.intersect(geometry.part)
+        assert both is not None
+        rect = both._replace(head_start=part.head_start, head_stop=part.head_stop)
+        run = self._into.place(block, group, rect) if fills == part else None
+        layer_bytes = part.heads * geometry.head_bytes
+        return PagePlace(block, group, part, fills, layer_bytes, run, rect.layer_start - part.layer_start)
+
+
+def coder_of(items: CopyItems, item: int, codec_id: int) -> codec.Coder | None:
+    """What decodes that page; None where it comes raw."""
+    if codec_id == codec.RAW:
+        return None
+    geometry, heads = items.geometry(item), items.head_stops[item] - items.head_starts[item]
+    return codec.coder(Codec(codec_id), geometry.group, block_tokens=geometry.block_tokens, heads=heads)

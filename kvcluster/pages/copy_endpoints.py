@@ -1,0 +1,76 @@
+"""Copy endpoints: what a batch of copies reads and writes. Each says how many bytes it has, if that is known, and
+whether others may write them during the copy. Those that the CPU addresses give views.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcluster.pages.region import Region, RegionKind, bytes_at
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MappedMemory:
+    """A region that the CPU addresses, such as a mapped arena or pinned staging. Offsets count in the region."""
+
+    region: Region
+
+    @property
+    def nbytes(self) -> int | None:
+        return self.region.nbytes
+
+    @property
+    def may_change(self) -> bool:
+        """May others write it during the copy? Then sums are made of what was written to the target."""
+        return self.region.kind is RegionKind.SHARED
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """That range. Raises ValueError once the region is closed."""
+        return self.region.view(offset, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Memory of this process by its addresses: those of a geometry, or offsets that are addresses. The batch keeps it
+    alive (`CopyBatch.keeps`)."""
+
+    may_change: bool = False
+    nbytes: int | None = None
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes at that address."""
+        return bytes_at(offset, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """The first `nbytes` of an open file. `alignment` divides every offset; 1 where the file is buffered."""
+
+    fd: int
+    nbytes: int | None
+    alignment: int = 1
+    may_change: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RecordStream:
+    """A socket whose next bytes are those of the records, in order, without gaps. Offsets count from the first of them.
+    What is not taken is read and thrown away, so that the stream stays usable."""
+
+    fd: int
+    nbytes: int | None
+    may_change: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of a device, touched in the order of one of its streams. The addresses of a geometry are its pointers."""
+
+    pointer: int
+    nbytes: int | None
+    device: int
+    stream: int
+    may_change: bool = False
+
+
+CopyEndpoint = MappedMemory | HostMemory | FileRange | RecordStream | DeviceMemory

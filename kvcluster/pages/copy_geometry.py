@@ -1,0 +1,123 @@
+"""Block geometry: where each byte of a group's blocks lies in a worker's memory, as a table of numbers.
+
+A native executor, a GPU kernel or a NIC computes every address from it and calls no Python:
+
+    address(layer, plane, block, token, head, element) = bases[i] + rows[block] * row_strides[i]
+        + token * token_strides[i] + head * head_strides[i] + element * element_strides[i]
+
+with i = layer * planes + plane. Layers and heads count from the first of `part`. `rows` holds block indices where
+blocks are rows of a tensor, and addresses where each block is a buffer of its own (the row stride is then 1, and a base
+an offset within the buffer): one formula for both. The geometry owns nothing: a batch keeps alive what it addresses.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvcluster.core.spec import DTYPE_BYTES, Group, Part
+
+
+class PlaneShape(NamedTuple):
+    """Of one plane of one block and layer: its tokens, and the values of one head of one token.
+
+    `elements` values of `element_bytes` each; one element of all the bytes where these lie together in every layer.
+    """
+
+    tokens: int
+    elements: int
+    element_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockGeometry:
+    """The table of one group. All strides are bytes; the five columns have layers x planes entries.
+
+    `page_layout`: the layers of a block lie one after the other as in a page, so that some layers of it, with all heads
+    of `part`, are one run of bytes from `bases[first layer * planes]` on.
+    """
+
+    group: Group
+    block_tokens: int
+    part: Part
+    planes: tuple[PlaneShape, ...]
+    rows: array[int]
+    bases: array[int]
+    row_strides: array[int]
+    token_strides: array[int]
+    head_strides: array[int]
+    element_strides: array[int]
+    page_layout: bool
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head in one layer of one block, all planes."""
+        return self.group.layer_bytes(block_tokens=self.block_tokens, heads=1)
+
+    def address(self, layer: int, plane: int, block: int, *, token: int = 0, head: int = 0, element: int = 0) -> int:
+        """Where that element begins."""
+        at = layer * len(self.planes) + plane
+        start = self.bases[at] + self.rows[block] * self.row_strides[at]
+        inner = token * self.token_strides[at] + head * self.head_strides[at]
+        return start + inner + element * self.element_strides[at]
+
+
+class PlaneLayout(NamedTuple):
+    """Of one plane of one layer: the address of row 0, and the strides in bytes."""
+
+    base: int
+    row: int
+    token: int
+    head: int
+    element: int
+
+
+def strided(
+    group: Group, block_tokens: int, part: Part, rows: Sequence[int], layouts: Sequence[Sequence[PlaneLayout]]
+) -> BlockGeometry:
+    """Of blocks that are rows of tensors: `layouts` has for each layer of `part` one entry a plane."""
+    shapes = []
+    for number, plane in enumerate(group.planes):
+        size = DTYPE_BYTES[plane.dtype]
+        together = plane.dim == 1 or all(layer[number].element == size for layer in layouts)
+        elements, nbytes = (1, plane.dim * size) if together else (plane.dim, size)
+        shapes.append(PlaneShape(_tokens(group, number, block_tokens), elements, nbytes))
+    flat = [layout for layer in layouts for layout in layer]
+    return _table(group, block_tokens, part, shapes, array("Q", rows), flat, page_layout=False)
+
+
+def page_layout(group: Group, block_tokens: int, part: Part, addresses: Sequence[int]) -> BlockGeometry:
+    """Of blocks that lie each as a page of `part` does, at these addresses."""
+    shapes, layouts, at = [], [], 0
+    for number, plane in enumerate(group.planes):
+        row = plane.dim * DTYPE_BYTES[plane.dtype]
+        shapes.append(PlaneShape(_tokens(group, number, block_tokens), 1, row))
+    for _ in range(part.layers):
+        for tokens, _, row in shapes:
+            layouts.append(PlaneLayout(at, 1, part.heads * row, row, row))
+            at += tokens * part.heads * row
+    return _table(group, block_tokens, part, shapes, array("Q", addresses), layouts, page_layout=True)
+
+
+def _tokens(group: Group, plane: int, block_tokens: int) -> int:
+    """Rows of a head in one block: opaque bytes are one, whatever the number of tokens."""
+    return 1 if group.planes[plane].dtype == "opaque" else block_tokens
+
+
+def _table(
+    group: Group,
+    block_tokens: int,
+    part: Part,
+    shapes: Sequence[PlaneShape],
+    rows: array[int],
+    layouts: Sequence[PlaneLayout],
+    *,
+    page_layout: bool,
+) -> BlockGeometry:
+    assert len(layouts) == part.layers * len(shapes)
+    bases = array("Q", [layout.base for layout in layouts])
+    strides = [array("q", column) for column in zip(*(layout[1:] for layout in layouts), strict=True)]
+    row, token, head, element = strides
+    return BlockGeometry(group, block_tokens, part, tuple(shapes), rows, bases, row, token, head, element, page_layout)

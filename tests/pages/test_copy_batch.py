@@ -1,0 +1,301 @@
+"""A batch of copies is refused by name, before a byte moves, unless executors may trust every number of it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from kvcluster.core import limits
+from kvcluster.core.codecs import Codec, layer_bytes
+from kvcluster.core.spec import Group, Part, Plane
+from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
+from kvcluster.pages.copy_endpoints import CopyEndpoint, DeviceMemory, FileRange, HostMemory, MappedMemory, RecordStream
+from kvcluster.pages.copy_executor import CopyExecutor, choose
+from kvcluster.pages.copy_geometry import BlockGeometry, page_layout
+from kvcluster.pages.region import HostRegion, RegionKind, address_of, bytes_at
+
+LAYERS, HEADS, TOKENS, BLOCKS = 4, 4, 2, 3
+GROUP = Group(tuple(range(LAYERS)), (Plane("k", HEADS, 8, "bfloat16"), Plane("v", HEADS, 8, "bfloat16")))
+WHOLE = Part(0, LAYERS, 0, HEADS)
+LAYER_BYTES = GROUP.layer_bytes(block_tokens=TOKENS, heads=HEADS)
+PAGE_BYTES = LAYERS * LAYER_BYTES
+NEVER = 2**62
+
+
+def geometry(part: Part = WHOLE) -> BlockGeometry:
+    return page_layout(GROUP, TOKENS, part, [10_000 * (block + 1) for block in range(BLOCKS)])
+
+
+def add_item(items: CopyItems, block: int, part: Part = WHOLE, fills: tuple[int, int] | None = None) -> None:
+    row = (0, block, part.layer_start, part.layer_stop, part.head_start, part.head_stop, *(fills or part[2:]))
+    columns = (items.groups, items.blocks, items.layer_starts, items.layer_stops, items.head_starts, items.head_stops)
+    for column, value in zip((*columns, items.fill_starts, items.fill_stops), row, strict=True):
+        column.append(value)
+
+
+def whole_pages(layers_a_record: int = 2) -> CopyBatch:
+    """Every page of BLOCKS blocks, one after the other in a stream, a file or memory."""
+    items, records = CopyItems([geometry()]), CopyRecords()
+    for block in range(BLOCKS):
+        add_item(items, block)
+        for layer in range(0, LAYERS, layers_a_record):
+            count = min(layers_a_record, LAYERS - layer)
+            offset = block * PAGE_BYTES + layer * LAYER_BYTES
+            records.add(block, layer, offset, count * LAYER_BYTES, Codec.RAW, [7] * count)
+    return batch_of(records, items)
+
+
+def batch_of(records: CopyRecords, items: CopyItems, source: CopyEndpoint | None = None) -> CopyBatch:
+    region = HostRegion(memoryview(bytes(BLOCKS * PAGE_BYTES)), 4096, RegionKind.SHARED)
+    return CopyBatch(
+        CopyDirection.LOAD,
+        source or MappedMemory(region),
+        HostMemory(),
+        records,
+        items,
+        array("Q", [1] * len(records)),
+        bytearray(len(records)),
+        array("I", [0]),
+        bytearray(len(items)),
+        NEVER,
+    )
+
+
+def refused(batch: CopyBatch, why: str) -> None:
+    with pytest.raises(BadBatch, match=why):
+        batch.check()
+
+
+@given(st.integers(1, LAYERS))
+def test_records_that_fill_every_block_once_are_right(layers_a_record: int) -> None:
+    whole_pages(layers_a_record).check()
+
+
+# ------------------------------------------------------------------------------------------ what is refused
+
+Spoil = Callable[[CopyBatch, int], object]
+
+
+def more(column: str, by: int) -> Spoil:
+    def spoil(batch: CopyBatch, at: int) -> None:
+        getattr(batch.records, column)[at] += by
+
+    return spoil
+
+
+def row(column: str, value: int) -> Spoil:
+    def spoil(batch: CopyBatch, at: int) -> None:
+        getattr(batch.items, column)[batch.records.items[at]] = value
+
+    return spoil
+
+
+SPOILT: list[tuple[str, Spoil, str]] = [
+    ("an item that is not there", more("items", BLOCKS), "an item that is not among"),
+    ("layers beyond the page", more("layers", LAYERS), "has layers"),
+    ("no layers", lambda batch, at: batch.records.counts.__setitem__(at, 0), "one sum for each layer|has layers"),
+    ("a byte too many", more("nbytes", 1), "bytes for"),
+    ("a layer too few", more("nbytes", -LAYER_BYTES), "bytes for"),
+    ("beyond the source", more("offsets", BLOCKS * PAGE_BYTES), "beyond the"),
+    ("an unknown codec", more("codecs", 7), "is not known"),
+    ("sums of other layers", more("sum_starts", 1), "one sum for each layer"),
+    ("a sum too many", lambda batch, _: batch.records.sums.append(1), "one sum for each layer"),
+    ("no sums of what may change", lambda batch, _: batch.records.sums.__delitem__(slice(None)), "has no sums"),
+    ("an identity too few", lambda batch, _: batch.identities.pop(), "columns of other lengths"),
+    ("a status too many", lambda batch, _: batch.status.append(0), "columns of other lengths"),
+    ("a word too few", lambda batch, _: batch.dropped.pop(), "columns of other lengths"),
+    ("two cancel words", lambda batch, _: batch.cancel.append(0), "one word"),
+    ("a block that is not there", row("blocks", BLOCKS), "is of block"),
+    ("a group without memory", row("groups", 1), "no memory"),
+    ("heads beyond the page", row("fill_stops", HEADS + 1), "fills heads"),
+    ("no heads", row("fill_stops", 0), "fills heads"),
+]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"), [(spoil, why) for _, spoil, why in SPOILT], ids=[name for name, *_ in SPOILT]
+)
+@given(data=st.data())
+def test_one_wrong_number_anywhere_refuses_the_batch(spoil: Spoil, why: str, data: st.DataObject) -> None:
+    batch = whole_pages()
+    spoil(batch, data.draw(st.integers(0, len(batch.records) - 1)))
+    refused(batch, why)
+
+
+@given(st.lists(st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, LAYERS - 1), st.integers(1, LAYERS)), min_size=2))
+def test_no_place_is_written_twice(spans: list[tuple[int, int, int]]) -> None:
+    items, records = CopyItems([geometry()]), CopyRecords()
+    for block in range(BLOCKS):
+        add_item(items, block)
+    taken: list[tuple[int, int]] = []
+    for block, layer, count in spans:
+        stop = min(layer + count, LAYERS)
+        records.add(block, layer, 0, (stop - layer) * LAYER_BYTES, Codec.RAW, [7] * (stop - layer))
+        taken += [(block, at) for at in range(layer, stop)]
+    if len(set(taken)) < len(taken):
+        refused(batch_of(records, items), "overlap")
+    else:
+        batch_of(records, items).check()
+
+
+@given(*[st.tuples(st.integers(0, HEADS - 1), st.integers(1, HEADS)) for _ in range(2)])
+def test_two_pages_of_a_block_fill_different_heads(one: tuple[int, int], other: tuple[int, int]) -> None:
+    assume(one[0] < one[1] and other[0] < other[1])
+    items, records = CopyItems([geometry()]), CopyRecords()
+    for item, fills in enumerate((one, other)):
+        add_item(items, 0, WHOLE, fills)
+        records.add(item, 0, item * LAYER_BYTES, LAYER_BYTES, Codec.RAW, [7])
+    if one[0] < other[1] and other[0] < one[1]:
+        refused(batch_of(records, items), "overlap")
+    else:
+        batch_of(records, items).check()
+
+
+small = st.integers(0, 5)
+
+
+@given(
+    st.lists(st.tuples(small, small, small, small, small), min_size=1, max_size=3),
+    st.lists(st.tuples(small, small, small, small), min_size=1, max_size=6),
+)
+def test_whatever_the_numbers_a_batch_is_refused_or_each_value_is_written_once_at_most(
+    pages: list[tuple[int, int, int, int, int]], spans: list[tuple[int, int, int, int]]
+) -> None:
+    items, records = CopyItems([geometry()]), CopyRecords()
+    for block, layer_stop, head_stop, fill_start, fill_stop in pages:
+        add_item(items, block, Part(0, layer_stop, 0, head_stop), (fill_start, fill_stop))
+    for item, layer, count, offset in spans:
+        heads = items.head_stops[item] if item < len(items) else HEADS
+        nbytes = count * GROUP.layer_bytes(block_tokens=TOKENS, heads=heads)
+        records.add(item, layer, offset * LAYER_BYTES, nbytes, Codec.RAW, [7] * count)
+    batch = batch_of(records, items)
+    try:
+        batch.check()
+    except BadBatch:
+        return
+    written = [
+        (items.blocks[item], layer, head)
+        for item, first, count, _ in spans
+        for layer in range(first, first + count)
+        for head in range(items.fill_starts[item], items.fill_stops[item])
+    ]
+    assert len(set(written)) == len(written) > 0
+    assert all(block < BLOCKS and layer < LAYERS and head < HEADS for block, layer, head in written)
+    assert all(
+        at >= 0 and at + nbytes <= BLOCKS * PAGE_BYTES
+        for at, nbytes in zip(records.offsets, records.nbytes, strict=True)
+    )
+
+
+def test_layers_that_the_memory_does_not_hold_are_refused() -> None:
+    items, records = CopyItems([geometry(Part(1, 3, 0, HEADS))]), CopyRecords()
+    add_item(items, 0)
+    records.add(0, 0, 0, LAYER_BYTES, Codec.RAW, [7])
+    refused(batch_of(records, items), "has layers 0 to 1")
+
+
+def test_a_record_that_would_outlast_a_cancel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "RECORD_BYTES", LAYER_BYTES)
+    refused(whole_pages(2), "more than may follow a cancel")
+    whole_pages(1).check()
+
+
+def test_encoded_records_have_the_length_of_their_codec() -> None:
+    items, records = CopyItems([geometry()]), CopyRecords()
+    add_item(items, 0)
+    nbytes = layer_bytes(Codec.Q8, GROUP, block_tokens=TOKENS, heads=HEADS)
+    records.add(0, 0, 0, nbytes, Codec.Q8, [7])
+    batch_of(records, items).check()
+    records.codecs[0] = Codec.Q4
+    refused(batch_of(records, items), "bytes for 1 layers of")
+
+
+def test_what_is_not_to_be_moved_may_be_anything() -> None:
+    batch = whole_pages()
+    batch.records.nbytes[1] = 3
+    batch.status[1] = CopyStatus.MISMATCH
+    batch.check()
+
+
+# ---------------------------------------------------------------------------------------------- the endpoints
+
+
+def with_source(source: CopyEndpoint) -> CopyBatch:
+    return replace(whole_pages(), source=source)
+
+
+def test_the_records_of_a_stream_leave_no_gap() -> None:
+    batch = with_source(RecordStream(3, None))
+    batch.check()
+    batch.records.offsets[2] += 1
+    refused(batch, "without gaps")
+
+
+def test_the_records_of_an_unbuffered_file_are_aligned() -> None:
+    with_source(FileRange(3, BLOCKS * PAGE_BYTES, LAYER_BYTES)).check()
+    refused(with_source(FileRange(3, BLOCKS * PAGE_BYTES, 4 * LAYER_BYTES)), "multiple of")
+    refused(with_source(FileRange(3, PAGE_BYTES)), "beyond the")
+
+
+def test_private_memory_needs_no_sums() -> None:
+    batch = with_source(DeviceMemory(0, BLOCKS * PAGE_BYTES, 0, 0))
+    del batch.records.sums[:]
+    batch.check()
+
+
+def test_the_first_executor_that_takes_the_ends_is_chosen() -> None:
+    class Takes:
+        def __init__(self, kind: type) -> None:
+            self.kind = kind
+
+        def takes(self, direction: CopyDirection, source: CopyEndpoint, target: CopyEndpoint) -> bool:
+            return isinstance(source, self.kind)
+
+        def run(self, batch: CopyBatch, start: int, stop: int) -> None:
+            raise AssertionError
+
+    mapped, files, later = Takes(MappedMemory), Takes(FileRange), Takes(MappedMemory)
+    executors: list[CopyExecutor] = [files, mapped, later]
+    batch = whole_pages()
+    assert choose(executors, batch.direction, batch.source, batch.target) is mapped
+    assert choose(executors[:1], batch.direction, batch.source, batch.target) is None
+
+
+# -------------------------------------------------------------------------------------------- the records
+
+
+@given(st.lists(st.integers(1, 50), max_size=20), st.integers(1, 100))
+def test_slices_are_all_records_in_order_and_no_larger_than_asked(sizes: list[int], nbytes: int) -> None:
+    records = CopyRecords()
+    for size in sizes:
+        records.add(0, 0, 0, size, Codec.RAW, [1])
+    slices = list(records.slices(nbytes))
+    assert [at for start, stop in slices for at in range(start, stop)] == list(range(len(sizes)))
+    assert all(stop - start == 1 or sum(sizes[start:stop]) <= nbytes for start, stop in slices)
+
+
+@pytest.mark.parametrize("what", ["cancel", "dropped", "late"])
+def test_what_is_stopped_is_not_begun(what: str) -> None:
+    batch = whole_pages()
+    assert not batch.is_stopped(0, NEVER - 1)
+    change: dict[str, Callable[[], Any]] = {
+        "cancel": lambda: batch.cancel.__setitem__(0, 1),
+        "dropped": lambda: batch.dropped.__setitem__(0, 1),
+        "late": lambda: None,
+    }
+    change[what]()
+    assert batch.is_stopped(0, NEVER if what == "late" else 0)
+    assert batch.is_stopped(len(batch.records) - 1, 0) is (what == "cancel"), "another item is not dropped"
+
+
+def test_bytes_at_an_address_are_those_that_lie_there() -> None:
+    memory = bytearray(b"pages")
+    view = memoryview(memory)
+    bytes_at(address_of(view) + 1, 2)[:] = b"AG"
+    assert memory == b"pAGes"

@@ -1,0 +1,128 @@
+"""Batches of copies on their way into sinks: whole where a sink takes them, else record by record, and known to the
+rest of a load that may go on over another path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvcluster.core import limits
+from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId
+from kvcluster.core.messages import PageKey, PageWant, ReadRequest
+from kvcluster.core.reasons import Loss
+from kvcluster.core.spec import Part
+from kvcluster.pages.copy_batch import CopyRecords
+from kvcluster.pages.copy_endpoints import HostMemory
+from kvcluster.pages.region import address_of
+from kvcluster.transport.copy_sinks import LoadCopies, ReadableMemory, granted_records, open_copies
+from kvcluster.transport.seam import Payload
+from kvcluster.wire.shm_frames import Place
+
+PAGES, LAYERS, LAYER_BYTES = 3, 4, 8
+ATTEMPT = Attempt(Holder(b"h" * 16), 1)
+MEMORY = bytearray(range(PAGES * LAYERS * LAYER_BYTES))
+SOURCE = HostMemory(may_change=True)
+
+
+def request(pages: int = PAGES) -> ReadRequest:
+    key = [PageKey(BlockHash(bytes([page]) * 32), 0, Part(0, LAYERS, 0, 1)) for page in range(pages)]
+    wants = tuple(PageWant(one, 0, LAYERS) for one in key)
+    return ReadRequest(NamespaceId(b"n" * 32), ATTEMPT, Epoch(1), wants, Loss.EXACT)
+
+
+def granted(asked: ReadRequest) -> CopyRecords:
+    start, places = address_of(memoryview(MEMORY)), {}
+    for item, want in enumerate(asked.wants):
+        page = want.key.hash[0]
+        sums = tuple(range(10 * page + want.layer_start, 10 * page + want.layer_stop))
+        places[item] = Place(start + page * LAYERS * LAYER_BYTES, LAYER_BYTES, sums)
+    return granted_records(asked, places)
+
+
+def page_bytes(page: int, layer: int, layers: int) -> bytes:
+    at = (page * LAYERS + layer) * LAYER_BYTES
+    return bytes(MEMORY[at : at + layers * LAYER_BYTES])
+
+
+@pytest.fixture(autouse=True)
+def a_record_is_two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "RECORD_BYTES", 2 * LAYER_BYTES)
+
+
+class Records:
+    """A sink of single records."""
+
+    def __init__(self) -> None:
+        self.came: list[tuple[int, int, tuple[int, ...], bytes]] = []
+
+    def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
+        present = data.present
+        assert present is not None
+        self.came.append((item, layer, tuple(sums), bytes(present)))
+
+
+class Batches(Records):
+    """A sink of batches, which raises `error` in the run that has the record of that number."""
+
+    def __init__(self, error: BaseException | None = None, at: int = -1) -> None:
+        super().__init__()
+        self.error = error
+        self.at = at
+        self.runs: list[tuple[int, int, int]] = []  # item, first layer, layers
+
+    def copies(self, records: CopyRecords, source: ReadableMemory, keeps: object) -> LoadCopies:
+        return _Run(self, records)
+
+
+class _Run:
+    def __init__(self, sink: Batches, records: CopyRecords) -> None:
+        self._sink = sink
+        self._records = records
+
+    def run(self, start: int, stop: int) -> None:
+        if self._sink.error is not None and start <= self._sink.at < stop:
+            raise self._sink.error
+        columns = zip(self._records.items, self._records.layers, self._records.counts, strict=True)
+        self._sink.runs += list(columns)[start:stop]
+
+
+def test_records_are_granted_in_the_order_of_use() -> None:
+    records = granted(request())
+    assert list(zip(records.items, records.layers, records.counts, strict=True)) == [
+        (0, 0, 2), (1, 0, 2), (2, 0, 2), (0, 2, 2), (1, 2, 2), (2, 2, 2),
+    ]  # fmt: skip
+    assert [records.sums_of(at) for at in (1, 5)] == [(10, 11), (22, 23)]
+    assert bytes(SOURCE.view(records.offsets[4], records.nbytes[4])) == page_bytes(1, 2, 2)
+
+
+def test_a_part_of_a_page_has_the_sums_of_its_own_layers() -> None:
+    asked = request(1)
+    (want,) = asked.wants
+    some = ReadRequest(asked.namespace, ATTEMPT, asked.epoch, (want._replace(layer_start=1, layer_stop=4),), Loss.EXACT)
+    records = granted(some)
+    assert [(records.layers[at], records.sums_of(at)) for at in range(2)] == [(1, (1, 2)), (3, (3,))]
+    assert bytes(SOURCE.view(records.offsets[1], records.nbytes[1])) == page_bytes(0, 3, 1)
+
+
+def test_a_sink_of_single_records_gets_each_and_the_path_a_word_between_them() -> None:
+    sink, words = Records(), []
+    records = granted(request(1))
+    open_copies(sink, records, SOURCE, None, between=lambda: words.append(len(sink.came))).run(0, 2)
+    assert sink.came == [(0, 0, (0, 1), page_bytes(0, 0, 2)), (0, 2, (2, 3), page_bytes(0, 2, 2))]
+    assert words == [1]
+
+
+def test_a_sink_of_batches_gets_the_records_at_once() -> None:
+    sink = Batches()
+    records = granted(request())
+    copies = open_copies(sink, records, SOURCE, None)
+    copies.run(0, 4)
+    assert sink.runs == [(0, 0, 2), (1, 0, 2), (2, 0, 2), (0, 2, 2)] and not sink.came
+
+
+def test_what_a_sink_of_batches_raises_ends_the_exchange() -> None:
+    copies = open_copies(Batches(ZeroDivisionError(), at=1), granted(request()), SOURCE, None)
+    copies.run(0, 1)
+    with pytest.raises(ZeroDivisionError):
+        copies.run(1, 2)
