@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         connect,
     )
     from kvcluster.client.events import EventSubscriber
-    from kvcluster.client.memory import Buffers, Dense, Paged
+    from kvcluster.client.layouts import Buffers, Dense, Paged
     from kvcluster.core.reasons import Loss, Miss, MissReason
     from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Part, Plane, window
     from kvcluster.errors import KVClusterError
@@ -50,7 +50,7 @@ _WHERE = {
         "connect",
     ),
     "kvcluster.client.events": ("EventSubscriber",),
-    "kvcluster.client.memory": ("Buffers", "Dense", "Paged"),
+    "kvcluster.client.layouts": ("Buffers", "Dense", "Paged"),
     "kvcluster.core.reasons": ("Loss", "Miss", "MissReason"),
     "kvcluster.core.spec": ("LAST", "PREFIX", "Group", "KVSpec", "Part", "Plane", "window"),
     "kvcluster.errors": ("KVClusterError",),

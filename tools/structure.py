@@ -27,7 +27,7 @@ class Known:
 
 
 KNOWN = Known(
-    circles=("kvcluster.client", "kvcluster.testing.sim"),
+    circles=("kvcluster.testing.sim",),
     functions=(
         "kvcluster/core/coordinator.py:__init__",
         "kvcluster/core/shard.py:__init__",

@@ -22,7 +22,7 @@ from typing import Any
 from kvcluster.cli.where import add_where, address_of
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
-from kvcluster.client.memory import Buffers
+from kvcluster.client.layouts import Buffers
 from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.breakeven import Breakeven, LinkRate

@@ -10,20 +10,39 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kvcluster.client.results import BlockExplanation, Lookup, Pinned, Stored
 
-if TYPE_CHECKING:
-    from kvcluster.client.client import Client
-
 R = TypeVar("R")
+
+
+class BlockingClient(Protocol):
+    """A Client, as far as it has twins here."""
+
+    def lookup(self, *args: Any, **options: Any) -> Lookup: ...
+
+    def load(self, *args: Any, **options: Any) -> int: ...
+
+    def store(self, *args: Any, **options: Any) -> Stored: ...
+
+    def flush(self, *args: Any, **options: Any) -> bool: ...
+
+    def explain(self, *args: Any, **options: Any) -> list[BlockExplanation]: ...
+
+    def pin(self, *args: Any, **options: Any) -> Pinned: ...
+
+    def unpin(self, *args: Any, **options: Any) -> Pinned: ...
+
+    def clear(self, *args: Any, **options: Any) -> int: ...
+
+    def purge(self, *args: Any, **options: Any) -> int: ...
 
 
 class AsyncClient:
     """`client.aio`: the same names, arguments and results as the Client's, awaitable."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: BlockingClient) -> None:
         self._client = client
 
     async def lookup(self, token_ids: Sequence[int], **options: Any) -> Lookup:

@@ -17,7 +17,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcluster.client import arguments
+from kvcluster.client.arguments import (
+    check_deadline_ms,
+    check_filters,
+    check_first,
+    check_hashes,
+    check_loss,
+    check_prompt,
+    check_tokens_of,
+    parts_of,
+    pin_terms,
+    prompt_hashes,
+)
 from kvcluster.client.borrowing import BorrowedBlocks, Borrower
 from kvcluster.client.control import NO_CALL, NOBODY, Control, CoordinatorPort
 from kvcluster.client.explaining import explain
@@ -77,7 +88,7 @@ class Client:
         config: ClientConfig | None = None,
     ) -> None:
         self.spec = spec
-        self.parts = arguments.parts_of(spec, part)
+        self.parts = parts_of(spec, part)
         self._config = config or ClientConfig()
         self._control = Control(port)
         lock = threading.RLock()  # of what plans and policy decide: never held while anything takes time
@@ -119,10 +130,10 @@ class Client:
     ) -> list[BlockHash]:
         """Hashes of the full blocks of a token sequence (core/hashing.py). Pure but for the first call of a spec,
         which asks the cluster for the namespace; raises Trouble (an Unreachable) where there is none to ask."""
-        arguments.check_prompt(token_ids, salt, extra_keys)
+        check_prompt(token_ids, salt, extra_keys)
         spec, deadline = self._spec(adapter), self._call(deadline_ms)
         namespace = self._control.namespace(spec, deadline)
-        return arguments.prompt_hashes(namespace, token_ids, spec.block_tokens, salt, extra_keys)
+        return prompt_hashes(namespace, token_ids, spec.block_tokens, salt, extra_keys)
 
     def prepare_load(
         self,
@@ -139,7 +150,7 @@ class Client:
         for and not this client's part alone, for other processes to redeem. What has lost more than `accept` is a miss;
         None stands for what the configuration says.
         """
-        arguments.check_hashes(hashes)
+        check_hashes(hashes)
         spec = self._spec(adapter)
         parts = tuple(spec.whole(g) for g in range(len(spec.groups))) if whole else self.parts
         return self._tickets.prepare(spec, hashes, self._need(accept, parts), self._call(deadline_ms), hold=True)
@@ -157,14 +168,14 @@ class Client:
         caller has: they are not read, and Loaded counts them as there.
 
         `into` is a dense tensor `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`, Paged or Buffers (see
-        client/memory.py), of this client's part; a list of one a group where the spec has several. It must not be
+        client/layouts.py), of this client's part; a list of one a group where the spec has several. It must not be
         used until the transfer says so. The ticket says for which adapter; only a client that redeems one which it
         has never used names it here. Raises CallerError where something does not fit.
         """
         from kvcluster.client.memory import bind
 
         spec, deadline = self._spec_of(ticket, adapter), self._call(deadline_ms)
-        arguments.check_first(first, ticket.hashes)
+        check_first(first, ticket.hashes)
         bound = bind(into, spec, self.parts, ticket.blocks - first, first=first, writable=True)
         return self._movers.load(ticket.body, first, bound, spec, deadline)
 
@@ -199,10 +210,10 @@ class Client:
         `hashes[first:]`, for KV events; they go nowhere unless the cluster `wants_tokens`. Raises CallerError where
         something does not fit.
         """
-        arguments.check_hashes(hashes)
-        arguments.check_first(first, hashes)
+        check_hashes(hashes)
+        check_first(first, hashes)
         spec = self._spec(adapter)
-        arguments.check_tokens_of(token_ids, len(hashes) - first, spec.block_tokens)
+        check_tokens_of(token_ids, len(hashes) - first, spec.block_tokens)
         return self._store(hashes, source, first, loss, token_ids, spec, self._call(deadline_ms))
 
     def _store(
@@ -217,7 +228,7 @@ class Client:
     ) -> Transfer[Stored]:
         from kvcluster.client.memory import bind
 
-        loss = arguments.check_loss(loss)
+        loss = check_loss(loss)
         bound = bind(source, spec, self.parts, len(hashes) - first, writable=False)
         return self._movers.store(hashes, first, loss, bound, tokens, spec, deadline)
 
@@ -326,7 +337,7 @@ class Client:
     ) -> Pinned:
         """Spares the cached prefix of a prompt from eviction for `ttl_s`, within the share that pins may take, and
         keeps it on `replicas` shards as far as there are as many with room."""
-        ttl_ns, replicas = arguments.pin_terms(ttl_s, replicas)
+        ttl_ns, replicas = pin_terms(ttl_s, replicas)
         message = PinBlocks(NO_CALL, NOBODY, _UNNAMED, (), ttl_ns, replicas)
         return self._pin(message, token_ids, self._spec(adapter), salt, extra_keys, self._call(deadline_ms))
 
@@ -361,7 +372,7 @@ class Client:
     ) -> int:
         """As `clear`, of the specs alone that have this model, these weights, this adapter ("" for none), as far as
         they are given: what is to be done when weights or an adapter were replaced under the same name."""
-        arguments.check_filters(model=model, weights=weights, adapter=adapter)
+        check_filters(model=model, weights=weights, adapter=adapter)
         return self._purge(Purge(NO_CALL, NOBODY, model, weights, adapter), deadline_ms)
 
     def status(self, *, deadline_ms: float | None = None) -> dict[str, Any]:
@@ -396,7 +407,7 @@ class Client:
     # ------------------------------------------------------------------------------------------- helpers
 
     def _need(self, accept: Loss | None, parts: Sequence[Part | None] | None = None) -> Need:
-        accept = self._accept if accept is None else arguments.check_loss(accept)
+        accept = self._accept if accept is None else check_loss(accept)
         return Need(self.parts if parts is None else tuple(parts), accept)
 
     def _pin(
@@ -436,7 +447,7 @@ class Client:
         deadline: Deadline,
     ) -> tuple[list[BlockHash], Miss | None]:
         """The prompt's hashes, or why there are none to ask for."""
-        arguments.check_prompt(token_ids, salt, extra_keys)
+        check_prompt(token_ids, salt, extra_keys)
         if len(token_ids) < spec.block_tokens:
             detail = f"{len(token_ids)} tokens fill no block of {spec.block_tokens}"
             return [], Miss(MissReason.BELOW_BLOCK, detail)
@@ -444,8 +455,8 @@ class Client:
             namespace = self._control.namespace(spec, deadline)
         except Trouble as trouble:
             return [], trouble.miss
-        hashes = arguments.prompt_hashes(namespace, token_ids, spec.block_tokens, salt, extra_keys)
-        arguments.check_hashes(hashes)
+        hashes = prompt_hashes(namespace, token_ids, spec.block_tokens, salt, extra_keys)
+        check_hashes(hashes)
         return hashes, None
 
     def _spec(self, adapter: str | None) -> KVSpec:
@@ -480,4 +491,4 @@ class Client:
     def _deadline(self, deadline_ms: float | None) -> Deadline:
         if deadline_ms is None:
             return Deadline.after_ms(self._config.deadline_ms)
-        return Deadline.after_ms(arguments.check_deadline_ms(deadline_ms))
+        return Deadline.after_ms(check_deadline_ms(deadline_ms))

@@ -13,7 +13,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from kvcluster.client.memory import Bound, Staging
+from kvcluster.client.memory import Bound
+from kvcluster.client.part_memory import Staging
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.spec import Part

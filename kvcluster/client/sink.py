@@ -18,7 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcluster.client.load_progress import LoadProgress
-from kvcluster.client.memory import Bound, Staging
+from kvcluster.client.memory import Bound
+from kvcluster.client.part_memory import Staging
 from kvcluster.client.python_copies import PagePlace, PythonCopies, coder_of
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.core import limits

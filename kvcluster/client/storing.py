@@ -12,7 +12,8 @@ from contextlib import suppress
 from functools import partial
 
 from kvcluster.client.control import NO_CALL, NOBODY, Control
-from kvcluster.client.memory import Bound, Staging
+from kvcluster.client.memory import Bound
+from kvcluster.client.part_memory import Staging
 from kvcluster.client.plan_runner import Job
 from kvcluster.client.results import Stored
 from kvcluster.client.shards import Shards

@@ -18,7 +18,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvcluster.client.memory import Ask, Dense, Paged, Pages, PartMemory, Staging, kind
+from kvcluster.client.layouts import Dense, Paged, kind
+from kvcluster.client.part_memory import Ask, Pages, PartMemory, Staging
 from kvcluster.core.spec import DTYPE_BYTES, KVSpec, Part, Plane
 from kvcluster.errors import CallerError
 from kvcluster.pages.copy_geometry import BlockGeometry, PlaneLayout, strided

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvcluster.client import Client
-from kvcluster.client.memory import Buffers
+from kvcluster.client.layouts import Buffers
 from kvcluster.config import TRANSPORTS
 from tests.chaos.content import PAGE_BYTES, SPEC, lonely, right_bytes, wrong
 from tests.chaos.stopwatch import Stopwatch

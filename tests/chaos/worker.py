@@ -22,7 +22,7 @@ from typing import Any, TextIO, TypeVar
 
 import kvcluster
 from kvcluster.client import Client
-from kvcluster.client.memory import Buffers
+from kvcluster.client.layouts import Buffers
 from kvcluster.config import ClientConfig
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.reasons import Miss

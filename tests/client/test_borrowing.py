@@ -19,7 +19,7 @@ import torch
 
 from kvcluster import BorrowedBlocks
 from kvcluster.client.client import Client
-from kvcluster.client.memory import Buffers
+from kvcluster.client.layouts import Buffers
 from kvcluster.client.tensors import page_tensor
 from kvcluster.client.ticket import Ticket
 from kvcluster.config import TRANSPORTS, ClientConfig

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvcluster.client.client import Client
+from kvcluster.client.layouts import Buffers, Paged
 from kvcluster.client.load_progress import LoadProgress
-from kvcluster.client.memory import Buffers, Paged, bind
+from kvcluster.client.memory import bind
 from kvcluster.client.pieces import plan_pieces
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.results import Loaded

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.memory import Bound, Buffers, Paged, bind
+from kvcluster.client.layouts import Buffers, Paged
+from kvcluster.client.memory import Bound, bind
 from kvcluster.core.spec import Group, KVSpec, Part, Plane
 from kvcluster.pages.copy_geometry import BlockGeometry
 from tests.client.test_memory import K_AND_V, SPEC, WHOLE, Case, Layout, Row, layers, memories, parts

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvcluster.client.memory import Buffers, bind
+from kvcluster.client.layouts import Buffers
+from kvcluster.client.memory import bind
 from kvcluster.client.movers import Movers
 from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.results import Loaded, Stored

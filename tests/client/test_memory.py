@@ -13,7 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.memory import Bound, Buffers, Dense, Paged, Staging, bind
+from kvcluster.client.layouts import Buffers, Dense, Paged
+from kvcluster.client.memory import Bound, bind
+from kvcluster.client.part_memory import Staging
 from kvcluster.core.spec import DTYPE_BYTES, Group, KVSpec, Part, Plane
 from kvcluster.errors import CallerError, ProtocolError, SpecError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvcluster.client.client import Client
-from kvcluster.client.memory import Buffers, Paged
+from kvcluster.client.layouts import Buffers, Paged
 from kvcluster.client.ticket import Ticket
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvcluster.client.client import Client
-from kvcluster.client.memory import Paged
+from kvcluster.client.layouts import Paged
 from kvcluster.client.policy import Permit, ShardPolicy
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.shards import Shards

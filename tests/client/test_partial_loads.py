@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcluster.client.memory import Dense, Paged
+from kvcluster.client.layouts import Dense, Paged
 from kvcluster.core.reasons import MissReason
 from kvcluster.core.spec import Group, KVSpec, Plane, window
 from kvcluster.errors import CallerError

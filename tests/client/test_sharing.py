@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcluster.client.memory import Buffers, Dense, Paged
+from kvcluster.client.layouts import Buffers, Dense, Paged
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.core.hashing import chain, root
 from kvcluster.core.ids import Tenant

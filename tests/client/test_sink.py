@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvcluster.client.layouts import Paged
 from kvcluster.client.load_progress import LoadProgress
-from kvcluster.client.memory import Paged, bind
+from kvcluster.client.memory import bind
 from kvcluster.client.pieces import Piece, plan_pieces
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.results import Loaded

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvcluster.client.client import Client
-from kvcluster.client.memory import Dense
+from kvcluster.client.layouts import Dense
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.vllm import compat

@@ -13,7 +13,9 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvcluster.cli.bench.codec import synthetic
-from kvcluster.client.memory import Bound, Paged, Staging, bind
+from kvcluster.client.layouts import Paged
+from kvcluster.client.memory import Bound, bind
+from kvcluster.client.part_memory import Staging
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.reasons import MissReason
 from kvcluster.core.spec import Group, KVSpec, Part, Plane, differing_fields

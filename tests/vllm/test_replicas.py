@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcluster.client.memory import Dense
+from kvcluster.client.layouts import Dense
 from kvcluster.core.ids import ShardId
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.testing import MemoryCluster

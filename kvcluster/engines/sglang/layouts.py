@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 import kvcluster.engines.sglang.compat as compat
-from kvcluster.client.memory import Buffers, Paged
+from kvcluster.client.layouts import Buffers, Paged
 from kvcluster.core.spec import Group, KVSpec, Part, Plane
 from kvcluster.engines.sglang.compat import HostPool, PoolMemory, Rank
 from kvcluster.engines.sglang.settings import StorageSettings

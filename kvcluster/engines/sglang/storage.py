@@ -23,7 +23,7 @@ import torch
 import kvcluster
 import kvcluster.engines.sglang.compat as compat
 from kvcluster.client.client import Client
-from kvcluster.client.memory import Buffers, Paged
+from kvcluster.client.layouts import Buffers, Paged
 from kvcluster.core import hashing, limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.engines.sglang.layouts import HostPoolLayout

@@ -22,7 +22,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcluster.client.client import Client
-from kvcluster.client.memory import Paged
+from kvcluster.client.layouts import Paged
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.ticket import Ticket
 from kvcluster.client.transfer import Transfer

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from kvcluster.client.memory import Paged
+from kvcluster.client.layouts import Paged
 from kvcluster.core.spec import Plane
 from kvcluster.errors import CallerError
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import kvcluster.engines.vllm.compat as compat
-from kvcluster.client.memory import Paged
+from kvcluster.client.layouts import Paged
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.transfer import Transfer
 from kvcluster.core.ids import BlockHash

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcluster.client.memory import Buffers
+from kvcluster.client.layouts import Buffers
 from kvcluster.core.hashing import foreign
 from kvcluster.core.spec import differing_fields
 from kvcluster.testing import MemoryCluster

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.linalg import vector_norm
 
-from kvcluster.client.memory import Buffers
+from kvcluster.client.layouts import Buffers
 from kvcluster.core.hashing import foreign
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Tier

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcluster.client.client import Client
-from kvcluster.client.memory import Dense
+from kvcluster.client.layouts import Dense
 from kvcluster.core.spec import KVSpec
 
 if TYPE_CHECKING:

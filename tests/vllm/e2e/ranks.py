@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import kvcluster
-from kvcluster.client.memory import Dense
+from kvcluster.client.layouts import Dense
 from kvcluster.core.spec import Part
 from tests.chaos import victims
 from tests.vllm.e2e.audit import dense

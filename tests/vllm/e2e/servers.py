@@ -27,7 +27,7 @@ import kvcluster
 from kvcluster.cli.main import main
 from kvcluster.cli.where import read_status
 from kvcluster.client.control import GrpcPort
-from kvcluster.client.memory import Dense
+from kvcluster.client.layouts import Dense
 from kvcluster.transport.rpc import Connection
 from tests.chaos import victims
 from tests.ports import free_port

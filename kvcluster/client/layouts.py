@@ -1,0 +1,117 @@
+"""Layouts: how the caller's memory is laid out, by the names that engines have for it.
+
+They say where blocks lie and touch nothing: client/memory.py binds one to a spec, and checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Union
+
+from kvcluster.errors import CallerError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Buffer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dense:
+    """One tensor `[blocks, layers, planes, block_tokens, heads, dim]`, of any strides: 2 planes for K and V.
+
+    For a group of one opaque plane it is uint8 `[blocks, layers, nbytes]`, or `[blocks, layers, heads, nbytes]` where
+    the plane has several heads. A bare tensor means this.
+    """
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Paged:
+    """A paged cache: block i of a call lies at index `block_ids[i]` of every layer's tensor.
+
+    `layers` holds for each layer of the part, in order, a tensor viewed as `[num_blocks, planes, block_tokens,
+    heads, dim]`, of any strides; or a tuple of tensors, one a plane, each `[num_blocks, block_tokens, heads,
+    dim]`, which is the only way where planes differ in dim, dtype or strides. An opaque plane is uint8
+    `[num_blocks, nbytes]`, or `[num_blocks, heads, nbytes]` where it has several heads. Views are enough: the cache is
+    never copied as a whole. A destination's blocks that its group does not need, such as those before a window, may
+    have any id: they are not touched.
+    """
+
+    layers: Sequence[Tensor | tuple[Tensor, ...]]
+    block_ids: Sequence[int] | Tensor
+
+    @classmethod
+    def nhd(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
+        """From vLLM's NHD caches, a layer each: `[2, num_blocks, block_tokens, heads, dim]`."""
+        return cls([_with_dims(5, cache).permute(1, 0, 2, 3, 4) for cache in caches], block_ids)
+
+    @classmethod
+    def hnd(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
+        """From vLLM's HND caches, a layer each: `[2, num_blocks, heads, block_tokens, dim]`."""
+        return cls([_with_dims(5, cache).permute(1, 0, 3, 2, 4) for cache in caches], block_ids)
+
+    @classmethod
+    def vllm(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
+        """From vLLM's caches on a GPU, a layer each: `[num_blocks, heads, block_tokens, 2 * dim]` of any strides. The
+        last dimension is K, then V, of one token and head."""
+        layers = []
+        for cache in caches:
+            dim = _half_of_last(cache)
+            layers.append(cache.view(*cache.shape[:3], 2, dim).permute(0, 3, 2, 1, 4))
+        return cls(layers, block_ids)
+
+    @classmethod
+    def vllm_cpu(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
+        """From vLLM's caches on a CPU whose attention kernel is "vec" or "vec16", a layer each: `[num_blocks, heads,
+        block_tokens, 2 * dim]`, contiguous within a head.
+
+        The shape is not the order of the bytes: a head of a block is K as `[dim, block_tokens]`, then V as
+        `[block_tokens, dim]`. Other kernels pack K and V in orders of their own: these are opaque planes.
+        """
+        layers = []
+        for cache in caches:
+            dim = _half_of_last(cache)
+            blocks, heads, tokens, _ = cache.shape
+            if cache.stride(3) != 1 or cache.stride(2) != 2 * dim:
+                raise CallerError(
+                    f"a layer's cache has strides {list(cache.stride())}; expected the {tokens} tokens of a head to be "
+                    "contiguous, as vLLM allocates them on a CPU"
+                )
+            k, v = cache.as_strided((blocks, heads, 2, tokens * dim), (*cache.stride()[:2], tokens * dim, 1)).unbind(2)
+            k = k.view(blocks, heads, dim, tokens).permute(0, 3, 1, 2)
+            v = v.view(blocks, heads, tokens, dim).permute(0, 2, 1, 3)
+            layers.append((k, v))
+        return cls(layers, block_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffers:
+    """For each block one contiguous buffer of bytes that holds the page of the whole part, in page layout."""
+
+    pages: Sequence[Buffer]
+
+
+Memory = Union["Tensor", Dense, Paged, Buffers]
+
+
+def _half_of_last(cache: Tensor) -> int:
+    """Of a layer's cache that ends in K and V of one token and head: the dimension of each."""
+    both: int = _with_dims(4, cache).shape[3]
+    if both % 2:
+        raise CallerError(f"a layer's cache ends in a dimension of {both}; expected K and V of equal dimensions")
+    return both // 2
+
+
+def _with_dims(dims: int, cache: Tensor) -> Tensor:
+    shape = getattr(cache, "shape", None)
+    if shape is None or len(shape) != dims:
+        given = kind(cache) if shape is None else f"of shape {list(shape)}"
+        raise CallerError(f"a layer's cache is {given}; expected a tensor of {dims} dimensions in the layout named")
+    return cache
+
+
+def kind(value: object) -> str:
+    """How an error calls what was given."""
+    return "None" if value is None else f"a {type(value).__name__}"

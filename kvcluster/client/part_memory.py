@@ -1,0 +1,157 @@
+"""Part memory: the bound memory of one group's part, as code that moves bytes sees it, and what binds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcluster.core.spec import DTYPE_BYTES, KVSpec, Part, Plane
+from kvcluster.errors import CallerError
+from kvcluster.pages.copy_geometry import BlockGeometry, page_layout
+from kvcluster.pages.region import address_of
+
+
+class Staging:
+    """Where bytes lie between two places: one buffer, as large as the largest piece so far. Of one thread."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(b"")
+
+    def room(self, nbytes: int) -> memoryview:
+        """That many bytes, in which what was asked for before may have lain."""
+        if self._buffer.nbytes < nbytes:
+            self._buffer = memoryview(bytearray(nbytes))
+        return self._buffer[:nbytes]
+
+
+class PartMemory(Protocol):
+    """The memory of one group's part. `head_bytes` are those of one head in one layer of one block."""
+
+    part: Part
+    head_bytes: int
+
+    def write(self, block: int, rect: Part, both: Part, data: memoryview) -> None:
+        """Puts the rectangle `both` out of `data`, which is `rect` in page layout."""
+
+    def place(self, block: int, rect: Part) -> memoryview | None:
+        """The bytes of `rect`, which lies within the part, where they are one run in page layout."""
+        ...
+
+    def read(self, block: int, layer_start: int, layer_stop: int, staging: Staging) -> memoryview:
+        """Those layers in page layout; in `staging` where they do not lie so."""
+        ...
+
+    def geometry(self) -> BlockGeometry | None:
+        """The address of every byte; None of bytes that are read-only, whose addresses Python does not give."""
+        ...
+
+
+class Pages:
+    """Memory where each block lies as a page does: moved as bytes."""
+
+    def __init__(self, ask: Ask, pages: Sequence[memoryview]) -> None:
+        self.part = ask.part
+        self.head_bytes = ask.head_bytes
+        self._pages = pages
+        self._rows = [(ask.tokens(plane), plane.dim * DTYPE_BYTES[plane.dtype]) for plane in ask.planes]
+        self._group = ask.spec.groups[ask.index]
+        self._block_tokens = ask.spec.block_tokens
+        self._table: BlockGeometry | None = None
+
+    def geometry(self) -> BlockGeometry | None:
+        if self._table is None and not any(page.readonly for page in self._pages):
+            addresses = [address_of(page) for page in self._pages]
+            self._table = page_layout(self._group, self._block_tokens, self.part, addresses)
+        return self._table
+
+    def write(self, block: int, rect: Part, both: Part, data: memoryview) -> None:
+        page, part = self._pages[block], self.part
+        heads = part.head_start, part.head_stop
+        if (rect.head_start, rect.head_stop) != heads or (both.head_start, both.head_stop) != heads:
+            self.write_heads(page, rect, both, data)
+            return
+        layer_bytes = part.heads * self.head_bytes
+        nbytes = both.layers * layer_bytes
+        into = (both.layer_start - part.layer_start) * layer_bytes
+        start = (both.layer_start - rect.layer_start) * layer_bytes
+        page[into : into + nbytes] = data[start : start + nbytes]
+
+    def place(self, block: int, rect: Part) -> memoryview | None:
+        part = self.part
+        if rect.head_start != part.head_start or rect.head_stop != part.head_stop:
+            return None
+        layer_bytes = part.heads * self.head_bytes
+        start = (rect.layer_start - part.layer_start) * layer_bytes
+        return self._pages[block][start : start + rect.layers * layer_bytes]
+
+    def write_heads(self, page: memoryview, rect: Part, both: Part, data: memoryview) -> None:
+        """As `write`, where the heads of `rect` are not those of the part: row by row."""
+        part = self.part
+        for layer in range(both.layer_start, both.layer_stop):
+            into = (layer - part.layer_start) * part.heads * self.head_bytes
+            start = (layer - rect.layer_start) * rect.heads * self.head_bytes
+            for tokens, row in self._rows:
+                nbytes = both.heads * row
+                skip, theirs = (both.head_start - part.head_start) * row, (both.head_start - rect.head_start) * row
+                for _ in range(tokens):
+                    page[into + skip : into + skip + nbytes] = data[start + theirs : start + theirs + nbytes]
+                    into += part.heads * row
+                    start += rect.heads * row
+
+    def read(self, block: int, layer_start: int, layer_stop: int, staging: Staging) -> memoryview:
+        layer_bytes = self.part.heads * self.head_bytes
+        start, stop = layer_start - self.part.layer_start, layer_stop - self.part.layer_start
+        return self._pages[block][start * layer_bytes : stop * layer_bytes].toreadonly()
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What the memory of one group is asked to be."""
+
+    spec: KVSpec
+    index: int
+    part: Part
+    first: int
+    blocks: int
+    writable: bool
+
+    @property
+    def name(self) -> str:
+        """How an error calls the memory."""
+        side = "the destination" if self.writable else "the source"
+        return f"{side} of group {self.index}" if len(self.spec.groups) > 1 else side
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        return self.spec.groups[self.index].planes
+
+    @property
+    def head_bytes(self) -> int:
+        return self.spec.groups[self.index].layer_bytes(block_tokens=self.spec.block_tokens, heads=1)
+
+    @property
+    def untouched(self) -> int:
+        """So many of the blocks, at their beginning, are neither read nor written: their group can do without."""
+        if not self.writable:
+            return 0
+        end = self.first + self.blocks
+        needed = self.spec.groups[self.index].reuse.blocks_needed(end, self.spec.block_tokens)
+        return max(0, self.blocks - needed)
+
+    def tokens(self, plane: Plane) -> int:
+        """Rows of a head in one block: opaque bytes are one, whatever the number of tokens."""
+        return 1 if plane.dtype == "opaque" else self.spec.block_tokens
+
+    def check_count(self, given: int) -> None:
+        """Raises CallerError where that is not a number of blocks that will do."""
+        if given < self.blocks or (given > self.blocks and not self.writable):
+            least = "at least " if self.writable else ""
+            raise CallerError(f"{self.name} has {given} blocks; expected {least}{self.blocks}, one for each block hash")
+
+    def shared(self) -> CallerError:
+        """The error of a destination that would be written twice."""
+        return CallerError(
+            f"{self.name} uses some memory twice; expected a place of its own for every element: "
+            "pass no expanded or overlapping tensor or buffer, and no tensor a second time"
+        )
