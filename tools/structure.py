@@ -28,11 +28,6 @@ class Known:
 
 KNOWN = Known(
     circles=("kvcluster.client", "kvcluster.testing.sim"),
-    functions=(
-        "kvcluster/core/coordinator.py:__init__",
-        "kvcluster/core/shard.py:__init__",
-        "kvcluster/testing/sim/shard.py:_fetch",
-    ),
     classes=(
         "Connection",
         "Content",

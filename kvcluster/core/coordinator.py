@@ -109,7 +109,13 @@ class Coordinator:
         self._replicator = Replicator(config, state.directory, state.book, state.members)
         self._grants = Grants(state, config, self._replicator, tiering)
         self._intake = Intake(state, config, self._evictor, tiering, self._replicator, expected)
-        self._handlers: dict[type, Callable[[Any, int], list[Effect]]] = {
+        self._handlers = self._handlers_by_message()
+
+    # ------------------------------------------------------------------------------------- the machine
+
+    def _handlers_by_message(self) -> dict[type, Callable[[Any, int], list[Effect]]]:
+        """What steps each type of message. The parts that it names must have been built."""
+        return {
             Attach: self._attach,
             PrepareLoad: self._grants.prepare_load,
             PrepareStore: self._grants.prepare_store,
@@ -133,8 +139,6 @@ class Coordinator:
             Tick: self._tick,
             Stalled: self._stalled,
         }
-
-    # ------------------------------------------------------------------------------------- the machine
 
     def step(self, message: CoordinatorMessage, now: int) -> list[Effect]:
         """Takes one message and returns what is to be done, in order."""

@@ -134,7 +134,13 @@ class Shard:
         self._trouble = "; ".join(there.why_none for there in found.values() if there.why_none)
         self._over = False
         self._pressed = False  # the last report told of somebody who waits for room
-        self._handlers: dict[type, Callable[[Any, int], list[Effect]]] = {
+        self._handlers = self._handlers_by_message()
+
+    # ------------------------------------------------------------------------------------- the machine
+
+    def _handlers_by_message(self) -> dict[type, Callable[[Any, int], list[Effect]]]:
+        """What steps each type of message. The parts that it names must have been built."""
+        return {
             AttachShard: self._attach,
             GetOffers: lambda m, now: [Answer(m.call, self.offers)],
             Pin: self._pin,
@@ -153,8 +159,6 @@ class Shard:
             Tick: self._tick,
             Stalled: self._stalled,
         }
-
-    # ------------------------------------------------------------------------------------- the machine
 
     def step(self, message: ShardMessage, now: int) -> list[Effect]:
         """Takes one message and returns what is to be done, in order."""
@@ -309,21 +313,7 @@ class Shard:
     def _check_parts(self, m: Reserve) -> Refused | None:
         space = self._space(m.namespace)
         space.forget_unused(self._pool)
-        spec = space.spec
-        for group, part in dict.fromkeys((page.key.group, page.key.part) for page in m.pages):
-            if group >= len(spec.groups) or spec.whole(group).intersect(part) != part:
-                return Refused(RefusedKind.BAD, f"group {group} of this spec has no part ({part})")
-            if not space.takes(group, part):
-                return Refused(
-                    RefusedKind.LIMIT, f"{limits.PARTS_PER_BLOCK} other parts of this namespace are held here"
-                )
-            if not self._pool.allocator.fits_ever(spec.page_bytes(group, part)):
-                return Refused(
-                    RefusedKind.BAD,
-                    f"a page of {spec.page_bytes(group, part)} bytes never fits this shard's "
-                    f"{self._pool.allocator.capacity_bytes}; raise device_bytes or lower block_tokens",
-                )
-        return None
+        return space.refusal(self._pool, dict.fromkeys((page.key.group, page.key.part) for page in m.pages))
 
     # --------------------------------------------------------------------------------------- reservations
 

@@ -6,13 +6,13 @@ A namespace is found only together with its tenant; a shard of the same cluster,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.found import Found
 from kvcluster.core.ids import CLUSTER, NamespaceId, Tenant
-from kvcluster.core.messages import NewPage, Tier, Written
+from kvcluster.core.messages import NewPage, Refused, RefusedKind, Tier, Written
 from kvcluster.core.pool import Page, PagePool
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.core.tiers import FASTEST, Takes
@@ -71,6 +71,24 @@ class Space:
     def takes(self, group: int, part: Part) -> bool:
         """May pages of this part be here? What is done to a block is done to each part that its namespace has had."""
         return (group, part) in self.parts or len(self.parts) < limits.PARTS_PER_BLOCK
+
+    def refusal(self, pool: PagePool, parts: Iterable[tuple[int, Part]]) -> Refused | None:
+        """Why pages of these (group, part) pairs can never be written to this pool; None where they can."""
+        for group, part in parts:
+            if group >= len(self.spec.groups) or self.spec.whole(group).intersect(part) != part:
+                return Refused(RefusedKind.BAD, f"group {group} of this spec has no part ({part})")
+            if not self.takes(group, part):
+                return Refused(
+                    RefusedKind.LIMIT, f"{limits.PARTS_PER_BLOCK} other parts of this namespace are held here"
+                )
+            nbytes = self.spec.page_bytes(group, part)
+            if not pool.allocator.fits_ever(nbytes):
+                return Refused(
+                    RefusedKind.BAD,
+                    f"a page of {nbytes} bytes never fits this shard's {pool.allocator.capacity_bytes}; "
+                    "raise device_bytes or lower block_tokens",
+                )
+        return None
 
     def forget_unused(self, pool: PagePool) -> None:
         """Where there are as many parts as may be, those of which there is no page any more make room for others."""

@@ -69,6 +69,25 @@ class Layer(NamedTuple):
     loss: Loss = Loss.EXACT
 
 
+class ArrivedSums:
+    """The writer's checksums of the layers that have arrived, by page, in the order in which the pages began to."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, dict[int, int]] = {}
+
+    def add(self, layer: Layer) -> None:
+        self._sums.setdefault(layer.item, {})[layer.layer] = layer.total
+
+    def items(self) -> list[int]:
+        """The pages of which any layer has arrived."""
+        return list(self._sums)
+
+    def whole(self, item: int, slot: PageSlot) -> list[int] | None:
+        """The checksums of that page, layer by layer; None where one is missing."""
+        sums = self._sums.get(item, {})
+        return [sums[layer] for layer in range(len(sums))] if len(sums) == slot.key.part.layers else None
+
+
 class Transfer(NamedTuple):
     """The opening of a load or store. Its server gives up after `patience_ns`."""
 
@@ -196,7 +215,7 @@ def _write(
     down: Pipe,
 ) -> Script:
     slots = {item: page for item, page in enumerate(pages) if isinstance(page, PageSlot)}
-    arrived: dict[int, dict[int, int]] = {item: {} for item in slots}
+    arrived = ArrivedSums()
     while True:
         heard = yield up.next(), max(1, give_up - shard.now())
         if heard is FINISHED:
@@ -214,7 +233,7 @@ def _write(
         for layer in heard:
             assert layer.item in slots, "a worker sent what was not to be sent"
             shard.store_layer(slots[layer.item], layer)
-            arrived[layer.item][layer.layer] = layer.total
+            arrived.add(layer)
     if session.revoked:  # a copy that was under way ends when it ends
         heard = yield up.next(), shard.world.rng.randrange(20 * MS)
         for layer in heard if isinstance(heard, list) else ():
@@ -222,18 +241,16 @@ def _write(
                 shard.store_layer(slots[layer.item], layer)
 
 
-def _finished(
-    shard: ShardProcess, request: WriteRequest, slots: dict[int, PageSlot], arrived: dict[int, dict[int, int]]
-) -> Finished:
+def _finished(shard: ShardProcess, request: WriteRequest, slots: dict[int, PageSlot], arrived: ArrivedSums) -> Finished:
     """Verifies what lies in the pages now against the writer's checksums."""
     verified: dict[int, bytes] = {}
     missing: int | None = None
     for item, slot in slots.items():
-        sums = arrived[item]
-        if len(sums) < slot.key.part.layers:
+        sums = arrived.whole(item, slot)
+        if sums is None:
             missing = item if missing is None else missing
             continue
-        packed = shard.verify(request.namespace, slot, [sums[layer] for layer in range(len(sums))])
+        packed = shard.verify(request.namespace, slot, sums)
         if packed is not None:
             verified[item] = packed
     return Finished(verified, missing)
