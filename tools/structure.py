@@ -27,14 +27,13 @@ class Known:
 
 
 KNOWN = Known(
-    circles=("kvcluster.client", "kvcluster.testing.sim"),
+    circles=("kvcluster.client",),
     classes=(
         "Connection",
         "Content",
         "Control",
         "Found",
         "Listener",
-        "Outcome",
         "Piece",
         "Pinned",
         "Reading",

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from kvcluster.config import ShardConfig
 from kvcluster.core.file_allocator import FileAllocator, Shape
 from kvcluster.core.found import Found, FoundPage
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import Erase, PageKey, PageMove, PageSlot, Tombstone
+from kvcluster.testing.kernel import Process
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.memory import flipped
-
-if TYPE_CHECKING:
-    from kvcluster.config import ShardConfig
-    from kvcluster.testing.sim.shard import ShardProcess
 
 
 @dataclass(slots=True)
@@ -43,13 +41,13 @@ class Disk:
     """The store of one tier of one shard on one node. `owner` holds it as long as it lives."""
 
     def __init__(self) -> None:
-        self.owner: ShardProcess | None = None
+        self.owner: Process | None = None
         self.tombstones: tuple[Tombstone, ...] = ()
         self._file_bytes = 0
         self._heads: dict[int, _Kind] = {}
         self._slots: dict[int, _Written] = {}  # by offset
 
-    def open(self, shard: ShardProcess, config: ShardConfig, nbytes: int) -> Found:
+    def open(self, shard: Process, config: ShardConfig, nbytes: int) -> Found:
         """What a shard that starts finds there."""
         if self.owner is not None and not self.owner.dead:
             return Found(why_none="another incarnation has the folder")

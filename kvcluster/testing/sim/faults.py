@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kvcluster.testing.kernel import MS, SECOND, Process
-
-if TYPE_CHECKING:
-    from kvcluster.testing.sim.world import World
+from kvcluster.testing.sim.world import World
 
 Fault = Callable[[], bool]
 """Does it; False where there was nothing to do it to."""

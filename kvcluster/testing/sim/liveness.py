@@ -6,18 +6,14 @@ incarnation but the present ones lives. At last a worker finds what the shards h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import PageKey, Tier
 from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.testing.kernel import MS, SECOND, TIMED_OUT, Script
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.promises import Violation, hold
-
-if TYPE_CHECKING:
-    from kvcluster.testing.sim.worker import Worker
-    from kvcluster.testing.sim.world import World
+from kvcluster.testing.sim.worker import Worker
+from kvcluster.testing.sim.world import World
 
 REST_NS = 20 * SECOND
 """Every term there is has passed by then, several times over."""
@@ -106,13 +102,12 @@ def _told(world: World) -> dict[int, list[tuple[NamespaceId, PageKey, Tier]]]:
 def _serve_again(world: World) -> None:
     """What can be restored by what the shards hold is loaded; what is stored now is found."""
     worker = world.workers[0]
-    done = worker.start(_last_wishes(worker))
+    done = worker.start(_last_wishes(world, worker))
     world.kernel.run(world.kernel.now + 10 * SECOND)
     hold(done.ready and done.value is not TIMED_OUT, "the last calls have not ended")
 
 
-def _last_wishes(worker: Worker) -> Script:
-    world = worker.world
+def _last_wishes(world: World, worker: Worker) -> Script:
     for model in world.models[:2]:
         hashes = content.chain(model, 0, 0)
         yield from _all_is_told(world)

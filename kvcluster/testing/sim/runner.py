@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 from kvcluster.core import announcer, evictor, intake, limits
-from kvcluster.testing.sim import bugs, journal
+from kvcluster.testing.sim import bugs, journal, phases
 from kvcluster.testing.sim.world import World
 
 BATCH = 16
@@ -77,7 +77,7 @@ def run_seed(seed: int, bug: str | None = None, *, whole_journal: bool = False) 
         world = World(seed, whole_journal=whole_journal)  # its first shards have the bug as well
         try:
             with _bounds(world.scenario.limits):
-                world.run()
+                phases.run(world)
             return world, None
         except Exception as error:
             return world, Failure(seed, f"{type(error).__name__}: {error}", _story(world, bug, error))

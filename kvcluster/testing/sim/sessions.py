@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, NamespaceId, Tenant
@@ -24,8 +24,10 @@ from kvcluster.core.messages import (
     WriteRequest,
 )
 from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.testing.core_stepper import Answered, Build
 from kvcluster.testing.kernel import MS, TIMED_OUT, Promise, Script
 from kvcluster.testing.sim.network import Pipe
+from kvcluster.testing.sim.surroundings import Surroundings
 from kvcluster.transport.page_session import (
     AskCore,
     Committed,
@@ -43,9 +45,6 @@ from kvcluster.transport.page_session import (
     SessionEvent,
     Stopped,
 )
-
-if TYPE_CHECKING:
-    from kvcluster.testing.sim.shard import ShardProcess
 
 SLOW_NS = 300 * MS
 """Between two frames of a slow reader, on average: his lease runs out now and then."""
@@ -126,7 +125,43 @@ class Session:
             self._inbox.arrive(REVOKED)
 
 
-def serve(shard: ShardProcess, opening: Transfer, up: Pipe, down: Pipe) -> Script:
+class SessionMemory(Protocol):
+    """The pages of a shard, as a session reads and writes them."""
+
+    def load_layer(self, item: int, slot: PageSlot, layer: int) -> Layer:
+        """The bytes that lie there, with the checksum that was committed with them."""
+
+    def store_layer(self, slot: PageSlot, layer: Layer) -> None:
+        """Writes a layer to its place in the page."""
+
+    def verify(self, namespace: NamespaceId, slot: PageSlot, sums: list[int]) -> bytes | None:
+        """The packed checksums if the page matches `sums`; None if it does not."""
+
+
+class SessionBook(Protocol):
+    """The sessions of a shard that are under way."""
+
+    def begin(self, session: Session) -> bool:
+        """Adds a session; False if its attempt has one already."""
+
+    def finish(self, session: Session) -> None:
+        """Takes it out: it moves nothing any more."""
+
+
+class SessionHost(SessionMemory, SessionBook, Protocol):
+    """The shard process that carries a session out."""
+
+    @property
+    def world(self) -> Surroundings: ...
+
+    def now(self) -> int:
+        """By the clock of its node."""
+
+    def submit(self, build: Build, answered: Answered | None = None) -> object:
+        """Has the core step the message that `build` makes for a call id; `answered` gets the reply."""
+
+
+def serve(shard: SessionHost, opening: Transfer, up: Pipe, down: Pipe) -> Script:
     """One load or store, from its opening to its end."""
     request = opening.request
     if isinstance(request, WriteRequest):
@@ -151,7 +186,7 @@ def serve(shard: ShardProcess, opening: Transfer, up: Pipe, down: Pipe) -> Scrip
     yield from _drive(shard, session, plan, Stopped())
 
 
-def _drive(shard: ShardProcess, session: Session, plan: PageSession, event: SessionEvent) -> Script:
+def _drive(shard: SessionHost, session: Session, plan: PageSession, event: SessionEvent) -> Script:
     """Steps an event, and asks the core what that wants to know; the effect in which it ends, None where in none."""
     effects: list[SessionEffect] = plan.step(event)
     while effects and isinstance(effects[0], AskCore):
@@ -171,7 +206,7 @@ def _answered(session: Session, answered: Promise, reply: Reply) -> None:
 
 
 def _read(
-    shard: ShardProcess,
+    shard: SessionHost,
     session: Session,
     plan: PageSession,
     request: ReadRequest,
@@ -205,7 +240,7 @@ def _read(
 
 
 def _write(
-    shard: ShardProcess,
+    shard: SessionHost,
     session: Session,
     plan: PageSession,
     request: WriteRequest,
@@ -241,7 +276,7 @@ def _write(
                 shard.store_layer(slots[layer.item], layer)
 
 
-def _finished(shard: ShardProcess, request: WriteRequest, slots: dict[int, PageSlot], arrived: ArrivedSums) -> Finished:
+def _finished(shard: SessionHost, request: WriteRequest, slots: dict[int, PageSlot], arrived: ArrivedSums) -> Finished:
     """Verifies what lies in the pages now against the writer's checksums."""
     verified: dict[int, bytes] = {}
     missing: int | None = None

@@ -8,7 +8,7 @@ pages from another shard, and Leave ends the process.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.found import carried_out
@@ -49,8 +49,9 @@ from kvcluster.core.reasons import Loss
 from kvcluster.core.shard import Shard
 from kvcluster.core.tiers import STORED
 from kvcluster.pages import checksum
-from kvcluster.testing.kernel import MS, SECOND, Clock, Script
+from kvcluster.testing.kernel import MS, SECOND, Clock, Process, Script
 from kvcluster.testing.sim import content, sessions
+from kvcluster.testing.sim.coordinator import CoordinatorProcess
 from kvcluster.testing.sim.disk import Disk
 from kvcluster.testing.sim.driver import SimulatedCore
 from kvcluster.testing.sim.memory import Memory, flipped
@@ -58,11 +59,7 @@ from kvcluster.testing.sim.network import Line, Pipe
 from kvcluster.testing.sim.order_oracle import HeardOrders
 from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import ArrivedSums, Layer, Session, Transfer
-
-if TYPE_CHECKING:
-    from kvcluster.testing.sim.coordinator import CoordinatorProcess
-    from kvcluster.testing.sim.world import World
-
+from kvcluster.testing.sim.surroundings import Supervisor, Surroundings
 
 Place = tuple[NamespaceId, PageKey, Tier]
 """Where a shard has something."""
@@ -71,12 +68,39 @@ FETCH_NS = 2 * SECOND
 """What a copy from another shard may take."""
 
 
+class Addresses(Protocol):
+    """Finds processes by what they are called."""
+
+    def coordinator_seen_by(self, process: Process) -> CoordinatorProcess:
+        """The coordinator that its name means on the node of this process: perhaps not the newest."""
+
+    def shard_at(self, address: str) -> ShardProcess | None:
+        """The newest process that listened there."""
+
+
+class ShardJudge(Protocol):
+    """What is shown to the oracle (oracle.py)."""
+
+    def shard_stepped(self, shard: ShardProcess, message: object, effects: list[Effect], now: int) -> None:
+        """A shard has stepped this message; its effects have yet to be performed."""
+
+
+class ShardSurroundings(Surroundings, Supervisor, Addresses, Protocol):
+    """`disks`: by shard, node and tier; they outlive the processes."""
+
+    disks: dict[tuple[ShardId, int, Tier], Disk]
+
+    @property
+    def oracle(self) -> ShardJudge: ...
+
+
 class ShardProcess(SimulatedCore):
     """One shard incarnation. Its sessions are all that reads or writes its memory."""
 
     core: Shard
+    world: ShardSurroundings
 
-    def __init__(self, world: World, shard: ShardId, node: int, clock: Clock, epoch: Epoch) -> None:
+    def __init__(self, world: ShardSurroundings, shard: ShardId, node: int, clock: Clock, epoch: Epoch) -> None:
         config = world.scenario.config
         # As with a fixed port: the next incarnation on this node is reached where the last one was.
         self.address = ShardAddress(shard, epoch, f"{shard}@{node}", f"node-{node}")
