@@ -26,29 +26,7 @@ class Known:
     classes: tuple[str, ...] = ()
 
 
-KNOWN = Known(
-    circles=("kvcluster.client",),
-    classes=(
-        "Connection",
-        "Content",
-        "Control",
-        "Found",
-        "Listener",
-        "Piece",
-        "Pinned",
-        "Reading",
-        "Served",
-        "Space",
-        "State",
-        "Ticket",
-        "Transfer",
-        "World",
-        "_Batch",
-        "_Kind",
-        "_PlaneCoder",
-        "_Way",
-    ),
-)
+KNOWN = Known(circles=("kvcluster.client",))
 _HERE = "tools/structure.py:1"
 
 

@@ -70,8 +70,8 @@ from kvcluster.core.pool import Page, PagePool, PageState
 from kvcluster.core.puller import Puller
 from kvcluster.core.reading import Reading
 from kvcluster.core.reasons import Miss, MissReason
-from kvcluster.core.spaces import Space, Spaces
-from kvcluster.core.stream import Piece
+from kvcluster.core.spaces import ShardNamespace, Spaces
+from kvcluster.core.stream import StreamPiece
 from kvcluster.core.tiers import FASTEST
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.core.uplink import FROM_SHARD, Uplink
@@ -324,7 +324,7 @@ class Shard:
         self._leases.grant(m.attempt, LeaseKind.WRITE, pages, now)
         return Answer(m.call, WriteGrant(tuple(offer.slot() if isinstance(offer, Page) else offer for offer in offers)))
 
-    def _offer(self, space: Space, new: NewPage) -> Page | Written:
+    def _offer(self, space: ShardNamespace, new: NewPage) -> Page | Written:
         offer = space.offer(self._pool, new, self._withdraw)
         if offer is Written.DUPLICATE:
             self._counters["duplicates"] += 1
@@ -396,7 +396,7 @@ class Shard:
             return []
         return [Send(self._uplink.compose(self._message, now))]
 
-    def _message(self, piece: Piece) -> Report | Inventory:
+    def _message(self, piece: StreamPiece) -> Report | Inventory:
         # It carries the specs of its own pages, so that it is understood by a coordinator that knows nothing. Where a
         # namespace has been forgotten since, so were its pages, and the stream goes on to say so.
         named = (event.namespace for event in (*piece.pages, *piece.events) if isinstance(event, PageEvent))
@@ -455,7 +455,7 @@ class Shard:
         self._inventoried = self._orders.tombstones.all()
         return Inventoried(list(self._pool.ready()))
 
-    def _space(self, namespace: NamespaceId) -> Space:
+    def _space(self, namespace: NamespaceId) -> ShardNamespace:
         space = self._spaces.known(namespace)
         assert space is not None, "what is asked for is of a namespace that is known"
         return space

@@ -19,7 +19,7 @@ from kvcluster.core.tiers import FASTEST, Takes
 from kvcluster.core.withdrawal import Withdraw
 
 
-class Space:
+class ShardNamespace:
     """One namespace. `parts`: the (group, part) pairs that were ever reserved here, and the bytes of a raw page of
     each."""
 
@@ -119,13 +119,13 @@ class Spaces:
 
     def __init__(self, is_used: Callable[[NamespaceId], bool]) -> None:
         self._is_used = is_used
-        self._spaces: dict[NamespaceId, Space] = {}
+        self._spaces: dict[NamespaceId, ShardNamespace] = {}
         self._owned: dict[Tenant, dict[NamespaceId, None]] = {}
 
-    def __iter__(self) -> Iterator[Space]:
+    def __iter__(self) -> Iterator[ShardNamespace]:
         return iter(self._spaces.values())
 
-    def attach(self, tenant: Tenant, spec: KVSpec) -> Space | None:
+    def attach(self, tenant: Tenant, spec: KVSpec) -> ShardNamespace | None:
         """The namespace of this spec; None where the tenant has as many as it may."""
         space_id = spec.namespace(tenant)
         space = self._spaces.get(space_id)
@@ -133,7 +133,7 @@ class Spaces:
             owned = self._owned.setdefault(tenant, {})
             if len(owned) >= limits.NAMESPACES_PER_TENANT and not self._forget_bare(tenant):
                 return None
-            space = self._spaces[space_id] = Space(space_id, tenant, spec)
+            space = self._spaces[space_id] = ShardNamespace(space_id, tenant, spec)
             owned[space_id] = None
         return space
 
@@ -149,11 +149,11 @@ class Spaces:
                 if pool.adopt(tier, page):
                     space.hold(page.key.group, page.key.part)
 
-    def find(self, space_id: NamespaceId, tenant: Tenant) -> Space | None:
+    def find(self, space_id: NamespaceId, tenant: Tenant) -> ShardNamespace | None:
         space = self._spaces.get(space_id)
         return space if space is not None and tenant in (space.tenant, CLUSTER) else None
 
-    def known(self, space_id: NamespaceId) -> Space | None:
+    def known(self, space_id: NamespaceId) -> ShardNamespace | None:
         """For the shard's own work, whoever's namespace it is."""
         return self._spaces.get(space_id)
 

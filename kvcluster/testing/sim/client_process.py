@@ -29,7 +29,7 @@ from kvcluster.errors import LimitError
 from kvcluster.testing.kernel import TIMED_OUT, Clock, Process, Script
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.network import BROKEN, Line
-from kvcluster.testing.sim.sessions import Layer, Transfer
+from kvcluster.testing.sim.sessions import Layer, SessionRequest
 from kvcluster.testing.sim.shard import Addresses
 from kvcluster.testing.sim.surroundings import Surroundings
 from kvcluster.transport.seam import RefusedByShard, Trouble
@@ -144,7 +144,9 @@ class ClientProcess(Process):
         left_ns = give_up - self.now()
         if process is None or left_ns <= 0:
             return _trouble(TIMED_OUT)
-        line: Line = self.world.network.connect(self, process, process.serve, Transfer(model.tenant, request, left_ns))
+        line: Line = self.world.network.connect(
+            self, process, process.serve, SessionRequest(model.tenant, request, left_ns)
+        )
         head = yield line.down.next(), left_ns
         if isinstance(head, list):
             return line, head

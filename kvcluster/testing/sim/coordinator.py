@@ -23,7 +23,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.testing.kernel import MS, Clock
 from kvcluster.testing.sim.driver import SimulatedCore
-from kvcluster.testing.sim.listener import Listener
+from kvcluster.testing.sim.listener import EventListener
 from kvcluster.testing.sim.surroundings import Supervisor, Surroundings
 
 RETELL_NS = 300 * MS
@@ -69,7 +69,7 @@ class CoordinatorProcess(SimulatedCore):
         )
         super().__init__(world, f"c{number}", node, clock, core)
         self.heard: dict[tuple[ShardId, Epoch], int] = {}
-        self.listener = Listener()
+        self.listener = EventListener()
 
     def judge(self, message: object, effects: list[Effect], now: int) -> None:
         self.world.coordinator_oracle.stepped(self, message, effects, now)

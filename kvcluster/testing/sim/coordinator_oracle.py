@@ -35,7 +35,7 @@ from kvcluster.core.messages import (
     Tick,
     Tier,
 )
-from kvcluster.core.tickets import Ticket
+from kvcluster.core.tickets import IssuedTicket
 from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
@@ -62,7 +62,7 @@ class CoordinatorOracle:
         self._world = world
         self._placed = placed
         self._purged_at: dict[NamespaceId, int] = {}
-        self._answers: dict[tuple[str, Attempt], tuple[Ticket, object]] = {}  # of tickets that run
+        self._answers: dict[tuple[str, Attempt], tuple[IssuedTicket, object]] = {}  # of tickets that run
         self._drain_until: dict[tuple[str, ShardAddress], int] = {}  # by the coordinator that lets it go
         self._others_had: dict[tuple[str, ShardAddress], dict[Name, None]] = {}  # when that began
         self._orders: dict[tuple[str, ShardAddress], GivenOrders] = {}

@@ -30,7 +30,7 @@ class _Written:
     rotten: bool = False
 
 
-class _Kind(NamedTuple):
+class _FileHead(NamedTuple):
     """What a file's head says."""
 
     namespace: NamespaceId
@@ -44,7 +44,7 @@ class Disk:
         self.owner: Process | None = None
         self.tombstones: tuple[Tombstone, ...] = ()
         self._file_bytes = 0
-        self._heads: dict[int, _Kind] = {}
+        self._heads: dict[int, _FileHead] = {}
         self._slots: dict[int, _Written] = {}  # by offset
 
     def open(self, shard: Process, config: ShardConfig, nbytes: int) -> Found:
@@ -115,5 +115,5 @@ class Disk:
         return bool(self._slots)
 
 
-def _kind(namespace: NamespaceId, key: PageKey, nbytes: int) -> _Kind:
-    return _Kind(namespace, Shape(nbytes, key.part.layers))
+def _kind(namespace: NamespaceId, key: PageKey, nbytes: int) -> _FileHead:
+    return _FileHead(namespace, Shape(nbytes, key.part.layers))

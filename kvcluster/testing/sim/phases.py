@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from kvcluster.testing.sim.faults import Faults
 from kvcluster.testing.sim.liveness import come_to_rest
-from kvcluster.testing.sim.world import World
+from kvcluster.testing.sim.world import SimulatedWorld
 
 
-def run(world: World) -> None:
+def run(world: SimulatedWorld) -> None:
     """Both phases. Raises Violation, or another error that shows that the core is wrong."""
     Faults(world).begin()
     world.kernel.run(world.scenario.safety_ns)

@@ -87,7 +87,7 @@ class ArrivedSums:
         return [sums[layer] for layer in range(len(sums))] if len(sums) == slot.key.part.layers else None
 
 
-class Transfer(NamedTuple):
+class SessionRequest(NamedTuple):
     """The opening of a load or store. Its server gives up after `patience_ns`."""
 
     tenant: Tenant
@@ -161,7 +161,7 @@ class SessionHost(SessionMemory, SessionBook, Protocol):
         """Has the core step the message that `build` makes for a call id; `answered` gets the reply."""
 
 
-def serve(shard: SessionHost, opening: Transfer, up: Pipe, down: Pipe) -> Script:
+def serve(shard: SessionHost, opening: SessionRequest, up: Pipe, down: Pipe) -> Script:
     """One load or store, from its opening to its end."""
     request = opening.request
     if isinstance(request, WriteRequest):

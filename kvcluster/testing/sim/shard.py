@@ -58,7 +58,7 @@ from kvcluster.testing.sim.memory import Memory, flipped
 from kvcluster.testing.sim.network import Line, Pipe
 from kvcluster.testing.sim.order_oracle import HeardOrders
 from kvcluster.testing.sim.promises import hold
-from kvcluster.testing.sim.sessions import ArrivedSums, Layer, Session, Transfer
+from kvcluster.testing.sim.sessions import ArrivedSums, Layer, Session, SessionRequest
 from kvcluster.testing.sim.surroundings import Supervisor, Surroundings
 
 Place = tuple[NamespaceId, PageKey, Tier]
@@ -139,7 +139,7 @@ class ShardProcess(SimulatedCore):
 
     # ------------------------------------------------------------------------------------------- sessions
 
-    def serve(self, opening: Transfer, up: Pipe, down: Pipe) -> None:
+    def serve(self, opening: SessionRequest, up: Pipe, down: Pipe) -> None:
         """A worker's connection has arrived."""
         self.start(sessions.serve(self, opening, up, down))
 
@@ -359,7 +359,7 @@ class ShardProcess(SimulatedCore):
         source = self.world.shard_at(effect.source.address)
         line = None
         if source is not None:
-            line = self.world.network.connect(self, source, source.serve, Transfer(CLUSTER, request, FETCH_NS))
+            line = self.world.network.connect(self, source, source.serve, SessionRequest(CLUSTER, request, FETCH_NS))
         session = Session(effect.attempt, effect.namespace, line.down if line else None, writes=True)
         session.pages = list(effect.slots)
         for slot in effect.slots:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.messages import (
+    BlocksPinned,
     Done,
     Drain,
     Explain,
@@ -19,7 +20,6 @@ from kvcluster.core.messages import (
     Flush,
     GetStatus,
     PinBlocks,
-    Pinned,
     PrepareLoad,
     Purge,
     Purged,
@@ -146,7 +146,7 @@ def _pin(world: EngineSurroundings, worker: Worker) -> Script:
         lambda call: PinBlocks(call, model.tenant, model.space, hashes, ttl_ns, replicas),
         worker.now() + world.scenario.patience_ns,
     )
-    world.count("pin", "pinned" if isinstance(reply, Pinned) else "no answer")
+    world.count("pin", "pinned" if isinstance(reply, BlocksPinned) else "no answer")
 
 
 def _unpin(world: EngineSurroundings, worker: Worker) -> Script:
@@ -156,7 +156,7 @@ def _unpin(world: EngineSurroundings, worker: Worker) -> Script:
         lambda call: UnpinBlocks(call, model.tenant, model.space, hashes),
         worker.now() + world.scenario.patience_ns,
     )
-    world.count("unpin", "unpinned" if isinstance(reply, Pinned) else "no answer")
+    world.count("unpin", "unpinned" if isinstance(reply, BlocksPinned) else "no answer")
 
 
 def _explain(world: EngineSurroundings, worker: Worker) -> Script:

@@ -34,7 +34,7 @@ _BIRTH_NS = 10**15
 """What clocks show when a world begins: epochs are wall-clock time, and never near zero."""
 
 
-class World:
+class SimulatedWorld:
     """Everything of one seed. phases.run runs it, once."""
 
     def __init__(self, seed: int, *, whole_journal: bool = False) -> None:

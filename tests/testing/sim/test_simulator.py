@@ -10,7 +10,7 @@ from kvcluster.cli.main import main
 from kvcluster.errors import CallerError
 from kvcluster.testing.sim import bugs, journal, phases, runner, scenario
 from kvcluster.testing.sim.faults import Faults
-from kvcluster.testing.sim.world import World
+from kvcluster.testing.sim.world import SimulatedWorld
 
 SEEDS = {
     "stale-inventory": 402,
@@ -157,7 +157,7 @@ def test_processes_share_the_seeds_and_agree_with_one() -> None:
 
 
 def test_a_world_in_which_nothing_goes_wrong_serves_everybody() -> None:
-    world = World(3)
+    world = SimulatedWorld(3)
     world.scenario = scenario.without_faults(world.scenario)
     world.network.heal()
     Faults(world).begin()
