@@ -26,35 +26,7 @@ class Known:
     classes: tuple[str, ...] = ()
 
 
-KNOWN = Known(
-    circles=("kvcluster.testing.sim",),
-    functions=(
-        "kvcluster/core/coordinator.py:__init__",
-        "kvcluster/core/shard.py:__init__",
-        "kvcluster/testing/sim/shard.py:_fetch",
-    ),
-    classes=(
-        "Connection",
-        "Content",
-        "Control",
-        "Found",
-        "Listener",
-        "Outcome",
-        "Piece",
-        "Pinned",
-        "Reading",
-        "Served",
-        "Space",
-        "State",
-        "Ticket",
-        "Transfer",
-        "World",
-        "_Batch",
-        "_Kind",
-        "_PlaneCoder",
-        "_Way",
-    ),
-)
+KNOWN = Known()
 _HERE = "tools/structure.py:1"
 
 

@@ -28,7 +28,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvcluster.client.breaker import FREE_DOUBLINGS, Breaker, Leave, State
+from kvcluster.client.breaker import FREE_DOUBLINGS, Breaker, BreakerState, Leave
 from kvcluster.core.reasons import Miss, MissReason
 
 R = TypeVar("R")
@@ -79,7 +79,7 @@ class CallPolicy:
     @property
     def healthy(self) -> bool:
         """True while the breaker is closed: calls are made, and their askers wait for them."""
-        return self._breaker.state is State.CLOSED
+        return self._breaker.state is BreakerState.CLOSED
 
     def open_for(self, now: int) -> int:
         """For how long from now no call is admitted; 0 unless the breaker is open."""

@@ -29,7 +29,7 @@ Leave = NewType("Leave", int)
 """To ask the shard once."""
 
 
-class State(Enum):
+class BreakerState(Enum):
     """Whether the shard is asked."""
 
     CLOSED = "closed"
@@ -42,7 +42,7 @@ class Breaker:
 
     def __init__(self, *, failures: int, open_ns: int, doublings: int = DOUBLINGS) -> None:
         assert failures > 0 and open_ns > 0 and doublings >= 0
-        self.state = State.CLOSED
+        self.state = BreakerState.CLOSED
         self.failures = 0  # in a row, those of probes included
         self._allowed = failures
         self._first_ns = open_ns
@@ -54,13 +54,17 @@ class Breaker:
 
     def ask(self, now: int) -> Leave | Miss:
         """Leave to ask the shard, or the miss that not asking it amounts to."""
-        if self.state is State.OPEN and now >= self._until:
-            self._become(State.PROBING)
+        if self.state is BreakerState.OPEN and now >= self._until:
+            self._become(BreakerState.PROBING)
             return self._leave
-        if self.state is State.CLOSED:
+        if self.state is BreakerState.CLOSED:
             return self._leave
         assert self._why is not None
-        when = "tried at this moment" if self.state is State.PROBING else f"again in {(self._until - now) / 1e9:.1f} s"
+        when = (
+            "tried at this moment"
+            if self.state is BreakerState.PROBING
+            else f"again in {(self._until - now) / 1e9:.1f} s"
+        )
         return Miss(self._why.reason, f"not asked: failed {self.failures} times, {when}")
 
     def succeeded(self, leave: Leave) -> None:
@@ -68,30 +72,30 @@ class Breaker:
         if leave == self._leave:
             self.failures = 0
             self._open_ns = self._first_ns
-            if self.state is State.PROBING:
-                self._become(State.CLOSED)
+            if self.state is BreakerState.PROBING:
+                self._become(BreakerState.CLOSED)
 
     def failed(self, leave: Leave, why: Miss, now: int) -> None:
         """It did not, or not in time."""
         if leave != self._leave:
             return
-        assert self.state is not State.OPEN, "nobody has leave while it is open"
+        assert self.state is not BreakerState.OPEN, "nobody has leave while it is open"
         self.failures += 1
         self._why = why
-        if self.state is State.PROBING or self.failures >= self._allowed:
-            self._become(State.OPEN)
+        if self.state is BreakerState.PROBING or self.failures >= self._allowed:
+            self._become(BreakerState.OPEN)
             self._until = now + self._open_ns
             self._open_ns = min(2 * self._open_ns, self._longest_ns)
 
     def gave_up(self, leave: Leave) -> None:
         """Its user broke off, which tells nothing of the shard. Where this was the probe, the next one is."""
-        if leave == self._leave and self.state is State.PROBING:
-            self._become(State.OPEN)
+        if leave == self._leave and self.state is BreakerState.PROBING:
+            self._become(BreakerState.OPEN)
 
     def open_for(self, now: int) -> int:
         """How long nobody will ask, from now; 0 where somebody may or does."""
-        return max(0, self._until - now) if self.state is State.OPEN else 0
+        return max(0, self._until - now) if self.state is BreakerState.OPEN else 0
 
-    def _become(self, state: State) -> None:
+    def _become(self, state: BreakerState) -> None:
         self.state = state
         self._leave = Leave(self._leave + 1)

@@ -30,7 +30,7 @@ from kvcluster.client.arguments import (
     prompt_hashes,
 )
 from kvcluster.client.borrowing import BorrowedBlocks, Borrower
-from kvcluster.client.control import NO_CALL, NOBODY, Control, CoordinatorPort
+from kvcluster.client.control import NO_CALL, NOBODY, CoordinatorClient, CoordinatorPort
 from kvcluster.client.explaining import explain
 from kvcluster.client.movers import Movers
 from kvcluster.client.opening import open_ways
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from kvcluster.client.aio import AsyncClient
 
 R = TypeVar("R")
-_UNNAMED = NamespaceId(b"")  # filled in by Control, which attaches first
+_UNNAMED = NamespaceId(b"")  # filled in by CoordinatorClient, which attaches first
 
 
 class Client:
@@ -90,7 +90,7 @@ class Client:
         self.spec = spec
         self.parts = parts_of(spec, part)
         self._config = config or ClientConfig()
-        self._control = Control(port)
+        self._control = CoordinatorClient(port)
         lock = threading.RLock()  # of what plans and policy decide: never held while anything takes time
         policy = ShardPolicy(breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms)
         self._shards = Shards(open_transport, policy, lock)
@@ -423,7 +423,7 @@ class Client:
         if not hashes:
             return Pinned(0, 0, trouble)
         try:
-            pinned = self._control.ask(messages.Pinned, spec, replace(message, hashes=tuple(hashes)), deadline)
+            pinned = self._control.ask(messages.BlocksPinned, spec, replace(message, hashes=tuple(hashes)), deadline)
         except Trouble as trouble:
             return Pinned(0, 0, trouble.miss)
         return Pinned(pinned.blocks * spec.block_tokens, pinned.blocks)

@@ -45,7 +45,7 @@ class GrpcPort:
         self._connection.close()
 
 
-class Control:
+class CoordinatorClient:
     """Asks within a namespace, attaching its spec first and again when the coordinator has forgotten it."""
 
     def __init__(self, port: CoordinatorPort) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvcluster.client.arguments import check_prompt, prompt_hashes
-from kvcluster.client.control import NO_CALL, NOBODY, Control
+from kvcluster.client.control import NO_CALL, NOBODY, CoordinatorClient
 from kvcluster.client.results import BlockExplanation
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, NamespaceId
@@ -24,7 +24,7 @@ _UNNAMED = NamespaceId(b"")
 
 
 def explain(
-    control: Control,
+    control: CoordinatorClient,
     spec: KVSpec,
     need: Need,
     token_ids: Sequence[int],
@@ -54,7 +54,7 @@ def explain(
 
 
 def _ask(
-    control: Control, spec: KVSpec, need: Need, hashes: Sequence[BlockHash], deadline: Deadline
+    control: CoordinatorClient, spec: KVSpec, need: Need, hashes: Sequence[BlockHash], deadline: Deadline
 ) -> list[BlockExplanation]:
     if not hashes:
         return []
@@ -75,7 +75,7 @@ def _ask(
 
 
 def _name_siblings(
-    control: Control,
+    control: CoordinatorClient,
     spec: KVSpec,
     out: list[BlockExplanation],
     token_ids: Sequence[int],
@@ -101,7 +101,7 @@ def _never_seen_but(out: list[BlockExplanation], miss: Miss, blocks: int) -> lis
 
 
 def _cached_tokens(
-    control: Control,
+    control: CoordinatorClient,
     sibling: KVSpec,
     token_ids: Sequence[int],
     salt: bytes,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from kvcluster.client.control import NO_CALL, NOBODY, Control
+from kvcluster.client.control import NO_CALL, NOBODY, CoordinatorClient
 from kvcluster.client.load_plan import (
     Answered,
     AskElsewhere,
@@ -36,7 +36,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.seam import Deadline, Trouble, to_its_end
 
-_UNNAMED = NamespaceId(b"")  # filled in by Control
+_UNNAMED = NamespaceId(b"")  # filled in by CoordinatorClient
 
 
 class LoadExecutor:
@@ -44,7 +44,7 @@ class LoadExecutor:
 
     def __init__(
         self,
-        control: Control,
+        control: CoordinatorClient,
         shards: Shards,
         spec: KVSpec,
         namespace: NamespaceId,

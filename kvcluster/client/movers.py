@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kvcluster.client.control import Control
+from kvcluster.client.control import CoordinatorClient
 from kvcluster.client.load_plan import READERS, LoadEffect, LoadEvent, LoadPlan
 from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.loading import LoadExecutor
@@ -86,7 +86,7 @@ class Movers:
 
     def __init__(
         self,
-        control: Control,
+        control: CoordinatorClient,
         shards: Shards,
         policy: ShardPolicy,
         lock: threading.RLock,

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from kvcluster.client.control import Control
+from kvcluster.client.control import CoordinatorClient
 from kvcluster.client.shards import Shards
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash
 from kvcluster.core.messages import PageKey, PageWant, ReadRequest
@@ -22,7 +22,7 @@ from kvcluster.transport.seam import Deadline
 
 
 def open_ways(
-    control: Control,
+    control: CoordinatorClient,
     shards: Shards,
     spec: KVSpec,
     parts: Sequence[Part | None],

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvcluster.client.breaker import Breaker, Leave, State
+from kvcluster.client.breaker import Breaker, BreakerState, Leave
 from kvcluster.core.messages import Refused, RefusedKind, ShardAddress
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import CallerError, LimitError
@@ -109,7 +109,7 @@ class ShardPolicy:
     def serves(self, shard: ShardAddress) -> bool:
         """Is it asked without reserve? False of an incarnation that was never asked, and of one on probation."""
         breaker = self._breaker(shard)
-        return breaker is not None and breaker.state is State.CLOSED
+        return breaker is not None and breaker.state is BreakerState.CLOSED
 
     def status(self, now: int) -> dict[str, dict[str, Any]]:
         """Shard -> its breaker's state, the failures in a row, and for how long it will not be asked."""

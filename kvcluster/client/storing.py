@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from kvcluster.client.control import NO_CALL, NOBODY, Control
+from kvcluster.client.control import NO_CALL, NOBODY, CoordinatorClient
 from kvcluster.client.memory import Bound
 from kvcluster.client.part_memory import Staging
 from kvcluster.client.plan_runner import Job
@@ -49,7 +49,7 @@ from kvcluster.transport.seam import Cancelled, Deadline, Trouble
 _FAREWELL_MS = 1_000
 """A store whose own time is up has all the more reason to say so; only the next store waits for it."""
 
-_UNNAMED = NamespaceId(b"")  # filled in by Control
+_UNNAMED = NamespaceId(b"")  # filled in by CoordinatorClient
 
 
 def prepare_store(terms: StoreTerms, attached: Attached, tokens: Sequence[int], host: str) -> PrepareStore:
@@ -76,7 +76,7 @@ class StoreExecutor:
 
     def __init__(
         self,
-        control: Control,
+        control: CoordinatorClient,
         shards: Shards,
         spec: KVSpec,
         terms: StoreTerms,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvcluster.client.control import NO_CALL, NOBODY, Control
+from kvcluster.client.control import NO_CALL, NOBODY, CoordinatorClient
 from kvcluster.client.lease_keeper import LeaseKeeper
 from kvcluster.client.ticket import Ticket
 from kvcluster.core.ids import Attempt, BlockHash, NamespaceId
@@ -13,7 +13,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.seam import Deadline, Trouble
 
-_UNNAMED = NamespaceId(b"")  # filled in by Control, which attaches first
+_UNNAMED = NamespaceId(b"")  # filled in by CoordinatorClient, which attaches first
 _HOUSEKEEPING_MS = 2_000
 """To renew or end a ticket. Both are hints, so that a coordinator which hangs need not keep `close` any longer."""
 
@@ -21,7 +21,7 @@ _HOUSEKEEPING_MS = 2_000
 class Tickets:
     """Those of one client."""
 
-    def __init__(self, control: Control, next_attempt: Callable[[], Attempt]) -> None:
+    def __init__(self, control: CoordinatorClient, next_attempt: Callable[[], Attempt]) -> None:
         self._control = control
         self._next_attempt = next_attempt
         self._keeper = LeaseKeeper(self._renew, self._end)

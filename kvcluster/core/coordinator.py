@@ -29,6 +29,7 @@ from kvcluster.core.messages import (
     Attach,
     Attached,
     BlockFate,
+    BlocksPinned,
     CoordinatorMessage,
     Done,
     Drain,
@@ -45,7 +46,6 @@ from kvcluster.core.messages import (
     Namespaces,
     Persist,
     PinBlocks,
-    Pinned,
     PrepareLoad,
     PrepareStore,
     Purge,
@@ -69,7 +69,7 @@ from kvcluster.core.messages import (
     UnpinBlocks,
 )
 from kvcluster.core.replicator import Replicator
-from kvcluster.core.state import MS, UNKNOWN, State
+from kvcluster.core.state import MS, UNKNOWN, CoordinatorState
 from kvcluster.core.tickets import TicketBook
 from kvcluster.core.tiering import Tiering
 from kvcluster.core.tombstones import Tombstones
@@ -96,7 +96,7 @@ class Coordinator:
         self._config = config
         self._started_at = now
         self._announcer = announcer = Announcer() if announces else None
-        self._state = state = State(
+        self._state = state = CoordinatorState(
             epoch,
             config,
             Tombstones(tombstones),
@@ -109,7 +109,13 @@ class Coordinator:
         self._replicator = Replicator(config, state.directory, state.book, state.members)
         self._grants = Grants(state, config, self._replicator, tiering)
         self._intake = Intake(state, config, self._evictor, tiering, self._replicator, expected)
-        self._handlers: dict[type, Callable[[Any, int], list[Effect]]] = {
+        self._handlers = self._handlers_by_message()
+
+    # ------------------------------------------------------------------------------------- the machine
+
+    def _handlers_by_message(self) -> dict[type, Callable[[Any, int], list[Effect]]]:
+        """What steps each type of message. The parts that it names must have been built."""
+        return {
             Attach: self._attach,
             PrepareLoad: self._grants.prepare_load,
             PrepareStore: self._grants.prepare_store,
@@ -133,8 +139,6 @@ class Coordinator:
             Tick: self._tick,
             Stalled: self._stalled,
         }
-
-    # ------------------------------------------------------------------------------------- the machine
 
     def step(self, message: CoordinatorMessage, now: int) -> list[Effect]:
         """Takes one message and returns what is to be done, in order."""
@@ -246,13 +250,13 @@ class Coordinator:
         if m.replicas > 1:
             for block in m.hashes[:count]:
                 self._replicator.want(space, block, m.replicas)
-        return [Answer(m.call, Pinned(count))]
+        return [Answer(m.call, BlocksPinned(count))]
 
     def _unpin(self, m: UnpinBlocks, now: int) -> list[Effect]:
         space = self._state.directory.find(m.namespace, m.tenant)
         if space is None:
             return [Answer(m.call, UNKNOWN)]
-        return [Answer(m.call, Pinned(self._evictor.unpin(space, m.hashes)))]
+        return [Answer(m.call, BlocksPinned(self._evictor.unpin(space, m.hashes)))]
 
     def _purge(self, m: Purge, now: int) -> list[Effect]:
         state = self._state

@@ -33,15 +33,17 @@ from kvcluster.core.messages import (
 from kvcluster.core.placement import run_start
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.replicator import Replicator
-from kvcluster.core.state import BAD_PART, MS, UNKNOWN, State
-from kvcluster.core.tickets import Ticket, Writing
+from kvcluster.core.state import BAD_PART, MS, UNKNOWN, CoordinatorState
+from kvcluster.core.tickets import IssuedTicket, Writing
 from kvcluster.core.tiering import Tiering
 
 
 class Grants:
     """Answers prepares, and keeps their tickets."""
 
-    def __init__(self, state: State, config: CoordinatorConfig, replicator: Replicator, tiering: Tiering) -> None:
+    def __init__(
+        self, state: CoordinatorState, config: CoordinatorConfig, replicator: Replicator, tiering: Tiering
+    ) -> None:
         self._state = state
         self._tiering = tiering
         self._replicator = replicator
@@ -75,7 +77,7 @@ class Grants:
             return [Answer(m.call, LoadGrant(found.blocks, found.runs, 0, miss))]
         grant = LoadGrant(found.blocks, found.runs, self._hold, miss)
         expires_at = now + state.tickets.ttl_ns
-        state.tickets.add(Ticket(m.attempt, space.id, grant, expires_at, hashes, known=self._known(space)))
+        state.tickets.add(IssuedTicket(m.attempt, space.id, grant, expires_at, hashes, known=self._known(space)))
         return [Answer(m.call, grant)]
 
     def prepare_store(self, m: PrepareStore, now: int) -> list[Effect]:
@@ -112,7 +114,7 @@ class Grants:
         if writes:
             expires_at = now + state.tickets.ttl_ns
             state.tickets.add(
-                Ticket(m.attempt, space.id, grant, expires_at, writes=tuple(writes), known=self._known(space))
+                IssuedTicket(m.attempt, space.id, grant, expires_at, writes=tuple(writes), known=self._known(space))
             )
         return [Answer(m.call, grant)]
 
@@ -143,7 +145,7 @@ class Grants:
             return Miss(MissReason.PENDING)
         return self._state.evicted.why(block, now) or Miss(MissReason.NEVER_SEEN)
 
-    def _release(self, ticket: Ticket) -> None:
+    def _release(self, ticket: IssuedTicket) -> None:
         space = self._state.directory.known(ticket.space)
         if space is not None:
             space.index.release(ticket.hashes, ticket.expires_at - self._state.tickets.ttl_ns + self._hold)

@@ -50,7 +50,7 @@ class BlockRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PrefixMatch:
     """The longest restorable boundary, plans for the blocks before it, and what stopped the walk.
 
     `miss` is what the record at the boundary says; None where there is no record (the index does not know
@@ -93,7 +93,7 @@ class PrefixIndex:
     def get(self, block: BlockHash) -> BlockRecord | None:
         return self._records.get(block)
 
-    def find(self, hashes: Sequence[BlockHash], need: Need, *, youngest: bool = False) -> Found:
+    def find(self, hashes: Sequence[BlockHash], need: Need, *, youngest: bool = False) -> PrefixMatch:
         """The longest boundary of this chain that `need` can be restored to. Changes nothing.
 
         `youngest`: which of equal replicas serves (CopyBook.serve).
@@ -200,7 +200,7 @@ class PrefixIndex:
         del self._records[record.hash]
         return True
 
-    def _find_prefix(self, hashes: Sequence[BlockHash], asking: Asking) -> Found:
+    def _find_prefix(self, hashes: Sequence[BlockHash], asking: Asking) -> PrefixMatch:
         get = self._records.get
         runs: list[Run] = []
         last: Copies | None = None
@@ -226,9 +226,9 @@ class PrefixIndex:
             at += 1
         if at > start:
             runs.append(Run(at - start, plan))
-        return Found(at, tuple(runs), stopped)
+        return PrefixMatch(at, tuple(runs), stopped)
 
-    def _find_mixed(self, hashes: Sequence[BlockHash], asking: Asking, needed: list[int], groups: int) -> Found:
+    def _find_mixed(self, hashes: Sequence[BlockHash], asking: Asking, needed: list[int], groups: int) -> PrefixMatch:
         """As above, for groups that need only some of the blocks: a boundary may lie beyond a gap."""
         tail = dict.fromkeys(needed, 0)  # how many consecutive blocks each group has, up to here
         plans: list[Plan] = []
@@ -250,7 +250,7 @@ class PrefixIndex:
                 best = at + 1
             elif any(plan[group] is None and self._reuses[group].kind == "prefix" for group in needed):
                 break  # nothing beyond a gap in a prefix
-        return Found(best, _runs(plans[:best]), misses[best] if best < len(misses) else None)
+        return PrefixMatch(best, _runs(plans[:best]), misses[best] if best < len(misses) else None)
 
 
 def _runs(plans: Sequence[Plan]) -> tuple[Run, ...]:

@@ -35,7 +35,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.reasons import MissReason
 from kvcluster.core.replicator import Replicator
-from kvcluster.core.state import MS, State
+from kvcluster.core.state import MS, CoordinatorState
 from kvcluster.core.stream import ReportCursor
 from kvcluster.core.tiering import Tiering
 from kvcluster.core.tiers import STAGING
@@ -52,7 +52,7 @@ class Intake:
 
     def __init__(
         self,
-        state: State,
+        state: CoordinatorState,
         config: CoordinatorConfig,
         evictor: Evictor,
         tiering: Tiering,

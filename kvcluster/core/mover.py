@@ -26,7 +26,7 @@ from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import Effect, Move, Moved, MoveOrder, MovePages, PageKey, PageMove, Tier
 from kvcluster.core.order_stream import OrderCursor
 from kvcluster.core.pool import Page, PagePool, PageState
-from kvcluster.core.spaces import Space, Spaces
+from kvcluster.core.spaces import ShardNamespace, Spaces
 from kvcluster.core.spec import Part
 from kvcluster.core.tiers import Takes
 from kvcluster.core.withdrawal import Withdrawal
@@ -36,7 +36,7 @@ BATCH_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class _Batch:
+class _MoveBatch:
     reading: Attempt
     writing: Attempt
     pairs: list[tuple[Page, Page]]  # source and target
@@ -72,7 +72,7 @@ class Mover:
         self._samples: list[tuple[NamespaceId, int]] = []
         self._orders: list[MoveOrder] = []  # that have moves left, or in the batch
         self._left: deque[Move] = deque()
-        self._batch: _Batch | None = None
+        self._batch: _MoveBatch | None = None
         self._gave_up = False  # in the batch that is being put together
 
     @property
@@ -118,7 +118,7 @@ class Mover:
                 self._cursor.ended(order)
             self._orders.clear()
             return []
-        batch = self._batch = _Batch(self._own.next(), self._own.next(), pairs)
+        batch = self._batch = _MoveBatch(self._own.next(), self._own.next(), pairs)
         for source, _ in pairs:
             self._pool.pin(source)
         self._leases.grant(batch.reading, LeaseKind.READ, [source for source, _ in pairs], now)
@@ -161,7 +161,7 @@ class Mover:
             target.decoded = source.codec is not Codec.RAW
             self._counters["promoted"] += 1
 
-    def _pair(self, move: Move, space: Space, group: int, part: Part) -> tuple[Page, Page] | None:
+    def _pair(self, move: Move, space: ShardNamespace, group: int, part: Part) -> tuple[Page, Page] | None:
         """A page that is to be moved, and its target, reserved. What is done at once is done."""
         key = PageKey(move.hash, group, part)
         leaves = self._pool.above(move.to)
@@ -196,7 +196,7 @@ class Mover:
         self._counters["evicted"] += 1
         self._withdraw(page)
 
-    def _reserve(self, source: Page, space: Space, to: Tier, codec: Codec) -> Page | None:
+    def _reserve(self, source: Page, space: ShardNamespace, to: Tier, codec: Codec) -> Page | None:
         target = self._reserve_once(source, space, to, codec)
         store = self._pool.stores.get(to)
         if target is None and store is not None and not self._gave_up:
@@ -209,7 +209,7 @@ class Mover:
             target = self._reserve_once(source, space, to, codec)
         return target
 
-    def _reserve_once(self, source: Page, space: Space, to: Tier, codec: Codec) -> Page | None:
+    def _reserve_once(self, source: Page, space: ShardNamespace, to: Tier, codec: Codec) -> Page | None:
         return self._pool.reserve(
             space.id,
             source.key,
@@ -239,6 +239,6 @@ class Mover:
         return page_move(space, source, target)._replace(sampled=sampled)
 
 
-def page_move(space: Space, source: Page, target: Page) -> PageMove:
+def page_move(space: ShardNamespace, source: Page, target: Page) -> PageMove:
     """What the shell is to know of it."""
     return PageMove(space.id, space.tenant, space.spec, source.parent, source.depth, source.slot(), target.slot())

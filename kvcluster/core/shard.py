@@ -70,8 +70,8 @@ from kvcluster.core.pool import Page, PagePool, PageState
 from kvcluster.core.puller import Puller
 from kvcluster.core.reading import Reading
 from kvcluster.core.reasons import Miss, MissReason
-from kvcluster.core.spaces import Space, Spaces
-from kvcluster.core.stream import Piece
+from kvcluster.core.spaces import ShardNamespace, Spaces
+from kvcluster.core.stream import StreamPiece
 from kvcluster.core.tiers import FASTEST
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.core.uplink import FROM_SHARD, Uplink
@@ -134,7 +134,13 @@ class Shard:
         self._trouble = "; ".join(there.why_none for there in found.values() if there.why_none)
         self._over = False
         self._pressed = False  # the last report told of somebody who waits for room
-        self._handlers: dict[type, Callable[[Any, int], list[Effect]]] = {
+        self._handlers = self._handlers_by_message()
+
+    # ------------------------------------------------------------------------------------- the machine
+
+    def _handlers_by_message(self) -> dict[type, Callable[[Any, int], list[Effect]]]:
+        """What steps each type of message. The parts that it names must have been built."""
+        return {
             AttachShard: self._attach,
             GetOffers: lambda m, now: [Answer(m.call, self.offers)],
             Pin: self._pin,
@@ -153,8 +159,6 @@ class Shard:
             Tick: self._tick,
             Stalled: self._stalled,
         }
-
-    # ------------------------------------------------------------------------------------- the machine
 
     def step(self, message: ShardMessage, now: int) -> list[Effect]:
         """Takes one message and returns what is to be done, in order."""
@@ -309,21 +313,7 @@ class Shard:
     def _check_parts(self, m: Reserve) -> Refused | None:
         space = self._space(m.namespace)
         space.forget_unused(self._pool)
-        spec = space.spec
-        for group, part in dict.fromkeys((page.key.group, page.key.part) for page in m.pages):
-            if group >= len(spec.groups) or spec.whole(group).intersect(part) != part:
-                return Refused(RefusedKind.BAD, f"group {group} of this spec has no part ({part})")
-            if not space.takes(group, part):
-                return Refused(
-                    RefusedKind.LIMIT, f"{limits.PARTS_PER_BLOCK} other parts of this namespace are held here"
-                )
-            if not self._pool.allocator.fits_ever(spec.page_bytes(group, part)):
-                return Refused(
-                    RefusedKind.BAD,
-                    f"a page of {spec.page_bytes(group, part)} bytes never fits this shard's "
-                    f"{self._pool.allocator.capacity_bytes}; raise device_bytes or lower block_tokens",
-                )
-        return None
+        return space.refusal(self._pool, dict.fromkeys((page.key.group, page.key.part) for page in m.pages))
 
     # --------------------------------------------------------------------------------------- reservations
 
@@ -334,7 +324,7 @@ class Shard:
         self._leases.grant(m.attempt, LeaseKind.WRITE, pages, now)
         return Answer(m.call, WriteGrant(tuple(offer.slot() if isinstance(offer, Page) else offer for offer in offers)))
 
-    def _offer(self, space: Space, new: NewPage) -> Page | Written:
+    def _offer(self, space: ShardNamespace, new: NewPage) -> Page | Written:
         offer = space.offer(self._pool, new, self._withdraw)
         if offer is Written.DUPLICATE:
             self._counters["duplicates"] += 1
@@ -406,7 +396,7 @@ class Shard:
             return []
         return [Send(self._uplink.compose(self._message, now))]
 
-    def _message(self, piece: Piece) -> Report | Inventory:
+    def _message(self, piece: StreamPiece) -> Report | Inventory:
         # It carries the specs of its own pages, so that it is understood by a coordinator that knows nothing. Where a
         # namespace has been forgotten since, so were its pages, and the stream goes on to say so.
         named = (event.namespace for event in (*piece.pages, *piece.events) if isinstance(event, PageEvent))
@@ -465,7 +455,7 @@ class Shard:
         self._inventoried = self._orders.tombstones.all()
         return Inventoried(list(self._pool.ready()))
 
-    def _space(self, namespace: NamespaceId) -> Space:
+    def _space(self, namespace: NamespaceId) -> ShardNamespace:
         space = self._spaces.known(namespace)
         assert space is not None, "what is asked for is of a namespace that is known"
         return space

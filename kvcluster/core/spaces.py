@@ -6,20 +6,20 @@ A namespace is found only together with its tenant; a shard of the same cluster,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.found import Found
 from kvcluster.core.ids import CLUSTER, NamespaceId, Tenant
-from kvcluster.core.messages import NewPage, Tier, Written
+from kvcluster.core.messages import NewPage, Refused, RefusedKind, Tier, Written
 from kvcluster.core.pool import Page, PagePool
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.core.tiers import FASTEST, Takes
 from kvcluster.core.withdrawal import Withdraw
 
 
-class Space:
+class ShardNamespace:
     """One namespace. `parts`: the (group, part) pairs that were ever reserved here, and the bytes of a raw page of
     each."""
 
@@ -72,6 +72,24 @@ class Space:
         """May pages of this part be here? What is done to a block is done to each part that its namespace has had."""
         return (group, part) in self.parts or len(self.parts) < limits.PARTS_PER_BLOCK
 
+    def refusal(self, pool: PagePool, parts: Iterable[tuple[int, Part]]) -> Refused | None:
+        """Why pages of these (group, part) pairs can never be written to this pool; None where they can."""
+        for group, part in parts:
+            if group >= len(self.spec.groups) or self.spec.whole(group).intersect(part) != part:
+                return Refused(RefusedKind.BAD, f"group {group} of this spec has no part ({part})")
+            if not self.takes(group, part):
+                return Refused(
+                    RefusedKind.LIMIT, f"{limits.PARTS_PER_BLOCK} other parts of this namespace are held here"
+                )
+            nbytes = self.spec.page_bytes(group, part)
+            if not pool.allocator.fits_ever(nbytes):
+                return Refused(
+                    RefusedKind.BAD,
+                    f"a page of {nbytes} bytes never fits this shard's {pool.allocator.capacity_bytes}; "
+                    "raise device_bytes or lower block_tokens",
+                )
+        return None
+
     def forget_unused(self, pool: PagePool) -> None:
         """Where there are as many parts as may be, those of which there is no page any more make room for others."""
         if len(self.parts) >= limits.PARTS_PER_BLOCK:
@@ -101,13 +119,13 @@ class Spaces:
 
     def __init__(self, is_used: Callable[[NamespaceId], bool]) -> None:
         self._is_used = is_used
-        self._spaces: dict[NamespaceId, Space] = {}
+        self._spaces: dict[NamespaceId, ShardNamespace] = {}
         self._owned: dict[Tenant, dict[NamespaceId, None]] = {}
 
-    def __iter__(self) -> Iterator[Space]:
+    def __iter__(self) -> Iterator[ShardNamespace]:
         return iter(self._spaces.values())
 
-    def attach(self, tenant: Tenant, spec: KVSpec) -> Space | None:
+    def attach(self, tenant: Tenant, spec: KVSpec) -> ShardNamespace | None:
         """The namespace of this spec; None where the tenant has as many as it may."""
         space_id = spec.namespace(tenant)
         space = self._spaces.get(space_id)
@@ -115,7 +133,7 @@ class Spaces:
             owned = self._owned.setdefault(tenant, {})
             if len(owned) >= limits.NAMESPACES_PER_TENANT and not self._forget_bare(tenant):
                 return None
-            space = self._spaces[space_id] = Space(space_id, tenant, spec)
+            space = self._spaces[space_id] = ShardNamespace(space_id, tenant, spec)
             owned[space_id] = None
         return space
 
@@ -131,11 +149,11 @@ class Spaces:
                 if pool.adopt(tier, page):
                     space.hold(page.key.group, page.key.part)
 
-    def find(self, space_id: NamespaceId, tenant: Tenant) -> Space | None:
+    def find(self, space_id: NamespaceId, tenant: Tenant) -> ShardNamespace | None:
         space = self._spaces.get(space_id)
         return space if space is not None and tenant in (space.tenant, CLUSTER) else None
 
-    def known(self, space_id: NamespaceId) -> Space | None:
+    def known(self, space_id: NamespaceId) -> ShardNamespace | None:
         """For the shard's own work, whoever's namespace it is."""
         return self._spaces.get(space_id)
 

@@ -30,7 +30,7 @@ _COUNTERS = (
 )
 
 
-class State:
+class CoordinatorState:
     """`rebuild_until`: it has just started and does not know enough to order anything; None once it does. `off`:
     nothing is granted, because an operator has said so. `announcer`: where outsiders are told of blocks."""
 

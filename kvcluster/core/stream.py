@@ -20,7 +20,7 @@ from kvcluster.core.messages import PageEvent, StreamEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StreamPiece:
     """What goes into the next message: events from number `first`, or one chunk of an inventory."""
 
     first: int = 0
@@ -85,11 +85,11 @@ class ReportStream:
         self._inventory = None
         self._owed = True
 
-    def next_piece(self) -> Piece:
+    def next_piece(self) -> StreamPiece:
         """The next message's content; the same again until `answered`."""
         if not self._owed:
             events = tuple(islice(self._backlog, limits.REPORTS_PER_MESSAGE))
-            return Piece(first=self._acked + 1, events=events)
+            return StreamPiece(first=self._acked + 1, events=events)
         if self._inventory is None:
             # What is in the backlog is in the snapshot too.
             self._acked += len(self._backlog)
@@ -100,9 +100,9 @@ class ReportStream:
         start = self._chunk * limits.INVENTORY_CHUNK
         pages = tuple(self._inventory[start : start + limits.INVENTORY_CHUNK])
         last = start + limits.INVENTORY_CHUNK >= len(self._inventory)
-        return Piece(inventory=True, upto=self._upto, chunk=self._chunk, last=last, pages=pages)
+        return StreamPiece(inventory=True, upto=self._upto, chunk=self._chunk, last=last, pages=pages)
 
-    def answered(self, piece: Piece, acked: int) -> None:
+    def answered(self, piece: StreamPiece, acked: int) -> None:
         """The coordinator has `piece`, and everything up to `acked`."""
         if piece.inventory:
             if self._inventory is None or piece.chunk != self._chunk:

@@ -19,7 +19,7 @@ Writing = tuple[NamespaceId, BlockHash, int, Part]
 
 
 @dataclass(slots=True)
-class Ticket:
+class IssuedTicket:
     """A promise. `hashes` are held (load) or `writes` are this attempt's to write (store).
 
     `known` is what the answer rested on: as long as it is the same, the answer may be given again.
@@ -39,7 +39,7 @@ class TicketBook:
 
     def __init__(self, ttl_ns: int) -> None:
         self.ttl_ns = ttl_ns
-        self._tickets: dict[Attempt, Ticket] = {}
+        self._tickets: dict[Attempt, IssuedTicket] = {}
         self._held: dict[Holder, int] = {}
         self._writing: dict[Writing, Attempt] = {}
         self._blocks_written: dict[tuple[NamespaceId, BlockHash], int] = {}
@@ -51,7 +51,7 @@ class TicketBook:
     def next_expiry(self) -> int | None:
         return next(iter(self._tickets.values())).expires_at if self._tickets else None
 
-    def get(self, attempt: Attempt) -> Ticket | None:
+    def get(self, attempt: Attempt) -> IssuedTicket | None:
         return self._tickets.get(attempt)
 
     def full(self, holder: Holder) -> bool:
@@ -61,7 +61,7 @@ class TicketBook:
         held = self._held.get(holder)
         return held >= limits.TICKETS_PER_HOLDER if held is not None else len(self._held) >= limits.HOLDERS
 
-    def add(self, ticket: Ticket) -> None:
+    def add(self, ticket: IssuedTicket) -> None:
         assert ticket.attempt not in self._tickets, "one ticket an attempt"
         self._tickets[ticket.attempt] = ticket
         holder = ticket.attempt.holder
@@ -71,7 +71,7 @@ class TicketBook:
             self._writing[write] = ticket.attempt
             self._blocks_written[write[:2]] = self._blocks_written.get(write[:2], 0) + 1
 
-    def renew(self, attempt: Attempt, now: int) -> Ticket | None:
+    def renew(self, attempt: Attempt, now: int) -> IssuedTicket | None:
         """The ticket, with its time begun again; None where it has ended."""
         ticket = self._tickets.pop(attempt, None)
         if ticket is not None:
@@ -79,7 +79,7 @@ class TicketBook:
             self._tickets[attempt] = ticket
         return ticket
 
-    def end(self, attempt: Attempt) -> Ticket | None:
+    def end(self, attempt: Attempt) -> IssuedTicket | None:
         ticket = self._tickets.pop(attempt, None)
         if ticket is None:
             return None
@@ -93,9 +93,9 @@ class TicketBook:
                 self.written(write)
         return ticket
 
-    def end_expired(self, now: int) -> list[Ticket]:
+    def end_expired(self, now: int) -> list[IssuedTicket]:
         """Those that have run out, as many of them as one step may release: the rest are due at once."""
-        out: list[Ticket] = []
+        out: list[IssuedTicket] = []
         named = 0
         while self._tickets and named < limits.PAGES_PER_CALL:
             ticket = next(iter(self._tickets.values()))

@@ -23,7 +23,7 @@ from kvcluster.core.messages import (
     ReportAck,
     StreamEvent,
 )
-from kvcluster.core.stream import Everything, Piece, ReportStream
+from kvcluster.core.stream import Everything, ReportStream, StreamPiece
 
 MS = 1_000_000
 FROM_SHARD = CallId(0)
@@ -38,7 +38,7 @@ class Uplink:
         self._retry = config.report_retry_ms * MS
         self._term = membership_ttl_ms * MS - membership_ttl_ms * MS // 50  # a clock that drifts by 2 % is broken
         self._stream = ReportStream(everything)
-        self._in_flight: tuple[Piece, int] | None = None  # (content, sent at)
+        self._in_flight: tuple[StreamPiece, int] | None = None  # (content, sent at)
         self._flushes: dict[CallId, tuple[int, int]] = {}  # (stream number to be acknowledged, when to give up)
         self._next_report = 0
         self._holdoff = False  # the last report failed: the next waits, however urgent
@@ -72,7 +72,7 @@ class Uplink:
         urgent = (self._stream.has_news or self._unsaid) and not self._holdoff
         return urgent or now >= self._next_report
 
-    def compose(self, build: Callable[[Piece], Report | Inventory], now: int) -> Report | Inventory:
+    def compose(self, build: Callable[[StreamPiece], Report | Inventory], now: int) -> Report | Inventory:
         """The next message; `build` adds to its piece of the stream what else the shard has to say."""
         piece = self._stream.next_piece()
         self._in_flight = (piece, now)

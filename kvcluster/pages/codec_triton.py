@@ -39,7 +39,7 @@ class TritonCoder:
     """Encodes and decodes layers of one shape. `heads` are those of the part."""
 
     def __init__(self, codec: Codec, group: Group, *, block_tokens: int, heads: int) -> None:
-        self._planes = [_PlaneCoder(codec, plane, block_tokens, heads) for plane in group.planes]
+        self._planes = [_TritonPlaneCoder(codec, plane, block_tokens, heads) for plane in group.planes]
 
     def encode(self, data: torch.Tensor, into: torch.Tensor, layers: int) -> bool:
         """Raw layers, flat uint8 in page layout, into as many encoded ones on the same device.
@@ -65,7 +65,7 @@ class TritonCoder:
                 at, to = at + plane.coded_bytes, to + plane.raw_bytes
 
 
-class _PlaneCoder:
+class _TritonPlaneCoder:
     """One plane: uint8 `[layers, raw_bytes]` <-> uint8 `[layers, coded_bytes]`, each a slice of whole layers."""
 
     def __init__(self, codec: Codec, plane: Plane, block_tokens: int, heads: int) -> None:

@@ -20,7 +20,7 @@ from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import KVClusterError
 from kvcluster.pages import checksum, codec
 from kvcluster.transport.seam import Deadline
-from kvcluster.transport.shm_control import Control, Turn
+from kvcluster.transport.shm_control import ShmConnection, Turn
 from kvcluster.wire import shm_frames
 from kvcluster.wire.streams import Kind
 
@@ -47,7 +47,7 @@ class Borrowed:
 
     def __init__(
         self,
-        control: Control,
+        control: ShmConnection,
         outcome: Sequence[Miss | None],
         views: Sequence[memoryview | None],
         *,
@@ -124,7 +124,7 @@ def _release(view: memoryview) -> None:
         weakref.finalize(view, keeper.release).atexit = False
 
 
-def borrow(control: Control, request: ReadRequest, deadline: Deadline, *, end: Callable[[], None]) -> Borrowed:
+def borrow(control: ShmConnection, request: ReadRequest, deadline: Deadline, *, end: Callable[[], None]) -> Borrowed:
     """Asks for the pages and verifies them. `end` ends the exchange of `control` that this begins. Raises as a load."""
     outcome, places = control.ask_to_read(request, deadline)
     views: list[memoryview | None] = [None] * len(outcome)

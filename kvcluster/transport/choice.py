@@ -24,7 +24,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CredentialError, ProtocolError
 from kvcluster.transport.borrowed import Borrowed, Lends, NotLent
 from kvcluster.transport.grpc_pages import GrpcPages
-from kvcluster.transport.paths import Control, Opener, Paths, said
+from kvcluster.transport.paths import ControlPath, Opener, Paths, said
 from kvcluster.transport.seam import (
     Cancelled,
     DataPath,
@@ -58,7 +58,7 @@ class Choice:
     def __init__(
         self,
         shard: ShardAddress,
-        control: Control,
+        control: ControlPath,
         openers: Mapping[str, Opener],
         *,
         token: str | None,

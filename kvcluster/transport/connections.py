@@ -18,7 +18,7 @@ _IDLE = 8
 """Kept for later: more were opened only for a burst of threads."""
 
 
-class Connection(Protocol):
+class PooledConnection(Protocol):
     """As much of a link as is needed here (link.py)."""
 
     def is_quiet(self) -> bool:
@@ -32,7 +32,7 @@ class Connection(Protocol):
         """Gives it back."""
 
 
-C = TypeVar("C", bound=Connection)
+C = TypeVar("C", bound=PooledConnection)
 
 
 class Connections(Generic[C]):

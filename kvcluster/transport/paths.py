@@ -41,14 +41,14 @@ Opener = Callable[[Offer, str | None], DataPath]
 offer leads nowhere from here."""
 
 
-class Control(Transport, Protocol):
+class ControlPath(Transport, Protocol):
     """The way that is always there."""
 
     def offers(self, deadline: Deadline) -> Offers:
         """What the shard serves besides. Raises Trouble, or RefusedByShard."""
 
 
-class _Way:
+class _OpenPath:
     """A path and its users. One that is retired takes no more of them."""
 
     def __init__(self, name: str, path: DataPath) -> None:
@@ -72,7 +72,7 @@ class Paths:
     def __init__(
         self,
         shard: ShardAddress,
-        control: Control,
+        control: ControlPath,
         openers: Mapping[str, Opener],
         *,
         token: str | None,
@@ -89,9 +89,9 @@ class Paths:
         self._here = here
         self._next_attempt = next_attempt
         self._clock = clock
-        self._last = _Way("grpc", control)
+        self._last = _OpenPath("grpc", control)
         self._current = self._last
-        self._open: dict[_Way, None] = {}  # every path that is to be closed but the last
+        self._open: dict[_OpenPath, None] = {}  # every path that is to be closed but the last
         self._refused: dict[str, _Refusal] = {}
         self._offers: Offers | None = None
         self._trying = threading.Lock()  # held by the one thread that opens paths
@@ -184,7 +184,7 @@ class Paths:
             if refusal is None or (refusal.until_ns is not None and refusal.until_ns <= now)
         ]
 
-    def _opened(self, name: str, deadline: Deadline) -> _Way | None:
+    def _opened(self, name: str, deadline: Deadline) -> _OpenPath | None:
         """A way by that transport that has just answered; else it is refused."""
         trial, way = _trial(deadline), None
         try:
@@ -192,7 +192,7 @@ class Paths:
             if why is not None:
                 self._refuse(name, _Refusal(why, None))
                 return None
-            way = _Way(name, self._openers[name](offer_of(name, self._learn(trial)), self._token))
+            way = _OpenPath(name, self._openers[name](offer_of(name, self._learn(trial)), self._token))
             with self._lock:
                 self._open[way] = None  # so that `close` ends a trial that hangs
             try_path(way.path, self._shard.epoch, self._next_attempt(), trial)
@@ -220,9 +220,9 @@ class Paths:
 
     # ------------------------------------------------------------------------------------------- helpers
 
-    def _begin_to_use(self, way: _Way) -> None:
+    def _begin_to_use(self, way: _OpenPath) -> None:
         with self._lock:
-            unused: _Way | None = way
+            unused: _OpenPath | None = way
             if not self._closed:
                 self._refused.pop(way.name, None)
                 unused = self._retire()
@@ -230,13 +230,13 @@ class Paths:
         if unused is not None:
             self._close(unused)
 
-    def _retire(self) -> _Way | None:
+    def _retire(self) -> _OpenPath | None:
         """Takes the path in use out of use. Under the lock. Returned is what nobody is left to close."""
         way, self._current = self._current, self._last
         way.retired = way is not self._last
         return way if way.retired and not way.users else None
 
-    def _close(self, way: _Way) -> None:
+    def _close(self, way: _OpenPath) -> None:
         with self._lock:
             self._open.pop(way, None)
         way.path.close()

@@ -40,7 +40,7 @@ class Turn(Enum):
     THEIRS = "an answer is to come, or the stream has broken within a frame"
 
 
-class Control:
+class ShmConnection:
     """One connection. `shut` may be called from any thread; all else belongs to one thread at a time."""
 
     def __init__(self, link: Link, welcome: shm_frames.Welcome, maps: Maps) -> None:
@@ -171,12 +171,12 @@ class Maps:
                 os.close(fd)
 
 
-def reach(address: str, token: str | None, maps: Maps, deadline: Deadline) -> Control:
+def reach(address: str, token: str | None, maps: Maps, deadline: Deadline) -> ShmConnection:
     """A new connection. Raises Trouble, CredentialError or ProtocolError."""
     connected = _connected(address, deadline)
     link, body = dial(connected, address, token, deadline)
     try:
-        return Control(link, shm_frames.decode_welcome(body), maps)
+        return ShmConnection(link, shm_frames.decode_welcome(body), maps)
     except BaseException:
         link.close()
         raise

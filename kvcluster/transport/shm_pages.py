@@ -26,7 +26,7 @@ from kvcluster.transport.connections import Connections
 from kvcluster.transport.copy_sinks import granted_records, open_copies
 from kvcluster.transport.seam import Deadline, PageSink, PageSource, Streams
 from kvcluster.transport.sessions import check_length
-from kvcluster.transport.shm_control import Control, Maps, Turn, reach
+from kvcluster.transport.shm_control import Maps, ShmConnection, Turn, reach
 from kvcluster.wire import shard, shm_frames
 from kvcluster.wire.shm_frames import Place, Progress
 from kvcluster.wire.streams import Kind
@@ -59,7 +59,7 @@ class ShmPages:
             raise ConfigError(f"{address!r} is no address of shared memory; those look like @name")
         self.address = address
         maps = Maps()
-        self._connections: Connections[Control] = Connections(
+        self._connections: Connections[ShmConnection] = Connections(
             address, lambda deadline: reach(address, token, maps, deadline)
         )
 
@@ -110,7 +110,7 @@ class ShmPages:
         """Ends what is under way, when the chunk in hand is copied. May be called from any thread, and again."""
         self._connections.close()
 
-    def _end(self, control: Control, last: Kind) -> None:
+    def _end(self, control: ShmConnection, last: Kind) -> None:
         """Of an exchange that has not come to its end: by that frame where the shard waits for one, else with its
         connection."""
         if control.turn is Turn.OURS:
@@ -125,7 +125,7 @@ class ShmPages:
 
 
 def _copies(
-    control: Control, request: ReadRequest, places: Mapping[int, Place], sink: PageSink, deadline: Deadline
+    control: ShmConnection, request: ReadRequest, places: Mapping[int, Place], sink: PageSink, deadline: Deadline
 ) -> Generator[None, None, None]:
     """Copies what was granted, in the order of use; yields after each slice of about FRAME_BYTES."""
     records = granted_records(request, places)
@@ -143,7 +143,7 @@ def _copies(
 
 
 def _store(
-    control: Control, request: WriteRequest, places: Mapping[int, Place], source: PageSource, deadline: Deadline
+    control: ShmConnection, request: WriteRequest, places: Mapping[int, Place], source: PageSource, deadline: Deadline
 ) -> None:
     """Page after page from the source into the arena. Each is told when it is whole, small ones together, so that the
     shard verifies one while the next is copied."""
@@ -163,13 +163,13 @@ def _store(
         _tell(control, written, deadline)
 
 
-def _tell(control: Control, written: list[tuple[int, list[int]]], deadline: Deadline) -> None:
+def _tell(control: ShmConnection, written: list[tuple[int, list[int]]], deadline: Deadline) -> None:
     """That these pages are whole, and where this thread runs, for the shard to keep off."""
     control.say(Kind.WRITTEN, shm_frames.encode_written(Progress(written, processors.here())), deadline)
 
 
 def _store_page(
-    control: Control, item: int, layers: int, place: Place, source: PageSource, deadline: Deadline
+    control: ShmConnection, item: int, layers: int, place: Place, source: PageSource, deadline: Deadline
 ) -> list[int]:
     """Copies a page chunk by chunk, and returns its sums."""
     sums: list[int] = []

@@ -9,13 +9,13 @@ from kvcluster.core.messages import (
     PROTOCOL_VERSION,
     Attached,
     BlockFate,
+    BlocksPinned,
     Decision,
     Done,
     Engines,
     Explained,
     LoadGrant,
     Namespaces,
-    Pinned,
     Plan,
     Purged,
     Refused,
@@ -63,7 +63,7 @@ def encode_reply(reply: Reply) -> bytes:
             m = pb.CoordinatorReply(registered=pb.Registered(ttl_ns=reply.ttl_ns, weights=reply.weights))
         case Engines():
             m = pb.CoordinatorReply(engines=engines.encode_engines(reply))
-        case Pinned():
+        case BlocksPinned():
             m = pb.CoordinatorReply(pinned=pb.Pinned(blocks=reply.blocks))
         case Purged():
             m = pb.CoordinatorReply(purged=pb.Purged(blocks=reply.blocks))
@@ -96,7 +96,7 @@ _REPLIES: dict[str | None, Callable[[pb.CoordinatorReply], Reply]] = {
     "namespaces": lambda m: _decode_namespaces(m.namespaces),
     "registered": lambda m: engines.decode_registered(m.registered),
     "engines": lambda m: engines.decode_engines(m.engines),
-    "pinned": lambda m: Pinned(at_most(m.pinned.blocks, limits.BLOCKS_PER_CALL, "pinned blocks")),
+    "pinned": lambda m: BlocksPinned(at_most(m.pinned.blocks, limits.BLOCKS_PER_CALL, "pinned blocks")),
     "purged": lambda m: Purged(quantity(m.purged.blocks, "purged blocks")),
     "status": lambda m: _decode_status(m.status),
     "report_ack": lambda m: orders.decode_ack(m.report_ack),

@@ -137,7 +137,7 @@ def _decode_pull(number: int, m: pb.PullOrder) -> PullOrder:
     )
 
 
-class _Kind(NamedTuple):
+class _OrderCodec(NamedTuple):
     """How one kind of order travels: its class, its field in the protocol's `Order`, its encoder and its decoder."""
 
     message: type[Order]
@@ -147,7 +147,7 @@ class _Kind(NamedTuple):
 
 
 _KINDS = (
-    _Kind(EvictOrder, "evict", _encode_evict, _decode_evict),
-    _Kind(MoveOrder, "move", _encode_move, _decode_move),
-    _Kind(PullOrder, "pull", _encode_pull, _decode_pull),
+    _OrderCodec(EvictOrder, "evict", _encode_evict, _decode_evict),
+    _OrderCodec(MoveOrder, "move", _encode_move, _decode_move),
+    _OrderCodec(PullOrder, "pull", _encode_pull, _decode_pull),
 )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.breaker import DOUBLINGS, FREE_DOUBLINGS, Breaker, Leave, State
+from kvcluster.client.breaker import DOUBLINGS, FREE_DOUBLINGS, Breaker, BreakerState, Leave
 from kvcluster.client.client import Client
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.config import ClientConfig
@@ -51,9 +51,9 @@ def test_so_many_failures_in_a_row_open_it() -> None:
     fail(breaker, 0, 2)
     breaker.succeeded(ask(breaker, 0))
     fail(breaker, 0, 2)
-    assert breaker.state is State.CLOSED
+    assert breaker.state is BreakerState.CLOSED
     fail(breaker, 0)
-    assert breaker.state is State.OPEN
+    assert breaker.state is BreakerState.OPEN
 
 
 def test_while_it_is_open_nobody_asks_and_everybody_is_told_why() -> None:
@@ -79,7 +79,7 @@ def test_then_one_exchange_tries_and_no_other() -> None:
 def test_a_try_that_succeeds_closes_it_and_begins_afresh() -> None:
     breaker = opened()
     breaker.succeeded(ask(breaker, S))
-    assert (breaker.state, breaker.failures) == (State.CLOSED, 0)
+    assert (breaker.state, breaker.failures) == (BreakerState.CLOSED, 0)
     fail(breaker, S, 3)
     assert breaker.open_for(S) == S, "not twice as long"
 
@@ -102,9 +102,9 @@ def test_each_try_that_fails_doubles_the_time_so_often(doublings: int, expected:
 def test_a_try_that_was_given_up_is_made_by_the_next_who_asks() -> None:
     breaker = opened()
     breaker.gave_up(ask(breaker, S))
-    assert breaker.state is State.OPEN
+    assert breaker.state is BreakerState.OPEN
     breaker.succeeded(ask(breaker, S))
-    assert breaker.state is State.CLOSED
+    assert breaker.state is BreakerState.CLOSED
 
 
 def test_what_was_given_up_says_nothing() -> None:
@@ -122,10 +122,10 @@ def test_what_ends_late_says_nothing_of_the_shard_as_it_is_now() -> None:
     assert breaker.open_for(0) == S and breaker.failures == 1
     probe = ask(breaker, S)
     breaker.succeeded(third)
-    assert breaker.state is State.PROBING
+    assert breaker.state is BreakerState.PROBING
     breaker.succeeded(probe)
     breaker.failed(second, LATE, S)
-    assert breaker.state is State.CLOSED
+    assert breaker.state is BreakerState.CLOSED
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2 * S), st.integers(0, 9)), max_size=60), st.integers(1, 4))
@@ -133,13 +133,13 @@ def test_whatever_happens_one_tries_at_a_time_and_everybody_gets_a_turn(
     steps: list[tuple[int, int, int]], failures: int
 ) -> None:
     breaker, now, longest = Breaker(failures=failures, open_ns=S), 0, S << DOUBLINGS
-    out: list[tuple[Leave, State]] = []
+    out: list[tuple[Leave, BreakerState]] = []
     for what, later, which in steps:
         now += later
         if what == 0:
             leave = breaker.ask(now)
             if isinstance(leave, Miss):
-                assert breaker.state is not State.CLOSED
+                assert breaker.state is not BreakerState.CLOSED
             else:
                 out.append((leave, breaker.state))
         elif out:
@@ -151,10 +151,10 @@ def test_whatever_happens_one_tries_at_a_time_and_everybody_gets_a_turn(
             else:
                 breaker.gave_up(leave)
         live = [state for one, state in out if one == breaker._leave]
-        assert breaker.state is not State.OPEN or not live
-        assert breaker.state is not State.PROBING or live == [State.PROBING]
+        assert breaker.state is not BreakerState.OPEN or not live
+        assert breaker.state is not BreakerState.PROBING or live == [BreakerState.PROBING]
         assert breaker.open_for(now) <= longest
-    if breaker.state is not State.PROBING:
+    if breaker.state is not BreakerState.PROBING:
         assert not isinstance(breaker.ask(now + longest), Miss)
 
 

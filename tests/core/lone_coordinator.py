@@ -14,6 +14,7 @@ from kvcluster.core.messages import (
     Attach,
     Attached,
     BlockFate,
+    BlocksPinned,
     CoordinatorMessage,
     Decision,
     Done,
@@ -33,7 +34,6 @@ from kvcluster.core.messages import (
     OrderProgress,
     PageEvent,
     PinBlocks,
-    Pinned,
     PrepareLoad,
     PrepareStore,
     PullOrder,
@@ -368,11 +368,13 @@ def renew_ticket(coordinator: LoneCoordinator, of: Attempt) -> bool:
 
 
 def pin(coordinator: LoneCoordinator, hashes: Sequence[BlockHash], ttl_ns: int = 60 * SECOND) -> int:
-    return coordinator.ask(Pinned, lambda call: PinBlocks(call, OURS, coordinator.space, tuple(hashes), ttl_ns)).blocks
+    return coordinator.ask(
+        BlocksPinned, lambda call: PinBlocks(call, OURS, coordinator.space, tuple(hashes), ttl_ns)
+    ).blocks
 
 
 def unpin(coordinator: LoneCoordinator, hashes: Sequence[BlockHash]) -> int:
-    return coordinator.ask(Pinned, lambda call: UnpinBlocks(call, OURS, coordinator.space, tuple(hashes))).blocks
+    return coordinator.ask(BlocksPinned, lambda call: UnpinBlocks(call, OURS, coordinator.space, tuple(hashes))).blocks
 
 
 def carry_out(voice: Voice, ack: Heard) -> Heard:

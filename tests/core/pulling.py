@@ -7,11 +7,11 @@ from dataclasses import replace
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, CallId
 from kvcluster.core.messages import (
+    BlocksPinned,
     Done,
     Drain,
     PageEvent,
     PinBlocks,
-    Pinned,
     Purge,
     Purged,
     Tier,
@@ -72,7 +72,7 @@ def purge(coordinator: LoneCoordinator) -> int:
 
 def want(coordinator: LoneCoordinator, replicas: int, *blocks: BlockHash) -> None:
     pin = PinBlocks(CallId(0), OURS, coordinator.space, blocks, 60 * SECOND, replicas)
-    assert coordinator.ask(Pinned, lambda call: replace(pin, call=call)).blocks == len(blocks)
+    assert coordinator.ask(BlocksPinned, lambda call: replace(pin, call=call)).blocks == len(blocks)
 
 
 def others(

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.ids import HASH_BYTES, BlockHash
-from kvcluster.core.index import Found, PrefixIndex
+from kvcluster.core.index import PrefixIndex, PrefixMatch
 from kvcluster.core.messages import Need, Plan, Run, Tier
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import LAST, PREFIX, Part, Reuse, window
@@ -45,7 +45,7 @@ def filled(*reuses: Reuse, held: Sequence[str], block_tokens: int = 4) -> Prefix
     return index
 
 
-def plans(found: Found) -> list[Plan]:
+def plans(found: PrefixMatch) -> list[Plan]:
     """The plan of each block, out of the runs."""
     assert all(run.count > 0 for run in found.runs)
     assert all(one.plan != next_one.plan for one, next_one in zip(found.runs, found.runs[1:], strict=False))
@@ -53,7 +53,14 @@ def plans(found: Found) -> list[Plan]:
 
 
 def assert_found_rightly(
-    found: Found, model: Model, *, reuses: Sequence[Reuse], tokens: int, need: Need, alive: Sequence[int], asked: int
+    found: PrefixMatch,
+    model: Model,
+    *,
+    reuses: Sequence[Reuse],
+    tokens: int,
+    need: Need,
+    alive: Sequence[int],
+    asked: int,
 ) -> None:
     """Against every boundary in turn, the longest first; and each block's plan against what lies where."""
     needed = [group for group, part in enumerate(need.parts) if part is not None]
@@ -159,7 +166,7 @@ def test_every_block_of_a_prefix_is_needed() -> None:
     index = filled(PREFIX, held=["0", "0", "", "0"])
     found = index.find(chain(4), Need((WHOLE,)))
     assert found.blocks == 2 and found.miss is None
-    assert index.find((), Need((WHOLE,))) == Found(0, (), None)
+    assert index.find((), Need((WHOLE,))) == PrefixMatch(0, (), None)
 
 
 def test_a_window_needs_the_last_tokens_before_the_boundary_only() -> None:
@@ -210,8 +217,8 @@ def test_the_miss_is_that_of_the_block_at_the_boundary_not_of_where_the_walk_end
     # No state at all: the boundary is 0. That block 2 has no prefix either is not why.
     need = Need((WHOLE, WHOLE))
     lacks_state = Miss(MissReason.PART, "group 1: asked for layers 0:2, heads 0:2; held: nothing")
-    assert filled(PREFIX, LAST, held=["0", "0", ""]).find(chain(3), need) == Found(0, (), lacks_state)
-    assert filled(PREFIX, LAST, held=["0", "0", "1"]).find(chain(3), need) == Found(0, (), lacks_state)
+    assert filled(PREFIX, LAST, held=["0", "0", ""]).find(chain(3), need) == PrefixMatch(0, (), lacks_state)
+    assert filled(PREFIX, LAST, held=["0", "0", "1"]).find(chain(3), need) == PrefixMatch(0, (), lacks_state)
     assert filled(PREFIX, LAST, held=["01", "0", ""]).find(chain(3), need).miss == lacks_state
 
 

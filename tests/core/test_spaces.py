@@ -25,7 +25,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.pool import Page, PagePool, PageState
 from kvcluster.core.reasons import Loss
-from kvcluster.core.spaces import Space, Spaces
+from kvcluster.core.spaces import ShardNamespace, Spaces
 from kvcluster.core.spec import Group, KVSpec, Plane
 from tests.core.lone_shard import (
     OTHER,
@@ -139,7 +139,7 @@ def two_tiers(pages: int = 4, host_bytes: int = 4_096) -> PagePool:
 
 
 def offered(pool: PagePool, loss: Loss, codec: Codec = Codec.RAW, spec: KVSpec = CODED) -> Page | Written:
-    space = Space(spec.namespace(OURS), OURS, spec)
+    space = ShardNamespace(spec.namespace(OURS), OURS, spec)
     return space.offer(
         pool,
         NewPage(key(A), root(), 0, loss),
@@ -158,7 +158,7 @@ def committed(pool: PagePool, loss: Loss, codec: Codec = Codec.RAW) -> Page:
 
 @pytest.mark.parametrize("codec", Codec)
 def test_a_page_takes_as_many_bytes_as_its_codec_makes_of_it(codec: Codec) -> None:
-    space = Space(CODED.namespace(OURS), OURS, CODED)
+    space = ShardNamespace(CODED.namespace(OURS), OURS, CODED)
     assert space.page_bytes(0, WHOLE, codec) == {Codec.RAW: 512, Codec.Q8: 192, Codec.Q4: 144}[codec]
     assert space.page_bytes(0, LEFT, codec) * 2 == space.page_bytes(0, WHOLE, codec)
     assert space.page_bytes(0, WHOLE, codec) == space.page_bytes(0, WHOLE, codec)
@@ -166,15 +166,15 @@ def test_a_page_takes_as_many_bytes_as_its_codec_makes_of_it(codec: Codec) -> No
 
 @pytest.mark.parametrize("codec", Codec)
 def test_a_codec_fits_where_it_makes_pages_smaller(codec: Codec) -> None:
-    assert Space(CODED.namespace(OURS), OURS, CODED).fitting(0, WHOLE, codec) is codec
-    assert Space(SPEC.namespace(OURS), OURS, SPEC).fitting(0, WHOLE, codec) is Codec.RAW
-    mixed = Space(MIXED.namespace(OURS), OURS, MIXED)
+    assert ShardNamespace(CODED.namespace(OURS), OURS, CODED).fitting(0, WHOLE, codec) is codec
+    assert ShardNamespace(SPEC.namespace(OURS), OURS, SPEC).fitting(0, WHOLE, codec) is Codec.RAW
+    mixed = ShardNamespace(MIXED.namespace(OURS), OURS, MIXED)
     assert [mixed.fitting(group, MIXED.whole(group), codec) for group in range(2)] == [codec, Codec.RAW]
 
 
 def test_a_codec_that_makes_pages_longer_is_not_used() -> None:
     spec = replace(SPEC, block_tokens=1, groups=(Group((0,), (Plane("k", 2, 8, "float16"),)),))
-    space = Space(spec.namespace(OURS), OURS, spec)
+    space = ShardNamespace(spec.namespace(OURS), OURS, spec)
     assert space.page_bytes(0, spec.whole(0), Codec.Q4) > space.page_bytes(0, spec.whole(0))
     assert space.fitting(0, spec.whole(0), Codec.Q4) is Codec.RAW
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvcluster.core import limits
 from kvcluster.core.messages import PageEvent, PageKey, StreamEvent
-from kvcluster.core.stream import Piece, ReportCursor, ReportStream
+from kvcluster.core.stream import ReportCursor, ReportStream, StreamPiece
 from tests.core.build import gone, key, page
 
 
@@ -27,7 +27,7 @@ class Message(NamedTuple):
     number: int
     shard: int
     coordinator: int
-    piece: Piece
+    piece: StreamPiece
 
 
 class Sender:
@@ -238,17 +238,17 @@ def stream_of(*numbers: int) -> tuple[ReportStream, list[PageEvent]]:
     return ReportStream(lambda: list(pages)), pages
 
 
-def chunk(number: int, *, upto: int = 0, last: bool = False) -> Piece:
-    return Piece(inventory=True, upto=upto, chunk=number, last=last)
+def chunk(number: int, *, upto: int = 0, last: bool = False) -> StreamPiece:
+    return StreamPiece(inventory=True, upto=upto, chunk=number, last=last)
 
 
-def take(cursor: ReportCursor, piece: Piece) -> bool:
+def take(cursor: ReportCursor, piece: StreamPiece) -> bool:
     return cursor.chunk(piece.chunk, upto=piece.upto, last=piece.last)
 
 
-def settle(stream: ReportStream, cursor: ReportCursor) -> list[Piece]:
+def settle(stream: ReportStream, cursor: ReportCursor) -> list[StreamPiece]:
     """Sends until nothing is new; what was sent."""
-    sent: list[Piece] = []
+    sent: list[StreamPiece] = []
     while stream.has_news:
         piece = stream.next_piece()
         sent.append(piece)
@@ -264,9 +264,9 @@ def test_what_a_shard_says_first_is_everything_it_holds() -> None:
     stream, pages = stream_of(1, 2)
     assert stream.has_news and stream.acked == -1
     piece = stream.next_piece()
-    assert piece == Piece(inventory=True, upto=0, chunk=0, last=True, pages=tuple(pages))
+    assert piece == StreamPiece(inventory=True, upto=0, chunk=0, last=True, pages=tuple(pages))
     stream.answered(piece, acked=0)
-    assert stream.next_piece() == Piece(first=1) and stream.acked == stream.last == 0
+    assert stream.next_piece() == StreamPiece(first=1) and stream.acked == stream.last == 0
 
 
 def test_a_shard_that_holds_nothing_says_that() -> None:
@@ -303,9 +303,9 @@ def test_events_are_numbered_from_the_last_acknowledged_and_come_in_order() -> N
     for number in range(4):
         stream.append(page(number))
     sent = settle(stream, cursor)
-    assert sent == [Piece(first=1, events=(page(0), page(1))), Piece(first=3, events=(page(2), page(3)))]
+    assert sent == [StreamPiece(first=1, events=(page(0), page(1))), StreamPiece(first=3, events=(page(2), page(3)))]
     assert cursor.acked == stream.acked == 4
-    assert stream.next_piece() == Piece(first=5), "a heartbeat carries the number that would come next"
+    assert stream.next_piece() == StreamPiece(first=5), "a heartbeat carries the number that would come next"
 
 
 @pytest.mark.usefixtures("small")
@@ -315,7 +315,7 @@ def test_an_answer_may_acknowledge_less_than_was_sent() -> None:
     stream.append(page(1))
     stream.append(page(2))
     stream.answered(stream.next_piece(), acked=1)
-    assert stream.next_piece() == Piece(first=2, events=(page(2),))
+    assert stream.next_piece() == StreamPiece(first=2, events=(page(2),))
 
 
 def test_an_answer_acknowledges_no_more_than_there_is() -> None:
@@ -344,7 +344,7 @@ def test_what_happened_before_an_inventory_is_in_it_and_told_once() -> None:
     cursor = ReportCursor()
     pages.append(page(2))
     stream.append(page(2))
-    assert settle(stream, cursor) == [Piece(inventory=True, upto=1, chunk=0, last=True, pages=(page(1), page(2)))]
+    assert settle(stream, cursor) == [StreamPiece(inventory=True, upto=1, chunk=0, last=True, pages=(page(1), page(2)))]
     assert cursor.acked == stream.last == 1
 
 
@@ -390,7 +390,7 @@ def test_an_answer_to_an_inventory_that_is_no_longer_owed_says_nothing() -> None
     stream.answered(piece, acked=0)
     stream.append(page(2))
     stream.answered(piece, acked=0)
-    assert stream.acked == 0 and stream.next_piece() == Piece(first=1, events=(page(2),))
+    assert stream.acked == 0 and stream.next_piece() == StreamPiece(first=1, events=(page(2),))
 
 
 def test_for_another_coordinator_numbers_begin_again() -> None:
@@ -403,7 +403,7 @@ def test_for_another_coordinator_numbers_begin_again() -> None:
     assert (stream.acked, stream.last) == (1, 2)
     stream.reset()
     assert stream.last == 0 and stream.acked == -1
-    assert stream.next_piece() == Piece(inventory=True, chunk=0, last=True, pages=(page(1),))
+    assert stream.next_piece() == StreamPiece(inventory=True, chunk=0, last=True, pages=(page(1),))
 
 
 def test_news_before_the_inventory_are_not_heard() -> None:

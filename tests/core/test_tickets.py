@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvcluster.core import limits
 from kvcluster.core.ids import HASH_BYTES, Attempt, NamespaceId
 from kvcluster.core.messages import LoadGrant, StoreGrant
-from kvcluster.core.tickets import Ticket, TicketBook, Writing
+from kvcluster.core.tickets import IssuedTicket, TicketBook, Writing
 from tests.core.build import SPACE, WHOLE, attempt, block, chain, holder
 
 TTL = 10
@@ -17,8 +17,8 @@ PAGES: list[Writing] = [
 ]
 
 
-def store(of: Attempt, *writes: Writing, expires_at: int = TTL) -> Ticket:
-    return Ticket(of, SPACE, StoreGrant(()), expires_at, writes=writes)
+def store(of: Attempt, *writes: Writing, expires_at: int = TTL) -> IssuedTicket:
+    return IssuedTicket(of, SPACE, StoreGrant(()), expires_at, writes=writes)
 
 
 class TicketsAgainstTwoDicts(RuleBasedStateMachine):
@@ -30,7 +30,7 @@ class TicketsAgainstTwoDicts(RuleBasedStateMachine):
         self.patch.setattr(limits, "TICKETS_PER_HOLDER", per_holder)
         self.patch.setattr(limits, "HOLDERS", holders)
         self.book = TicketBook(TTL)
-        self.tickets: dict[Attempt, Ticket] = {}
+        self.tickets: dict[Attempt, IssuedTicket] = {}
         self.ends: dict[Attempt, int] = {}
         self.writers: dict[Writing, Attempt] = {}
         self.now = 0
@@ -124,7 +124,7 @@ TestTicketsAgainstTwoDicts = TicketsAgainstTwoDicts.TestCase
 def test_a_repeated_prepare_finds_the_answer_of_its_first() -> None:
     book = TicketBook(TTL)
     grant = LoadGrant(3, (), hold_ns=5, miss=None)
-    book.add(Ticket(attempt(1), SPACE, grant, TTL, hashes=chain(3)))
+    book.add(IssuedTicket(attempt(1), SPACE, grant, TTL, hashes=chain(3)))
     ticket = book.get(attempt(1))
     assert ticket is not None and ticket.answer is grant and ticket.hashes == chain(3)
     assert book.get(attempt(2)) is None

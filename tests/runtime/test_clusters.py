@@ -12,7 +12,7 @@ import pytest
 
 from kvcluster.client import Client
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, CallId, Holder, ShardId, Tenant
-from kvcluster.core.messages import Done, Drain, Pin, PinBlocks, Pinned, Purge, Purged, Reply, Unpin
+from kvcluster.core.messages import BlocksPinned, Done, Drain, Pin, PinBlocks, Purge, Purged, Reply, Unpin
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
@@ -105,7 +105,7 @@ def pinned(cluster: MemoryCluster, client: Client, seed: int, replicas: int) -> 
     namespace = client._control.namespace(SPEC, Deadline.after_ms(BOUND_S * 1e3))
     pin = PinBlocks(NO_CALL, NOBODY, namespace, tuple(client.hashes(prompt(8, seed))), 60 * 10**9, replicas)
     before = pages(cluster)
-    assert ask(cluster, pin) == Pinned(8)
+    assert ask(cluster, pin) == BlocksPinned(8)
     cluster.wait_until(lambda: pages(cluster) == before + 8 * (replicas - 1))
     assert client.flush()
 

@@ -36,7 +36,7 @@ from kvcluster.testing.conformance.content import (
 from kvcluster.testing.conformance.wire import BadRequest, BadStore, CutStore, unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, Pause, soon
 from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
-from kvcluster.transport.shm_control import Control
+from kvcluster.transport.shm_control import ShmConnection
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.wire import shard, shm_frames, streams
@@ -569,14 +569,14 @@ def test_the_memory_of_a_shard_that_has_gone_is_let_go_by_who_is_asked_to_look(w
 @contextmanager
 def stopped_in_a_chunk(monkeypatch: pytest.MonkeyPatch, at: int) -> Iterator[Pause]:
     """Whoever copies that chunk into an arena stands still before its first byte."""
-    pause, place = Pause(at), Control.place
+    pause, place = Pause(at), ShmConnection.place
 
-    def place_later(control: Control, offset: int, nbytes: int) -> memoryview:
+    def place_later(control: ShmConnection, offset: int, nbytes: int) -> memoryview:
         into = place(control, offset, nbytes)
         pause()
         return into
 
-    monkeypatch.setattr(Control, "place", place_later)
+    monkeypatch.setattr(ShmConnection, "place", place_later)
     yield pause
     pause.release()
 

@@ -22,7 +22,7 @@ from kvcluster.testing.conformance.content import Content, ContentSink, ContentS
 from kvcluster.testing.conformance.wire import unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
 from kvcluster.transport.seam import Trouble
-from kvcluster.transport.shm_control import Control
+from kvcluster.transport.shm_control import ShmConnection
 from kvcluster.transport.shm_pages import ShmPages
 from tests.transport.peers import token
 from tests.transport.shm_served import Served
@@ -92,15 +92,15 @@ def states(world: World) -> list[PageState]:
 
 def stop_myself_before_chunk(number: int) -> None:
     """This process is stopped with that chunk in hand: it is written after it was let go on."""
-    place, chunks = Control.place, iter(range(1, 1_000))
+    place, chunks = ShmConnection.place, iter(range(1, 1_000))
 
-    def place_and_stop(control: Control, offset: int, nbytes: int) -> memoryview:
+    def place_and_stop(control: ShmConnection, offset: int, nbytes: int) -> memoryview:
         into = place(control, offset, nbytes)
         if next(chunks) == number:
             signal.raise_signal(signal.SIGSTOP)  # of this thread, which does not run on
         return into
 
-    Control.place = place_and_stop  # type: ignore[method-assign]
+    ShmConnection.place = place_and_stop  # type: ignore[method-assign]
 
 
 def store_and_stop(address: str, epoch: int) -> None:

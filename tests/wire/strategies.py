@@ -20,6 +20,7 @@ from kvcluster.core.messages import (
     AttachedShard,
     AttachShard,
     BlockFate,
+    BlocksPinned,
     Decision,
     Done,
     Drain,
@@ -51,7 +52,6 @@ from kvcluster.core.messages import (
     PageKey,
     PageWant,
     PinBlocks,
-    Pinned,
     Plan,
     PrepareLoad,
     PrepareStore,
@@ -411,7 +411,7 @@ SHARD_REQUESTS: dict[str, SearchStrategy[Any]] = {
     "Ping": st.none(),
 }
 
-pinned = st.builds(Pinned, blocks=st.integers(0, limits.BLOCKS_PER_CALL))
+pinned = st.builds(BlocksPinned, blocks=st.integers(0, limits.BLOCKS_PER_CALL))
 acks = st.builds(
     ReportAck,
     epoch=epochs,

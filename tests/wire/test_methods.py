@@ -19,6 +19,7 @@ from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Holder, Namesp
 from kvcluster.core.messages import (
     PROTOCOL_VERSION,
     AttachedShard,
+    BlocksPinned,
     Decision,
     Done,
     Farewell,
@@ -29,7 +30,6 @@ from kvcluster.core.messages import (
     Offers,
     PageEvent,
     PageKey,
-    Pinned,
     PrepareLoad,
     Refused,
     RefusedKind,
@@ -96,8 +96,8 @@ def test_neither_tenant_nor_call_travels(asked: PrepareLoad, tenant: Tenant, cal
 
 
 def test_an_answer_to_another_question_is_refused() -> None:
-    data = COORDINATOR["PinBlocks"].encode_reply(Pinned(3))
-    with pytest.raises(ProtocolError, match="PrepareLoad was answered by Pinned, not LoadGrant"):
+    data = COORDINATOR["PinBlocks"].encode_reply(BlocksPinned(3))
+    with pytest.raises(ProtocolError, match="PrepareLoad was answered by BlocksPinned, not LoadGrant"):
         COORDINATOR["PrepareLoad"].decode_reply(data)
 
 
@@ -116,7 +116,7 @@ def test_answering_or_asking_the_wrong_thing_is_our_own_mistake() -> None:
         lambda: COORDINATOR["Ping"].encode_request(GetStatus(CALL)),
         lambda: SHARD["Ping"].encode_reply(Refused(RefusedKind.BAD, "")),
         lambda: answers.encode_reply(AttachedShard(NamespaceId(bytes(32)), Epoch(1), 1)),
-        lambda: shard.encode_reply(Pinned(1)),
+        lambda: shard.encode_reply(BlocksPinned(1)),
     ]
     for mistake in mistakes:
         with pytest.raises(AssertionError):

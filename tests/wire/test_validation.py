@@ -16,6 +16,7 @@ from kvcluster.core.messages import (
     Attached,
     AttachedShard,
     BlockFate,
+    BlocksPinned,
     Decision,
     Drain,
     EngineInfo,
@@ -39,7 +40,6 @@ from kvcluster.core.messages import (
     PageKey,
     PageWant,
     PinBlocks,
-    Pinned,
     PrepareLoad,
     PrepareStore,
     PullOrder,
@@ -193,7 +193,7 @@ def _start(name: str) -> tuple[Any, Callable[[Any], object]]:
                 "ack": ACK,
                 "status": STATUS,
             }
-            replies |= {"siblings": SiblingSpecs((SPEC,)), "pinned": Pinned(1), "purged": Purged(1)}
+            replies |= {"siblings": SiblingSpecs((SPEC,)), "pinned": BlocksPinned(1), "purged": Purged(1)}
             replies |= {"namespaces": Namespaces(((SPEC, 7),)), "engines": Engines(((ENGINE, 7),))}
             return _stream(c.CoordinatorReply, answers.encode_reply(replies[name]), reply)
 

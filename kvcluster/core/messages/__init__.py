@@ -38,6 +38,7 @@ from kvcluster.core.messages.coordinator import (
     Attach,
     Attached,
     BlockFate,
+    BlocksPinned,
     Decision,
     Drain,
     EndTicket,
@@ -48,7 +49,6 @@ from kvcluster.core.messages.coordinator import (
     LoadGrant,
     Namespaces,
     PinBlocks,
-    Pinned,
     PrepareLoad,
     PrepareStore,
     Purge,
@@ -290,7 +290,7 @@ Reply = (
     | Namespaces
     | Registered
     | Engines
-    | Pinned
+    | BlocksPinned
     | Purged
     | Status
     | AttachedShard
@@ -357,6 +357,7 @@ __all__ = [
     "Attached",
     "AttachedShard",
     "BlockFate",
+    "BlocksPinned",
     "Commit",
     "CommitGrant",
     "CoordinatorMessage",
@@ -403,7 +404,6 @@ __all__ = [
     "Pin",
     "PinBlocks",
     "PinGrant",
-    "Pinned",
     "Plan",
     "PrepareLoad",
     "PrepareStore",

@@ -195,7 +195,7 @@ class Namespaces:
 
 @dataclass(frozen=True, slots=True)
 class PinBlocks:
-    """Do not evict these blocks for `ttl_ns`. Answered by Pinned, which says how many fitted the share.
+    """Do not evict these blocks for `ttl_ns`. Answered by BlocksPinned, which says how many fitted the share.
 
     `replicas` is on how many shards each of them is to lie, as far as there are as many with room.
     """
@@ -210,7 +210,7 @@ class PinBlocks:
 
 @dataclass(frozen=True, slots=True)
 class UnpinBlocks:
-    """Let these blocks be evicted again. Answered by Pinned with the number unpinned."""
+    """Let these blocks be evicted again. Answered by BlocksPinned with the number unpinned."""
 
     call: CallId
     tenant: Tenant
@@ -219,7 +219,7 @@ class UnpinBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
+class BlocksPinned:
     """How many of the blocks are (un)pinned now."""
 
     blocks: int

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from kvcluster.client.arguments import prompt_hashes
 from kvcluster.client.bounded_calls import BoundedCalls, Call, CallPolicy
-from kvcluster.client.control import NO_CALL, NOBODY, Control, GrpcPort
+from kvcluster.client.control import NO_CALL, NOBODY, CoordinatorClient, GrpcPort
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import Explain, Explained, GetNamespaces, Namespaces, Need
 from kvcluster.core.reasons import Loss, Miss
@@ -85,7 +85,7 @@ class PrefixLocator:
         self._settings = settings
         self._log = log
         self._connection = Connection(settings.address, settings.token)
-        self._control = Control(GrpcPort(self._connection))
+        self._control = CoordinatorClient(GrpcPort(self._connection))
         self._tokens = PromptTokenizer(settings.tokenizer, log)
         self._patience_s = settings.patience_ms / 1e3
         policy = CallPolicy(patience_ns=settings.patience_ms * 1_000_000, probe_patiences=_PROBE_PATIENCES)

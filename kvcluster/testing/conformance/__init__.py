@@ -6,10 +6,10 @@
             with open_world(serve_mine) as world:
                 yield world
 
-`serve_mine(host)` puts the transport before a shard and returns a Served (world.py). The claims: loads return the bytes
-that were stored, each page has an outcome of its own, and no reader gets a wrong byte (moving.py); encoded pages travel
-encoded (encoded.py); other tenants get nothing, and what is flushed is visible (asking.py); a reader or writer that
-stops, for any reason, leaves no lease and no half-written page, and a shard that is gone is reported as lost
+`serve_mine(host)` puts the transport before a shard and returns a ServedShard (world.py). The claims: loads return the
+bytes that were stored, each page has an outcome of its own, and no reader gets a wrong byte (moving.py); encoded pages
+travel encoded (encoded.py); other tenants get nothing, and what is flushed is visible (asking.py); a reader or writer
+that stops, for any reason, leaves no lease and no half-written page, and a shard that is gone is reported as lost
 (stopping.py). A transport that is served at an address inherits WireClaims too, or NetworkClaims where its server
 copies the bytes into the arena: what each end does when the other sends nonsense (wire.py). To see values where a claim
 fails, let pytest rewrite its asserts, in a conftest.py:
@@ -21,11 +21,11 @@ from kvcluster.testing.conformance.encoded import EncodedClaims
 from kvcluster.testing.conformance.moving import MovingClaims
 from kvcluster.testing.conformance.stopping import StoppingClaims
 from kvcluster.testing.conformance.wire import NetworkClaims, Wire, WireClaims
-from kvcluster.testing.conformance.world import Served, World, open_world
+from kvcluster.testing.conformance.world import ServedShard, World, open_world
 
 
 class TransportConformance(MovingClaims, EncodedClaims, AskingClaims, StoppingClaims):
     """Inherit it, and provide the fixture `world`, which is opened anew for each test."""
 
 
-__all__ = ["NetworkClaims", "Served", "TransportConformance", "Wire", "WireClaims", "World", "open_world"]
+__all__ = ["NetworkClaims", "ServedShard", "TransportConformance", "Wire", "WireClaims", "World", "open_world"]

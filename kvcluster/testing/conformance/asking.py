@@ -11,10 +11,10 @@ from kvcluster.core.messages import PageKey, PageWant, RefusedKind
 from kvcluster.core.reasons import MissReason
 from kvcluster.core.spec import Part
 from kvcluster.testing.conformance.content import (
+    ActiveRead,
     Content,
     ContentSink,
     ContentSource,
-    Reading,
     load,
     opaque_spec,
     stop_at,
@@ -41,7 +41,7 @@ def check_refused(
     writing = replace(writing, namespace=namespace, epoch=epoch)
     sink = ContentSink(content, reading, stop_at(1))
     with pytest.raises(RefusedByShard) as refused_load:
-        Reading(reading, transport.read(reading, sink, soon()), sink).finish()
+        ActiveRead(reading, transport.read(reading, sink, soon()), sink).finish()
     with pytest.raises(RefusedByShard) as refused_store:
         transport.write(writing, ContentSource(content, writing, stop_at(1)), soon())
     assert refused_load.value.refused.kind is kind
@@ -76,7 +76,7 @@ class AskingClaims:
         stranger = world.second_tenant()
         request = replace(content.read_request(), namespace=stranger.attach(content.spec, soon()).namespace)
         sink = ContentSink(content, request, stop_at(1))
-        outcome = Reading(request, stranger.read(request, sink, soon()), sink).finish()
+        outcome = ActiveRead(request, stranger.read(request, sink, soon()), sink).finish()
         assert [miss and miss.reason for miss in outcome] == [MissReason.EVICTED] * 2
 
     def test_a_refusal_leaves_the_transport_to_the_next_call(self, world: World) -> None:

@@ -170,7 +170,7 @@ class ContentSink:
 
 
 @dataclass(slots=True)
-class Reading:
+class ActiveRead:
     """A load under way. Iterating over `pieces` drives it."""
 
     request: ReadRequest
@@ -194,14 +194,14 @@ def read(
     *,
     after_receive: Callable[[], object] = lambda: None,
     deadline: Deadline | None = None,
-) -> Reading:
+) -> ActiveRead:
     """A load that has not begun."""
     request = content.read_request(wants)
     sink = ContentSink(content, request, after_receive)
-    return Reading(request, transport.read(request, sink, deadline or soon()), sink)
+    return ActiveRead(request, transport.read(request, sink, deadline or soon()), sink)
 
 
-def read_begun(transport: Transport, content: Content) -> Reading:
+def read_begun(transport: Transport, content: Content) -> ActiveRead:
     """A load whose first piece has arrived."""
     reading = read(transport, content)
     next(reading.pieces)

@@ -11,10 +11,10 @@ from kvcluster.core import limits
 from kvcluster.core.messages import Pin, ReadRequest, RefusedKind, Reserve, Written
 from kvcluster.core.reasons import MissReason
 from kvcluster.testing.conformance.content import (
+    ActiveRead,
     Content,
     ContentSink,
     ContentSource,
-    Reading,
     Stop,
     every_call,
     load,
@@ -185,7 +185,7 @@ class StoppingClaims:
         reading: ReadRequest = replace(content.read_request(), attempt=request.attempt)
         sink = ContentSink(content, reading, stop_at(1))
         with pytest.raises(RefusedByShard) as refused:
-            Reading(reading, second.read(reading, sink, soon()), sink).finish()
+            ActiveRead(reading, second.read(reading, sink, soon()), sink).finish()
         assert refused.value.refused.kind is RefusedKind.BAD
         pause.release()
         assert under_way.result(BOUND_S) == [Written.COMMITTED] * 2, "the first is none the worse for it"

@@ -47,7 +47,7 @@ def soon() -> Deadline:
     return Deadline.after_ms(BOUND_S * 1e3)
 
 
-class Served(Protocol):
+class ServedShard(Protocol):
     """The serving side of a transport, before one shard."""
 
     def open(self, tenant: Tenant) -> Transport:
@@ -130,7 +130,12 @@ class World:
     """One shard and two tenants. Made by `open_world`."""
 
     def __init__(
-        self, cluster: MemoryCluster, host: ShardHost, watched: WatchedHost, served: Served, pool: ThreadPoolExecutor
+        self,
+        cluster: MemoryCluster,
+        host: ShardHost,
+        watched: WatchedHost,
+        served: ServedShard,
+        pool: ThreadPoolExecutor,
     ) -> None:
         self.cluster = cluster
         self.host = host
@@ -252,7 +257,7 @@ class World:
 
 
 @contextmanager
-def open_world(serve: Callable[[WatchedHost], Served]) -> Iterator[World]:
+def open_world(serve: Callable[[WatchedHost], ServedShard]) -> Iterator[World]:
     """A world whose shard is reached by what `serve` puts before it; checked at the end of a test that passes."""
     # Room is made when a test asks for it, and pages are verified when somebody suspects them; not before.
     unasked = {

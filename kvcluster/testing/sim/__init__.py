@@ -3,11 +3,12 @@
     network    questions and connections between nodes          scenario   what a seed stands for
     driver     a core's process, journalled and judged          workload   what engines want
     coordinator, shard, sessions, memory, disk   the shells     faults     what goes wrong
-    worker     what kvcluster/client does                       liveness   the second phase: all comes to rest
+    client_process, worker     what kvcluster/client does       liveness   the second phase: all comes to rest
     listener   a subscriber to KV events                        bugs       planted, to show that the oracles see
     content    the right bytes of every page                    runner     many seeds, and how a failure is told
-    world      one seed's cluster
+    world      one seed's cluster                               phases     the run of a seed
     oracle, coordinator_oracle, evictions        the judges, who see everything
+    surroundings                                 what processes need of their world
 
 Time, processes and scripts are those of testing/kernel.py.
 

@@ -116,7 +116,7 @@ def root(model: Model) -> BlockHash:
     return hashing.root(model.space)
 
 
-class Content(NamedTuple):
+class PageContent(NamedTuple):
     """The right bytes of a page, and their checksums."""
 
     data: bytes
@@ -129,14 +129,14 @@ class Content(NamedTuple):
 
 
 @cache
-def content(space: NamespaceId, key: PageKey, codec: Codec = Codec.RAW, loss: Loss = Loss.EXACT) -> Content:
+def content(space: NamespaceId, key: PageKey, codec: Codec = Codec.RAW, loss: Loss = Loss.EXACT) -> PageContent:
     """What this page holds wherever it is right; raw but with a loss, what was decoded."""
     nbytes = codecs.page_bytes(codec, BY_SPACE[space].spec, key.group, key.part)
     layers = key.part.layers
     name = b"".join((space, key.hash, repr((key.group, *key.part, codec, loss)).encode()))
     data = hashlib.shake_128(name).digest(nbytes)
     sums = checksum.layer_sums(identity(space, key, codec), 0, layers, memoryview(data))
-    return Content(data, sums, checksum.pack_sums(sums), nbytes // layers)
+    return PageContent(data, sums, checksum.pack_sums(sums), nbytes // layers)
 
 
 @cache

@@ -5,28 +5,58 @@ In a world whose scenario announces, a listener hears its KV events.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import Epoch, ShardId
-from kvcluster.core.messages import Answer, Effect, KeepSettings, Leave, Persist, Publish, Purge, Purged, Retell
+from kvcluster.core.messages import (
+    Answer,
+    Effect,
+    KeepSettings,
+    Leave,
+    Persist,
+    Publish,
+    Purge,
+    Purged,
+    Retell,
+    Tombstone,
+)
 from kvcluster.testing.kernel import MS, Clock
 from kvcluster.testing.sim.driver import SimulatedCore
-from kvcluster.testing.sim.listener import Listener
-
-if TYPE_CHECKING:
-    from kvcluster.testing.sim.world import World
+from kvcluster.testing.sim.listener import EventListener
+from kvcluster.testing.sim.surroundings import Supervisor, Surroundings
 
 RETELL_NS = 300 * MS
 """Between an event that was dropped and the question for all blocks."""
+
+
+class CoordinatorJudge(Protocol):
+    """What is shown to the oracle (coordinator_oracle.py)."""
+
+    def stepped(self, c: CoordinatorProcess, message: object, effects: list[Effect], now: int) -> None:
+        """A coordinator has stepped this message; its effects have yet to be performed."""
+
+    def purged(self, m: Purge) -> None:
+        """A purge was answered."""
+
+
+class CoordinatorSurroundings(Surroundings, Supervisor, Protocol):
+    """`kept`: the tombstones on the disk that outlives a coordinator; `coordinator`: the newest of them."""
+
+    kept: tuple[Tombstone, ...]
+    coordinator: CoordinatorProcess
+
+    @property
+    def coordinator_oracle(self) -> CoordinatorJudge: ...
 
 
 class CoordinatorProcess(SimulatedCore):
     """One coordinator incarnation. `heard` is when, by its own clock, it last heard of each shard incarnation."""
 
     core: Coordinator
+    world: CoordinatorSurroundings
 
-    def __init__(self, world: World, number: int, node: int, clock: Clock, epoch: Epoch) -> None:
+    def __init__(self, world: CoordinatorSurroundings, number: int, node: int, clock: Clock, epoch: Epoch) -> None:
         config = world.scenario.config
         core = Coordinator(
             epoch,
@@ -39,7 +69,7 @@ class CoordinatorProcess(SimulatedCore):
         )
         super().__init__(world, f"c{number}", node, clock, core)
         self.heard: dict[tuple[ShardId, Epoch], int] = {}
-        self.listener = Listener()
+        self.listener = EventListener()
 
     def judge(self, message: object, effects: list[Effect], now: int) -> None:
         self.world.coordinator_oracle.stepped(self, message, effects, now)

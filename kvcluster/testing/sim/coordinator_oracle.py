@@ -7,9 +7,9 @@ each promise is one `hold` with one sentence, and what a fault explains is no vi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from kvcluster.core.ids import Attempt, BlockHash, NamespaceId, ShardId
+from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, ShardId
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Answer,
@@ -35,29 +35,34 @@ from kvcluster.core.messages import (
     Tick,
     Tier,
 )
-from kvcluster.core.tickets import Ticket
+from kvcluster.core.tickets import IssuedTicket
 from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.testing.sim import content
+from kvcluster.testing.sim.coordinator import CoordinatorProcess
 from kvcluster.testing.sim.evictions import judge_order
 from kvcluster.testing.sim.memory import UNIT_BYTES
 from kvcluster.testing.sim.oracle import Name
 from kvcluster.testing.sim.order_oracle import GivenOrders
 from kvcluster.testing.sim.promises import hold
+from kvcluster.testing.sim.shard import Place, ShardProcess
+from kvcluster.testing.sim.surroundings import Setting
 
-if TYPE_CHECKING:
-    from kvcluster.testing.sim.coordinator import CoordinatorProcess
-    from kvcluster.testing.sim.shard import Place, ShardProcess
-    from kvcluster.testing.sim.world import World
+
+class ClusterProcesses(Setting, Protocol):
+    """What a coordinator is compared with: `coordinator` is the newest, `incarnations` are all shards there were."""
+
+    coordinator: CoordinatorProcess
+    incarnations: dict[tuple[ShardId, Epoch], ShardProcess]
 
 
 class CoordinatorOracle:
     """Judges coordinators of one world. `placed` is Oracle's: when each page was committed last, by shard."""
 
-    def __init__(self, world: World, placed: dict[Name, dict[str, int]]) -> None:
+    def __init__(self, world: ClusterProcesses, placed: dict[Name, dict[str, int]]) -> None:
         self._world = world
         self._placed = placed
         self._purged_at: dict[NamespaceId, int] = {}
-        self._answers: dict[tuple[str, Attempt], tuple[Ticket, object]] = {}  # of tickets that run
+        self._answers: dict[tuple[str, Attempt], tuple[IssuedTicket, object]] = {}  # of tickets that run
         self._drain_until: dict[tuple[str, ShardAddress], int] = {}  # by the coordinator that lets it go
         self._others_had: dict[tuple[str, ShardAddress], dict[Name, None]] = {}  # when that began
         self._orders: dict[tuple[str, ShardAddress], GivenOrders] = {}

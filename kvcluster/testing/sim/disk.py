@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from kvcluster.config import ShardConfig
 from kvcluster.core.file_allocator import FileAllocator, Shape
 from kvcluster.core.found import Found, FoundPage
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import Erase, PageKey, PageMove, PageSlot, Tombstone
+from kvcluster.testing.kernel import Process
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.memory import flipped
-
-if TYPE_CHECKING:
-    from kvcluster.config import ShardConfig
-    from kvcluster.testing.sim.shard import ShardProcess
 
 
 @dataclass(slots=True)
@@ -32,7 +30,7 @@ class _Written:
     rotten: bool = False
 
 
-class _Kind(NamedTuple):
+class _FileHead(NamedTuple):
     """What a file's head says."""
 
     namespace: NamespaceId
@@ -43,13 +41,13 @@ class Disk:
     """The store of one tier of one shard on one node. `owner` holds it as long as it lives."""
 
     def __init__(self) -> None:
-        self.owner: ShardProcess | None = None
+        self.owner: Process | None = None
         self.tombstones: tuple[Tombstone, ...] = ()
         self._file_bytes = 0
-        self._heads: dict[int, _Kind] = {}
+        self._heads: dict[int, _FileHead] = {}
         self._slots: dict[int, _Written] = {}  # by offset
 
-    def open(self, shard: ShardProcess, config: ShardConfig, nbytes: int) -> Found:
+    def open(self, shard: Process, config: ShardConfig, nbytes: int) -> Found:
         """What a shard that starts finds there."""
         if self.owner is not None and not self.owner.dead:
             return Found(why_none="another incarnation has the folder")
@@ -117,5 +115,5 @@ class Disk:
         return bool(self._slots)
 
 
-def _kind(namespace: NamespaceId, key: PageKey, nbytes: int) -> _Kind:
-    return _Kind(namespace, Shape(nbytes, key.part.layers))
+def _kind(namespace: NamespaceId, key: PageKey, nbytes: int) -> _FileHead:
+    return _FileHead(namespace, Shape(nbytes, key.part.layers))

@@ -6,22 +6,20 @@ the drawn order in which the threads of a process wake after it stood still.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcluster.core.messages import Effect
 from kvcluster.testing.core_process import CoreProcess
 from kvcluster.testing.core_stepper import Build, Core
 from kvcluster.testing.kernel import Clock, Process, Promise
 from kvcluster.testing.sim.network import Server
-
-if TYPE_CHECKING:
-    from kvcluster.testing.sim.world import World
+from kvcluster.testing.sim.surroundings import Surroundings
 
 
 class SimulatedCore(CoreProcess, Server):
     """One incarnation of a coordinator or a shard. Subclasses perform effects and have the oracle judge."""
 
-    def __init__(self, world: World, name: str, node: int, clock: Clock, core: Core) -> None:
+    def __init__(self, world: Surroundings, name: str, node: int, clock: Clock, core: Core) -> None:
         super().__init__(world.kernel, name, node, clock, core, stall_ns=world.scenario.stall_ns)
         self.world = world
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from kvcluster.testing.kernel import MS, SECOND, Process
-
-if TYPE_CHECKING:
-    from kvcluster.testing.sim.world import World
+from kvcluster.testing.sim.world import SimulatedWorld
 
 Fault = Callable[[], bool]
 """Does it; False where there was nothing to do it to."""
@@ -22,7 +19,7 @@ Fault = Callable[[], bool]
 class Faults:
     """Breaks one world."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedWorld) -> None:
         self._world = world
         self._rng: random.Random = world.rng
         self._kinds: dict[str, Fault] = {

@@ -18,7 +18,7 @@ from kvcluster.testing.sim import content
 from kvcluster.testing.sim.promises import hold
 
 
-class Listener:
+class EventListener:
     """Hears the events of one coordinator."""
 
     def __init__(self) -> None:

@@ -6,18 +6,14 @@ incarnation but the present ones lives. At last a worker finds what the shards h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import PageKey, Tier
 from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.testing.kernel import MS, SECOND, TIMED_OUT, Script
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.promises import Violation, hold
-
-if TYPE_CHECKING:
-    from kvcluster.testing.sim.worker import Worker
-    from kvcluster.testing.sim.world import World
+from kvcluster.testing.sim.worker import Worker
+from kvcluster.testing.sim.world import SimulatedWorld
 
 REST_NS = 20 * SECOND
 """Every term there is has passed by then, several times over."""
@@ -25,7 +21,7 @@ _LOOK_NS = 200 * MS
 _LOOKS = 20
 
 
-def come_to_rest(world: World) -> None:
+def come_to_rest(world: SimulatedWorld) -> None:
     """Raises Violation with what is still not so when the time is up."""
     world.journal.add((world.kernel.now, "world", "heals", ()))
     world.working = False
@@ -51,7 +47,7 @@ def come_to_rest(world: World) -> None:
     world.check()
 
 
-def _all_is_at_rest(world: World, healed_at: int) -> None:
+def _all_is_at_rest(world: SimulatedWorld, healed_at: int) -> None:
     coordinator = world.coordinator
     hold(not coordinator.dead and not coordinator.core.rebuilding, "the coordinator is not back")
     hold(all(worker.idle for worker in world.workers), "a call has not ended")
@@ -92,7 +88,7 @@ def _all_is_at_rest(world: World, healed_at: int) -> None:
     hold(not told, "the index names a shard that is gone")
 
 
-def _told(world: World) -> dict[int, list[tuple[NamespaceId, PageKey, Tier]]]:
+def _told(world: SimulatedWorld) -> dict[int, list[tuple[NamespaceId, PageKey, Tier]]]:
     """What the index says, by slot."""
     told: dict[int, list[tuple[NamespaceId, PageKey, Tier]]] = {}
     for space in world.coordinator.core.directory:
@@ -103,16 +99,15 @@ def _told(world: World) -> dict[int, list[tuple[NamespaceId, PageKey, Tier]]]:
     return told
 
 
-def _serve_again(world: World) -> None:
+def _serve_again(world: SimulatedWorld) -> None:
     """What can be restored by what the shards hold is loaded; what is stored now is found."""
     worker = world.workers[0]
-    done = worker.start(_last_wishes(worker))
+    done = worker.start(_last_wishes(world, worker))
     world.kernel.run(world.kernel.now + 10 * SECOND)
     hold(done.ready and done.value is not TIMED_OUT, "the last calls have not ended")
 
 
-def _last_wishes(worker: Worker) -> Script:
-    world = worker.world
+def _last_wishes(world: SimulatedWorld, worker: Worker) -> Script:
     for model in world.models[:2]:
         hashes = content.chain(model, 0, 0)
         yield from _all_is_told(world)
@@ -136,7 +131,7 @@ def _last_wishes(worker: Worker) -> Script:
             return
 
 
-def _all_is_told(world: World) -> Script:
+def _all_is_told(world: SimulatedWorld) -> Script:
     """What was loaded last may have had so much moved that a shard tells anew what it holds."""
     for _ in range(_LOOKS):
         if all(member.cursor.current for member in world.coordinator.core.members.all()):
@@ -150,7 +145,7 @@ def _no_shard_is_left_alone(worker: Worker) -> Script:
     yield None, (max(open_ms, default=0) + 1) * MS
 
 
-def _restorable(world: World, model: content.Model, hashes: tuple[BlockHash, ...]) -> int:
+def _restorable(world: SimulatedWorld, model: content.Model, hashes: tuple[BlockHash, ...]) -> int:
     """By what the shards hold: the longest boundary at which every group has what it needs before it."""
     ready = {
         (page.space, page.key)
@@ -179,7 +174,7 @@ def _restorable(world: World, model: content.Model, hashes: tuple[BlockHash, ...
     return 0
 
 
-def _is_too_much(world: World, hashes: tuple[BlockHash, ...]) -> bool:
+def _is_too_much(world: SimulatedWorld, hashes: tuple[BlockHash, ...]) -> bool:
     """Would these, read from a store, and what of them is in the staging tier anyway, fill that tier of a shard? Half
     of it, as pages of two sizes may."""
     for shard in world.incarnations.values():
@@ -192,6 +187,6 @@ def _is_too_much(world: World, hashes: tuple[BlockHash, ...]) -> bool:
     return False
 
 
-def _rotten(world: World) -> bool:
+def _rotten(world: SimulatedWorld) -> bool:
     living = [shard for shard in world.incarnations.values() if not shard.dead]
     return any(shard.memory.rotten or any(disk.has_rotten for disk in shard.disks.values()) for shard in living)

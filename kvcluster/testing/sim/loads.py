@@ -7,7 +7,6 @@ told to stop meanwhile stops when they are done, and an exchange that waits for 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
 from kvcluster.client.load_plan import (
     Answered,
@@ -32,14 +31,12 @@ from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.pages import checksum
 from kvcluster.testing.kernel import MS, TIMED_OUT, Promise, Script
 from kvcluster.testing.sim import content
+from kvcluster.testing.sim.client_process import ClientProcess
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.destination import Destination
 from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import FINISHED, Layer
 from kvcluster.transport.seam import Cancelled, PathLost, Streams, Trouble
-
-if TYPE_CHECKING:
-    from kvcluster.testing.sim.worker import Worker
 
 PATHS_LOST = 0.5
 """Of the connections that break: there is another path to the same shard, as far as the client knows."""
@@ -51,7 +48,7 @@ COPY_NS = 2 * MS
 class Load:
     """One load of a ticket. `done` brings its Loaded."""
 
-    def __init__(self, worker: Worker, model: Model, body: TicketBody, give_up: int) -> None:
+    def __init__(self, worker: ClientProcess, model: Model, body: TicketBody, give_up: int) -> None:
         self.done = Promise()
         self._worker = worker
         self._model = model

@@ -8,7 +8,7 @@ violation, and what none explains is one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import (
@@ -35,26 +35,26 @@ from kvcluster.core.messages import (
 from kvcluster.core.pool import PageState
 from kvcluster.core.reasons import Loss
 from kvcluster.core.tiers import FASTEST, STAGING
-from kvcluster.testing.kernel import MS
+from kvcluster.testing.kernel import Kernel
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.memory import UNIT_BYTES
 from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import Layer
-
-if TYPE_CHECKING:
-    from kvcluster.testing.sim.shard import Place, ShardProcess
-    from kvcluster.testing.sim.world import World
+from kvcluster.testing.sim.shard import Place, ShardProcess
 
 Name = tuple[NamespaceId, PageKey]
 """A page, wherever it lies."""
 
 
 class Oracle:
-    """Judges what readers get and what shards do, in one world. Coordinators are judged in coordinator_oracle.py."""
+    """Judges what readers get and what shards do, in one world. Coordinators are judged in coordinator_oracle.py.
 
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._ttl = world.scenario.config.membership_ttl_ms * MS
+    A coordinator that has not heard of a shard for `membership_ttl_ns` may have given it up.
+    """
+
+    def __init__(self, kernel: Kernel, *, membership_ttl_ns: int) -> None:
+        self._kernel = kernel
+        self._ttl = membership_ttl_ns
         self.placed: dict[Name, dict[str, int]] = {}
         """When each page was committed last, by the name of the shard."""
         self._of_shard: dict[type, Callable[[ShardProcess, Any, list[Effect]], None]] = {
@@ -81,13 +81,17 @@ class Oracle:
         """A reader got bytes that do not match their sum."""
         hold(not layer.sound, f"bytes of {key.hash.hex()[:6]} that no fault has touched do not match their sum")
 
+    def was_committed(self, space: NamespaceId, key: PageKey) -> bool:
+        """Has any shard ever committed this page?"""
+        return (space, key) in self.placed
+
     # --------------------------------------------------------------------------------------------- shards
 
     def shard_stepped(self, shard: ShardProcess, message: object, effects: list[Effect], now: int) -> None:
         judge = self._of_shard.get(type(message))
         if judge is not None:
             judge(shard, message, effects)
-        shard.heard.stepped(shard, effects)
+        shard.heard.stepped(shard.core, effects)
         for effect in effects:
             if isinstance(effect, Answer):
                 reply = effect.reply
@@ -172,15 +176,15 @@ class Oracle:
             right = content.content(session.namespace, slot.key, slot.codec, slot.loss).data
             hold(shard.memory.view(slot) == right, f"wrong bytes of {slot.key.hash.hex()[:6]} are committed")
             name = session.namespace, slot.key
-            stored_at = session.stored_at.get(slot.key, self._world.kernel.now)
+            stored_at = session.stored_at.get(slot.key, self._kernel.now)
             shard.ready[session.namespace, slot.key, slot.tier] = (slot, stored_at)
-            self.placed.setdefault(name, {})[shard.name] = self._world.kernel.now
+            self.placed.setdefault(name, {})[shard.name] = self._kernel.now
         self._gave_way(shard)
 
     def _report_answered(self, shard: ShardProcess, m: ReportAnswered, effects: list[Effect]) -> None:
         ack = m.ack
         # What has a twin below, or no room there, is gone as a move begins; which may have had to wait for this answer.
-        evicts = shard.heard.answered(shard, ack)
+        evicts = shard.heard.answered(shard.core, ack)
         if evicts or shard.heard.moving or ack.tombstones or ack.leave is not None:
             if ack.epoch < shard.adopted and ack.leave is None:
                 hold(not self._vanished(shard), "a shard obeys a coordinator that is over")

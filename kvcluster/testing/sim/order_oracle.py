@@ -7,15 +7,12 @@ with what it tells. As in oracle.py, each promise is one `hold` with one sentenc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kvcluster.core.ids import Attempt, Epoch
 from kvcluster.core.messages import Effect, EvictOrder, Fetch, MoveOrder, Order, PullOrder, Report, ReportAck, Send
 from kvcluster.core.pool import PageState
+from kvcluster.core.shard import Shard
 from kvcluster.testing.sim.promises import hold
-
-if TYPE_CHECKING:
-    from kvcluster.testing.sim.shard import ShardProcess
 
 
 class GivenOrders:
@@ -52,7 +49,7 @@ class HeardOrders:
         """May pages leave their tier because a move was ordered?"""
         return any(isinstance(order, MoveOrder) for order in self._heard.values())
 
-    def answered(self, shard: ShardProcess, ack: ReportAck) -> bool:
+    def answered(self, shard: Shard, ack: ReportAck) -> bool:
         """The shard has stepped this answer. Returns True where it brought an eviction that it had not heard."""
         if ack.epoch > self._epoch:  # by which it learns whom to ask; what it orders is not heeded
             self._epoch, self._highest = ack.epoch, 0
@@ -72,7 +69,7 @@ class HeardOrders:
             hold(not _left_over(shard, eviction), "an eviction is accepted and not carried out")
         return bool(evictions)
 
-    def stepped(self, shard: ShardProcess, effects: list[Effect]) -> None:
+    def stepped(self, shard: Shard, effects: list[Effect]) -> None:
         """The shard does this now."""
         for effect in effects:
             if isinstance(effect, Fetch):
@@ -88,13 +85,13 @@ class HeardOrders:
         assert order is not None
         self._fetched[effect.attempt] = order
 
-    def _told(self, shard: ShardProcess, report: Report) -> None:
+    def _told(self, shard: Shard, report: Report) -> None:
         if report.coordinator != self._epoch:
             return
         accepted, running = report.orders
         hold(accepted <= self._highest, "a shard acknowledges an order that it has not heard")
         hold(all(number in self._heard for number in running), "an order runs that was not heard, or had ended")
-        self._fetched = {of: order for of, order in self._fetched.items() if of in shard.core.leases}
+        self._fetched = {of: order for of, order in self._fetched.items() if of in shard.leases}
         for order in self._fetched.values():
             ended = self._heard.get(order.number) is order and order.number not in running
             hold(not ended, "a pull is said to have ended while its pages are still written")
@@ -102,9 +99,9 @@ class HeardOrders:
             del self._heard[number]
 
 
-def _left_over(shard: ShardProcess, order: EvictOrder) -> bool:
+def _left_over(shard: Shard, order: EvictOrder) -> bool:
     """Does the shard still give any of these to readers out of that tier?"""
     return any(
         page.state is PageState.READY and page.tier is order.tier and (page.space, page.key.hash) in order.blocks
-        for page in shard.core.pool.everything()
+        for page in shard.pool.everything()
     )

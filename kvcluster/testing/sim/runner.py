@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType
 
 from kvcluster.core import announcer, evictor, intake, limits
-from kvcluster.testing.sim import bugs, journal
-from kvcluster.testing.sim.world import World
+from kvcluster.testing.sim import bugs, journal, phases
+from kvcluster.testing.sim.world import SimulatedWorld
 
 BATCH = 16
 """Seeds that a process is given at a time."""
@@ -71,13 +71,15 @@ class Tally:
         ]
 
 
-def run_seed(seed: int, bug: str | None = None, *, whole_journal: bool = False) -> tuple[World, Failure | None]:
+def run_seed(
+    seed: int, bug: str | None = None, *, whole_journal: bool = False
+) -> tuple[SimulatedWorld, Failure | None]:
     """One seed, to its end or to what it shows to be wrong."""
     with bugs.active(bug):
-        world = World(seed, whole_journal=whole_journal)  # its first shards have the bug as well
+        world = SimulatedWorld(seed, whole_journal=whole_journal)  # its first shards have the bug as well
         try:
             with _bounds(world.scenario.limits):
-                world.run()
+                phases.run(world)
             return world, None
         except Exception as error:
             return world, Failure(seed, f"{type(error).__name__}: {error}", _story(world, bug, error))
@@ -140,7 +142,7 @@ def command(seed: int, bug: str | None) -> str:
     return f"kvcluster simulate --first {seed} --seeds 1{f' --bug {bug}' if bug else ''} --journal"
 
 
-def _story(world: World, bug: str | None, error: Exception) -> str:
+def _story(world: SimulatedWorld, bug: str | None, error: Exception) -> str:
     where = traceback.extract_tb(error.__traceback__)[-1]
     lines = [
         *world.journal.lines(journal.TAIL),

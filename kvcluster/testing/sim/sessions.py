@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, NamespaceId, Tenant
@@ -24,8 +24,10 @@ from kvcluster.core.messages import (
     WriteRequest,
 )
 from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.testing.core_stepper import Answered, Build
 from kvcluster.testing.kernel import MS, TIMED_OUT, Promise, Script
 from kvcluster.testing.sim.network import Pipe
+from kvcluster.testing.sim.surroundings import Surroundings
 from kvcluster.transport.page_session import (
     AskCore,
     Committed,
@@ -43,9 +45,6 @@ from kvcluster.transport.page_session import (
     SessionEvent,
     Stopped,
 )
-
-if TYPE_CHECKING:
-    from kvcluster.testing.sim.shard import ShardProcess
 
 SLOW_NS = 300 * MS
 """Between two frames of a slow reader, on average: his lease runs out now and then."""
@@ -69,7 +68,26 @@ class Layer(NamedTuple):
     loss: Loss = Loss.EXACT
 
 
-class Transfer(NamedTuple):
+class ArrivedSums:
+    """The writer's checksums of the layers that have arrived, by page, in the order in which the pages began to."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, dict[int, int]] = {}
+
+    def add(self, layer: Layer) -> None:
+        self._sums.setdefault(layer.item, {})[layer.layer] = layer.total
+
+    def items(self) -> list[int]:
+        """The pages of which any layer has arrived."""
+        return list(self._sums)
+
+    def whole(self, item: int, slot: PageSlot) -> list[int] | None:
+        """The checksums of that page, layer by layer; None where one is missing."""
+        sums = self._sums.get(item, {})
+        return [sums[layer] for layer in range(len(sums))] if len(sums) == slot.key.part.layers else None
+
+
+class SessionRequest(NamedTuple):
     """The opening of a load or store. Its server gives up after `patience_ns`."""
 
     tenant: Tenant
@@ -107,7 +125,43 @@ class Session:
             self._inbox.arrive(REVOKED)
 
 
-def serve(shard: ShardProcess, opening: Transfer, up: Pipe, down: Pipe) -> Script:
+class SessionMemory(Protocol):
+    """The pages of a shard, as a session reads and writes them."""
+
+    def load_layer(self, item: int, slot: PageSlot, layer: int) -> Layer:
+        """The bytes that lie there, with the checksum that was committed with them."""
+
+    def store_layer(self, slot: PageSlot, layer: Layer) -> None:
+        """Writes a layer to its place in the page."""
+
+    def verify(self, namespace: NamespaceId, slot: PageSlot, sums: list[int]) -> bytes | None:
+        """The packed checksums if the page matches `sums`; None if it does not."""
+
+
+class SessionBook(Protocol):
+    """The sessions of a shard that are under way."""
+
+    def begin(self, session: Session) -> bool:
+        """Adds a session; False if its attempt has one already."""
+
+    def finish(self, session: Session) -> None:
+        """Takes it out: it moves nothing any more."""
+
+
+class SessionHost(SessionMemory, SessionBook, Protocol):
+    """The shard process that carries a session out."""
+
+    @property
+    def world(self) -> Surroundings: ...
+
+    def now(self) -> int:
+        """By the clock of its node."""
+
+    def submit(self, build: Build, answered: Answered | None = None) -> object:
+        """Has the core step the message that `build` makes for a call id; `answered` gets the reply."""
+
+
+def serve(shard: SessionHost, opening: SessionRequest, up: Pipe, down: Pipe) -> Script:
     """One load or store, from its opening to its end."""
     request = opening.request
     if isinstance(request, WriteRequest):
@@ -132,7 +186,7 @@ def serve(shard: ShardProcess, opening: Transfer, up: Pipe, down: Pipe) -> Scrip
     yield from _drive(shard, session, plan, Stopped())
 
 
-def _drive(shard: ShardProcess, session: Session, plan: PageSession, event: SessionEvent) -> Script:
+def _drive(shard: SessionHost, session: Session, plan: PageSession, event: SessionEvent) -> Script:
     """Steps an event, and asks the core what that wants to know; the effect in which it ends, None where in none."""
     effects: list[SessionEffect] = plan.step(event)
     while effects and isinstance(effects[0], AskCore):
@@ -152,7 +206,7 @@ def _answered(session: Session, answered: Promise, reply: Reply) -> None:
 
 
 def _read(
-    shard: ShardProcess,
+    shard: SessionHost,
     session: Session,
     plan: PageSession,
     request: ReadRequest,
@@ -186,7 +240,7 @@ def _read(
 
 
 def _write(
-    shard: ShardProcess,
+    shard: SessionHost,
     session: Session,
     plan: PageSession,
     request: WriteRequest,
@@ -196,7 +250,7 @@ def _write(
     down: Pipe,
 ) -> Script:
     slots = {item: page for item, page in enumerate(pages) if isinstance(page, PageSlot)}
-    arrived: dict[int, dict[int, int]] = {item: {} for item in slots}
+    arrived = ArrivedSums()
     while True:
         heard = yield up.next(), max(1, give_up - shard.now())
         if heard is FINISHED:
@@ -214,7 +268,7 @@ def _write(
         for layer in heard:
             assert layer.item in slots, "a worker sent what was not to be sent"
             shard.store_layer(slots[layer.item], layer)
-            arrived[layer.item][layer.layer] = layer.total
+            arrived.add(layer)
     if session.revoked:  # a copy that was under way ends when it ends
         heard = yield up.next(), shard.world.rng.randrange(20 * MS)
         for layer in heard if isinstance(heard, list) else ():
@@ -222,18 +276,16 @@ def _write(
                 shard.store_layer(slots[layer.item], layer)
 
 
-def _finished(
-    shard: ShardProcess, request: WriteRequest, slots: dict[int, PageSlot], arrived: dict[int, dict[int, int]]
-) -> Finished:
+def _finished(shard: SessionHost, request: WriteRequest, slots: dict[int, PageSlot], arrived: ArrivedSums) -> Finished:
     """Verifies what lies in the pages now against the writer's checksums."""
     verified: dict[int, bytes] = {}
     missing: int | None = None
     for item, slot in slots.items():
-        sums = arrived[item]
-        if len(sums) < slot.key.part.layers:
+        sums = arrived.whole(item, slot)
+        if sums is None:
             missing = item if missing is None else missing
             continue
-        packed = shard.verify(request.namespace, slot, [sums[layer] for layer in range(len(sums))])
+        packed = shard.verify(request.namespace, slot, sums)
         if packed is not None:
             verified[item] = packed
     return Finished(verified, missing)

@@ -8,7 +8,7 @@ pages from another shard, and Leave ends the process.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.found import carried_out
@@ -49,31 +49,58 @@ from kvcluster.core.reasons import Loss
 from kvcluster.core.shard import Shard
 from kvcluster.core.tiers import STORED
 from kvcluster.pages import checksum
-from kvcluster.testing.kernel import MS, SECOND, Clock, Script
+from kvcluster.testing.kernel import MS, SECOND, Clock, Process, Script
 from kvcluster.testing.sim import content, sessions
+from kvcluster.testing.sim.coordinator import CoordinatorProcess
 from kvcluster.testing.sim.disk import Disk
 from kvcluster.testing.sim.driver import SimulatedCore
 from kvcluster.testing.sim.memory import Memory, flipped
-from kvcluster.testing.sim.network import Pipe
+from kvcluster.testing.sim.network import Line, Pipe
 from kvcluster.testing.sim.order_oracle import HeardOrders
 from kvcluster.testing.sim.promises import hold
-from kvcluster.testing.sim.sessions import Layer, Session, Transfer
-
-if TYPE_CHECKING:
-    from kvcluster.testing.sim.coordinator import CoordinatorProcess
-    from kvcluster.testing.sim.world import World
-
+from kvcluster.testing.sim.sessions import ArrivedSums, Layer, Session, SessionRequest
+from kvcluster.testing.sim.surroundings import Supervisor, Surroundings
 
 Place = tuple[NamespaceId, PageKey, Tier]
 """Where a shard has something."""
+
+FETCH_NS = 2 * SECOND
+"""What a copy from another shard may take."""
+
+
+class Addresses(Protocol):
+    """Finds processes by what they are called."""
+
+    def coordinator_seen_by(self, process: Process) -> CoordinatorProcess:
+        """The coordinator that its name means on the node of this process: perhaps not the newest."""
+
+    def shard_at(self, address: str) -> ShardProcess | None:
+        """The newest process that listened there."""
+
+
+class ShardJudge(Protocol):
+    """What is shown to the oracle (oracle.py)."""
+
+    def shard_stepped(self, shard: ShardProcess, message: object, effects: list[Effect], now: int) -> None:
+        """A shard has stepped this message; its effects have yet to be performed."""
+
+
+class ShardSurroundings(Surroundings, Supervisor, Addresses, Protocol):
+    """`disks`: by shard, node and tier; they outlive the processes."""
+
+    disks: dict[tuple[ShardId, int, Tier], Disk]
+
+    @property
+    def oracle(self) -> ShardJudge: ...
 
 
 class ShardProcess(SimulatedCore):
     """One shard incarnation. Its sessions are all that reads or writes its memory."""
 
     core: Shard
+    world: ShardSurroundings
 
-    def __init__(self, world: World, shard: ShardId, node: int, clock: Clock, epoch: Epoch) -> None:
+    def __init__(self, world: ShardSurroundings, shard: ShardId, node: int, clock: Clock, epoch: Epoch) -> None:
         config = world.scenario.config
         # As with a fixed port: the next incarnation on this node is reached where the last one was.
         self.address = ShardAddress(shard, epoch, f"{shard}@{node}", f"node-{node}")
@@ -112,7 +139,7 @@ class ShardProcess(SimulatedCore):
 
     # ------------------------------------------------------------------------------------------- sessions
 
-    def serve(self, opening: Transfer, up: Pipe, down: Pipe) -> None:
+    def serve(self, opening: SessionRequest, up: Pipe, down: Pipe) -> None:
         """A worker's connection has arrived."""
         self.start(sessions.serve(self, opening, up, down))
 
@@ -327,45 +354,22 @@ class ShardProcess(SimulatedCore):
 
     def _fetch(self, effect: Fetch) -> Script:
         """As a worker would, under the cluster's own credential, straight into our pages."""
-        wants = tuple(PageWant(slot.key, 0, slot.key.part.layers) for slot in effect.slots)
-        reader = Attempt(Holder(self.world.rng.randbytes(16)), 1)
-        accept = max(slot.loss for slot in effect.slots)
-        request = ReadRequest(effect.namespace, reader, effect.source.epoch, wants, accept)
-        patience_ns = 2 * SECOND
-        give_up = self.now() + patience_ns
-        verified: dict[int, bytes] = {}
+        request = self._request_for(effect)
+        give_up = self.now() + FETCH_NS
         source = self.world.shard_at(effect.source.address)
         line = None
         if source is not None:
-            line = self.world.network.connect(self, source, source.serve, Transfer(CLUSTER, request, patience_ns))
+            line = self.world.network.connect(self, source, source.serve, SessionRequest(CLUSTER, request, FETCH_NS))
         session = Session(effect.attempt, effect.namespace, line.down if line else None, writes=True)
         session.pages = list(effect.slots)
         for slot in effect.slots:
             known = source.stored_at(effect.namespace, slot.key) if source is not None else None
             session.stored_at[slot.key] = known or 0
         self.begin(session)
-        suspects: dict[int, None] = {}
-        arrived: dict[int, dict[int, int]] = {}
-        while line is not None:
-            heard = yield line.down.next(), max(1, give_up - self.now())
-            if isinstance(heard, list) and (not heard or not isinstance(heard[0], Layer)):
-                continue  # the source says for each page whether it comes
-            if not isinstance(heard, list) or session.revoked:
-                break
-            if self.ask_now(lambda call: Renew(call, effect.attempt)) != Done(True):
-                break
-            for layer in heard:
-                if layer.codec is effect.slots[layer.item].codec:
-                    self.store_layer(effect.slots[layer.item], layer)
-                    arrived.setdefault(layer.item, {})[layer.layer] = layer.total
-        for item, sums in arrived.items():
-            slot = effect.slots[item]
-            if len(sums) == slot.key.part.layers:
-                packed = self.verify(effect.namespace, slot, [sums[layer] for layer in range(len(sums))])
-                if packed is not None:
-                    verified[item] = packed
-                else:
-                    suspects[item] = None
+        arrived = ArrivedSums()
+        if line is not None:
+            yield from self._receive(effect, session, line, give_up, arrived)
+        verified, suspects = self._verify_copies(effect, arrived)
         if line is not None:
             line.up.hang_up()
         session.moving = False
@@ -379,3 +383,40 @@ class ShardProcess(SimulatedCore):
             self.world.network.ask(
                 self, source, lambda call: Suspect(call, CLUSTER, effect.namespace, effect.source.epoch, keys)
             )
+
+    def _request_for(self, effect: Fetch) -> ReadRequest:
+        wants = tuple(PageWant(slot.key, 0, slot.key.part.layers) for slot in effect.slots)
+        reader = Attempt(Holder(self.world.rng.randbytes(16)), 1)
+        return ReadRequest(
+            effect.namespace, reader, effect.source.epoch, wants, max(slot.loss for slot in effect.slots)
+        )
+
+    def _receive(self, effect: Fetch, session: Session, line: Line, give_up: int, arrived: ArrivedSums) -> Script:
+        """Writes each layer to its page as it comes, until the source has ended, time is up, or a lease is."""
+        while True:
+            heard = yield line.down.next(), max(1, give_up - self.now())
+            if isinstance(heard, list) and (not heard or not isinstance(heard[0], Layer)):
+                continue  # the source says for each page whether it comes
+            if not isinstance(heard, list) or session.revoked:
+                return
+            if self.ask_now(lambda call: Renew(call, effect.attempt)) != Done(True):
+                return
+            for layer in heard:
+                if layer.codec is effect.slots[layer.item].codec:
+                    self.store_layer(effect.slots[layer.item], layer)
+                    arrived.add(layer)
+
+    def _verify_copies(self, effect: Fetch, arrived: ArrivedSums) -> tuple[dict[int, bytes], list[int]]:
+        """Of the pages that have come whole: the packed sums of those that match their sums, and those that do not."""
+        verified: dict[int, bytes] = {}
+        suspects: list[int] = []
+        for item in arrived.items():
+            slot = effect.slots[item]
+            sums = arrived.whole(item, slot)
+            if sums is not None:
+                packed = self.verify(effect.namespace, slot, sums)
+                if packed is not None:
+                    verified[item] = packed
+                else:
+                    suspects.append(item)
+        return verified, suspects

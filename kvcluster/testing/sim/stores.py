@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kvcluster.client.load_plan import Begin, Cancel, PlanTick
 from kvcluster.client.results import Stored
@@ -37,6 +36,7 @@ from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import Part
 from kvcluster.testing.kernel import MS, TIMED_OUT, Promise, Script
 from kvcluster.testing.sim import content
+from kvcluster.testing.sim.client_process import ClientProcess
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.loads import PATHS_LOST
 from kvcluster.testing.sim.memory import flipped
@@ -45,16 +45,13 @@ from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import FINISHED, Layer
 from kvcluster.transport.seam import Cancelled, PathLost, Streams, Trouble
 
-if TYPE_CHECKING:
-    from kvcluster.testing.sim.worker import Worker
-
 
 class Store:
     """One store of the blocks from `first` on. `done` brings its Stored, and `over` comes when the next may begin."""
 
     def __init__(
         self,
-        worker: Worker,
+        worker: ClientProcess,
         model: Model,
         hashes: Sequence[BlockHash],
         first: int,
@@ -130,10 +127,10 @@ class Store:
         told = stored.blocks + stored.deduplicated + stored.pending
         hold(told <= len(self._terms.new), "more blocks are told to be stored than there were")
         if told == len(self._terms.new) and not stored.pending and stored.miss is None:
-            placed = self._worker.world.oracle.placed
+            oracle = self._worker.world.oracle
             for block in self._terms.new:
                 for group, part in self._terms.parts:
-                    known = (self._model.space, PageKey(block, group, part)) in placed
+                    known = oracle.was_committed(self._model.space, PageKey(block, group, part))
                     whole = stored.deduplicated  # of blocks that others stored, perhaps in other parts
                     hold(known or bool(whole), "a block is told to be stored that no shard has committed")
         self.done.fulfil(stored)

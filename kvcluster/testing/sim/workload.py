@@ -6,10 +6,13 @@ tenant. Each slot of a worker does one thing after another until the world says 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.messages import (
+    BlocksPinned,
     Done,
     Drain,
     Explain,
@@ -17,7 +20,6 @@ from kvcluster.core.messages import (
     Flush,
     GetStatus,
     PinBlocks,
-    Pinned,
     PrepareLoad,
     Purge,
     Purged,
@@ -30,11 +32,8 @@ from kvcluster.core.reasons import Loss
 from kvcluster.testing.kernel import MS, Script
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.content import Model
-
-if TYPE_CHECKING:
-    from kvcluster.core.ids import BlockHash
-    from kvcluster.testing.sim.worker import Worker
-    from kvcluster.testing.sim.world import World
+from kvcluster.testing.sim.shard import ShardProcess
+from kvcluster.testing.sim.worker import Worker, WorkerSurroundings
 
 CONVERSATIONS = 5
 HALVES = 0.7
@@ -59,33 +58,41 @@ _NAMES = list(_ERRANDS)
 _WEIGHTS = list(accumulate(_ERRANDS.values()))
 
 
-def slot(worker: Worker) -> Script:
+class EngineSurroundings(WorkerSurroundings, Protocol):
+    """The cluster as engines use it. `names` are the shards that have not gone, `shards` has the newest process of
+    each, and `told_to_go` are those that an operator has drained."""
+
+    models: list[Model]
+    names: list[ShardId]
+    shards: dict[ShardId, ShardProcess]
+    told_to_go: dict[ShardId, None]
+
+
+def slot(world: EngineSurroundings, worker: Worker) -> Script:
     """One thing after another."""
-    world = worker.world
     rng = world.rng
     while world.working:
         yield None, int(2 * world.scenario.think_ns * rng.random())
         if world.working:
             name = rng.choices(_NAMES, cum_weights=_WEIGHTS)[0]
             world.journal.add((world.kernel.now, worker.name, name, ()))
-            yield from _SCRIPTS[name](worker)
+            yield from _SCRIPTS[name](world, worker)
 
 
-def redeemer(worker: Worker) -> Script:
+def redeemer(world: EngineSurroundings, worker: Worker) -> Script:
     """Another process of the same engine, which goes on with tickets of before while nobody coordinates.
 
     It gives up when the shards' own term has passed. That term is worth a close look: who grants a little longer than
     he may, does so then.
     """
-    world = worker.world
     term_ns = world.scenario.config.membership_ttl_ms * MS
     while world.working:
         yield None, int(2 * REDEEM_NS * world.rng.random())
         if term_ns // 4 < worker.unanswered_ns() < term_ns * 5 // 4:
-            yield from _redeem(worker)
+            yield from _redeem(world, worker)
 
 
-def conversation(world: World) -> tuple[Model, tuple[BlockHash, ...]]:
+def conversation(world: EngineSurroundings) -> tuple[Model, tuple[BlockHash, ...]]:
     """A model and the first blocks of something that is said to it."""
     rng = world.rng
     model = world.models[int(len(world.models) * rng.random() ** 2)]
@@ -94,9 +101,8 @@ def conversation(world: World) -> tuple[Model, tuple[BlockHash, ...]]:
     return model, content.chain(model, prompt, number)[: rng.randint(1, content.LONGEST)]
 
 
-def _request(worker: Worker) -> Script:
+def _request(world: EngineSurroundings, worker: Worker) -> Script:
     """What an engine does with a prompt: loads what is cached, computes the rest, stores it."""
-    world = worker.world
     rng = world.rng
     model, hashes = conversation(world)
     kept_ns = int(1_500 * MS * rng.random()) if rng.random() < 0.2 else 0
@@ -112,76 +118,74 @@ def _request(worker: Worker) -> Script:
         yield from worker.store(model, hashes, loaded, parts, wait_ns)
 
 
-def _redeem(worker: Worker) -> Script:
+def _redeem(world: EngineSurroundings, worker: Worker) -> Script:
     """A ticket that another process prepared, perhaps long ago."""
-    world = worker.world
     if world.grants:
         model, body = world.rng.choice(world.grants[-8:])
         loaded = yield from worker.redeem(model, body, worker.now() + world.scenario.patience_ns)
         world.count("redeem", "part failed" if loaded.miss is not None else "hit")
 
 
-def _lookup(worker: Worker) -> Script:
-    model, hashes = conversation(worker.world)
+def _lookup(world: EngineSurroundings, worker: Worker) -> Script:
+    model, hashes = conversation(world)
     attempt = worker.attempt()
     reply = yield from worker.question(
         model,
         lambda call: PrepareLoad(call, model.tenant, model.space, attempt, hashes, model.need(), hold=False),
-        worker.now() + worker.world.scenario.patience_ns,
+        worker.now() + world.scenario.patience_ns,
     )
-    worker.world.count("lookup", "answered" if reply is not None else "no answer")
+    world.count("lookup", "answered" if reply is not None else "no answer")
 
 
-def _pin(worker: Worker) -> Script:
-    rng = worker.world.rng
-    model, hashes = conversation(worker.world)
+def _pin(world: EngineSurroundings, worker: Worker) -> Script:
+    rng = world.rng
+    model, hashes = conversation(world)
     ttl_ns, replicas = rng.choice((100, 500, 1_500)) * MS, rng.choice((1, 1, 2, 3))
     reply = yield from worker.question(
         model,
         lambda call: PinBlocks(call, model.tenant, model.space, hashes, ttl_ns, replicas),
-        worker.now() + worker.world.scenario.patience_ns,
+        worker.now() + world.scenario.patience_ns,
     )
-    worker.world.count("pin", "pinned" if isinstance(reply, Pinned) else "no answer")
+    world.count("pin", "pinned" if isinstance(reply, BlocksPinned) else "no answer")
 
 
-def _unpin(worker: Worker) -> Script:
-    model, hashes = conversation(worker.world)
+def _unpin(world: EngineSurroundings, worker: Worker) -> Script:
+    model, hashes = conversation(world)
     reply = yield from worker.question(
         model,
         lambda call: UnpinBlocks(call, model.tenant, model.space, hashes),
-        worker.now() + worker.world.scenario.patience_ns,
+        worker.now() + world.scenario.patience_ns,
     )
-    worker.world.count("unpin", "unpinned" if isinstance(reply, Pinned) else "no answer")
+    world.count("unpin", "unpinned" if isinstance(reply, BlocksPinned) else "no answer")
 
 
-def _explain(worker: Worker) -> Script:
-    model, hashes = conversation(worker.world)
+def _explain(world: EngineSurroundings, worker: Worker) -> Script:
+    model, hashes = conversation(world)
     reply = yield from worker.question(
         model,
         lambda call: Explain(call, model.tenant, model.space, hashes, model.need()),
-        worker.now() + worker.world.scenario.patience_ns,
+        worker.now() + world.scenario.patience_ns,
     )
-    worker.world.count("explain", "explained" if isinstance(reply, Explained) else "no answer")
+    world.count("explain", "explained" if isinstance(reply, Explained) else "no answer")
 
 
-def _siblings(worker: Worker) -> Script:
-    model, _ = conversation(worker.world)
+def _siblings(world: EngineSurroundings, worker: Worker) -> Script:
+    model, _ = conversation(world)
     reply = yield from worker.question(
         model,
         lambda call: Siblings(call, model.tenant, model.space),
-        worker.now() + worker.world.scenario.patience_ns,
+        worker.now() + world.scenario.patience_ns,
     )
-    worker.world.count("siblings", "answered" if isinstance(reply, SiblingSpecs) else "no answer")
+    world.count("siblings", "answered" if isinstance(reply, SiblingSpecs) else "no answer")
 
 
-def _status(worker: Worker) -> Script:
-    reply = yield from worker.ask(GetStatus, worker.now() + worker.world.scenario.patience_ns)
-    worker.world.count("status", "answered" if isinstance(reply, Status) else "no answer")
+def _status(world: EngineSurroundings, worker: Worker) -> Script:
+    reply = yield from worker.ask(GetStatus, worker.now() + world.scenario.patience_ns)
+    world.count("status", "answered" if isinstance(reply, Status) else "no answer")
 
 
-def _flush(worker: Worker) -> Script:
+def _flush(world: EngineSurroundings, worker: Worker) -> Script:
     """Is what was stored so far known to the coordinator?"""
-    world = worker.world
     shard = world.shards[world.rng.choice(world.names)]
     wait_ns = world.scenario.patience_ns // 2
     promise = world.network.ask(worker, shard, lambda call: Flush(call, wait_ns))
@@ -189,9 +193,8 @@ def _flush(worker: Worker) -> Script:
     world.count("flush", "all told" if reply == Done(True) else "not all told" if reply == Done(False) else "no answer")
 
 
-def _purge(worker: Worker) -> Script:
+def _purge(world: EngineSurroundings, worker: Worker) -> Script:
     """New weights, or a tenant that clears everything."""
-    world = worker.world
     model, _ = conversation(world)
     weights = model.spec.weights if world.rng.random() < 0.7 else None
     reply = yield from worker.ask(
@@ -200,9 +203,8 @@ def _purge(worker: Worker) -> Script:
     world.count("purge", "purged" if isinstance(reply, Purged) else "no answer")
 
 
-def _drain(worker: Worker) -> Script:
+def _drain(world: EngineSurroundings, worker: Worker) -> Script:
     """An operator lets a shard go, but not the last that is to stay."""
-    world = worker.world
     staying = [name for name in world.names if name not in world.told_to_go]
     if len(staying) > 1:
         shard = world.rng.choice(staying)
@@ -211,7 +213,7 @@ def _drain(worker: Worker) -> Script:
         world.count("drain", "begun" if reply == Done(True) else "not known")
 
 
-_SCRIPTS = {
+_SCRIPTS: dict[str, Callable[[EngineSurroundings, Worker], Script]] = {
     "request": _request,
     "redeem": _redeem,
     "lookup": _lookup,

@@ -1,7 +1,7 @@
-"""One seed's world: the cores in their processes, on nodes, with their clocks, and whoever starts them anew.
+"""One seed's world: the cores in their processes, on nodes, with their clocks, and the supervisors that restart them.
 
-A run has two phases. In the first anything may fail, and the oracle judges every step. Then all is healed, work ends,
-and within a bounded time everything must have come to rest (liveness.py).
+It is built here of its parts, which name no world but the protocols that it satisfies (surroundings.py). What happens
+to it is not its business: phases.py runs it, faults.py breaks it, liveness.py waits until it is at rest.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from kvcluster.core.ids import Epoch, Holder, ShardId
 from kvcluster.core.invariants import check_coordinator, check_shard
@@ -20,9 +19,7 @@ from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
 from kvcluster.testing.sim.coordinator_oracle import CoordinatorOracle
 from kvcluster.testing.sim.disk import Disk
-from kvcluster.testing.sim.faults import Faults
 from kvcluster.testing.sim.journal import Journal
-from kvcluster.testing.sim.liveness import come_to_rest
 from kvcluster.testing.sim.network import Network
 from kvcluster.testing.sim.oracle import Oracle
 from kvcluster.testing.sim.promises import hold
@@ -37,18 +34,8 @@ _BIRTH_NS = 10**15
 """What clocks show when a world begins: epochs are wall-clock time, and never near zero."""
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What a seed did. `faults` by kind, `operations` by what came of them."""
-
-    seed: int
-    steps: int
-    faults: Counter[str]
-    operations: Counter[str]
-
-
-class World:
-    """Everything of one seed. `run` it once."""
+class SimulatedWorld:
+    """Everything of one seed. phases.run runs it, once."""
 
     def __init__(self, seed: int, *, whole_journal: bool = False) -> None:
         self.seed = seed
@@ -76,7 +63,7 @@ class World:
         self.kept: tuple[Tombstone, ...] = ()
         self.disks: dict[tuple[ShardId, int, Tier], Disk] = {}  # by shard, node and tier
         self.names = [ShardId(f"s{number}") for number in range(drawn.config.shards)]
-        self.oracle = Oracle(self)
+        self.oracle = Oracle(self.kernel, membership_ttl_ns=drawn.config.membership_ttl_ms * MS)
         self.coordinator_oracle = CoordinatorOracle(self, self.oracle.placed)
         self._bound: dict[int, CoordinatorProcess] = {}
         self.coordinators: list[CoordinatorProcess] = []
@@ -90,13 +77,6 @@ class World:
             self.start_shard(name, number % drawn.nodes)
         for number in range(drawn.workers):
             self.workers.append(self._worker(f"w{number}", rng.randrange(drawn.nodes)))
-
-    def run(self) -> Outcome:
-        """Both phases. Raises Violation, or whatever else shows that the core is wrong."""
-        Faults(self).begin()
-        self.kernel.run(self.scenario.safety_ns)
-        come_to_rest(self)
-        return Outcome(self.seed, self.steps, self.faults, self.operations)
 
     def check(self) -> None:
         """All invariants of all cores."""
@@ -156,8 +136,8 @@ class World:
         worker = Worker(self, name, node, self._clocks[node], Holder(self._holders.to_bytes(16, "big")))
         self._began(name, node, self._holders)
         for _ in range(self.rng.randint(1, 2)):
-            worker.slots.append(worker.start(workload.slot(worker)))
-        worker.slots.append(worker.start(workload.redeemer(worker)))
+            worker.slots.append(worker.start(workload.slot(self, worker)))
+        worker.slots.append(worker.start(workload.redeemer(self, worker)))
         return worker
 
     def _began(self, name: str, node: int, epoch: int) -> None:

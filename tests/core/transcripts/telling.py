@@ -13,6 +13,7 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
     Attached,
     AttachedShard,
+    BlocksPinned,
     CommitGrant,
     Done,
     Drain,
@@ -29,7 +30,6 @@ from kvcluster.core.messages import (
     PageEvent,
     PageSlot,
     PinGrant,
-    Pinned,
     Plan,
     PullOrder,
     Purged,
@@ -93,7 +93,7 @@ class Teller:
             case Explained(fates):
                 told = [self._plan(fate.plan) if fate.plan else f"missing, {fate.miss}" for fate in fates]
                 return self._runs(asked, [fate.count for fate in fates], told)
-            case Pinned(blocks):
+            case BlocksPinned(blocks):
                 return f"{self._names.told(asked[:blocks])} (of {len(asked)} asked)"
             case Purged(blocks):
                 return f"forgotten: {blocks}"

@@ -11,15 +11,15 @@ from kvcluster.core.messages import Drain, Purge
 from kvcluster.testing.kernel import MS, SECOND
 from kvcluster.testing.sim import content, liveness, scenario
 from kvcluster.testing.sim.promises import Violation
-from kvcluster.testing.sim.world import World
+from kvcluster.testing.sim.world import SimulatedWorld
 
 QUIET = 131
 """Of two large shards without a tier below, and slow writers."""
 
 
-def quiet_world() -> World:
+def quiet_world() -> SimulatedWorld:
     """Nothing goes wrong in it, and nobody wants anything."""
-    world = World(QUIET)
+    world = SimulatedWorld(QUIET)
     world.scenario = scenario.without_faults(world.scenario)
     world.network.heal()
     world.working = False
@@ -27,7 +27,7 @@ def quiet_world() -> World:
     return world
 
 
-def run_until(world: World, so: Callable[[], bool]) -> None:
+def run_until(world: SimulatedWorld, so: Callable[[], bool]) -> None:
     give_up = world.kernel.now + 10 * SECOND
     while not so():
         assert world.kernel.now < give_up, "it never comes about"

@@ -8,9 +8,9 @@ import pytest
 
 from kvcluster.cli.main import main
 from kvcluster.errors import CallerError
-from kvcluster.testing.sim import bugs, journal, runner, scenario
+from kvcluster.testing.sim import bugs, journal, phases, runner, scenario
 from kvcluster.testing.sim.faults import Faults
-from kvcluster.testing.sim.world import World
+from kvcluster.testing.sim.world import SimulatedWorld
 
 SEEDS = {
     "handed-over-before-stopped": 5,
@@ -166,13 +166,13 @@ def test_processes_share_the_seeds_and_agree_with_one() -> None:
 
 
 def test_a_world_in_which_nothing_goes_wrong_serves_everybody() -> None:
-    world = World(3)
+    world = SimulatedWorld(3)
     world.scenario = scenario.without_faults(world.scenario)
     world.network.heal()
     Faults(world).begin()
-    outcome = world.run()
-    assert not outcome.faults
-    assert not outcome.operations["load: no answer"] and not outcome.operations["load: part failed"]
+    phases.run(world)
+    assert not world.faults
+    assert not world.operations["load: no answer"] and not world.operations["load: part failed"]
 
 
 def test_the_command_closes_with_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,163 @@
+"""A client's process: what the client's plans need of a network (loads.py, stores.py), and no more.
+
+It asks the coordinator within the time that is left, attaches namespaces, and opens connections to shards. An answer
+that is lost is asked for again; what does not come at all is None or an error, and never raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvcluster.client.policy import ShardPolicy
+from kvcluster.core.ids import Attempt, Holder, NamespaceId
+from kvcluster.core.messages import (
+    Attach,
+    Attached,
+    AttachedShard,
+    AttachShard,
+    EndTicket,
+    PageKey,
+    ReadRequest,
+    Refused,
+    RefusedKind,
+    ShardAddress,
+    WriteRequest,
+)
+from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.errors import LimitError
+from kvcluster.testing.kernel import TIMED_OUT, Clock, Process, Script
+from kvcluster.testing.sim.content import Model
+from kvcluster.testing.sim.network import BROKEN, Line
+from kvcluster.testing.sim.sessions import Layer, SessionRequest
+from kvcluster.testing.sim.shard import Addresses
+from kvcluster.testing.sim.surroundings import Surroundings
+from kvcluster.transport.seam import RefusedByShard, Trouble
+
+BREAKER_MS = 50
+"""So that one that opened while there were faults is closed again when all must have come to rest."""
+
+
+class ReaderJudge(Protocol):
+    """What is shown to the oracle (oracle.py), or asked of it."""
+
+    def accepted(self, space: NamespaceId, key: PageKey, layer: Layer, accept: Loss) -> None:
+        """A reader has taken these bytes for what it asked for, who accepts that loss."""
+
+    def refused(self, key: PageKey, layer: Layer) -> None:
+        """A reader got bytes that do not match their checksum."""
+
+    def was_committed(self, space: NamespaceId, key: PageKey) -> bool:
+        """Has any shard ever committed this page?"""
+
+
+class ClientSurroundings(Surroundings, Addresses, Protocol):
+    """What a client needs of its world."""
+
+    @property
+    def oracle(self) -> ReaderJudge: ...
+
+
+class ClientProcess(Process):
+    """One incarnation of a client."""
+
+    def __init__(self, world: ClientSurroundings, name: str, node: int, clock: Clock, holder: Holder) -> None:
+        super().__init__(world.kernel, name, node, clock)
+        self.world = world
+        self._holder = holder
+        self._attempts = 0
+        self._asked = 0
+        self._asking: dict[int, int] = {}  # since when each question under way was asked
+        self.policy = ShardPolicy(breaker_failures=3, breaker_ms=BREAKER_MS)
+        self._attached: dict[Model, Attached] = {}
+        self._attached_shards: dict[tuple[ShardAddress, NamespaceId], None] = {}
+
+    def attempt(self) -> Attempt:
+        self._attempts += 1
+        return Attempt(self._holder, self._attempts)
+
+    # ------------------------------------------------------------------------------------------- questions
+
+    def ask(self, build: Callable[..., Any], give_up: int) -> Script:
+        """One question to the coordinator; None where no answer comes."""
+        promise = self.world.network.ask(self, self.world.coordinator_seen_by(self), build)
+        self._asked += 1
+        number = self._asked
+        self._asking[number] = self.now()
+        reply = yield promise, max(1, min(give_up - self.now(), self.world.scenario.patience_ns // 2))
+        del self._asking[number]
+        return reply if promise.ready and reply is not BROKEN else None
+
+    def unanswered_ns(self) -> int:
+        """For how long the coordinator has not answered a question that is under way."""
+        return self.now() - next(iter(self._asking.values())) if self._asking else 0
+
+    def question(self, model: Model, build: Callable[..., Any], give_up: int) -> Script:
+        """As `ask`, within a namespace: attaches first, and again where it was forgotten; asks once more where the
+        answer was lost."""
+        reply = None
+        for _ in range(4):
+            if model not in self._attached:
+                attached = yield from self.ask(lambda call: Attach(call, model.tenant, model.spec), give_up)
+                if not isinstance(attached, Attached):
+                    continue
+                self._attached[model] = attached
+            reply = yield from self.ask(build, give_up)
+            if isinstance(reply, Refused) and reply.kind is RefusedKind.UNKNOWN_NAMESPACE:
+                self._attached.pop(model, None)
+            elif reply is not None or self.now() >= give_up:
+                return reply
+        return reply
+
+    def end_ticket(self, attempt: Attempt) -> None:
+        """Nobody waits for it; lost, the ticket ends by time."""
+        self.world.network.ask(self, self.world.coordinator_seen_by(self), lambda call: EndTicket(call, attempt))
+
+    def attach(self, model: Model, give_up: int) -> Script:
+        """What the coordinator said of a namespace when it was attached; None where it cannot be asked."""
+        for _ in range(2):
+            if model in self._attached or self.now() >= give_up:
+                break
+            attached = yield from self.ask(lambda call: Attach(call, model.tenant, model.spec), give_up)
+            if isinstance(attached, Attached):
+                self._attached[model] = attached
+        return self._attached.get(model)
+
+    # --------------------------------------------------------------------------------------------- shards
+
+    def open(self, model: Model, shard: ShardAddress, request: ReadRequest | WriteRequest, give_up: int) -> Script:
+        """A connection and the head of its answer, for each page None or why not; or the error that the client's
+        connections (client/shards.py) would raise."""
+        if self.now() >= give_up:
+            return Trouble(Miss(MissReason.DEADLINE))
+        process = self.world.shard_at(shard.address)
+        if (shard, model.space) not in self._attached_shards:
+            promise = self.world.network.ask(self, process, lambda call: AttachShard(call, model.tenant, model.spec))
+            reply = yield promise, max(1, min(give_up - self.now(), self.world.scenario.patience_ns // 2))
+            if isinstance(reply, Refused):
+                return LimitError(reply.detail)
+            if not isinstance(reply, AttachedShard):
+                return _trouble(reply)
+            if reply.epoch != shard.epoch:
+                return RefusedByShard(Refused(RefusedKind.STALE, "another incarnation answers"))
+            self._attached_shards[shard, model.space] = None
+        left_ns = give_up - self.now()
+        if process is None or left_ns <= 0:
+            return _trouble(TIMED_OUT)
+        line: Line = self.world.network.connect(
+            self, process, process.serve, SessionRequest(model.tenant, request, left_ns)
+        )
+        head = yield line.down.next(), left_ns
+        if isinstance(head, list):
+            return line, head
+        line.up.hang_up()
+        self.world.network.close(line)
+        if not isinstance(head, Refused):
+            return _trouble(head)
+        if head.kind is RefusedKind.UNKNOWN_NAMESPACE:
+            self._attached_shards.pop((shard, model.space), None)
+        return RefusedByShard(head)
+
+
+def _trouble(heard: object) -> Trouble:
+    return Trouble(Miss(MissReason.DEADLINE if heard is TIMED_OUT else MissReason.SHARD_LOST, "no answer"))

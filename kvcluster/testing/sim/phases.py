@@ -1,0 +1,18 @@
+"""The two phases of a seed's run.
+
+In the first anything may fail, and the oracles judge every step. Then all is healed, work ends, and within a bounded
+time everything must have come to rest (liveness.py).
+"""
+
+from __future__ import annotations
+
+from kvcluster.testing.sim.faults import Faults
+from kvcluster.testing.sim.liveness import come_to_rest
+from kvcluster.testing.sim.world import SimulatedWorld
+
+
+def run(world: SimulatedWorld) -> None:
+    """Both phases. Raises Violation, or another error that shows that the core is wrong."""
+    Faults(world).begin()
+    world.kernel.run(world.scenario.safety_ns)
+    come_to_rest(world)
