@@ -53,7 +53,7 @@ CACHED = st.builds(
 @pytest.mark.parametrize("name", POLICIES)
 @given(blocks=st.lists(CACHED, min_size=1, max_size=8), now=st.integers(0, 2**63 - 1))
 def test_a_score_is_an_integer_that_asking_for_does_not_change(name: str, blocks: list[Cached], now: int) -> None:
-    policy = POLICIES[name](Facts())
+    policy = POLICIES[name].make(Facts())
     for block in blocks:
         score = policy.score(block, now)
         assert type(score) is int
@@ -66,7 +66,7 @@ def test_a_score_is_an_integer_that_asking_for_does_not_change(name: str, blocks
 def test_a_policy_that_says_so_never_scores_lower_what_was_used(
     name: str, block: Cached, later: int, more: int, blocks: list[Cached]
 ) -> None:
-    policy = POLICIES[name](Facts())
+    policy = POLICIES[name].make(Facts())
     before = policy.score(block, block.stamp)
     for other in blocks:
         policy.taken(policy.score(other, block.stamp), block.stamp)

@@ -25,12 +25,26 @@ class Space:
     __slots__ = ("_page_bytes", "id", "index", "pinned", "purged", "spec", "tenant")
 
     def __init__(
-        self, space: NamespaceId, tenant: Tenant, spec: KVSpec, book: CopyBook, announcer: Announcer | None
+        self,
+        space: NamespaceId,
+        tenant: Tenant,
+        spec: KVSpec,
+        book: CopyBook,
+        announcer: Announcer | None,
+        *,
+        counts_uses: bool,
     ) -> None:
         self.id = space
         self.tenant = tenant
         self.spec = spec
-        self.index = PrefixIndex(space, [group.reuse for group in spec.groups], spec.block_tokens, book, announcer)
+        self.index = PrefixIndex(
+            space,
+            [group.reuse for group in spec.groups],
+            spec.block_tokens,
+            book,
+            announcer,
+            counts_uses=counts_uses,
+        )
         self.pinned: dict[BlockHash, int] = {}
         self.purged = 0
         self._page_bytes: dict[tuple[int, Part, Codec], int] = {}
@@ -59,7 +73,15 @@ class Space:
 class Directory:
     """Namespaces by id. `announcer` hears of each and of its blocks."""
 
-    def __init__(self, book: CopyBook, tombstones: Tombstones, announcer: Announcer | None = None) -> None:
+    def __init__(
+        self,
+        book: CopyBook,
+        tombstones: Tombstones,
+        announcer: Announcer | None = None,
+        *,
+        counts_uses: bool = False,
+    ) -> None:
+        self._counts_uses = counts_uses
         self._book = book
         self._announcer = announcer
         self._tombstones = tombstones
@@ -85,7 +107,9 @@ class Directory:
             full = len(owned) >= limits.NAMESPACES_PER_TENANT or len(self._spaces) >= limits.NAMESPACES
             if full and not self._forget_bare(tenant):
                 return None
-            space = self._spaces[space_id] = Space(space_id, tenant, spec, self._book, self._announcer)
+            space = self._spaces[space_id] = Space(
+                space_id, tenant, spec, self._book, self._announcer, counts_uses=self._counts_uses
+            )
             if self._announcer is not None:
                 self._announcer.opened(space_id, spec)
             space.purged = self._tombstones.latest(tenant, spec)

@@ -72,7 +72,11 @@ class PrefixIndex:
         block_tokens: int,
         book: CopyBook,
         announcer: Announcer | None = None,
+        *,
+        counts_uses: bool = False,
     ) -> None:
+        """`counts_uses`: whether `touch` counts how often a block is used, for eviction policies that look at it."""
+        self._counts_uses = counts_uses
         self._space = space
         self._reuses = tuple(reuses)
         self._block_tokens = block_tokens
@@ -106,6 +110,9 @@ class PrefixIndex:
 
     def touch(self, hashes: Sequence[BlockHash], now: int, held_until: int) -> None:
         """A load is promised these blocks: they are the hottest now, used once more, and spared until `held_until`."""
+        if not self._counts_uses:
+            self.renew(hashes, now, held_until)
+            return
         get = self._records.get
         for block in hashes:
             record = get(block)

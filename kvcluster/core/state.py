@@ -50,7 +50,7 @@ class CoordinatorState:
         self.book = CopyBook()
         self.announcer = announcer
         self._policy = POLICIES[config.eviction_policy]
-        self.directory = Directory(self.book, tombstones, announcer)
+        self.directory = Directory(self.book, tombstones, announcer, counts_uses=self._policy.counts_uses)
         self.members = Membership(membership_ttl_ms * MS, self.book, self._queue)
         self.tickets = TicketBook(config.ticket_ttl_ms * MS)
         self.evicted = EvictedMemory()
@@ -59,7 +59,7 @@ class CoordinatorState:
         self.counters = dict.fromkeys(_COUNTERS, 0)
 
     def _queue(self, slot: int, tier: Tier) -> EvictionQueue[BlockRecord]:
-        return EvictionQueue(self._policy(BlockFacts(self.directory, slot, tier)), self.directory.record)
+        return EvictionQueue(self._policy.make(BlockFacts(self.directory, slot, tier)), self.directory.record)
 
     def bury(self, stone: Tombstone) -> list[dict[BlockHash, BlockRecord]]:
         """Forgets all blocks that the tombstone names. Returns those that were known, by namespace."""

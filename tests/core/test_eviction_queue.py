@@ -96,7 +96,7 @@ def chain(length: int, stamp: int = 0, after: Record | None = None) -> list[Reco
 # ------------------------------------------------------------------------------------- against plain lists
 
 FACTS = SizesOfTheirOwn()
-EVERY_POLICY: list[Callable[[], EvictionPolicy]] = [Worth, *(lambda p=p: p(FACTS) for p in POLICIES.values())]  # type: ignore[misc]
+EVERY_POLICY: list[Callable[[], EvictionPolicy]] = [Worth, *(lambda p=p: p.make(FACTS) for p in POLICIES.values())]  # type: ignore[misc]
 
 
 class QueueAgainstLists(RuleBasedStateMachine):

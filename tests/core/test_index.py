@@ -33,7 +33,7 @@ def index_of(*reuses: Reuse, block_tokens: int = 4, shards: int = 3) -> tuple[Co
     book = CopyBook()
     for number in range(1, shards + 1):
         book.open_slot(address(number))
-    return book, PrefixIndex(SPACE, reuses, block_tokens, book)
+    return book, PrefixIndex(SPACE, reuses, block_tokens, book, counts_uses=True)
 
 
 def filled(*reuses: Reuse, held: Sequence[str], block_tokens: int = 4) -> PrefixIndex:
@@ -474,3 +474,12 @@ def test_a_chain_keeps_each_hash_once() -> None:
     first = index.get(block(0))
     assert len(told_again) == HASH_BYTES and first is not None and child is not None
     assert child.parent is first.hash and child.parent is not told_again
+
+
+def test_uses_are_counted_only_for_policies_that_look_at_them() -> None:
+    book = CopyBook()
+    book.open_slot(address(1))
+    index = PrefixIndex(SPACE, [PREFIX], 4, book)
+    index.add(page(0, 0), slot=1, now=0)
+    index.touch(chain(1), now=20, held_until=40)
+    assert [(record.stamp, record.held_until, record.uses) for record in index] == [(20, 40, 0)]
