@@ -127,13 +127,12 @@ class AskStore:
 @dataclass(frozen=True, slots=True)
 class StartWrite:
     """Write these pages to that shard. `blocks`: for each page the block that it is of, counted from the first new
-    one. `again`: a try before may hold some of them still, so that there may be another after this."""
+    one."""
 
     exchange: int
     shard: ShardAddress
     request: WriteRequest
     blocks: Sequence[int]
-    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +349,7 @@ class StorePlan:
         wait_ns = min(self._terms.wait_ns, max(0, self._deadline_ns - now))
         request = WriteRequest(self._namespace, self._next_attempt(), of.shard.epoch, pages, wait_ns)
         self._exchanges[number] = _WriteExchange(of, items, permit, reattached)
-        return [StartWrite(number, of.shard, request, [of.blocks[at] for at in items], bool(of.doubtful))]
+        return [StartWrite(number, of.shard, request, [of.blocks[at] for at in items])]
 
     def _write_ended(self, event: WriteEnded, now: int) -> list[StoreEffect]:
         exchange = self._exchanges.pop(event.exchange, None)
