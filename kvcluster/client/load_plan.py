@@ -319,8 +319,9 @@ class LoadPlan:
 
     def _ask_again(self, exchange: _ReadExchange, verdict: AskAgain, now: int) -> list[LoadEffect]:
         """The same shard brings the rest, but for what came from there and was not right."""
-        again = [rest for item, rest in exchange.missing() if exchange.ranges.why(item) is None]
-        wrong = [(rest, why) for item, rest in exchange.missing() if (why := exchange.ranges.why(item)) is not None]
+        missing = [(rest, exchange.ranges.why(item)) for item, rest in exchange.missing()]
+        again = [rest for rest, why in missing if why is None]
+        wrong = [(rest, why) for rest, why in missing if why is not None]
         effects = self._look(exchange.shard, wrong, [], now)
         return effects + self._start({exchange.shard: again}, now, reattached=verdict.reattached) if again else effects
 
@@ -348,7 +349,7 @@ class LoadPlan:
 
     def _answered(self, event: Answered, now: int) -> list[LoadEffect]:
         asked = self._asked.pop(event.number, None)
-        if asked is None or self._state is _LoadState.STOPPING:
+        if asked is None:
             return []
         found: Found = {}
         for question, explained in zip(asked.questions, event.answers, strict=False):

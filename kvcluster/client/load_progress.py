@@ -1,8 +1,8 @@
 """The progress of a load: for every block and every layer, what has not come. There is no other count of it.
 
 Readers of several shards write here at once, each when bytes lie verified in the caller's memory and never before. The
-load's plan (load_plan.py) and whoever waits for a layer read it. Counts fall to zero exactly when everything has come:
-a piece that is replaced by others counts until those have come, and is replaced only while no reader owns it.
+load's plan (load_plan.py) and callers that wait for a layer read it. Counts fall to zero exactly when everything has
+come: a piece that is replaced by others counts until those have come, and is replaced only while no reader owns it.
 """
 
 from __future__ import annotations

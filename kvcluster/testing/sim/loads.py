@@ -6,18 +6,13 @@ told to stop meanwhile stops when they are done, and an exchange that waits for 
 
 from __future__ import annotations
 
-from collections import deque
-
 from kvcluster.client.load_plan import (
     Answered,
     AskElsewhere,
-    Begin,
-    Cancel,
     FinishLoad,
     LoadEffect,
     LoadEvent,
     LoadPlan,
-    PlanTick,
     ReadEnded,
     ReadStopped,
     ReportCorrupt,
@@ -29,11 +24,12 @@ from kvcluster.client.pieces import Piece, each, plan_pieces
 from kvcluster.core.messages import Explain, Explained, ReadRequest, Suspect, TicketBody
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.pages import checksum
-from kvcluster.testing.kernel import MS, TIMED_OUT, Promise, Script
+from kvcluster.testing.kernel import MS, TIMED_OUT, Script
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.client_process import ClientProcess
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.destination import Destination
+from kvcluster.testing.sim.plans import SimulatedPlan
 from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import FINISHED, Layer
 from kvcluster.transport.seam import Cancelled, PathLost, Streams, Trouble
@@ -45,11 +41,10 @@ COPY_NS = 2 * MS
 """What one chunk takes at most to copy and verify, where it takes any time."""
 
 
-class Load:
+class Load(SimulatedPlan[LoadEvent, LoadEffect]):
     """One load of a ticket. `done` brings its Loaded."""
 
     def __init__(self, worker: ClientProcess, model: Model, body: TicketBody, give_up: int) -> None:
-        self.done = Promise()
         self._worker = worker
         self._model = model
         self._body = body
@@ -58,7 +53,7 @@ class Load:
         pieces = plan_pieces(body, model.spec, parts)
         self._progress = LoadProgress(body, model.spec, pieces)
         self._destination = Destination(model.spec, each(pieces), self._progress)
-        self._plan = LoadPlan(
+        plan = LoadPlan(
             body,
             model.spec,
             parts,
@@ -69,33 +64,11 @@ class Load:
             next_attempt=worker.attempt,
             deadline_ns=give_up,
         )
+        super().__init__(worker, plan)
         self._direct = worker.world.later.random() < 0.5  # bytes lie where they belong before they are verified
         self._copying: dict[int, None] = {}
         self._starts: dict[int, StartRead] = {}
         self._stops: dict[int, list[StopRead]] = {}  # that wait for the copy in hand
-        self._armed: int | None = None
-
-    def begin(self) -> None:
-        self._deliver(Begin())
-
-    def cancel(self) -> None:
-        """The engine wants it no more."""
-        self._deliver(Cancel(Miss(MissReason.DEADLINE, "given up")))
-
-    def _deliver(self, event: LoadEvent) -> None:
-        worker = self._worker
-        events = deque([event])
-        while events:
-            for effect in self._plan.step(events.popleft(), worker.now()):
-                self._perform(effect)
-        when = self._plan.next_deadline()
-        if when is not None and (self._armed is None or when < self._armed):
-            self._armed = when
-            worker.kernel.at(worker.clock.when(when), worker, self._tick)
-
-    def _tick(self) -> None:
-        self._armed = None
-        self._deliver(PlanTick())
 
     def _perform(self, effect: LoadEffect) -> None:
         worker, world = self._worker, self._worker.world

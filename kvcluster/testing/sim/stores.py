@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvcluster.client.load_plan import Begin, Cancel, PlanTick
 from kvcluster.client.results import Stored
 from kvcluster.client.store_plan import (
     AskStore,
@@ -41,12 +39,13 @@ from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.loads import PATHS_LOST
 from kvcluster.testing.sim.memory import flipped
 from kvcluster.testing.sim.network import BROKEN
+from kvcluster.testing.sim.plans import SimulatedPlan
 from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import FINISHED, Layer
 from kvcluster.transport.seam import Cancelled, PathLost, Streams, Trouble
 
 
-class Store:
+class Store(SimulatedPlan[StoreEvent, StoreEffect]):
     """One store of the blocks from `first` on. `done` brings its Stored, and `over` comes when the next may begin."""
 
     def __init__(
@@ -59,13 +58,12 @@ class Store:
         wait_ns: int,
         give_up: int,
     ) -> None:
-        self.done = Promise()
         self.over = Promise()
         self._worker = worker
         self._model = model
         self._give_up = give_up
         self._terms = StoreTerms(hashes, first, parts, Loss.EXACT, worker.attempt(), wait_ns)
-        self._plan = StorePlan(
+        plan = StorePlan(
             self._terms,
             model.spec,
             StoreProgress(),
@@ -74,31 +72,9 @@ class Store:
             next_attempt=worker.attempt,
             deadline_ns=give_up,
         )
+        super().__init__(worker, plan)
         self._stopped: dict[int, None] = {}
         self._free = False
-        self._armed: int | None = None
-
-    def begin(self) -> None:
-        self._deliver(Begin())
-
-    def cancel(self) -> None:
-        """The engine wants its memory back."""
-        self._deliver(Cancel(Miss(MissReason.DEADLINE, "given up")))
-
-    def _deliver(self, event: StoreEvent) -> None:
-        worker = self._worker
-        events = deque([event])
-        while events:
-            for effect in self._plan.step(events.popleft(), worker.now()):
-                self._perform(effect)
-        when = self._plan.next_deadline()
-        if when is not None and (self._armed is None or when < self._armed):
-            self._armed = when
-            worker.kernel.at(worker.clock.when(when), worker, self._tick)
-
-    def _tick(self) -> None:
-        self._armed = None
-        self._deliver(PlanTick())
 
     def _perform(self, effect: StoreEffect) -> None:
         worker = self._worker
