@@ -1,8 +1,9 @@
-"""The copy executor in Python: loads from memory of this host into whatever a Bound describes.
+"""The copy executor in Python: loads from memory of this host into whatever a Bound describes, and stores out of it.
 
 A page that lies as one run of bytes gets its layers straight from the source, summed as they are written there. A
 strided destination gets them from a buffer beside it, verified before they are put; what is encoded is verified in a
 buffer as it came, and decoded from there. Buffers hold a chunk, so that it is verified, decoded and put from the cache.
+A store copies each record from where its layers lie as one run, or are gathered, and sums what it has written.
 
 It needs no address: it is the reference that other executors, which compute addresses from the batch's geometry, are
 compared with.
@@ -44,24 +45,27 @@ class PagePlace:
 
 
 class PythonCopies:
-    """Of one thread. A CopyExecutor for loads into `into`, which the geometries of its batches describe."""
+    """Of one thread. A CopyExecutor for loads into `memory` and stores out of it, which the geometries of its batches
+    describe."""
 
-    def __init__(self, into: Bound) -> None:
-        self._into = into
+    def __init__(self, memory: Bound) -> None:
+        self._memory = memory
         self._staging = Staging()
         self._decoded = Staging()
         self._items: CopyItems | None = None
         self._places: dict[int, PagePlace] = {}
 
     def takes(self, direction: CopyDirection, source: CopyEndpoint, target: CopyEndpoint) -> bool:
-        """As CopyExecutor: any load from memory that the CPU reads."""
-        readable = isinstance(source, MappedMemory | HostMemory)
-        return readable and direction is CopyDirection.LOAD and isinstance(target, HostMemory)
+        """As CopyExecutor: where the CPU reads and writes the pages."""
+        pages, blocks = (source, target) if direction is CopyDirection.LOAD else (target, source)
+        return isinstance(pages, MappedMemory | HostMemory) and isinstance(blocks, HostMemory)
 
     def run(self, batch: CopyBatch, start: int, stop: int) -> None:
         """As CopyExecutor."""
-        source, status = batch.source, batch.status
-        assert isinstance(source, MappedMemory | HostMemory)
+        loads, status, records = batch.direction is CopyDirection.LOAD, batch.status, batch.records
+        pages = batch.source if loads else batch.target
+        assert isinstance(pages, MappedMemory | HostMemory)
+        copy = self._load if loads else self._store
         if start == 0 and not all(event.wait(batch.deadline_ns) for event in batch.waits):
             status[start:stop] = bytes([CopyStatus.STOPPED]) * (stop - start)
         for at in range(start, stop):
@@ -69,8 +73,7 @@ class PythonCopies:
                 if batch.is_stopped(at, time.monotonic_ns()):
                     status[at] = CopyStatus.STOPPED
                 else:
-                    data = source.view(batch.records.offsets[at], batch.records.nbytes[at])
-                    status[at] = self._copy(batch, at, data)
+                    status[at] = copy(batch, at, pages.view(records.offsets[at], records.nbytes[at]))
         if stop == len(batch.records):
             for event in batch.signals:
                 event.signal()
@@ -94,9 +97,17 @@ class PythonCopies:
         if into is None:
             part, first = place.part, place.part.layer_start
             rect = Part(first + layer, first + stop, part.head_start, part.head_stop)
-            self._into.put(place.block, place.group, rect, view, place.fills)
+            self._memory.put(place.block, place.group, rect, view, place.fills)
 
-    def _copy(self, batch: CopyBatch, at: int, data: memoryview) -> CopyStatus:
+    def _store(self, batch: CopyBatch, at: int, into: memoryview) -> CopyStatus:
+        records, items = batch.records, batch.items
+        item, layer, count = records.items[at], records.layers[at], records.counts[at]
+        block, first = items.blocks[item] + self._memory.first, items.layer_starts[item] + layer
+        data = self._memory.get(block, items.groups[item], first, first + count, self._staging)
+        records.set_sums(at, checksum.copy_sums(batch.identities[at], layer, count, into, data))
+        return CopyStatus.DONE
+
+    def _load(self, batch: CopyBatch, at: int, data: memoryview) -> CopyStatus:
         records = batch.records
         item, layer, count, codec_id = records.items[at], records.layers[at], records.counts[at], records.codecs[at]
         place, expected = self.place(batch.items, item), records.sums_of(at)
@@ -118,14 +129,14 @@ class PythonCopies:
         return CopyStatus.DONE
 
     def _find(self, items: CopyItems, item: int) -> PagePlace:
-        group, block = items.groups[item], items.blocks[item] + self._into.first
+        group, block = items.groups[item], items.blocks[item] + self._memory.first
         part = Part(items.layer_starts[item], items.layer_stops[item], items.head_starts[item], items.head_stops[item])
         geometry = items.geometry(item)
         fills = part._replace(head_start=items.fill_starts[item], head_stop=items.fill_stops[item])
         both = part.intersect(geometry.part)
         assert both is not None
         rect = both._replace(head_start=part.head_start, head_stop=part.head_stop)
-        run = self._into.place(block, group, rect) if fills == part else None
+        run = self._memory.place(block, group, rect) if fills == part else None
         layer_bytes = part.heads * geometry.head_bytes
         return PagePlace(block, group, part, fills, layer_bytes, run, rect.layer_start - part.layer_start)
 

@@ -39,7 +39,7 @@ from kvcluster.pages.copy_batch import (
 )
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.copy_executor import EXECUTORS, CopyExecutor, choose
-from kvcluster.transport.copy_sinks import LoadCopies, ReadableMemory
+from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
 from kvcluster.transport.seam import Payload
 
 _TARGET = HostMemory()
@@ -82,7 +82,7 @@ class Sink:
 
     # ------------------------------------------------------------------------------------ batches of copies
 
-    def copies(self, records: CopyRecords, source: ReadableMemory, keeps: object) -> LoadCopies:
+    def copies(self, records: CopyRecords, source: PageMemory, keeps: object) -> ExchangeCopies:
         """As CopySink. What cannot be decoded here, or has another length than its codec says, is not copied: it
         counts as what did not match."""
         identities, status = array("Q"), bytearray(len(records))
@@ -256,7 +256,7 @@ class _LoadCopies:
         self._executor = executor
 
     def run(self, start: int, stop: int) -> None:
-        """As LoadCopies."""
+        """As ExchangeCopies."""
         self._sink.run(self._batch, self._executor, start, stop)
 
 
@@ -264,13 +264,5 @@ def _items(ranges: ReadRanges, into: Bound) -> CopyItems:
     """A row for each piece of an exchange."""
     items = CopyItems(into.geometries())
     for piece in ranges.pieces:
-        part = piece.want.key.part
-        items.groups.append(piece.group)
-        items.blocks.append(piece.block - into.first)
-        items.layer_starts.append(part.layer_start)
-        items.layer_stops.append(part.layer_stop)
-        items.head_starts.append(part.head_start)
-        items.head_stops.append(part.head_stop)
-        items.fill_starts.append(piece.head_start)
-        items.fill_stops.append(piece.head_stop)
+        items.add(piece.group, piece.block - into.first, piece.want.key.part, (piece.head_start, piece.head_stop))
     return items

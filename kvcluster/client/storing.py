@@ -1,22 +1,21 @@
 """Carrying out a store's plan (store_plan.py): the question what to write, exchanges with shards, and the outcome.
 
-Each exchange is driven by one thread, and gathers its pages out of the caller's memory into a buffer of its own.
+Each exchange is driven by one thread, which gathers its pages out of the caller's memory (source.py).
 """
 
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 from kvcluster.client.control import NO_CALL, NOBODY, CoordinatorClient
 from kvcluster.client.memory import Bound
-from kvcluster.client.part_memory import Staging
 from kvcluster.client.plan_runner import Job
 from kvcluster.client.results import Stored
 from kvcluster.client.shards import Shards
+from kvcluster.client.source import Source
 from kvcluster.client.store_plan import (
     AskStore,
     CloseTicket,
@@ -37,14 +36,11 @@ from kvcluster.client.store_plan import (
 )
 from kvcluster.core import messages
 from kvcluster.core.ids import NamespaceId
-from kvcluster.core.messages import Attached, Done, NewPage, PrepareStore, StoreGrant
+from kvcluster.core.messages import Attached, Done, PrepareStore, StoreGrant
 from kvcluster.core.placement import run_start
-from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
-from kvcluster.pages import checksum
-from kvcluster.pages.codec import RAW
-from kvcluster.transport.seam import Cancelled, Deadline, Trouble
+from kvcluster.transport.seam import Deadline, Trouble
 
 _FAREWELL_MS = 1_000
 """A store whose own time is up has all the more reason to say so; only the next store waits for it."""
@@ -99,7 +95,7 @@ class StoreExecutor:
         self._drained = drained
         self._finish = finish
         self._over = over
-        self._sources: dict[int, _Source] = {}
+        self._sources: dict[int, Source] = {}
 
     def perform(self, effect: StoreEffect, jobs: list[Job[StoreEvent]]) -> StoreEvent | None:
         """As plan_runner.Perform."""
@@ -107,12 +103,13 @@ class StoreExecutor:
             case AskStore():
                 jobs.append(self._ask)
             case StartWrite(exchange, _, request, blocks):
-                source = _Source(
+                source = Source(
                     self._spec,
                     request.namespace,
                     request.pages,
                     blocks,
                     self._source,
+                    self._deadline,
                     lambda: self._deliver(SourceDrained(exchange)),
                 )
                 self._sources[exchange] = source
@@ -142,7 +139,7 @@ class StoreExecutor:
         except BaseException as error:
             return NotGranted(error, asked)
 
-    def _write(self, start: StartWrite, source: _Source) -> StoreEvent:
+    def _write(self, start: StartWrite, source: Source) -> StoreEvent:
         """One exchange, from its reservation to its outcome."""
         try:
             outcome = self._shards.write(start.shard, self._spec, start.request, source, self._deadline)
@@ -157,65 +154,3 @@ class StoreExecutor:
         with suppress(Trouble, KVClusterError):
             self._control.say(Done, messages.EndTicket(NO_CALL, end.attempt), Deadline.after_ms(_FAREWELL_MS))
         return TicketEnded()
-
-
-class _Source:
-    """Gathers the pages that one exchange takes, and their checksums: a PageSource. It reads the caller's memory under
-    its gate, and no more once it is stopped."""
-
-    def __init__(
-        self,
-        spec: KVSpec,
-        namespace: NamespaceId,
-        pages: Sequence[NewPage],
-        blocks: Sequence[int],
-        source: Bound,
-        on_drained: Callable[[], object],
-    ) -> None:
-        self._spec = spec
-        self._namespace = namespace
-        self._pages = pages
-        self._blocks = blocks
-        self._source = source
-        self._gate = threading.Lock()
-        self._stopped = False
-        self._on_drained = on_drained
-        self._staging = Staging()
-        self._identity = (-1, 0)  # of the last item, since its layers come one after the other
-        self.nbytes = 0
-        self.taken: dict[int, None] = {}  # the items of which anything was asked for
-
-    def layer_bytes(self, item: int) -> int:
-        key = self._pages[item].key
-        return self._spec.layer_bytes(key.group, key.part)
-
-    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
-        with self._gate:
-            data = self._get(item, layer, layers)
-            return checksum.layer_sums(self._identity[1], layer, layers, data), data
-
-    def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
-        with self._gate:
-            data = self._get(item, layer, layers)
-            return checksum.copy_sums(self._identity[1], layer, layers, into, data)
-
-    def stop(self) -> None:
-        """Waits for the chunk in hand."""
-        with self._gate:
-            self._stopped = True
-
-    def drained(self) -> None:
-        self._on_drained()
-
-    def _get(self, item: int, layer: int, layers: int) -> memoryview:
-        """Under the gate."""
-        if self._stopped:
-            raise Cancelled(Miss(MissReason.DEADLINE, "given up"))
-        key = self._pages[item].key
-        self.taken[item] = None
-        if self._identity[0] != item:
-            self._identity = item, checksum.identity(self._namespace, key, RAW)
-        first = key.part.layer_start + layer
-        data = self._source.get(self._blocks[item], key.group, first, first + layers, self._staging)
-        self.nbytes += data.nbytes
-        return data

@@ -25,6 +25,7 @@ from typing import Protocol
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec, layer_bytes
+from kvcluster.core.spec import Part
 from kvcluster.pages.copy_endpoints import CopyEndpoint, FileRange, RecordStream
 from kvcluster.pages.copy_geometry import BlockGeometry
 
@@ -82,6 +83,19 @@ class CopyItems:
 
     def __len__(self) -> int:
         return len(self.groups)
+
+    def add(self, group: int, block: int, part: Part, heads: tuple[int, int] | None = None) -> None:
+        """One more item: a page of `part`, whose block lies at that row of the geometry. Of it the heads from
+        `heads[0]` to `heads[1]` are filled, counted in the group; all of them where that is None."""
+        fill_start, fill_stop = heads or (part.head_start, part.head_stop)
+        self.groups.append(group)
+        self.blocks.append(block)
+        self.layer_starts.append(part.layer_start)
+        self.layer_stops.append(part.layer_stop)
+        self.head_starts.append(part.head_start)
+        self.head_stops.append(part.head_stop)
+        self.fill_starts.append(fill_start)
+        self.fill_stops.append(fill_stop)
 
     def geometry(self, item: int) -> BlockGeometry:
         """Of that item's group."""
@@ -142,6 +156,23 @@ class CopyRecords:
         """The sums of one record."""
         first = self.sum_starts[at]
         return tuple(self.sums[first : first + self.counts[at]])
+
+    def set_sums(self, at: int, sums: Sequence[int]) -> None:
+        """What a store produced of one record, a sum for each of its layers."""
+        first = self.sum_starts[at]
+        assert len(sums) == self.counts[at]
+        self.sums[first : first + len(sums)] = array("Q", sums)
+
+    def ended_items(self, start: int, stop: int) -> Iterator[tuple[int, Sequence[int]]]:
+        """The items whose last record is one from `start` to `stop`, each with the sums of all its records, where
+        those of an item follow one another."""
+        for at in range(start, stop):
+            item = self.items[at]
+            if at + 1 == len(self) or self.items[at + 1] != item:
+                first = at
+                while first and self.items[first - 1] == item:
+                    first -= 1
+                yield item, self.sums[self.sum_starts[first] : self.sum_starts[at] + self.counts[at]]
 
     def slices(self, nbytes: int) -> Iterator[tuple[int, int]]:
         """Ranges of records that together are all, each of about so many bytes and at least one record."""

@@ -28,9 +28,9 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
-from kvcluster.transport.copy_sinks import granted_records, open_copies
-from kvcluster.transport.seam import ONE_STREAM, Deadline, PageHost, PageSink, PageSource, Present, RefusedByShard
-from kvcluster.transport.sessions import ReadSession, WriteSession, outgoing
+from kvcluster.transport.exchange_copies import granted_records, open_load, open_store, reserved_records
+from kvcluster.transport.seam import ONE_STREAM, Deadline, PageHost, PageSink, PageSource, RefusedByShard
+from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.wire.shm_frames import Place
 
 
@@ -59,7 +59,7 @@ class MemoryTransport:
         with ReadSession(self._host, self._tenant, request, deadline=deadline) as session:
             views = {item: self._host.view(slot) for item, slot in session.granted.items()}
             records = granted_records(request, _places(request, session.granted, views))
-            copies = open_copies(sink, records, HostMemory(may_change=True), views)
+            copies = open_load(sink, records, HostMemory(may_change=True), views)
             for start, stop in records.slices(limits.FRAME_BYTES):
                 session.alive()
                 deadline.check()
@@ -71,11 +71,19 @@ class MemoryTransport:
         deadline.check()
         request = replace(request, wait_ns=min(request.wait_ns, int(deadline.remaining_s() * 1e9)))
         with WriteSession(self._host, self._tenant, request, deadline=deadline) as session:
-            for batch in outgoing(request, session.outcome, source):
+            views = {item: self._host.view(slot) for item, slot in session.granted.items()}
+            places = {
+                item: Place(address_of(views[item]), slot.nbytes // slot.key.part.layers)
+                for item, slot in session.granted.items()
+            }
+            records = reserved_records(request.pages, places)
+            copies = open_store(source, records, HostMemory(), views)
+            for start, stop in records.slices(limits.FRAME_BYTES):
                 deadline.check()
                 session.alive()
-                for record in batch:
-                    session.receive(record.item, record.layer, record.codec, record.sums, Present(record.data))
+                copies.run(start, stop)
+            for item, sums in records.ended_items(0, len(records)):
+                session.written(item, sums)
             source.drained()
             deadline.check()
             return session.finish()

@@ -54,7 +54,7 @@ class ShmConnection:
         self._said_ns = 0
         self._owner = os.getpid()
         self.unbroken = threading.Lock()
-        """Held while a chunk is on its way into the arena: `shut` waits for it."""
+        """Held while a slice is on its way into the arena: `shut` waits for it."""
         self._shut = False
 
     # ------------------------------------------------------------------------------------------ frames
@@ -122,14 +122,18 @@ class ShmConnection:
 
     # ------------------------------------------------------------------------------------------- bytes
 
-    def place(self, offset: int, nbytes: int) -> memoryview:
-        """A place in the arena that was granted, to be written under `unbroken`, a chunk at a time. Raises Trouble
-        where this is closed."""
-        assert self._writable is not None and self.turn is Turn.OURS
+    @property
+    def writable(self) -> Mapping:
+        """The arena, to be written where pages were granted, a slice at a time under `unbroken`."""
+        assert self._writable is not None
+        return self._writable
+
+    def check_open(self) -> None:
+        """Raises Trouble where this is closed. To be asked under `unbroken`, before anything is written."""
+        assert self.turn is Turn.OURS
         self._check_process()
         if self._shut:
             raise Trouble(Miss(MissReason.SHARD_LOST, f"{self._link.peer}: this connection was closed"))
-        return self._writable.view(offset, nbytes)
 
     # ------------------------------------------------------------------------------------- a connection
 
@@ -137,7 +141,7 @@ class ShmConnection:
         return self._link.is_quiet()
 
     def shut(self) -> None:
-        """Waits for the chunk in hand: at the end of the stream the shard gives to others what was being written."""
+        """Waits for the slice in hand: at the end of the stream the shard gives to others what was being written."""
         with self.unbroken:
             self._shut = True
             self._link.shut()

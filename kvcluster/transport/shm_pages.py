@@ -13,17 +13,17 @@ likes: the shard gives its pages to nobody before it has said that it has stoppe
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 
 from kvcluster.core import limits
 from kvcluster.core.messages import ReadRequest, WriteRequest, Written
 from kvcluster.core.reasons import Miss
-from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
+from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.pages.copy_endpoints import MappedMemory
 from kvcluster.transport import processors
 from kvcluster.transport.borrowed import Borrowed, borrow
 from kvcluster.transport.connections import Connections
-from kvcluster.transport.copy_sinks import granted_records, open_copies
+from kvcluster.transport.exchange_copies import granted_records, open_load, open_store, reserved_records
 from kvcluster.transport.seam import Deadline, PageSink, PageSource, Streams
 from kvcluster.transport.sessions import check_length
 from kvcluster.transport.shm_control import Maps, ShmConnection, Turn, reach
@@ -130,7 +130,7 @@ def _copies(
     """Copies what was granted, in the order of use; yields after each slice of about FRAME_BYTES."""
     records = granted_records(request, places)
     arena = control.arena
-    copies = open_copies(sink, records, MappedMemory(arena), arena, between=lambda: control.renew(deadline))
+    copies = open_load(sink, records, MappedMemory(arena), arena, between=lambda: control.renew(deadline))
     for start, stop in records.slices(limits.FRAME_BYTES):
         if start:
             yield
@@ -147,38 +147,24 @@ def _store(
 ) -> None:
     """Page after page from the source into the arena. Each is told when it is whole, small ones together, so that the
     shard verifies one while the next is copied."""
-    written: list[tuple[int, list[int]]] = []
+    if not places:
+        return
+    records = reserved_records(request.pages, places)
+    arena = control.writable
+    copies = open_store(source, records, MappedMemory(arena), arena, between=lambda: control.renew(deadline))
+    whole: list[tuple[int, Sequence[int]]] = []  # of which the shard has not been told
     nbytes = 0
-    for item, place in places.items():
-        layers = request.pages[item].key.part.layers
-        if source.layer_bytes(item) != place.layer_bytes:
-            raise ProtocolError(f"page {item} has layers of {source.layer_bytes(item)} bytes, not {place.layer_bytes}")
-        written.append((item, _store_page(control, item, layers, place, source, deadline)))
-        nbytes += layers * place.layer_bytes
-        if nbytes >= WRITTEN_BYTES:
-            control.listen(deadline)
-            _tell(control, written, deadline)
-            written, nbytes = [], 0
-    if written:
-        _tell(control, written, deadline)
-
-
-def _tell(control: ShmConnection, written: list[tuple[int, list[int]]], deadline: Deadline) -> None:
-    """That these pages are whole, and where this thread runs, for the shard to keep off."""
-    control.say(Kind.WRITTEN, shm_frames.encode_written(Progress(written, processors.here())), deadline)
-
-
-def _store_page(
-    control: ShmConnection, item: int, layers: int, place: Place, source: PageSource, deadline: Deadline
-) -> list[int]:
-    """Copies a page chunk by chunk, and returns its sums."""
-    sums: list[int] = []
-    step = max(1, limits.RECORD_BYTES // place.layer_bytes)
-    for layer in range(0, layers, step):
-        count = min(step, layers - layer)
+    for start, stop in records.slices(limits.FRAME_BYTES):
         deadline.check()
         with control.unbroken:
-            into = control.place(place.offset + layer * place.layer_bytes, count * place.layer_bytes)
-            sums += source.copy(item, layer, count, into)
-        control.renew(deadline)
-    return sums
+            control.check_open()
+            copies.run(start, stop)
+        for item, sums in records.ended_items(start, stop):
+            whole.append((item, sums))
+            nbytes += len(sums) * places[item].layer_bytes
+        if nbytes >= WRITTEN_BYTES or stop == len(records):
+            control.listen(deadline)
+            control.say(Kind.WRITTEN, shm_frames.encode_written(Progress(whole, processors.here())), deadline)
+            whole, nbytes = [], 0
+        else:
+            control.renew(deadline)

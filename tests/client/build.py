@@ -230,6 +230,10 @@ class _Source:
         self._steps.send()
         return self._inner.send(item, layer, layers)
 
+    def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
+        self._steps.send()
+        return self._inner.copy(item, layer, layers, into)
+
     def drained(self) -> None:
         self._inner.drained()
 

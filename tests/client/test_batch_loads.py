@@ -22,7 +22,7 @@ from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyRecords, Co
 from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
 from kvcluster.pages.region import address_of
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.copy_sinks import LoadCopies
+from kvcluster.transport.exchange_copies import ExchangeCopies
 from kvcluster.transport.seam import Cancelled, Present
 from tests.client.build import HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same, unwritten
 from tests.client.test_sink import BLOCKS, LAYER_BYTES, NAMESPACE, NEVER, WHOLE, Bench, gathered, nhd
@@ -51,7 +51,7 @@ class Grant:
                 sums = checksum.layer_sums(identity, layer, count, data)
                 self.records.add(item, layer, address_of(data), data.nbytes, coded, sums)
 
-    def open(self, sink: Sink | None = None) -> LoadCopies:
+    def open(self, sink: Sink | None = None) -> ExchangeCopies:
         return (sink or self.bench.sink).copies(self.records, HostMemory(may_change=True), self.pages)
 
     def load(self) -> None:

@@ -409,6 +409,11 @@ class SpoiledSource:
         changed[-1] ^= item == 0
         return sums, memoryview(changed)
 
+    def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
+        sums = self._inner.copy(item, layer, layers, into)
+        into[-1] ^= item == 0
+        return sums
+
     def drained(self) -> None:
         self._inner.drained()
 

@@ -156,10 +156,17 @@ class _FrailSource:
         return self._source.layer_bytes(item)
 
     def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
+        self._pass_on()
+        return self._source.send(item, layer, layers)
+
+    def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
+        self._pass_on()
+        return self._source.copy(item, layer, layers, into)
+
+    def _pass_on(self) -> None:
         if self._left == 0:
             raise self._path.cut()
         self._left = None if self._left is None else self._left - 1
-        return self._source.send(item, layer, layers)
 
     def drained(self) -> None:
         if self._left == 0:

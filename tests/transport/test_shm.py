@@ -36,7 +36,6 @@ from kvcluster.testing.conformance.content import (
 from kvcluster.testing.conformance.wire import BadRequest, BadStore, CutStore, unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, Pause, soon
 from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
-from kvcluster.transport.shm_control import ShmConnection
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.wire import shard, shm_frames, streams
@@ -568,15 +567,16 @@ def test_the_memory_of_a_shard_that_has_gone_is_let_go_by_who_is_asked_to_look(w
 
 @contextmanager
 def stopped_in_a_chunk(monkeypatch: pytest.MonkeyPatch, at: int) -> Iterator[Pause]:
-    """Whoever copies that chunk into an arena stands still before its first byte."""
-    pause, place = Pause(at), ShmConnection.place
+    """The thread that copies that chunk into an arena stands still before its first byte."""
+    pause, view = Pause(at), Mapping.view
 
-    def place_later(control: ShmConnection, offset: int, nbytes: int) -> memoryview:
-        into = place(control, offset, nbytes)
-        pause()
+    def view_later(mapping: Mapping, offset: int, nbytes: int) -> memoryview:
+        into = view(mapping, offset, nbytes)
+        if not into.readonly:
+            pause()
         return into
 
-    monkeypatch.setattr(ShmConnection, "place", place_later)
+    monkeypatch.setattr(Mapping, "view", view_later)
     yield pause
     pause.release()
 

@@ -17,12 +17,12 @@ from kvcluster.core.ids import Epoch
 from kvcluster.core.messages import Written
 from kvcluster.core.pool import PageState
 from kvcluster.core.reasons import MissReason
+from kvcluster.pages.mapping import Mapping
 from kvcluster.testing.conformance import World, open_world
 from kvcluster.testing.conformance.content import Content, ContentSink, ContentSource, load, store, write
 from kvcluster.testing.conformance.wire import unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
 from kvcluster.transport.seam import Trouble
-from kvcluster.transport.shm_control import ShmConnection
 from kvcluster.transport.shm_pages import ShmPages
 from tests.transport.peers import token
 from tests.transport.shm_served import Served
@@ -92,15 +92,15 @@ def states(world: World) -> list[PageState]:
 
 def stop_myself_before_chunk(number: int) -> None:
     """This process is stopped with that chunk in hand: it is written after it was let go on."""
-    place, chunks = ShmConnection.place, iter(range(1, 1_000))
+    view, chunks = Mapping.view, iter(range(1, 1_000))
 
-    def place_and_stop(control: ShmConnection, offset: int, nbytes: int) -> memoryview:
-        into = place(control, offset, nbytes)
-        if next(chunks) == number:
+    def view_and_stop(mapping: Mapping, offset: int, nbytes: int) -> memoryview:
+        into = view(mapping, offset, nbytes)
+        if not into.readonly and next(chunks) == number:
             signal.raise_signal(signal.SIGSTOP)  # of this thread, which does not run on
         return into
 
-    ShmConnection.place = place_and_stop  # type: ignore[method-assign]
+    Mapping.view = view_and_stop  # type: ignore[method-assign]
 
 
 def store_and_stop(address: str, epoch: int) -> None:

@@ -15,7 +15,7 @@ from kvcluster.core.spec import Part
 from kvcluster.pages.copy_batch import CopyRecords
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
-from kvcluster.transport.copy_sinks import LoadCopies, ReadableMemory, granted_records, open_copies
+from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory, granted_records, open_load
 from kvcluster.transport.seam import Payload
 from kvcluster.wire.shm_frames import Place
 
@@ -71,7 +71,7 @@ class Batches(Records):
         self.at = at
         self.runs: list[tuple[int, int, int]] = []  # item, first layer, layers
 
-    def copies(self, records: CopyRecords, source: ReadableMemory, keeps: object) -> LoadCopies:
+    def copies(self, records: CopyRecords, source: PageMemory, keeps: object) -> ExchangeCopies:
         return _Run(self, records)
 
 
@@ -108,7 +108,7 @@ def test_a_part_of_a_page_has_the_sums_of_its_own_layers() -> None:
 def test_a_sink_of_single_records_gets_each_and_the_path_a_word_between_them() -> None:
     sink, words = Records(), []
     records = granted(request(1))
-    open_copies(sink, records, SOURCE, None, between=lambda: words.append(len(sink.came))).run(0, 2)
+    open_load(sink, records, SOURCE, None, between=lambda: words.append(len(sink.came))).run(0, 2)
     assert sink.came == [(0, 0, (0, 1), page_bytes(0, 0, 2)), (0, 2, (2, 3), page_bytes(0, 2, 2))]
     assert words == [1]
 
@@ -116,13 +116,13 @@ def test_a_sink_of_single_records_gets_each_and_the_path_a_word_between_them() -
 def test_a_sink_of_batches_gets_the_records_at_once() -> None:
     sink = Batches()
     records = granted(request())
-    copies = open_copies(sink, records, SOURCE, None)
+    copies = open_load(sink, records, SOURCE, None)
     copies.run(0, 4)
     assert sink.runs == [(0, 0, 2), (1, 0, 2), (2, 0, 2), (0, 2, 2)] and not sink.came
 
 
 def test_what_a_sink_of_batches_raises_ends_the_exchange() -> None:
-    copies = open_copies(Batches(ZeroDivisionError(), at=1), granted(request()), SOURCE, None)
+    copies = open_load(Batches(ZeroDivisionError(), at=1), granted(request()), SOURCE, None)
     copies.run(0, 1)
     with pytest.raises(ZeroDivisionError):
         copies.run(1, 2)

@@ -1,0 +1,180 @@
+"""The source of one exchange of a store: it gathers layers out of the caller's memory and tells their checksums.
+
+It reads under its gate, and no more once it is stopped. Pages that lie in memory of this host are filled by batches of
+copies, which the first executor that takes them carries out in slices (copy_executor.py); a path that streams asks for
+a record at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+
+from kvcluster.client.memory import Bound
+from kvcluster.client.part_memory import Staging
+from kvcluster.client.python_copies import PythonCopies
+from kvcluster.core.ids import NamespaceId
+from kvcluster.core.messages import NewPage
+from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.spec import KVSpec
+from kvcluster.errors import ProtocolError
+from kvcluster.pages import checksum
+from kvcluster.pages.codec import RAW
+from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
+from kvcluster.pages.copy_endpoints import HostMemory
+from kvcluster.pages.copy_executor import EXECUTORS, CopyExecutor, choose
+from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory, check_layer_bytes
+from kvcluster.transport.seam import Cancelled, Deadline
+
+_SOURCE = HostMemory()
+_GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
+
+
+class Source:
+    """Of one exchange with one shard: a CopySource. Page `item` is that of block `blocks[item]`, which `memory` counts
+    as the sequence does. `on_drained` is called when the path has read its last byte."""
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        namespace: NamespaceId,
+        pages: Sequence[NewPage],
+        blocks: Sequence[int],
+        memory: Bound,
+        deadline: Deadline,
+        on_drained: Callable[[], object],
+    ) -> None:
+        self._spec = spec
+        self._namespace = namespace
+        self._pages = pages
+        self._blocks = blocks
+        self._memory = memory
+        self._deadline = deadline
+        self._on_drained = on_drained
+        self._gate = threading.Lock()
+        self._cancel = array("I", [0])
+        self._staging = Staging()
+        self._identity = (-1, 0)  # of the last item, since its layers come one after the other
+        self.nbytes = 0
+        self.taken: dict[int, None] = {}  # the items of which anything was asked for
+
+    def layer_bytes(self, item: int) -> int:
+        """As PageSource."""
+        key = self._pages[item].key
+        return self._spec.layer_bytes(key.group, key.part)
+
+    def stop(self) -> None:
+        """Gives nothing more. Waits for the chunk in hand."""
+        self._cancel[0] = 1
+        with self._gate:
+            """Nothing is read any more."""
+
+    def drained(self) -> None:
+        """As PageSource."""
+        self._on_drained()
+
+    # ------------------------------------------------------------------------------------ batches of copies
+
+    def copies(self, records: CopyRecords, target: PageMemory, keeps: object) -> ExchangeCopies:
+        """As CopySource."""
+        layer_bytes = [self.layer_bytes(item) for item in range(len(self._pages))]
+        for item, count, nbytes in zip(records.items, records.counts, records.nbytes, strict=True):
+            check_layer_bytes(item, nbytes // count, layer_bytes[item])
+        batch = CopyBatch(
+            CopyDirection.STORE,
+            _SOURCE,
+            target,
+            records,
+            _items(self._pages, self._blocks, self._memory),
+            self._identities(records),
+            bytearray(len(records)),
+            self._cancel,
+            bytearray(len(self._pages)),
+            self._deadline.at_ns,
+            keeps=(keeps, self._memory),
+        )
+        return _StoreCopies(self, batch, self._executor(batch))
+
+    def run(self, batch: CopyBatch, executor: CopyExecutor, start: int, stop: int) -> None:
+        """Carries out some records of a batch. Raises Cancelled where they were stopped, and Trouble where the deadline
+        has passed."""
+        with self._gate:
+            self._check()
+            self.taken.update(dict.fromkeys(batch.records.items[start:stop]))
+            executor.run(batch, start, stop)
+            done = [at for at in range(start, stop) if batch.status[at] == CopyStatus.DONE]
+            self.nbytes += sum(batch.records.nbytes[at] for at in done)
+        if len(done) < stop - start:
+            self._deadline.check()
+            raise Cancelled(_GIVEN_UP)
+
+    def _executor(self, batch: CopyBatch) -> CopyExecutor:
+        """The first that takes the batch. The one in Python, which needs no address, takes what has none: memory that
+        is read-only."""
+        python = PythonCopies(self._memory)
+        if any(batch.items.geometries[group] is None for group in batch.items.groups):
+            return python
+        executor = choose([*EXECUTORS, python], batch.direction, _SOURCE, batch.target)
+        assert executor is not None
+        if executor is not python:
+            try:
+                batch.check()
+            except BadBatch as bad:
+                raise ProtocolError(f"what was granted is not what was asked for: {bad}") from None
+        return executor
+
+    def _identities(self, records: CopyRecords) -> array[int]:
+        of_item = [checksum.identity(self._namespace, page.key, RAW) for page in self._pages]
+        return array("Q", [of_item[item] for item in records.items])
+
+    # ------------------------------------------------------------------------------------ single records
+
+    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
+        """As PageSource."""
+        with self._gate:
+            data = self._get(item, layer, layers)
+            return checksum.layer_sums(self._identity[1], layer, layers, data), data
+
+    def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
+        """As PageSource."""
+        with self._gate:
+            data = self._get(item, layer, layers)
+            return checksum.copy_sums(self._identity[1], layer, layers, into, data)
+
+    def _get(self, item: int, layer: int, layers: int) -> memoryview:
+        """Under the gate."""
+        self._check()
+        key = self._pages[item].key
+        self.taken[item] = None
+        if self._identity[0] != item:
+            self._identity = item, checksum.identity(self._namespace, key, RAW)
+        first = key.part.layer_start + layer
+        data = self._memory.get(self._blocks[item], key.group, first, first + layers, self._staging)
+        self.nbytes += data.nbytes
+        return data
+
+    def _check(self) -> None:
+        if self._cancel[0]:
+            raise Cancelled(_GIVEN_UP)
+
+
+class _StoreCopies:
+    """A batch of one exchange and what carries it out."""
+
+    def __init__(self, source: Source, batch: CopyBatch, executor: CopyExecutor) -> None:
+        self._source = source
+        self._batch = batch
+        self._executor = executor
+
+    def run(self, start: int, stop: int) -> None:
+        """As ExchangeCopies."""
+        self._source.run(self._batch, self._executor, start, stop)
+
+
+def _items(pages: Sequence[NewPage], blocks: Sequence[int], memory: Bound) -> CopyItems:
+    """A row for each page of an exchange, all heads of it."""
+    items = CopyItems(memory.geometries())
+    for page, block in zip(pages, blocks, strict=True):
+        items.add(page.key.group, block - memory.first, page.key.part)
+    return items

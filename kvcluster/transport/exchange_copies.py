@@ -1,0 +1,169 @@
+"""The copies of one exchange: how a data path that knows where all its bytes lie hands them over at once.
+
+Such a path builds the records of a load or store from what it was granted, and has them copied in slices between the
+renewals of its lease: by the sink or source itself, where that takes batches of copies, else one record at a time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Protocol, runtime_checkable
+
+from kvcluster.core import limits
+from kvcluster.core.messages import NewPage, ReadRequest
+from kvcluster.errors import ProtocolError
+from kvcluster.pages.codec import RAW
+from kvcluster.pages.copy_batch import CopyRecords
+from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
+from kvcluster.transport.seam import PageSink, PageSource, Present
+from kvcluster.transport.sessions import in_order_of_use
+from kvcluster.wire.shm_frames import Place
+
+PageMemory = MappedMemory | HostMemory
+"""Where pages lie that the CPU reads and writes."""
+
+
+class ExchangeCopies(Protocol):
+    """The copies of one exchange under way."""
+
+    def run(self, start: int, stop: int) -> None:
+        """Carries out the records from `start` to `stop`, each once and in order. What it raises ends the exchange."""
+
+
+@runtime_checkable
+class CopySink(PageSink, Protocol):
+    """A sink that takes batches too. What it gets so it verifies where it was written."""
+
+    def copies(self, records: CopyRecords, source: PageMemory, keeps: object) -> ExchangeCopies:
+        """Prepares to take these records out of `source`, which lives as long as `keeps`. Raises ProtocolError, and
+        has written nothing, where they are not what was asked for."""
+        ...
+
+
+@runtime_checkable
+class CopySource(PageSource, Protocol):
+    """A source that fills pages by batches too."""
+
+    def copies(self, records: CopyRecords, target: PageMemory, keeps: object) -> ExchangeCopies:
+        """Prepares to put these records into `target`, which lives as long as `keeps`; `run` sets their sums. Raises
+        ProtocolError, and has written nothing, where they are not what the source has."""
+        ...
+
+
+def granted_records(request: ReadRequest, places: Mapping[int, Place]) -> CopyRecords:
+    """What was granted to a load, in the order of its use. Offsets count as those of `places` do."""
+    order = in_order_of_use(request.wants, {item: place.layer_bytes for item, place in places.items()})
+    sums = array("Q")
+    for item, layer, count in order:
+        first = layer - request.wants[item].layer_start
+        sums.extend(places[item].sums[first : first + count])
+    return _records(order, places, array("Q", [places[item].codec for item, _, _ in order]), sums)
+
+
+def reserved_records(pages: Sequence[NewPage], places: Mapping[int, Place]) -> CopyRecords:
+    """What was reserved for a store, page after page, so that each is whole soon; with room for the sums."""
+    order = []
+    for item, place in places.items():
+        layers, step = pages[item].key.part.layers, max(1, limits.RECORD_BYTES // place.layer_bytes)
+        order += [(item, layer, min(step, layers - layer)) for layer in range(0, layers, step)]
+    sums = array("Q", bytes(8 * sum(count for _, _, count in order)))
+    return _records(order, places, array("Q", [RAW]) * len(order), sums)
+
+
+def _records(
+    order: Sequence[tuple[int, int, int]], places: Mapping[int, Place], codecs: array[int], sums: array[int]
+) -> CopyRecords:
+    """A record for each (item, first layer, layers). Thousands: a column at a time takes half the time of a row."""
+    counts = [count for _, _, count in order]
+    of_order = [places[item] for item, _, _ in order]
+    return CopyRecords(
+        array("I", [item for item, _, _ in order]),
+        array("I", [layer for _, layer, _ in order]),
+        array("I", counts),
+        array(
+            "Q",
+            [place.offset + layer * place.layer_bytes for (_, layer, _), place in zip(order, of_order, strict=True)],
+        ),
+        array("Q", [count * place.layer_bytes for count, place in zip(counts, of_order, strict=True)]),
+        codecs,
+        array("I", [0, *accumulate(counts)][:-1]),
+        sums,
+    )
+
+
+def open_load(
+    sink: PageSink,
+    records: CopyRecords,
+    source: PageMemory,
+    keeps: object,
+    between: Callable[[], object] = lambda: None,
+) -> ExchangeCopies:
+    """The copies of these records into `sink`, whatever it is. `between` is called between two records that are
+    handed over one at a time: a slow sink may take its time with each."""
+    if isinstance(sink, CopySink):
+        return sink.copies(records, source, keeps)
+    return _SingleLoads(sink, records, source, between)
+
+
+def open_store(
+    source: PageSource,
+    records: CopyRecords,
+    target: PageMemory,
+    keeps: object,
+    between: Callable[[], object] = lambda: None,
+) -> ExchangeCopies:
+    """As `open_load`, out of `source`. Raises ProtocolError where its pages have other lengths than the records."""
+    if isinstance(source, CopySource):
+        return source.copies(records, target, keeps)
+    return _SingleStores(source, records, target, between)
+
+
+class _SingleLoads:
+    """Into a sink that takes one record at a time."""
+
+    def __init__(self, sink: PageSink, records: CopyRecords, source: PageMemory, between: Callable[[], object]) -> None:
+        self._sink = sink
+        self._records = records
+        self._source = source
+        self._between = between
+
+    def run(self, start: int, stop: int) -> None:
+        """As ExchangeCopies."""
+        records = self._records
+        for at in range(start, stop):
+            if at > start:
+                self._between()
+            data = Present(self._source.view(records.offsets[at], records.nbytes[at]))
+            self._sink.receive(records.items[at], records.layers[at], records.codecs[at], records.sums_of(at), data)
+
+
+class _SingleStores:
+    """Out of a source that gives one record at a time."""
+
+    def __init__(
+        self, source: PageSource, records: CopyRecords, target: PageMemory, between: Callable[[], object]
+    ) -> None:
+        for item, count, nbytes in zip(records.items, records.counts, records.nbytes, strict=True):
+            check_layer_bytes(item, nbytes // count, source.layer_bytes(item))
+        self._source = source
+        self._records = records
+        self._target = target
+        self._between = between
+
+    def run(self, start: int, stop: int) -> None:
+        """As ExchangeCopies."""
+        records = self._records
+        for at in range(start, stop):
+            if at > start:
+                self._between()
+            into = self._target.view(records.offsets[at], records.nbytes[at])
+            sums = self._source.copy(records.items[at], records.layers[at], records.counts[at], into)
+            records.set_sums(at, sums)
+
+
+def check_layer_bytes(item: int, granted: int, own: int) -> None:
+    """Raises ProtocolError where a page was granted with layers of another length than the source's own."""
+    if granted != own:
+        raise ProtocolError(f"page {item} has layers of {own} bytes, not {granted}")
