@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -32,18 +33,11 @@ def geometry(part: Part = WHOLE) -> BlockGeometry:
     return page_layout(GROUP, TOKENS, part, [10_000 * (block + 1) for block in range(BLOCKS)])
 
 
-def add_item(items: CopyItems, block: int, part: Part = WHOLE, fills: tuple[int, int] | None = None) -> None:
-    row = (0, block, part.layer_start, part.layer_stop, part.head_start, part.head_stop, *(fills or part[2:]))
-    columns = (items.groups, items.blocks, items.layer_starts, items.layer_stops, items.head_starts, items.head_stops)
-    for column, value in zip((*columns, items.fill_starts, items.fill_stops), row, strict=True):
-        column.append(value)
-
-
 def whole_pages(layers_a_record: int = 2) -> CopyBatch:
     """Every page of BLOCKS blocks, one after the other in a stream, a file or memory."""
     items, records = CopyItems([geometry()]), CopyRecords()
     for block in range(BLOCKS):
-        add_item(items, block)
+        items.add(0, block, WHOLE)
         for layer in range(0, LAYERS, layers_a_record):
             count = min(layers_a_record, LAYERS - layer)
             offset = block * PAGE_BYTES + layer * LAYER_BYTES
@@ -132,7 +126,7 @@ def test_one_wrong_number_anywhere_refuses_the_batch(spoil: Spoil, why: str, dat
 def test_no_place_is_written_twice(spans: list[tuple[int, int, int]]) -> None:
     items, records = CopyItems([geometry()]), CopyRecords()
     for block in range(BLOCKS):
-        add_item(items, block)
+        items.add(0, block, WHOLE)
     taken: list[tuple[int, int]] = []
     for block, layer, count in spans:
         stop = min(layer + count, LAYERS)
@@ -149,7 +143,7 @@ def test_two_pages_of_a_block_fill_different_heads(one: tuple[int, int], other: 
     assume(one[0] < one[1] and other[0] < other[1])
     items, records = CopyItems([geometry()]), CopyRecords()
     for item, fills in enumerate((one, other)):
-        add_item(items, 0, WHOLE, fills)
+        items.add(0, 0, WHOLE, fills)
         records.add(item, 0, item * LAYER_BYTES, LAYER_BYTES, Codec.RAW, [7])
     if one[0] < other[1] and other[0] < one[1]:
         refused(batch_of(records, items), "overlap")
@@ -169,7 +163,7 @@ def test_whatever_the_numbers_a_batch_is_refused_or_each_value_is_written_once_a
 ) -> None:
     items, records = CopyItems([geometry()]), CopyRecords()
     for block, layer_stop, head_stop, fill_start, fill_stop in pages:
-        add_item(items, block, Part(0, layer_stop, 0, head_stop), (fill_start, fill_stop))
+        items.add(0, block, Part(0, layer_stop, 0, head_stop), (fill_start, fill_stop))
     for item, layer, count, offset in spans:
         heads = items.head_stops[item] if item < len(items) else HEADS
         nbytes = count * GROUP.layer_bytes(block_tokens=TOKENS, heads=heads)
@@ -195,7 +189,7 @@ def test_whatever_the_numbers_a_batch_is_refused_or_each_value_is_written_once_a
 
 def test_layers_that_the_memory_does_not_hold_are_refused() -> None:
     items, records = CopyItems([geometry(Part(1, 3, 0, HEADS))]), CopyRecords()
-    add_item(items, 0)
+    items.add(0, 0, WHOLE)
     records.add(0, 0, 0, LAYER_BYTES, Codec.RAW, [7])
     refused(batch_of(records, items), "has layers 0 to 1")
 
@@ -208,7 +202,7 @@ def test_a_record_that_would_outlast_a_cancel_is_refused(monkeypatch: pytest.Mon
 
 def test_encoded_records_have_the_length_of_their_codec() -> None:
     items, records = CopyItems([geometry()]), CopyRecords()
-    add_item(items, 0)
+    items.add(0, 0, WHOLE)
     nbytes = layer_bytes(Codec.Q8, GROUP, block_tokens=TOKENS, heads=HEADS)
     records.add(0, 0, 0, nbytes, Codec.Q8, [7])
     batch_of(records, items).check()
@@ -278,6 +272,21 @@ def test_slices_are_all_records_in_order_and_no_larger_than_asked(sizes: list[in
     slices = list(records.slices(nbytes))
     assert [at for start, stop in slices for at in range(start, stop)] == list(range(len(sizes)))
     assert all(stop - start == 1 or sum(sizes[start:stop]) <= nbytes for start, stop in slices)
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.data())
+def test_an_item_has_ended_with_its_last_record_and_has_the_sums_of_all_of_them(
+    counts: list[int], data: st.DataObject
+) -> None:
+    records, expected = CopyRecords(), {}
+    for item, count in enumerate(counts):
+        for layer in range(count):
+            records.add(item, 2 * layer, 0, 16, Codec.RAW, [0, 0])
+            records.set_sums(len(records) - 1, [10 * item + 2 * layer, 10 * item + 2 * layer + 1])
+        expected[item] = [10 * item + layer for layer in range(2 * count)]
+    cuts = sorted({0, len(records), *data.draw(st.lists(st.integers(0, len(records))))})
+    ended = [each for start, stop in pairwise(cuts) for each in records.ended_items(start, stop)]
+    assert [(item, list(sums)) for item, sums in ended] == list(expected.items())
 
 
 @pytest.mark.parametrize("what", ["cancel", "dropped", "late"])

@@ -1,5 +1,4 @@
-"""Batches of copies on their way into sinks: whole where a sink takes them, else record by record, and known to the
-rest of a load that may go on over another path."""
+"""Batches of copies on their way into sinks and out of sources: whole where these take them, else record by record."""
 
 from __future__ import annotations
 
@@ -9,13 +8,21 @@ import pytest
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId
-from kvcluster.core.messages import PageKey, PageWant, ReadRequest
+from kvcluster.core.messages import NewPage, PageKey, PageWant, ReadRequest
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import Part
+from kvcluster.errors import ProtocolError
 from kvcluster.pages.copy_batch import CopyRecords
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
-from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory, granted_records, open_load
+from kvcluster.transport.exchange_copies import (
+    ExchangeCopies,
+    PageMemory,
+    granted_records,
+    open_load,
+    open_store,
+    reserved_records,
+)
 from kvcluster.transport.seam import Payload
 from kvcluster.wire.shm_frames import Place
 
@@ -126,3 +133,59 @@ def test_what_a_sink_of_batches_raises_ends_the_exchange() -> None:
     copies.run(0, 1)
     with pytest.raises(ZeroDivisionError):
         copies.run(1, 2)
+
+
+# ------------------------------------------------------------------------------------------------- stores
+
+
+class Given:
+    """A source of single records, whose page `item` is full of that number."""
+
+    def __init__(self, layer_bytes: int = LAYER_BYTES) -> None:
+        self.asked: list[tuple[int, int, int]] = []
+        self._layer_bytes = layer_bytes
+
+    def layer_bytes(self, item: int) -> int:
+        return self._layer_bytes
+
+    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
+        raise AssertionError("what lies in memory is copied there")
+
+    def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
+        self.asked.append((item, layer, layers))
+        into[:] = bytes([item]) * into.nbytes
+        return [10 * item + at for at in range(layer, layer + layers)]
+
+    def drained(self) -> None:
+        """Nothing more is asked for."""
+
+
+def reserved(pages: bytearray) -> CopyRecords:
+    """A place for each of PAGES pages, the second of which is not to be written."""
+    start = address_of(memoryview(pages))
+    new = [NewPage(want.key, BlockHash(bytes(32)), 0) for want in request().wants]
+    return reserved_records(new, {at: Place(start + at * LAYERS * LAYER_BYTES, LAYER_BYTES) for at in (0, 2)})
+
+
+def test_a_store_goes_page_after_page() -> None:
+    records = reserved(bytearray(len(MEMORY)))
+    assert list(zip(records.items, records.layers, records.counts, strict=True)) == [
+        (0, 0, 2), (0, 2, 2), (2, 0, 2), (2, 2, 2),
+    ]  # fmt: skip
+
+
+def test_a_source_of_single_records_is_asked_for_each_and_the_path_has_a_word_between_them() -> None:
+    pages, source, words = bytearray(len(MEMORY)), Given(), []
+    records = reserved(pages)
+    open_store(source, records, HostMemory(), None, between=lambda: words.append(len(source.asked))).run(0, 3)
+    assert source.asked == [(0, 0, 2), (0, 2, 2), (2, 0, 2)] and words == [1, 2]
+    page = LAYERS * LAYER_BYTES
+    assert pages == bytes(2 * page) + bytes([2]) * (2 * LAYER_BYTES) + bytes(page - 2 * LAYER_BYTES)
+    assert [records.sums_of(at) for at in range(4)] == [(0, 1), (2, 3), (20, 21), (0, 0)]
+
+
+def test_a_source_whose_layers_have_another_length_is_asked_for_nothing() -> None:
+    source = Given(LAYER_BYTES + 1)
+    with pytest.raises(ProtocolError, match="page 0 has layers of 9 bytes, not 8"):
+        open_store(source, reserved(bytearray(len(MEMORY))), HostMemory(), None)
+    assert not source.asked
