@@ -1,6 +1,6 @@
 """Carrying out a store's plan (store_plan.py): the question what to write, exchanges with shards, and the outcome.
 
-Each exchange is driven by one thread, which gathers its pages out of the caller's memory (source.py).
+Each exchange is driven by one thread, which gathers its pages out of the caller's memory (store_source.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from kvcluster.client.memory import Bound
 from kvcluster.client.plan_runner import Job
 from kvcluster.client.results import Stored
 from kvcluster.client.shards import Shards
-from kvcluster.client.source import Source
 from kvcluster.client.store_plan import (
     AskStore,
     CloseTicket,
@@ -34,6 +33,7 @@ from kvcluster.client.store_plan import (
     WriteEnded,
     WriteStopped,
 )
+from kvcluster.client.store_source import StoreSource
 from kvcluster.core import messages
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import Attached, Done, PrepareStore, StoreGrant
@@ -95,7 +95,7 @@ class StoreExecutor:
         self._drained = drained
         self._finish = finish
         self._over = over
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, StoreSource] = {}
 
     def perform(self, effect: StoreEffect, jobs: list[Job[StoreEvent]]) -> StoreEvent | None:
         """As plan_runner.Perform."""
@@ -103,7 +103,7 @@ class StoreExecutor:
             case AskStore():
                 jobs.append(self._ask)
             case StartWrite(exchange, _, request, blocks):
-                source = Source(
+                source = StoreSource(
                     self._spec,
                     request.namespace,
                     request.pages,
@@ -139,7 +139,7 @@ class StoreExecutor:
         except BaseException as error:
             return NotGranted(error, asked)
 
-    def _write(self, start: StartWrite, source: Source) -> StoreEvent:
+    def _write(self, start: StartWrite, source: StoreSource) -> StoreEvent:
         """One exchange, from its reservation to its outcome."""
         try:
             outcome = self._shards.write(start.shard, self._spec, start.request, source, self._deadline)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvcluster.client import source as sources
+from kvcluster.client import store_source as sources
 from kvcluster.client.layouts import Buffers
 from kvcluster.client.memory import bind
 from kvcluster.client.python_copies import PythonCopies
-from kvcluster.client.source import Source
+from kvcluster.client.store_source import StoreSource
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import NewPage, PageKey
 from kvcluster.core.reasons import MissReason
@@ -37,7 +37,7 @@ class Reserved:
     def __init__(self, memory: Any, layer_bytes: int = LAYER_BYTES, deadline: Deadline | None = None) -> None:
         self.memory = bind(memory, SPEC, (WHOLE,), BLOCKS, writable=False)
         deadline = deadline or Deadline.after_ms(60_000)
-        self.source = Source(SPEC, NAMESPACE, PAGES, range(BLOCKS), self.memory, deadline, lambda: None)
+        self.source = StoreSource(SPEC, NAMESPACE, PAGES, range(BLOCKS), self.memory, deadline, lambda: None)
         self.pages = [bytearray(LAYERS * layer_bytes) for _ in PAGES]
         places = {item: Place(address_of(memoryview(page)), layer_bytes) for item, page in enumerate(self.pages)}
         self.records = reserved_records(PAGES, places)

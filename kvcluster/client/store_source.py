@@ -31,7 +31,7 @@ _SOURCE = HostMemory()
 _GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
 
 
-class Source:
+class StoreSource:
     """Of one exchange with one shard: a CopySource. Page `item` is that of block `blocks[item]`, which `memory` counts
     as the sequence does. `on_drained` is called when the path has read its last byte."""
 
@@ -162,7 +162,7 @@ class Source:
 class _StoreCopies:
     """A batch of one exchange and what carries it out."""
 
-    def __init__(self, source: Source, batch: CopyBatch, executor: CopyExecutor) -> None:
+    def __init__(self, source: StoreSource, batch: CopyBatch, executor: CopyExecutor) -> None:
         self._source = source
         self._batch = batch
         self._executor = executor
