@@ -7,7 +7,7 @@ how its bytes travel. Rectangles are in their group's own layers and heads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvcluster.core.cover import cover as choose
 from kvcluster.core.ids import BlockHash
@@ -48,7 +48,8 @@ class Piece:
 
     def cut(self, layer_start: int, layer_stop: int) -> Piece:
         """Only these layers of it, counted as its want counts them."""
-        return replace(self, want=self.want._replace(layer_start=layer_start, layer_stop=layer_stop))
+        want = self.want._replace(layer_start=layer_start, layer_stop=layer_stop)
+        return Piece(self.block, self.group, want, self.head_start, self.head_stop)
 
     def model_layers(self, spec: KVSpec) -> tuple[int, ...]:
         """The model's own numbers of its layers."""

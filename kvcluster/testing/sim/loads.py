@@ -180,7 +180,7 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
             self._destination.came(layer.loss)
             self._destination.write(start.exchange, piece, layer.layer, right=True)
             ranges.came(layer.item, layer.layer + 1)
-            layers = piece.cut(layer.layer, layer.layer + 1).model_layers(self._model.spec)
+            layers = piece.model_layers(self._model.spec)[layer.layer - piece.want.layer_start :][:1]
             if self._progress.came(piece.block, layers, len(layer.data)):
                 self._destination.check_layers(layers)
         else:

@@ -82,13 +82,16 @@ def slot(world: EngineSurroundings, worker: Worker) -> Script:
 def redeemer(world: EngineSurroundings, worker: Worker) -> Script:
     """Another process of the same engine, which goes on with tickets of before while nobody coordinates.
 
-    It gives up when the shards' own term has passed. That term is worth a close look: who grants a little longer than
-    he may, does so then.
+    It begins when the coordinator has not answered for a quarter of the shards' own term, and gives up when the term
+    has passed. The end of the term is worth a close look: a shard that grants longer than it may does so then.
     """
     term_ns = world.scenario.config.membership_ttl_ms * MS
+    first, last = term_ns // 4, term_ns * 5 // 4
     while world.working:
-        yield None, int(2 * REDEEM_NS * world.rng.random())
-        if term_ns // 4 < worker.unanswered_ns() < term_ns * 5 // 4:
+        silent_ns = worker.unanswered_ns()
+        soonest = first - silent_ns if silent_ns <= first else 0 if silent_ns < last else first
+        yield None, soonest + int(2 * REDEEM_NS * world.rng.random())
+        if first < worker.unanswered_ns() < last:
             yield from _redeem(world, worker)
 
 
