@@ -1,0 +1,183 @@
+"""Compares whole loads and stores of two checkouts by turns in one run: has a change made the client slower?
+
+    git worktree add /tmp/before REVISION && cp kvcluster/pages/*.so /tmp/before/kvcluster/pages/
+    .venv/bin/python benchmarks/compare.py /tmp/before
+
+Each checkout runs in a process of its own, with a local cluster of its own. In every turn both do the same call, in a
+random order, over caches that were filled with something else. What is printed is the time of this checkout divided by
+that of the other in the same turn: the median of all turns, and between which two ratios that lies with 95 %
+confidence (order statistics of the binomial distribution: no assumption about how times are distributed). Below 1,
+this checkout is faster. Every load is compared with what was stored, after its clock has stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parents[1]
+SWEPT_BYTES = 64 * 2**20
+SIZES = {"2 MiB": (64, 32, 8), "64 KiB": (2_048, 4, 2)}
+"""By the size of a page: blocks of a call, layers, heads of 128 values in bfloat16, in blocks of 16 tokens."""
+
+CALLS = [f"{call} {layout}" for call in ("load", "store") for layout in ("dense", "paged")]
+
+
+class Side:
+    """One checkout, in a process of its own."""
+
+    def __init__(self, checkout: Path, path: str, size: str) -> None:
+        command = [sys.executable, __file__, "--serve", path, size]
+        environment = {**os.environ, "PYTHONPATH": str(checkout)}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True, cwd=checkout)
+        served = Path(self._hear()["of"])
+        if checkout not in served.parents:
+            raise SystemExit(f"{checkout} has no package kvcluster: {served} was imported")
+
+    def seconds(self, call: str) -> float:
+        """How long that call took, as its own process measured."""
+        assert self._process.stdin is not None
+        print(call, file=self._process.stdin, flush=True)
+        return float(self._hear()["seconds"])
+
+    def end(self) -> None:
+        """Ends the process and its cluster."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("a side of the comparison has ended; what it said stands above")
+        heard: dict[str, Any] = json.loads(line)
+        return heard
+
+
+def compare(other: Path, path: str, size: str, turns: int, seed: int) -> None:
+    """Prints a line for each call."""
+    rng = random.Random(seed)
+    sides = {"this": Side(HERE, path, size), "other": Side(other, path, size)}
+    try:
+        for call in CALLS:
+            ratios, own = [], []
+            for turn in range(turns + 1):
+                order = list(sides)
+                rng.shuffle(order)
+                took = {name: sides[name].seconds(call) for name in order}
+                if turn:  # the first warms up
+                    own.append(took["this"])
+                    ratios.append(took["this"] / took["other"])
+            low, high = median_within(ratios)
+            print(
+                f"{path:5} {size:>7} {call:12} {statistics.median(own) * 1e3:8.1f} ms   "
+                f"{statistics.median(ratios):.3f} of the other, {low:.3f} to {high:.3f}",
+                flush=True,
+            )
+    finally:
+        for side in sides.values():
+            side.end()
+
+
+def median_within(values: list[float]) -> tuple[float, float]:
+    """Between which two of the values the true median lies, with at least 95 % confidence where there are six."""
+    ordered, count = sorted(values), len(values)
+    reach = round(0.98 * count**0.5)
+    return ordered[max(0, count // 2 - reach)], ordered[min(count - 1, (count - 1) // 2 + reach)]
+
+
+# --------------------------------------------------------------------------------------------- one side
+
+
+def serve(path: str, size: str) -> None:
+    """Reads calls from standard input, and writes how long each took."""
+    import torch
+
+    import kvcluster
+    from kvcluster.config import ClientConfig
+
+    torch.set_num_threads(1)
+    blocks, layers, heads = SIZES[size]
+    shape = {"num_layers": layers, "num_kv_heads": heads, "head_dim": 128, "dtype": "bfloat16", "block_tokens": 16}
+    spec = kvcluster.KVSpec.uniform(model="compared", weights="sha256:0", **shape)
+    values = torch.randint(-(2**15), 2**15 - 1, (blocks, layers, 2, 16, heads, 128), dtype=torch.int16)
+    caches = [torch.zeros(2, 2 * blocks, 16, heads, 128, dtype=torch.int16) for _ in range(layers)]
+    rows = random.Random(7).sample(range(2 * blocks), blocks)
+    memory = {"dense": values.clone().view(torch.bfloat16)}
+    memory["paged"] = kvcluster.Paged.nhd([cache.view(torch.bfloat16) for cache in caches], rows)
+    sweep, chain = bytearray(SWEPT_BYTES), list(range(1, blocks * 16))
+    with kvcluster.local(shards=1, device_bytes="1GiB") as cluster:
+        config = ClientConfig(deadline_ms=60_000, transports=(path,))
+        client = kvcluster.connect(cluster.address, spec, config=config)
+        numbers = iter(range(1, 2**30))
+
+        def fill() -> None:
+            memory["dense"].view(torch.int16).copy_(values)
+            for layer, cache in enumerate(caches):
+                cache[:, rows] = values[:, layer].transpose(0, 1)
+
+        def store(layout: str, prompt: list[int]) -> float:
+            while not client.store([next(numbers), *range(15)], values[:1].view(torch.bfloat16)).blocks:
+                time.sleep(0.02)  # the shard still forgets what was cleared
+            begun = time.perf_counter()
+            stored = client.store(prompt, memory[layout])
+            took = time.perf_counter() - begun
+            assert stored.blocks == blocks, stored
+            assert client.flush()
+            return took
+
+        def load(layout: str, prompt: list[int]) -> float:
+            begun = time.perf_counter()
+            loaded = client.load(prompt, memory[layout])
+            took = time.perf_counter() - begun
+            assert loaded == len(prompt), f"{loaded} of {len(prompt)} tokens were loaded"
+            assert torch.equal(memory["dense"].view(torch.int16), values)
+            assert all(torch.equal(cache[:, rows], values[:, at].transpose(0, 1)) for at, cache in enumerate(caches))
+            return took
+
+        print(json.dumps({"of": kvcluster.__file__}), flush=True)
+        for line in sys.stdin:
+            call, layout = line.split()
+            prompt = [next(numbers), *chain]
+            fill()
+            if call == "load":
+                store("dense", prompt)
+                (memory["dense"].view(torch.int16) if layout == "dense" else caches[0]).zero_()
+            sweep[:] = bytes(SWEPT_BYTES)
+            took = load(layout, prompt) if call == "load" else store(layout, prompt)
+            client.clear()
+            print(json.dumps({"seconds": took}), flush=True)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", nargs="?", type=Path, help="the other checkout, with its native core built")
+    parser.add_argument("--turns", type=int, default=41, help="of each call (41)")
+    parser.add_argument("--paths", nargs="+", default=["shm", "tcp"], help="transports (shm tcp)")
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES), help="of a page (all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the order within each turn (0)")
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(*options.serve)
+        return
+    if options.other is None:
+        parser.error("which other checkout?")
+    for path in options.paths:
+        for size in options.sizes:
+            compare(options.other.resolve(), path, size, options.turns, options.seed)
+
+
+if __name__ == "__main__":
+    main()
