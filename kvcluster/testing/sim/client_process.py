@@ -29,6 +29,7 @@ from kvcluster.errors import LimitError
 from kvcluster.testing.kernel import TIMED_OUT, Clock, Process, Script
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.network import BROKEN, Line
+from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import Layer, SessionRequest
 from kvcluster.testing.sim.shard import Addresses
 from kvcluster.testing.sim.surroundings import Surroundings
@@ -69,12 +70,23 @@ class ClientProcess(Process):
         self._asked = 0
         self._asking: dict[int, int] = {}  # since when each question under way was asked
         self.policy = ShardPolicy(breaker_failures=3, breaker_ms=BREAKER_MS)
+        self._plans = 0  # under way
         self._attached: dict[Model, Attached] = {}
         self._attached_shards: dict[tuple[ShardAddress, NamespaceId], None] = {}
 
     def attempt(self) -> Attempt:
         self._attempts += 1
         return Attempt(self._holder, self._attempts)
+
+    def plan_began(self) -> None:
+        """A load or store is under way."""
+        self._plans += 1
+
+    def plan_ended(self) -> None:
+        """It has stopped all its exchanges. Where no other is under way, each permit that was given has had its end."""
+        self._plans -= 1
+        probing = [name for name, breaker in self.policy.status(self.now()).items() if breaker["state"] == "probing"]
+        hold(self._plans > 0 or not probing, f"no exchange is under way, and {probing} wait for what a probe shows")
 
     # ------------------------------------------------------------------------------------------- questions
 

@@ -125,6 +125,10 @@ class CoordinatorOracle:
     def _ticked(self, c: CoordinatorProcess, m: Tick, reply: object, now: int) -> None:
         heard = [entry for entry in c.backlog if entry[0] == c.receive]
         hold(not heard, "members are judged before what has arrived meanwhile was heard")
+        for info in c.core.members.lost.values():
+            shard = self._world.incarnations[info.shard, info.epoch]
+            serves = shard.running and shard.coordinator is c and shard.core.member(shard.now())
+            hold(not serves, f"{info.shard} is given up for lost, and grants leases of this coordinator's term")
         for of, (ticket, _) in list(self._answers.items()):
             if of[0] == c.name and c.core.tickets.get(of[1]) is not ticket:
                 del self._answers[of]

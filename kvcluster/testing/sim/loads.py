@@ -65,6 +65,7 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
             deadline_ns=give_up,
         )
         super().__init__(worker, plan)
+        worker.plan_began()
         self._direct = worker.world.later.random() < 0.5  # bytes lie where they belong before they are verified
         self._copying: dict[int, None] = {}
         self._starts: dict[int, StartRead] = {}
@@ -93,6 +94,7 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
                 hold(error is None, f"a load ends in an error: {error!r}")
                 assert loaded is not None
                 self._destination.tell(loaded)
+                worker.plan_ended()
                 self.done.fulfil(loaded)
 
     def _stop(self, effect: StopRead) -> None:

@@ -73,6 +73,7 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
             deadline_ns=give_up,
         )
         super().__init__(worker, plan)
+        worker.plan_began()
         self._stopped: dict[int, None] = {}
         self._free = False
 
@@ -96,6 +97,7 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
                 assert stored is not None
                 self._tell(stored)
             case StoreOver():
+                worker.plan_ended()
                 self.over.fulfil(None)
 
     def _tell(self, stored: Stored) -> None:
