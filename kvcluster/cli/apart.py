@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from kvcluster.client.control import NO_CALL, NOBODY, GrpcPort, expect
+from kvcluster.client.control import GrpcPort, expect
 from kvcluster.core.messages import GetNamespaces, Namespaces
 from kvcluster.core.spec import PRIVATE_WEIGHTS, KVSpec, differing_fields
 from kvcluster.transport.seam import Deadline
@@ -22,7 +22,7 @@ _SHOWN = 40
 
 def read_namespaces(port: GrpcPort, wait_ms: int) -> Known:
     """The namespaces of this credential's tenant. Raises Trouble where nobody answers in time."""
-    return expect(Namespaces, port.ask(GetNamespaces(NO_CALL, NOBODY), Deadline.after_ms(wait_ms))).known
+    return expect(Namespaces, port.ask(GetNamespaces(), Deadline.after_ms(wait_ms))).known
 
 
 def kept_apart(known: Known) -> Iterator[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvcluster.cli.screen import needs
 from kvcluster.cli.where import add_where, coordinator
-from kvcluster.client.control import NO_CALL, NOBODY, GrpcPort, expect
+from kvcluster.client.control import GrpcPort, expect
 from kvcluster.core.messages import EngineInfo, Engines, GetEngines, SetWeights
 from kvcluster.core.spec import check_weights
 from kvcluster.transport.seam import Deadline
@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
 
 def read_engines(port: GrpcPort, wait_ms: int) -> Living:
     """The engines of this credential's tenant. Raises Trouble where nobody answers in time."""
-    return expect(Engines, port.ask(GetEngines(NO_CALL, NOBODY), Deadline.after_ms(wait_ms))).known
+    return expect(Engines, port.ask(GetEngines(), Deadline.after_ms(wait_ms))).known
 
 
 def engines_dict(engines: Living) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ def _weights(options: argparse.Namespace, command: argparse.ArgumentParser) -> i
     model, weights = options.names
     check_weights(weights)
     with coordinator(options, wait_ms=_ANSWER_MS) as port:
-        heard = _set(port, SetWeights(NO_CALL, NOBODY, model, weights, options.engine))
+        heard = _set(port, SetWeights(model, weights, options.engine))
         if not heard:
             print(_why_nobody(read_engines(port, _ANSWER_MS), model), file=sys.stderr)
             return 1

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from kvcluster.cli.where import add_where, address_of, coordinator, read_status
-from kvcluster.client.control import NO_CALL, NOBODY, GrpcPort, expect
+from kvcluster.client.control import GrpcPort, expect
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Done, Drain, Purge, Purged, SetPolicy
 from kvcluster.errors import CallerError, Unreachable
@@ -59,7 +59,7 @@ def _add_yes(command: Any) -> None:
 
 
 def _clear(options: argparse.Namespace) -> int:
-    return _forget(options, "every block", Purge(NO_CALL, NOBODY))
+    return _forget(options, "every block", Purge())
 
 
 def _purge(options: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ def _purge(options: argparse.Namespace) -> int:
             "say what is to be forgotten, with --model, --weights or --adapter; `kvcluster clear` forgets everything"
         )
     what = "every block of " + ", ".join(f"{name} {value!r}" for name, value in given.items())
-    return _forget(options, what, Purge(NO_CALL, NOBODY, **filters))
+    return _forget(options, what, Purge(**filters))
 
 
 def _forget(options: argparse.Namespace, what: str, purge: Purge) -> int:
@@ -94,7 +94,7 @@ def _confirmed(question: str) -> bool:
 
 def _switch(options: argparse.Namespace) -> int:
     with coordinator(options, wait_ms=_ANSWER_MS) as port:
-        expect(Done, port.ask(SetPolicy(NO_CALL, (("cache", options.cache),)), Deadline.after_ms(_ANSWER_MS)))
+        expect(Done, port.ask(SetPolicy((("cache", options.cache),)), Deadline.after_ms(_ANSWER_MS)))
     said = {"off": "off: engines compute everything; what is cached stays", "on": "on"}
     print(f"the cache at {address_of(options)} is {said[options.cache]}")
     return 0
@@ -124,7 +124,7 @@ def _all_would_be_lost(status: dict[str, Any], shard: str) -> bool:
 
 
 def _ask_to_drain(port: GrpcPort, shard: str, status: dict[str, Any]) -> None:
-    answer = port.ask(Drain(NO_CALL, ShardId(shard)), Deadline.after_ms(_ANSWER_MS))
+    answer = port.ask(Drain(ShardId(shard)), Deadline.after_ms(_ANSWER_MS))
     if not expect(Done, answer).ok:
         names = ", ".join(known["shard"] for known in status["shards"] if known["state"] != "lost")
         raise CallerError(f"there is no shard {shard!r} to drain; there is {names or 'none at all'}")

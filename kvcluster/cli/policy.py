@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from kvcluster.cli.where import add_where, coordinator, read_status
-from kvcluster.client.control import NO_CALL, expect
+from kvcluster.client.control import expect
 from kvcluster.core.messages import Done, SetPolicy
 from kvcluster.errors import CallerError
 from kvcluster.transport.seam import Deadline
@@ -29,7 +29,7 @@ def _policy(options: argparse.Namespace) -> int:
         raise CallerError("say what to set, such as `kvcluster policy set host.codec=q4`")
     with coordinator(options, wait_ms=_ANSWER_MS) as port:
         if settings:
-            expect(Done, port.ask(SetPolicy(NO_CALL, settings), Deadline.after_ms(_ANSWER_MS)))
+            expect(Done, port.ask(SetPolicy(settings), Deadline.after_ms(_ANSWER_MS)))
         policy: dict[str, str] = read_status(port, _ANSWER_MS)["policy"]
     for name, value in policy.items():
         print(f"{name}={value}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvcluster.client.control import NO_CALL, GrpcPort, expect
+from kvcluster.client.control import GrpcPort, expect
 from kvcluster.client.status import status_dict
 from kvcluster.core.messages import GetStatus, Status
 from kvcluster.transport.rpc import Connection
@@ -46,4 +46,4 @@ def coordinator(options: argparse.Namespace, *, wait_ms: int = 0) -> Iterator[Gr
 
 def read_status(port: GrpcPort, wait_ms: int) -> dict[str, Any]:
     """As `client.status()`. Raises Trouble where nobody answers in time."""
-    return status_dict(expect(Status, port.ask(GetStatus(NO_CALL), Deadline.after_ms(wait_ms))))
+    return status_dict(expect(Status, port.ask(GetStatus(), Deadline.after_ms(wait_ms))))

@@ -30,7 +30,7 @@ from kvcluster.client.arguments import (
     prompt_hashes,
 )
 from kvcluster.client.borrowing import BorrowedBlocks, Borrower
-from kvcluster.client.control import NO_CALL, NOBODY, CoordinatorClient, CoordinatorPort
+from kvcluster.client.control import CoordinatorClient, CoordinatorPort
 from kvcluster.client.explaining import explain
 from kvcluster.client.movers import Movers
 from kvcluster.client.opening import open_ways
@@ -43,7 +43,7 @@ from kvcluster.client.tickets import Tickets
 from kvcluster.client.transfer import Transfer
 from kvcluster.config import ClientConfig
 from kvcluster.core import messages
-from kvcluster.core.ids import BlockHash, NamespaceId
+from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
     EngineInfo,
     GetStatus,
@@ -68,7 +68,6 @@ if TYPE_CHECKING:
     from kvcluster.client.aio import AsyncClient
 
 R = TypeVar("R")
-_UNNAMED = NamespaceId(b"")  # filled in by CoordinatorClient, which attaches first
 
 
 class Client:
@@ -115,7 +114,7 @@ class Client:
 
     def register(self, engine: EngineInfo, *, deadline_ms: float | None = None) -> Registered:
         """Tells the cluster that this engine lives, and hears what its weights are to be called. Raises Trouble."""
-        return self._control.say(Registered, RegisterEngine(NO_CALL, NOBODY, engine), self._call(deadline_ms))
+        return self._control.request(Registered, RegisterEngine(engine), self._call(deadline_ms))
 
     # ------------------------------------------------------------------------------------ level 1: blocks
 
@@ -338,7 +337,7 @@ class Client:
         """Spares the cached prefix of a prompt from eviction for `ttl_s`, within the share that pins may take, and
         keeps it on `replicas` shards as far as there are as many with room."""
         ttl_ns, replicas = pin_terms(ttl_s, replicas)
-        message = PinBlocks(NO_CALL, NOBODY, _UNNAMED, (), ttl_ns, replicas)
+        message = PinBlocks((), ttl_ns, replicas)
         return self._pin(message, token_ids, self._spec(adapter), salt, extra_keys, self._call(deadline_ms))
 
     def unpin(
@@ -351,7 +350,7 @@ class Client:
         deadline_ms: float | None = None,
     ) -> Pinned:
         """Lets a pinned prompt be evicted again."""
-        message = UnpinBlocks(NO_CALL, NOBODY, _UNNAMED, ())
+        message = UnpinBlocks(())
         return self._pin(message, token_ids, self._spec(adapter), salt, extra_keys, self._call(deadline_ms))
 
     def clear(self, *, deadline_ms: float | None = None) -> int:
@@ -360,7 +359,7 @@ class Client:
         Once it returns no lookup finds what was stored before it was called, whichever process restarts or was cut
         off. Raises Unreachable where that is not known to hold: call it again.
         """
-        return self._purge(Purge(NO_CALL, NOBODY), deadline_ms)
+        return self._purge(Purge(), deadline_ms)
 
     def purge(
         self,
@@ -373,12 +372,12 @@ class Client:
         """As `clear`, of the specs alone that have this model, these weights, this adapter ("" for none), as far as
         they are given: what is to be done when weights or an adapter were replaced under the same name."""
         check_filters(model=model, weights=weights, adapter=adapter)
-        return self._purge(Purge(NO_CALL, NOBODY, model, weights, adapter), deadline_ms)
+        return self._purge(Purge(model, weights, adapter), deadline_ms)
 
     def status(self, *, deadline_ms: float | None = None) -> dict[str, Any]:
         """The cluster as the coordinator sees it, as plain values; and as this client does: `transports` in use and
         `breakers`, by shard. Raises Unreachable where the coordinator does not answer."""
-        status = self._must_hear(Status, GetStatus(NO_CALL), deadline_ms, "is the cluster up?")
+        status = self._must_hear(Status, GetStatus(), deadline_ms, "is the cluster up?")
         return status_dict(status) | {"transports": self._shards.names(), "breakers": self._shards.breakers()}
 
     @property
@@ -434,7 +433,7 @@ class Client:
     def _must_hear(self, kind: type[R], message: GetStatus | Purge, deadline_ms: float | None, advice: str) -> R:
         """Asks what no miss could answer."""
         try:
-            return self._control.say(kind, message, self._call(deadline_ms))
+            return self._control.request(kind, message, self._call(deadline_ms))
         except Trouble as trouble:
             raise Unreachable(f"the coordinator does not answer: {trouble.miss}; {advice}") from None
 

@@ -1,17 +1,16 @@
 """Questions to the coordinator: one deadline, attached namespaces, and trouble as a miss.
 
-The client speaks in core messages; the port carries them. Over gRPC the server fills in the call and the tenant,
-so what stands there on this side means nothing.
+The client asks core questions; the port carries them, with the namespace of those that are asked within one. Call and
+tenant are the server's own knowledge.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from kvcluster.core.ids import CallId, NamespaceId, Tenant
-from kvcluster.core.messages import Attach, Attached, CoordinatorMessage, Refused, RefusedKind, Reply
+from kvcluster.core.ids import NamespaceId
+from kvcluster.core.messages import Attach, Attached, CoordinatorQuestion, Refused, RefusedKind, Reply
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, LimitError, ProtocolError
@@ -19,15 +18,14 @@ from kvcluster.transport.rpc import Connection
 from kvcluster.transport.seam import Deadline, Trouble
 from kvcluster.wire.methods import COORDINATOR
 
-NO_CALL = CallId(0)
-NOBODY = Tenant("")
 R = TypeVar("R")
 
 
 class CoordinatorPort(Protocol):
-    """Carries a question to the coordinator. Raises Trouble where no answer comes."""
+    """Carries a question to the coordinator, with the namespace that it is about, if any. Raises Trouble where no
+    answer comes."""
 
-    def ask(self, message: CoordinatorMessage, deadline: Deadline) -> Reply: ...
+    def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply: ...
 
     def close(self) -> None: ...
 
@@ -38,8 +36,8 @@ class GrpcPort:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def ask(self, message: CoordinatorMessage, deadline: Deadline) -> Reply:
-        return self._connection.ask(COORDINATOR[type(message).__name__], message, deadline)
+    def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
+        return self._connection.ask(COORDINATOR[type(question).__name__], question, deadline, namespace)
 
     def close(self) -> None:
         self._connection.close()
@@ -59,7 +57,7 @@ class CoordinatorClient:
             known = self._attached.get(spec)
         if known is not None:
             return known
-        attached = expect(Attached, self._port.ask(Attach(NO_CALL, NOBODY, spec), deadline))
+        attached = expect(Attached, self._port.ask(Attach(spec), deadline))
         with self._lock:
             self._attached[spec] = attached
         return attached
@@ -82,30 +80,30 @@ class CoordinatorClient:
     def namespace(self, spec: KVSpec, deadline: Deadline) -> NamespaceId:
         return self.attach(spec, deadline).namespace
 
-    def ask(self, kind: type[R], spec: KVSpec, message: Any, deadline: Deadline) -> R:
-        """Asks `message`, whose namespace is filled in here, and returns an answer of that kind.
+    def ask(self, kind: type[R], spec: KVSpec, question: CoordinatorQuestion, deadline: Deadline) -> R:
+        """Asks within the namespace of that spec, and returns an answer of that kind.
 
         Raises Trouble where none comes, CallerError or LimitError where the question was wrong.
         """
-        answer = self._ask(replace(message, namespace=self.namespace(spec, deadline)), deadline)
+        answer = self._ask(question, self.namespace(spec, deadline), deadline)
         if isinstance(answer, Refused) and answer.kind is RefusedKind.UNKNOWN_NAMESPACE:
             with self._lock:
                 self._attached.pop(spec, None)
-            answer = self._ask(replace(message, namespace=self.namespace(spec, deadline)), deadline)
+            answer = self._ask(question, self.namespace(spec, deadline), deadline)
         return expect(kind, answer)
 
-    def _ask(self, message: CoordinatorMessage, deadline: Deadline) -> Reply:
+    def _ask(self, question: CoordinatorQuestion, namespace: NamespaceId, deadline: Deadline) -> Reply:
         """Asks once more where the answer was lost: a prepare names its attempt, so that it is not done twice."""
         try:
-            return self._port.ask(message, deadline)
+            return self._port.ask(question, deadline, namespace)
         except Trouble:
             if not deadline.remaining_s():
                 raise
-            return self._port.ask(message, deadline)
+            return self._port.ask(question, deadline, namespace)
 
-    def say(self, kind: type[R], message: Any, deadline: Deadline) -> R:
-        """Asks a question that belongs to no namespace."""
-        return expect(kind, self._port.ask(message, deadline))
+    def request(self, kind: type[R], question: CoordinatorQuestion, deadline: Deadline) -> R:
+        """Asks a question that belongs to no namespace, and returns an answer of that kind. Raises as `ask`."""
+        return expect(kind, self._port.ask(question, deadline))
 
     def close(self) -> None:
         self._port.close()

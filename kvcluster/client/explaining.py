@@ -10,17 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvcluster.client.arguments import check_prompt, prompt_hashes
-from kvcluster.client.control import NO_CALL, NOBODY, CoordinatorClient
+from kvcluster.client.control import CoordinatorClient
 from kvcluster.client.results import BlockExplanation
 from kvcluster.core import limits
-from kvcluster.core.ids import BlockHash, NamespaceId
+from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Explain, Explained, Need, Siblings, SiblingSpecs
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.errors import KVClusterError, LimitError
 from kvcluster.transport.seam import Deadline, Trouble
-
-_UNNAMED = NamespaceId(b"")
 
 
 def explain(
@@ -58,7 +56,7 @@ def _ask(
 ) -> list[BlockExplanation]:
     if not hashes:
         return []
-    explained = control.ask(Explained, spec, Explain(NO_CALL, NOBODY, _UNNAMED, tuple(hashes), need), deadline)
+    explained = control.ask(Explained, spec, Explain(tuple(hashes), need), deadline)
     out: list[BlockExplanation] = []
     for fate in explained.fates:
         for _ in range(fate.count):
@@ -85,7 +83,7 @@ def _name_siblings(
 ) -> list[BlockExplanation]:
     """Turns "never seen" into "cached under another spec" where that is so; the most alike spec is the one named."""
     try:
-        siblings = control.ask(SiblingSpecs, spec, Siblings(NO_CALL, NOBODY, _UNNAMED), deadline).specs
+        siblings = control.ask(SiblingSpecs, spec, Siblings(), deadline).specs
         for sibling in siblings:
             cached = _cached_tokens(control, sibling, token_ids, salt, extra_keys, deadline)
             named = Miss(MissReason.NAMESPACE, ", ".join(differing_fields(spec, sibling)))
@@ -113,7 +111,7 @@ def _cached_tokens(
         namespace = control.namespace(sibling, deadline)
         hashes = prompt_hashes(namespace, token_ids, sibling.block_tokens, salt, extra_keys)[: limits.BLOCKS_PER_CALL]
         need = Need(tuple(sibling.whole(group) for group in range(len(sibling.groups))), Loss.Q4)
-        fates = control.ask(Explained, sibling, Explain(NO_CALL, NOBODY, _UNNAMED, tuple(hashes), need), deadline).fates
+        fates = control.ask(Explained, sibling, Explain(tuple(hashes), need), deadline).fates
     except Trouble:
         raise
     except KVClusterError:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from kvcluster.client.control import NO_CALL, NOBODY, CoordinatorClient
+from kvcluster.client.control import CoordinatorClient
 from kvcluster.client.load_plan import (
     Answered,
     AskElsewhere,
@@ -35,8 +35,6 @@ from kvcluster.core.messages import Explain, Explained, ReadRequest
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.seam import Deadline, Trouble, to_its_end
-
-_UNNAMED = NamespaceId(b"")  # filled in by CoordinatorClient
 
 
 class LoadExecutor:
@@ -100,7 +98,7 @@ class LoadExecutor:
     def _ask(self, ask: AskElsewhere) -> LoadEvent:
         answers: list[Explained] = []
         for question in ask.questions:
-            explain = Explain(NO_CALL, NOBODY, _UNNAMED, question.hashes, question.need)
+            explain = Explain(question.hashes, question.need)
             try:
                 answers.append(self._control.ask(Explained, self._spec, explain, Deadline(ask.until_ns)))
             except KVClusterError:  # what has come stays known, and so does why the rest has not

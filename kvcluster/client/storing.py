@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from kvcluster.client.control import NO_CALL, NOBODY, CoordinatorClient
+from kvcluster.client.control import CoordinatorClient
 from kvcluster.client.memory import Bound
 from kvcluster.client.plan_runner import Job
 from kvcluster.client.results import Stored
@@ -45,15 +45,10 @@ from kvcluster.transport.seam import Deadline, Trouble
 _FAREWELL_MS = 1_000
 """A store whose own time is up has all the more reason to say so; only the next store waits for it."""
 
-_UNNAMED = NamespaceId(b"")  # filled in by CoordinatorClient
-
 
 def prepare_store(terms: StoreTerms, attached: Attached, tokens: Sequence[int], host: str) -> PrepareStore:
     """The question of a store, once it is known how the cluster places runs and whether it wants token ids."""
     return PrepareStore(
-        call=NO_CALL,
-        tenant=NOBODY,
-        namespace=_UNNAMED,
         attempt=terms.attempt,
         first=terms.first,
         parent=terms.parent,
@@ -152,5 +147,5 @@ class StoreExecutor:
 
     def _end_ticket(self, end: CloseTicket) -> StoreEvent:
         with suppress(Trouble, KVClusterError):
-            self._control.say(Done, messages.EndTicket(NO_CALL, end.attempt), Deadline.after_ms(_FAREWELL_MS))
+            self._control.request(Done, messages.EndTicket(end.attempt), Deadline.after_ms(_FAREWELL_MS))
         return TicketEnded()

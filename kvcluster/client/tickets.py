@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvcluster.client.control import NO_CALL, NOBODY, CoordinatorClient
+from kvcluster.client.control import CoordinatorClient
 from kvcluster.client.lease_keeper import LeaseKeeper
 from kvcluster.client.ticket import Ticket
 from kvcluster.core.ids import Attempt, BlockHash, NamespaceId
@@ -13,7 +13,6 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.seam import Deadline, Trouble
 
-_UNNAMED = NamespaceId(b"")  # filled in by CoordinatorClient, which attaches first
 _HOUSEKEEPING_MS = 2_000
 """To renew or end a ticket. Both are hints, so that a coordinator which hangs need not keep `close` any longer."""
 
@@ -32,7 +31,7 @@ class Tickets:
         """How far these blocks can be loaded; trouble is a ticket of none. With `hold` they are spared until it is
         released."""
         attempt = self._next_attempt()
-        message = PrepareLoad(NO_CALL, NOBODY, _UNNAMED, attempt, tuple(hashes), need, hold)
+        message = PrepareLoad(attempt, tuple(hashes), need, hold)
         try:
             grant = self._control.ask(LoadGrant, spec, message, deadline)
             attached = self._control.attach(spec, deadline)
@@ -51,14 +50,14 @@ class Tickets:
 
     def _end(self, attempt: Attempt) -> bool:
         try:
-            self._control.say(Done, EndTicket(NO_CALL, attempt), Deadline.after_ms(_HOUSEKEEPING_MS))
+            self._control.request(Done, EndTicket(attempt), Deadline.after_ms(_HOUSEKEEPING_MS))
         except (Trouble, KVClusterError):
             return False
         return True
 
     def _renew(self, attempt: Attempt) -> bool:
         try:
-            return self._control.say(Done, RenewTicket(NO_CALL, attempt), Deadline.after_ms(_HOUSEKEEPING_MS)).ok
+            return self._control.request(Done, RenewTicket(attempt), Deadline.after_ms(_HOUSEKEEPING_MS)).ok
         except Trouble:
             return True  # perhaps the next time
         except KVClusterError:

@@ -11,14 +11,14 @@ Data flows one way: a commit is visible when the shard's report of it has been s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core.announcer import Announcer
 from kvcluster.core.asking import Asking
 from kvcluster.core.copies import CopyBook
-from kvcluster.core.directory import Directory
+from kvcluster.core.directory import Directory, Space
+from kvcluster.core.dispatcher import Dispatcher
 from kvcluster.core.evictor import Evictor
 from kvcluster.core.grants import Grants
 from kvcluster.core.ids import Epoch
@@ -56,6 +56,7 @@ from kvcluster.core.messages import (
     RegisterEngine,
     RenewTicket,
     Report,
+    Request,
     Retell,
     SetPolicy,
     SetWeights,
@@ -69,7 +70,7 @@ from kvcluster.core.messages import (
     UnpinBlocks,
 )
 from kvcluster.core.replicator import Replicator
-from kvcluster.core.state import MS, UNKNOWN, CoordinatorState
+from kvcluster.core.state import BAD_PART, MS, UNKNOWN, CoordinatorState
 from kvcluster.core.tickets import TicketBook
 from kvcluster.core.tiering import Tiering
 from kvcluster.core.tombstones import Tombstones
@@ -109,40 +110,48 @@ class Coordinator:
         self._replicator = Replicator(config, state.directory, state.book, state.members)
         self._grants = Grants(state, config, self._replicator, tiering)
         self._intake = Intake(state, config, self._evictor, tiering, self._replicator, expected)
-        self._handlers = self._handlers_by_message()
+        self._dispatcher = self._handlers()
 
     # ------------------------------------------------------------------------------------- the machine
 
-    def _handlers_by_message(self) -> dict[type, Callable[[Any, int], list[Effect]]]:
+    def _handlers(self) -> Dispatcher[Space]:
         """What steps each type of message. The parts that it names must have been built."""
-        return {
-            Attach: self._attach,
-            PrepareLoad: self._grants.prepare_load,
-            PrepareStore: self._grants.prepare_store,
-            RenewTicket: self._grants.renew,
-            EndTicket: self._grants.end,
-            Explain: self._explain,
-            Siblings: self._siblings,
-            GetNamespaces: self._namespaces,
-            RegisterEngine: self._register,
-            GetEngines: self._engines,
-            SetWeights: self._set_weights,
-            PinBlocks: self._pin,
-            UnpinBlocks: self._unpin,
-            Purge: self._purge,
-            Drain: self._drain,
-            SetPolicy: self._set_policy,
-            GetStatus: self._status,
-            Report: self._intake.report,
-            Inventory: self._intake.inventory,
-            Retell: self._retell,
-            Tick: self._tick,
-            Stalled: self._stalled,
-        }
+        return Dispatcher(
+            self._state.directory.find,
+            UNKNOWN,
+            in_namespace={
+                PrepareLoad: self._grants.prepare_load,
+                PrepareStore: self._grants.prepare_store,
+                Explain: self._explain,
+                Siblings: self._siblings,
+                PinBlocks: self._pin,
+                UnpinBlocks: self._unpin,
+            },
+            of_no_namespace={
+                Attach: self._attach,
+                RenewTicket: self._grants.renew,
+                EndTicket: self._grants.end,
+                GetNamespaces: self._namespaces,
+                RegisterEngine: self._register,
+                GetEngines: self._engines,
+                SetWeights: self._set_weights,
+                Purge: self._purge,
+                Drain: self._drain,
+                SetPolicy: self._set_policy,
+                GetStatus: self._status,
+                Report: self._intake.report,
+                Inventory: self._intake.inventory,
+            },
+            from_driver={
+                Retell: self._retell,
+                Tick: self._tick,
+                Stalled: self._stalled,
+            },
+        )
 
     def step(self, message: CoordinatorMessage, now: int) -> list[Effect]:
         """Takes one message and returns what is to be done, in order."""
-        effects = self._handlers[type(message)](message, now)
+        effects = self._dispatcher.step(message, now)
         return effects if self._announcer is None else [*effects, *self._announcer.take()]
 
     def next_deadline(self) -> int | None:
@@ -192,20 +201,20 @@ class Coordinator:
 
     # ----------------------------------------------------------------------------------------- questions
 
-    def _attach(self, m: Attach, now: int) -> list[Effect]:
+    def _attach(self, request: Request[Attach], now: int) -> list[Effect]:
         state = self._state
-        space = state.directory.attach(m.tenant, m.spec)
+        space = state.directory.attach(request.tenant, request.question.spec)
         if space is None:
-            return [Answer(m.call, Refused(RefusedKind.LIMIT, "this tenant has as many namespaces as it may"))]
+            return [Answer(request.call, Refused(RefusedKind.LIMIT, "this tenant has as many namespaces as it may"))]
         shards = tuple(member.address for member in state.members.all())
         ttl_ns, wants_tokens = state.tickets.ttl_ns, self._announcer is not None
         attached = Attached(space.id, state.epoch, ttl_ns, self._config.run_blocks, shards, wants_tokens)
-        return [Answer(m.call, attached)]
+        return [Answer(request.call, attached)]
 
-    def _explain(self, m: Explain, now: int) -> list[Effect]:
-        space = self._state.find(m.namespace, m.tenant, m.need)
-        if isinstance(space, Refused):
-            return [Answer(m.call, space)]
+    def _explain(self, request: Request[Explain], space: Space, now: int) -> list[Effect]:
+        m = request.question
+        if not space.fits(m.need):
+            return [Answer(request.call, BAD_PART)]
         fates: list[BlockFate] = []
         asking = Asking(self._state.book, m.need)
         for block in m.hashes:
@@ -220,65 +229,61 @@ class Coordinator:
                 fates[-1] = BlockFate(fates[-1].count + 1, fate.plan, fate.miss)
             else:
                 fates.append(fate)
-        return [Answer(m.call, Explained(tuple(fates)))]
+        return [Answer(request.call, Explained(tuple(fates)))]
 
-    def _siblings(self, m: Siblings, now: int) -> list[Effect]:
-        space = self._state.directory.find(m.namespace, m.tenant)
-        return [Answer(m.call, UNKNOWN if space is None else SiblingSpecs(self._state.directory.siblings(space)))]
+    def _siblings(self, request: Request[Siblings], space: Space, now: int) -> list[Effect]:
+        return [Answer(request.call, SiblingSpecs(self._state.directory.siblings(space)))]
 
-    def _namespaces(self, m: GetNamespaces, now: int) -> list[Effect]:
-        return [Answer(m.call, Namespaces(self._state.directory.listed(m.tenant)))]
+    def _namespaces(self, request: Request[GetNamespaces], now: int) -> list[Effect]:
+        return [Answer(request.call, Namespaces(self._state.directory.listed(request.tenant)))]
 
-    def _register(self, m: RegisterEngine, now: int) -> list[Effect]:
+    def _register(self, request: Request[RegisterEngine], now: int) -> list[Effect]:
         engines = self._state.engines
-        weights = engines.register(m.tenant, m.info, now)
-        return [Answer(m.call, _TOO_MANY_ENGINES if weights is None else Registered(engines.ttl_ns, weights))]
+        weights = engines.register(request.tenant, request.question.info, now)
+        return [Answer(request.call, _TOO_MANY_ENGINES if weights is None else Registered(engines.ttl_ns, weights))]
 
-    def _engines(self, m: GetEngines, now: int) -> list[Effect]:
-        return [Answer(m.call, Engines(self._state.engines.living(m.tenant, now)))]
+    def _engines(self, request: Request[GetEngines], now: int) -> list[Effect]:
+        return [Answer(request.call, Engines(self._state.engines.living(request.tenant, now)))]
 
     # ---------------------------------------------------------------------------------------- operations
 
-    def _set_weights(self, m: SetWeights, now: int) -> list[Effect]:
-        return [Answer(m.call, Engines(self._state.engines.set_weights(m.tenant, m.model, m.weights, m.engine, now)))]
+    def _set_weights(self, request: Request[SetWeights], now: int) -> list[Effect]:
+        m = request.question
+        told = self._state.engines.set_weights(request.tenant, m.model, m.weights, m.engine, now)
+        return [Answer(request.call, Engines(told))]
 
-    def _pin(self, m: PinBlocks, now: int) -> list[Effect]:
-        space = self._state.directory.find(m.namespace, m.tenant)
-        if space is None:
-            return [Answer(m.call, UNKNOWN)]
+    def _pin(self, request: Request[PinBlocks], space: Space, now: int) -> list[Effect]:
+        m = request.question
         count = self._evictor.pin(space, m.hashes, now + m.ttl_ns, self._state.members.all(), now)
         if m.replicas > 1:
             for block in m.hashes[:count]:
                 self._replicator.want(space, block, m.replicas)
-        return [Answer(m.call, BlocksPinned(count))]
+        return [Answer(request.call, BlocksPinned(count))]
 
-    def _unpin(self, m: UnpinBlocks, now: int) -> list[Effect]:
-        space = self._state.directory.find(m.namespace, m.tenant)
-        if space is None:
-            return [Answer(m.call, UNKNOWN)]
-        return [Answer(m.call, BlocksPinned(self._evictor.unpin(space, m.hashes)))]
+    def _unpin(self, request: Request[UnpinBlocks], space: Space, now: int) -> list[Effect]:
+        return [Answer(request.call, BlocksPinned(self._evictor.unpin(space, request.question.hashes)))]
 
-    def _purge(self, m: Purge, now: int) -> list[Effect]:
-        state = self._state
-        stone = Tombstone(state.tombstones.next_number(state.epoch), m.tenant, m.model, m.weights, m.adapter)
+    def _purge(self, request: Request[Purge], now: int) -> list[Effect]:
+        state, m = self._state, request.question
+        stone = Tombstone(state.tombstones.next_number(state.epoch), request.tenant, m.model, m.weights, m.adapter)
         if not state.tombstones.admits(stone):
-            return [Answer(m.call, _TOO_MANY_PURGES)]
+            return [Answer(request.call, _TOO_MANY_PURGES)]
         state.tombstones.add(stone)
         blocks = self._intake.bury(stone, now)
         state.counters["purged_blocks"] += blocks
-        return [Persist(state.tombstones.all()), Answer(m.call, Purged(blocks))]
+        return [Persist(state.tombstones.all()), Answer(request.call, Purged(blocks))]
 
-    def _drain(self, m: Drain, now: int) -> list[Effect]:
-        member = self._state.members.get(m.shard)
+    def _drain(self, request: Request[Drain], now: int) -> list[Effect]:
+        member = self._state.members.get(request.question.shard)
         if member is not None and not member.draining:
             self._replicator.drain(member, now + self._config.drain_ms * MS)
-        return [Answer(m.call, Done(member is not None))]
+        return [Answer(request.call, Done(member is not None))]
 
-    def _set_policy(self, m: SetPolicy, now: int) -> list[Effect]:
-        why_not = self.set(m.settings)
+    def _set_policy(self, request: Request[SetPolicy], now: int) -> list[Effect]:
+        why_not = self.set(request.question.settings)
         if why_not is not None:
-            return [Answer(m.call, Refused(RefusedKind.BAD, why_not))]
-        return [KeepSettings(self._policy), Answer(m.call, Done())]
+            return [Answer(request.call, Refused(RefusedKind.BAD, why_not))]
+        return [KeepSettings(self._policy), Answer(request.call, Done())]
 
     def set(self, settings: Iterable[tuple[str, str]]) -> str | None:
         """Changes what SetPolicy may; or says why not, and changes nothing. For what was kept from before, too."""
@@ -295,7 +300,7 @@ class Coordinator:
     def _policy(self) -> tuple[tuple[str, str], ...]:
         return (("cache", "off" if self._state.off else "on"), *self.tiering.policy)
 
-    def _status(self, m: GetStatus, now: int) -> list[Effect]:
+    def _status(self, request: Request[GetStatus], now: int) -> list[Effect]:
         shards = [ShardStatus(s.info, s.state, max(0, now - s.seen_at)) for s in self._state.members.all()]
         shards += [ShardStatus(info, "lost", 0) for info in self._state.members.lost.values()]
         status = Status(
@@ -310,7 +315,7 @@ class Coordinator:
             policy=self._policy,
             fallen=self.tiering.fallen,
         )
-        return [Answer(m.call, status)]
+        return [Answer(request.call, status)]
 
     # --------------------------------------------------------------------------------------------- time
 

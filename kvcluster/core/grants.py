@@ -27,13 +27,14 @@ from kvcluster.core.messages import (
     Refused,
     RefusedKind,
     RenewTicket,
+    Request,
     StoreGrant,
     StoreRun,
 )
 from kvcluster.core.placement import run_start
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.replicator import Replicator
-from kvcluster.core.state import BAD_PART, MS, UNKNOWN, CoordinatorState
+from kvcluster.core.state import BAD_PART, MS, CoordinatorState
 from kvcluster.core.tickets import IssuedTicket, Writing
 from kvcluster.core.tiering import Tiering
 
@@ -51,16 +52,15 @@ class Grants:
         self._refresh = config.refresh_ms * MS
         self._run_blocks = config.run_blocks
 
-    def prepare_load(self, m: PrepareLoad, now: int) -> list[Effect]:
-        state = self._state
-        space = state.find(m.namespace, m.tenant, m.need)
-        if isinstance(space, Refused):
-            return [Answer(m.call, space)]
+    def prepare_load(self, request: Request[PrepareLoad], space: Space, now: int) -> list[Effect]:
+        state, m = self._state, request.question
+        if not space.fits(m.need):
+            return [Answer(request.call, BAD_PART)]
         if state.off:
-            return [Answer(m.call, LoadGrant(0, (), 0, OFF))]
+            return [Answer(request.call, LoadGrant(0, (), 0, OFF))]
         again = self._answered_before(m.attempt, space, LoadGrant)
         if again is not None:
-            return [Answer(m.call, again)]
+            return [Answer(request.call, again)]
         found = space.index.find(m.hashes, m.need, youngest=m.attempt.holder[-1] % 2 == 1)
         state.counters["loads"] += 1
         state.counters["asked_blocks"] += len(m.hashes)
@@ -74,27 +74,24 @@ class Grants:
             self._replicator.loaded(space, hashes, now)
             self._tiering.loaded(space, hashes, now)
         if not (m.hold and hashes and self._hold) or state.tickets.full(m.attempt.holder):
-            return [Answer(m.call, LoadGrant(found.blocks, found.runs, 0, miss))]
+            return [Answer(request.call, LoadGrant(found.blocks, found.runs, 0, miss))]
         grant = LoadGrant(found.blocks, found.runs, self._hold, miss)
         expires_at = now + state.tickets.ttl_ns
         state.tickets.add(IssuedTicket(m.attempt, space.id, grant, expires_at, hashes, known=self._known(space)))
-        return [Answer(m.call, grant)]
+        return [Answer(request.call, grant)]
 
-    def prepare_store(self, m: PrepareStore, now: int) -> list[Effect]:
-        state = self._state
-        space = state.directory.find(m.namespace, m.tenant)
-        if space is None:
-            return [Answer(m.call, UNKNOWN)]
+    def prepare_store(self, request: Request[PrepareStore], space: Space, now: int) -> list[Effect]:
+        state, m = self._state, request.question
         if not m.parts or not all(space.has(group, part) for group, part in m.parts):
-            return [Answer(m.call, BAD_PART)]
+            return [Answer(request.call, BAD_PART)]
         again = self._answered_before(m.attempt, space, StoreGrant)
         if again is not None and not state.off:
-            return [Answer(m.call, again)]
+            return [Answer(request.call, again)]
         state.counters["stores"] += 1
         refused = self._why_no_store(m)
         if refused is not None:
             state.counters["refused_blocks"] += len(m.hashes)
-            return [Answer(m.call, StoreGrant((StoreRun(len(m.hashes), Decision.REFUSED, miss=refused),)))]
+            return [Answer(request.call, StoreGrant((StoreRun(len(m.hashes), Decision.REFUSED, miss=refused),)))]
         space.index.touch_ancestors(m.parent, now, now - self._refresh)
         if state.announcer is not None and len(m.tokens) == len(m.hashes) * space.spec.block_tokens:
             state.announcer.remember(m.hashes, m.tokens, space.spec.block_tokens)
@@ -116,22 +113,22 @@ class Grants:
             state.tickets.add(
                 IssuedTicket(m.attempt, space.id, grant, expires_at, writes=tuple(writes), known=self._known(space))
             )
-        return [Answer(m.call, grant)]
+        return [Answer(request.call, grant)]
 
-    def renew(self, m: RenewTicket, now: int) -> list[Effect]:
-        ticket = self._state.tickets.renew(m.attempt, now)
+    def renew(self, request: Request[RenewTicket], now: int) -> list[Effect]:
+        ticket = self._state.tickets.renew(request.question.attempt, now)
         space = self._state.directory.known(ticket.space) if ticket is not None else None
         if ticket is not None and space is not None:
             space.index.renew(ticket.hashes, now, now + self._hold)
-        return [Answer(m.call, Done(ticket is not None))]
+        return [Answer(request.call, Done(ticket is not None))]
 
-    def end(self, m: EndTicket, now: int) -> list[Effect]:
-        ticket = self._state.tickets.end(m.attempt)
+    def end(self, request: Request[EndTicket], now: int) -> list[Effect]:
+        ticket = self._state.tickets.end(request.question.attempt)
         if ticket is None:
             self._state.counters["late"] += 1
         else:
             self._release(ticket)
-        return [Answer(m.call, Done(ticket is not None))]
+        return [Answer(request.call, Done(ticket is not None))]
 
     def end_expired(self, now: int) -> None:
         for ticket in self._state.tickets.end_expired(now):

@@ -30,6 +30,7 @@ from kvcluster.core.messages import (
     PurgedEvent,
     Report,
     ReportAck,
+    Request,
     StreamEvent,
     Tombstone,
 )
@@ -80,13 +81,14 @@ class Intake:
         """Do records still name lost shards, or are purged blocks yet to be noted?"""
         return bool(self._sweep or self._purged)
 
-    def report(self, m: Report, now: int) -> list[Effect]:
-        member, effects = self._hear(m, now)
+    def report(self, request: Request[Report], now: int) -> list[Effect]:
+        m = request.question
+        member, effects = self._hear(request, now)
         if member is None:
             return effects
         fresh = member.cursor.news(m.first, m.events)
         if fresh is None:
-            return [Answer(m.call, self._ack(member, inventory=True))]
+            return [Answer(request.call, self._ack(member, inventory=True))]
         for event in fresh:
             self._apply(event, member, now)
         effects = self._tiering.sampled(m.samples)
@@ -96,33 +98,33 @@ class Intake:
         if member.draining and not self._state.rebuilding and self._may_go(m, member, now):
             self._state.members.dismiss(member)
             self.forget(member, lost=False)  # what had a place elsewhere is there
-            return [*effects, self._dismissal(m)]
-        return [*effects, Answer(m.call, self._ack(member))]
+            return [*effects, self._dismissal(request)]
+        return [*effects, Answer(request.call, self._ack(member))]
 
-    def inventory(self, m: Inventory, now: int) -> list[Effect]:
-        state = self._state
+    def inventory(self, request: Request[Inventory], now: int) -> list[Effect]:
+        state, m = self._state, request.question
         known = state.members.get(m.info.shard)
         if m.chunk == 0 and m.coordinator == state.epoch:
             if known is not None and known.info.epoch == m.info.epoch and m.upto < known.cursor.acked:
-                return [Answer(m.call, self._ack(known))]  # it was long on its way: more is known by now
+                return [Answer(request.call, self._ack(known))]  # it was long on its way: more is known by now
             # All that was known of this shard is told anew: its old slot dies, and with it what is no longer true.
             if state.members.farewell(m.info) is None:
                 again = known is not None and known.info.epoch == m.info.epoch
                 self.forget(known, lost=not again)
                 self._admit(m, now, known)
-        member, effects = self._hear(m, now)
+        member, effects = self._hear(request, now)
         if member is None:
             return effects
         effects += self._learn(m.tombstones, now)
         if not member.cursor.chunk(m.chunk, upto=m.upto, last=m.last):
-            return [*effects, Answer(m.call, self._ack(member, inventory=True))]
+            return [*effects, Answer(request.call, self._ack(member, inventory=True))]
         member.purged = max((stone.number for stone in m.tombstones), default=0)
         for event in m.pages:
             self._apply(event, member, now)
         if m.last:
             self._replicator.joined()
             self._end_rebuilding_early()
-        return [*effects, Answer(m.call, self._ack(member))]
+        return [*effects, Answer(request.call, self._ack(member))]
 
     def forget(self, member: Member | None, *, lost: bool = True) -> None:
         """A shard incarnation is gone, or (not `lost`) is drained or tells anew what it holds. No answer names its slot
@@ -184,22 +186,22 @@ class Intake:
 
     # ------------------------------------------------------------------------------------- who speaks
 
-    def _hear(self, m: Report | Inventory, now: int) -> tuple[Member | None, list[Effect]]:
+    def _hear(self, request: Request[Report | Inventory], now: int) -> tuple[Member | None, list[Effect]]:
         """The member that speaks, or what to tell a speaker that is none (yet, or any more)."""
-        state = self._state
+        state, m = self._state, request.question
         if m.coordinator > state.epoch:
             if not state.rebuilding:  # somebody newer coordinates: this process is over
-                return None, [Answer(m.call, ReportAck(state.epoch, 0)), Leave("a newer coordinator is known")]
+                return None, [Answer(request.call, ReportAck(state.epoch, 0)), Leave("a newer coordinator is known")]
             # Not merely the next: two that know of the same one would both take it, and never learn of one another.
             # The low bits of an epoch, which began as nanoseconds, are as good as drawn.
             state.epoch = Epoch(m.coordinator + 1 + state.epoch % 65_536)
             for known in state.members.all():  # each numbers its stream anew for this epoch, after an inventory
                 known.cursor = ReportCursor()
         if state.members.farewell(m.info) is not None:
-            return None, [self._dismissal(m)]
+            return None, [self._dismissal(request)]
         member = state.members.get(m.info.shard)
         if m.coordinator != state.epoch:
-            return None, [Answer(m.call, ReportAck(state.epoch, 0, inventory=True))]
+            return None, [Answer(request.call, ReportAck(state.epoch, 0, inventory=True))]
         if member is None or m.info.epoch > member.info.epoch:
             self.forget(member)
             member = self._admit(m, now, member)
@@ -217,9 +219,9 @@ class Intake:
             self._replicator.drain(member, before.drain_until)
         return member
 
-    def _dismissal(self, m: Report | Inventory) -> Answer:
+    def _dismissal(self, request: Request[Report | Inventory]) -> Answer:
         state = self._state
-        return Answer(m.call, ReportAck(state.epoch, 0, leave=state.members.farewell(m.info)))
+        return Answer(request.call, ReportAck(state.epoch, 0, leave=state.members.farewell(request.question.info)))
 
     def _ack(self, member: Member, *, inventory: bool = False) -> ReportAck:
         return ReportAck(

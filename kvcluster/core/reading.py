@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, Attempt, CallId, NamespaceId
 from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
-from kvcluster.core.messages import Answer, Effect, PageSlot, Pin, PinGrant, Stage, Staged
+from kvcluster.core.messages import Answer, Effect, PageSlot, Pin, PinGrant, Request, Stage, Staged
 from kvcluster.core.mover import page_move
 from kvcluster.core.pool import Page, PagePool, PageState
 from kvcluster.core.reasons import Miss, MissReason
-from kvcluster.core.spaces import Spaces
+from kvcluster.core.spaces import ShardNamespace
 from kvcluster.core.tiers import STAGING
 from kvcluster.core.uplink import Uplink
 from kvcluster.core.withdrawal import Withdrawal
@@ -37,7 +37,8 @@ ROOM_NS = 500_000_000
 class _WaitingPin:
     """A pin that waits for room, until when, and the bytes that it lacked when the pool had changed so many times."""
 
-    pin: Pin
+    request: Request[Pin]
+    space: ShardNamespace
     until: int
     lacked: int
     changes: int = -1
@@ -47,7 +48,7 @@ class _WaitingPin:
 class _Staging:
     """A pin whose pages are being read. `copies`: by the page's place in the pin."""
 
-    pin: Pin
+    request: Request[Pin]
     lease: Lease
     told: list[PageSlot | Miss]
     copies: dict[int, Page]
@@ -60,7 +61,6 @@ class Reading:
         self,
         pool: PagePool,
         leases: LeaseBook,
-        spaces: Spaces,
         own: OwnAttempts,
         uplink: Uplink,
         withdraw: Withdrawal,
@@ -68,7 +68,6 @@ class Reading:
     ) -> None:
         self._pool = pool
         self._leases = leases
-        self._spaces = spaces
         self._own = own
         self._uplink = uplink
         self._withdraw = withdraw
@@ -92,44 +91,44 @@ class Reading:
         return sum(waiting.lacked for waiting in self._waiting.values())
 
     def waits(self, attempt: Attempt) -> bool:
-        return any(waiting.pin.attempt == attempt for waiting in self._waiting.values())
+        return any(waiting.request.question.attempt == attempt for waiting in self._waiting.values())
 
     def namespaces(self) -> list[NamespaceId]:
-        return [waiting.pin.namespace for waiting in self._waiting.values()]
+        return [waiting.space.id for waiting in self._waiting.values()]
 
-    def pin(self, m: Pin, now: int) -> list[Effect]:
+    def pin(self, request: Request[Pin], space: ShardNamespace, now: int) -> list[Effect]:
         """A lease over what of it is READY. The answer comes at once, or when all that lies on disk is there."""
-        found = self._find(m)
+        found = self._find(request, space)
         may_wait = len(self._waiting) < limits.PINS_FROM_DISK
         copies, lacked = self._copies(found, whole=may_wait, behind_others=bool(self._waiting))
         if lacked and may_wait:
-            self._waiting[m.call] = _WaitingPin(m, now + ROOM_NS, lacked)
+            self._waiting[request.call] = _WaitingPin(request, space, now + ROOM_NS, lacked)
             self._uplink.say_soon()
             return []
-        return self._grant(m, found, copies, now)
+        return self._grant(request, space, found, copies, now)
 
     def serve(self, now: int, *, may_grant: bool) -> list[Effect]:
         """Those who find room by now, in order of arrival, or have waited long enough."""
         if self._waiting and not may_grant:
-            return self._dismiss([waiting.pin for waiting in self._waiting.values()], _LOST)
+            return self._dismiss([waiting.request for waiting in self._waiting.values()], _LOST)
         effects: list[Effect] = []
         while self._waiting:
             waiting = next(iter(self._waiting.values()))
             if now < waiting.until and waiting.changes == self._pool.changes:
                 break  # each step asks, and a pin has many pages
-            found = self._find(waiting.pin)
+            found = self._find(waiting.request, waiting.space)
             copies, waiting.lacked = self._copies(found, whole=now < waiting.until)
             if waiting.lacked and now < waiting.until:
                 waiting.changes = self._pool.changes
                 break
-            del self._waiting[waiting.pin.call]
-            effects += self._grant(waiting.pin, found, copies, now)
+            del self._waiting[waiting.request.call]
+            effects += self._grant(waiting.request, waiting.space, found, copies, now)
         return effects
 
     def withdraw(self, attempt: Attempt) -> list[Effect]:
         """A reader who waited has gone."""
-        gone = [waiting.pin for waiting in self._waiting.values() if waiting.pin.attempt == attempt]
-        return self._dismiss(gone, _TOO_LATE)
+        requests = [waiting.request for waiting in self._waiting.values()]
+        return self._dismiss([request for request in requests if request.question.attempt == attempt], _TOO_LATE)
 
     def staged(self, m: Staged, *, may_grant: bool) -> list[Effect]:
         """What was to be read is there, or is not."""
@@ -144,13 +143,13 @@ class Reading:
         if not (may_grant and self._leases.holds(staging.lease)):
             for copy in staging.copies.values():
                 self._pool.abort(copy)
-            return self._dismiss([staging.pin], _TOO_LATE if may_grant else _LOST)
+            return self._dismiss([staging.request], _TOO_LATE if may_grant else _LOST)
         for at, (index, copy) in enumerate(staging.copies.items()):
             sound = at not in m.corrupt
             if not sound:
                 self._pool.abort(copy)
             self._replace(staging, index, copy if sound else None)
-        return [Answer(staging.pin.call, PinGrant(tuple(staging.told)))]
+        return [Answer(staging.request.call, PinGrant(tuple(staging.told)))]
 
     def renew(self, now: int) -> None:
         """The leases of those that wait for the drive, and of what is read for them."""
@@ -161,15 +160,16 @@ class Reading:
 
     def give_up(self) -> list[Effect]:
         """Nothing is read from this shard any more. What is under way comes to its end, and nobody waits for it."""
-        pins = [waiting.pin for waiting in self._waiting.values()]
-        pins += [staging.pin for staging in self._staging.values()]
+        pins = [waiting.request for waiting in self._waiting.values()]
+        pins += [staging.request for staging in self._staging.values()]
         self._staging.clear()
         return self._dismiss(pins, _LOST)
 
     # ------------------------------------------------------------------------------------------- granting
 
-    def _find(self, m: Pin) -> list[Page | Miss]:
-        return [self._pool.find(m.namespace, key, m.accept, encoded=m.tenant == CLUSTER) for key in m.keys]
+    def _find(self, request: Request[Pin], space: ShardNamespace) -> list[Page | Miss]:
+        m, encoded = request.question, request.tenant == CLUSTER
+        return [self._pool.find(space.id, key, m.accept, encoded=encoded) for key in m.keys]
 
     def _copies(
         self, found: Sequence[Page | Miss], *, whole: bool, behind_others: bool = False
@@ -198,7 +198,14 @@ class Reading:
             return {}, lacked
         return copies, 0 if copies else lacked
 
-    def _grant(self, m: Pin, found: Sequence[Page | Miss], copies: dict[int, Page], now: int) -> list[Effect]:
+    def _grant(
+        self,
+        request: Request[Pin],
+        space: ShardNamespace,
+        found: Sequence[Page | Miss],
+        copies: dict[int, Page],
+        now: int,
+    ) -> list[Effect]:
         pages: list[Page | None] = []
         told: list[PageSlot | Miss] = []
         for at, page in enumerate(found):
@@ -208,19 +215,13 @@ class Reading:
                 self._pool.pin(page)
             pages.append(page if isinstance(page, Page) else None)
             told.append(page.slot() if isinstance(page, Page) else page)
-        lease = self._leases.grant(m.attempt, LeaseKind.READ, pages, now)
+        lease = self._leases.grant(request.question.attempt, LeaseKind.READ, pages, now)
         if not copies:
-            return [Answer(m.call, PinGrant(tuple(told)))]
+            return [Answer(request.call, PinGrant(tuple(told)))]
         attempt = self._own.next()
         self._leases.grant(attempt, LeaseKind.WRITE, list(copies.values()), now)
-        self._staging[attempt] = _Staging(m, lease, told, copies)
-        return [self._stage(attempt, m.namespace, lease, copies)]
-
-    def _stage(self, attempt: Attempt, namespace: NamespaceId, lease: Lease, copies: dict[int, Page]) -> Stage:
-        space = self._spaces.known(namespace)
-        assert space is not None, "a pin of a namespace that is not known"
-        pairs = ((lease.pages[index], copy) for index, copy in copies.items())
-        return Stage(attempt, tuple(page_move(space, page, copy) for page, copy in pairs if page is not None))
+        self._staging[attempt] = _Staging(request, lease, told, copies)
+        return [_stage(attempt, space, lease, copies)]
 
     def _replace(self, staging: _Staging, index: int, copy: Page | None) -> None:
         """Puts the copy in the place of its page, or nothing where that is not what it was."""
@@ -237,10 +238,15 @@ class Reading:
                 self._withdraw(page, corrupt=True)
         self._pool.unpin(page)
 
-    def _dismiss(self, pins: list[Pin], why: Miss) -> list[Effect]:
+    def _dismiss(self, pins: list[Request[Pin]], why: Miss) -> list[Effect]:
         for pin in pins:
             self._waiting.pop(pin.call, None)
-        return [Answer(pin.call, PinGrant((why,) * len(pin.keys))) for pin in pins]
+        return [Answer(pin.call, PinGrant((why,) * len(pin.question.keys))) for pin in pins]
+
+
+def _stage(attempt: Attempt, space: ShardNamespace, lease: Lease, copies: dict[int, Page]) -> Stage:
+    pairs = ((lease.pages[index], copy) for index, copy in copies.items())
+    return Stage(attempt, tuple(page_move(space, page, copy) for page, copy in pairs if page is not None))
 
 
 def _is_stored(page: Page) -> bool:

@@ -10,11 +10,11 @@ newer incarnation of itself is known, or it has been drained, it is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from kvcluster.config import ShardConfig
 from kvcluster.core import limits
+from kvcluster.core.dispatcher import Dispatcher
 from kvcluster.core.found import Found, carried_out
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, NamespaceId, ShardId
 from kvcluster.core.inventory import Inventoried
@@ -46,6 +46,7 @@ from kvcluster.core.messages import (
     Report,
     ReportAnswered,
     ReportFailed,
+    Request,
     Reserve,
     Revoke,
     Send,
@@ -74,7 +75,7 @@ from kvcluster.core.spaces import ShardNamespace, Spaces
 from kvcluster.core.stream import StreamPiece
 from kvcluster.core.tiers import FASTEST
 from kvcluster.core.tombstones import Tombstones
-from kvcluster.core.uplink import FROM_SHARD, Uplink
+from kvcluster.core.uplink import Uplink
 from kvcluster.core.verifier import Verifier
 from kvcluster.core.waiting import WaitingRoom, lost
 from kvcluster.core.withdrawal import Withdrawal
@@ -110,7 +111,7 @@ class Shard:
         self._pool = PagePool.of(config, found)
         self._leases = LeaseBook(config.lease_ttl_ms * 1_000_000)
         self._spaces = Spaces(self._uses)
-        self._waiting = WaitingRoom(self._pool, self._spaces)
+        self._waiting = WaitingRoom(self._pool)
         self._uplink = Uplink(config, membership_ttl_ms=membership_ttl_ms, everything=self._inventory)
         self._verifier = Verifier(self._pool, config.scrub_bytes)
         self._counters = dict.fromkeys(_COUNTERS, 0)
@@ -120,9 +121,7 @@ class Shard:
         shared = (self._pool, self._leases, self._spaces, self._own, self._withdraw)
         self._mover = Mover(*shared, self._committed, cursor, self._counters, sampled=config.q4_sampled)
         self._puller = Puller(*shared, cursor, self._counters)
-        self._reading = Reading(
-            *(self._pool, self._leases, self._spaces, self._own, self._uplink, self._withdraw, self._counters)
-        )
+        self._reading = Reading(*(self._pool, self._leases, self._own, self._uplink, self._withdraw, self._counters))
         self._orders = Orders(
             *(self._pool, self._leases, self._spaces, self._waiting, self._uplink),
             *(self._withdraw, cursor, self._mover, self._puller, self._counters),
@@ -134,35 +133,39 @@ class Shard:
         self._trouble = "; ".join(there.why_none for there in found.values() if there.why_none)
         self._over = False
         self._pressed = False  # the last report told of somebody who waits for room
-        self._handlers = self._handlers_by_message()
+        self._dispatcher = self._handlers()
 
     # ------------------------------------------------------------------------------------- the machine
 
-    def _handlers_by_message(self) -> dict[type, Callable[[Any, int], list[Effect]]]:
+    def _handlers(self) -> Dispatcher[ShardNamespace]:
         """What steps each type of message. The parts that it names must have been built."""
-        return {
-            AttachShard: self._attach,
-            GetOffers: lambda m, now: [Answer(m.call, self.offers)],
-            Pin: self._pin,
-            Unpin: self._end,
-            Reserve: self._reserve,
-            Commit: self._commit,
-            Abort: self._end,
-            Renew: lambda m, now: [Answer(m.call, Done(self._leases.renew(m.attempt, now)))],
-            Flush: lambda m, now: [Answer(m.call, Done(False))] if self._over else self._uplink.flush(m, now),
-            Suspect: self._suspect,
-            Verified: self._verified,
-            Moved: self._moved,
-            Staged: lambda m, now: self._reading.staged(m, may_grant=self.member(now)),
-            ReportAnswered: self._report_answered,
-            ReportFailed: self._report_failed,
-            Tick: self._tick,
-            Stalled: self._stalled,
-        }
+        return Dispatcher(
+            self._spaces.find,
+            _UNKNOWN,
+            in_namespace={Pin: self._pin, Reserve: self._reserve, Suspect: self._suspect},
+            of_no_namespace={
+                AttachShard: self._attach,
+                GetOffers: lambda request, now: [Answer(request.call, self.offers)],
+                Unpin: self._end,
+                Commit: self._commit,
+                Abort: self._end,
+                Renew: self._renew,
+                Flush: self._flush,
+            },
+            from_driver={
+                Verified: self._verified,
+                Moved: self._moved,
+                Staged: lambda m, now: self._reading.staged(m, may_grant=self.member(now)),
+                ReportAnswered: self._report_answered,
+                ReportFailed: self._report_failed,
+                Tick: self._tick,
+                Stalled: self._stalled,
+            },
+        )
 
     def step(self, message: ShardMessage, now: int) -> list[Effect]:
         """Takes one message and returns what is to be done, in order."""
-        effects = self._handlers[type(message)](message, now)
+        effects = self._dispatcher.step(message, now)
         effects += [*self._serve_waiting(now), *self._reading.serve(now, may_grant=self.member(now))]
         effects += self._verify(now)
         if self._pressed and not self._waiting:  # else this shard counts as full until its next heartbeat
@@ -208,35 +211,46 @@ class Shard:
 
     # ------------------------------------------------------------------------------------------ workers
 
-    def _attach(self, m: AttachShard, now: int) -> list[Effect]:
-        space = self._spaces.attach(m.tenant, m.spec)
+    def _attach(self, request: Request[AttachShard], now: int) -> list[Effect]:
+        space = self._spaces.attach(request.tenant, request.question.spec)
         if space is None:
-            return [Answer(m.call, Refused(RefusedKind.LIMIT, "too many namespaces of this tenant"))]
-        return [Answer(m.call, AttachedShard(space.id, self.epoch, self._leases.ttl_ns))]
+            return [Answer(request.call, Refused(RefusedKind.LIMIT, "too many namespaces of this tenant"))]
+        return [Answer(request.call, AttachedShard(space.id, self.epoch, self._leases.ttl_ns))]
 
-    def _pin(self, m: Pin, now: int) -> list[Effect]:
+    def _pin(self, request: Request[Pin], space: ShardNamespace, now: int) -> list[Effect]:
+        m = request.question
         refused = self._check(m)
         if refused is not None:
-            return [Answer(m.call, refused)]
+            return [Answer(request.call, refused)]
         if not self.member(now):
             lost = Miss(MissReason.SHARD_LOST, "the shard has no coordinator")
-            return [Answer(m.call, PinGrant((lost,) * len(m.keys)))]
-        return self._reading.pin(m, now)
+            return [Answer(request.call, PinGrant((lost,) * len(m.keys)))]
+        return self._reading.pin(request, space, now)
 
-    def _reserve(self, m: Reserve, now: int) -> list[Effect]:
-        refused = self._check(m) or self._check_parts(m)
+    def _reserve(self, request: Request[Reserve], space: ShardNamespace, now: int) -> list[Effect]:
+        m = request.question
+        if request.tenant == CLUSTER:  # another shard reads for all tenants, and writes for none
+            return [Answer(request.call, _UNKNOWN)]
+        refused = self._check(m) or self._check_parts(m, space)
         if refused is not None:
-            return [Answer(m.call, refused)]
+            return [Answer(request.call, refused)]
         if not self._takes_writes(now):
-            return [lost(m)]
+            return [lost(request)]
         wait_ns = min(m.wait_ns, self._leases.ttl_ns)
-        if wait_ns > 0 and self._waiting.must_wait(m):
-            self._waiting.add(m, now + wait_ns)
+        if wait_ns > 0 and self._waiting.must_wait(m, space):
+            self._waiting.add(request, space, now + wait_ns)
             self._uplink.say_soon()
             return []
-        return [self._grant_write(m, now)]
+        return [self._grant_write(request, space, now)]
 
-    def _commit(self, m: Commit, now: int) -> list[Effect]:
+    def _renew(self, request: Request[Renew], now: int) -> list[Effect]:
+        return [Answer(request.call, Done(self._leases.renew(request.question.attempt, now)))]
+
+    def _flush(self, request: Request[Flush], now: int) -> list[Effect]:
+        return [Answer(request.call, Done(False))] if self._over else self._uplink.flush(request, now)
+
+    def _commit(self, request: Request[Commit], now: int) -> list[Effect]:
+        m = request.question
         in_time = self._leases.running(m.attempt) and self.member(now)
         lease = self._leases.end(m.attempt)
         if lease is None or lease.kind is not LeaseKind.WRITE or not in_time:
@@ -244,7 +258,7 @@ class Shard:
             self._counters["late"] += 1
             if lease is not None:
                 self._give_back(lease)
-            return [Answer(m.call, CommitGrant((Written.LOST,) * len(m.indices)))]
+            return [Answer(request.call, CommitGrant((Written.LOST,) * len(m.indices)))]
         outcome: list[Written] = []
         for index, sums in zip(m.indices, m.sums, strict=True):
             page = lease.pages[index] if index < len(lease.pages) else None
@@ -262,7 +276,7 @@ class Shard:
             outcome.append(Written.COMMITTED)
         self._puller.ended(m.attempt, outcome.count(Written.COMMITTED))
         self._give_back(lease)
-        return [Answer(m.call, CommitGrant(tuple(outcome)))]
+        return [Answer(request.call, CommitGrant(tuple(outcome)))]
 
     def _committed(self, page: Page) -> None:
         """It is READY from now on, in place of those that have lost more."""
@@ -274,32 +288,28 @@ class Shard:
             if other is not None and other.state is PageState.READY and other.loss > page.loss:
                 self._withdraw(other)
 
-    def _end(self, m: Unpin | Abort, now: int) -> list[Effect]:
-        lease = self._leases.end(m.attempt)
-        self._puller.ended(m.attempt)
+    def _end(self, request: Request[Unpin | Abort], now: int) -> list[Effect]:
+        attempt = request.question.attempt
+        lease = self._leases.end(attempt)
+        self._puller.ended(attempt)
         if lease is not None:
             self._give_back(lease)
-            return [Answer(m.call, Done())]
-        gone = [*map(lost, self._waiting.withdraw(m.attempt)), *self._reading.withdraw(m.attempt)]
-        return [*gone, Answer(m.call, Done(bool(gone)))]
+            return [Answer(request.call, Done())]
+        gone = [*map(lost, self._waiting.withdraw(attempt)), *self._reading.withdraw(attempt)]
+        return [*gone, Answer(request.call, Done(bool(gone)))]
 
-    def _suspect(self, m: Suspect, now: int) -> list[Effect]:
-        space = self._spaces.find(m.namespace, m.tenant)
-        if space is None:
-            return [Answer(m.call, _UNKNOWN)]
+    def _suspect(self, request: Request[Suspect], space: ShardNamespace, now: int) -> list[Effect]:
+        m = request.question
         for key in m.keys if m.epoch == self.epoch else ():
             for tier in self._pool.allocators:  # which of twins the reader had, he does not know
-                page = self._pool.on(tier, m.namespace, key)
+                page = self._pool.on(tier, space.id, key)
                 if page is not None and page.state is PageState.READY:
                     self._counters["suspected"] += 1
                     self._verifier.suspect(page)
-        return [Answer(m.call, Done())]
+        return [Answer(request.call, Done())]
 
     def _check(self, m: Pin | Reserve) -> Refused | None:
-        """What makes a question of a worker unanswerable. Another shard reads for all tenants, and writes for none."""
-        by_shard = isinstance(m, Reserve) and m.tenant == CLUSTER
-        if by_shard or self._spaces.find(m.namespace, m.tenant) is None:
-            return _UNKNOWN
+        """What makes a question of a worker unanswerable, though it may see the namespace."""
         if m.epoch != self.epoch:
             return Refused(RefusedKind.STALE, f"this is epoch {self.epoch}, not {m.epoch}")
         if self._own.owns(m.attempt):
@@ -310,19 +320,19 @@ class Shard:
             return Refused(RefusedKind.LIMIT, f"{limits.LEASES_PER_HOLDER} leases are held already; release some")
         return None
 
-    def _check_parts(self, m: Reserve) -> Refused | None:
-        space = self._space(m.namespace)
+    def _check_parts(self, m: Reserve, space: ShardNamespace) -> Refused | None:
         space.forget_unused(self._pool)
         return space.refusal(self._pool, dict.fromkeys((page.key.group, page.key.part) for page in m.pages))
 
     # --------------------------------------------------------------------------------------- reservations
 
-    def _grant_write(self, m: Reserve, now: int) -> Answer:
-        space = self._space(m.namespace)
+    def _grant_write(self, request: Request[Reserve], space: ShardNamespace, now: int) -> Answer:
+        m = request.question
         offers = [self._offer(space, new) for new in m.pages]
         pages = [offer if isinstance(offer, Page) else None for offer in offers]
         self._leases.grant(m.attempt, LeaseKind.WRITE, pages, now)
-        return Answer(m.call, WriteGrant(tuple(offer.slot() if isinstance(offer, Page) else offer for offer in offers)))
+        granted = WriteGrant(tuple(offer.slot() if isinstance(offer, Page) else offer for offer in offers))
+        return Answer(request.call, granted)
 
     def _offer(self, space: ShardNamespace, new: NewPage) -> Page | Written:
         offer = space.offer(self._pool, new, self._withdraw)
@@ -335,10 +345,10 @@ class Shard:
     def _serve_waiting(self, now: int) -> list[Effect]:
         """Reservations that now find room, in order of arrival; and whoever has waited long enough gets what fits."""
         if not self._takes_writes(now):
-            return [lost(m) for m in self._waiting.everyone()]
+            return [lost(request) for request in self._waiting.everyone()]
         effects: list[Effect] = []
-        while (m := self._waiting.next_served(now)) is not None:
-            effects.append(self._grant_write(m, now))
+        while (served := self._waiting.next_served(now)) is not None:
+            effects.append(self._grant_write(*served, now))
         return effects
 
     def _give_back(self, lease: Lease) -> None:
@@ -405,13 +415,11 @@ class Shard:
         info, coordinator = self._info(), self._uplink.coordinator
         if piece.inventory:
             stones = self._inventoried
-            return Inventory(
-                FROM_SHARD, info, coordinator, piece.upto, piece.chunk, piece.last, piece.pages, specs, stones
-            )
+            return Inventory(info, coordinator, piece.upto, piece.chunk, piece.last, piece.pages, specs, stones)
         pressure = self._waiting.pressure_bytes
         self._pressed = pressure > 0
         orders, samples = self.order_progress, self._mover.samples()
-        return Report(FROM_SHARD, info, coordinator, piece.first, piece.events, specs, pressure, orders, samples)
+        return Report(info, coordinator, piece.first, piece.events, specs, pressure, orders, samples)
 
     def _report_answered(self, m: ReportAnswered, now: int) -> list[Effect]:
         before = self._uplink.coordinator
@@ -454,11 +462,6 @@ class Shard:
         # The chunks are sent one by one, and a purge that comes between them is none that these pages have survived.
         self._inventoried = self._orders.tombstones.all()
         return Inventoried(list(self._pool.ready()))
-
-    def _space(self, namespace: NamespaceId) -> ShardNamespace:
-        space = self._spaces.known(namespace)
-        assert space is not None, "what is asked for is of a namespace that is known"
-        return space
 
     def _uses(self, namespace: NamespaceId) -> bool:
         return bool(self._pool.parts(namespace)) or namespace in self._waiting.namespaces() + self._reading.namespaces()

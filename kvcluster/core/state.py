@@ -6,14 +6,14 @@ from kvcluster.config import CoordinatorConfig
 from kvcluster.core.announcer import Announcer
 from kvcluster.core.block_facts import BlockFacts
 from kvcluster.core.copies import CopyBook
-from kvcluster.core.directory import Directory, Space
+from kvcluster.core.directory import Directory
 from kvcluster.core.engines import EngineBook
 from kvcluster.core.evicted import EvictedMemory
 from kvcluster.core.eviction_queue import EvictionQueue
-from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, Tenant
+from kvcluster.core.ids import BlockHash, Epoch
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Membership
-from kvcluster.core.messages import Need, Refused, RefusedKind, Tier, Tombstone
+from kvcluster.core.messages import Refused, RefusedKind, Tier, Tombstone
 from kvcluster.core.tickets import TicketBook
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.eviction import POLICIES
@@ -71,10 +71,3 @@ class CoordinatorState:
     @property
     def rebuilding(self) -> bool:
         return self.rebuild_until is not None
-
-    def find(self, namespace: NamespaceId, tenant: Tenant, need: Need) -> Space | Refused:
-        """The caller's namespace, if `need` fits it."""
-        space = self.directory.find(namespace, tenant)
-        if space is None:
-            return UNKNOWN
-        return space if space.fits(need) else BAD_PART

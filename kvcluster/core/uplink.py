@@ -21,13 +21,12 @@ from kvcluster.core.messages import (
     Inventory,
     Report,
     ReportAck,
+    Request,
     StreamEvent,
 )
 from kvcluster.core.stream import Everything, ReportStream, StreamPiece
 
 MS = 1_000_000
-FROM_SHARD = CallId(0)
-"""A report is asked by a shell, which sets the call that it is answered by."""
 
 
 class Uplink:
@@ -115,11 +114,12 @@ class Uplink:
         self._in_flight = None
         self._wait(now)
 
-    def flush(self, m: Flush, now: int) -> list[Effect]:
+    def flush(self, request: Request[Flush], now: int) -> list[Effect]:
+        wait_ns = request.question.wait_ns
         full = len(self._flushes) >= limits.FLUSHES
-        if self._stream.acked >= self._stream.last or m.wait_ns <= 0 or full:
-            return [Answer(m.call, Done(self._stream.acked >= self._stream.last))]
-        self._flushes[m.call] = (self._stream.last, now + m.wait_ns)
+        if self._stream.acked >= self._stream.last or wait_ns <= 0 or full:
+            return [Answer(request.call, Done(self._stream.acked >= self._stream.last))]
+        self._flushes[request.call] = (self._stream.last, now + wait_ns)
         return []
 
     def answer_flushes(self, now: int) -> list[Effect]:

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, CallId, NamespaceId
-from kvcluster.core.messages import Answer, Reserve, WriteGrant, Written
+from kvcluster.core.messages import Answer, Request, Reserve, WriteGrant, Written
 from kvcluster.core.pool import PagePool
-from kvcluster.core.spaces import Spaces
+from kvcluster.core.spaces import ShardNamespace
 
 
 @dataclass(slots=True)
 class _WaitingWrite:
     """A reservation that waits until then, and the bytes that it lacked when the pool had changed so many times."""
 
-    m: Reserve
+    request: Request[Reserve]
+    space: ShardNamespace
     until: int
     lacked: int
     changes: int
@@ -30,9 +31,8 @@ class _WaitingWrite:
 class WaitingRoom:
     """The waiting reservations of one shard, by call."""
 
-    def __init__(self, pool: PagePool, spaces: Spaces) -> None:
+    def __init__(self, pool: PagePool) -> None:
         self._pool = pool
-        self._spaces = spaces
         self._waiting: dict[CallId, _WaitingWrite] = {}  # in order of arrival
         self._pages = 0  # of all of them
 
@@ -48,47 +48,46 @@ class WaitingRoom:
         """What all of them want and do not find."""
         return sum(map(self._lacked, self._waiting.values()))
 
-    def must_wait(self, m: Reserve) -> bool:
+    def must_wait(self, m: Reserve, space: ShardNamespace) -> bool:
         """Is there no room for it, or somebody before it? Where too many wait already, nobody does."""
         room = len(self._waiting) < limits.WAITING_WRITES and self._pages + len(m.pages) <= limits.WAITING_PAGES
-        return room and bool(self._waiting or self.lacking(m))
+        return room and bool(self._waiting or self.lacking(m, space))
 
-    def add(self, m: Reserve, until: int) -> None:
-        self._waiting[m.call] = _WaitingWrite(m, until, 0, -1)
-        self._pages += len(m.pages)
+    def add(self, request: Request[Reserve], space: ShardNamespace, until: int) -> None:
+        self._waiting[request.call] = _WaitingWrite(request, space, until, 0, -1)
+        self._pages += len(request.question.pages)
 
     def waits(self, attempt: Attempt) -> bool:
-        return any(waiting.m.attempt == attempt for waiting in self._waiting.values())
+        return any(waiting.request.question.attempt == attempt for waiting in self._waiting.values())
 
     def namespaces(self) -> list[NamespaceId]:
-        return [waiting.m.namespace for waiting in self._waiting.values()]
+        return [waiting.space.id for waiting in self._waiting.values()]
 
-    def withdraw(self, attempt: Attempt) -> list[Reserve]:
+    def withdraw(self, attempt: Attempt) -> list[Request[Reserve]]:
         """Its writer has gone, and with it the wish."""
-        return self._take([waiting.m for waiting in self._waiting.values() if waiting.m.attempt == attempt])
+        requests = [waiting.request for waiting in self._waiting.values()]
+        return self._take([request for request in requests if request.question.attempt == attempt])
 
-    def withdraw_namespaces(self, namespaces: Container[NamespaceId]) -> list[Reserve]:
-        return self._take([waiting.m for waiting in self._waiting.values() if waiting.m.namespace in namespaces])
+    def withdraw_namespaces(self, namespaces: Container[NamespaceId]) -> list[Request[Reserve]]:
+        return self._take([waiting.request for waiting in self._waiting.values() if waiting.space.id in namespaces])
 
-    def next_served(self, now: int) -> Reserve | None:
-        """The next that is to be granted what fits, taken out: the first one, once there is room for it, or any that
-        has waited long enough."""
+    def next_served(self, now: int) -> tuple[Request[Reserve], ShardNamespace] | None:
+        """The next that is to be granted what fits, taken out, and its namespace: the first one, once there is room for
+        it, or any that has waited long enough."""
         for at, waiting in enumerate(self._waiting.values()):
             if now >= waiting.until or (at == 0 and not self._lacked(waiting)):
-                return self._take([waiting.m])[0]
+                return self._take([waiting.request])[0], waiting.space
         return None
 
-    def everyone(self) -> list[Reserve]:
+    def everyone(self) -> list[Request[Reserve]]:
         """All of them, taken out."""
-        return self._take([waiting.m for waiting in self._waiting.values()])
+        return self._take([waiting.request for waiting in self._waiting.values()])
 
-    def lacking(self, m: Reserve) -> int:
+    def lacking(self, m: Reserve, space: ShardNamespace) -> int:
         """Bytes that `m` would want and does not find. What can never fit is not waited for."""
-        space = self._spaces.known(m.namespace)
-        assert space is not None, "a reservation of a namespace that is not known"
         wanted: dict[int, int] = {}
         for new in m.pages:
-            if self._pool.taken(m.namespace, new) is None:
+            if self._pool.taken(space.id, new) is None:
                 nbytes = space.page_bytes(new.key.group, new.key.part)
                 wanted[nbytes] = wanted.get(nbytes, 0) + 1
         allocator = self._pool.allocator
@@ -101,19 +100,20 @@ class WaitingRoom:
             lacking = max(lacking, allocator.extents_lacking(wanted) * allocator.extent_bytes)
         return min(lacking, most)
 
-    def _take(self, those: list[Reserve]) -> list[Reserve]:
-        for m in those:
-            del self._waiting[m.call]
-            self._pages -= len(m.pages)
+    def _take(self, those: list[Request[Reserve]]) -> list[Request[Reserve]]:
+        for request in those:
+            del self._waiting[request.call]
+            self._pages -= len(request.question.pages)
         return those
 
     def _lacked(self, waiting: _WaitingWrite) -> int:
         """What it lacks now. It is worked out again only where pages have changed: each step asks."""
         if waiting.changes != self._pool.changes:
-            waiting.lacked, waiting.changes = self.lacking(waiting.m), self._pool.changes
+            waiting.lacked = self.lacking(waiting.request.question, waiting.space)
+            waiting.changes = self._pool.changes
         return waiting.lacked
 
 
-def lost(m: Reserve) -> Answer:
+def lost(request: Request[Reserve]) -> Answer:
     """Nothing of this reservation may be written here, or nobody is left to write it."""
-    return Answer(m.call, WriteGrant((Written.LOST,) * len(m.pages)))
+    return Answer(request.call, WriteGrant((Written.LOST,) * len(request.question.pages)))

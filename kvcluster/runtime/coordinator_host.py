@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 from kvcluster.config import Config, EventsConfig
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import CallId, Epoch
-from kvcluster.core.messages import CoordinatorMessage, Effect, Leave, Publish, Reply, Retell, Warn
+from kvcluster.core.messages import (
+    CoordinatorMessage,
+    CoordinatorQuestion,
+    Effect,
+    Leave,
+    Publish,
+    Reply,
+    Request,
+    Retell,
+    Warn,
+)
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.driver import Driver
@@ -67,7 +77,7 @@ class CoordinatorHost:
         if self.publisher is not None:
             self.publisher.close()
 
-    def ask(self, build: Callable[[CallId], CoordinatorMessage], wait_s: float) -> Reply:
+    def ask(self, build: Callable[[CallId], Request[CoordinatorQuestion]], wait_s: float) -> Reply:
         """As Driver.ask. Raises Trouble as well where what was asked for cannot be promised for good."""
         reply = self._driver.ask(build, wait_s)
         if isinstance(reply, NotKept):

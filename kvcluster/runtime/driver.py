@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from kvcluster.core.ids import CallId
-from kvcluster.core.messages import Answer, Effect, Reply, Stalled, Tick
+from kvcluster.core.messages import Answer, Effect, Reply, Request, Stalled, Tick
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.transport.seam import Trouble
 
@@ -151,7 +151,8 @@ class Driver(Generic[M]):
                 else:
                     self._perform(effect)
         except Exception as error:
-            self._fail(type(message).__name__, error)
+            what = message.question if isinstance(message, Request) else message
+            self._fail(type(what).__name__, error)
 
     def _next_deadline(self) -> int | None:
         try:

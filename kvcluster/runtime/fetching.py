@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, closing, suppress
 from types import TracebackType
 
 from kvcluster.core import limits
-from kvcluster.core.ids import CallId
+from kvcluster.core.ids import CLUSTER
 from kvcluster.core.messages import (
     Abort,
     Commit,
@@ -28,8 +28,9 @@ from kvcluster.core.messages import (
     PageWant,
     ReadRequest,
     Renew,
+    Reply,
+    Request,
     ShardAddress,
-    ShardMessage,
 )
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import KVClusterError
@@ -70,13 +71,9 @@ class Fetcher:
             log.info("a fetch from %s broke off: %s", order.source.shard, error)
         verified = arrivals.verified()
 
-        def ending(call: CallId) -> ShardMessage:
-            if verified:
-                return Commit(call, order.attempt, tuple(verified), tuple(verified.values()))
-            return Abort(call, order.attempt)
-
+        commit = Commit(order.attempt, tuple(verified), tuple(verified.values()))
         with suppress(Trouble):  # this shard is ending
-            self._host.ask(ending, _PROMPT_S)
+            self._ask(commit if verified else Abort(order.attempt))
 
     def close(self) -> None:
         """Breaks off what is under way, and lets nothing begin. Any thread may call."""
@@ -116,9 +113,12 @@ class Fetcher:
 
     def _renew(self, order: Fetch, breaker: _Breaker) -> None:
         """Each frame shows that this is under way. Raises Trouble where it is to end."""
-        renewed = self._host.ask(lambda call: Renew(call, order.attempt), _PROMPT_S) == Done(True)
+        renewed = self._ask(Renew(order.attempt)) == Done(True)
         if self._closing or breaker.broken or not renewed:
             raise Trouble(Miss(MissReason.DEADLINE, "the lease has ended"))
+
+    def _ask(self, question: Commit | Abort | Renew) -> Reply:
+        return self._host.ask(lambda call: Request(call, CLUSTER, None, question), _PROMPT_S)
 
 
 class _Renumbered:

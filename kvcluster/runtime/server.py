@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from kvcluster.core.ids import CallId
 from kvcluster.core.messages import Done, Reply
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError
 from kvcluster.runtime.auth import Authenticator, Caller
@@ -25,7 +24,6 @@ log = logging.getLogger(__name__)
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 Ask = Callable[[Callable[[Any], Any], float], Reply]
-_NO_CALL = CallId(0)
 _LONGEST_S = 60.0
 """A caller without a deadline of its own gets this one: no thread waits for ever."""
 
@@ -135,7 +133,7 @@ def _unary(
         wait_s = min(context.time_remaining(), _LONGEST_S)
         try:
             if method.name == "Ping":
-                method.decode_request(data, _NO_CALL, caller.tenant)
+                method.decode_question(data)
                 return method.encode_reply(Done())
             # Decoded once, before the core: what is malformed never gets near it.
             reply = ask(lambda call: method.decode_request(data, call, caller.tenant), wait_s)

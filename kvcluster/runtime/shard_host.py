@@ -32,9 +32,11 @@ from kvcluster.core.messages import (
     ReportAck,
     ReportAnswered,
     ReportFailed,
+    Request,
     Revoke,
     Send,
     ShardMessage,
+    ShardQuestion,
     Stage,
     Verify,
 )
@@ -129,7 +131,7 @@ class ShardHost:
 
     # ------------------------------------------------------------------------------- PageHost and ShmHost
 
-    def ask(self, build: Callable[[CallId], ShardMessage], wait_s: float) -> Reply:
+    def ask(self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float) -> Reply:
         return self._driver.ask(build, wait_s)
 
     def view(self, slot: PageSlot) -> memoryview:

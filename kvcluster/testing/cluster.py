@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -20,9 +19,9 @@ from kvcluster.client.control import CoordinatorPort
 from kvcluster.client.shards import OpenTransport
 from kvcluster.config import Config, load
 from kvcluster.core.coordinator import Coordinator
-from kvcluster.core.ids import CLUSTER, BlockHash, Epoch, ShardId, Tenant
+from kvcluster.core.ids import CLUSTER, BlockHash, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.invariants import check_coordinator, check_shard
-from kvcluster.core.messages import CoordinatorMessage, Inventory, Leave, PageKey, Reply, Report, ShardAddress
+from kvcluster.core.messages import CoordinatorQuestion, Inventory, Leave, PageKey, Reply, Report, Request, ShardAddress
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.shard import Shard
 from kvcluster.core.spec import KVSpec, Part
@@ -43,11 +42,10 @@ class _Port:
         self._cluster = cluster
         self._tenant = tenant
 
-    def ask(self, message: CoordinatorMessage, deadline: Deadline) -> Reply:
+    def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
         deadline.check()  # a core that answers at once would not notice
-        fields = {"tenant": self._tenant} if hasattr(message, "tenant") else {}
         host = self._cluster.running_coordinator()
-        return host.ask(lambda call: replace(message, call=call, **fields), deadline.remaining_s())  # type: ignore[arg-type]
+        return host.ask(lambda call: Request(call, self._tenant, namespace, question), deadline.remaining_s())
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -214,7 +212,8 @@ class MemoryCluster:
         return not core.rebuilding and all(up.get(shard) == host.core.epoch for shard, host in self.shards.items())
 
     def _tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:
-        return self.running_coordinator().ask(lambda call: replace(message, call=call), deadline.remaining_s())
+        host = self.running_coordinator()
+        return host.ask(lambda call: Request(call, CLUSTER, None, message), deadline.remaining_s())
 
     def _on_leave(self, shard: ShardId, leave: Leave) -> None:
         # Under the lock of the driver that says so: what it leaves behind is closed at the end.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcluster.core.messages import Effect, Renew, Stalled, Tick
+from kvcluster.core.messages import Effect, Renew, Request, Stalled, Tick
 from kvcluster.testing.core_stepper import Core, CoreStepper
 from kvcluster.testing.kernel import Clock, Kernel, Process
 
@@ -37,7 +37,8 @@ class CoreProcess(CoreStepper, Process):
     def step(self, message: Any) -> list[Effect]:
         effects = super().step(message)
         # A Renew alone only postpones what is due; it makes nothing due sooner.
-        if self.running and (type(message) is not Renew or len(effects) > 1):
+        renews = isinstance(message, Request) and type(message.question) is Renew
+        if self.running and (not renews or len(effects) > 1):
             self._set_timer()
         return effects
 

@@ -13,12 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvcluster.core.ids import CallId
-from kvcluster.core.messages import Answer, Effect, Reply
+from kvcluster.core.ids import CallId, NamespaceId, Tenant
+from kvcluster.core.messages import Answer, Effect, Reply, Request
 
 Answered = Callable[[Reply], None]
 Build = Callable[[CallId], Any]
 """Makes a message of the call id that it is given."""
+
+
+def build_request(question: Any, tenant: Tenant, namespace: NamespaceId | None = None) -> Build:
+    """What makes a Request of this question."""
+    return lambda call: Request(call, tenant, namespace, question)
 
 
 class Core(Protocol):
@@ -79,7 +84,7 @@ class CoreStepper:
         A question that is answered at once may be stepped with a call id of the caller's own, who then finds the answer
         among the effects.
         """
-        asked = getattr(message, "call", None)
+        asked = message.call if isinstance(message, Request) else None
         now = self.read_clock()
         effects = self.core.step(message, now)
         self.stepped(message, effects, now)

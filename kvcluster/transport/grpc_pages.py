@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import grpc
 
-from kvcluster.core.ids import CallId, Epoch, NamespaceId, Tenant
+from kvcluster.core.ids import Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
     AttachShard,
@@ -50,8 +50,6 @@ from kvcluster.wire.methods import SHARD
 T = TypeVar("T")
 READ = "/kvcluster.v1.Shard/Read"
 WRITE = "/kvcluster.v1.Shard/Write"
-_NOBODY = Tenant("")
-_NO_CALL = CallId(0)
 
 
 class GrpcPages:
@@ -64,7 +62,7 @@ class GrpcPages:
         self._connection = Connection(address, token)
 
     def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
-        answer = self._connection.ask(SHARD["Attach"], AttachShard(_NO_CALL, _NOBODY, spec), deadline)
+        answer = self._connection.ask(SHARD["Attach"], AttachShard(spec), deadline)
         if isinstance(answer, Refused):
             raise RefusedByShard(answer)
         assert isinstance(answer, AttachedShard)
@@ -132,7 +130,7 @@ class GrpcPages:
 
     def offers(self, deadline: Deadline) -> Offers:
         """Which data paths the shard serves beside this one. Raises Trouble, or RefusedByShard."""
-        answer = self._connection.ask(SHARD["GetOffers"], GetOffers(_NO_CALL), deadline)
+        answer = self._connection.ask(SHARD["GetOffers"], GetOffers(), deadline)
         if isinstance(answer, Refused):
             raise RefusedByShard(answer)
         assert isinstance(answer, Offers)
@@ -140,11 +138,10 @@ class GrpcPages:
 
     def flush(self, deadline: Deadline) -> bool:
         wait_ns = int(deadline.remaining_s() * 0.9e9)
-        return self._connection.ask(SHARD["Flush"], Flush(_NO_CALL, wait_ns), deadline) == Done(True)
+        return self._connection.ask(SHARD["Flush"], Flush(wait_ns), deadline) == Done(True)
 
     def suspect(self, namespace: NamespaceId, epoch: Epoch, keys: Sequence[PageKey], deadline: Deadline) -> None:
-        report = Suspect(_NO_CALL, _NOBODY, namespace, epoch, tuple(keys))
-        answer = self._connection.ask(SHARD["Suspect"], report, deadline)
+        answer = self._connection.ask(SHARD["Suspect"], Suspect(epoch, tuple(keys)), deadline, namespace)
         if isinstance(answer, Refused):
             raise RefusedByShard(answer)
 

@@ -19,6 +19,9 @@ from kvcluster.core.messages import (
     PageSlot,
     ReadRequest,
     Refused,
+    Reply,
+    Request,
+    ShardQuestion,
     Suspect,
     WriteRequest,
     Written,
@@ -46,7 +49,7 @@ class MemoryTransport:
 
     def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
         deadline.check()
-        answer = self._host.ask(lambda call: AttachShard(call, self._tenant, spec), deadline.remaining_s())
+        answer = self._ask(AttachShard(spec), deadline)
         if isinstance(answer, Refused):
             raise RefusedByShard(answer)
         assert isinstance(answer, AttachedShard)
@@ -91,17 +94,19 @@ class MemoryTransport:
     def flush(self, deadline: Deadline) -> bool:
         deadline.check()
         wait_ns = int(deadline.remaining_s() * 0.9e9)  # a shard that waits in vain still says so in time
-        return self._host.ask(lambda call: Flush(call, wait_ns), deadline.remaining_s()) == Done(True)
+        return self._ask(Flush(wait_ns), deadline) == Done(True)
 
     def suspect(self, namespace: NamespaceId, epoch: Epoch, keys: Sequence[PageKey], deadline: Deadline) -> None:
         deadline.check()
-        report = (self._tenant, namespace, epoch, tuple(keys))
-        answer = self._host.ask(lambda call: Suspect(call, *report), deadline.remaining_s())
+        answer = self._ask(Suspect(epoch, tuple(keys)), deadline, namespace)
         if isinstance(answer, Refused):
             raise RefusedByShard(answer)
 
     def close(self) -> None:
         """Nothing to give back."""
+
+    def _ask(self, question: ShardQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
+        return self._host.ask(lambda call: Request(call, self._tenant, namespace, question), deadline.remaining_s())
 
 
 def _places(request: ReadRequest, granted: Mapping[int, PageSlot], views: Mapping[int, memoryview]) -> dict[int, Place]:

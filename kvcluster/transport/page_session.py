@@ -32,8 +32,9 @@ from kvcluster.core.messages import (
     Refused,
     Renew,
     Reply,
+    Request,
     Reserve,
-    ShardMessage,
+    ShardQuestion,
     Unpin,
     WriteGrant,
     WriteRequest,
@@ -100,7 +101,7 @@ SessionEvent = Open | CoreSaid | MoveNext | Finished | Revoked | Stopped
 class AskCore:
     """Step this message and say CoreSaid, after so long at most."""
 
-    build: Callable[[CallId], ShardMessage]
+    build: Callable[[CallId], Request[ShardQuestion]]
     wait_ns: int
 
 
@@ -212,13 +213,10 @@ class PageSession:
         r, tenant = self._request, self._tenant
         if isinstance(r, WriteRequest):
             pages, wait_ns = r.pages, r.wait_ns
-            return AskCore(
-                lambda call: Reserve(call, tenant, r.namespace, r.attempt, r.epoch, pages, wait_ns), PROMPT_NS + wait_ns
-            )
-        keys, accept = tuple(want.key for want in r.wants), r.accept
-        return AskCore(
-            lambda call: Pin(call, tenant, r.namespace, r.attempt, r.epoch, keys, accept), PROMPT_NS + STAGED_NS
-        )
+            reserve = Reserve(r.attempt, r.epoch, pages, wait_ns)
+            return AskCore(lambda call: Request(call, tenant, r.namespace, reserve), PROMPT_NS + wait_ns)
+        pin = Pin(r.attempt, r.epoch, tuple(want.key for want in r.wants), r.accept)
+        return AskCore(lambda call: Request(call, tenant, r.namespace, pin), PROMPT_NS + STAGED_NS)
 
     def _granted(self, reply: Reply | Miss) -> list[SessionEffect]:
         if isinstance(reply, Refused):  # a lease of this attempt, if there is one, is another session's
@@ -235,8 +233,8 @@ class PageSession:
     def _renew(self) -> list[SessionEffect]:
         if self._revoked:
             return [_late()]
-        attempt = self._request.attempt
-        return self._become(_State.RENEWING, AskCore(lambda call: Renew(call, attempt), PROMPT_NS))
+        renew = Renew(self._request.attempt)
+        return self._become(_State.RENEWING, self._of_no_namespace(renew))
 
     def _renewed(self, reply: Reply | Miss) -> list[SessionEffect]:
         self._state = _State.MOVING
@@ -250,8 +248,8 @@ class PageSession:
         if self._finished.missing is not None:
             return [Fail(ProtocolError(f"the store ended before page {self._finished.missing} was whole"))]
         attempt, verified = self._request.attempt, self._finished.verified
-        commit = AskCore(lambda call: Commit(call, attempt, tuple(verified), tuple(verified.values())), PROMPT_NS)
-        return self._become(_State.COMMITTING, commit)
+        commit = Commit(attempt, tuple(verified), tuple(verified.values()))
+        return self._become(_State.COMMITTING, self._of_no_namespace(commit))
 
     def _outcome(self, reply: Reply) -> list[Written]:
         assert isinstance(reply, CommitGrant) and self._finished is not None
@@ -271,7 +269,10 @@ class PageSession:
 
     def _give_back(self) -> AskCore:
         attempt, ending = self._request.attempt, Abort if isinstance(self._request, WriteRequest) else Unpin
-        return AskCore(lambda call: ending(call, attempt), PROMPT_NS)
+        return self._of_no_namespace(ending(attempt))
+
+    def _of_no_namespace(self, question: Renew | Commit | Abort | Unpin) -> AskCore:
+        return AskCore(lambda call: Request(call, self._tenant, None, question), PROMPT_NS)
 
     def _become(self, state: _State, ask: AskCore) -> list[SessionEffect]:
         self._state = state

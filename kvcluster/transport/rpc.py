@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import grpc
 
 from kvcluster.core import limits
+from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import Reply
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import (
@@ -26,7 +27,7 @@ from kvcluster.errors import (
     Unreachable,
 )
 from kvcluster.transport.seam import Deadline, Trouble
-from kvcluster.wire.methods import Method
+from kvcluster.wire.methods import Method, Question
 
 _OPTIONS = [
     ("grpc.max_send_message_length", limits.MESSAGE_BYTES),
@@ -67,10 +68,13 @@ class Connection:
         self._lock = threading.Lock()
         self._closed = False
 
-    def ask(self, method: Method, message: Any, deadline: Deadline) -> Reply:
-        """One question and its answer. Raises Trouble, CallerError, CredentialError or ProtocolError."""
-        data = self._start(self._channel.unary_unary, method.path, method.encode_request(message), deadline)
-        return method.decode_reply(data)
+    def ask(
+        self, method: Method, question: Question | None, deadline: Deadline, namespace: NamespaceId | None = None
+    ) -> Reply:
+        """One question, about that namespace if the method has one, and its answer. Raises Trouble, CallerError,
+        CredentialError or ProtocolError."""
+        request = method.encode_request(question, namespace)
+        return method.decode_reply(self._start(self._channel.unary_unary, method.path, request, deadline))
 
     def read_stream(self, path: str, message: bytes, deadline: Deadline) -> Any:
         """Sends one message; many come. Raises Trouble; hand what the stream raises to `raise_for`."""

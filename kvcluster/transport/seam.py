@@ -21,7 +21,8 @@ from kvcluster.core.messages import (
     ReadRequest,
     Refused,
     Reply,
-    ShardMessage,
+    Request,
+    ShardQuestion,
     WriteRequest,
     Written,
 )
@@ -214,7 +215,7 @@ class Transport(DataPath, Protocol):
 class PageHost(Protocol):
     """What the server half of a transport needs from its shard."""
 
-    def ask(self, build: Callable[[CallId], ShardMessage], wait_s: float) -> Reply:
+    def ask(self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float) -> Reply:
         """Steps the core and returns its answer; raises Trouble(DEADLINE) when it takes longer than `wait_s`."""
 
     def view(self, slot: PageSlot) -> memoryview:

@@ -1,7 +1,7 @@
 """What workers ask of the coordinator. Its answers are in wire/answers.py.
 
-`decode_x(data, call, tenant)` is the server's half: `call` is the server's own and `tenant` that of the caller's
-credential, so neither is ever read from the wire.
+These are codecs of questions (payloads), and of the namespace where a question is about one. Of the envelope
+(core/messages/request.py) nothing else travels: call and tenant are the server's own knowledge.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Attempt, CallId, ShardId, Tenant
+from kvcluster.core.ids import Attempt, NamespaceId, ShardId
 from kvcluster.core.messages import (
     PROTOCOL_VERSION,
     Attach,
+    AttachShard,
     Drain,
     EndTicket,
     Explain,
@@ -36,9 +37,10 @@ from kvcluster.wire.v1 import common_pb2
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 
-def encode_attach(spec: KVSpec) -> bytes:
+def encode_attach(question: Attach | AttachShard) -> bytes:
     """The request of both services' Attach."""
-    return pb.AttachRequest(protocol_version=PROTOCOL_VERSION, spec=common.encode_spec(spec)).SerializeToString()
+    spec = common.encode_spec(question.spec)
+    return pb.AttachRequest(protocol_version=PROTOCOL_VERSION, spec=spec).SerializeToString()
 
 
 def decode_attach_spec(data: bytes) -> KVSpec:
@@ -48,30 +50,27 @@ def decode_attach_spec(data: bytes) -> KVSpec:
     return common.decode_spec(m.spec)
 
 
-def decode_attach(data: bytes, call: CallId, tenant: Tenant) -> Attach:
+def decode_attach(data: bytes) -> Attach:
     """A worker names its spec."""
-    return Attach(call, tenant, decode_attach_spec(data))
+    return Attach(decode_attach_spec(data))
 
 
-def encode_prepare_load(message: PrepareLoad) -> bytes:
+def encode_prepare_load(question: PrepareLoad, namespace: NamespaceId) -> bytes:
     """How far can these blocks be restored?"""
     return pb.PrepareLoadRequest(
-        namespace=message.namespace,
-        holder=message.attempt.holder,
-        attempt=message.attempt.counter,
-        hashes=b"".join(message.hashes),
-        need=common.encode_need(message.need),
-        hold=message.hold,
+        namespace=namespace,
+        holder=question.attempt.holder,
+        attempt=question.attempt.counter,
+        hashes=b"".join(question.hashes),
+        need=common.encode_need(question.need),
+        hold=question.hold,
     ).SerializeToString()
 
 
-def decode_prepare_load(data: bytes, call: CallId, tenant: Tenant) -> PrepareLoad:
+def decode_prepare_load(data: bytes) -> tuple[NamespaceId, PrepareLoad]:
     """The inverse."""
     m = common.parse(pb.PrepareLoadRequest, data)
-    return PrepareLoad(
-        call=call,
-        tenant=tenant,
-        namespace=common.decode_namespace(m.namespace),
+    return common.decode_namespace(m.namespace), PrepareLoad(
         attempt=common.decode_attempt(m.holder, m.attempt),
         hashes=(hashes := common.decode_blocks(m.hashes)),
         need=_decode_need(m.need, len(hashes)),
@@ -86,34 +85,31 @@ def _decode_need(m: common_pb2.Need, blocks: int) -> Need:
     return need
 
 
-def encode_prepare_store(message: PrepareStore) -> bytes:
+def encode_prepare_store(question: PrepareStore, namespace: NamespaceId) -> bytes:
     """Which of these blocks are worth writing?"""
     return pb.PrepareStoreRequest(
-        namespace=message.namespace,
-        holder=message.attempt.holder,
-        attempt=message.attempt.counter,
-        first=message.first,
-        parent=message.parent,
-        run=message.run,
-        hashes=b"".join(message.hashes),
-        parts=common.encode_parts(message.parts),
-        loss=common.LOSS.encode[message.loss],
-        host=message.host,
-        tokens=message.tokens,
+        namespace=namespace,
+        holder=question.attempt.holder,
+        attempt=question.attempt.counter,
+        first=question.first,
+        parent=question.parent,
+        run=question.run,
+        hashes=b"".join(question.hashes),
+        parts=common.encode_parts(question.parts),
+        loss=common.LOSS.encode[question.loss],
+        host=question.host,
+        tokens=question.tokens,
     ).SerializeToString()
 
 
-def decode_prepare_store(data: bytes, call: CallId, tenant: Tenant) -> PrepareStore:
+def decode_prepare_store(data: bytes) -> tuple[NamespaceId, PrepareStore]:
     """The inverse."""
     m = common.parse(pb.PrepareStoreRequest, data)
     hashes = common.decode_blocks(m.hashes)
     parts = common.decode_parts(m.parts)
     at_most(m.first + len(hashes), limits.TOKENS_PER_SEQUENCE, "blocks in a chain")
     at_most(len(hashes) * len(parts), limits.PAGES_PER_CALL, "pages in a store")
-    return PrepareStore(
-        call=call,
-        tenant=tenant,
-        namespace=common.decode_namespace(m.namespace),
+    return common.decode_namespace(m.namespace), PrepareStore(
         attempt=common.decode_attempt(m.holder, m.attempt),
         first=m.first,
         parent=common.decode_hash(m.parent),
@@ -133,19 +129,19 @@ def _decode_tokens(field: Collection[int], blocks: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def encode_ticket_end(message: RenewTicket | EndTicket) -> bytes:
+def encode_ticket_end(question: RenewTicket | EndTicket) -> bytes:
     """The request of both that name a ticket."""
-    return pb.TicketRequest(holder=message.attempt.holder, attempt=message.attempt.counter).SerializeToString()
+    return pb.TicketRequest(holder=question.attempt.holder, attempt=question.attempt.counter).SerializeToString()
 
 
-def decode_renew_ticket(data: bytes, call: CallId, tenant: Tenant) -> RenewTicket:
+def decode_renew_ticket(data: bytes) -> RenewTicket:
     """A ticket is still wanted."""
-    return RenewTicket(call, _decode_attempt(data))
+    return RenewTicket(_decode_attempt(data))
 
 
-def decode_end_ticket(data: bytes, call: CallId, tenant: Tenant) -> EndTicket:
+def decode_end_ticket(data: bytes) -> EndTicket:
     """A ticket is no longer wanted."""
-    return EndTicket(call, _decode_attempt(data))
+    return EndTicket(_decode_attempt(data))
 
 
 def _decode_attempt(data: bytes) -> Attempt:
@@ -153,83 +149,81 @@ def _decode_attempt(data: bytes) -> Attempt:
     return common.decode_attempt(m.holder, m.attempt)
 
 
-def encode_explain(message: Explain) -> bytes:
+def encode_explain(question: Explain, namespace: NamespaceId) -> bytes:
     """Where is each of these blocks, or why is it not?"""
     return pb.ExplainRequest(
-        namespace=message.namespace, hashes=b"".join(message.hashes), need=common.encode_need(message.need)
+        namespace=namespace, hashes=b"".join(question.hashes), need=common.encode_need(question.need)
     ).SerializeToString()
 
 
-def decode_explain(data: bytes, call: CallId, tenant: Tenant) -> Explain:
+def decode_explain(data: bytes) -> tuple[NamespaceId, Explain]:
     """The inverse."""
     m = common.parse(pb.ExplainRequest, data)
     hashes = common.decode_blocks(m.hashes)
-    return Explain(call, tenant, common.decode_namespace(m.namespace), hashes, _decode_need(m.need, len(hashes)))
+    return common.decode_namespace(m.namespace), Explain(hashes, _decode_need(m.need, len(hashes)))
 
 
-def encode_siblings(message: Siblings) -> bytes:
+def encode_siblings(question: Siblings, namespace: NamespaceId) -> bytes:
     """Which other namespaces has this tenant?"""
-    return pb.SiblingsRequest(namespace=message.namespace).SerializeToString()
+    return pb.SiblingsRequest(namespace=namespace).SerializeToString()
 
 
-def decode_siblings(data: bytes, call: CallId, tenant: Tenant) -> Siblings:
+def decode_siblings(data: bytes) -> tuple[NamespaceId, Siblings]:
     """The inverse."""
-    return Siblings(call, tenant, common.decode_namespace(common.parse(pb.SiblingsRequest, data).namespace))
+    return common.decode_namespace(common.parse(pb.SiblingsRequest, data).namespace), Siblings()
 
 
-def encode_get_namespaces(message: GetNamespaces) -> bytes:
+def encode_get_namespaces(question: GetNamespaces) -> bytes:
     """Which namespaces has this tenant?"""
     return pb.GetNamespacesRequest().SerializeToString()
 
 
-def decode_get_namespaces(data: bytes, call: CallId, tenant: Tenant) -> GetNamespaces:
+def decode_get_namespaces(data: bytes) -> GetNamespaces:
     """The inverse."""
     common.parse(pb.GetNamespacesRequest, data)
-    return GetNamespaces(call, tenant)
+    return GetNamespaces()
 
 
-def encode_pin_blocks(message: PinBlocks) -> bytes:
+def encode_pin_blocks(question: PinBlocks, namespace: NamespaceId) -> bytes:
     """Spare these blocks for a while."""
     return pb.PinBlocksRequest(
-        namespace=message.namespace,
-        hashes=b"".join(message.hashes),
-        ttl_ns=message.ttl_ns,
-        replicas=message.replicas,
+        namespace=namespace,
+        hashes=b"".join(question.hashes),
+        ttl_ns=question.ttl_ns,
+        replicas=question.replicas,
     ).SerializeToString()
 
 
-def decode_pin_blocks(data: bytes, call: CallId, tenant: Tenant) -> PinBlocks:
+def decode_pin_blocks(data: bytes) -> tuple[NamespaceId, PinBlocks]:
     """The inverse."""
     m = common.parse(pb.PinBlocksRequest, data)
     if not m.replicas:
         raise ProtocolError("a pinned block lies on one shard at least")
-    return PinBlocks(
-        call=call,
-        tenant=tenant,
-        namespace=common.decode_namespace(m.namespace),
+    return common.decode_namespace(m.namespace), PinBlocks(
         hashes=common.decode_blocks(m.hashes),
         ttl_ns=quantity(m.ttl_ns, "nanoseconds"),
         replicas=at_most(m.replicas, limits.REPLICAS, "replicas of a block"),
     )
 
 
-def encode_unpin_blocks(message: UnpinBlocks) -> bytes:
+def encode_unpin_blocks(question: UnpinBlocks, namespace: NamespaceId) -> bytes:
     """Let these blocks be evicted again."""
-    return pb.UnpinBlocksRequest(namespace=message.namespace, hashes=b"".join(message.hashes)).SerializeToString()
+    return pb.UnpinBlocksRequest(namespace=namespace, hashes=b"".join(question.hashes)).SerializeToString()
 
 
-def decode_unpin_blocks(data: bytes, call: CallId, tenant: Tenant) -> UnpinBlocks:
+def decode_unpin_blocks(data: bytes) -> tuple[NamespaceId, UnpinBlocks]:
     """The inverse."""
     m = common.parse(pb.UnpinBlocksRequest, data)
-    return UnpinBlocks(call, tenant, common.decode_namespace(m.namespace), common.decode_blocks(m.hashes))
+    return common.decode_namespace(m.namespace), UnpinBlocks(common.decode_blocks(m.hashes))
 
 
-def encode_purge(message: Purge) -> bytes:
+def encode_purge(question: Purge) -> bytes:
     """Forget every block of the namespaces that have these values."""
-    return pb.PurgeRequest(model=message.model, weights=message.weights, adapter=message.adapter).SerializeToString()
+    m = pb.PurgeRequest(model=question.model, weights=question.weights, adapter=question.adapter)
+    return m.SerializeToString()
 
 
-def decode_purge(data: bytes, call: CallId, tenant: Tenant) -> Purge:
+def decode_purge(data: bytes) -> Purge:
     """The inverse."""
     m = common.parse(pb.PurgeRequest, data)
     model = m.model if m.HasField("model") else None
@@ -238,29 +232,29 @@ def decode_purge(data: bytes, call: CallId, tenant: Tenant) -> Purge:
     # What is longer than a whole spec is in none, and a tombstone would carry it to every shard.
     named = sum(len(value.encode()) for value in (model, weights, adapter) if value is not None)
     at_most(named, limits.SPEC_BYTES, "bytes of model, weights and adapter")
-    return Purge(call, tenant, model, weights, adapter)
+    return Purge(model, weights, adapter)
 
 
-def encode_drain(message: Drain) -> bytes:
+def encode_drain(question: Drain) -> bytes:
     """Empty this shard and let it go."""
-    return pb.DrainRequest(shard=message.shard).SerializeToString()
+    return pb.DrainRequest(shard=question.shard).SerializeToString()
 
 
-def decode_drain(data: bytes, call: CallId, tenant: Tenant) -> Drain:
+def decode_drain(data: bytes) -> Drain:
     """The inverse."""
-    return Drain(call, ShardId(text(common.parse(pb.DrainRequest, data).shard, "a shard's name")))
+    return Drain(ShardId(text(common.parse(pb.DrainRequest, data).shard, "a shard's name")))
 
 
-def encode_set_policy(message: SetPolicy) -> bytes:
+def encode_set_policy(question: SetPolicy) -> bytes:
     """Other settings of the tiers."""
-    names, values = zip(*message.settings, strict=True) if message.settings else ((), ())
+    names, values = zip(*question.settings, strict=True) if question.settings else ((), ())
     return pb.SetPolicyRequest(names=names, values=values).SerializeToString()
 
 
-def decode_set_policy(data: bytes, call: CallId, tenant: Tenant) -> SetPolicy:
+def decode_set_policy(data: bytes) -> SetPolicy:
     """The inverse."""
     m = common.parse(pb.SetPolicyRequest, data)
-    return SetPolicy(call, decode_policy(m.names, m.values))
+    return SetPolicy(decode_policy(m.names, m.values))
 
 
 def decode_policy(names: Sequence[str], values: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -270,12 +264,12 @@ def decode_policy(names: Sequence[str], values: Sequence[str]) -> tuple[tuple[st
     return tuple(zip(known, [text(value, "a policy's value") for value in values], strict=True))
 
 
-def encode_get_status(message: GetStatus) -> bytes:
+def encode_get_status(question: GetStatus) -> bytes:
     """What is there?"""
     return pb.GetStatusRequest().SerializeToString()
 
 
-def decode_get_status(data: bytes, call: CallId, tenant: Tenant) -> GetStatus:
+def decode_get_status(data: bytes) -> GetStatus:
     """The inverse."""
     common.parse(pb.GetStatusRequest, data)
-    return GetStatus(call)
+    return GetStatus()

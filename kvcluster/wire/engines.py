@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvcluster.core import limits
-from kvcluster.core.ids import CallId, Tenant
 from kvcluster.core.messages import EngineInfo, Engines, GetEngines, Registered, RegisterEngine, SetWeights
 from kvcluster.core.spec import check_weights
 from kvcluster.errors import ProtocolError, SpecError
@@ -12,34 +11,34 @@ from kvcluster.wire.common import agree, at_most, quantity, text
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 
-def encode_register_engine(message: RegisterEngine) -> bytes:
+def encode_register_engine(question: RegisterEngine) -> bytes:
     """An engine lives."""
-    return pb.RegisterEngineRequest(engine=_encode_info(message.info)).SerializeToString()
+    return pb.RegisterEngineRequest(engine=_encode_info(question.info)).SerializeToString()
 
 
-def decode_register_engine(data: bytes, call: CallId, tenant: Tenant) -> RegisterEngine:
+def decode_register_engine(data: bytes) -> RegisterEngine:
     """The inverse."""
-    return RegisterEngine(call, tenant, _decode_info(common.parse(pb.RegisterEngineRequest, data).engine))
+    return RegisterEngine(_decode_info(common.parse(pb.RegisterEngineRequest, data).engine))
 
 
-def encode_get_engines(message: GetEngines) -> bytes:
+def encode_get_engines(question: GetEngines) -> bytes:
     """Which engines live?"""
     return pb.GetEnginesRequest().SerializeToString()
 
 
-def decode_get_engines(data: bytes, call: CallId, tenant: Tenant) -> GetEngines:
+def decode_get_engines(data: bytes) -> GetEngines:
     """The inverse."""
     common.parse(pb.GetEnginesRequest, data)
-    return GetEngines(call, tenant)
+    return GetEngines()
 
 
-def encode_set_weights(message: SetWeights) -> bytes:
+def encode_set_weights(question: SetWeights) -> bytes:
     """What private engines are to cache under."""
-    m = pb.SetWeightsRequest(model=message.model, weights=message.weights, engine=message.engine)
+    m = pb.SetWeightsRequest(model=question.model, weights=question.weights, engine=question.engine)
     return m.SerializeToString()
 
 
-def decode_set_weights(data: bytes, call: CallId, tenant: Tenant) -> SetWeights:
+def decode_set_weights(data: bytes) -> SetWeights:
     """The inverse. Weights that pin nothing are refused, as in a spec."""
     m = common.parse(pb.SetWeightsRequest, data)
     weights = text(m.weights, "weights")
@@ -47,7 +46,7 @@ def decode_set_weights(data: bytes, call: CallId, tenant: Tenant) -> SetWeights:
         check_weights(weights)
     except SpecError as error:
         raise ProtocolError(str(error)) from None
-    return SetWeights(call, tenant, text(m.model, "a model"), weights, text(m.engine, "an engine"))
+    return SetWeights(text(m.model, "a model"), weights, text(m.engine, "an engine"))
 
 
 def decode_registered(m: pb.Registered) -> Registered:

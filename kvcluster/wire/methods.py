@@ -1,13 +1,13 @@
 """The unary methods of both services, as tables: everything that a server or client needs in order to speak.
 
-    data = method.encode_request(message)               a worker or shard asks
-    message = method.decode_request(data, call, tenant) a server reads; call and tenant are its own knowledge
+    data = method.encode_request(question, namespace)   a worker or shard asks; a namespace where the method has one
+    request = method.decode_request(data, call, tenant) a server reads; call and tenant are its own knowledge
     data = method.encode_reply(reply)                   it answers, perhaps with Refused
     reply = method.decode_reply(data)                   the asker reads
 
 gRPC sees only bytes. `Read` and `Write` of a shard are streams of frames instead (frames.py). A row of a table is
-a name, which is that of the message in the core, the codecs of the request, and which reply of its service belongs
-to it; Refused may come instead.
+a name, which is that of the question in the core, the codecs of the question, and which reply of its service belongs
+to it; Refused may come instead. A question about one namespace has codecs that carry that too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from kvcluster.core.ids import CallId, Tenant
+from kvcluster.core.ids import CallId, NamespaceId, Tenant
 from kvcluster.core.messages import (
     PROTOCOL_VERSION,
     Attach,
@@ -24,7 +24,7 @@ from kvcluster.core.messages import (
     AttachedShard,
     AttachShard,
     BlocksPinned,
-    CoordinatorMessage,
+    CoordinatorQuestion,
     Done,
     Drain,
     EndTicket,
@@ -52,9 +52,10 @@ from kvcluster.core.messages import (
     Reply,
     Report,
     ReportAck,
+    Request,
     SetPolicy,
     SetWeights,
-    ShardMessage,
+    ShardQuestion,
     Siblings,
     SiblingSpecs,
     Status,
@@ -66,7 +67,7 @@ from kvcluster.errors import ProtocolError
 from kvcluster.wire import answers, coordinator, engines, reports, shard
 from kvcluster.wire.v1 import coordinator_pb2
 
-Question = CoordinatorMessage | ShardMessage
+Question = CoordinatorQuestion | ShardQuestion
 Q = TypeVar("Q", bound=Question)
 
 COORDINATOR_SERVICE = "kvcluster.v1.Coordinator"
@@ -77,15 +78,24 @@ SHARD_SERVICE = "kvcluster.v1.Shard"
 class Method:
     """One RPC. Every decode raises ProtocolError, LimitError or SpecError for what is not as it should be.
 
-    `Ping` alone asks nothing: its message is None, its bytes are empty, and its server answers Done.
+    `Ping` alone asks nothing: its question is None, its bytes are empty, and its server answers Done.
     """
 
     name: str
     path: str
-    encode_request: Callable[[Question | None], bytes]
-    decode_request: Callable[[bytes, CallId, Tenant], Question | None]
+    encode_question: Callable[[Question | None, NamespaceId | None], bytes]
+    decode_question: Callable[[bytes], tuple[NamespaceId | None, Question | None]]
     encode_reply: Callable[[Reply], bytes]
     decode_reply: Callable[[bytes], Reply]
+
+    def encode_request(self, question: Question | None, namespace: NamespaceId | None = None) -> bytes:
+        """What an asker sends. A namespace is given exactly where the question is about one."""
+        return self.encode_question(question, namespace)
+
+    def decode_request(self, data: bytes, call: CallId, tenant: Tenant) -> Request[Question | None]:
+        """What a core steps, of a caller of that tenant."""
+        namespace, question = self.decode_question(data)
+        return Request(call, tenant, namespace, question)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,36 +109,50 @@ class _Service:
     def method(
         self,
         name: str,
-        question: type[Q],
+        kind: type[Q],
         answer: type[Reply],
         encode: Callable[[Q], bytes],
-        decode: Callable[[bytes, CallId, Tenant], Q],
+        decode: Callable[[bytes], Q],
     ) -> Method:
-        def encode_request(message: Question | None) -> bytes:
-            assert isinstance(message, question), f"{name} asks a {question.__name__}"
-            return encode(message)
+        """A question that is not about one namespace."""
 
-        def encode_reply(reply: Reply) -> bytes:
-            assert isinstance(reply, (answer, Refused)), f"{name} is answered by {answer.__name__}"
-            return self.encode_reply(reply)
+        def encode_question(question: Question | None, namespace: NamespaceId | None) -> bytes:
+            assert isinstance(question, kind), f"{name} asks a {kind.__name__}"
+            assert namespace is None, f"{name} is not asked about a namespace"
+            return encode(question)
 
-        def decode_reply(data: bytes) -> Reply:
-            reply = self.decode_reply(data)
-            if not isinstance(reply, (answer, Refused)):
-                raise ProtocolError(f"{name} was answered by {type(reply).__name__}, not {answer.__name__}")
-            return reply
+        def decode_question(data: bytes) -> tuple[None, Q]:
+            return None, decode(data)
 
-        return Method(name, f"/{self.path}/{name}", encode_request, decode, encode_reply, decode_reply)
+        return self._answered_by(name, answer, encode_question, decode_question)
+
+    def in_namespace(
+        self,
+        name: str,
+        kind: type[Q],
+        answer: type[Reply],
+        encode: Callable[[Q, NamespaceId], bytes],
+        decode: Callable[[bytes], tuple[NamespaceId, Q]],
+    ) -> Method:
+        """A question about one namespace."""
+
+        def encode_question(question: Question | None, namespace: NamespaceId | None) -> bytes:
+            assert isinstance(question, kind), f"{name} asks a {kind.__name__}"
+            assert namespace is not None, f"{name} is asked about a namespace"
+            return encode(question, namespace)
+
+        return self._answered_by(name, answer, encode_question, decode)
 
     def ping(self) -> Method:
         """A question without content, which shows that somebody listens, and what an empty call costs."""
 
-        def encode_request(message: Question | None) -> bytes:
-            assert message is None, "Ping asks nothing"
+        def encode_question(question: Question | None, namespace: NamespaceId | None) -> bytes:
+            assert question is None and namespace is None, "Ping asks nothing"
             return b""
 
-        def decode_request(data: bytes, call: CallId, tenant: Tenant) -> None:
+        def decode_question(data: bytes) -> tuple[None, None]:
             decode_reply(data)
+            return None, None
 
         def encode_reply(reply: Reply) -> bytes:
             assert reply == Done(), "Ping is answered by Done"
@@ -139,15 +163,30 @@ class _Service:
                 raise ProtocolError(f"a Ping is empty, but {len(data)} bytes came")
             return Done()
 
-        return Method("Ping", f"/{self.path}/Ping", encode_request, decode_request, encode_reply, decode_reply)
+        return Method("Ping", f"/{self.path}/Ping", encode_question, decode_question, encode_reply, decode_reply)
+
+    def _answered_by(
+        self,
+        name: str,
+        answer: type[Reply],
+        encode_question: Callable[[Question | None, NamespaceId | None], bytes],
+        decode_question: Callable[[bytes], tuple[NamespaceId | None, Question | None]],
+    ) -> Method:
+        def encode_reply(reply: Reply) -> bytes:
+            assert isinstance(reply, (answer, Refused)), f"{name} is answered by {answer.__name__}"
+            return self.encode_reply(reply)
+
+        def decode_reply(data: bytes) -> Reply:
+            reply = self.decode_reply(data)
+            if not isinstance(reply, (answer, Refused)):
+                raise ProtocolError(f"{name} was answered by {type(reply).__name__}, not {answer.__name__}")
+            return reply
+
+        return Method(name, f"/{self.path}/{name}", encode_question, decode_question, encode_reply, decode_reply)
 
 
 def _table(methods: Iterable[Method]) -> Mapping[str, Method]:
     return {method.name: method for method in methods}
-
-
-def _encode_attach(message: Attach | AttachShard) -> bytes:
-    return coordinator.encode_attach(message.spec)
 
 
 _C = _Service(COORDINATOR_SERVICE, answers.encode_reply, answers.decode_reply)
@@ -156,13 +195,13 @@ _c = coordinator
 
 COORDINATOR: Mapping[str, Method] = _table(
     [
-        _C.method("Attach", Attach, Attached, _encode_attach, _c.decode_attach),
-        _C.method("PrepareLoad", PrepareLoad, LoadGrant, _c.encode_prepare_load, _c.decode_prepare_load),
-        _C.method("PrepareStore", PrepareStore, StoreGrant, _c.encode_prepare_store, _c.decode_prepare_store),
+        _C.method("Attach", Attach, Attached, _c.encode_attach, _c.decode_attach),
+        _C.in_namespace("PrepareLoad", PrepareLoad, LoadGrant, _c.encode_prepare_load, _c.decode_prepare_load),
+        _C.in_namespace("PrepareStore", PrepareStore, StoreGrant, _c.encode_prepare_store, _c.decode_prepare_store),
         _C.method("RenewTicket", RenewTicket, Done, _c.encode_ticket_end, _c.decode_renew_ticket),
         _C.method("EndTicket", EndTicket, Done, _c.encode_ticket_end, _c.decode_end_ticket),
-        _C.method("Explain", Explain, Explained, _c.encode_explain, _c.decode_explain),
-        _C.method("Siblings", Siblings, SiblingSpecs, _c.encode_siblings, _c.decode_siblings),
+        _C.in_namespace("Explain", Explain, Explained, _c.encode_explain, _c.decode_explain),
+        _C.in_namespace("Siblings", Siblings, SiblingSpecs, _c.encode_siblings, _c.decode_siblings),
         _C.method("GetNamespaces", GetNamespaces, Namespaces, _c.encode_get_namespaces, _c.decode_get_namespaces),
         _C.method(
             "RegisterEngine",
@@ -173,8 +212,8 @@ COORDINATOR: Mapping[str, Method] = _table(
         ),
         _C.method("GetEngines", GetEngines, Engines, engines.encode_get_engines, engines.decode_get_engines),
         _C.method("SetWeights", SetWeights, Engines, engines.encode_set_weights, engines.decode_set_weights),
-        _C.method("PinBlocks", PinBlocks, BlocksPinned, _c.encode_pin_blocks, _c.decode_pin_blocks),
-        _C.method("UnpinBlocks", UnpinBlocks, BlocksPinned, _c.encode_unpin_blocks, _c.decode_unpin_blocks),
+        _C.in_namespace("PinBlocks", PinBlocks, BlocksPinned, _c.encode_pin_blocks, _c.decode_pin_blocks),
+        _C.in_namespace("UnpinBlocks", UnpinBlocks, BlocksPinned, _c.encode_unpin_blocks, _c.decode_unpin_blocks),
         _C.method("Purge", Purge, Purged, _c.encode_purge, _c.decode_purge),
         _C.method("Drain", Drain, Done, _c.encode_drain, _c.decode_drain),
         _C.method("SetPolicy", SetPolicy, Done, _c.encode_set_policy, _c.decode_set_policy),
@@ -189,10 +228,10 @@ COORDINATOR: Mapping[str, Method] = _table(
 
 SHARD: Mapping[str, Method] = _table(
     [
-        _S.method("Attach", AttachShard, AttachedShard, _encode_attach, shard.decode_attach),
+        _S.method("Attach", AttachShard, AttachedShard, _c.encode_attach, shard.decode_attach),
         _S.method("GetOffers", GetOffers, Offers, shard.encode_get_offers, shard.decode_get_offers),
         _S.method("Flush", Flush, Done, shard.encode_flush, shard.decode_flush),
-        _S.method("Suspect", Suspect, Done, shard.encode_suspect, shard.decode_suspect),
+        _S.in_namespace("Suspect", Suspect, Done, shard.encode_suspect, shard.decode_suspect),
         _S.ping(),
     ]
 )
@@ -203,8 +242,8 @@ def version_question() -> Method:
     """Attach, naming nothing: a coordinator that speaks this version of the protocol answers CallerError, any other
     ProtocolError, since versions are compared before anything else is read; and nothing of it is kept."""
 
-    def encode_request(message: Question | None) -> bytes:
-        assert message is None, "it names nothing"
+    def encode_question(question: Question | None, namespace: NamespaceId | None) -> bytes:
+        assert question is None, "it names nothing"
         return coordinator_pb2.AttachRequest(protocol_version=PROTOCOL_VERSION).SerializeToString()
 
-    return replace(COORDINATOR["Attach"], encode_request=encode_request)
+    return replace(COORDINATOR["Attach"], encode_question=encode_question)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from kvcluster.core import limits
-from kvcluster.core.ids import BlockHash, CallId, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import BlockHash, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
     GoneEvent,
     Inventory,
@@ -53,11 +53,10 @@ def encode_report(report: Report) -> bytes:
     ).SerializeToString()
 
 
-def decode_report(data: bytes, call: CallId, tenant: Tenant) -> Report:
+def decode_report(data: bytes) -> Report:
     """The inverse."""
     m = common.parse(pb.ReportRequest, data)
     return Report(
-        call=call,
         info=decode_info(m.info),
         coordinator=common.epoch(m.coordinator),
         first=quantity(m.first, "as a stream number"),
@@ -108,14 +107,13 @@ def encode_inventory(inventory: Inventory) -> bytes:
     ).SerializeToString()
 
 
-def decode_inventory(data: bytes, call: CallId, tenant: Tenant) -> Inventory:
+def decode_inventory(data: bytes) -> Inventory:
     """The inverse."""
     m = common.parse(pb.InventoryRequest, data)
     pages = _decode_events(m.pages, limits.INVENTORY_CHUNK)
     if not all(isinstance(page, PageEvent) for page in pages):
         raise ProtocolError("an inventory lists pages that are there, not such as are gone")
     return Inventory(
-        call=call,
         info=decode_info(m.info),
         coordinator=common.epoch(m.coordinator),
         upto=quantity(m.upto, "as a stream number"),

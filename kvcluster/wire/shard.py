@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvcluster.core import limits
-from kvcluster.core.ids import CallId, Tenant
+from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import (
     PROTOCOL_VERSION,
     AttachedShard,
@@ -39,44 +39,44 @@ WRITTEN: EnumCodec[Written, pb.Written] = EnumCodec(Written, pb.Written, "WRITTE
 # ------------------------------------------------------------------------------ questions and replies
 
 
-def decode_attach(data: bytes, call: CallId, tenant: Tenant) -> AttachShard:
+def decode_attach(data: bytes) -> AttachShard:
     """A worker names its spec."""
-    return AttachShard(call, tenant, decode_attach_spec(data))
+    return AttachShard(decode_attach_spec(data))
 
 
-def encode_flush(message: Flush) -> bytes:
+def encode_flush(question: Flush) -> bytes:
     """Has the coordinator heard of everything?"""
-    return pb.FlushRequest(wait_ns=message.wait_ns).SerializeToString()
+    return pb.FlushRequest(wait_ns=question.wait_ns).SerializeToString()
 
 
-def decode_flush(data: bytes, call: CallId, tenant: Tenant) -> Flush:
+def decode_flush(data: bytes) -> Flush:
     """The inverse."""
-    return Flush(call, quantity(common.parse(pb.FlushRequest, data).wait_ns, "nanoseconds"))
+    return Flush(quantity(common.parse(pb.FlushRequest, data).wait_ns, "nanoseconds"))
 
 
-def encode_get_offers(message: GetOffers) -> bytes:
+def encode_get_offers(question: GetOffers) -> bytes:
     """Which transports?"""
     return pb.GetOffersRequest().SerializeToString()
 
 
-def decode_get_offers(data: bytes, call: CallId, tenant: Tenant) -> GetOffers:
+def decode_get_offers(data: bytes) -> GetOffers:
     """The inverse."""
     common.parse(pb.GetOffersRequest, data)
-    return GetOffers(call)
+    return GetOffers()
 
 
-def encode_suspect(message: Suspect) -> bytes:
+def encode_suspect(question: Suspect, namespace: NamespaceId) -> bytes:
     """Bytes of these pages did not match."""
     return pb.SuspectRequest(
-        namespace=message.namespace, epoch=message.epoch, keys=pages.encode_keys(message.keys)
+        namespace=namespace, epoch=question.epoch, keys=pages.encode_keys(question.keys)
     ).SerializeToString()
 
 
-def decode_suspect(data: bytes, call: CallId, tenant: Tenant) -> Suspect:
+def decode_suspect(data: bytes) -> tuple[NamespaceId, Suspect]:
     """The inverse."""
     m = common.parse(pb.SuspectRequest, data)
     keys = pages.decode_keys(m.keys, limits.SUSPECTS_PER_CALL, "pages suspected at once")
-    return Suspect(call, tenant, common.decode_namespace(m.namespace), common.epoch(m.epoch), tuple(keys))
+    return common.decode_namespace(m.namespace), Suspect(common.epoch(m.epoch), tuple(keys))
 
 
 def encode_reply(reply: Reply) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvcluster.cli.main import main
 from kvcluster.core.ids import CallId
-from kvcluster.core.messages import CoordinatorMessage, Reply
+from kvcluster.core.messages import CoordinatorQuestion, Reply, Request
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
 from kvcluster.testing import MemoryCluster
@@ -33,5 +33,5 @@ class Served:
     def close(self) -> None:
         self._server.close(grace_s=0)
 
-    def _ask(self, build: Callable[[CallId], CoordinatorMessage], wait_s: float) -> Reply:
+    def _ask(self, build: Callable[[CallId], Request[CoordinatorQuestion]], wait_s: float) -> Reply:
         return self.cluster.running_coordinator().ask(build, wait_s)

@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import replace
 from typing import Any
 
 import grpc
 
 from kvcluster.config import load
-from kvcluster.core.ids import Epoch, ShardId, Tenant
+from kvcluster.core.ids import CLUSTER, Epoch, ShardId, Tenant
 from kvcluster.core.messages import Inventory, Offer, Offers, Reply, Report
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.server import Gate, GrpcServer, Handler, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.seam import Deadline
 from kvcluster.transport.tcp_pages import TcpServer
@@ -97,7 +97,7 @@ class Served:
         return left
 
     def _tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:
-        return self._coordinator.ask(lambda call: replace(message, call=call), deadline.remaining_s())
+        return self._coordinator.ask(build_request(message, CLUSTER), deadline.remaining_s())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from kvcluster.cli.apart import kept_apart
 from kvcluster.core.messages import GetNamespaces, Namespaces
+from kvcluster.testing.core_stepper import build_request
 from tests.client.build import SPEC, spec_of
 from tests.core.lone_coordinator import BLOCKS, LoneCoordinator
 from tests.core.samples import OURS, THEIRS, pages
@@ -45,5 +46,5 @@ def test_adapters_and_other_models_are_meant_to_be_apart() -> None:
 
 def test_a_tenant_is_told_of_its_own_namespaces_alone() -> None:
     coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS[:2]))
-    assert coordinator.ask(Namespaces, lambda call: GetNamespaces(call, OURS)).known == ((WORLD_SPEC, 2),)
-    assert coordinator.ask(Namespaces, lambda call: GetNamespaces(call, THEIRS)).known == ((WORLD_SPEC, 0),)
+    assert coordinator.ask(Namespaces, build_request(GetNamespaces(), OURS)).known == ((WORLD_SPEC, 2),)
+    assert coordinator.ask(Namespaces, build_request(GetNamespaces(), THEIRS)).known == ((WORLD_SPEC, 0),)

@@ -18,7 +18,7 @@ from kvcluster.cli.where import read_status
 from kvcluster.client.control import GrpcPort
 from kvcluster.config import ServerConfig
 from kvcluster.core.ids import CallId, ShardId, Tenant
-from kvcluster.core.messages import PROTOCOL_VERSION, CoordinatorMessage, Offer, Offers, Reply
+from kvcluster.core.messages import PROTOCOL_VERSION, CoordinatorQuestion, Offer, Offers, Reply, Request
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.errors import CredentialError
 from kvcluster.runtime.auth import Authenticator, digest
@@ -82,7 +82,7 @@ class Served:
         self._closing.append(lambda: server.close(grace_s=0))
         return server
 
-    def _ask(self, build: Callable[[CallId], CoordinatorMessage], wait_s: float) -> Reply:
+    def _ask(self, build: Callable[[CallId], Request[CoordinatorQuestion]], wait_s: float) -> Reply:
         return self.cluster.running_coordinator().ask(build, wait_s)
 
     def close(self) -> None:

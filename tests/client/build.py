@@ -17,7 +17,7 @@ from kvcluster.client.results import Loaded, Pinned
 from kvcluster.core.ids import Epoch, NamespaceId
 from kvcluster.core.messages import (
     AttachedShard,
-    CoordinatorMessage,
+    CoordinatorQuestion,
     PageKey,
     ReadRequest,
     Reply,
@@ -243,17 +243,17 @@ class Port:
 
     def __init__(self, cluster: MemoryCluster, tenant: str = "default") -> None:
         self._inner = cluster.port(tenant)
-        self.asked: list[CoordinatorMessage] = []
+        self.asked: list[CoordinatorQuestion] = []
         self.deadlines: list[Deadline] = []
-        self.before: Callable[[CoordinatorMessage], None] = lambda message: None
-        self.after: Callable[[CoordinatorMessage], None] = lambda message: None
+        self.before: Callable[[CoordinatorQuestion], None] = lambda question: None
+        self.after: Callable[[CoordinatorQuestion], None] = lambda question: None
 
-    def ask(self, message: CoordinatorMessage, deadline: Deadline) -> Reply:
-        self.asked.append(message)
+    def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
+        self.asked.append(question)
         self.deadlines.append(deadline)
-        self.before(message)
-        reply = self._inner.ask(message, deadline)
-        self.after(message)
+        self.before(question)
+        reply = self._inner.ask(question, deadline, namespace)
+        self.after(question)
         return reply
 
     def close(self) -> None:

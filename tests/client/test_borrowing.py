@@ -23,7 +23,7 @@ from kvcluster.client.layouts import Buffers
 from kvcluster.client.tensors import page_tensor
 from kvcluster.client.ticket import Ticket
 from kvcluster.config import TRANSPORTS, ClientConfig
-from kvcluster.core.ids import HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
+from kvcluster.core.ids import CLUSTER, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
     AttachedShard,
     Offer,
@@ -43,6 +43,7 @@ from kvcluster.errors import CallerError
 from kvcluster.runtime.auth import DEFAULT_TENANT
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
+from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.borrowed import Borrowed
 from kvcluster.transport.choice import OPENERS, Choice, own_attempts
 from kvcluster.transport.memory import MemoryTransport
@@ -148,7 +149,7 @@ class Desk:
 
         self.host.inspect(expired)
         nobody = Attempt(Holder(bytes(HOLDER_BYTES)), 1)
-        self.host.ask(lambda call: Renew(call, nobody), BOUND_S)  # the driver sees a deadline after a step
+        self.host.ask(build_request(Renew(nobody), CLUSTER), BOUND_S)  # the driver sees a deadline after a step
         self.cluster.wait_until(lambda: bool(self.host.inspect(expired)))
 
     def unleased(self) -> bool:

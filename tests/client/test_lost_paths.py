@@ -39,6 +39,7 @@ from kvcluster.testing.conformance import World, open_world
 from kvcluster.testing.conformance.content import Content, store
 from kvcluster.testing.conformance.encoded import numbers
 from kvcluster.testing.conformance.world import ONE, soon
+from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.seam import Trouble
 from tests.transport.frail import HERE, Ways, broken
 from tests.transport.peers import InProcess
@@ -58,12 +59,12 @@ class Coordinator:
     def namespace(self, spec: Any, deadline: Any) -> Any:
         return self._content.namespace
 
-    def ask(self, kind: type[Any], spec: Any, message: Any, deadline: Any) -> Any:
+    def ask(self, kind: type[Any], spec: Any, question: Any, deadline: Any) -> Any:
         if kind is StoreGrant:
-            return StoreGrant((StoreRun(len(message.hashes), Decision.WRITE, self._shard, None),))
+            return StoreGrant((StoreRun(len(question.hashes), Decision.WRITE, self._shard, None),))
         raise Trouble(Miss(MissReason.SHARD_LOST, "no other replica"))
 
-    def say(self, kind: type[Any], message: Any, deadline: Any) -> Any:
+    def request(self, kind: type[Any], question: Any, deadline: Any) -> Any:
         self.tickets_ended += 1
 
 
@@ -242,10 +243,9 @@ def hold(desk: Desk, pages: slice = slice(None)) -> Callable[[], object]:
     """Somebody else begins to write these pages; what lets them go."""
     attempt = desk.world.attempt()
     request = desk.content.write_request(keys=desk.content.keys[pages])
-    desk.world.host.ask(
-        lambda call: Reserve(call, ONE, desk.content.namespace, attempt, desk.world.epoch, request.pages), 20.0
-    )
-    return lambda: desk.world.host.ask(lambda call: Abort(call, attempt), 20.0)
+    reserve = Reserve(attempt, desk.world.epoch, request.pages)
+    desk.world.host.ask(build_request(reserve, ONE, desk.content.namespace), 20.0)
+    return lambda: desk.world.host.ask(build_request(Abort(attempt), ONE), 20.0)
 
 
 def dies(desk: Desk, let_go: list[Callable[[], object]], pages: slice = slice(None)) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.shards import Shards
 from kvcluster.core import limits
 from kvcluster.core.messages import (
-    CoordinatorMessage,
+    CoordinatorQuestion,
     EndTicket,
     PrepareLoad,
     PrepareStore,
@@ -148,7 +148,7 @@ class Bench:
             self.reads.clear()
             self.port.asked.clear()
 
-    def asked(self, *kinds: type) -> list[CoordinatorMessage]:
+    def asked(self, *kinds: type) -> list[CoordinatorQuestion]:
         return [message for message in self.port.asked if isinstance(message, kinds)]
 
 

@@ -14,7 +14,7 @@ from kvcluster.client.client import Client
 from kvcluster.client.results import Stored
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import BlockHash, CallId, ShardId
+from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.messages import Done, Drain, ReadRequest, Tier
 from kvcluster.core.pool import Page
 from kvcluster.core.reasons import Loss, Miss, MissReason
@@ -460,7 +460,7 @@ def test_an_encoded_page_is_not_lent_and_says_that_it_is_to_be_loaded(start: Sta
 
 
 def drain(cluster: MemoryCluster, shard: ShardId) -> None:
-    answer = cluster.port().ask(Drain(CallId(0), shard), Deadline.after_ms(BOUND_S * 1e3))
+    answer = cluster.port().ask(Drain(shard), Deadline.after_ms(BOUND_S * 1e3))
     assert answer == Done(True)
 
 

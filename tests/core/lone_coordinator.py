@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core.coordinator import Coordinator
-from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, CallId, Epoch, ShardId
 from kvcluster.core.invariants import check_coordinator
 from kvcluster.core.messages import (
     Attach,
@@ -16,6 +16,7 @@ from kvcluster.core.messages import (
     BlockFate,
     BlocksPinned,
     CoordinatorMessage,
+    CoordinatorQuestion,
     Decision,
     Done,
     Effect,
@@ -55,20 +56,8 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.reasons import Loss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.testing.core_stepper import CoreStepper
-from tests.core.samples import (
-    MEMBERSHIP_MS,
-    OURS,
-    SECOND,
-    SPEC,
-    THEIRS,
-    WHOLE,
-    attempt,
-    chain,
-    gone,
-    root,
-    whole,
-)
+from kvcluster.testing.core_stepper import CoreStepper, build_request
+from tests.core.samples import MEMBERSHIP_MS, OURS, SECOND, SPEC, THEIRS, WHOLE, attempt, chain, gone, ours, root, whole
 
 R = TypeVar("R")
 
@@ -142,8 +131,7 @@ class Voice:
 
     def report(self, *events: StreamEvent, pressure: int = 0, first: int | None = None) -> Heard:
         """The next events; given `first`, the number of the first of them."""
-        message = Report(
-            CallId(0),
+        report = Report(
             self.info,
             self.coordinator,
             self.told + 1 if first is None else first,
@@ -151,7 +139,7 @@ class Voice:
             pressure_bytes=pressure,
             orders=self.orders,
         )
-        ack = self._to.ask(ReportAck, lambda call: replace(message, call=call))
+        ack = self._to.ask(ReportAck, build_request(report, CLUSTER))
         self.told = max(self.told, ack.acked)
         return Heard.of(ack)
 
@@ -164,20 +152,17 @@ class Voice:
     def inventory(self, *pages: StreamEvent, chunk: int = 0, last: bool = True, upto: int | None = None) -> ReportAck:
         held = tuple(page for page in pages if isinstance(page, PageEvent))
         upto = self.told if upto is None else upto
-        return self._to.ask(
-            ReportAck,
-            lambda call: Inventory(
-                call,
-                self.info,
-                self.coordinator,
-                upto,
-                chunk,
-                last,
-                held,
-                specs=((OURS, self._to.spec), (THEIRS, self._to.spec)),
-                tombstones=self.tombstones,
-            ),
+        inventory = Inventory(
+            self.info,
+            self.coordinator,
+            upto,
+            chunk,
+            last,
+            held,
+            specs=((OURS, self._to.spec), (THEIRS, self._to.spec)),
+            tombstones=self.tombstones,
         )
+        return self._to.ask(ReportAck, build_request(inventory, CLUSTER))
 
     def free(self, pages: int) -> None:
         """From now on it says that it has so much room."""
@@ -224,7 +209,7 @@ class LoneCoordinator(CoreStepper):
     ) -> tuple[LoneCoordinator, Voice]:
         """One that knows our `spec` and one shard, `a`, which holds these pages."""
         coordinator = cls(expected=1, spec=spec, **config)
-        coordinator.ask(Attached, lambda call: Attach(call, OURS, spec))
+        coordinator.ask(Attached, ours(Attach(spec)))
         voice = coordinator.voice("a", capacity_pages=capacity_pages, below=below)
         voice.join(*pages)
         assert not coordinator.core.rebuilding
@@ -274,7 +259,7 @@ class LoneCoordinator(CoreStepper):
         self, of: Attempt, hashes: Sequence[BlockHash], need: Need | None = None, *, hold: bool = True
     ) -> LoadGrant:
         asked = need or whole()
-        return self.ask(LoadGrant, lambda call: PrepareLoad(call, OURS, self.space, of, tuple(hashes), asked, hold))
+        return self.ask(LoadGrant, ours(PrepareLoad(of, tuple(hashes), asked, hold), self.space))
 
     def store(
         self,
@@ -289,27 +274,16 @@ class LoneCoordinator(CoreStepper):
         host: str = "",
     ) -> list[StoreRun]:
         """The runs of the grant."""
-        message = PrepareStore(
-            CallId(0),
-            OURS,
-            self.space,
-            of,
-            first,
-            parent or root(),
-            run or hashes[0],
-            tuple(hashes),
-            tuple(parts),
-            loss,
-            host,
-        )
-        return list(self.ask(StoreGrant, lambda call: replace(message, call=call)).runs)
+        begins = run or hashes[0]
+        prepare = PrepareStore(of, first, parent or root(), begins, tuple(hashes), tuple(parts), loss, host)
+        return list(self.ask(StoreGrant, ours(prepare, self.space)).runs)
 
     def explain(self, hashes: Sequence[BlockHash], need: Need | None = None) -> list[BlockFate]:
         asked = need or whole()
-        return list(self.ask(Explained, lambda call: Explain(call, OURS, self.space, tuple(hashes), asked)).fates)
+        return list(self.ask(Explained, ours(Explain(tuple(hashes), asked), self.space)).fates)
 
     def status(self) -> Status:
-        return self.ask(Status, GetStatus)
+        return self.ask(Status, ours(GetStatus()))
 
     def counter(self, name: str) -> int:
         return dict(self.status().counters)[name]
@@ -360,21 +334,19 @@ def rebuilding(coordinator: LoneCoordinator) -> bool:
 
 
 def end_ticket(coordinator: LoneCoordinator, of: Attempt) -> bool:
-    return coordinator.ask(Done, lambda call: EndTicket(call, of)).ok
+    return coordinator.ask(Done, ours(EndTicket(of))).ok
 
 
 def renew_ticket(coordinator: LoneCoordinator, of: Attempt) -> bool:
-    return coordinator.ask(Done, lambda call: RenewTicket(call, of)).ok
+    return coordinator.ask(Done, ours(RenewTicket(of))).ok
 
 
 def pin(coordinator: LoneCoordinator, hashes: Sequence[BlockHash], ttl_ns: int = 60 * SECOND) -> int:
-    return coordinator.ask(
-        BlocksPinned, lambda call: PinBlocks(call, OURS, coordinator.space, tuple(hashes), ttl_ns)
-    ).blocks
+    return coordinator.ask(BlocksPinned, ours(PinBlocks(tuple(hashes), ttl_ns), coordinator.space)).blocks
 
 
 def unpin(coordinator: LoneCoordinator, hashes: Sequence[BlockHash]) -> int:
-    return coordinator.ask(BlocksPinned, lambda call: UnpinBlocks(call, OURS, coordinator.space, tuple(hashes))).blocks
+    return coordinator.ask(BlocksPinned, ours(UnpinBlocks(tuple(hashes)), coordinator.space)).blocks
 
 
 def carry_out(voice: Voice, ack: Heard) -> Heard:
@@ -391,14 +363,12 @@ def beat(coordinator: LoneCoordinator, *voices: Voice, until: int) -> None:
             voice.report()
 
 
-Question = Callable[[CallId, Tenant, NamespaceId], CoordinatorMessage]
-QUESTIONS: dict[str, Question] = {
-    "load": lambda call, tenant, space: PrepareLoad(call, tenant, space, attempt(1), BLOCKS, whole()),
-    "store": lambda call, tenant, space: PrepareStore(
-        call, tenant, space, attempt(1), 0, root(), A, BLOCKS, ((0, WHOLE),)
-    ),
-    "explain": lambda call, tenant, space: Explain(call, tenant, space, BLOCKS, whole()),
-    "siblings": Siblings,
-    "pin": lambda call, tenant, space: PinBlocks(call, tenant, space, BLOCKS, SECOND),
-    "unpin": lambda call, tenant, space: UnpinBlocks(call, tenant, space, BLOCKS),
+QUESTIONS: dict[str, CoordinatorQuestion] = {
+    "load": PrepareLoad(attempt(1), BLOCKS, whole()),
+    "store": PrepareStore(attempt(1), 0, root(), A, BLOCKS, ((0, WHOLE),)),
+    "explain": Explain(BLOCKS, whole()),
+    "siblings": Siblings(),
+    "pin": PinBlocks(BLOCKS, SECOND),
+    "unpin": UnpinBlocks(BLOCKS),
 }
+"""One of each kind that is asked about a namespace."""

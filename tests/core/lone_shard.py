@@ -60,19 +60,8 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.shard import Shard
 from kvcluster.core.spec import KVSpec
-from kvcluster.testing.core_stepper import CoreStepper
-from tests.core.samples import (
-    MEMBERSHIP_MS,
-    OURS,
-    PAGE,
-    SECOND,
-    SPEC,
-    SUMS,
-    WHOLE,
-    chain,
-    key,
-    root,
-)
+from kvcluster.testing.core_stepper import CoreStepper, build_request
+from tests.core.samples import MEMBERSHIP_MS, OURS, PAGE, SECOND, SPEC, SUMS, WHOLE, chain, key, ours, root
 
 OTHER = replace(SPEC, weights="sha256:other")
 R = TypeVar("R")
@@ -261,7 +250,7 @@ class LoneShard(CoreStepper):
     # -------------------------------------------------------------------------------- as its workers
 
     def attach(self, spec: KVSpec = SPEC, tenant: Tenant = OURS) -> Reply:
-        return self.ask_now(lambda call: AttachShard(call, tenant, spec))
+        return self.ask_now(build_request(AttachShard(spec), tenant))
 
     def pin(
         self,
@@ -273,13 +262,13 @@ class LoneShard(CoreStepper):
     ) -> Reply:
         keys = tuple(key(block) for block in blocks)
         at = self.epoch if epoch is None else Epoch(epoch)
-        return self.ask_now(lambda call: Pin(call, tenant, self.space, of, at, keys, accept))
+        return self.ask_now(build_request(Pin(of, at, keys, accept), tenant, self.space))
 
     def reserving(self, of: Attempt, *pages: PageKey | BlockHash, wait_ns: int = 0, loss: Loss = Loss.EXACT) -> CallId:
         """A Reserve that may wait."""
         keys = [page if isinstance(page, PageKey) else key(page) for page in pages]
         new = tuple(NewPage(page, root(), 0, loss) for page in keys)
-        return self.call(lambda call: Reserve(call, OURS, self.space, of, self.epoch, new, wait_ns))
+        return self.call(ours(Reserve(of, self.epoch, new, wait_ns), self.space))
 
     def reserve(
         self, of: Attempt, *pages: PageKey | BlockHash, loss: Loss = Loss.EXACT
@@ -290,7 +279,7 @@ class LoneShard(CoreStepper):
 
     def commit(self, of: Attempt, *indices: int) -> Sequence[Written]:
         sums = (SUMS,) * len(indices)
-        return self.ask(CommitGrant, lambda call: Commit(call, of, indices, sums)).pages
+        return self.ask(CommitGrant, ours(Commit(of, indices, sums))).pages
 
     def store(self, of: Attempt, *pages: PageKey | BlockHash, loss: Loss = Loss.EXACT) -> None:
         """Reserves and commits blocks that nobody has, and has the coordinator know of them."""
@@ -366,11 +355,11 @@ def inventory(shard: LoneShard) -> Inventory:
 
 
 def end(shard: LoneShard, of: Attempt, kind: type[Unpin | Abort] = Unpin) -> bool:
-    return shard.ask(Done, lambda call: kind(call, of)).ok
+    return shard.ask(Done, ours(kind(of))).ok
 
 
 def renew(shard: LoneShard, of: Attempt) -> bool:
-    return shard.ask(Done, lambda call: Renew(call, of)).ok
+    return shard.ask(Done, ours(Renew(of))).ok
 
 
 def counters(shard: LoneShard) -> dict[str, int]:

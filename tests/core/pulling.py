@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import BlockHash, CallId
+from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
     BlocksPinned,
     Done,
@@ -18,10 +16,7 @@ from kvcluster.core.messages import (
     TierUse,
 )
 from tests.core.lone_coordinator import Heard, LoneCoordinator, Voice
-from tests.core.samples import (
-    OURS,
-    SECOND,
-)
+from tests.core.samples import OURS, SECOND, ours
 
 
 def wanted(ack: Heard) -> list[BlockHash]:
@@ -63,16 +58,16 @@ def pull_all(*voices: Voice) -> list[BlockHash]:
 
 
 def drain(coordinator: LoneCoordinator, voice: Voice) -> bool:
-    return coordinator.ask(Done, lambda call: Drain(call, voice.info.shard)).ok
+    return coordinator.ask(Done, ours(Drain(voice.info.shard))).ok
 
 
 def purge(coordinator: LoneCoordinator) -> int:
-    return coordinator.ask(Purged, lambda call: Purge(call, OURS)).blocks
+    return coordinator.ask(Purged, ours(Purge())).blocks
 
 
 def want(coordinator: LoneCoordinator, replicas: int, *blocks: BlockHash) -> None:
-    pin = PinBlocks(CallId(0), OURS, coordinator.space, blocks, 60 * SECOND, replicas)
-    assert coordinator.ask(BlocksPinned, lambda call: replace(pin, call=call)).blocks == len(blocks)
+    pin = ours(PinBlocks(blocks, 60 * SECOND, replicas), coordinator.space)
+    assert coordinator.ask(BlocksPinned, pin).blocks == len(blocks)
 
 
 def others(

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from kvcluster.core import hashing
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import Attempt, BlockHash, Holder, Tenant
+from kvcluster.core.ids import Attempt, BlockHash, Holder, NamespaceId, Tenant
 from kvcluster.core.messages import GoneEvent, Need, PageEvent, PageKey, Tier
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
+from kvcluster.testing.core_stepper import Build, build_request
 
 MS = 1_000_000
 SECOND = 1_000 * MS
@@ -56,6 +57,11 @@ MIXED = KVSpec(
     ),
 )
 """Two groups, of which codecs make only the first any smaller: from 256 bytes to 96 in q8. The second has 192."""
+
+
+def ours(question: object, namespace: NamespaceId | None = None) -> Build:
+    """What makes a Request of this question of ours."""
+    return build_request(question, OURS, namespace)
 
 
 def chain(length: int, seed: int = 0, spec: KVSpec = SPEC, tenant: Tenant = OURS) -> tuple[BlockHash, ...]:

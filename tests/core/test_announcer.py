@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 
 from kvcluster.core import announcer as announcing
 from kvcluster.core import limits
 from kvcluster.core.announcer import Announcer
-from kvcluster.core.ids import BlockHash, CallId, NamespaceId
+from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import (
     Attach,
     Attached,
@@ -25,9 +24,10 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored
+from kvcluster.testing.core_stepper import Build
 from kvcluster.testing.event_picture import EventPicture, indexed
 from tests.core.lone_coordinator import LoneCoordinator, Voice
-from tests.core.samples import OURS, SPEC, WHOLE, attempt, chain, key, pages, root
+from tests.core.samples import OURS, SPEC, WHOLE, attempt, chain, key, ours, pages, root
 
 CHAIN = chain(6)
 
@@ -57,11 +57,9 @@ def gone(block: BlockHash, tier: Tier = Tier.DEVICE) -> GoneEvent:
     return GoneEvent(SPEC.namespace(OURS), key(block), False, tier)
 
 
-def prepare(hashes: tuple[BlockHash, ...], tokens: tuple[int, ...]) -> PrepareStore:
-    return PrepareStore(
-        *(CallId(0), OURS, SPEC.namespace(OURS), attempt(1), 0, root(), hashes[0], hashes, ((0, WHOLE),)),
-        tokens=tokens,
-    )
+def prepare(hashes: tuple[BlockHash, ...], tokens: tuple[int, ...]) -> Build:
+    store = PrepareStore(attempt(1), 0, root(), hashes[0], hashes, ((0, WHOLE),), tokens=tokens)
+    return ours(store, SPEC.namespace(OURS))
 
 
 def test_a_chain_that_is_committed_is_one_event_and_names_its_parent() -> None:
@@ -133,7 +131,7 @@ def test_blocks_that_a_lost_shard_held_alone_are_removed() -> None:
 def test_a_purge_clears_the_stream() -> None:
     coordinator, voice, outsider = published()
     voice.report(*pages(CHAIN))
-    assert coordinator.ask(Purged, lambda call: Purge(call, OURS)).blocks == len(CHAIN)
+    assert coordinator.ask(Purged, ours(Purge())).blocks == len(CHAIN)
     assert outsider.heard[-1].events == (AllBlocksCleared(),)
     assert outsider.blocks == {}
 
@@ -141,7 +139,7 @@ def test_a_purge_clears_the_stream() -> None:
 def test_token_ids_that_a_store_told_come_with_its_commit_and_once() -> None:
     coordinator, voice, outsider = published()
     tokens = tuple(range(100, 106))
-    coordinator.ask(StoreGrant, lambda call: replace(prepare(CHAIN[:3], tokens), call=call))
+    coordinator.ask(StoreGrant, prepare(CHAIN[:3], tokens))
     voice.report(*pages(CHAIN[:4]))
     told, untold = outsider.heard[-1].events
     assert told == BlocksStored(Tier.DEVICE, None, CHAIN[:3], tokens)
@@ -153,7 +151,7 @@ def test_token_ids_that_a_store_told_come_with_its_commit_and_once() -> None:
 
 def test_token_ids_of_other_blocks_than_the_stores_are_passed_over() -> None:
     coordinator, voice, outsider = published()
-    coordinator.ask(StoreGrant, lambda call: replace(prepare(CHAIN[:3], (1, 2, 3)), call=call))
+    coordinator.ask(StoreGrant, prepare(CHAIN[:3], (1, 2, 3)))
     voice.report(*pages(CHAIN[:3]))
     assert outsider.tokens == {}
 
@@ -161,7 +159,7 @@ def test_token_ids_of_other_blocks_than_the_stores_are_passed_over() -> None:
 def test_token_ids_are_wanted_where_events_are_published_and_nowhere_else() -> None:
     for announces in (False, True):
         coordinator = LoneCoordinator(expected=1, announces=announces)
-        assert coordinator.ask(Attached, lambda call: Attach(call, OURS, SPEC)).wants_tokens is announces
+        assert coordinator.ask(Attached, ours(Attach(SPEC))).wants_tokens is announces
 
 
 def test_without_outsiders_nothing_is_published() -> None:
@@ -177,7 +175,7 @@ def test_without_outsiders_nothing_is_published() -> None:
 def test_the_memory_of_token_ids_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "TOKEN_BLOCKS_REMEMBERED", 2)
     coordinator, voice, outsider = published()
-    coordinator.ask(StoreGrant, lambda call: replace(prepare(CHAIN[:3], tuple(range(6))), call=call))
+    coordinator.ask(StoreGrant, prepare(CHAIN[:3], tuple(range(6))))
     voice.report(*pages(CHAIN[:3]))
     assert outsider.tokens == {CHAIN[1]: (2, 3), CHAIN[2]: (4, 5)}
 
@@ -210,7 +208,7 @@ def test_what_goes_while_all_is_told_again_is_not_told_as_there(monkeypatch: pyt
     coordinator.later(0)
     assert late.blocks == indexed(coordinator.core)
     coordinator.step(Retell())
-    assert coordinator.ask(Purged, lambda call: Purge(call, OURS)).blocks == 5
+    assert coordinator.ask(Purged, ours(Purge())).blocks == 5
     coordinator.later(0)
     assert late.blocks == {}
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.ids import CallId, Epoch
+from kvcluster.core.ids import Epoch
 from kvcluster.core.messages import (
     Attach,
     Attached,
+    CoordinatorQuestion,
     Explain,
     Need,
     PageEvent,
@@ -27,6 +28,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.reasons import Loss, MissReason
 from kvcluster.core.spec import Part
+from kvcluster.testing.core_stepper import build_request
 from tests.core.lone_coordinator import (
     BLOCKS,
     QUESTIONS,
@@ -35,7 +37,6 @@ from tests.core.lone_coordinator import (
     C,
     D,
     LoneCoordinator,
-    Question,
     beat,
     end_ticket,
     reasons,
@@ -53,6 +54,7 @@ from tests.core.samples import (
     attempt,
     gone,
     key,
+    ours,
     page,
     pages,
     root,
@@ -63,28 +65,28 @@ from tests.core.samples import (
 
 def test_attach_names_the_namespace_and_the_terms() -> None:
     coordinator = LoneCoordinator(expected=1, run_blocks=3, ticket_ttl_ms=1_500)
-    attached = coordinator.ask(Attached, lambda call: Attach(call, OURS, SPEC))
+    attached = coordinator.ask(Attached, ours(Attach(SPEC)))
     assert attached == Attached(SPEC.namespace(OURS), Epoch(100), 1_500 * MS, 3, ())
 
 
 def test_attach_tells_where_the_shards_are() -> None:
     coordinator, voice = LoneCoordinator.serving()
-    assert coordinator.ask(Attached, lambda call: Attach(call, OURS, SPEC)).shards == (voice.address,)
+    assert coordinator.ask(Attached, ours(Attach(SPEC))).shards == (voice.address,)
 
 
 def test_a_tenant_has_a_bounded_number_of_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "NAMESPACES_PER_TENANT", 1)
     coordinator, _ = LoneCoordinator.serving(*pages([A]))
-    assert coordinator.ask(Refused, lambda call: Attach(call, OURS, HYBRID)).kind is RefusedKind.LIMIT
-    theirs = coordinator.ask(Attached, lambda call: Attach(call, THEIRS, HYBRID))
+    assert coordinator.ask(Refused, ours(Attach(HYBRID))).kind is RefusedKind.LIMIT
+    theirs = coordinator.ask(Attached, build_request(Attach(HYBRID), THEIRS))
     assert theirs.namespace == HYBRID.namespace(THEIRS)
 
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=QUESTIONS)
-def test_the_namespace_of_another_tenant_is_unknown(question: Question) -> None:
+def test_the_namespace_of_another_tenant_is_unknown(question: CoordinatorQuestion) -> None:
     coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS))
-    theirs = coordinator.ask(Refused, lambda call: question(call, THEIRS, coordinator.space))
-    nobodys = coordinator.ask(Refused, lambda call: question(call, THEIRS, HYBRID.namespace(OURS)))
+    theirs = coordinator.ask(Refused, build_request(question, THEIRS, coordinator.space))
+    nobodys = coordinator.ask(Refused, build_request(question, THEIRS, HYBRID.namespace(OURS)))
     assert theirs.kind is RefusedKind.UNKNOWN_NAMESPACE
     assert theirs == nobodys
     assert not len(coordinator.core.tickets)
@@ -93,21 +95,19 @@ def test_the_namespace_of_another_tenant_is_unknown(question: Question) -> None:
 def test_a_ticket_is_told_to_nobody_of_another_namespace() -> None:
     coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS))
     coordinator.load(attempt(1), BLOCKS)
-    coordinator.ask(Attached, lambda call: Attach(call, THEIRS, SPEC))
+    coordinator.ask(Attached, build_request(Attach(SPEC), THEIRS))
     load, theirs = QUESTIONS["load"], SPEC.namespace(THEIRS)
-    assert coordinator.ask(Refused, lambda call: load(call, THEIRS, theirs)).kind is RefusedKind.BAD
-    assert (
-        coordinator.ask(Refused, lambda call: load(call, THEIRS, coordinator.space)).kind
-        is RefusedKind.UNKNOWN_NAMESPACE
-    )
+    assert coordinator.ask(Refused, build_request(load, THEIRS, theirs)).kind is RefusedKind.BAD
+    of_ours = coordinator.ask(Refused, build_request(load, THEIRS, coordinator.space))
+    assert of_ours.kind is RefusedKind.UNKNOWN_NAMESPACE
 
 
 @pytest.mark.parametrize("bad", [Need((Part(0, 3, 0, 2),)), Need((WHOLE, WHOLE)), Need(())])
 def test_a_need_that_the_spec_cannot_have_is_refused(bad: Need) -> None:
     coordinator, _ = LoneCoordinator.serving()
     space = coordinator.space
-    load = coordinator.ask(Refused, lambda call: PrepareLoad(call, OURS, space, attempt(1), BLOCKS, bad))
-    explain = coordinator.ask(Refused, lambda call: Explain(call, OURS, space, BLOCKS, bad))
+    load = coordinator.ask(Refused, ours(PrepareLoad(attempt(1), BLOCKS, bad), space))
+    explain = coordinator.ask(Refused, ours(Explain(BLOCKS, bad), space))
     assert load.kind is explain.kind is RefusedKind.BAD
 
 
@@ -116,7 +116,7 @@ def test_a_store_of_parts_that_the_spec_lacks_is_refused(bad: tuple[tuple[int, P
     coordinator, _ = LoneCoordinator.serving()
     refused = coordinator.ask(
         Refused,
-        lambda call: PrepareStore(call, OURS, coordinator.space, attempt(1), 0, root(), A, BLOCKS, bad),
+        ours(PrepareStore(attempt(1), 0, root(), A, BLOCKS, bad), coordinator.space),
     )
     assert refused.kind is RefusedKind.BAD
 
@@ -148,11 +148,10 @@ def test_siblings_are_the_tenants_own_that_hold_something_the_most_alike_first()
     other = replace(alike, adapter="sha256:lora")
     bare = replace(SPEC, model="unused")
     for tenant, spec in [(OURS, other), (OURS, alike), (OURS, bare), (THEIRS, SPEC)]:
-        attach = Attach(CallId(0), tenant, spec)
-        space = coordinator.ask(Attached, lambda call, attach=attach: replace(attach, call=call)).namespace  # type: ignore[misc]
+        space = coordinator.ask(Attached, build_request(Attach(spec), tenant)).namespace
         if spec is not bare:
             voice.report(PageEvent(space, key(A), root(), 0, Tier.DEVICE, Loss.EXACT))
-    siblings = coordinator.ask(SiblingSpecs, lambda call: Siblings(call, OURS, coordinator.space))
+    siblings = coordinator.ask(SiblingSpecs, ours(Siblings(), coordinator.space))
     assert siblings.specs == (alike, other)
 
 
@@ -193,7 +192,7 @@ def test_every_counter_adds_up() -> None:
         silent = coordinator.voice(f"silent-{number}")
         silent.join()
         beat(coordinator, voice, until=coordinator.now + 6 * SECOND)
-        coordinator.ask(Purged, lambda call: Purge(call, OURS))
+        coordinator.ask(Purged, ours(Purge()))
         coordinator.store(of[3], BLOCKS[:1])
         voice.report(PurgedEvent(coordinator.core.tombstones.highest))
 

@@ -44,7 +44,7 @@ from tests.core.moving import (
     sources,
     tiered,
 )
-from tests.core.samples import CODED, LEFT, OURS, RIGHT, SECOND, SUMS, attempt, key, root
+from tests.core.samples import CODED, LEFT, OURS, RIGHT, SECOND, SUMS, attempt, key, ours, root
 
 E = BLOCKS[4]
 RAW_ON_DISK = (Tier.DISK, Codec.RAW, Loss.EXACT)
@@ -365,7 +365,7 @@ def test_one_batch_gives_up_one_file_and_what_would_have_needed_another_is_evict
 
 def test_a_file_that_is_given_up_while_somebody_reads_from_it_has_no_room_yet() -> None:
     shard = on_disk(A, found=disk(files=1))
-    shard.call(lambda call: Pin(call, OURS, shard.space, attempt(2), shard.epoch, (key(A),), Loss.Q8))
+    shard.call(ours(Pin(attempt(2), shard.epoch, (key(A),), Loss.Q8), shard.space))
     bring_to_disk(shard, B, Codec.Q4)
     assert (lies(shard, A), lies(shard, B)) == ([], [])
     assert counters(shard)["evicted"] == 2
@@ -454,7 +454,7 @@ def test_nothing_is_given_up_for_a_page_that_no_file_can_hold() -> None:
     shard.attach(wide)
     space, whole = wide.namespace(OURS), wide.whole(0)
     new = NewPage(PageKey(B, 0, whole), root(), 0)
-    shard.call(lambda call: Reserve(call, OURS, space, attempt(2), shard.epoch, (new,)))
+    shard.call(ours(Reserve(attempt(2), shard.epoch, (new,)), space))
     shard.commit(attempt(2), 0)
     shard.settle()
     for to in (Tier.HOST, Tier.DISK):

@@ -9,8 +9,9 @@ import pytest
 from kvcluster.core import limits
 from kvcluster.core.engines import EngineBook
 from kvcluster.core.messages import EngineInfo, Engines, GetEngines, Refused, Registered, RegisterEngine, SetWeights
+from kvcluster.testing.core_stepper import build_request
 from tests.core.lone_coordinator import LoneCoordinator
-from tests.core.samples import OURS, SECOND, THEIRS
+from tests.core.samples import OURS, SECOND, THEIRS, ours
 
 ONE = EngineInfo("1", "host:1", "m", "sha256:old", (("dtype", "float32"),))
 OTHER = replace(ONE, engine="2", name="host:2")
@@ -21,21 +22,21 @@ def private(info: EngineInfo, withdrawn: int = 1, *, ready: bool = True) -> Engi
 
 
 def told(coordinator: LoneCoordinator, info: EngineInfo) -> str:
-    return coordinator.ask(Registered, lambda call: RegisterEngine(call, OURS, info)).weights
+    return coordinator.ask(Registered, ours(RegisterEngine(info))).weights
 
 
 def set_weights(coordinator: LoneCoordinator, weights: str, *, model: str = "m", engine: str = "") -> list[str]:
-    answer = coordinator.ask(Engines, lambda call: SetWeights(call, OURS, model, weights, engine))
+    answer = coordinator.ask(Engines, ours(SetWeights(model, weights, engine)))
     return [info.engine for info, _ in answer.known]
 
 
 def listed(coordinator: LoneCoordinator) -> list[str]:
-    return [info.engine for info, _ in coordinator.ask(Engines, lambda call: GetEngines(call, OURS)).known]
+    return [info.engine for info, _ in coordinator.ask(Engines, ours(GetEngines())).known]
 
 
 def test_an_engine_is_listed_until_it_is_silent_for_too_long() -> None:
     coordinator = LoneCoordinator(expected=1)
-    ttl_ns = coordinator.ask(Registered, lambda call: RegisterEngine(call, OURS, ONE)).ttl_ns
+    ttl_ns = coordinator.ask(Registered, ours(RegisterEngine(ONE))).ttl_ns
     told(coordinator, OTHER)
     coordinator.now += ttl_ns
     told(coordinator, OTHER)
@@ -46,10 +47,10 @@ def test_an_engine_is_listed_until_it_is_silent_for_too_long() -> None:
 
 def test_engines_of_other_tenants_are_neither_listed_nor_told() -> None:
     coordinator = LoneCoordinator(expected=1)
-    coordinator.ask(Registered, lambda call: RegisterEngine(call, THEIRS, private(ONE)))
+    coordinator.ask(Registered, build_request(RegisterEngine(private(ONE)), THEIRS))
     assert listed(coordinator) == []
     assert set_weights(coordinator, "sha256:new") == []
-    assert coordinator.ask(Registered, lambda call: RegisterEngine(call, THEIRS, private(ONE))).weights == ""
+    assert coordinator.ask(Registered, build_request(RegisterEngine(private(ONE)), THEIRS)).weights == ""
 
 
 def test_weights_are_for_engines_that_are_private_and_for_no_others() -> None:
@@ -93,7 +94,7 @@ def test_as_many_are_known_as_may_be_and_one_that_is_gone_makes_room(monkeypatch
     monkeypatch.setattr(limits, "ENGINES", 1)
     coordinator = LoneCoordinator(expected=1)
     told(coordinator, ONE)
-    assert "served all the same" in coordinator.ask(Refused, lambda call: RegisterEngine(call, OURS, OTHER)).detail
+    assert "served all the same" in coordinator.ask(Refused, ours(RegisterEngine(OTHER))).detail
     coordinator.now += 60 * SECOND
     assert told(coordinator, OTHER) == ""
 

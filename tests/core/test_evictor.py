@@ -35,16 +35,7 @@ from tests.core.lone_coordinator import (
     renew_ticket,
     unpin,
 )
-from tests.core.samples import (
-    OURS,
-    PAGE,
-    SECOND,
-    attempt,
-    chain,
-    gone,
-    pages,
-    root,
-)
+from tests.core.samples import PAGE, SECOND, attempt, chain, gone, ours, pages, root
 
 # --------------------------------------------------------------------------------------------- eviction
 
@@ -262,7 +253,7 @@ def test_the_configuration_chooses_the_policy() -> None:
 
 def test_what_is_stored_again_after_a_purge_goes_like_anything_else() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS[:4]), hold_ms=0)
-    coordinator.ask(Purged, lambda call: Purge(call, OURS))
+    coordinator.ask(Purged, ours(Purge()))
     [member] = coordinator.core.members.all()
     assert len(member.cold[Tier.DEVICE]) == 0
     voice.report(*map(gone, BLOCKS[:4]), PurgedEvent(coordinator.core.tombstones.all()[0].number))

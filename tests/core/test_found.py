@@ -33,6 +33,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.reasons import Loss, MissReason
 from kvcluster.core.spec import KVSpec
+from kvcluster.testing.core_stepper import build_request
 from tests.core.lone_shard import BLOCKS, OTHER, A, B, C, LoneShard, counters, inventory, misses, moves, pinned, report
 from tests.core.samples import CODED, LEFT, MIXED, OURS, PAGE, RIGHT, SECOND, SPEC, THEIRS, attempt, key, root
 
@@ -75,7 +76,7 @@ class DiskShard(LoneShard):
     def pinning(self, of: Attempt, *blocks: BlockHash, tenant: Tenant = OURS, accept: Loss = Loss.Q4) -> CallId:
         """A pin whose pages may have to be read."""
         keys = tuple(map(key, blocks))
-        return self.call(lambda call: Pin(call, tenant, self.space, of, self.epoch, keys, accept))
+        return self.call(build_request(Pin(of, self.epoch, keys, accept), tenant, self.space))
 
     def read(self, *corrupt: int, which: int = 0) -> list[Effect]:
         """What one of those who wait wants has been read; those of it are corrupt."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.ids import BlockHash, CallId, Epoch
+from kvcluster.core.ids import BlockHash, Epoch
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Attach,
@@ -51,13 +49,13 @@ from tests.core.samples import (
     HYBRID,
     LEFT,
     MS,
-    OURS,
     RIGHT,
     SECOND,
     SPEC,
     WHOLE,
     attempt,
     gone,
+    ours,
     page,
     pages,
     root,
@@ -153,7 +151,7 @@ def test_an_attempt_that_prepared_a_load_prepares_no_store() -> None:
     coordinator, _ = LoneCoordinator.serving(*pages([A]))
     coordinator.load(attempt(1), [A])
     question = QUESTIONS["store"]
-    assert coordinator.ask(Refused, lambda call: question(call, OURS, coordinator.space)).kind is RefusedKind.BAD
+    assert coordinator.ask(Refused, ours(question, coordinator.space)).kind is RefusedKind.BAD
 
 
 def test_a_load_without_a_hold_promises_nothing() -> None:
@@ -202,7 +200,7 @@ def test_a_ticket_outlives_the_namespace_that_it_was_for(monkeypatch: pytest.Mon
     coordinator, voice = LoneCoordinator.serving(*pages([A]))
     coordinator.load(attempt(1), [A])
     voice.report(gone(A))
-    coordinator.ask(Attached, lambda call: Attach(call, OURS, HYBRID))
+    coordinator.ask(Attached, ours(Attach(HYBRID)))
     assert coordinator.core.directory.known(coordinator.space) is None, "it held nothing and made room"
     assert renew_ticket(coordinator, attempt(1))
     assert end_ticket(coordinator, attempt(1))
@@ -297,12 +295,12 @@ def test_a_block_is_stored_when_every_part_of_it_is(there: Part) -> None:
 
 def test_every_group_of_a_block_is_to_be_stored() -> None:
     coordinator, voice = LoneCoordinator.serving()
-    space = coordinator.ask(Attached, lambda call: Attach(call, OURS, HYBRID)).namespace
+    space = coordinator.ask(Attached, ours(Attach(HYBRID))).namespace
     parts = tuple((group, HYBRID.whole(group)) for group in range(2))
 
     def store(counter: int) -> list[tuple[int, Decision]]:
-        prepare = PrepareStore(CallId(0), OURS, space, attempt(counter), 0, root(HYBRID), A, (A,), parts)
-        return decisions(coordinator.ask(StoreGrant, lambda call: replace(prepare, call=call)).runs)
+        prepare = PrepareStore(attempt(counter), 0, root(HYBRID), A, (A,), parts)
+        return decisions(coordinator.ask(StoreGrant, ours(prepare, space)).runs)
 
     for group, part in parts:
         assert store(group) == [(1, Decision.WRITE)]
@@ -364,7 +362,7 @@ def test_a_run_is_placed_once_however_many_blocks_it_has(monkeypatch: pytest.Mon
 
 def test_while_rebuilding_nothing_is_stored_and_a_miss_says_why() -> None:
     coordinator = LoneCoordinator(expected=2)
-    coordinator.ask(Attached, lambda call: Attach(call, OURS, SPEC))
+    coordinator.ask(Attached, ours(Attach(SPEC)))
     coordinator.voice("a").join(*pages([A]))
     assert coordinator.status().state == "rebuilding"
     [run] = coordinator.store(attempt(1), [B, C])
@@ -386,7 +384,7 @@ def test_without_a_shard_whose_content_is_known_nothing_is_stored() -> None:
 def test_a_shard_that_has_yet_to_carry_out_a_purge_is_given_nothing_new() -> None:
     """It would drop what it is given together with what it is to forget."""
     coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS[:2]))
-    coordinator.ask(Purged, lambda call: Purge(call, OURS))
+    coordinator.ask(Purged, ours(Purge()))
     assert decisions(coordinator.store(attempt(1), BLOCKS[:2])) == [(2, Decision.REFUSED)]
     voice.report(PurgedEvent(coordinator.core.tombstones.highest))
     assert decisions(coordinator.store(attempt(2), BLOCKS[:2])) == [(2, Decision.WRITE)]

@@ -45,18 +45,7 @@ from tests.core.lone_coordinator import (
     served_by,
     unpin,
 )
-from tests.core.samples import (
-    HYBRID,
-    OURS,
-    SECOND,
-    SPEC,
-    attempt,
-    gone,
-    key,
-    page,
-    pages,
-    root,
-)
+from tests.core.samples import HYBRID, OURS, SECOND, SPEC, attempt, gone, key, ours, page, pages, root
 
 # ------------------------------------------------------------------------------------- the report stream
 
@@ -297,7 +286,7 @@ def test_rebuilding_ends_when_the_expected_have_told_or_the_grace_has_passed() -
 
 def test_a_stall_extends_what_others_owe() -> None:
     coordinator = LoneCoordinator(expected=2, ticket_ttl_ms=5_000, rebuild_grace_ms=5_000)
-    coordinator.ask(Attached, lambda call: Attach(call, OURS, SPEC))
+    coordinator.ask(Attached, ours(Attach(SPEC)))
     voice = coordinator.voice("a")
     voice.join(*pages([A]))
     coordinator.load(attempt(1), [A])
@@ -326,7 +315,7 @@ CLEAR = Tombstone(40, OURS)
 
 
 def purge(coordinator: LoneCoordinator, **named: str) -> list[Effect]:
-    return coordinator.step(Purge(CallId(10**6), OURS, **named))
+    return coordinator.step(ours(Purge(**named))(CallId(10**6)))
 
 
 def test_a_purge_is_on_disk_before_it_is_answered_and_nothing_that_it_names_is_found() -> None:
@@ -392,9 +381,8 @@ def test_a_coordinator_that_knows_nothing_learns_of_purges_from_the_shards() -> 
     late = coordinator.voice("b")
     late.coordinator = Epoch(100)
     late.tombstones = (CLEAR,)
-    persist, *_ = coordinator.step(
-        Inventory(CallId(10**6), late.info, Epoch(100), 0, 0, True, (), tombstones=late.tombstones)
-    )
+    inventory = Inventory(late.info, Epoch(100), 0, 0, True, (), tombstones=late.tombstones)
+    persist, *_ = coordinator.step(ours(inventory)(CallId(10**6)))
     assert persist == Persist((CLEAR,))
     assert coordinator.load(attempt(1), [A]).blocks == 0
     ack = early.report()

@@ -56,7 +56,7 @@ from tests.core.moving import (
     sources,
     tiered,
 )
-from tests.core.samples import CODED, LEFT, MIXED, OURS, RIGHT, SECOND, SPEC, THEIRS, attempt, key, root
+from tests.core.samples import CODED, LEFT, MIXED, OURS, RIGHT, SECOND, SPEC, THEIRS, attempt, key, ours, root
 
 # ---------------------------------------------------------------------------------------------- demotion
 
@@ -357,7 +357,7 @@ def test_a_source_that_was_withdrawn_meanwhile_takes_its_target_with_it(how: str
     if how == "evicted":
         shard.evict(A, tier=Tier.HOST)
     else:
-        shard.call(lambda call: Suspect(call, OURS, shard.space, shard.epoch, (key(A),)))
+        shard.call(ours(Suspect(shard.epoch, (key(A),)), shard.space))
         shard.verdict(0)
     assert free(shard, Tier.HOST) == 8 * RAW - Q8, "it is still being read"
     shard.settle()

@@ -58,18 +58,7 @@ from tests.core.lone_shard import (
     slots,
 )
 from tests.core.moving import disk, holding, lowered, on_disk, tiered
-from tests.core.samples import (
-    CODED,
-    LEFT,
-    OURS,
-    RIGHT,
-    SECOND,
-    SPEC,
-    THEIRS,
-    attempt,
-    key,
-    root,
-)
+from tests.core.samples import CODED, LEFT, OURS, RIGHT, SECOND, SPEC, THEIRS, attempt, key, ours, root
 
 
 def test_a_condemned_page_stays_with_its_reader_and_is_found_by_no_other() -> None:
@@ -467,7 +456,7 @@ def test_every_counter_of_a_shard_without_tiers_adds_up() -> None:
         assert shard.reserve(of[1], A, C)[0] is Written.DUPLICATE
         assert end(shard, of[1], Abort)
         assert shard.commit(of[1], 0) == (Written.LOST,)
-        shard.call(lambda call: Suspect(call, OURS, shard.space, shard.epoch, (key(A), key(B))))
+        shard.call(ours(Suspect(shard.epoch, (key(A), key(B))), shard.space))
         shard.verdict(0)
         shard.evict(A, B)
         shard.store(of[2], A)

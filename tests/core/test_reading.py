@@ -28,7 +28,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reading import ROOM_NS
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from tests.core.lone_shard import A, B, C, D, counters, end, inventory, misses, pinned, refusal, report
-from tests.core.samples import CODED, OURS, SECOND, attempt, key
+from tests.core.samples import CODED, OURS, SECOND, attempt, key, ours
 from tests.core.test_found import DiskShard, event, found, lying, on_disk, used
 
 RAW, Q8 = CODED.page_bytes(0, CODED.whole(0)), 192
@@ -251,7 +251,7 @@ def test_what_a_reader_suspects_is_read_again_on_disk_too() -> None:
     shard = having(A)
     shard.pinning(attempt(1), A)
     shard.read()
-    shard.call(lambda call: Suspect(call, OURS, shard.space, shard.epoch, (key(A),)))
+    shard.call(ours(Suspect(shard.epoch, (key(A),)), shard.space))
     assert shard.reading is not None
     assert [(slot.tier, slot.sums) for slot in shard.reading.slots] == [(Tier.DISK, b"sums of " + A)]
     shard.verdict(0)
@@ -555,7 +555,7 @@ def test_a_reader_who_ends_while_he_waits_gets_nothing_and_leaves_nothing(
 def test_a_commit_of_a_reader_who_waits_ends_him_and_commits_nothing() -> None:
     shard = having(A)
     call = shard.pinning(attempt(1), A)
-    committed = shard.ask(CommitGrant, lambda call: Commit(call, attempt(1), (0,), (b"sums",)))
+    committed = shard.ask(CommitGrant, ours(Commit(attempt(1), (0,), (b"sums",))))
     assert committed.pages == (Written.LOST,)
     shard.read()
     assert reply(shard, call) == (TOO_LATE,)

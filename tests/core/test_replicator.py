@@ -33,18 +33,7 @@ from tests.core.pulling import (
     want,
     wanted,
 )
-from tests.core.samples import (
-    CODED,
-    LEFT,
-    OURS,
-    PAGE,
-    RIGHT,
-    SECOND,
-    attempt,
-    gone,
-    page,
-    pages,
-)
+from tests.core.samples import CODED, LEFT, OURS, PAGE, RIGHT, SECOND, attempt, gone, ours, page, pages
 
 # ------------------------------------------------------------------------------------------- replicas
 
@@ -337,7 +326,7 @@ def test_a_pull_of_another_namespace_goes_on_after_a_purge() -> None:
     [two] = others(coordinator, "b")
     want(coordinator, 2, A)
     before = two.report().pull
-    coordinator.ask(Purged, lambda call: Purge(call, OURS, model="another"))
+    coordinator.ask(Purged, ours(Purge(model="another")))
     assert two.report().pull == before
 
 

@@ -44,28 +44,17 @@ from tests.core.lone_shard import (
     renew,
     slots,
 )
-from tests.core.samples import (
-    LEFT,
-    MS,
-    OURS,
-    SECOND,
-    SUMS,
-    THEIRS,
-    WHOLE,
-    attempt,
-    key,
-    root,
-)
+from tests.core.samples import LEFT, MS, OURS, SECOND, SUMS, THEIRS, WHOLE, attempt, key, ours, root
 
 # -------------------------------------------------------------------------------------------- what it offers
 
 
 def test_a_shard_passes_on_what_its_shell_serves_before_anybody_attaches() -> None:
     shard = LoneShard()
-    assert shard.ask(Offers, GetOffers) == Offers(shard.epoch)
+    assert shard.ask(Offers, ours(GetOffers())) == Offers(shard.epoch)
     told = Offers(shard.epoch, (Offer("tcp", "here:1"),), (("shm", "for some reason"),))
     shard.core.offers = told
-    assert shard.ask(Offers, GetOffers) == told
+    assert shard.ask(Offers, ours(GetOffers())) == told
 
 
 def test_a_tenant_attaches_no_more_namespaces_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +120,7 @@ def test_a_page_that_is_ready_is_a_duplicate_and_one_being_written_is_pending() 
 def test_a_page_is_told_with_its_place_in_the_chain_and_its_loss() -> None:
     shard = LoneShard.joined()
     new = NewPage(key(B, LEFT), A, 1, Loss.Q8)
-    shard.call(lambda call: Reserve(call, OURS, shard.space, attempt(1), shard.epoch, (new,)))
+    shard.call(ours(Reserve(attempt(1), shard.epoch, (new,)), shard.space))
     shard.commit(attempt(1), 0)
     assert shard.settle() == [PageEvent(shard.space, key(B, LEFT), A, 1, Tier.DEVICE, Loss.Q8)]
 
@@ -204,7 +193,7 @@ def test_a_page_that_never_fits_is_refused_and_not_waited_for() -> None:
     shard.attach(large)
     page = NewPage(PageKey(A, 0, large.whole(0)), root(), 0)
     space = large.namespace(OURS)
-    reply = shard.ask(Refused, lambda call: Reserve(call, OURS, space, attempt(1), shard.epoch, (page,), SECOND))
+    reply = shard.ask(Refused, ours(Reserve(attempt(1), shard.epoch, (page,), SECOND), space))
     assert reply.kind is RefusedKind.BAD
     assert f"a page of {large.page_bytes(0, large.whole(0))} bytes never fits" in reply.detail
 
@@ -272,7 +261,7 @@ def test_a_stall_extends_nothing_that_the_shard_owes() -> None:
     shard = LoneShard.joined(pages=1)
     shard.reserve(attempt(1), A)
     waiting = shard.reserving(attempt(2), B, wait_ns=2 * SECOND)
-    flush = shard.call(lambda call: Flush(call, 2 * SECOND))
+    flush = shard.call(ours(Flush(2 * SECOND)))
     shard.fail()
     shard.now += 6 * SECOND
     shard.step(Stalled(6 * SECOND))

@@ -27,6 +27,7 @@ from kvcluster.core.pool import Page, PagePool, PageState
 from kvcluster.core.reasons import Loss
 from kvcluster.core.spaces import ShardNamespace, Spaces
 from kvcluster.core.spec import Group, KVSpec, Plane
+from kvcluster.testing.core_stepper import build_request
 from tests.core.lone_shard import (
     OTHER,
     A,
@@ -113,7 +114,7 @@ def test_a_namespace_that_a_reservation_waits_for_is_not_forgotten(monkeypatch: 
     big = NewPage(PageKey(A, 0, HYBRID.whole(0)), root(), 0)
     shard.reserve(attempt(1), A, B)
     shard.settle()
-    waiting = shard.call(lambda call: Reserve(call, THEIRS, theirs, attempt(2), shard.epoch, (big,), SECOND))
+    waiting = shard.call(build_request(Reserve(attempt(2), shard.epoch, (big,), SECOND), THEIRS, theirs))
     shard.settle()
     assert refusal(shard.attach(SPEC, THEIRS)) is RefusedKind.LIMIT
     assert end(shard, attempt(1), Abort)

@@ -8,11 +8,11 @@ from kvcluster.core.ids import CallId
 from kvcluster.core.messages import Done, KeepSettings, Refused, SetPolicy
 from kvcluster.core.reasons import MissReason
 from tests.core.lone_coordinator import BLOCKS, C, LoneCoordinator, why
-from tests.core.samples import attempt, pages
+from tests.core.samples import attempt, ours, pages
 
 
 def turn(coordinator: LoneCoordinator, cache: str) -> None:
-    assert coordinator.ask(Done, lambda call: SetPolicy(call, (("cache", cache),))).ok
+    assert coordinator.ask(Done, ours(SetPolicy((("cache", cache),)))).ok
 
 
 def test_off_grants_no_load_and_no_store_and_keeps_what_is_there() -> None:
@@ -44,7 +44,7 @@ def test_an_attempt_that_was_answered_before_is_refused_while_it_is_off(turned: 
 def test_status_says_so_and_it_is_kept_for_the_next_coordinator() -> None:
     coordinator, _ = LoneCoordinator.serving()
     assert dict(coordinator.status().policy)["cache"] == "on"
-    effects = coordinator.step(SetPolicy(CallId(900), (("cache", "off"), ("host.codec", "q4"))))
+    effects = coordinator.step(ours(SetPolicy((("cache", "off"), ("host.codec", "q4"))))(CallId(900)))
     [kept] = [effect for effect in effects if isinstance(effect, KeepSettings)]
     assert effects.index(kept) == 0, "before it is answered"
     assert kept.settings == coordinator.status().policy
@@ -59,5 +59,5 @@ def test_status_says_so_and_it_is_kept_for_the_next_coordinator() -> None:
 def test_what_is_refused_changes_nothing(settings: tuple[tuple[str, str], ...]) -> None:
     coordinator, _ = LoneCoordinator.serving()
     before = coordinator.status().policy
-    assert coordinator.ask(Refused, lambda call: SetPolicy(call, settings)).detail
+    assert coordinator.ask(Refused, ours(SetPolicy(settings))).detail
     assert coordinator.status().policy == before

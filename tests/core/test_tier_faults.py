@@ -12,7 +12,7 @@ from kvcluster.core.reasons import Loss
 from tests.core import test_tiering as coordinating
 from tests.core.lone_shard import A, B, moves, pinned
 from tests.core.moving import BELOW, doubled, holding, lies, lowered
-from tests.core.samples import OURS, SECOND, attempt, key
+from tests.core.samples import SECOND, attempt, key, ours
 from tests.core.test_tiering import RAW
 
 
@@ -75,6 +75,6 @@ def test_what_a_reader_suspects_is_read_again_in_every_tier() -> None:
     pinned(shard.pin(attempt(3), A, accept=Loss.Q8))
     shard.promote(A)
     shard.move()
-    shard.call(lambda call: Suspect(call, OURS, shard.space, shard.epoch, (key(A),)))
+    shard.call(ours(Suspect(shard.epoch, (key(A),)), shard.space))
     assert shard.reading is not None
     assert sorted(slot.tier for slot in shard.reading.slots) == [Tier.DEVICE, Tier.HOST]

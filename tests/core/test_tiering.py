@@ -62,6 +62,7 @@ from tests.core.samples import (
     attempt,
     chain,
     gone,
+    ours,
     page,
     pages,
     whole,
@@ -613,7 +614,7 @@ def test_what_came_up_or_went_meanwhile_is_not_promoted() -> None:
 def test_a_namespace_that_was_purged_meanwhile_is_not_promoted() -> None:
     coordinator, voice = serving(*encoded(A), promote_loads=1)
     heat(coordinator, A, loads=1)
-    coordinator.ask(Purged, lambda call: Purge(call, OURS))
+    coordinator.ask(Purged, ours(Purge()))
     assert voice.report().move is None
 
 
@@ -778,9 +779,9 @@ def test_parts_of_one_block_are_weighed_together() -> None:
 def test_a_policy_that_is_set_is_the_policy_from_then_on() -> None:
     coordinator, _ = serving()
     settings = (("host.codec", "q4"), ("host.raw_blocks", "7"), ("promote.loads", "1"))
-    assert coordinator.ask(Done, lambda call: SetPolicy(call, settings)).ok
+    assert coordinator.ask(Done, ours(SetPolicy(settings))).ok
     assert coordinator.status().policy == (("cache", "on"), *settings)
-    assert coordinator.ask(Done, lambda call: SetPolicy(call, (("host.raw_blocks", "0"),))).ok
+    assert coordinator.ask(Done, ours(SetPolicy((("host.raw_blocks", "0"),)))).ok
     assert coordinator.status().policy == (("cache", "on"), settings[0], ("host.raw_blocks", "0"), settings[2])
 
 
@@ -801,7 +802,7 @@ def test_a_policy_that_cannot_be_is_refused_by_name_and_nothing_of_it_holds(name
     coordinator, _ = serving()
     before = coordinator.status().policy
     settings = (("host.raw_blocks", "9"), (name, value))
-    refused = coordinator.ask(Refused, lambda call: SetPolicy(call, settings))
+    refused = coordinator.ask(Refused, ours(SetPolicy(settings)))
     assert refused.kind is RefusedKind.BAD and name in refused.detail
     assert coordinator.status().policy == before
 

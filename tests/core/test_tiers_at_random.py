@@ -37,7 +37,7 @@ from kvcluster.core.reading import ROOM_NS
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from tests.core.lone_shard import BLOCKS, end
 from tests.core.moving import one_page
-from tests.core.samples import CODED, LEFT, OURS, RIGHT, SECOND, WHOLE, attempt, root
+from tests.core.samples import CODED, LEFT, OURS, RIGHT, SECOND, WHOLE, attempt, ours, root
 from tests.core.test_found import DiskShard, found, lying, on_disk
 
 NAMES = [PageKey(block, 0, part) for block in BLOCKS[:3] for part in (WHOLE, LEFT, RIGHT)][:7]
@@ -208,7 +208,7 @@ class TiersOfAShard(RuleBasedStateMachine):
     @rule(keys=names)
     def suspect(self, keys: list[PageKey]) -> None:
         shard = self.shard
-        shard.call(lambda call: Suspect(call, OURS, shard.space, shard.epoch, tuple(keys)))
+        shard.call(ours(Suspect(shard.epoch, tuple(keys)), shard.space))
 
     @precondition(lambda self: self.shard.reading is not None)
     @rule(data=st.data())

@@ -38,16 +38,7 @@ from tests.core.lone_shard import (
     renew,
     report,
 )
-from tests.core.samples import (
-    MEMBERSHIP_MS,
-    MS,
-    OURS,
-    PAGE,
-    SECOND,
-    SPEC,
-    attempt,
-    key,
-)
+from tests.core.samples import MEMBERSHIP_MS, MS, OURS, PAGE, SECOND, SPEC, attempt, key, ours
 
 # ---------------------------------------------------------------------------------------- membership
 
@@ -100,12 +91,12 @@ def test_a_newer_incarnation_ends_this_one() -> None:
     shard = LoneShard.joined(pages=1)
     shard.reserve(attempt(1), A)
     waiting = shard.reserving(attempt(2), B, wait_ns=SECOND)
-    flush = shard.call(lambda call: Flush(call, SECOND))
+    flush = shard.call(ours(Flush(SECOND)))
     assert flush in shard.replies
     shard.settle()
     shard.commit(attempt(1), 0)
     shard.pin(attempt(3), A)
-    flush = shard.call(lambda call: Flush(call, SECOND))
+    flush = shard.call(ours(Flush(SECOND)))
     later = shard.reserving(attempt(4), C, wait_ns=SECOND)
     shard.answer(ReportAck(Epoch(1), 0, leave=Farewell.REPLACED))
     assert shard.left
@@ -303,7 +294,7 @@ def test_a_shard_that_is_left_alone_sends_a_bounded_number_of_messages_a_second(
 
 
 def flushing(shard: LoneShard, wait_ns: int = SECOND) -> CallId:
-    return shard.call(lambda call: Flush(call, wait_ns))
+    return shard.call(ours(Flush(wait_ns)))
 
 
 def commit_one(shard: LoneShard, counter: int, block: BlockHash) -> None:

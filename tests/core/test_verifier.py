@@ -13,6 +13,7 @@ from kvcluster.core.messages import Done, GoneEvent, Refused, RefusedKind, Suspe
 from kvcluster.core.pool import Page, PagePool
 from kvcluster.core.reasons import Loss, MissReason
 from kvcluster.core.verifier import ROUND_NS, Verifier
+from kvcluster.testing.core_stepper import build_request
 from tests.core.build import ROOT, SPACE, attempt, key
 from tests.core.lone_shard import BLOCKS, A, B, C, LoneShard, counters, end, misses, pinned
 from tests.core.samples import OURS, PAGE, SECOND, SUMS, THEIRS
@@ -168,7 +169,7 @@ def test_a_suspect_that_is_gone_is_not_read() -> None:
 
 def suspect(shard: LoneShard, *blocks: bytes, tenant: Tenant = OURS, epoch: int = 7) -> object:
     keys = tuple(key_of(block) for block in blocks)  # type: ignore[arg-type]
-    call = shard.call(lambda call: Suspect(call, tenant, shard.space, Epoch(epoch), keys))
+    call = shard.call(build_request(Suspect(Epoch(epoch), keys), tenant, shard.space))
     return shard.replies[call]
 
 

@@ -20,7 +20,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.reasons import Loss, MissReason
 from tests.core.lone_shard import A, B, C, D, LoneShard, counters, end, inventory, is_done, misses, pinned, report
 from tests.core.moving import Q8, RAW, arrived, doubled, left, one_page, tiered
-from tests.core.samples import CODED, OURS, SECOND, attempt, key, root
+from tests.core.samples import CODED, OURS, SECOND, attempt, key, ours, root
 from tests.core.test_found import FILE, DiskShard, found, lying
 
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
@@ -101,7 +101,7 @@ def test_both_twins_found_corrupt_at_once_are_told_of_once_each() -> None:
 
 def test_the_upper_of_twins_is_condemned_alone_when_it_is_found_corrupt() -> None:
     shard = with_twins()
-    shard.call(lambda call: Suspect(call, OURS, shard.space, shard.epoch, (key(A),)))
+    shard.call(ours(Suspect(shard.epoch, (key(A),)), shard.space))
     assert shard.reading is not None
     read = [slot.tier for slot in shard.reading.slots]
     assert sorted(read) == [Tier.DEVICE, Tier.HOST], "which of them the reader had, he does not know"

@@ -17,7 +17,7 @@ from kvcluster.core import limits
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.found import Found
-from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, ShardId
+from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, ShardId
 from kvcluster.core.messages import (
     Abort,
     Attach,
@@ -55,6 +55,7 @@ from kvcluster.core.messages import (
     ReportAck,
     ReportAnswered,
     ReportFailed,
+    Request,
     Reserve,
     Retell,
     Send,
@@ -109,6 +110,10 @@ def attempt(counter: int) -> Attempt:
     return Attempt(holder(counter % limits.HOLDERS), counter)
 
 
+def asks(question: Any, namespace: NamespaceId | None = None, *, call: CallId = CALL) -> Request[Any]:
+    return Request(call, OURS, namespace, question)
+
+
 def odd_parts(count: int) -> list[Part]:
     """Parts that overlap, none of them aligned with another. 256 of them leave holes in SPEC, which costs most: then it
     is looked for what would fill them, too."""
@@ -137,15 +142,17 @@ class Shards:
 
     def join(self, number: int) -> None:
         info = self.info(number)
-        self._core.step(Report(CALL, info, Epoch(0), 1), NOW)
-        self._core.step(Inventory(CALL, info, self._core.epoch, 0, 0, True, ()), NOW)
+        self._core.step(asks(Report(info, Epoch(0), 1)), NOW)
+        self._core.step(asks(Inventory(info, self._core.epoch, 0, 0, True, ())), NOW)
         self._told[info.shard] = 0
 
-    def report(self, number: int, events: Sequence[StreamEvent], *, pressure_bytes: int = 0, **said: Any) -> Report:
+    def report(
+        self, number: int, events: Sequence[StreamEvent], *, pressure_bytes: int = 0, **said: Any
+    ) -> Request[Report]:
         """The next one of this shard."""
         info = self.info(number, **said)
         first = self._told[info.shard] + 1
-        return Report(CALL, info, self._core.epoch, first, tuple(events), pressure_bytes=pressure_bytes)
+        return asks(Report(info, self._core.epoch, first, tuple(events), pressure_bytes=pressure_bytes))
 
     def tell(self, number: int, events: Sequence[StreamEvent]) -> None:
         for at in range(0, len(events), limits.REPORTS_PER_MESSAGE):
@@ -157,7 +164,7 @@ class Shards:
 def coordinator(shards: int = 2, *, spec: KVSpec = SPEC, **config: Any) -> tuple[Coordinator, Shards]:
     settings = replace(CoordinatorConfig(), **config)
     core = Coordinator(Epoch(100), settings, membership_ttl_ms=MEMBERSHIP_MS, expected=shards, now=NOW, announces=True)
-    core.step(Attach(CALL, OURS, spec), NOW)
+    core.step(asks(Attach(spec)), NOW)
     heard = Shards(core)
     for number in range(shards):
         heard.join(number)
@@ -209,7 +216,7 @@ def namespaces(count: int) -> Coordinator:
     core, shards = coordinator(1, spec=SMALL)
     specs = [replace(SMALL, weights=f"w{number}") for number in range(count - 1)]
     for spec in specs:
-        core.step(Attach(CALL, OURS, spec), NOW)
+        core.step(asks(Attach(spec)), NOW)
     shards.tell(0, [event(at, SMALL.whole(0), spec=spec) for at, spec in enumerate((SMALL, *specs))])
     return core
 
@@ -218,23 +225,23 @@ def engines(count: int) -> Coordinator:
     core, _ = coordinator(1)
     for number in range(count):
         info = EngineInfo(f"e{number}", f"n{number}", "m", "w", private=True)
-        core.step(RegisterEngine(CALL, OURS, info), NOW)
+        core.step(asks(RegisterEngine(info)), NOW)
     return core
 
 
 def tickets(count: int, blocks: int = 1) -> Coordinator:
     core, _ = held(blocks)
     for number in range(count):
-        core.step(PrepareLoad(CALL, OURS, SPACE, attempt(number), hashes(blocks), whole()), NOW)
+        core.step(asks(PrepareLoad(attempt(number), hashes(blocks), whole()), SPACE), NOW)
     return core
 
 
 def attach(size: int) -> Step:
-    return Step(namespaces(size), Attach(CALL, OURS, replace(SMALL, weights="new")))
+    return Step(namespaces(size), asks(Attach(replace(SMALL, weights="new"))))
 
 
 def prepare_load(size: int) -> Step:
-    return Step(scattered(size), PrepareLoad(CALL, OURS, SPACE, attempt(1), hashes(size), whole()))
+    return Step(scattered(size), asks(PrepareLoad(attempt(1), hashes(size), whole()), SPACE))
 
 
 def prepare_store(size: int) -> Step:
@@ -243,11 +250,11 @@ def prepare_store(size: int) -> Step:
     blocks = size // len(parts)
     known = hashes(blocks)
     core = in_pieces(blocks, 32)
-    return Step(core, PrepareStore(CALL, OURS, SPACE, attempt(1), 0, parent(0), known[0], known, parts))
+    return Step(core, asks(PrepareStore(attempt(1), 0, parent(0), known[0], known, parts), SPACE))
 
 
 def renew_ticket(size: int) -> Step:
-    return Step(tickets(1, size), RenewTicket(CALL, attempt(0)))
+    return Step(tickets(1, size), asks(RenewTicket(attempt(0))))
 
 
 def end_ticket(size: int) -> Step:
@@ -255,14 +262,14 @@ def end_ticket(size: int) -> Step:
     core, _ = coordinator()
     parts = tuple((0, Part(at, at + 1, 0, HEADS)) for at in range(8))
     known = hashes(size // len(parts))
-    core.step(PrepareStore(CALL, OURS, SPACE, attempt(1), 0, parent(0), known[0], known, parts), NOW)
-    return Step(core, EndTicket(CALL, attempt(1)))
+    core.step(asks(PrepareStore(attempt(1), 0, parent(0), known[0], known, parts), SPACE), NOW)
+    return Step(core, asks(EndTicket(attempt(1))))
 
 
 def explain(size: int) -> Step:
     """Blocks in as many odd parts as a shard keeps, which no one page covers."""
     blocks = 16
-    return Step(in_pieces(blocks, size), Explain(CALL, OURS, SPACE, hashes(blocks), whole()))
+    return Step(in_pieces(blocks, size), asks(Explain(hashes(blocks), whole()), SPACE))
 
 
 def prepare_load_of_many_groups(size: int) -> Step:
@@ -276,7 +283,7 @@ def prepare_load_of_many_groups(size: int) -> Step:
     for at in range(size):
         keys = [PageKey(block(at), group, part) for group in range(len(groups))]
         shards.tell(at % 2, [PageEvent(space, key, parent(at), at, Tier.DEVICE, Loss.EXACT) for key in keys])
-    return Step(core, PrepareLoad(CALL, OURS, space, attempt(1), hashes(size), Need((part,) * len(groups))))
+    return Step(core, asks(PrepareLoad(attempt(1), hashes(size), Need((part,) * len(groups))), space))
 
 
 def explain_with_failed_shards(size: int) -> Step:
@@ -285,67 +292,67 @@ def explain_with_failed_shards(size: int) -> Step:
     for number in range(limits.REPLICAS):
         shards.tell(number, [event(at, Part(0, 1 + at % 511, 0, HEADS)) for at in range(size)])
     avoid = tuple(ShardId(f"s{number}") for number in range(limits.AVOIDED_SHARDS))
-    return Step(core, Explain(CALL, OURS, SPACE, hashes(size), Need((SPEC.whole(0),), avoid=avoid)))
+    return Step(core, asks(Explain(hashes(size), Need((SPEC.whole(0),), avoid=avoid)), SPACE))
 
 
 def siblings(size: int) -> Step:
-    return Step(namespaces(size), Siblings(CALL, OURS, SMALL.namespace(OURS)))
+    return Step(namespaces(size), asks(Siblings(), SMALL.namespace(OURS)))
 
 
 def get_namespaces(size: int) -> Step:
-    return Step(namespaces(size), GetNamespaces(CALL, OURS))
+    return Step(namespaces(size), asks(GetNamespaces()))
 
 
 def register_engine(size: int) -> Step:
-    return Step(engines(size), RegisterEngine(CALL, OURS, EngineInfo("new", "n", "m", "w")))
+    return Step(engines(size), asks(RegisterEngine(EngineInfo("new", "n", "m", "w"))))
 
 
 def get_engines(size: int) -> Step:
-    return Step(engines(size), GetEngines(CALL, OURS))
+    return Step(engines(size), asks(GetEngines()))
 
 
 def set_weights(size: int) -> Step:
-    return Step(engines(size), SetWeights(CALL, OURS, "m", "new"))
+    return Step(engines(size), asks(SetWeights("m", "new")))
 
 
 def pin_blocks(size: int) -> Step:
     """All are pinned already, and wanted on more shards."""
     core, _ = held(size)
-    core.step(PinBlocks(CALL, OURS, SPACE, hashes(size), SECOND), NOW)
-    return Step(core, PinBlocks(CALL, OURS, SPACE, hashes(size), SECOND, limits.REPLICAS))
+    core.step(asks(PinBlocks(hashes(size), SECOND), SPACE), NOW)
+    return Step(core, asks(PinBlocks(hashes(size), SECOND, limits.REPLICAS), SPACE))
 
 
 def unpin_blocks(size: int) -> Step:
     core, _ = held(size)
-    core.step(PinBlocks(CALL, OURS, SPACE, hashes(size), SECOND), NOW)
-    return Step(core, UnpinBlocks(CALL, OURS, SPACE, hashes(size)))
+    core.step(asks(PinBlocks(hashes(size), SECOND), SPACE), NOW)
+    return Step(core, asks(UnpinBlocks(hashes(size)), SPACE))
 
 
 def purge(size: int) -> Step:
     """Of so many blocks, with as many tombstones as may be."""
     core, _ = held(size)
     for number in range(limits.TOMBSTONES_PER_TENANT - 1):
-        core.step(Purge(CALL, OURS, model=f"m{number}"), NOW)
-    return Step(core, Purge(CALL, OURS, model="m"))
+        core.step(asks(Purge(model=f"m{number}")), NOW)
+    return Step(core, asks(Purge(model="m")))
 
 
 def drain(size: int) -> Step:
-    return Step(held(size)[0], Drain(CALL, ShardId("s0")))
+    return Step(held(size)[0], asks(Drain(ShardId("s0"))))
 
 
 def set_policy(size: int) -> Step:
     core, _ = coordinator(1)
-    return Step(core, SetPolicy(CALL, (("promote.loads", "3"),) * size))
+    return Step(core, asks(SetPolicy((("promote.loads", "3"),) * size)))
 
 
 def get_status(size: int) -> Step:
-    return Step(coordinator(size)[0], GetStatus(CALL))
+    return Step(coordinator(size)[0], asks(GetStatus()))
 
 
 def report(size: int) -> Step:
     """Corrupt pages of blocks that lie elsewhere too, while the shard asks for room, all of which has been promised."""
     core, shards = held(size)
-    core.step(PrepareLoad(CALL, OURS, SPACE, attempt(1), hashes(min(size, limits.BLOCKS_PER_CALL)), whole()), NOW)
+    core.step(asks(PrepareLoad(attempt(1), hashes(min(size, limits.BLOCKS_PER_CALL)), whole()), SPACE), NOW)
     gone = [GoneEvent(SPACE, PageKey(block(at), 0, SPEC.whole(0)), True, Tier.DEVICE) for at in range(size)]
     return Step(core, shards.report(0, gone, pressure_bytes=2**40))
 
@@ -363,7 +370,7 @@ def report_of_pieces(size: int) -> Step:
 def report_of_a_target(size: int) -> Step:
     """A shard has a little room, and each block that is wished for takes more."""
     core, shards = held(size)
-    core.step(PinBlocks(CALL, OURS, SPACE, hashes(size), SECOND, limits.REPLICAS), NOW)
+    core.step(asks(PinBlocks(hashes(size), SECOND, limits.REPLICAS), SPACE), NOW)
     little = int(CoordinatorConfig().low_free * 2**50) + 1
     use = TierUse(Tier.HOST, 2**50, little, 0)
     return Step(core, shards.report(1, [], free_bytes=little, below=(use,)))
@@ -373,7 +380,7 @@ def report_of_a_draining_shard(size: int) -> Step:
     """What it holds has room nowhere, and there are many others to ask."""
     core, shards = coordinator(64)
     shards.tell(0, [event(at, SPEC.whole(0)) for at in range(size)])
-    core.step(Drain(CALL, ShardId("s0")), NOW)
+    core.step(asks(Drain(ShardId("s0"))), NOW)
     while core.next_deadline() == 0:
         core.step(Tick(), NOW)
     little = int(CoordinatorConfig().low_free * 2**50) + 1
@@ -386,7 +393,7 @@ def report_of_a_draining_shard(size: int) -> Step:
 def inventory(size: int) -> Step:
     core, shards = held(1)
     pages = tuple(event(at, SPEC.whole(0)) for at in range(size))
-    return Step(core, Inventory(CALL, shards.info(0), core.epoch, 1, 0, False, pages))
+    return Step(core, asks(Inventory(shards.info(0), core.epoch, 1, 0, False, pages)))
 
 
 def retell(size: int) -> Step:
@@ -456,7 +463,7 @@ class LoneShard:
         )
         self.space = SMALL.namespace(OURS)
         self._sent: Report | Inventory | None = None
-        self.step(AttachShard(CALL, OURS, SMALL))
+        self.step(asks(AttachShard(SMALL)))
         self.settle()
 
     def step(self, message: Any) -> list[Any]:
@@ -481,27 +488,27 @@ class LoneShard:
     def ask(self, **said: Any) -> ReportAnswered:
         """The answer to the next heartbeat, which says this."""
         if self._sent is None:
-            self.step(Flush(CALL, 0))
+            self.step(asks(Flush(0)))
         if self._sent is None:
             self.core._uplink.say_soon()
-            self.step(GetOffers(CALL))
+            self.step(asks(GetOffers()))
         return self.ack(**said)
 
-    def reserve(self, counter: int, blocks: Iterable[int], part: Part = TILE, *, wait_ns: int = 0) -> Reserve:
+    def reserve(self, counter: int, blocks: Iterable[int], part: Part = TILE, *, wait_ns: int = 0) -> Request[Reserve]:
         pages = tuple(NewPage(PageKey(block(at), 0, part), parent(at), at) for at in blocks)
-        return Reserve(CallId(counter), OURS, self.space, attempt(counter), Epoch(7), pages, wait_ns)
+        return asks(Reserve(attempt(counter), Epoch(7), pages, wait_ns), self.space, call=CallId(counter))
 
-    def commit(self, counter: int, pages: int) -> Commit:
-        return Commit(CALL, attempt(counter), tuple(range(pages)), (SUMS,) * pages)
+    def commit(self, counter: int, pages: int) -> Request[Commit]:
+        return asks(Commit(attempt(counter), tuple(range(pages)), (SUMS,) * pages))
 
     def store(self, counter: int, blocks: range) -> None:
         self.step(self.reserve(counter, blocks))
         self.step(self.commit(counter, len(blocks)))
         self.settle()
 
-    def pin(self, counter: int, blocks: Iterable[int]) -> Pin:
+    def pin(self, counter: int, blocks: Iterable[int]) -> Request[Pin]:
         keys = tuple(PageKey(block(at), 0, TILE) for at in blocks)
-        return Pin(CallId(counter), OURS, self.space, attempt(counter), Epoch(7), keys, Loss.Q4)
+        return asks(Pin(attempt(counter), Epoch(7), keys, Loss.Q4), self.space, call=CallId(counter))
 
 
 def holding(size: int, **more: Any) -> LoneShard:
@@ -532,15 +539,15 @@ def attach_shard(size: int) -> Step:
     for number in range(size - 1):
         spec = replace(SMALL, weights=f"w{number}")
         shard.space = spec.namespace(OURS)
-        shard.step(AttachShard(CALL, OURS, spec))
+        shard.step(asks(AttachShard(spec)))
         shard.store(number + 1, range(1))
     shard.space = SMALL.namespace(OURS)
     shard.store(size, range(1))
-    return Step(shard.core, AttachShard(CALL, OURS, replace(SMALL, weights="new")))
+    return Step(shard.core, asks(AttachShard(replace(SMALL, weights="new"))))
 
 
 def get_offers(size: int) -> Step:
-    return Step(crowded(size).core, GetOffers(CALL))
+    return Step(crowded(size).core, asks(GetOffers()))
 
 
 def pin(size: int) -> Step:
@@ -551,7 +558,7 @@ def pin(size: int) -> Step:
 def unpin(size: int) -> Step:
     shard = holding(size)
     shard.step(shard.pin(2, range(size)))
-    return Step(shard.core, Unpin(CALL, attempt(2)))
+    return Step(shard.core, asks(Unpin(attempt(2))))
 
 
 def reserve(size: int) -> Step:
@@ -568,12 +575,12 @@ def commit(size: int) -> Step:
 def abort(size: int) -> Step:
     shard = LoneShard(size + 64)
     shard.step(shard.reserve(1, range(size)))
-    return Step(shard.core, Abort(CALL, attempt(1)))
+    return Step(shard.core, asks(Abort(attempt(1))))
 
 
 def renew(size: int) -> Step:
     """While others wait for room."""
-    return Step(crowded(size).core, Renew(CALL, attempt(1)))
+    return Step(crowded(size).core, asks(Renew(attempt(1))))
 
 
 def flush(size: int) -> Step:
@@ -582,14 +589,14 @@ def flush(size: int) -> Step:
     shard.step(shard.reserve(2, range(10, 11)))
     shard.step(shard.commit(2, 1))
     for number in range(size):
-        shard.step(Flush(CallId(10 + number), SECOND))
-    return Step(shard.core, Flush(CALL, SECOND))
+        shard.step(asks(Flush(SECOND), call=CallId(10 + number)))
+    return Step(shard.core, asks(Flush(SECOND)))
 
 
 def suspect(size: int) -> Step:
     shard = holding(size)
     keys = tuple(PageKey(block(at), 0, TILE) for at in range(size))
-    return Step(shard.core, Suspect(CALL, OURS, shard.space, Epoch(7), keys))
+    return Step(shard.core, asks(Suspect(Epoch(7), keys), shard.space))
 
 
 def verified(size: int) -> Step:
@@ -599,7 +606,7 @@ def verified(size: int) -> Step:
     shard.step(shard.pin(2, range(1)))
     for first in range(0, size + limits.SUSPECTS_PER_CALL, limits.SUSPECTS_PER_CALL):
         keys = tuple(PageKey(block(at), 0, TILE) for at in range(first, first + limits.SUSPECTS_PER_CALL))
-        effects += shard.step(Suspect(CALL, OURS, shard.space, Epoch(7), keys))
+        effects += shard.step(asks(Suspect(Epoch(7), keys), shard.space))
     (reading,) = [effect for effect in effects if isinstance(effect, Verify)]
     effects = shard.step(Verified(reading.attempt, ()))
     (reading,) = [effect for effect in effects if isinstance(effect, Verify)]

@@ -17,7 +17,7 @@ from unittest.mock import patch
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import CallId
 from kvcluster.core.invariants import check_coordinator, check_shard
-from kvcluster.core.messages import PageWant, Pin, ReadRequest, Reserve, WriteRequest
+from kvcluster.core.messages import PageWant, Pin, ReadRequest, Request, Reserve, WriteRequest
 from kvcluster.core.shard import Shard
 from kvcluster.errors import KVClusterError
 from kvcluster.wire import frames
@@ -42,31 +42,36 @@ def commands(path: Path) -> list[str]:
     return [line for line in lines if line and not line.startswith(("#", INDENT))]
 
 
-def read_pin(data: bytes, call: CallId) -> Pin:
+def read_pin(data: bytes, call: CallId) -> Request[Pin]:
     """As the session of a load makes one."""
     r = frames.decode_read_request(data)
-    return Pin(call, TENANT, r.namespace, r.attempt, r.epoch, tuple(want.key for want in r.wants))
+    return Request(call, TENANT, r.namespace, Pin(r.attempt, r.epoch, tuple(want.key for want in r.wants)))
 
 
-def read_reserve(data: bytes, call: CallId) -> Reserve:
+def read_reserve(data: bytes, call: CallId) -> Request[Reserve]:
     """As the session of a store makes one."""
     r = frames.decode_write_request(data)
-    return Reserve(call, TENANT, r.namespace, r.attempt, r.epoch, r.pages, r.wait_ns)
+    return Request(call, TENANT, r.namespace, Reserve(r.attempt, r.epoch, r.pages, r.wait_ns))
 
 
 def written(sent: Any) -> tuple[str, bytes] | None:
     """How a message travels, and the name of its reader; None where it stays within a process."""
-    match sent:
+    if not isinstance(sent, Request):
+        return None
+    asked, namespace = sent.question, sent.namespace
+    match asked:
         case Pin():
-            wants = tuple(PageWant(key, 0, key.part.layers) for key in sent.keys)
-            return "pin", frames.encode_read_request(ReadRequest(sent.namespace, sent.attempt, sent.epoch, wants))
+            assert namespace is not None
+            wants = tuple(PageWant(key, 0, key.part.layers) for key in asked.keys)
+            return "pin", frames.encode_read_request(ReadRequest(namespace, asked.attempt, asked.epoch, wants))
         case Reserve():
-            request = WriteRequest(sent.namespace, sent.attempt, sent.epoch, sent.pages, sent.wait_ns)
+            assert namespace is not None
+            request = WriteRequest(namespace, asked.attempt, asked.epoch, asked.pages, asked.wait_ns)
             return "reserve", frames.encode_write_request(request)
-    name = type(sent).__name__
+    name = type(asked).__name__
     for service, methods in (("coordinator", COORDINATOR), ("shard", SHARD)):
         if name in methods and (name != "Attach" or service == "coordinator"):
-            return f"{service} {name}", methods[name].encode_request(sent)
+            return f"{service} {name}", methods[name].encode_request(asked, namespace)
     return None
 
 

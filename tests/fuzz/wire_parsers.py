@@ -85,13 +85,17 @@ def _methods(
 ) -> Iterator[Parser]:
     for method in methods:
         name = f"{service} {method.name}"
-        yield _parser(f"{name} request", _asked(method), method.encode_request, questions[method.name], message)
+        yield _parser(f"{name} request", _asked(method), _asking(method), questions[method.name], message)
         reply = answers[method.name] if method.name == "Ping" else answers[method.name] | of.refusals
         yield _parser(f"{name} reply", method.decode_reply, method.encode_reply, reply, message)
 
 
 def _asked(method: Method) -> Read:
     return lambda data: method.decode_request(data, CallId(0), Tenant("t"))
+
+
+def _asking(method: Method) -> Write:
+    return lambda request: method.encode_request(request.question, request.namespace)
 
 
 # ------------------------------------------------------------------------------------------------- frames

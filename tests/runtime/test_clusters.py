@@ -11,15 +11,26 @@ from typing import Any
 import pytest
 
 from kvcluster.client import Client
-from kvcluster.core.ids import HOLDER_BYTES, Attempt, CallId, Holder, ShardId, Tenant
-from kvcluster.core.messages import BlocksPinned, Done, Drain, Pin, PinBlocks, Purge, Purged, Reply, Unpin
+from kvcluster.core.ids import HOLDER_BYTES, Attempt, Holder, NamespaceId, ShardId, Tenant
+from kvcluster.core.messages import (
+    BlocksPinned,
+    CoordinatorQuestion,
+    Done,
+    Drain,
+    Pin,
+    PinBlocks,
+    Purge,
+    Purged,
+    Reply,
+    Unpin,
+)
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
+from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.seam import Deadline, Trouble
 from tests.client.build import BOUND_S, SPEC, kv, prompt, room, same, spec_of
 
-NO_CALL, NOBODY = CallId(0), Tenant("")
 FIRST = ShardId("shard-0")
 
 
@@ -34,8 +45,8 @@ def clustered(**settings: Any) -> Iterator[MemoryCluster]:
         cluster.check()
 
 
-def ask(cluster: MemoryCluster, message: Any) -> Reply:
-    return cluster.port().ask(message, Deadline.after_ms(BOUND_S * 1e3))
+def ask(cluster: MemoryCluster, question: CoordinatorQuestion, namespace: NamespaceId | None = None) -> Reply:
+    return cluster.port().ask(question, Deadline.after_ms(BOUND_S * 1e3), namespace)
 
 
 def stored(client: Client, seed: int, blocks: int = 8) -> None:
@@ -103,9 +114,9 @@ def test_there_is_nothing_to_corrupt_where_nothing_lies() -> None:
 def pinned(cluster: MemoryCluster, client: Client, seed: int, replicas: int) -> None:
     """Has the blocks of that prompt copied, and waits until they are."""
     namespace = client._control.namespace(SPEC, Deadline.after_ms(BOUND_S * 1e3))
-    pin = PinBlocks(NO_CALL, NOBODY, namespace, tuple(client.hashes(prompt(8, seed))), 60 * 10**9, replicas)
+    pin = PinBlocks(tuple(client.hashes(prompt(8, seed))), 60 * 10**9, replicas)
     before = pages(cluster)
-    assert ask(cluster, pin) == BlocksPinned(8)
+    assert ask(cluster, pin, namespace) == BlocksPinned(8)
     cluster.wait_until(lambda: pages(cluster) == before + 8 * (replicas - 1))
     assert client.flush()
 
@@ -152,7 +163,7 @@ def test_a_drained_shard_goes_for_good_and_leaves_nothing_behind() -> None:
         for seed in range(20):
             stored(client, seed)
         assert {shard for seed in range(20) for shard in where(client, seed)} == {"shard-0", "shard-1"}
-        assert ask(cluster, Drain(NO_CALL, FIRST)) == Done(True)
+        assert ask(cluster, Drain(FIRST)) == Done(True)
         cluster.wait_until(lambda: cluster.drained == [FIRST])
         assert list(cluster.shards) == ["shard-1"]
         assert list(shards(client)) == ["shard-1"]
@@ -179,7 +190,7 @@ def test_what_is_stored_and_loaded_during_a_drain_is_not_lost() -> None:
         worker = threading.Thread(target=work)
         worker.start()
         cluster.wait_until(lambda: last[0] > 12)
-        assert ask(cluster, Drain(NO_CALL, FIRST)) == Done(True)
+        assert ask(cluster, Drain(FIRST)) == Done(True)
         cluster.wait_until(lambda: cluster.drained == [FIRST])
         done.set()
         worker.join()
@@ -194,7 +205,7 @@ def test_a_coordinator_that_restarts_goes_on_with_a_drain() -> None:
             stored(client, seed)
         held = cluster.shards[FIRST]
         with reading(held):  # while its pages are read it stays
-            assert ask(cluster, Drain(NO_CALL, FIRST)) == Done(True)
+            assert ask(cluster, Drain(FIRST)) == Done(True)
             cluster.wait_until(lambda: held.core._orders.draining)
             cluster.stop_coordinator()
             cluster.start_coordinator()
@@ -208,12 +219,12 @@ def test_a_coordinator_that_restarts_goes_on_with_a_drain() -> None:
 def reading(host: ShardHost) -> Iterator[None]:
     """A lease on that shard."""
     attempt = Attempt(Holder(bytes(HOLDER_BYTES)), 1)
-    namespace = SPEC.namespace(Tenant("default"))
-    host.ask(lambda call: Pin(call, Tenant("default"), namespace, attempt, host.core.epoch, ()), BOUND_S)
+    tenant = Tenant("default")
+    host.ask(build_request(Pin(attempt, host.core.epoch, ()), tenant, SPEC.namespace(tenant)), BOUND_S)
     try:
         yield
     finally:
-        host.ask(lambda call: Unpin(call, attempt), BOUND_S)
+        host.ask(build_request(Unpin(attempt), tenant), BOUND_S)
 
 
 # --------------------------------------------------------------------------------------------------- purges
@@ -225,7 +236,7 @@ def test_what_was_purged_is_found_by_nobody_whoever_restarts(tmp_path: Path) -> 
         stored(client, 1)
         assert others.store(prompt(8, 1), kv(8, 1)).blocks == 8
         assert others.flush()
-        assert ask(cluster, Purge(NO_CALL, NOBODY, model="tiny")) == Purged(8)
+        assert ask(cluster, Purge(model="tiny")) == Purged(8)
         assert loaded(client, 1) == 0
         assert others.lookup(prompt(8, 1)).blocks == 8
         for _ in range(2):
@@ -252,7 +263,7 @@ def test_a_shard_that_was_cut_off_during_a_clear_does_not_bring_it_back(tmp_path
             raise Trouble(Miss(MissReason.SHARD_LOST))
 
         deaf._tell = unheard
-        assert ask(cluster, Purge(NO_CALL, NOBODY)) == Purged(80)
+        assert ask(cluster, Purge()) == Purged(80)
         if remembers == "the disk":
             cluster.stop_shard(ShardId("shard-1"))
         else:

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from kvcluster.core.ids import CallId
-from kvcluster.core.messages import Answer, Done, Effect, Leave, Refused, RefusedKind, Reply, Stalled, Tick
+from kvcluster.core.ids import CallId, Tenant
+from kvcluster.core.messages import Answer, Done, Effect, Flush, Leave, Refused, RefusedKind, Reply, Stalled, Tick
 from kvcluster.core.reasons import MissReason
 from kvcluster.runtime.driver import Driver
+from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.seam import Trouble
 
 BOUND_S = 20.0
@@ -314,6 +316,21 @@ def test_a_core_that_raises_fails_its_asker_and_reports() -> None:
             run.ask(act=breaks)
         assert trouble.value.miss.reason is MissReason.SHARD_LOST
         assert [str(error) for error in run.failures] == ["a rule of its own"]
+
+
+class Broken:
+    def step(self, message: object, now: int) -> list[Effect]:
+        raise RuntimeError("a rule of its own")
+
+    def next_deadline(self) -> int | None:
+        return None
+
+
+def test_the_log_names_the_question_that_a_core_broke_on(caplog: pytest.LogCaptureFixture) -> None:
+    driver: Driver[Any] = Driver(Broken(), lambda effect: None, stall_ns=SECOND, on_failure=lambda error: None)
+    with pytest.raises(Trouble):
+        driver.ask(build_request(Flush(1), Tenant("t")), BOUND_S)
+    assert "core broke on Flush" in caplog.text
 
 
 def test_a_core_that_raises_fails_all_who_wait_and_all_who_come() -> None:

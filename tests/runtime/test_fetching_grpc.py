@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from kvcluster.core.ids import Attempt, CallId, ShardId
-from kvcluster.core.messages import PageSlot, PullOrder, Reply, ShardAddress, ShardMessage
+from kvcluster.core.messages import PageSlot, PullOrder, Reply, Request, ShardAddress, ShardQuestion
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
@@ -43,7 +43,7 @@ class Hanging:
         self.hangs = threading.Event()
         self.released = threading.Event()
 
-    def ask(self, build: Callable[[CallId], ShardMessage], wait_s: float) -> Reply:
+    def ask(self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float) -> Reply:
         return self._host.ask(build, wait_s)
 
     def view(self, slot: PageSlot) -> memoryview:

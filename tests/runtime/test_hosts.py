@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, CallId, Epoch, Holder, ShardId
+from kvcluster.core.ids import CLUSTER, HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, CallId, Epoch, Holder, ShardId
 from kvcluster.core.messages import (
     AttachedShard,
     AttachShard,
@@ -38,6 +38,7 @@ from kvcluster.errors import ConfigError, ProtocolError
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.tombstones import NAME
+from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.seam import RefusedByShard, Trouble
 from tests.runtime.hosts import (
     BOUND_S,
@@ -62,11 +63,11 @@ ATTEMPT = Attempt(Holder(bytes(HOLDER_BYTES)), 2**40)
 
 def granted(host: ShardHost) -> PageSlot:
     """A page that this test writes."""
-    attached = host.ask(lambda call: AttachShard(call, ME, SPEC), BOUND_S)
+    attached = host.ask(build_request(AttachShard(SPEC), ME), BOUND_S)
     assert isinstance(attached, AttachedShard)
     key = PageKey(BlockHash(bytes(HASH_BYTES)), 0, SPEC.whole(0))
     pages = (NewPage(key, key.hash, 0),)
-    grant = host.ask(lambda call: Reserve(call, ME, attached.namespace, ATTEMPT, EPOCH, pages), BOUND_S)
+    grant = host.ask(build_request(Reserve(ATTEMPT, EPOCH, pages), ME, attached.namespace), BOUND_S)
     assert isinstance(grant, WriteGrant)
     assert isinstance(grant.pages[0], PageSlot)
     return grant.pages[0]
@@ -123,7 +124,7 @@ def test_a_report_that_is_refused_is_sent_again() -> None:
 
 def suspect(host: ShardHost, *numbers: int) -> None:
     keys = tuple(new_page(number).key for number in numbers)
-    assert host.ask(lambda call: Suspect(call, ME, SPACE, EPOCH, keys), BOUND_S) == Done()
+    assert host.ask(build_request(Suspect(EPOCH, keys), ME, SPACE), BOUND_S) == Done()
 
 
 def test_a_page_that_a_reader_suspects_is_read_again_and_goes_if_it_is_corrupt() -> None:
@@ -166,7 +167,7 @@ def test_a_lease_that_runs_out_stops_whoever_moves_its_bytes() -> None:
         with host.on_revoke(ATTEMPT, stopped.set):
             granted(host)
             assert stopped.wait(BOUND_S)
-            assert host.ask(lambda call: Renew(call, ATTEMPT), BOUND_S) == Done(False)
+            assert host.ask(build_request(Renew(ATTEMPT), ME), BOUND_S) == Done(False)
 
 
 def test_an_attempt_is_under_way_once_at_a_time() -> None:
@@ -224,14 +225,14 @@ def test_a_coordinator_whose_successor_is_known_ends_itself() -> None:
     host = CoordinatorHost(Epoch(1), configured(), on_end=ended.append)
     host.start()
     info = ShardInfo(ShardId("shard-0"), EPOCH, "here", "host", 2**20, 2**20, 0, 0)
-    everything = Inventory(CallId(0), info, Epoch(1), upto=0, chunk=0, last=True, pages=())
-    host.ask(lambda call: replace(everything, call=call), BOUND_S)
+    everything = Inventory(info, Epoch(1), upto=0, chunk=0, last=True, pages=())
+    host.ask(build_request(everything, CLUSTER), BOUND_S)
     assert ended == [], "all its shards have reported: it coordinates"
-    host.ask(lambda call: Report(call, info, coordinator=Epoch(2), first=1), BOUND_S)
+    host.ask(build_request(Report(info, coordinator=Epoch(2), first=1), CLUSTER), BOUND_S)
     host.close()
     assert ended == [Leave("a newer coordinator is known")]
     with pytest.raises(Trouble, match="is ending"):
-        host.ask(lambda call: Report(call, info, Epoch(2), first=1), BOUND_S)
+        host.ask(build_request(Report(info, Epoch(2), first=1), CLUSTER), BOUND_S)
 
 
 def test_a_mistake_in_the_coordinator_ends_the_process() -> None:
@@ -245,7 +246,7 @@ def test_a_mistake_in_the_coordinator_ends_the_process() -> None:
 
 
 def purge(host: CoordinatorHost) -> Reply:
-    return host.ask(lambda call: Purge(call, ME), BOUND_S)
+    return host.ask(build_request(Purge(), ME), BOUND_S)
 
 
 def test_a_coordinator_remembers_what_the_last_one_was_told_to_purge(tmp_path: Path) -> None:

@@ -7,15 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from kvcluster.core.ids import Epoch
+from kvcluster.core.ids import Epoch, Tenant
 from kvcluster.core.messages import Done, GetStatus, SetPolicy, Status
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.kept_settings import NAME, SettingsFile
+from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.seam import Trouble
 from tests.runtime.hosts import configured
 
 BOUND_S = 20.0
+
+OPERATOR = Tenant("operator")
 
 
 def host_of(folder: Path, epoch: int) -> CoordinatorHost:
@@ -25,18 +28,18 @@ def host_of(folder: Path, epoch: int) -> CoordinatorHost:
 
 
 def policy(host: CoordinatorHost) -> dict[str, str]:
-    status = host.ask(GetStatus, BOUND_S)
+    status = host.ask(build_request(GetStatus(), OPERATOR), BOUND_S)
     assert isinstance(status, Status)
     return dict(status.policy)
 
 
 def test_a_cache_that_was_turned_off_is_off_when_the_coordinator_restarts(tmp_path: Path) -> None:
     host = host_of(tmp_path, 1)
-    assert isinstance(host.ask(lambda call: SetPolicy(call, (("cache", "off"),)), BOUND_S), Done)
+    assert isinstance(host.ask(build_request(SetPolicy((("cache", "off"),)), OPERATOR), BOUND_S), Done)
     host.close()
     successor = host_of(tmp_path, 2)
     assert policy(successor)["cache"] == "off"
-    successor.ask(lambda call: SetPolicy(call, (("cache", "on"), ("host.codec", "q4"))), BOUND_S)
+    successor.ask(build_request(SetPolicy((("cache", "on"), ("host.codec", "q4"))), OPERATOR), BOUND_S)
     successor.close()
     third = host_of(tmp_path, 3)
     assert (policy(third)["cache"], policy(third)["host.codec"]) == ("on", "q4")
@@ -49,7 +52,7 @@ def test_what_cannot_be_kept_is_not_called_done(tmp_path: Path) -> None:
     folder.rename(tmp_path / "elsewhere")
     folder.write_text("no folder", encoding="utf-8")
     with pytest.raises(Trouble, match="cannot keep what was set"):
-        host.ask(lambda call: SetPolicy(call, (("cache", "off"),)), BOUND_S)
+        host.ask(build_request(SetPolicy((("cache", "off"),)), OPERATOR), BOUND_S)
     assert policy(host)["cache"] == "off", "it holds all the same"
     host.close()
 

@@ -14,6 +14,7 @@ from kvcluster.errors import ConfigError, CredentialError
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.offering import serve_paths
 from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.choice import OPENERS
 from kvcluster.transport.listener import TenantOf
 from kvcluster.transport.paths import try_path
@@ -131,7 +132,7 @@ def test_a_shard_tells_what_it_was_started_with_and_real_servers_answer_there() 
     )
     with closing(host), closing(serve_paths(host, ANYBODY, ServerConfig(), "127.0.0.1")) as paths:
         host.start(paths.offers)
-        assert host.ask(GetOffers, BOUND_S) == paths.offers
+        assert host.ask(build_request(GetOffers(), Tenant("t")), BOUND_S) == paths.offers
         assert [offer.transport for offer in paths.offers.offers] == ["shm", "tcp"]
         for offer in paths.offers.offers:
             with closing(OPENERS[offer.transport](offer, None)) as path:

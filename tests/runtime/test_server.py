@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,7 @@ from kvcluster.core.messages import (
     Reply,
     Report,
     ReportAck,
+    Request,
     ShardInfo,
     Suspect,
 )
@@ -54,13 +56,13 @@ SPEC = KVSpec.uniform(
     model="m", weights="sha256:1", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float16", block_tokens=1
 )
 INFO = ShardInfo(ShardId("shard-0"), Epoch(1), "", "", 0, 0, 0, 0)
-REPORT = Report(CALL, INFO, Epoch(0), first=1)
-FLUSH = Flush(CALL, wait_ns=1)
-DRAIN = Drain(CALL, ShardId("shard-0"))
-TICKET_END = EndTicket(CALL, Attempt(Holder(b"h" * 16), 1))
-SUSPECT = Suspect(CALL, Tenant("somebody else"), NamespaceId(b"n" * 32), Epoch(1), ())
+REPORT = Report(INFO, Epoch(0), first=1)
+FLUSH = Flush(wait_ns=1)
+DRAIN = Drain(ShardId("shard-0"))
+TICKET_END = EndTicket(Attempt(Holder(b"h" * 16), 1))
+SUSPECT, SPACE = Suspect(Epoch(1), ()), NamespaceId(b"n" * 32)
 
-Ask = Callable[[Callable[[CallId], object], float], Reply]
+Ask = Callable[[Callable[[CallId], Request[Any]], float], Reply]
 
 
 def soon() -> Deadline:
@@ -85,7 +87,7 @@ def shard_methods(ask: Ask, tenants: dict[str, Tenant] | None = None) -> dict[st
 
 
 def fails(error: BaseException) -> Ask:
-    def ask(build: Callable[[CallId], object], wait_s: float) -> Reply:
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
         raise error
 
     return ask
@@ -97,14 +99,13 @@ def fails(error: BaseException) -> Ask:
 def test_a_question_is_asked_in_the_name_of_its_credential() -> None:
     asked = []
 
-    def ask(build: Callable[[CallId], object], wait_s: float) -> Reply:
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
         asked.append(build(CALL))
         return AttachedShard(NamespaceId(b"n" * 32), Epoch(5), 9)
 
-    pretended = AttachShard(CallId(1), Tenant("somebody else"), SPEC)
     with connected(shard_methods(ask, {"a token": Tenant("me")}), "a token") as connection:
-        answer = connection.ask(SHARD["Attach"], pretended, soon())
-    assert asked == [AttachShard(CALL, Tenant("me"), SPEC)]
+        answer = connection.ask(SHARD["Attach"], AttachShard(SPEC), soon())
+    assert asked == [Request(CALL, Tenant("me"), None, AttachShard(SPEC))]
     assert answer == AttachedShard(NamespaceId(b"n" * 32), Epoch(5), 9)
 
 
@@ -117,7 +118,7 @@ def test_a_refusal_is_an_answer() -> None:
 def test_a_question_waits_no_longer_than_its_asker() -> None:
     waits = []
 
-    def ask(build: Callable[[CallId], object], wait_s: float) -> Reply:
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
         waits.append(wait_s)
         return Done()
 
@@ -131,7 +132,7 @@ def test_a_question_waits_no_longer_than_its_asker() -> None:
 def test_a_ping_is_answered_without_asking_anybody() -> None:
     with connected(shard_methods(fails(AssertionError("not the core")))) as connection:
         assert connection.ask(SHARD["Ping"], None, soon()) == Done()
-        fat = replace(SHARD["Ping"], encode_request=lambda message: b"?")
+        fat = replace(SHARD["Ping"], encode_question=lambda question, namespace: b"?")
         with pytest.raises(ProtocolError, match="empty"):
             connection.ask(fat, None, soon())
 
@@ -154,7 +155,7 @@ def test_reports_are_for_the_shards_of_the_cluster_alone() -> None:
     with connected(handlers, SECRET) as shard:
         assert shard.ask(COORDINATOR["Report"], REPORT, soon()) == ReportAck(Epoch(1), 0)
         with pytest.raises(CredentialError, match="GetStatus"):
-            shard.ask(COORDINATOR["GetStatus"], GetStatus(CALL), soon())
+            shard.ask(COORDINATOR["GetStatus"], GetStatus(), soon())
     with connected(handlers) as worker, pytest.raises(CredentialError, match="Report"):
         worker.ask(COORDINATOR["Report"], REPORT, soon())
 
@@ -164,8 +165,8 @@ def test_what_touches_every_tenant_is_for_operators_alone() -> None:
     gate = Gate(Authenticator(tenants, SECRET, frozenset({digest("my boss's")})))
     asked = []
 
-    def ask(build: Callable[[CallId], object], wait_s: float) -> Reply:
-        asked.append(build(CALL))
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
+        asked.append(build(CALL).question)
         return Done()
 
     handlers = unary_handlers(COORDINATOR, gate, ask, operators=frozenset({"Drain"}))
@@ -192,19 +193,19 @@ def test_without_a_token_file_whoever_reaches_the_server_is_an_operator() -> Non
 def test_what_is_shared_is_asked_by_workers_and_by_shards_which_speak_for_all() -> None:
     asked = []
 
-    def ask(build: Callable[[CallId], object], wait_s: float) -> Reply:
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
         asked.append(build(CALL))
         return Done()
 
     gate = Gate(Authenticator({digest("a token"): Tenant("me")}, SECRET))
     handlers = unary_handlers(SHARD, gate, ask, shared=frozenset({"Suspect"}))
     with connected(handlers, "a token") as worker:
-        worker.ask(SHARD["Suspect"], SUSPECT, soon())
+        worker.ask(SHARD["Suspect"], SUSPECT, soon(), SPACE)
     with connected(handlers, SECRET) as shard:
-        shard.ask(SHARD["Suspect"], SUSPECT, soon())
+        shard.ask(SHARD["Suspect"], SUSPECT, soon(), SPACE)
         with pytest.raises(CredentialError, match="Flush is not for this"):
             shard.ask(SHARD["Flush"], FLUSH, soon())
-    assert asked == [replace(SUSPECT, tenant=Tenant("me")), replace(SUSPECT, tenant=CLUSTER)]
+    assert asked == [Request(CALL, tenant, SPACE, SUSPECT) for tenant in (Tenant("me"), CLUSTER)]
 
 
 # ------------------------------------------------------------------------------------------- how trouble is told
@@ -231,11 +232,11 @@ def test_what_is_raised_there_is_raised_here(
 
 
 def test_a_question_that_is_malformed_never_comes_near_the_core() -> None:
-    def ask(build: Callable[[CallId], object], wait_s: float) -> Reply:
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
         build(CALL)
         raise AssertionError("nothing was built")
 
-    malformed = replace(SHARD["Attach"], encode_request=lambda message: b"\xff\xff\xff")
+    malformed = replace(SHARD["Attach"], encode_question=lambda question, namespace: b"\xff\xff\xff")
     with connected(shard_methods(ask)) as connection, pytest.raises(ProtocolError, match="no AttachRequest"):
         connection.ask(malformed, None, soon())
 
@@ -260,11 +261,11 @@ def test_a_method_that_the_server_does_not_have_is_a_protocol_error() -> None:
         connected(shard_methods(fails(AssertionError()))) as connection,
         pytest.raises(ProtocolError, match="does not speak kvcluster"),
     ):
-        connection.ask(COORDINATOR["GetStatus"], GetStatus(CALL), soon())
+        connection.ask(COORDINATOR["GetStatus"], GetStatus(), soon())
 
 
 def test_a_message_that_is_too_large_is_refused_by_the_server_that_gets_it() -> None:
-    huge = replace(SHARD["Flush"], encode_request=lambda message: bytes(limits.MESSAGE_BYTES + 1))
+    huge = replace(SHARD["Flush"], encode_question=lambda question, namespace: bytes(limits.MESSAGE_BYTES + 1))
     with connected(shard_methods(fails(AssertionError()))) as connection, pytest.raises(LimitError):
         connection.ask(huge, None, soon())
 
@@ -313,7 +314,7 @@ def test_a_server_that_was_closed_is_gone() -> None:
 def test_closing_does_not_wait_for_questions_without_an_answer() -> None:
     asked, answer = threading.Event(), threading.Event()
 
-    def ask(build: Callable[[CallId], object], wait_s: float) -> Reply:
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
         asked.set()
         assert answer.wait(BOUND_S)
         return Done()

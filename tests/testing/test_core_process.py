@@ -4,10 +4,14 @@ from typing import Any
 
 import pytest
 
-from kvcluster.core.ids import CallId
+from kvcluster.core.ids import CallId, Tenant
 from kvcluster.core.messages import Answer, Done, Effect, Flush, GetStatus, Leave, Reply, Stalled, Tick
 from kvcluster.testing.core_process import CoreProcess
+from kvcluster.testing.core_stepper import build_request
 from kvcluster.testing.kernel import MS, SECOND, Clock, Kernel
+
+OURS = Tenant("ours")
+STATUS = build_request(GetStatus(), OURS)
 
 
 class Scripted:
@@ -50,8 +54,8 @@ def process() -> tuple[Kernel, Scripted, Performed]:
 def test_an_answer_reaches_the_caller_that_asked_even_in_a_later_step() -> None:
     _, core, shard = process()
     came: list[tuple[str, Reply]] = []
-    one = shard.submit(lambda call: Flush(call, 0), lambda reply: came.append(("one", reply)))
-    two = shard.submit(lambda call: Flush(call, 0), lambda reply: came.append(("two", reply)))
+    one = shard.submit(build_request(Flush(0), OURS), lambda reply: came.append(("one", reply)))
+    two = shard.submit(build_request(Flush(0), OURS), lambda reply: came.append(("two", reply)))
     assert (one != two, came, shard.unanswered()) == (True, [], 2)
     core.effects = [Answer(two, Done()), Answer(one, Done(False))]
     shard.step(Tick())
@@ -62,16 +66,16 @@ def test_two_answers_in_one_step_are_a_mistake() -> None:
     _, core, shard = process()
     core.effects = [Answer(CallId(1), Done()), Answer(CallId(1), Done())]
     with pytest.raises(AssertionError, match="a second one"):
-        shard.ask_now(GetStatus)
+        shard.ask_now(STATUS)
     core.effects = [Answer(CallId(900), Done()), Answer(CallId(900), Done())]
     with pytest.raises(AssertionError, match="a second one"):
-        shard.step(GetStatus(CallId(900)))
+        shard.step(STATUS(CallId(900)))
 
 
 def test_a_question_stepped_with_a_call_id_of_its_own_is_answered_in_the_effects() -> None:
     _, core, shard = process()
     core.effects = [Answer(CallId(900), Done())]
-    assert shard.step(GetStatus(CallId(900))) == [Answer(CallId(900), Done())]
+    assert shard.step(STATUS(CallId(900))) == [Answer(CallId(900), Done())]
     assert shard.unanswered() == 0
 
 
@@ -79,7 +83,7 @@ def test_a_question_stepped_with_a_call_id_of_its_own_is_answered_in_the_effects
 def test_a_second_answer_and_one_to_no_question_are_mistakes(call: int) -> None:
     _, core, shard = process()
     core.effects = [Answer(CallId(1), Done())]
-    assert shard.ask_now(GetStatus) == Done()
+    assert shard.ask_now(STATUS) == Done()
     core.effects = [Answer(CallId(call), Done())]
     with pytest.raises(AssertionError, match="no question"):
         shard.step(Tick())

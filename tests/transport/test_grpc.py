@@ -193,7 +193,7 @@ def cut_store(request: pytest.FixtureRequest) -> CutStore:
 
 def test_what_this_side_cannot_send_is_a_limit_error(world: World) -> None:
     connection = Connection(world.served.address, token(ONE))
-    huge = replace(SHARD["Flush"], encode_request=lambda message: bytes(limits.MESSAGE_BYTES + 1))
+    huge = replace(SHARD["Flush"], encode_question=lambda question, namespace: bytes(limits.MESSAGE_BYTES + 1))
     with pytest.raises(LimitError, match="too large"):
         connection.ask(huge, None, soon())
     connection.close()

@@ -24,8 +24,9 @@ from kvcluster.core.messages import (
     RefusedKind,
     Renew,
     Reply,
+    Request,
     Reserve,
-    ShardMessage,
+    ShardQuestion,
     Unpin,
     WriteGrant,
     WriteRequest,
@@ -79,9 +80,9 @@ def one(effects: Sequence[object], kind: type[Kind]) -> Kind:
     return effect
 
 
-def asked(effects: Sequence[SessionEffect]) -> ShardMessage:
+def asked(effects: Sequence[SessionEffect]) -> ShardQuestion:
     """What the core is asked by the only effect."""
-    return one(effects, AskCore).build(CALL)
+    return one(effects, AskCore).build(CALL).question
 
 
 def failed(effects: Sequence[SessionEffect]) -> Miss:
@@ -102,19 +103,19 @@ def moving(request: ReadRequest | WriteRequest = READ) -> PageSession:
 
 def renewing(request: ReadRequest | WriteRequest = READ, *, by: SessionEvent | None = None) -> PageSession:
     session = moving(request)
-    assert asked(session.step(by or MoveNext())) == Renew(CALL, ATTEMPT)
+    assert asked(session.step(by or MoveNext())) == Renew(ATTEMPT)
     return session
 
 
 def committing() -> PageSession:
     session = renewing(WRITE, by=ALL)
-    assert asked(session.step(CoreSaid(Done()))) == Commit(CALL, ATTEMPT, (0, 1, 2), (b"s0", b"s1", b"s2"))
+    assert asked(session.step(CoreSaid(Done()))) == Commit(ATTEMPT, (0, 1, 2), (b"s0", b"s1", b"s2"))
     return session
 
 
 def gives_back(session: PageSession, ending: type[Unpin] | type[Abort]) -> None:
     """It does so once, and is over."""
-    assert asked(session.step(Stopped())) == ending(CALL, ATTEMPT)
+    assert asked(session.step(Stopped())) == ending(ATTEMPT)
     assert not session.over
     assert session.step(CoreSaid(Done())) == []
     assert session.over
@@ -126,13 +127,15 @@ def gives_back(session: PageSession, ending: type[Unpin] | type[Abort]) -> None:
 
 def test_a_load_pins_its_pages_and_may_wait_for_the_disk() -> None:
     effects = PageSession(TENANT, READ).step(Open())
-    assert asked(effects) == Pin(CALL, TENANT, SPACE, ATTEMPT, Epoch(3), tuple(KEYS), Loss.Q8)
+    pin = Pin(ATTEMPT, Epoch(3), tuple(KEYS), Loss.Q8)
+    assert one(effects, AskCore).build(CALL) == Request(CALL, TENANT, SPACE, pin)
     assert one(effects, AskCore).wait_ns == PROMPT_NS + STAGED_NS
 
 
 def test_a_store_reserves_its_pages_and_may_wait_for_room() -> None:
     effects = PageSession(TENANT, WRITE).step(Open())
-    assert asked(effects) == Reserve(CALL, TENANT, SPACE, ATTEMPT, Epoch(3), PAGES, 7)
+    reserve = Reserve(ATTEMPT, Epoch(3), PAGES, 7)
+    assert one(effects, AskCore).build(CALL) == Request(CALL, TENANT, SPACE, reserve)
     assert one(effects, AskCore).wait_ns == PROMPT_NS + 7
 
 
@@ -157,7 +160,7 @@ def test_a_grant_that_was_not_heard_of_is_given_back(
 ) -> None:
     session = PageSession(TENANT, request_)
     session.step(Open())
-    assert asked(session.step(CoreSaid(LATE))) == ending(CALL, ATTEMPT)
+    assert asked(session.step(CoreSaid(LATE))) == ending(ATTEMPT)
     assert failed(session.step(CoreSaid(last))) == LATE
     assert session.over and session.step(Stopped()) == []
 
@@ -182,7 +185,7 @@ def test_each_frame_renews_the_lease_before_it_moves() -> None:
     for _ in range(2):
         assert session.step(CoreSaid(Done())) == [MoveFrame()]
         effects = session.step(MoveNext())
-        assert asked(effects) == Renew(CALL, ATTEMPT)
+        assert asked(effects) == Renew(ATTEMPT)
         assert one(effects, AskCore).wait_ns == PROMPT_NS
 
 
@@ -208,7 +211,7 @@ def test_a_store_commits_what_matched_and_tells_of_each_page() -> None:
     session.step(CoreSaid(WriteGrant((SLOTS[0], Written.DUPLICATE, SLOTS[2]))))
     session.step(Finished({2: b"s2"}, None))
     effects = session.step(CoreSaid(Done()))
-    assert asked(effects) == Commit(CALL, ATTEMPT, (2,), (b"s2",))
+    assert asked(effects) == Commit(ATTEMPT, (2,), (b"s2",))
     assert one(effects, AskCore).wait_ns == PROMPT_NS
     outcome = [Written.CORRUPT, Written.DUPLICATE, Written.COMMITTED]
     assert session.step(CoreSaid(CommitGrant((Written.COMMITTED,)))) == [Committed(outcome)]

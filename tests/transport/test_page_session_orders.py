@@ -16,7 +16,7 @@ from kvcluster.core.messages import (
     Renew,
     Reply,
     Reserve,
-    ShardMessage,
+    ShardQuestion,
     Unpin,
     WriteGrant,
     WriteRequest,
@@ -47,20 +47,20 @@ class Shard:
         self.held = self.may_move = False
         self.ended = 0
 
-    def do(self, message: ShardMessage) -> Reply:
-        if isinstance(message, Pin | Reserve):
+    def do(self, question: ShardQuestion) -> Reply:
+        if isinstance(question, Pin | Reserve):
             self.held = True
-            if isinstance(message, Pin):
+            if isinstance(question, Pin):
                 return PinGrant((SLOTS[0], EVICTED, SLOTS[2]))
             return WriteGrant((SLOTS[0], Written.DUPLICATE, SLOTS[2]))
         assert self.held, "a lease is given back once, and is not renewed afterwards"
-        if isinstance(message, Renew):
+        if isinstance(question, Renew):
             return Done()
-        assert isinstance(message, Unpin | Abort | Commit)
-        assert isinstance(message, Commit) or not self.may_move, "bytes may move under it"
+        assert isinstance(question, Unpin | Abort | Commit)
+        assert isinstance(question, Commit) or not self.may_move, "bytes may move under it"
         self.held = False
         self.ended += 1
-        return CommitGrant((Written.COMMITTED,) * len(message.indices)) if isinstance(message, Commit) else Done()
+        return CommitGrant((Written.COMMITTED,) * len(question.indices)) if isinstance(question, Commit) else Done()
 
 
 def event_of(move: str, request: ReadRequest | WriteRequest) -> SessionEvent:
@@ -83,7 +83,7 @@ def test_whatever_happens_a_lease_is_given_back_once_and_only_when_no_byte_moves
             revoked = True
             session.step(Revoked())
         if ask is not None:
-            reply = shard.do(ask.build(CALL))
+            reply = shard.do(ask.build(CALL).question)
             refused = move == "no" and reply == Done()
             effects = session.step(CoreSaid(LATE if move == "late" else Done(False) if refused else reply))
         elif session.over:

@@ -11,7 +11,7 @@ import pytest
 from kvcluster.client.bounded_calls import LIMIT, OPEN_NS, Call
 from kvcluster.client.client import Client
 from kvcluster.client.ticket import Ticket
-from kvcluster.core.messages import CoordinatorMessage, PrepareLoad
+from kvcluster.core.messages import CoordinatorQuestion, PrepareLoad
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups, LookupAnswer, PendingLookup
 from kvcluster.errors import CallerError
@@ -75,7 +75,7 @@ class Bench:
         """The coordinator's answers to lookups stay away until the test lets them go."""
         hold = Hold()
 
-        def after(message: CoordinatorMessage) -> None:
+        def after(message: CoordinatorQuestion) -> None:
             if isinstance(message, PrepareLoad):
                 hold()
 

@@ -13,7 +13,6 @@ import pytest
 from vllm.config import VllmConfig
 
 from kvcluster.client.client import Client
-from kvcluster.client.control import NO_CALL, NOBODY
 from kvcluster.core.messages import EngineInfo, Engines, GetEngines, Registered, SetWeights
 from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.engines.vllm import compat, identity, weights
@@ -248,7 +247,7 @@ class Desk:
         self._client = bench.cluster.client(spec_of(bench.model))
 
     def engines(self) -> list[EngineInfo]:
-        return [info for info, _ in self._client._control.say(Engines, GetEngines(NO_CALL, NOBODY), _soon()).known]
+        return [info for info, _ in self._client._control.request(Engines, GetEngines(), _soon()).known]
 
     def shown(self, **fields: object) -> bool:
         """Is there one engine, and is it like this?"""
@@ -256,8 +255,8 @@ class Desk:
         return len(known) == 1 and all(getattr(known[0], name) == value for name, value in fields.items())
 
     def set_weights(self, weights: str) -> int:
-        message = SetWeights(NO_CALL, NOBODY, "tiny", weights)
-        return len(self._client._control.say(Engines, message, _soon()).known)
+        message = SetWeights("tiny", weights)
+        return len(self._client._control.request(Engines, message, _soon()).known)
 
 
 def _soon() -> Deadline:

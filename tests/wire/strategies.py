@@ -67,6 +67,7 @@ from kvcluster.core.messages import (
     RenewTicket,
     Report,
     ReportAck,
+    Request,
     Run,
     SetPolicy,
     SetWeights,
@@ -329,8 +330,7 @@ def page_files(draw: st.DrawFn) -> tuple[Head, dict[int, FoundPage]]:
 
 errors = st.lists(st.tuples(namespaces, quantities), max_size=4).map(tuple)
 settings = st.lists(st.tuples(words, words), max_size=4).map(tuple)
-_asked: dict[str, SearchStrategy[Any]] = {"call": calls, "tenant": tenants, "namespace": namespaces}
-_told: dict[str, SearchStrategy[Any]] = {"call": calls, "info": infos, "coordinator": epochs, "specs": owned_specs}
+_told: dict[str, SearchStrategy[Any]] = {"info": infos, "coordinator": epochs, "specs": owned_specs}
 
 engines = st.builds(
     EngineInfo,
@@ -350,65 +350,77 @@ def _with_tokens(prepare: PrepareStore, block_tokens: int) -> PrepareStore:
     return replace(prepare, tokens=tuple(range(len(prepare.hashes) * block_tokens)))
 
 
+def _request(questions: SearchStrategy[Any]) -> SearchStrategy[Any]:
+    return st.builds(Request, call=calls, tenant=tenants, namespace=st.none(), question=questions)
+
+
+def _within(questions: SearchStrategy[Any]) -> SearchStrategy[Any]:
+    """Asked about a namespace."""
+    return st.builds(Request, call=calls, tenant=tenants, namespace=namespaces, question=questions)
+
+
 COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
-    "Attach": st.builds(Attach, call=calls, tenant=tenants, spec=specs()),
-    "PrepareLoad": st.builds(PrepareLoad, **_asked, attempt=attempts, hashes=blocks, need=needs, hold=st.booleans()),
-    "PrepareStore": st.builds(
-        PrepareStore,
-        **_asked,
-        attempt=attempts,
-        first=st.integers(0, limits.TOKENS_PER_SEQUENCE - 100),
-        parent=hashes,
-        run=hashes,
-        hashes=blocks,
-        parts=st.lists(st.tuples(group_numbers, parts), max_size=4).map(tuple),
-        loss=losses,
-        host=words,
-    ).flatmap(lambda prepare: st.integers(0, 3).map(lambda count: _with_tokens(prepare, count))),
-    "RenewTicket": st.builds(RenewTicket, call=calls, attempt=attempts),
-    "EndTicket": st.builds(EndTicket, call=calls, attempt=attempts),
-    "Explain": st.builds(Explain, **_asked, hashes=blocks, need=needs),
-    "Siblings": st.builds(Siblings, **_asked),
-    "GetNamespaces": st.builds(GetNamespaces, call=calls, tenant=tenants),
-    "RegisterEngine": st.builds(RegisterEngine, call=calls, tenant=tenants, info=engines),
-    "GetEngines": st.builds(GetEngines, call=calls, tenant=tenants),
-    "SetWeights": st.builds(
-        SetWeights, call=calls, tenant=tenants, model=words, weights=words.map("sha256:{}".format), engine=words
+    "Attach": _request(st.builds(Attach, spec=specs())),
+    "PrepareLoad": _within(st.builds(PrepareLoad, attempt=attempts, hashes=blocks, need=needs, hold=st.booleans())),
+    "PrepareStore": _within(
+        st.builds(
+            PrepareStore,
+            attempt=attempts,
+            first=st.integers(0, limits.TOKENS_PER_SEQUENCE - 100),
+            parent=hashes,
+            run=hashes,
+            hashes=blocks,
+            parts=st.lists(st.tuples(group_numbers, parts), max_size=4).map(tuple),
+            loss=losses,
+            host=words,
+        ).flatmap(lambda prepare: st.integers(0, 3).map(lambda count: _with_tokens(prepare, count)))
     ),
-    "PinBlocks": st.builds(
-        PinBlocks, **_asked, hashes=blocks, ttl_ns=quantities, replicas=st.integers(1, limits.REPLICAS)
+    "RenewTicket": _request(st.builds(RenewTicket, attempt=attempts)),
+    "EndTicket": _request(st.builds(EndTicket, attempt=attempts)),
+    "Explain": _within(st.builds(Explain, hashes=blocks, need=needs)),
+    "Siblings": _within(st.builds(Siblings)),
+    "GetNamespaces": _request(st.builds(GetNamespaces)),
+    "RegisterEngine": _request(st.builds(RegisterEngine, info=engines)),
+    "GetEngines": _request(st.builds(GetEngines)),
+    "SetWeights": _request(st.builds(SetWeights, model=words, weights=words.map("sha256:{}".format), engine=words)),
+    "PinBlocks": _within(
+        st.builds(PinBlocks, hashes=blocks, ttl_ns=quantities, replicas=st.integers(1, limits.REPLICAS))
     ),
-    "UnpinBlocks": st.builds(UnpinBlocks, **_asked, hashes=blocks),
-    "Purge": st.builds(lambda call, tenant, chosen: Purge(call, tenant, **chosen), calls, tenants, _filters),
-    "Drain": st.builds(Drain, call=calls, shard=words),
-    "SetPolicy": st.builds(SetPolicy, call=calls, settings=settings),
-    "GetStatus": st.builds(GetStatus, call=calls),
-    "Report": st.builds(
-        Report,
-        **_told,
-        first=quantities,
-        events=st.lists(page_events | gone_events | purged_events, max_size=6).map(tuple),
-        pressure_bytes=quantities,
-        orders=progress,
-        samples=errors,
+    "UnpinBlocks": _within(st.builds(UnpinBlocks, hashes=blocks)),
+    "Purge": _request(st.builds(lambda chosen: Purge(**chosen), _filters)),
+    "Drain": _request(st.builds(Drain, shard=words)),
+    "SetPolicy": _request(st.builds(SetPolicy, settings=settings)),
+    "GetStatus": _request(st.builds(GetStatus)),
+    "Report": _request(
+        st.builds(
+            Report,
+            **_told,
+            first=quantities,
+            events=st.lists(page_events | gone_events | purged_events, max_size=6).map(tuple),
+            pressure_bytes=quantities,
+            orders=progress,
+            samples=errors,
+        )
     ),
-    "Inventory": st.builds(
-        Inventory,
-        **_told,
-        upto=quantities,
-        chunk=st.integers(0, 2**32 - 1),
-        last=st.booleans(),
-        pages=st.lists(page_events, max_size=6).map(tuple),
-        tombstones=tombstones,
+    "Inventory": _request(
+        st.builds(
+            Inventory,
+            **_told,
+            upto=quantities,
+            chunk=st.integers(0, 2**32 - 1),
+            last=st.booleans(),
+            pages=st.lists(page_events, max_size=6).map(tuple),
+            tombstones=tombstones,
+        )
     ),
-    "Ping": st.none(),
+    "Ping": _request(st.none()),
 }
 SHARD_REQUESTS: dict[str, SearchStrategy[Any]] = {
-    "Attach": st.builds(AttachShard, call=calls, tenant=tenants, spec=specs()),
-    "GetOffers": st.builds(GetOffers, call=calls),
-    "Flush": st.builds(Flush, call=calls, wait_ns=quantities),
-    "Suspect": st.builds(Suspect, **_asked, epoch=epochs, keys=st.lists(keys, max_size=5).map(tuple)),
-    "Ping": st.none(),
+    "Attach": _request(st.builds(AttachShard, spec=specs())),
+    "GetOffers": _request(st.builds(GetOffers)),
+    "Flush": _request(st.builds(Flush, wait_ns=quantities)),
+    "Suspect": _within(st.builds(Suspect, epoch=epochs, keys=st.lists(keys, max_size=5).map(tuple))),
+    "Ping": _request(st.none()),
 }
 
 pinned = st.builds(BlocksPinned, blocks=st.integers(0, limits.BLOCKS_PER_CALL))

@@ -14,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
+from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
+from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
     PROTOCOL_VERSION,
+    Answer,
     AttachedShard,
     BlocksPinned,
     Decision,
@@ -34,15 +37,18 @@ from kvcluster.core.messages import (
     Refused,
     RefusedKind,
     Report,
+    Request,
     Run,
     ShardAddress,
     ShardInfo,
+    Siblings,
     Source,
     Tier,
     Written,
 )
 from kvcluster.core.reasons import Loss, MissReason
 from kvcluster.core.spec import Part
+from kvcluster.core.state import UNKNOWN
 from kvcluster.errors import CallerError, LimitError, ProtocolError
 from kvcluster.wire import answers, common, orders, shard
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method, version_question
@@ -72,8 +78,8 @@ def test_a_question_arrives_as_it_was_asked(
     method: Method, questions: SearchStrategy[Any], answers: SearchStrategy[Any], data: st.DataObject
 ) -> None:
     asked = data.draw(questions)
-    call, tenant = getattr(asked, "call", CALL), getattr(asked, "tenant", TENANT)
-    assert _same(method.decode_request(method.encode_request(asked), call, tenant), asked)
+    sent = method.encode_request(asked.question, asked.namespace)
+    assert _same(method.decode_request(sent, asked.call, asked.tenant), asked)
 
 
 @pytest.mark.parametrize(("method", "questions", "answers"), METHODS)
@@ -86,13 +92,20 @@ def test_an_answer_arrives_as_it_was_given(
 
 
 @given(asked=of.COORDINATOR_REQUESTS["PrepareLoad"], tenant=of.tenants, call=of.calls)
-def test_neither_tenant_nor_call_travels(asked: PrepareLoad, tenant: Tenant, call: CallId) -> None:
+def test_neither_tenant_nor_call_travels(asked: Request[PrepareLoad], tenant: Tenant, call: CallId) -> None:
     method = COORDINATOR["PrepareLoad"]
-    data = method.encode_request(asked)
-    received = method.decode_request(data, call, tenant)
-    assert isinstance(received, PrepareLoad)
-    assert (received.tenant, received.call) == (tenant, call)
-    assert method.encode_request(received) == data
+    data = method.encode_request(asked.question, asked.namespace)
+    assert method.decode_request(data, call, tenant) == Request(call, tenant, asked.namespace, asked.question)
+
+
+@pytest.mark.parametrize("name", ["PrepareLoad", "PrepareStore", "Explain", "Siblings", "PinBlocks", "UnpinBlocks"])
+@given(data=st.data())
+def test_a_question_that_travels_with_a_namespace_is_held_to_those_of_its_tenant(
+    name: str, data: st.DataObject
+) -> None:
+    asked = data.draw(of.COORDINATOR_REQUESTS[name])
+    core = Coordinator(Epoch(1), CoordinatorConfig(), membership_ttl_ms=1, expected=1, now=0)
+    assert core.step(asked, 0) == [Answer(asked.call, UNKNOWN)]
 
 
 def test_an_answer_to_another_question_is_refused() -> None:
@@ -112,8 +125,10 @@ def test_an_answer_of_an_unknown_kind_is_refused(method: Method) -> None:
 def test_answering_or_asking_the_wrong_thing_is_our_own_mistake() -> None:
     mistakes: list[Callable[[], object]] = [
         lambda: COORDINATOR["PrepareLoad"].encode_reply(Done()),
-        lambda: COORDINATOR["PrepareLoad"].encode_request(None),
-        lambda: COORDINATOR["Ping"].encode_request(GetStatus(CALL)),
+        lambda: COORDINATOR["PrepareLoad"].encode_request(None, NamespaceId(bytes(32))),
+        lambda: COORDINATOR["Siblings"].encode_request(Siblings()),
+        lambda: COORDINATOR["GetStatus"].encode_request(GetStatus(), NamespaceId(bytes(32))),
+        lambda: COORDINATOR["Ping"].encode_request(GetStatus()),
         lambda: SHARD["Ping"].encode_reply(Refused(RefusedKind.BAD, "")),
         lambda: answers.encode_reply(AttachedShard(NamespaceId(bytes(32)), Epoch(1), 1)),
         lambda: shard.encode_reply(BlocksPinned(1)),
@@ -178,8 +193,8 @@ def test_a_hash_costs_its_32_bytes() -> None:
     hashes = tuple(BlockHash(os.urandom(32)) for _ in range(512))
     need = Need((Part(0, 32, 0, 8),))
     attempt = Attempt(Holder(bytes(16)), 2**40)
-    load = PrepareLoad(CALL, TENANT, NamespaceId(bytes(32)), attempt, hashes, need)
-    assert len(COORDINATOR["PrepareLoad"].encode_request(load)) < 32 * 512 + 128
+    load = PrepareLoad(attempt, hashes, need)
+    assert len(COORDINATOR["PrepareLoad"].encode_request(load, NamespaceId(bytes(32)))) < 32 * 512 + 128
 
 
 def test_a_reported_page_costs_its_two_hashes_and_little_else() -> None:
@@ -190,7 +205,7 @@ def test_a_reported_page_costs_its_two_hashes_and_little_else() -> None:
         for i, block in enumerate(hashes)
     )
     info = ShardInfo(ShardId("s"), Epoch(1), "a:1", "h", 1, 1, 1, 1)
-    report = Report(CALL, info, Epoch(1), 1, events)
+    report = Report(info, Epoch(1), 1, events)
     assert len(COORDINATOR["Report"].encode_request(report)) / len(events) < 72
 
 
@@ -201,7 +216,8 @@ def test_events_of_one_namespace_and_part_share_them() -> None:
     )  # fmt: skip
     info = ShardInfo(ShardId("s"), Epoch(1), "a:1", "h", 1, 1, 1, 1)
     method = COORDINATOR["Report"]
-    report = method.decode_request(method.encode_request(Report(CALL, info, Epoch(1), 1, (page, page))), CALL, TENANT)
+    data = method.encode_request(Report(info, Epoch(1), 1, (page, page)))
+    report = method.decode_request(data, CALL, TENANT).question
     assert isinstance(report, Report)
     one, other = report.events
     assert isinstance(one, PageEvent) and isinstance(other, PageEvent)

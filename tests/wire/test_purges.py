@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.ids import CallId, Tenant
+from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Purge, Tombstone
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import LimitError
 from kvcluster.wire import coordinator, reports
 
-CALL, TENANT = CallId(0), Tenant("t")
+TENANT = Tenant("t")
 PLAIN = KVSpec.uniform(model="m", weights="sha256:0", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
 ADAPTED = replace(PLAIN, adapter="a")
 
@@ -26,21 +26,19 @@ def test_more_tombstones_than_are_remembered_are_refused() -> None:
 
 
 def test_the_filters_of_a_purge_may_be_as_long_as_a_spec_together() -> None:
-    longest = Purge(CALL, TENANT, "m" * 4_096, "w" * 4_095, "a")
+    longest = Purge("m" * 4_096, "w" * 4_095, "a")
     data = coordinator.encode_purge(longest)
-    assert coordinator.decode_purge(data, CALL, TENANT) == longest
+    assert coordinator.decode_purge(data) == longest
     stone = Tombstone(1, TENANT, longest.model, longest.weights, longest.adapter)
     assert reports.decode_tombstones(reports.encode_tombstones([stone])) == (stone,)
     with pytest.raises(LimitError, match="8193 bytes of model, weights and adapter"):
-        coordinator.decode_purge(
-            coordinator.encode_purge(Purge(CALL, TENANT, "m" * 4_096, "w" * 4_095, "ab")), CALL, TENANT
-        )
+        coordinator.decode_purge(coordinator.encode_purge(Purge("m" * 4_096, "w" * 4_095, "ab")))
 
 
 @pytest.mark.parametrize(("adapter", "named"), [(None, [True, True]), ("", [True, False]), ("a", [False, True])])
 def test_no_adapter_is_not_any_adapter(adapter: str | None, named: list[bool]) -> None:
-    asked = Purge(CALL, TENANT, adapter=adapter)
-    assert coordinator.decode_purge(coordinator.encode_purge(asked), CALL, TENANT) == asked
+    asked = Purge(adapter=adapter)
+    assert coordinator.decode_purge(coordinator.encode_purge(asked)) == asked
     (stone,) = reports.decode_tombstones(reports.encode_tombstones([Tombstone(1, TENANT, adapter=adapter)]))
     assert [stone.names(TENANT, spec) for spec in (PLAIN, ADAPTED)] == named
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
     Attached,
     AttachedShard,
@@ -76,7 +76,7 @@ from kvcluster.wire import answers, common, coordinator, engines, reports, shard
 from kvcluster.wire.methods import COORDINATOR, SHARD
 from kvcluster.wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 
-CALL, TENANT = CallId(0), Tenant("t")
+TENANT = Tenant("t")
 BLOCK, NAMESPACE = BlockHash(b"b" * 32), NamespaceId(b"n" * 32)
 ATTEMPT = Attempt(Holder(b"h" * 16), 1)
 PART = Part(0, 4, 0, 2)
@@ -90,15 +90,15 @@ INFO = ShardInfo(
 )
 PAGE = PageEvent(NAMESPACE, KEY, BLOCK, 3, Tier.DEVICE, Loss.EXACT)
 
-LOAD = PrepareLoad(CALL, TENANT, NAMESPACE, ATTEMPT, (BLOCK,), Need((PART,)))
-STORE = PrepareStore(CALL, TENANT, NAMESPACE, ATTEMPT, 1, BLOCK, BLOCK, (BLOCK,), ((0, PART),))
-PIN = PinBlocks(CALL, TENANT, NAMESPACE, (BLOCK,), 1)
-PURGE = Purge(CALL, TENANT, "m", "sha256:0", "")
+LOAD = PrepareLoad(ATTEMPT, (BLOCK,), Need((PART,)))
+STORE = PrepareStore(ATTEMPT, 1, BLOCK, BLOCK, (BLOCK,), ((0, PART),))
+PIN = PinBlocks((BLOCK,), 1)
+PURGE = Purge("m", "sha256:0", "")
 EVENTS = (PAGE, GoneEvent(NAMESPACE, KEY, False), PurgedEvent(1))
-REPORT = Report(CALL, INFO, Epoch(1), 1, EVENTS, ((TENANT, SPEC),), orders=OrderProgress(5, (2, 5)))
+REPORT = Report(INFO, Epoch(1), 1, EVENTS, ((TENANT, SPEC),), orders=OrderProgress(5, (2, 5)))
 STONES = (Tombstone(1, TENANT), Tombstone(2, TENANT, "m", "m", "m"))
-INVENTORY = Inventory(CALL, INFO, Epoch(1), 1, 0, True, (PAGE,), tombstones=STONES)
-SUSPECT = Suspect(CALL, TENANT, NAMESPACE, Epoch(1), (KEY,))
+INVENTORY = Inventory(INFO, Epoch(1), 1, 0, True, (PAGE,), tombstones=STONES)
+SUSPECT = Suspect(Epoch(1), (KEY,))
 READ = ReadRequest(NAMESPACE, ATTEMPT, Epoch(1), (PageWant(KEY, 0, 4),))
 WRITE = WriteRequest(NAMESPACE, ATTEMPT, Epoch(1), (NewPage(KEY, BLOCK, 0),))
 GRANT = LoadGrant(2, (Run(2, ((SOURCE,),)),), 0, None)
@@ -119,12 +119,8 @@ ENGINE = EngineInfo("e", "host:1", "m", "sha256:1", (("dtype", "float32"),))
 STATUS = Status(Epoch(1), "serving", 1, 1, 1, 1, (ShardStatus(INFO, "up", 1),), (("loads", 1),))
 
 
-def _question(kind: type[Any], encoded: bytes, decode: Callable[..., object]) -> tuple[Any, Callable[[Any], object]]:
+def _valid(kind: type[Any], encoded: bytes, decode: Callable[[bytes], object]) -> tuple[Any, Callable[[Any], object]]:
     """A valid message to spoil, and how it is read."""
-    return kind.FromString(encoded), lambda m: decode(m.SerializeToString(), CALL, TENANT)
-
-
-def _stream(kind: type[Any], encoded: bytes, decode: Callable[[bytes], object]) -> tuple[Any, Callable[[Any], object]]:
     return kind.FromString(encoded), lambda m: decode(m.SerializeToString())
 
 
@@ -133,58 +129,60 @@ def _start(name: str) -> tuple[Any, Callable[[Any], object]]:
     reply = answers.decode_reply
     match name:
         case "load":
-            return _question(
-                c.PrepareLoadRequest, coordinator.encode_prepare_load(LOAD), coordinator.decode_prepare_load
+            return _valid(
+                c.PrepareLoadRequest, coordinator.encode_prepare_load(LOAD, NAMESPACE), coordinator.decode_prepare_load
             )
         case "store":
-            data = coordinator.encode_prepare_store(STORE)
-            return _question(c.PrepareStoreRequest, data, coordinator.decode_prepare_store)
+            data = coordinator.encode_prepare_store(STORE, NAMESPACE)
+            return _valid(c.PrepareStoreRequest, data, coordinator.decode_prepare_store)
         case "pin":
-            return _question(c.PinBlocksRequest, coordinator.encode_pin_blocks(PIN), coordinator.decode_pin_blocks)
+            return _valid(
+                c.PinBlocksRequest, coordinator.encode_pin_blocks(PIN, NAMESPACE), coordinator.decode_pin_blocks
+            )
         case "ticket":
-            data = coordinator.encode_ticket_end(RenewTicket(CALL, ATTEMPT))
-            return _question(c.TicketRequest, data, coordinator.decode_renew_ticket)
+            data = coordinator.encode_ticket_end(RenewTicket(ATTEMPT))
+            return _valid(c.TicketRequest, data, coordinator.decode_renew_ticket)
         case "report":
-            return _question(c.ReportRequest, reports.encode_report(REPORT), reports.decode_report)
+            return _valid(c.ReportRequest, reports.encode_report(REPORT), reports.decode_report)
         case "inventory":
-            return _question(c.InventoryRequest, reports.encode_inventory(INVENTORY), reports.decode_inventory)
+            return _valid(c.InventoryRequest, reports.encode_inventory(INVENTORY), reports.decode_inventory)
         case "purge":
-            return _question(c.PurgeRequest, coordinator.encode_purge(PURGE), coordinator.decode_purge)
+            return _valid(c.PurgeRequest, coordinator.encode_purge(PURGE), coordinator.decode_purge)
         case "policy":
-            data = coordinator.encode_set_policy(SetPolicy(CALL, (("host.codec", "q4"),)))
-            return _question(c.SetPolicyRequest, data, coordinator.decode_set_policy)
+            data = coordinator.encode_set_policy(SetPolicy((("host.codec", "q4"),)))
+            return _valid(c.SetPolicyRequest, data, coordinator.decode_set_policy)
         case "engine":
-            data = engines.encode_register_engine(RegisterEngine(CALL, TENANT, ENGINE))
-            return _question(c.RegisterEngineRequest, data, engines.decode_register_engine)
+            data = engines.encode_register_engine(RegisterEngine(ENGINE))
+            return _valid(c.RegisterEngineRequest, data, engines.decode_register_engine)
         case "weights":
-            data = engines.encode_set_weights(SetWeights(CALL, TENANT, "m", "sha256:1"))
-            return _question(c.SetWeightsRequest, data, engines.decode_set_weights)
+            data = engines.encode_set_weights(SetWeights("m", "sha256:1"))
+            return _valid(c.SetWeightsRequest, data, engines.decode_set_weights)
         case "drain":
-            data = coordinator.encode_drain(Drain(CALL, ShardId("s")))
-            return _question(c.DrainRequest, data, coordinator.decode_drain)
+            data = coordinator.encode_drain(Drain(ShardId("s")))
+            return _valid(c.DrainRequest, data, coordinator.decode_drain)
         case "suspect":
-            return _question(s.SuspectRequest, shard.encode_suspect(SUSPECT), shard.decode_suspect)
+            return _valid(s.SuspectRequest, shard.encode_suspect(SUSPECT, NAMESPACE), shard.decode_suspect)
         case "flush":
-            return _question(s.FlushRequest, shard.encode_flush(Flush(CALL, 1)), shard.decode_flush)
+            return _valid(s.FlushRequest, shard.encode_flush(Flush(1)), shard.decode_flush)
         case "read":
-            return _stream(s.ReadRequest, shard.encode_read_request(READ), shard.decode_read_request)
+            return _valid(s.ReadRequest, shard.encode_read_request(READ), shard.decode_read_request)
         case "write":
-            return _stream(s.WriteRequest, shard.encode_write_request(WRITE), shard.decode_write_request)
+            return _valid(s.WriteRequest, shard.encode_write_request(WRITE), shard.decode_write_request)
         case "read head":
-            return _stream(s.ReadHead, shard.encode_read_head([Miss(MissReason.FULL)]), shard.decode_read_head)
+            return _valid(s.ReadHead, shard.encode_read_head([Miss(MissReason.FULL)]), shard.decode_read_head)
         case "write head":
-            return _stream(s.WriteHead, shard.encode_write_head([None]), shard.decode_write_head)
+            return _valid(s.WriteHead, shard.encode_write_head([None]), shard.decode_write_head)
         case "write tail":
-            return _stream(s.WriteTail, shard.encode_write_tail([]), shard.decode_write_tail)
+            return _valid(s.WriteTail, shard.encode_write_tail([]), shard.decode_write_tail)
         case "attached shard":
             data = shard.encode_reply(AttachedShard(NAMESPACE, Epoch(1), 1))
-            return _stream(s.ShardReply, data, shard.decode_reply)
+            return _valid(s.ShardReply, data, shard.decode_reply)
         case "offers":
             offers = Offers(Epoch(1), (Offer("tcp", "a:1"),), (("shm", "why"),))
-            return _stream(s.ShardReply, shard.encode_reply(offers), shard.decode_reply)
+            return _valid(s.ShardReply, shard.encode_reply(offers), shard.decode_reply)
         case "attached":
             attached = Attached(NAMESPACE, Epoch(1), 1, 64, (SHARD_ADDRESS,))
-            return _stream(c.CoordinatorReply, answers.encode_reply(attached), reply)
+            return _valid(c.CoordinatorReply, answers.encode_reply(attached), reply)
         case _:
             replies: dict[str, Reply] = {
                 "grant": GRANT,
@@ -195,7 +193,7 @@ def _start(name: str) -> tuple[Any, Callable[[Any], object]]:
             }
             replies |= {"siblings": SiblingSpecs((SPEC,)), "pinned": BlocksPinned(1), "purged": Purged(1)}
             replies |= {"namespaces": Namespaces(((SPEC, 7),)), "engines": Engines(((ENGINE, 7),))}
-            return _stream(c.CoordinatorReply, answers.encode_reply(replies[name]), reply)
+            return _valid(c.CoordinatorReply, answers.encode_reply(replies[name]), reply)
 
 
 MANY = limits.BLOCKS_PER_CALL + 1
@@ -538,7 +536,7 @@ def test_one_order_may_move_as_much_out_of_two_tiers_as_may_be_evicted_out_of_ea
 
 def test_what_is_wrong_with_a_shard_is_told_as_far_as_there_is_room() -> None:
     told = replace(REPORT, info=replace(INFO, trouble="ä" * 2_000))
-    read = reports.decode_report(reports.encode_report(told), CALL, TENANT)
+    read = reports.decode_report(reports.encode_report(told))
     assert read.info.trouble == "ä" * 1_024
 
 
@@ -572,7 +570,7 @@ def test_another_version_is_told_both_and_what_to_do(table: Any, theirs: int) ->
     data = coordinator_pb2.AttachRequest(protocol_version=theirs, spec=b"\xff").SerializeToString()
     words = f"version 1 of kvcluster's protocol, the other side version {theirs}: install the same release"
     with pytest.raises(ProtocolError, match=words):
-        table["Attach"].decode_request(data, CALL, TENANT)
+        table["Attach"].decode_question(data)
 
 
 def test_a_spec_that_cannot_be_is_refused_by_its_own_rules() -> None:
@@ -581,7 +579,7 @@ def test_a_spec_that_cannot_be_is_refused_by_its_own_rules() -> None:
     attach = coordinator_pb2.AttachRequest(protocol_version=1, spec=m.SerializeToString())
     for table in (COORDINATOR, SHARD):
         with pytest.raises(SpecError, match="does not pin the weights"):
-            table["Attach"].decode_request(attach.SerializeToString(), CALL, TENANT)
+            table["Attach"].decode_question(attach.SerializeToString())
 
 
 def test_a_spec_is_measured_before_it_is_read() -> None:
@@ -600,17 +598,17 @@ def test_a_spec_that_travelled_names_the_same_namespace() -> None:
 
 
 def test_a_message_is_measured_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = COORDINATOR["PrepareLoad"].encode_request(LOAD)
+    data = COORDINATOR["PrepareLoad"].encode_request(LOAD, NAMESPACE)
     monkeypatch.setattr(limits, "MESSAGE_BYTES", len(data) - 1)
     with pytest.raises(LimitError, match=f"a message of {len(data)} bytes; at most {len(data) - 1} are read"):
-        COORDINATOR["PrepareLoad"].decode_request(data, CALL, TENANT)
+        COORDINATOR["PrepareLoad"].decode_question(data)
 
 
 def test_bytes_of_something_else_are_named_so() -> None:
     with pytest.raises(ProtocolError, match=re.escape("these bytes are no PrepareLoadRequest of kvcluster")):
-        COORDINATOR["PrepareLoad"].decode_request(b"GET / HTTP/1.1\r\n", CALL, TENANT)
+        COORDINATOR["PrepareLoad"].decode_question(b"GET / HTTP/1.1\r\n")
 
 
 def test_a_later_peer_may_add_fields() -> None:
-    data = COORDINATOR["PrepareLoad"].encode_request(LOAD) + b"\xa2\x06\x03new"  # field 100
-    assert COORDINATOR["PrepareLoad"].decode_request(data, CALL, TENANT) == LOAD
+    data = COORDINATOR["PrepareLoad"].encode_request(LOAD, NAMESPACE) + b"\xa2\x06\x03new"  # field 100
+    assert COORDINATOR["PrepareLoad"].decode_question(data) == (NAMESPACE, LOAD)

@@ -22,7 +22,7 @@ import torch
 import kvcluster
 from kvcluster.core.copies import CopyBook
 from kvcluster.core.eviction_queue import EvictionQueue
-from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.index import BlockRecord, PrefixIndex
 from kvcluster.core.messages import (
     Attach,
@@ -177,9 +177,8 @@ def _measure_grpc(calls: int = 400) -> dict[str, Any]:
         client.flush()
         hashes = tuple(client.hashes(tokens))
         connection = Connection(cluster.address, None)
-        call, nobody = CallId(0), Tenant("")
         deadline = Deadline.after_ms(60_000)
-        attached = connection.ask(COORDINATOR["Attach"], Attach(call, nobody, spec), deadline)
+        attached = connection.ask(COORDINATOR["Attach"], Attach(spec), deadline)
         assert isinstance(attached, Attached)
         holder = Holder(os.urandom(16))
         times: dict[str, list[float]] = {"lookup": [], "empty": []}
@@ -190,14 +189,11 @@ def _measure_grpc(calls: int = 400) -> dict[str, Any]:
             connection.ask(COORDINATOR["Ping"], None, deadline)
             times["empty"].append(time.perf_counter() - began)
             began = time.perf_counter()
-            grant = connection.ask(
-                COORDINATOR["PrepareLoad"],
-                PrepareLoad(call, nobody, attached.namespace, attempt, hashes, need),
-                deadline,
-            )
+            prepare = PrepareLoad(attempt, hashes, need)
+            grant = connection.ask(COORDINATOR["PrepareLoad"], prepare, deadline, attached.namespace)
             times["lookup"].append(time.perf_counter() - began)
             assert getattr(grant, "blocks", 0) == CHAIN, "the chain was stored, so all of it is found"
-            connection.ask(COORDINATOR["EndTicket"], EndTicket(call, attempt), deadline)
+            connection.ask(COORDINATOR["EndTicket"], EndTicket(attempt), deadline)
         connection.close()
     median = {name: statistics.median(of) * 1e3 for name, of in times.items()}
     p99 = {name: statistics.quantiles(of, n=100)[98] * 1e3 for name, of in times.items()}

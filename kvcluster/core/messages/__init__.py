@@ -1,8 +1,9 @@
 """Every message that goes into a core `step`, and every effect that comes out of one.
 
-A question carries `call`, which the driver made up; the core answers it with `Answer(call, reply)`, at
-once or in a later step. `tenant` is always the one that the caller's credential names. Messages come from
-outside only through wire/, which has validated their shapes and bounds; the core asserts, and decides.
+A question reaches a core in a `Request` (request.py), which says who asks and about which namespace; the core answers
+it with `Answer(call, reply)`, at once or in a later step. What the driver itself tells a core (Tick, Moved) comes
+without one. Questions come from outside only through wire/, which has validated their shapes and bounds; the core
+asserts, and decides.
 
     worker -> coordinator   Attach, PrepareLoad, PrepareStore, RenewTicket, EndTicket, Explain, Siblings, GetNamespaces,
                             PinBlocks, UnpinBlocks, Purge, Drain, SetPolicy, GetStatus   coordinator.py
@@ -101,6 +102,7 @@ from kvcluster.core.messages.reports import (
     TierUse,
     Tombstone,
 )
+from kvcluster.core.messages.request import Request
 from kvcluster.core.messages.shard import (
     Abort,
     AttachedShard,
@@ -147,7 +149,7 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Carry this to the coordinator; answer with ReportAnswered or ReportFailed."""
+    """Ask the coordinator this; answer with ReportAnswered or ReportFailed."""
 
     message: Report | Inventory
 
@@ -303,7 +305,7 @@ Reply = (
     | Refused
 )
 
-CoordinatorMessage = (
+CoordinatorQuestion = (
     Attach
     | PrepareLoad
     | PrepareStore
@@ -323,30 +325,13 @@ CoordinatorMessage = (
     | GetStatus
     | Report
     | Inventory
-    | Retell
-    | Tick
-    | Stalled
 )
 
-ShardMessage = (
-    AttachShard
-    | GetOffers
-    | Pin
-    | Unpin
-    | Reserve
-    | Commit
-    | Abort
-    | Renew
-    | Flush
-    | Suspect
-    | Verified
-    | Moved
-    | Staged
-    | ReportAnswered
-    | ReportFailed
-    | Tick
-    | Stalled
-)
+CoordinatorMessage = Request[CoordinatorQuestion] | Retell | Tick | Stalled
+
+ShardQuestion = AttachShard | GetOffers | Pin | Unpin | Reserve | Commit | Abort | Renew | Flush | Suspect
+
+ShardMessage = Request[ShardQuestion] | Verified | Moved | Staged | ReportAnswered | ReportFailed | Tick | Stalled
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -361,6 +346,7 @@ __all__ = [
     "Commit",
     "CommitGrant",
     "CoordinatorMessage",
+    "CoordinatorQuestion",
     "Decision",
     "Done",
     "Drain",
@@ -424,6 +410,7 @@ __all__ = [
     "ReportAck",
     "ReportAnswered",
     "ReportFailed",
+    "Request",
     "Reserve",
     "Retell",
     "Revoke",
@@ -434,6 +421,7 @@ __all__ = [
     "ShardAddress",
     "ShardInfo",
     "ShardMessage",
+    "ShardQuestion",
     "ShardStatus",
     "SiblingSpecs",
     "Siblings",

@@ -1,14 +1,11 @@
-"""Worker to coordinator, and what it answers.
-
-Questions carry `call` (made up by the driver) and `tenant` (from the caller's credential).
-"""
+"""Worker to coordinator, and what it answers. Who asks, and about which namespace, the envelope says (request.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
-from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, ShardId
 from kvcluster.core.messages.common import Need, Plan, Run, ShardAddress
 from kvcluster.core.messages.reports import ShardInfo
 from kvcluster.core.reasons import Loss, Miss
@@ -19,8 +16,6 @@ from kvcluster.core.spec import KVSpec, Part
 class Attach:
     """A worker names its spec. Answered by Attached."""
 
-    call: CallId
-    tenant: Tenant
     spec: KVSpec
 
 
@@ -45,9 +40,6 @@ class PrepareLoad:
     promised: they count as used now, are spared for a while and get a ticket.
     """
 
-    call: CallId
-    tenant: Tenant
-    namespace: NamespaceId
     attempt: Attempt
     hashes: tuple[BlockHash, ...]
     need: Need
@@ -78,9 +70,6 @@ class PrepareStore:
     these blocks where they are wanted (Attached), or empty.
     """
 
-    call: CallId
-    tenant: Tenant
-    namespace: NamespaceId
     attempt: Attempt
     first: int
     parent: BlockHash
@@ -122,7 +111,6 @@ class StoreGrant:
 class RenewTicket:
     """The holder still means to use its ticket. Answered by Done(False) where it is gone."""
 
-    call: CallId
     attempt: Attempt
 
 
@@ -130,7 +118,6 @@ class RenewTicket:
 class EndTicket:
     """The holder is done with its ticket, or has given up. Answered by Done."""
 
-    call: CallId
     attempt: Attempt
 
 
@@ -138,9 +125,6 @@ class EndTicket:
 class Explain:
     """Where is each of these blocks, or why is it not? Promises and touches nothing. Answered by Explained."""
 
-    call: CallId
-    tenant: Tenant
-    namespace: NamespaceId
     hashes: tuple[BlockHash, ...]
     need: Need
 
@@ -165,10 +149,6 @@ class Explained:
 class Siblings:
     """Which other namespaces has this tenant? Answered by SiblingSpecs, the most alike first."""
 
-    call: CallId
-    tenant: Tenant
-    namespace: NamespaceId
-
 
 @dataclass(frozen=True, slots=True)
 class SiblingSpecs:
@@ -180,9 +160,6 @@ class SiblingSpecs:
 @dataclass(frozen=True, slots=True)
 class GetNamespaces:
     """Which namespaces has this tenant? Answered by Namespaces."""
-
-    call: CallId
-    tenant: Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +177,6 @@ class PinBlocks:
     `replicas` is on how many shards each of them is to lie, as far as there are as many with room.
     """
 
-    call: CallId
-    tenant: Tenant
-    namespace: NamespaceId
     hashes: tuple[BlockHash, ...]
     ttl_ns: int
     replicas: int = 1
@@ -212,9 +186,6 @@ class PinBlocks:
 class UnpinBlocks:
     """Let these blocks be evicted again. Answered by BlocksPinned with the number unpinned."""
 
-    call: CallId
-    tenant: Tenant
-    namespace: NamespaceId
     hashes: tuple[BlockHash, ...]
 
 
@@ -233,8 +204,6 @@ class Purge:
     ("clear"). Once answered, no lookup finds what was stored before, whichever process restarts or was cut off.
     """
 
-    call: CallId
-    tenant: Tenant
     model: str | None = None
     weights: str | None = None
     adapter: str | None = None
@@ -252,7 +221,6 @@ class Drain:
     """Move what is worth keeping from this shard to others, then let it go. Answered by Done(False) where it is not
     known. It is under way from then on; GetStatus shows how far."""
 
-    call: CallId
     shard: ShardId
 
 
@@ -262,15 +230,12 @@ class SetPolicy:
     before stays as it is. Answered by Done; or Refused, and nothing is set, where one is not known or has no such
     value."""
 
-    call: CallId
     settings: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GetStatus:
     """What is there and how is it used? Answered by Status."""
-
-    call: CallId
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcluster.core.ids import CallId, Tenant
-
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
@@ -31,8 +29,6 @@ class EngineInfo:
 class RegisterEngine:
     """An engine lives, and says so again before `Registered.ttl_ns` has passed."""
 
-    call: CallId
-    tenant: Tenant
     info: EngineInfo
 
 
@@ -49,17 +45,12 @@ class Registered:
 class GetEngines:
     """Which engines of this tenant live? Answered by Engines."""
 
-    call: CallId
-    tenant: Tenant
-
 
 @dataclass(frozen=True, slots=True)
 class SetWeights:
     """Engines of that model which are private at this moment and ready are to cache under `weights`; `engine` means one
     of them alone, by id or name. Answered by Engines: those that will be told."""
 
-    call: CallId
-    tenant: Tenant
     model: str
     weights: str
     engine: str = ""

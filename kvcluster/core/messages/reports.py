@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import BlockHash, CallId, Epoch, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages.orders import NO_ORDERS, Order, OrderProgress
 from kvcluster.core.page_key import PageKey
 from kvcluster.core.reasons import Loss
@@ -135,7 +135,6 @@ class Report:
     millionths (Moved).
     """
 
-    call: CallId
     info: ShardInfo
     coordinator: Epoch
     first: int
@@ -154,7 +153,6 @@ class Inventory:
     coordinator that has lost its own learns of them.
     """
 
-    call: CallId
     info: ShardInfo
     coordinator: Epoch
     upto: int

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, Tenant
+from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId
 from kvcluster.core.page_key import PageKey
 from kvcluster.core.reasons import Loss, Miss
 from kvcluster.core.spec import KVSpec
@@ -18,8 +18,6 @@ from kvcluster.core.tiers import FASTEST, Tier
 class AttachShard:
     """A worker names its spec to a shard. Answered by AttachedShard."""
 
-    call: CallId
-    tenant: Tenant
     spec: KVSpec
 
 
@@ -35,8 +33,6 @@ class AttachedShard:
 @dataclass(frozen=True, slots=True)
 class GetOffers:
     """By which transports are your pages moved? Answered by Offers."""
-
-    call: CallId
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +74,6 @@ class Pin:
     """Grant a lease over these READY pages, of no more loss than that. Answered by PinGrant, a page or a Miss for each
     key."""
 
-    call: CallId
-    tenant: Tenant
-    namespace: NamespaceId
     attempt: Attempt
     epoch: Epoch
     keys: tuple[PageKey, ...]
@@ -98,7 +91,6 @@ class PinGrant:
 class Unpin:
     """The reader of `attempt` is done. Answered by Done."""
 
-    call: CallId
     attempt: Attempt
 
 
@@ -118,9 +110,6 @@ class Reserve:
     Where there is no room, the answer waits until `wait_ns` from now for the coordinator to make some.
     """
 
-    call: CallId
-    tenant: Tenant
-    namespace: NamespaceId
     attempt: Attempt
     epoch: Epoch
     pages: tuple[NewPage, ...]
@@ -153,7 +142,6 @@ class Commit:
     named are aborted: a commit ends the attempt.
     """
 
-    call: CallId
     attempt: Attempt
     indices: tuple[int, ...]
     sums: tuple[bytes, ...]
@@ -170,7 +158,6 @@ class CommitGrant:
 class Abort:
     """The writer of `attempt` has stopped, and writes no more. Answered by Done."""
 
-    call: CallId
     attempt: Attempt
 
 
@@ -178,7 +165,6 @@ class Abort:
 class Renew:
     """The holder of `attempt` is alive. Answered by Done(False) where its lease has ended."""
 
-    call: CallId
     attempt: Attempt
 
 
@@ -186,7 +172,6 @@ class Renew:
 class Flush:
     """Answered by Done once the coordinator has acknowledged all events so far; Done(False) after `wait_ns`."""
 
-    call: CallId
     wait_ns: int
 
 
@@ -197,9 +182,6 @@ class Suspect:
     It is a report and no verdict: the shard reads the pages again, and condemns those that do not match there.
     """
 
-    call: CallId
-    tenant: Tenant
-    namespace: NamespaceId
     epoch: Epoch
     keys: tuple[PageKey, ...]
 

@@ -25,8 +25,7 @@ from typing import TypeVar
 
 from kvcluster.client.arguments import prompt_hashes
 from kvcluster.client.bounded_calls import BoundedCalls, Call, CallPolicy
-from kvcluster.client.control import NO_CALL, NOBODY, CoordinatorClient, GrpcPort
-from kvcluster.core.ids import NamespaceId
+from kvcluster.client.control import CoordinatorClient, GrpcPort
 from kvcluster.core.messages import Explain, Explained, GetNamespaces, Namespaces, Need
 from kvcluster.core.reasons import Loss, Miss
 from kvcluster.core.spec import KVSpec
@@ -164,8 +163,8 @@ class PrefixLocator:
 
     def _read_namespaces(self) -> None:
         try:
-            question = GetNamespaces(NO_CALL, NOBODY)
-            known = self._control.say(Namespaces, question, Deadline.after_ms(_NAMESPACES_MS)).known
+            question = GetNamespaces()
+            known = self._control.request(Namespaces, question, Deadline.after_ms(_NAMESPACES_MS)).known
             spec = _fullest(known, self._settings)
             if spec is not None:  # attached here, so that no request has to wait for that
                 self._control.namespace(spec, Deadline.after_ms(_NAMESPACES_MS))
@@ -208,7 +207,7 @@ class PrefixLocator:
         if not hashes:
             return PrefixLocation(LocateOutcome.SHORT)
         need = Need(tuple(spec.whole(group) for group in range(len(spec.groups))), Loss.Q4)
-        message = Explain(NO_CALL, NOBODY, NamespaceId(b""), tuple(hashes), need)
+        message = Explain(tuple(hashes), need)
         with _asking(call):
             explained = self._control.ask(Explained, spec, message, deadline)
         stretches = tuple(_stretches(explained))

@@ -16,14 +16,24 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeVar
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import HOLDER_BYTES, Attempt, CallId, Epoch, Holder, NamespaceId, Tenant
+from kvcluster.core.ids import CLUSTER, HOLDER_BYTES, Attempt, CallId, Epoch, Holder, NamespaceId, Tenant
 from kvcluster.core.invariants import check_shard
-from kvcluster.core.messages import Move, MoveOrder, PageKey, PageSlot, Renew, Reply, ShardMessage
+from kvcluster.core.messages import (
+    Move,
+    MoveOrder,
+    PageKey,
+    PageSlot,
+    Renew,
+    Reply,
+    Request,
+    ShardQuestion,
+)
 from kvcluster.core.pool import Page, PageState
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing.cluster import MemoryCluster
+from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.seam import Deadline, Transport, Trouble
 
 T = TypeVar("T")
@@ -67,13 +77,13 @@ class WatchedHost:
         self._changes = 0
         self._late: list[type] = []
 
-    def ask(self, build: Callable[[CallId], ShardMessage], wait_s: float) -> Reply:
+    def ask(self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float) -> Reply:
         asked: list[type] = []
 
-        def watched(call: CallId) -> ShardMessage:
-            message = build(call)
-            asked.append(type(message))
-            return message
+        def watched(call: CallId) -> Request[ShardQuestion]:
+            request = build(call)
+            asked.append(type(request.question))
+            return request
 
         try:
             reply = self._host.ask(watched, wait_s)
@@ -105,7 +115,7 @@ class WatchedHost:
 
         return self._host.on_revoke(attempt, stop_and_note)
 
-    def answer_late(self, kind: type[ShardMessage]) -> None:
+    def answer_late(self, kind: type[ShardQuestion]) -> None:
         """The next answer to a question of that kind comes too late for whoever asked."""
         self._late.append(kind)
 
@@ -228,7 +238,7 @@ class World:
             return leases.next_expiry is None
 
         self.host.inspect(expired)
-        self.host.ask(lambda call: Renew(call, self.attempt()), BOUND_S)  # the driver sees a deadline after a step
+        self.host.ask(build_request(Renew(self.attempt()), CLUSTER), BOUND_S)  # the driver sees a deadline after a step
         self.watched.wait_until(expired, "leases that have run out end")
 
     def wait_until_unleased(self) -> None:

@@ -6,16 +6,16 @@ that is lost is asked for again; what does not come at all is None or an error, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvcluster.client.policy import ShardPolicy
-from kvcluster.core.ids import Attempt, Holder, NamespaceId
+from kvcluster.core.ids import Attempt, Holder, NamespaceId, Tenant
 from kvcluster.core.messages import (
     Attach,
     Attached,
     AttachedShard,
     AttachShard,
+    CoordinatorQuestion,
     EndTicket,
     PageKey,
     ReadRequest,
@@ -26,6 +26,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.errors import LimitError
+from kvcluster.testing.core_stepper import build_request
 from kvcluster.testing.kernel import TIMED_OUT, Clock, Process, Script
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.network import BROKEN, Line
@@ -90,8 +91,11 @@ class ClientProcess(Process):
 
     # ------------------------------------------------------------------------------------------- questions
 
-    def ask(self, build: Callable[..., Any], give_up: int) -> Script:
+    def ask(
+        self, question: CoordinatorQuestion, tenant: Tenant, give_up: int, namespace: NamespaceId | None = None
+    ) -> Script:
         """One question to the coordinator; None where no answer comes."""
+        build = build_request(question, tenant, namespace)
         promise = self.world.network.ask(self, self.world.coordinator_seen_by(self), build)
         self._asked += 1
         number = self._asked
@@ -104,33 +108,34 @@ class ClientProcess(Process):
         """For how long the coordinator has not answered a question that is under way."""
         return self.now() - next(iter(self._asking.values())) if self._asking else 0
 
-    def question(self, model: Model, build: Callable[..., Any], give_up: int) -> Script:
+    def question(self, model: Model, question: CoordinatorQuestion, give_up: int) -> Script:
         """As `ask`, within a namespace: attaches first, and again where it was forgotten; asks once more where the
         answer was lost."""
         reply = None
         for _ in range(4):
             if model not in self._attached:
-                attached = yield from self.ask(lambda call: Attach(call, model.tenant, model.spec), give_up)
+                attached = yield from self.ask(Attach(model.spec), model.tenant, give_up)
                 if not isinstance(attached, Attached):
                     continue
                 self._attached[model] = attached
-            reply = yield from self.ask(build, give_up)
+            reply = yield from self.ask(question, model.tenant, give_up, model.space)
             if isinstance(reply, Refused) and reply.kind is RefusedKind.UNKNOWN_NAMESPACE:
                 self._attached.pop(model, None)
             elif reply is not None or self.now() >= give_up:
                 return reply
         return reply
 
-    def end_ticket(self, attempt: Attempt) -> None:
+    def end_ticket(self, model: Model, attempt: Attempt) -> None:
         """Nobody waits for it; lost, the ticket ends by time."""
-        self.world.network.ask(self, self.world.coordinator_seen_by(self), lambda call: EndTicket(call, attempt))
+        build = build_request(EndTicket(attempt), model.tenant)
+        self.world.network.ask(self, self.world.coordinator_seen_by(self), build)
 
     def attach(self, model: Model, give_up: int) -> Script:
         """What the coordinator said of a namespace when it was attached; None where it cannot be asked."""
         for _ in range(2):
             if model in self._attached or self.now() >= give_up:
                 break
-            attached = yield from self.ask(lambda call: Attach(call, model.tenant, model.spec), give_up)
+            attached = yield from self.ask(Attach(model.spec), model.tenant, give_up)
             if isinstance(attached, Attached):
                 self._attached[model] = attached
         return self._attached.get(model)
@@ -144,7 +149,7 @@ class ClientProcess(Process):
             return Trouble(Miss(MissReason.DEADLINE))
         process = self.world.shard_at(shard.address)
         if (shard, model.space) not in self._attached_shards:
-            promise = self.world.network.ask(self, process, lambda call: AttachShard(call, model.tenant, model.spec))
+            promise = self.world.network.ask(self, process, build_request(AttachShard(model.spec), model.tenant))
             reply = yield promise, max(1, min(give_up - self.now(), self.world.scenario.patience_ns // 2))
             if isinstance(reply, Refused):
                 return LimitError(reply.detail)

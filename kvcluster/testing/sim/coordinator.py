@@ -18,6 +18,7 @@ from kvcluster.core.messages import (
     Publish,
     Purge,
     Purged,
+    Request,
     Retell,
     Tombstone,
 )
@@ -36,7 +37,7 @@ class CoordinatorJudge(Protocol):
     def stepped(self, c: CoordinatorProcess, message: object, effects: list[Effect], now: int) -> None:
         """A coordinator has stepped this message; its effects have yet to be performed."""
 
-    def purged(self, m: Purge) -> None:
+    def purged(self, request: Request[Purge]) -> None:
         """A purge was answered."""
 
 
@@ -75,7 +76,7 @@ class CoordinatorProcess(SimulatedCore):
         self.world.coordinator_oracle.stepped(self, message, effects, now)
 
     def answering(self, message: object, answer: Answer) -> None:
-        if isinstance(message, Purge) and isinstance(answer.reply, Purged):
+        if isinstance(message, Request) and isinstance(answer.reply, Purged):
             self.world.coordinator_oracle.purged(message)
 
     def perform(self, effect: Effect) -> None:

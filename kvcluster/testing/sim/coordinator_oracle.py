@@ -6,7 +6,7 @@ each promise is one `hold` with one sentence, and what a fault explains is no vi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, ShardId
@@ -29,6 +29,7 @@ from kvcluster.core.messages import (
     Purge,
     Report,
     ReportAck,
+    Request,
     ShardAddress,
     ShardInfo,
     StoreGrant,
@@ -41,7 +42,7 @@ from kvcluster.testing.sim import content
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
 from kvcluster.testing.sim.evictions import judge_order
 from kvcluster.testing.sim.memory import UNIT_BYTES
-from kvcluster.testing.sim.oracle import Name
+from kvcluster.testing.sim.oracle import Name, namespace_of
 from kvcluster.testing.sim.order_oracle import GivenOrders
 from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.shard import Place, ShardProcess
@@ -66,23 +67,24 @@ class CoordinatorOracle:
         self._drain_until: dict[tuple[str, ShardAddress], int] = {}  # by the coordinator that lets it go
         self._others_had: dict[tuple[str, ShardAddress], dict[Name, None]] = {}  # when that began
         self._orders: dict[tuple[str, ShardAddress], GivenOrders] = {}
-        self._judges: dict[type, Callable[[CoordinatorProcess, Any, object, int], None]] = {
+        self._judges: dict[type, Callable[[CoordinatorProcess, Request[Any], object, int], None]] = {
             Report: self._reported,
             Inventory: self._reported,
             PrepareLoad: self._load_prepared,
             Explain: self._explained,
             PrepareStore: self._store_prepared,
             EndTicket: self._ticket_ended,
-            Tick: self._ticked,
         }
 
     def stepped(self, c: CoordinatorProcess, message: object, effects: list[Effect], now: int) -> None:
-        judge = self._judges.get(type(message))
-        if judge is not None:
+        if isinstance(message, Tick):
+            self._ticked(c)
+        elif isinstance(message, Request) and (judge := self._judges.get(type(message.question))) is not None:
             judge(c, message, _reply(effects), now)
 
-    def _reported(self, c: CoordinatorProcess, m: Report | Inventory, reply: object, now: int) -> None:
+    def _reported(self, c: CoordinatorProcess, request: Request[Report | Inventory], reply: object, now: int) -> None:
         assert isinstance(reply, ReportAck)
+        m = request.question
         c.heard[m.info.shard, m.info.epoch] = now
         hold(not (reply.orders and c.core.rebuilding), "a coordinator that rebuilds gives orders")
         self._orders_given(c, m.info, reply, now)
@@ -101,28 +103,32 @@ class CoordinatorOracle:
                 if isinstance(order, EvictOrder):
                     judge_order(c.core, member, order, now)
 
-    def _load_prepared(self, c: CoordinatorProcess, m: PrepareLoad, reply: object, now: int) -> None:
+    def _load_prepared(self, c: CoordinatorProcess, request: Request[PrepareLoad], reply: object, now: int) -> None:
         if isinstance(reply, LoadGrant):
-            hold((reply.miss is None) == (reply.blocks == len(m.hashes)), "a miss says why not one more")
+            hashes = request.question.hashes
+            hold((reply.miss is None) == (reply.blocks == len(hashes)), "a miss says why not one more")
             hold(sum(run.count for run in reply.runs) == reply.blocks, "a grant says where each block lies, once")
-            self._is_same_again(c, m, reply)
-            self._names_members(c, m.namespace, m.hashes, [(run.count, run.plan) for run in reply.runs])
+            self._is_same_again(c, request, reply)
+            plans = [(run.count, run.plan) for run in reply.runs]
+            self._names_members(c, namespace_of(request), hashes, plans)
 
-    def _explained(self, c: CoordinatorProcess, m: Explain, reply: object, now: int) -> None:
+    def _explained(self, c: CoordinatorProcess, request: Request[Explain], reply: object, now: int) -> None:
         if isinstance(reply, Explained):
-            self._names_members(c, m.namespace, m.hashes, [(fate.count, fate.plan) for fate in reply.fates])
+            plans = [(fate.count, fate.plan) for fate in reply.fates]
+            self._names_members(c, namespace_of(request), request.question.hashes, plans)
 
-    def _store_prepared(self, c: CoordinatorProcess, m: PrepareStore, reply: object, now: int) -> None:
+    def _store_prepared(self, c: CoordinatorProcess, request: Request[PrepareStore], reply: object, now: int) -> None:
         if isinstance(reply, StoreGrant):
-            hold(sum(run.count for run in reply.runs) == len(m.hashes), "a grant decides on each block, once")
-            self._is_same_again(c, m, reply)
+            asked = len(request.question.hashes)
+            hold(sum(run.count for run in reply.runs) == asked, "a grant decides on each block, once")
+            self._is_same_again(c, request, reply)
             for run in reply.runs:
                 if run.decision is Decision.WRITE:
                     hold(not c.core.rebuilding, "a coordinator that rebuilds grants a store")
                     assert run.shard is not None
                     self._is_member(c, run.shard)
 
-    def _ticked(self, c: CoordinatorProcess, m: Tick, reply: object, now: int) -> None:
+    def _ticked(self, c: CoordinatorProcess) -> None:
         heard = [entry for entry in c.backlog if entry[0] == c.receive]
         hold(not heard, "members are judged before what has arrived meanwhile was heard")
         for info in c.core.members.lost.values():
@@ -133,18 +139,21 @@ class CoordinatorOracle:
             if of[0] == c.name and c.core.tickets.get(of[1]) is not ticket:
                 del self._answers[of]
 
-    def _ticket_ended(self, c: CoordinatorProcess, m: EndTicket, reply: object, now: int) -> None:
-        self._answers.pop((c.name, m.attempt), None)
+    def _ticket_ended(self, c: CoordinatorProcess, request: Request[EndTicket], reply: object, now: int) -> None:
+        self._answers.pop((c.name, request.question.attempt), None)
 
-    def _is_same_again(self, c: CoordinatorProcess, m: PrepareLoad | PrepareStore, reply: object) -> None:
+    def _is_same_again(
+        self, c: CoordinatorProcess, request: Request[PrepareLoad | PrepareStore], reply: object
+    ) -> None:
         """A prepare that is repeated gets the same answer while its ticket runs, unless a shard was lost or the
         namespace was purged since."""
-        of = c.name, m.attempt
-        space = c.core.directory.known(m.namespace)
+        attempt = request.question.attempt
+        of = c.name, attempt
+        space = c.core.directory.known(namespace_of(request))
         before = self._answers.pop(of, None)
         if before is not None and space is not None and before[0].known == (c.core.book.version, space.purged):
             hold(reply == before[1], "a prepare that is repeated gets another answer")
-        ticket = c.core.tickets.get(m.attempt)
+        ticket = c.core.tickets.get(attempt)
         if ticket is not None:
             self._answers[of] = ticket, reply
 
@@ -153,7 +162,7 @@ class CoordinatorOracle:
         c: CoordinatorProcess,
         space: NamespaceId,
         hashes: tuple[BlockHash, ...],
-        plans: list[tuple[int, Plan | None]],
+        plans: Sequence[tuple[int, Plan | None]],
     ) -> None:
         """No answer names a shard that is held for lost, nor a block that was purged before."""
         at = 0
@@ -232,11 +241,12 @@ class CoordinatorOracle:
     def _room(self, member: Member, tier: Tier) -> int:
         return member.info.use(tier).room(self._world.scenario.config.coordinator.low_free)
 
-    def purged(self, m: Purge) -> None:
+    def purged(self, request: Request[Purge]) -> None:
         """It was answered: from now on nothing of before is found."""
+        m = request.question
         for model in content.MODELS:
             spec = model.spec
-            if model.tenant == m.tenant and all(
+            if model.tenant == request.tenant and all(
                 wanted in (None, value)
                 for wanted, value in ((m.model, spec.model), (m.weights, spec.weights), (m.adapter, spec.adapter))
             ):

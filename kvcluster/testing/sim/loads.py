@@ -24,6 +24,7 @@ from kvcluster.client.pieces import Piece, each, plan_pieces
 from kvcluster.core.messages import Explain, Explained, ReadRequest, Suspect, TicketBody
 from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.pages import checksum
+from kvcluster.testing.core_stepper import build_request
 from kvcluster.testing.kernel import MS, TIMED_OUT, Script
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.client_process import ClientProcess
@@ -88,7 +89,7 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
                 world.network.ask(
                     worker,
                     world.shard_at(shard.address),
-                    lambda call: Suspect(call, self._model.tenant, self._model.space, shard.epoch, keys),
+                    build_request(Suspect(shard.epoch, keys), self._model.tenant, self._model.space),
                 )
             case FinishLoad(loaded, error):
                 hold(error is None, f"a load ends in an error: {error!r}")
@@ -113,7 +114,7 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
         for question in effect.questions:
             told = yield from self._worker.question(
                 model,
-                lambda call, of=question: Explain(call, model.tenant, model.space, of.hashes, of.need),
+                Explain(question.hashes, question.need),
                 effect.until_ns,
             )
             if not isinstance(told, Explained):

@@ -23,6 +23,7 @@ from kvcluster.core.messages import (
     PinGrant,
     Refused,
     ReportAnswered,
+    Request,
     Reserve,
     Revoke,
     Staged,
@@ -88,7 +89,7 @@ class Oracle:
     # --------------------------------------------------------------------------------------------- shards
 
     def shard_stepped(self, shard: ShardProcess, message: object, effects: list[Effect], now: int) -> None:
-        judge = self._of_shard.get(type(message))
+        judge = self._of_shard.get(type(message.question if isinstance(message, Request) else message))
         if judge is not None:
             judge(shard, message, effects)
         shard.heard.stepped(shard.core, effects)
@@ -106,9 +107,9 @@ class Oracle:
 
     def _granted_pins(self, shard: ShardProcess, message: object, grant: PinGrant, now: int) -> None:
         slots = [page for page in grant.pages if isinstance(page, PageSlot)]
-        if isinstance(message, Pin):
+        if isinstance(message, Request) and isinstance(message.question, Pin):
             for slot in slots:
-                page = shard.core.pool.on(slot.tier, message.namespace, slot.key)
+                page = shard.core.pool.on(slot.tier, namespace_of(message), slot.key)
                 hold(
                     page is not None and page.state is PageState.READY and page.generation == slot.generation,
                     f"a page of {slot.key.hash.hex()[:6]} is given to a reader that is not READY",
@@ -127,12 +128,14 @@ class Oracle:
             better = any(other is not None and other.loss < slot.loss for other in others)
             hold(better, "a page is gone, and nobody knows why")
 
-    def _pin(self, shard: ShardProcess, m: Pin, effects: list[Effect]) -> None:
-        if m.epoch != shard.core.epoch or content.BY_SPACE[m.namespace].tenant not in (m.tenant, ""):
-            hold(_refused(effects) or m.tenant == "", "a pin meant for another incarnation or tenant is granted")
+    def _pin(self, shard: ShardProcess, request: Request[Pin], effects: list[Effect]) -> None:
+        tenant, owner = request.tenant, content.BY_SPACE[namespace_of(request)].tenant
+        if request.question.epoch != shard.core.epoch or owner not in (tenant, ""):
+            hold(_refused(effects) or tenant == "", "a pin meant for another incarnation or tenant is granted")
 
-    def _reserve(self, shard: ShardProcess, m: Reserve, effects: list[Effect]) -> None:
-        if m.epoch != shard.core.epoch or content.BY_SPACE[m.namespace].tenant != m.tenant:
+    def _reserve(self, shard: ShardProcess, request: Request[Reserve], effects: list[Effect]) -> None:
+        owner = content.BY_SPACE[namespace_of(request)].tenant
+        if request.question.epoch != shard.core.epoch or owner != request.tenant:
             hold(_refused(effects), "a reservation meant for another incarnation or tenant is granted")
 
     def _may_grant(self, shard: ShardProcess, now: int) -> None:
@@ -157,7 +160,8 @@ class Oracle:
                     not both, f"memory that {session.attempt} still {'writes' if session.writes else 'reads'} is reused"
                 )
 
-    def _commit(self, shard: ShardProcess, m: Commit, effects: list[Effect]) -> None:
+    def _commit(self, shard: ShardProcess, request: Request[Commit], effects: list[Effect]) -> None:
+        m = request.question
         reply = effects[0].reply if isinstance(effects[0], Answer) else None
         assert isinstance(reply, CommitGrant)
         committed = [index for index, fate in zip(m.indices, reply.pages, strict=True) if fate is Written.COMMITTED]
@@ -237,7 +241,7 @@ class Oracle:
                 hold(sound, f"wrong bytes of {slot.key.hash.hex()[:6]} are read from disk")
         self._only_rotten_are_gone(shard)
 
-    def _suspect(self, shard: ShardProcess, m: Suspect, effects: list[Effect]) -> None:
+    def _suspect(self, shard: ShardProcess, request: Request[Suspect], effects: list[Effect]) -> None:
         hold(not self._vanished(shard), "a page is condemned by a reader's word")
 
     def _tick(self, shard: ShardProcess, m: Tick, effects: list[Effect]) -> None:
@@ -263,6 +267,12 @@ class Oracle:
             if page is None or page.generation != slot.generation:
                 gone.append(place)
         return gone
+
+
+def namespace_of(request: Request[Any]) -> NamespaceId:
+    """That of a question about one."""
+    assert request.namespace is not None
+    return request.namespace
 
 
 def _units(slots: Iterable[PageSlot]) -> dict[int, None]:

@@ -7,7 +7,6 @@ pages from another shard, and Leave ends the process.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 from kvcluster.core.codecs import Codec
@@ -49,6 +48,7 @@ from kvcluster.core.reasons import Loss
 from kvcluster.core.shard import Shard
 from kvcluster.core.tiers import STORED
 from kvcluster.pages import checksum
+from kvcluster.testing.core_stepper import build_request
 from kvcluster.testing.kernel import MS, SECOND, Clock, Process, Script
 from kvcluster.testing.sim import content, sessions
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
@@ -237,7 +237,7 @@ class ShardProcess(SimulatedCore):
 
     def _report(self, message: Report | Inventory) -> Script:
         coordinator = self.world.coordinator_seen_by(self)
-        promise = self.world.network.ask(self, coordinator, lambda call: replace(message, call=call))
+        promise = self.world.network.ask(self, coordinator, build_request(message, CLUSTER))
         reply = yield promise, self.world.scenario.config.membership_ttl_ms * MS
         if not isinstance(reply, ReportAck):
             self.step(ReportFailed())
@@ -374,15 +374,15 @@ class ShardProcess(SimulatedCore):
             line.up.hang_up()
         session.moving = False
         if verified:
-            self.ask_now(lambda call: Commit(call, effect.attempt, tuple(verified), tuple(verified.values())))
+            commit = Commit(effect.attempt, tuple(verified), tuple(verified.values()))
+            self.ask_now(build_request(commit, CLUSTER))
         else:
-            self.ask_now(lambda call: Abort(call, effect.attempt))
+            self.ask_now(build_request(Abort(effect.attempt), CLUSTER))
         self.finish(session)
         if suspects and source is not None:
             keys = tuple(effect.slots[item].key for item in suspects)
-            self.world.network.ask(
-                self, source, lambda call: Suspect(call, CLUSTER, effect.namespace, effect.source.epoch, keys)
-            )
+            suspect = build_request(Suspect(effect.source.epoch, keys), CLUSTER, effect.namespace)
+            self.world.network.ask(self, source, suspect)
 
     def _request_for(self, effect: Fetch) -> ReadRequest:
         wants = tuple(PageWant(slot.key, 0, slot.key.part.layers) for slot in effect.slots)
@@ -399,7 +399,7 @@ class ShardProcess(SimulatedCore):
                 continue  # the source says for each page whether it comes
             if not isinstance(heard, list) or session.revoked:
                 return
-            if self.ask_now(lambda call: Renew(call, effect.attempt)) != Done(True):
+            if self.ask_now(build_request(Renew(effect.attempt), CLUSTER)) != Done(True):
                 return
             for layer in heard:
                 if layer.codec is effect.slots[layer.item].codec:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from kvcluster.client.results import Stored
 from kvcluster.client.store_plan import (
@@ -120,17 +119,16 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
             self._deliver(NotGranted(_late("no answer"), asked=False))
             return
         tokens = tuple(token for block in terms.new for token in content.origin(model, block)[1])
-        prepare = replace(prepare_store(terms, attached, tokens, f"node-{worker.node}"), namespace=model.space)
-        grant = yield from worker.question(
-            model, lambda call: replace(prepare, call=call, tenant=model.tenant), self._give_up
-        )
+        prepare = prepare_store(terms, attached, tokens, f"node-{worker.node}")
+        grant = yield from worker.question(model, prepare, self._give_up)
         if isinstance(grant, StoreGrant):
             self._deliver(StoreGranted(model.space, grant))
         else:
             self._deliver(NotGranted(_late("no answer" if grant is None else "refused"), asked=True))
 
     def _end_ticket(self, attempt: Attempt) -> Script:
-        yield from self._worker.ask(lambda call: messages.EndTicket(call, attempt), self._worker.now() + 300 * MS)
+        give_up = self._worker.now() + 300 * MS
+        yield from self._worker.ask(messages.EndTicket(attempt), self._model.tenant, give_up)
         self._deliver(TicketEnded())
 
     # ----------------------------------------------------------------------------------------- exchanges

@@ -48,20 +48,18 @@ class Worker(ClientProcess):
         give_up = self.now() + self.world.scenario.patience_ns
         ticket = self.attempt()
         asked = tuple(hashes)
-        grant = yield from self.question(
-            model, lambda call: PrepareLoad(call, model.tenant, model.space, ticket, asked, need, hold=True), give_up
-        )
+        grant = yield from self.question(model, PrepareLoad(ticket, asked, need, hold=True), give_up)
         if not isinstance(grant, LoadGrant):
             self.world.count("load", "no answer" if grant is None else "refused")
-            self.end_ticket(ticket)
+            self.end_ticket(model, ticket)
             return 0
         if wait_ns and grant.hold_ns:
-            yield from self._keep(ticket, wait_ns)
+            yield from self._keep(model, ticket, wait_ns)
             give_up += wait_ns
         body = TicketBody(model.space, ticket, asked[: grant.blocks], need, grant.runs)
         self.world.grants.append((model, body))
         loaded = yield from self.redeem(model, body, give_up)
-        self.end_ticket(ticket)
+        self.end_ticket(model, ticket)
         reason = grant.miss.reason.value if grant.miss is not None else "all"
         whole = reason if not grant.blocks else "hit" if grant.miss is None else "part hit"
         self.world.count("load", whole if loaded.miss is None else "part failed")
@@ -80,12 +78,12 @@ class Worker(ClientProcess):
         hold(loaded is not TIMED_OUT, "a load does not end by its deadline")
         return loaded
 
-    def _keep(self, ticket: Attempt, wait_ns: int) -> Script:
+    def _keep(self, model: Model, ticket: Attempt, wait_ns: int) -> Script:
         """Renews a ticket until it is used."""
         until = self.now() + wait_ns
         while self.now() < until:
             yield None, 200 * MS
-            renewed = yield from self.ask(lambda call: RenewTicket(call, ticket), self.now() + 200 * MS)
+            renewed = yield from self.ask(RenewTicket(ticket), model.tenant, self.now() + 200 * MS)
             if renewed == Done(False):
                 return
 

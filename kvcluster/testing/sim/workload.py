@@ -29,6 +29,7 @@ from kvcluster.core.messages import (
     UnpinBlocks,
 )
 from kvcluster.core.reasons import Loss
+from kvcluster.testing.core_stepper import build_request
 from kvcluster.testing.kernel import MS, Script
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.content import Model
@@ -134,7 +135,7 @@ def _lookup(world: EngineSurroundings, worker: Worker) -> Script:
     attempt = worker.attempt()
     reply = yield from worker.question(
         model,
-        lambda call: PrepareLoad(call, model.tenant, model.space, attempt, hashes, model.need(), hold=False),
+        PrepareLoad(attempt, hashes, model.need(), hold=False),
         worker.now() + world.scenario.patience_ns,
     )
     world.count("lookup", "answered" if reply is not None else "no answer")
@@ -146,7 +147,7 @@ def _pin(world: EngineSurroundings, worker: Worker) -> Script:
     ttl_ns, replicas = rng.choice((100, 500, 1_500)) * MS, rng.choice((1, 1, 2, 3))
     reply = yield from worker.question(
         model,
-        lambda call: PinBlocks(call, model.tenant, model.space, hashes, ttl_ns, replicas),
+        PinBlocks(hashes, ttl_ns, replicas),
         worker.now() + world.scenario.patience_ns,
     )
     world.count("pin", "pinned" if isinstance(reply, BlocksPinned) else "no answer")
@@ -156,7 +157,7 @@ def _unpin(world: EngineSurroundings, worker: Worker) -> Script:
     model, hashes = conversation(world)
     reply = yield from worker.question(
         model,
-        lambda call: UnpinBlocks(call, model.tenant, model.space, hashes),
+        UnpinBlocks(hashes),
         worker.now() + world.scenario.patience_ns,
     )
     world.count("unpin", "unpinned" if isinstance(reply, BlocksPinned) else "no answer")
@@ -166,7 +167,7 @@ def _explain(world: EngineSurroundings, worker: Worker) -> Script:
     model, hashes = conversation(world)
     reply = yield from worker.question(
         model,
-        lambda call: Explain(call, model.tenant, model.space, hashes, model.need()),
+        Explain(hashes, model.need()),
         worker.now() + world.scenario.patience_ns,
     )
     world.count("explain", "explained" if isinstance(reply, Explained) else "no answer")
@@ -176,14 +177,14 @@ def _siblings(world: EngineSurroundings, worker: Worker) -> Script:
     model, _ = conversation(world)
     reply = yield from worker.question(
         model,
-        lambda call: Siblings(call, model.tenant, model.space),
+        Siblings(),
         worker.now() + world.scenario.patience_ns,
     )
     world.count("siblings", "answered" if isinstance(reply, SiblingSpecs) else "no answer")
 
 
 def _status(world: EngineSurroundings, worker: Worker) -> Script:
-    reply = yield from worker.ask(GetStatus, worker.now() + world.scenario.patience_ns)
+    reply = yield from worker.ask(GetStatus(), content.RED, worker.now() + world.scenario.patience_ns)
     world.count("status", "answered" if isinstance(reply, Status) else "no answer")
 
 
@@ -191,7 +192,7 @@ def _flush(world: EngineSurroundings, worker: Worker) -> Script:
     """Is what was stored so far known to the coordinator?"""
     shard = world.shards[world.rng.choice(world.names)]
     wait_ns = world.scenario.patience_ns // 2
-    promise = world.network.ask(worker, shard, lambda call: Flush(call, wait_ns))
+    promise = world.network.ask(worker, shard, build_request(Flush(wait_ns), content.RED))
     reply = yield promise, world.scenario.patience_ns
     world.count("flush", "all told" if reply == Done(True) else "not all told" if reply == Done(False) else "no answer")
 
@@ -200,9 +201,7 @@ def _purge(world: EngineSurroundings, worker: Worker) -> Script:
     """New weights, or a tenant that clears everything."""
     model, _ = conversation(world)
     weights = model.spec.weights if world.rng.random() < 0.7 else None
-    reply = yield from worker.ask(
-        lambda call: Purge(call, model.tenant, weights=weights), worker.now() + world.scenario.patience_ns
-    )
+    reply = yield from worker.ask(Purge(weights=weights), model.tenant, worker.now() + world.scenario.patience_ns)
     world.count("purge", "purged" if isinstance(reply, Purged) else "no answer")
 
 
@@ -212,7 +211,7 @@ def _drain(world: EngineSurroundings, worker: Worker) -> Script:
     if len(staying) > 1:
         shard = world.rng.choice(staying)
         world.told_to_go[shard] = None
-        reply = yield from worker.ask(lambda call: Drain(call, shard), worker.now() + world.scenario.patience_ns)
+        reply = yield from worker.ask(Drain(shard), content.RED, worker.now() + world.scenario.patience_ns)
         world.count("drain", "begun" if reply == Done(True) else "not known")
 
 

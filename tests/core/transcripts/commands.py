@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
     Abort,
     Attach,
@@ -59,7 +59,6 @@ from kvcluster.core.spec import KVSpec
 from tests.core.transcripts.names import MS, NEED, PAGE, ROOT, SPEC, TENANT, WHOLE, expand, spec_of
 from tests.core.transcripts.stage import Stage
 
-NO_CALL = CallId(0)
 SUMS = b"sums"
 
 
@@ -162,7 +161,7 @@ class Commands:
         if known not in worker.attached:
             worker.attached.append(known)
             kind = Attach if name in self.stage.coordinators else AttachShard
-            self.stage.ask(name, worker.name, kind(NO_CALL, TENANT, worker.spec), told=False)
+            self.stage.ask(name, worker.name, kind(worker.spec), told=False)
         return self.stage.names.namespace(worker.spec)
 
     def _blocks(self, words: Words) -> tuple[BlockHash, ...]:
@@ -186,41 +185,40 @@ class Commands:
         message: Any
         match verb:
             case "attach":
-                message = Attach(NO_CALL, TENANT, worker.spec)
+                message = Attach(worker.spec)
             case "load":
                 hold = words.options.get("hold") != "no"
                 need = replace(
                     NEED, avoid=tuple(ShardId(name) for name in words.options.get("avoid", "").split(",") if name)
                 )
-                message = PrepareLoad(NO_CALL, TENANT, namespace, attempt, blocks, need, hold)
+                message = PrepareLoad(attempt, blocks, need, hold)
             case "store":
                 first = words.number("first", 0)
                 parent = self.stage.names.block(words.options.get("after", ROOT))
                 parts = ((0, WHOLE),)
-                message = PrepareStore(
-                    NO_CALL, TENANT, namespace, attempt, first, parent, blocks[0], blocks, parts, host=worker.name
-                )
+                message = PrepareStore(attempt, first, parent, blocks[0], blocks, parts, host=worker.name)
             case "renew":
-                message = RenewTicket(NO_CALL, attempt)
+                message = RenewTicket(attempt)
             case "end":
-                message = EndTicket(NO_CALL, attempt)
+                message = EndTicket(attempt)
             case "explain":
-                message = Explain(NO_CALL, TENANT, namespace, blocks, NEED)
+                message = Explain(blocks, NEED)
             case "pin":
                 ttl, replicas = words.number("ms", 10_000) * MS, words.number("replicas", 1)
-                message = PinBlocks(NO_CALL, TENANT, namespace, blocks, ttl, replicas)
+                message = PinBlocks(blocks, ttl, replicas)
             case "unpin":
-                message = UnpinBlocks(NO_CALL, TENANT, namespace, blocks)
+                message = UnpinBlocks(blocks)
             case "purge":
-                message = Purge(NO_CALL, TENANT, **words.options)
+                message = Purge(**words.options)
             case "drain":
-                message = Drain(NO_CALL, ShardId(words.rest[0]))
+                message = Drain(ShardId(words.rest[0]))
             case "status":
-                message = GetStatus(NO_CALL)
+                message = GetStatus()
             case _:
                 raise AssertionError(f"a worker cannot {verb} at a coordinator")
         asker = self.stage.names.attempt(attempt) if verb in ("load", "store", "renew", "end") else worker.name
-        return attempt, self.stage.ask(to, asker, message, blocks)
+        within = namespace if verb in ("load", "store", "explain", "pin", "unpin") else None
+        return attempt, self.stage.ask(to, asker, message, blocks, namespace=within)
 
     def _at_shard(self, worker: Worker, shard: str, verb: str, words: Words) -> object:
         """One question to a shard, and its answer where it comes at once."""
@@ -233,28 +231,30 @@ class Commands:
         message: Any
         match verb:
             case "attach":
-                message = AttachShard(NO_CALL, TENANT, worker.spec)
+                message = AttachShard(worker.spec)
             case "pin":
-                message = Pin(NO_CALL, TENANT, namespace, attempt, epoch, keys)
+                message = Pin(attempt, epoch, keys)
             case "reserve":
                 worker.written[shard, attempt.counter] = list(blocks)
                 wait_ns = words.number("wait", 0) * MS
-                message = Reserve(NO_CALL, TENANT, namespace, attempt, epoch, self._new_pages(blocks), wait_ns)
+                message = Reserve(attempt, epoch, self._new_pages(blocks), wait_ns)
             case "commit":
                 reserved = worker.written[shard, attempt.counter]
                 blocks = blocks or tuple(block for block in reserved if block is not None)
                 indices = tuple(reserved.index(block) for block in blocks)
-                message = Commit(NO_CALL, attempt, indices, (SUMS,) * len(indices))
+                message = Commit(attempt, indices, (SUMS,) * len(indices))
             case "unpin" | "abort" | "renew":
-                message = {"unpin": Unpin, "abort": Abort, "renew": Renew}[verb](NO_CALL, attempt)
+                message = {"unpin": Unpin, "abort": Abort, "renew": Renew}[verb](attempt)
             case "flush":
-                message = Flush(NO_CALL, words.number("wait", 0) * MS)
+                message = Flush(words.number("wait", 0) * MS)
             case "suspect":
-                message = Suspect(NO_CALL, TENANT, namespace, epoch, keys)
+                message = Suspect(epoch, keys)
             case _:
                 raise AssertionError(f"a worker cannot {verb} at a shard")
         named = verb not in ("attach", "flush", "suspect")
-        return stage.ask(shard, stage.names.attempt(attempt) if named else worker.name, message, blocks)
+        asker = stage.names.attempt(attempt) if named else worker.name
+        within = namespace if verb in ("pin", "reserve", "suspect") else None
+        return stage.ask(shard, asker, message, blocks, namespace=within)
 
     def _new_pages(self, blocks: Sequence[BlockHash]) -> tuple[NewPage, ...]:
         parents = (self.stage.names.block(ROOT), *blocks)
@@ -280,7 +280,7 @@ class Commands:
                 good = [name for name, page in zip(named, written.pages, strict=True) if isinstance(page, PageSlot)]
                 self._at_shard(worker, shard, "commit", Words([number, *good]))
                 self.stage.settle()
-        self.stage.ask(to, worker.name, EndTicket(NO_CALL, attempt), told=False)
+        self.stage.ask(to, worker.name, EndTicket(attempt), told=False)
 
     def _loads(self, worker: Worker, to: str, words: Words) -> None:
         """A load from its beginning to its end."""
@@ -299,12 +299,12 @@ class Commands:
                 self.stage.say(f"{shard} does not answer")
                 continue
             self._at_shard(worker, shard, "pin", Words([number, *named]))
-            self.stage.ask(shard, worker.name, Unpin(NO_CALL, attempt), told=False)
+            self.stage.ask(shard, worker.name, Unpin(attempt), told=False)
             rotten = [name for name in named if self.stage.names.block(name) in self.stage.shards[shard].rotten]
             if rotten:
                 self.stage.say(f"{worker.name} gets other bytes than it asked for: {' '.join(rotten)}")
                 self._at_shard(worker, shard, "suspect", Words(rotten))
-        self.stage.ask(to, worker.name, EndTicket(NO_CALL, attempt), told=False)
+        self.stage.ask(to, worker.name, EndTicket(attempt), told=False)
 
     # ------------------------------------------------------------------------------------------- shards
 
@@ -355,7 +355,7 @@ class Commands:
                 Tombstone(int(number), TENANT) for number in words.options.get("buried", "").split(",") if number
             )
             info = self._info(name, puppet, words)
-            letter = Inventory(NO_CALL, info, coordinator, puppet.told, chunk, last, pages, specs, stones)
+            letter = Inventory(info, coordinator, puppet.told, chunk, last, pages, specs, stones)
         else:
             events = [self._event(namespace, word) for word in words.rest]
             puppet.held += sum(isinstance(event, PageEvent) for event in events)
@@ -364,8 +364,8 @@ class Commands:
             wants = words.number("wants", 0) * PAGE
             orders = OrderProgress(words.number("accepted", 0))
             info = self._info(name, puppet, words)
-            letter = Report(NO_CALL, info, coordinator, first, tuple(events), specs, wants, orders)
-        stage.ask(to, name, letter)
+            letter = Report(info, coordinator, first, tuple(events), specs, wants, orders)
+        stage.ask(to, name, letter, tenant=CLUSTER)
 
     def _info(self, name: str, puppet: Puppet, words: Words) -> ShardInfo:
         free = words.number("free", max(0, puppet.pages - puppet.held)) * PAGE

@@ -26,12 +26,11 @@ script says (`s1 hears acked=1`). Mail that tells nothing new is not told. A wor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from kvcluster.config import CoordinatorConfig, ShardConfig
 from kvcluster.core.coordinator import Coordinator
-from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, CallId, Epoch, NamespaceId, ShardId
+from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import (
     Abort,
@@ -61,8 +60,9 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.shard import Shard
 from kvcluster.testing.core_process import CoreProcess
+from kvcluster.testing.core_stepper import build_request
 from kvcluster.testing.kernel import MS, Clock, Kernel
-from tests.core.transcripts.names import PAGE, Names
+from tests.core.transcripts.names import PAGE, TENANT, Names
 from tests.core.transcripts.telling import NO_NEWS, Teller
 
 MEMBERSHIP_MS = 2_000
@@ -178,7 +178,15 @@ class Stage:
     # ------------------------------------------------------------------------------------------- steps
 
     def ask(
-        self, name: str, asker: str, message: Any, blocks: Sequence[BlockHash] = (), *, told: bool = True
+        self,
+        name: str,
+        asker: str,
+        question: Any,
+        blocks: Sequence[BlockHash] = (),
+        *,
+        tenant: Tenant = TENANT,
+        namespace: NamespaceId | None = None,
+        told: bool = True,
     ) -> Reply | None:
         """Asks a core and tells the answer when it comes; the reply, where that is at once."""
         process = self.process(name)
@@ -187,9 +195,9 @@ class Stage:
         def answered(reply: Reply) -> None:
             replies.append(reply)
             if told and asker:
-                self.say(f"{process.name} -> {asker}: {self.tell.reply(message, blocks, reply)}")
+                self.say(f"{process.name} -> {asker}: {self.tell.reply(question, blocks, reply)}")
 
-        process.submit(lambda call: replace(message, call=call), answered)
+        process.submit(build_request(question, tenant, namespace), answered)
         return replies[0] if replies else None
 
     def settle(self) -> None:
@@ -280,7 +288,7 @@ class Stage:
     def _post(self, name: str, letter: Report | Inventory) -> ReportAck:
         to = self.shards[name].reaches or self.latest()
         place = len(self._lines)
-        ack = self.ask(to, "", letter)
+        ack = self.ask(to, "", letter, tenant=CLUSTER)
         assert isinstance(ack, ReportAck)
         later, self._lines[place:] = self._lines[place:], []
         said, heard = self.tell.substance(letter), self.tell.substance(ack)
@@ -313,17 +321,17 @@ class Stage:
             pinned = self.shard_pin(source, asker, fetch.attempt, fetch.namespace, keys)
             rotten = self.shards[source].rotten
             arrived = [at for at, slot in enumerate(pinned) if slot is not None and slot.key.hash not in rotten]
-            self.ask(source, asker, Unpin(CallId(0), fetch.attempt), told=False)
-        message = Commit(CallId(0), fetch.attempt, tuple(arrived), (b"sums",) * len(arrived))
-        end = message if arrived else Abort(CallId(0), fetch.attempt)
+            self.ask(source, asker, Unpin(fetch.attempt), tenant=CLUSTER, told=False)
+        message = Commit(fetch.attempt, tuple(arrived), (b"sums",) * len(arrived))
+        end = message if arrived else Abort(fetch.attempt)
         self.say(f"{name} keeps: {self.tell.blocks([fetch.slots[at] for at in arrived])}")
-        self.ask(name, "", end, told=False)
+        self.ask(name, "", end, tenant=CLUSTER, told=False)
 
     def shard_pin(
         self, shard: str, asker: str, attempt: Attempt, namespace: NamespaceId, keys: Sequence[PageKey]
     ) -> list[PageSlot | None]:
         """One shard asks another for pages, with the cluster's own credential."""
-        pin = Pin(CallId(0), CLUSTER, namespace, attempt, self.shards[shard].core.epoch, tuple(keys))
-        grant = self.ask(shard, asker, pin, [key.hash for key in keys])
+        pin = Pin(attempt, self.shards[shard].core.epoch, tuple(keys))
+        grant = self.ask(shard, asker, pin, [key.hash for key in keys], tenant=CLUSTER, namespace=namespace)
         assert isinstance(grant, PinGrant)
         return [page if isinstance(page, PageSlot) else None for page in grant.pages]

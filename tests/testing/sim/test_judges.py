@@ -42,12 +42,12 @@ def test_a_drained_shard_may_take_what_was_committed_before_it_heard_of_a_purge(
     run_until(world, lambda: any(len(shard.core.leases) for shard in world.shards.values()))
     shard = next(shard for shard in world.shards.values() if len(shard.core.leases))
     world.told_to_go[shard.shard] = None
-    worker.start(worker.ask(lambda call: Drain(call, shard.shard), worker.now() + SECOND))
+    worker.start(worker.ask(Drain(shard.shard), content.RED, worker.now() + SECOND))
     member = world.coordinator.core.members.get(shard.shard)
     assert member is not None
     run_until(world, lambda: member.info.draining)
     assert not shard.ready
-    worker.start(worker.ask(lambda call: Purge(call, model.tenant), worker.now() + SECOND))
+    worker.start(worker.ask(Purge(), model.tenant, worker.now() + SECOND))
     run_until(world, lambda: shard.farewell)
     assert shard.ready and not shard.purged, "it was to forget these pages, and did not know"
 

@@ -18,7 +18,7 @@ from kvcluster.actors.local import LocalCluster
 from kvcluster.cli.bench.specs import llama_8b
 from kvcluster.cli.bench.transfer.party import warm_memory
 from kvcluster.client import Client
-from kvcluster.client.control import NO_CALL, GrpcPort, expect
+from kvcluster.client.control import GrpcPort, expect
 from kvcluster.core.messages import Done, SetPolicy
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.rpc import Connection
@@ -47,7 +47,7 @@ def set_policy(address: str, setting: tuple[str, str]) -> None:
     """As `kvcluster policy set`."""
     connection = Connection(address, None)
     try:
-        expect(Done, GrpcPort(connection).ask(SetPolicy(NO_CALL, (setting,)), Deadline.after_ms(CALL_MS)))
+        expect(Done, GrpcPort(connection).ask(SetPolicy((setting,)), Deadline.after_ms(CALL_MS)))
     finally:
         connection.close()
 

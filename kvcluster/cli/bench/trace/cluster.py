@@ -8,13 +8,12 @@ the cores decide: what is found, where it is written, what is demoted, promoted 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import count
 
 from kvcluster.config import Config
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.hashing import root
-from kvcluster.core.ids import HOLDER_BYTES, Attempt, BlockHash, CallId, Epoch, Holder, ShardId, Tenant
+from kvcluster.core.ids import CLUSTER, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, ShardId, Tenant
 from kvcluster.core.messages import (
     Abort,
     Attach,
@@ -49,7 +48,7 @@ from kvcluster.core.reasons import Loss
 from kvcluster.core.shard import Shard
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing.core_process import CoreProcess
-from kvcluster.testing.core_stepper import Core
+from kvcluster.testing.core_stepper import Core, build_request
 from kvcluster.testing.kernel import MS, Clock, Kernel
 
 TENANT = Tenant("trace")
@@ -82,13 +81,13 @@ class _Shard(_Replayed):
     def perform(self, effect: Effect) -> None:
         match effect:
             case Send(report):
-                ack = self._coordinator.ask_now(lambda call: replace(report, call=call))
+                ack = self._coordinator.ask_now(build_request(report, CLUSTER))
                 assert isinstance(ack, ReportAck)
                 self._soon(self.step, ReportAnswered(ack))
             case MovePages(attempt, pages):
                 self._soon(self.step, Moved(attempt, (_SUMS,) * len(pages)))
             case Fetch(attempt):  # replicas are not what is measured here
-                self._soon(self.submit, lambda call: Abort(call, attempt))
+                self._soon(self.submit, build_request(Abort(attempt), CLUSTER))
             case Revoke():
                 raise AssertionError("a lease ran out, and everything takes no time")
             case _:
@@ -121,12 +120,12 @@ class TraceCluster:
             self._shards[address] = _Shard(self._kernel, name, core, self._asked)
         self._part = spec.whole(0)
         self._need = Need((self._part,), Loss[config.client.accept.upper()])
-        attached = self._asked.ask_now(lambda call: Attach(call, TENANT, spec))
+        attached = self._asked.ask_now(build_request(Attach(spec), TENANT))
         assert isinstance(attached, Attached)
         self.space = attached.namespace
         self._root = root(self.space)
         for shard in self._shards.values():
-            shard.submit(lambda call: AttachShard(call, TENANT, spec))
+            shard.submit(build_request(AttachShard(spec), TENANT))
             self._kernel.settle()
         self.advance(0)
         assert not self.coordinator.rebuilding, "all shards have told what they hold"
@@ -143,12 +142,11 @@ class TraceCluster:
     def load(self, hashes: Sequence[BlockHash]) -> LoadGrant:
         """How far this chain can be restored, asked as a load that takes no time: it holds, and its ticket ends."""
         attempt = self._attempt()
-        grant = self._asked.ask_now(
-            lambda call: PrepareLoad(call, TENANT, self.space, attempt, tuple(hashes), self._need)
-        )
+        prepare = PrepareLoad(attempt, tuple(hashes), self._need)
+        grant = self._asked.ask_now(build_request(prepare, TENANT, self.space))
         assert isinstance(grant, LoadGrant)
         if grant.hold_ns:
-            self._asked.ask_now(lambda call: EndTicket(call, attempt))
+            self._asked.ask_now(build_request(EndTicket(attempt), TENANT))
         return grant
 
     def store(self, hashes: Sequence[BlockHash], first: int, loss: Loss) -> None:
@@ -157,20 +155,16 @@ class TraceCluster:
         What finds no room at once waits as a client's store does, while time passes and others ask.
         """
         attempt = self._attempt()
-        grant = self._asked.ask_now(
-            lambda call: PrepareStore(
-                call,
-                TENANT,
-                self.space,
-                attempt,
-                first,
-                parent=self._parent(hashes, first),
-                run=hashes[run_start(first, self.config.coordinator.run_blocks)],
-                hashes=tuple(hashes[first:]),
-                parts=((0, self._part),),
-                loss=loss,
-            )
+        prepare = PrepareStore(
+            attempt,
+            first,
+            parent=self._parent(hashes, first),
+            run=hashes[run_start(first, self.config.coordinator.run_blocks)],
+            hashes=tuple(hashes[first:]),
+            parts=((0, self._part),),
+            loss=loss,
         )
+        grant = self._asked.ask_now(build_request(prepare, TENANT, self.space))
         assert isinstance(grant, StoreGrant)
         by_shard: dict[ShardAddress, list[NewPage]] = {}
         depth = first
@@ -187,7 +181,7 @@ class TraceCluster:
         def written(address: ShardAddress) -> None:
             writing.remove(address)
             if not writing:
-                self._asked.ask_now(lambda call: EndTicket(call, attempt))
+                self._asked.ask_now(build_request(EndTicket(attempt), TENANT))
 
         for address, pages in by_shard.items():
             self._write(address, tuple(pages), written)
@@ -202,18 +196,17 @@ class TraceCluster:
         def granted(reply: Reply) -> None:
             assert isinstance(reply, WriteGrant), f"a reservation was answered by {reply}"
             indices = tuple(at for at, page in enumerate(reply.pages) if isinstance(page, PageSlot))
-            self._kernel.at(self._kernel.now, shard, shard.submit, lambda call: end(call, indices), ended)
+            self._kernel.at(self._kernel.now, shard, shard.submit, build_request(end(indices), TENANT), ended)
 
-        def end(call: CallId, indices: tuple[int, ...]) -> Commit | Abort:
-            return Commit(call, attempt, indices, (_SUMS,) * len(indices)) if indices else Abort(call, attempt)
+        def end(indices: tuple[int, ...]) -> Commit | Abort:
+            return Commit(attempt, indices, (_SUMS,) * len(indices)) if indices else Abort(attempt)
 
         def ended(_: Reply) -> None:
             written(address)
 
         wait_ns = self.config.client.store_wait_ms * MS
-        shard.submit(
-            lambda call: Reserve(call, TENANT, self.space, attempt, address.epoch, pages, wait_ns=wait_ns), granted
-        )
+        reserve = Reserve(attempt, address.epoch, pages, wait_ns=wait_ns)
+        shard.submit(build_request(reserve, TENANT, self.space), granted)
         self._kernel.settle()
 
     def _parent(self, hashes: Sequence[BlockHash], depth: int) -> BlockHash:

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeGuard
 from kvcluster.errors import ConfigError
 
 
-class Request(NamedTuple):
+class TraceRequest(NamedTuple):
     """A prompt, by the ids of its blocks, and when it came. Milliseconds."""
 
     at_ms: int
@@ -27,7 +27,7 @@ class Request(NamedTuple):
 class Trace:
     """Requests in order of time. `distinct` is how many different blocks they name, `asked` how many in all."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[TraceRequest, ...]
     distinct: int
     asked: int
 
@@ -45,7 +45,7 @@ def read(path: str | Path, *, most: int | None = None) -> Trace:
 
 def parse(lines: Iterable[str], name: str) -> Trace:
     """As `read`, of lines; `name` is what errors call them."""
-    requests: list[Request] = []
+    requests: list[TraceRequest] = []
     before: dict[int, int | None] = {}  # what each block follows
     for number, line in enumerate(lines, 1):
         try:
@@ -61,7 +61,7 @@ def parse(lines: Iterable[str], name: str) -> Trace:
     return Trace(tuple(requests), len(before), sum(len(request.ids) for request in requests))
 
 
-def _request(line: str) -> Request:
+def _request(line: str) -> TraceRequest:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -73,7 +73,7 @@ def _request(line: str) -> Request:
         raise ValueError(f"timestamp must be milliseconds as an integer from 0 on, not {at_ms!r:.40}")
     if not isinstance(ids, list) or not ids or not all(map(_natural, ids)):
         raise ValueError(f"hash_ids must be a list of integers from 0 on, at least one, not {ids!r:.40}")
-    return Request(at_ms, tuple(ids))
+    return TraceRequest(at_ms, tuple(ids))
 
 
 def _natural(value: object) -> TypeGuard[int]:

@@ -39,8 +39,10 @@ def no_coordinator_fence() -> list[Patch]:
     def heed(self: Uplink, ack: Any, now: int) -> bool:
         return answered(self, replace(ack, epoch=max(ack.epoch, self.coordinator)), now)
 
-    def hear_all(self: Intake, m: Any, now: int) -> Any:
-        return hear(self, replace(m, coordinator=min(m.coordinator, self._state.epoch)), now)
+    def hear_all(self: Intake, request: Any, now: int) -> Any:
+        m = request.question
+        known = replace(m, coordinator=min(m.coordinator, self._state.epoch))
+        return hear(self, replace(request, question=known), now)
 
     return [(Uplink, "answered", heed), (Intake, "_hear", hear_all)]
 
@@ -115,8 +117,8 @@ def condemned_served() -> list[Patch]:
     """A page that is condemned and still read is given to one more reader."""
     original: Callable[..., list[Any]] = Shard._pin
 
-    def pin(self: Shard, m: Any, now: int) -> list[Any]:
-        effects = original(self, m, now)
+    def pin(self: Shard, request: Any, space: Any, now: int) -> list[Any]:
+        m, effects = request.question, original(self, request, space, now)
         lease = next((lease for lease in self.leases.all() if lease.attempt == m.attempt), None)
         answer = effects[0] if effects else None  # it may wait for pages that are read from disk
         if lease is None or not isinstance(answer, Answer) or not isinstance(answer.reply, PinGrant):
@@ -127,7 +129,7 @@ def condemned_served() -> list[Patch]:
                 if lease.pages[at] is None and page.state is PageState.CONDEMNED and page.key == key:
                     page.pins += 1
                     lease.pages[at], pages[at] = page, page.slot()
-        return [Answer(m.call, PinGrant(tuple(pages))), *effects[1:]]
+        return [Answer(request.call, PinGrant(tuple(pages))), *effects[1:]]
 
     return [(Shard, "_pin", pin)]
 
@@ -143,8 +145,9 @@ def lost_abort() -> list[Patch]:
     """A writer that gives up is thanked and not heard."""
     original = Shard._end
 
-    def end(self: Shard, m: Any, now: int) -> list[Any]:
-        return [Answer(m.call, Done())] if isinstance(m, Abort) else original(self, m, now)
+    def end(self: Shard, request: Any, now: int) -> list[Any]:
+        heard = not isinstance(request.question, Abort)
+        return original(self, request, now) if heard else [Answer(request.call, Done())]
 
     return [(Shard, "_end", end)]
 
@@ -170,13 +173,13 @@ def condemned_by_word() -> list[Patch]:
     """A page that a reader suspects is condemned without a look at it."""
     original = Shard._suspect
 
-    def suspect(self: Shard, m: Any, now: int) -> list[Any]:
-        for key in m.keys:
-            page = self.pool.get(m.namespace, key)
+    def suspect(self: Shard, request: Any, space: Any, now: int) -> list[Any]:
+        for key in request.question.keys:
+            page = self.pool.get(space.id, key)
             if page is not None and page.state is PageState.READY:
                 self.pool.condemn(page)
-                self._uplink.tell(GoneEvent(m.namespace, key, corrupt=True))
-        return original(self, m, now)
+                self._uplink.tell(GoneEvent(space.id, key, corrupt=True))
+        return original(self, request, space, now)
 
     return [(Shard, "_suspect", suspect)]
 

@@ -1,0 +1,29 @@
+"""The envelope that a question reaches a core in: who asks, about which namespace, and what.
+
+A client knows its question and, where that is about one namespace, the namespace. The driver adds the call and the
+server the tenant. So a question (the payload) has none of the three, and there is nothing in it for a client to fill
+with a value that means nothing. A core finds the namespace of any question in the same place (docs/adr/0041).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvcluster.core.ids import CallId, NamespaceId, Tenant
+
+Q_co = TypeVar("Q_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Request(Generic[Q_co]):
+    """A question as it reaches a core.
+
+    `call` is made up by the driver, and the core's Answer repeats it. `tenant` is the one that the caller's credential
+    names. `namespace` is None where the question is not about one namespace.
+    """
+
+    call: CallId
+    tenant: Tenant
+    namespace: NamespaceId | None
+    question: Q_co
