@@ -35,7 +35,6 @@ from kvcluster.client.store_plan import (
 )
 from kvcluster.client.store_source import StoreSource
 from kvcluster.core import messages
-from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import Attached, Done, PrepareStore, StoreGrant
 from kvcluster.core.placement import run_start
 from kvcluster.core.spec import KVSpec
