@@ -134,6 +134,11 @@ class Content:
         identity = checksum.identity(NamespaceId(SPACE), new_page(number).key, codec.RAW)
         return checksum.layer_sums(identity, layer, layers, data), data
 
+    def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
+        sums, data = self.send(item, layer, layers)
+        into[:] = data
+        return sums
+
     def drained(self) -> None:
         """It is made anew each time."""
 
