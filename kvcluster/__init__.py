@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     )
     from kvcluster.client.events import EventSubscriber
     from kvcluster.client.layouts import Buffers, Dense, Paged
-    from kvcluster.core.reasons import Loss, Miss, MissReason
+    from kvcluster.core.miss import Loss, Miss, MissReason
     from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Part, Plane, window
     from kvcluster.errors import KVClusterError
 
@@ -51,7 +51,7 @@ _WHERE = {
     ),
     "kvcluster.client.events": ("EventSubscriber",),
     "kvcluster.client.layouts": ("Buffers", "Dense", "Paged"),
-    "kvcluster.core.reasons": ("Loss", "Miss", "MissReason"),
+    "kvcluster.core.miss": ("Loss", "Miss", "MissReason"),
     "kvcluster.core.spec": ("LAST", "PREFIX", "Group", "KVSpec", "Part", "Plane", "window"),
     "kvcluster.errors": ("KVClusterError",),
 }

@@ -7,7 +7,7 @@
     ├── ConfigError            a configuration, token file or address that cannot be used
     ├── CredentialError        the token is missing or not known to the server
     ├── Unreachable            nothing answered at that address, or not in time
-    │   └── Trouble            the same within an exchange, as a miss (transport/seam.py)
+    │   └── Trouble            the same within an exchange, as a miss (transport/base.py)
     └── ProtocolError          the other side speaks something else, or an unknown version
 
 Trouble inside the cluster (a dead shard, a full tier, a passed deadline) is no error of a client's calls:

@@ -42,20 +42,27 @@ EXCLUDED = {
     "limits": "bounds, whose values are choices",
     "invariants": "checks that the tests themselves use",
 }
-MACHINES = ("test_coordinator", "test_intake", "test_drain", "test_transcripts")
+MACHINES = ("test_coordinator", "test_report_handler", "test_drain", "test_transcripts")
 ROOMS: dict[str, tuple[str, ...]] = {
-    "coordinator": (*MACHINES, "test_switch", "test_engines"),
-    "found": ("test_found", "test_disk_moves"),
-    "grants": ("test_grants", "test_switch", "test_coordinator"),
-    "intake": ("test_intake", "test_drain", "test_replicator"),
-    "index": ("test_index", "test_announcer"),
+    "coordinator": (*MACHINES, "test_switch", "test_engine_registry"),
+    "disk_recovery": ("test_disk_recovery", "test_disk_moves"),
+    "prepare_handler": ("test_prepare_handler", "test_switch", "test_coordinator"),
+    "report_handler": ("test_report_handler", "test_drain", "test_replicator"),
+    "index": ("test_index", "test_event_emitter"),
     "members": MACHINES,
-    "mover": ("test_mover", "test_disk_moves", "test_promotion", "test_tier_faults"),
+    "tier_mover": ("test_tier_mover", "test_disk_moves", "test_promotion", "test_tier_faults"),
     "pool": ("test_pool", "test_withdrawal"),
-    "puller": ("test_orders",),
+    "puller": ("test_order_executor",),
     "replicator": ("test_replicator", "test_drain"),
-    "shard": ("test_shard", "test_uplink", "test_orders", "test_waiting", "test_reading", "test_transcripts"),
-    "state": MACHINES,
+    "shard": (
+        "test_shard",
+        "test_report_sender",
+        "test_order_executor",
+        "test_reserve_queue",
+        "test_pin_handler",
+        "test_transcripts",
+    ),
+    "coordinator_state": MACHINES,
     "tiering": ("test_tiering", "test_tier_faults"),
 }
 """The unit tests of a room, where they are more than test_<room>.py. A module without any has all of tests/core."""

@@ -27,9 +27,9 @@ from kvcluster.actors.shard import ShardActor
 from kvcluster.config import Config
 from kvcluster.core.ids import Epoch
 from kvcluster.errors import ConfigError, KVClusterError
-from kvcluster.runtime.allocation import ENVIRONMENT
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import publisher_of
+from kvcluster.runtime.malloc_env import ENVIRONMENT
 
 log = logging.getLogger(__name__)
 NAMESPACE = "kvcluster"

@@ -14,7 +14,7 @@ from kvcluster.core.ids import Epoch
 from kvcluster.core.messages import Leave
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
-from kvcluster.runtime.garbage import GarbageKeeper
+from kvcluster.runtime.gc_freeze import GarbageKeeper
 from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
 from kvcluster.transport.rpc import host_and_port
 from kvcluster.wire.methods import COORDINATOR

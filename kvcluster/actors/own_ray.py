@@ -18,7 +18,7 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
 from kvcluster.config import Config
-from kvcluster.runtime.allocation import ENVIRONMENT
+from kvcluster.runtime.malloc_env import ENVIRONMENT
 
 OBJECT_STORE_BYTES = 80 * 2**20
 """Pages never enter Ray's object store; this is about the least that Ray accepts."""

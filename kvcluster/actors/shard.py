@@ -18,13 +18,13 @@ from kvcluster.config import Config
 from kvcluster.core.ids import Epoch, ShardId, Tenant
 from kvcluster.core.messages import Inventory, Leave, Reply, Report, ShardAddress
 from kvcluster.runtime.auth import authenticator
-from kvcluster.runtime.offering import serve_paths
 from kvcluster.runtime.server import Gate, GrpcServer, Handler, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
-from kvcluster.transport.choice import choose, own_attempts
+from kvcluster.runtime.transport_servers import serve_paths
+from kvcluster.transport.auto import choose, own_attempts
+from kvcluster.transport.base import Deadline, Transport
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.rpc import Connection
-from kvcluster.transport.seam import Deadline, Transport
 from kvcluster.wire.methods import COORDINATOR, SHARD
 
 log = logging.getLogger(__name__)

@@ -19,18 +19,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.where import add_where, address_of
+from kvcluster.cli.coordinator_args import add_where, address_of
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
 from kvcluster.client.layouts import Buffers
 from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.breakeven import Breakeven, LinkRate
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.model_config import read_kv
-from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.spec import DTYPE_BYTES, Group, KVSpec
 from kvcluster.errors import ConfigError, KVClusterError, Unreachable
-from kvcluster.transport.seam import Deadline
+from kvcluster.transport.base import Deadline
 
 MODEL = "kvcluster-breakeven"
 """What the blocks are stored under: always the same, so that purging leaves one tombstone and not one a run."""

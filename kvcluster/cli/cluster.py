@@ -9,13 +9,13 @@ import signal
 import sys
 from typing import Any
 
-from kvcluster.cli.apart import kept_apart, read_namespaces
-from kvcluster.cli.engines import alone, engines_dict, read_engines
-from kvcluster.cli.screen import needs
-from kvcluster.cli.where import DEFAULT_PORT, add_where, address_of, coordinator, read_status
+from kvcluster.cli.coordinator_args import DEFAULT_PORT, add_where, address_of, coordinator, read_status
+from kvcluster.cli.extras import needs
+from kvcluster.cli.namespace_diff import kept_apart, read_namespaces
+from kvcluster.cli.weights import alone, engines_dict, read_engines
 from kvcluster.config import load
 from kvcluster.errors import Unreachable
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 
 
 def add(commands: Any) -> None:
@@ -88,12 +88,12 @@ def _status(options: argparse.Namespace) -> int:
             engines = read_engines(port, 5_000)
             apart = [*kept_apart(read_namespaces(port, 5_000)), *alone(engines)]
             status = read_status(port, 5_000) | {"apart": apart, "engines": engines_dict(engines)}
-    except Trouble:
+    except Unavailable:
         raise Unreachable(f"no cluster answers at {address}; `kvcluster up` starts one") from None
     if options.json:
         print(json.dumps(status, indent=2))
     else:
         with needs("cli", "rich", instead="or use --json"):
-            from kvcluster.cli.tables import print_status
+            from kvcluster.cli.status_view import print_status
         print_status(status, address)
     return 0

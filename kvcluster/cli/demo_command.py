@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvcluster.cli.screen import needs
+from kvcluster.cli.extras import needs
 
 
 def add(commands: Any) -> None:

@@ -16,21 +16,21 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
-from kvcluster.cli.apart import kept_apart, read_namespaces
-from kvcluster.cli.engines import alone, read_engines
-from kvcluster.cli.screen import needs
-from kvcluster.cli.where import add_where, address_of, read_status
-from kvcluster.client.control import GrpcPort
+from kvcluster.cli.coordinator_args import add_where, address_of, read_status
+from kvcluster.cli.extras import needs
+from kvcluster.cli.namespace_diff import kept_apart, read_namespaces
+from kvcluster.cli.weights import alone, read_engines
+from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import TRANSPORTS
 from kvcluster.core.ids import Attempt, Epoch
 from kvcluster.core.messages import PROTOCOL_VERSION, Offers
 from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError, ProtocolError
 from kvcluster.pages import native
-from kvcluster.transport.choice import OPENERS, own_attempts
+from kvcluster.transport.auto import OPENERS, own_attempts
+from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.grpc_pages import GrpcPages
-from kvcluster.transport.paths import Opener, not_offered, not_taken, offer_of, said, try_path
+from kvcluster.transport.path_selector import Opener, not_offered, not_taken, offer_of, said, try_path
 from kvcluster.transport.rpc import Connection
-from kvcluster.transport.seam import DataPath, Deadline, RefusedByShard, Trouble
 from kvcluster.transports import BESIDE_GRPC, BY_NAME
 from kvcluster.wire.methods import version_question
 
@@ -57,7 +57,7 @@ def _doctor(options: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
     else:
         with needs("cluster", "rich", instead="or give --json"):
-            from kvcluster.cli.diagnosis import print_diagnosis
+            from kvcluster.cli.doctor_view import print_diagnosis
         print_diagnosis(found)
     return 0 if found["healthy"] else 1
 
@@ -124,7 +124,7 @@ def _advice(error: Exception, address: str) -> str:
     if isinstance(error, ProtocolError):
         return "install the same release here and in the cluster, and see that nothing else listens at that port"
     loopback = address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
-    if isinstance(error, Trouble):
+    if isinstance(error, Unavailable):
         return "the coordinator hangs or has just died: see its log, and try again in a few seconds"
     if loopback:
         return "`kvcluster up` starts a cluster here; --address names one elsewhere"

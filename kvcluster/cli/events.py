@@ -11,7 +11,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvcluster.cli.screen import needs
+from kvcluster.cli.extras import needs
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksStored
 
 if TYPE_CHECKING:

@@ -9,24 +9,24 @@ from collections.abc import Sequence
 
 from kvcluster import __version__
 from kvcluster.cli import (
+    admin,
     bench,
     breakeven,
     cluster,
     demo_command,
     doctor,
-    engines,
     events,
-    operate,
     pin,
     policy,
     simulate,
     token,
+    weights,
 )
 from kvcluster.errors import KVClusterError
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 
 _COMMANDS = (
-    *(cluster, operate, pin, policy, engines, events, doctor),
+    *(cluster, admin, pin, policy, weights, events, doctor),
     *(demo_command, bench, breakeven, simulate, token),
 )
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = options.run(options)
         sys.stdout.flush()
         return status
-    except (KVClusterError, Trouble) as error:
+    except (KVClusterError, Unavailable) as error:
         print(f"kvcluster: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:

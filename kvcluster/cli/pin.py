@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.apart import Known, read_namespaces
-from kvcluster.cli.screen import needs
-from kvcluster.cli.where import add_where, address_of, coordinator
+from kvcluster.cli.coordinator_args import add_where, address_of, coordinator
+from kvcluster.cli.extras import needs
+from kvcluster.cli.namespace_diff import Known, read_namespaces
 from kvcluster.client.connect import connect
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError

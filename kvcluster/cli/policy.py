@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvcluster.cli.where import add_where, coordinator, read_status
-from kvcluster.client.control import expect
+from kvcluster.cli.coordinator_args import add_where, coordinator, read_status
+from kvcluster.client.coordinator_client import expect
 from kvcluster.core.messages import Done, SetPolicy
 from kvcluster.errors import CallerError
-from kvcluster.transport.seam import Deadline
+from kvcluster.transport.base import Deadline
 
 _ANSWER_MS = 10_000
 

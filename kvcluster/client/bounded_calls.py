@@ -28,8 +28,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvcluster.client.breaker import FREE_DOUBLINGS, Breaker, BreakerState, Leave
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.client.breaker import FREE_DOUBLINGS, Breaker, BreakerState, PermitNumber
+from kvcluster.core.miss import Miss, MissReason
 
 R = TypeVar("R")
 
@@ -48,7 +48,7 @@ OPEN_NS = 500_000_000
 class Admission:
     """One call that CallPolicy admitted."""
 
-    permit: Leave
+    permit: PermitNumber
     probe: bool
     until_ns: int  # when its asker stops waiting; for a probe, when it was admitted
     allowed_ns: int  # an answer that takes longer counts as a failure

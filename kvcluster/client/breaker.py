@@ -8,8 +8,8 @@ and whoever shares it brings a lock.
     CLOSED --so many failures in a row--> OPEN --time--> PROBING --success--> CLOSED
                                             ^------------failure-----'
 
-Every exchange gets a leave and names it when it ends. A leave is good for the state that it was given in: what ends
-later says nothing of the shard as it is now, and is dropped.
+Every exchange gets a permit number and names it when it ends. A permit is good for the state that it was given in: what
+ends later says nothing of the shard as it is now, and is dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NewType
 
-from kvcluster.core.reasons import Miss
+from kvcluster.core.miss import Miss
 
 DOUBLINGS = 6
 """To half a minute by default, after which a shard that came back is seen soon enough: whoever tries it waits."""
@@ -25,7 +25,7 @@ DOUBLINGS = 6
 FREE_DOUBLINGS = 2
 """For those who wait for no try: it costs one exchange in two seconds, and they see sooner who came back."""
 
-Leave = NewType("Leave", int)
+PermitNumber = NewType("PermitNumber", int)
 """To ask the shard once."""
 
 
@@ -50,15 +50,15 @@ class Breaker:
         self._open_ns = open_ns  # how long the next time
         self._until = 0
         self._why: Miss | None = None  # the last failure; None only before the first
-        self._leave = Leave(0)
+        self._permit = PermitNumber(0)
 
-    def ask(self, now: int) -> Leave | Miss:
-        """Leave to ask the shard, or the miss that not asking it amounts to."""
+    def ask(self, now: int) -> PermitNumber | Miss:
+        """PermitNumber to ask the shard, or the miss that not asking it amounts to."""
         if self.state is BreakerState.OPEN and now >= self._until:
             self._become(BreakerState.PROBING)
-            return self._leave
+            return self._permit
         if self.state is BreakerState.CLOSED:
-            return self._leave
+            return self._permit
         assert self._why is not None
         when = (
             "tried at this moment"
@@ -67,19 +67,19 @@ class Breaker:
         )
         return Miss(self._why.reason, f"not asked: failed {self.failures} times, {when}")
 
-    def succeeded(self, leave: Leave) -> None:
+    def succeeded(self, number: PermitNumber) -> None:
         """The shard answered, whatever it said."""
-        if leave == self._leave:
+        if number == self._permit:
             self.failures = 0
             self._open_ns = self._first_ns
             if self.state is BreakerState.PROBING:
                 self._become(BreakerState.CLOSED)
 
-    def failed(self, leave: Leave, why: Miss, now: int) -> None:
+    def failed(self, number: PermitNumber, why: Miss, now: int) -> None:
         """It did not, or not in time."""
-        if leave != self._leave:
+        if number != self._permit:
             return
-        assert self.state is not BreakerState.OPEN, "nobody has leave while it is open"
+        assert self.state is not BreakerState.OPEN, "no permit is valid while it is open"
         self.failures += 1
         self._why = why
         if self.state is BreakerState.PROBING or self.failures >= self._allowed:
@@ -87,9 +87,9 @@ class Breaker:
             self._until = now + self._open_ns
             self._open_ns = min(2 * self._open_ns, self._longest_ns)
 
-    def gave_up(self, leave: Leave) -> None:
+    def gave_up(self, number: PermitNumber) -> None:
         """Its user broke off, which tells nothing of the shard. Where this was the probe, the next one is."""
-        if leave == self._leave and self.state is BreakerState.PROBING:
+        if number == self._permit and self.state is BreakerState.PROBING:
             self._become(BreakerState.OPEN)
 
     def open_for(self, now: int) -> int:
@@ -98,4 +98,4 @@ class Breaker:
 
     def _become(self, state: BreakerState) -> None:
         self.state = state
-        self._leave = Leave(self._leave + 1)
+        self._permit = PermitNumber(self._permit + 1)

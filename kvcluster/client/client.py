@@ -7,7 +7,7 @@
 
 Every call has one deadline, which all its parts share. Misuse raises CallerError before anything moves; trouble in the
 cluster is a miss with a reason, and the engine recomputes. All that is raised is of the tree in errors.py. Bytes are
-moved by threads of the client's own (movers.py), and tickets renewed by another: no event loop is needed.
+moved by threads of the client's own (transfer_queue.py), and tickets renewed by another: no event loop is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcluster.client.arguments import (
+from kvcluster.client.coordinator_client import CoordinatorClient, CoordinatorPort
+from kvcluster.client.explain import explain
+from kvcluster.client.policy import ShardPolicy
+from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
+from kvcluster.client.shard_connections import OpenTransport, ShardConnections
+from kvcluster.client.status import status_dict
+from kvcluster.client.ticket import Ticket
+from kvcluster.client.tickets import Tickets
+from kvcluster.client.transfer import Transfer
+from kvcluster.client.transfer_queue import TransferQueue
+from kvcluster.client.validation import (
     check_deadline_ms,
     check_filters,
     check_first,
@@ -29,18 +39,8 @@ from kvcluster.client.arguments import (
     pin_terms,
     prompt_hashes,
 )
-from kvcluster.client.borrowing import BorrowedBlocks, Borrower
-from kvcluster.client.control import CoordinatorClient, CoordinatorPort
-from kvcluster.client.explaining import explain
-from kvcluster.client.movers import Movers
-from kvcluster.client.opening import open_ways
-from kvcluster.client.policy import ShardPolicy
-from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
-from kvcluster.client.shards import OpenTransport, Shards
-from kvcluster.client.status import status_dict
-from kvcluster.client.ticket import Ticket
-from kvcluster.client.tickets import Tickets
-from kvcluster.client.transfer import Transfer
+from kvcluster.client.warm_up import warm_up
+from kvcluster.client.zero_copy import BorrowedBlocks, Borrower
 from kvcluster.config import ClientConfig
 from kvcluster.core import messages
 from kvcluster.core.ids import BlockHash
@@ -56,12 +56,12 @@ from kvcluster.core.messages import (
     Status,
     UnpinBlocks,
 )
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError, Unreachable
 from kvcluster.pages.codec import implementation
-from kvcluster.transport.choice import own_attempts
-from kvcluster.transport.seam import Deadline, Trouble
+from kvcluster.transport.auto import own_attempts
+from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.wire.frames import decode_ticket
 
 if TYPE_CHECKING:
@@ -92,10 +92,10 @@ class Client:
         self._control = CoordinatorClient(port)
         lock = threading.RLock()  # of what plans and policy decide: never held while anything takes time
         policy = ShardPolicy(breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms)
-        self._shards = Shards(open_transport, policy, lock)
+        self._shards = ShardConnections(open_transport, policy, lock)
         self._attempt = own_attempts()
         self._tickets = Tickets(self._control, self._attempt)
-        self._movers = Movers(
+        self._movers = TransferQueue(
             self._control, self._shards, policy, lock, self.parts, next_attempt=self._attempt, config=self._config
         )
         self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=self._deadline)
@@ -105,15 +105,15 @@ class Client:
 
     def attach(self, deadline: Deadline) -> None:
         """Names the spec to the coordinator. Done by the first call otherwise; `connect` does it to fail early.
-        Raises Trouble (an Unreachable) where it does not answer."""
+        Raises Unavailable (an Unreachable) where it does not answer."""
         self._control.attach(self.spec, deadline)
 
-    def open_ways(self, *, deadline_ms: float | None = None) -> None:
+    def warm_up(self, *, deadline_ms: float | None = None) -> None:
         """Finds the way to every shard that is up, so that the first load or store need not. Nothing is raised."""
-        open_ways(self._control, self._shards, self.spec, self.parts, self._attempt, self._call(deadline_ms))
+        warm_up(self._control, self._shards, self.spec, self.parts, self._attempt, self._call(deadline_ms))
 
     def register(self, engine: EngineInfo, *, deadline_ms: float | None = None) -> Registered:
-        """Tells the cluster that this engine lives, and hears what its weights are to be called. Raises Trouble."""
+        """Tells the cluster that this engine lives, and hears what its weights are to be called. Raises Unavailable."""
         return self._control.request(Registered, RegisterEngine(engine), self._call(deadline_ms))
 
     # ------------------------------------------------------------------------------------ level 1: blocks
@@ -128,7 +128,7 @@ class Client:
         deadline_ms: float | None = None,
     ) -> list[BlockHash]:
         """Hashes of the full blocks of a token sequence (core/hashing.py). Pure but for the first call of a spec,
-        which asks the cluster for the namespace; raises Trouble (an Unreachable) where there is none to ask."""
+        which asks the cluster for the namespace; raises Unavailable (an Unreachable) where there is none to ask."""
         check_prompt(token_ids, salt, extra_keys)
         spec, deadline = self._spec(adapter), self._call(deadline_ms)
         namespace = self._control.namespace(spec, deadline)
@@ -423,7 +423,7 @@ class Client:
             return Pinned(0, 0, trouble)
         try:
             pinned = self._control.ask(messages.BlocksPinned, spec, replace(message, hashes=tuple(hashes)), deadline)
-        except Trouble as trouble:
+        except Unavailable as trouble:
             return Pinned(0, 0, trouble.miss)
         return Pinned(pinned.blocks * spec.block_tokens, pinned.blocks)
 
@@ -434,7 +434,7 @@ class Client:
         """Asks what no miss could answer."""
         try:
             return self._control.request(kind, message, self._call(deadline_ms))
-        except Trouble as trouble:
+        except Unavailable as trouble:
             raise Unreachable(f"the coordinator does not answer: {trouble.miss}; {advice}") from None
 
     def _hash(
@@ -452,7 +452,7 @@ class Client:
             return [], Miss(MissReason.BELOW_BLOCK, detail)
         try:
             namespace = self._control.namespace(spec, deadline)
-        except Trouble as trouble:
+        except Unavailable as trouble:
             return [], trouble.miss
         hashes = prompt_hashes(namespace, token_ids, spec.block_tokens, salt, extra_keys)
         check_hashes(hashes)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvcluster.client.client import Client
-from kvcluster.client.control import GrpcPort
+from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import ClientConfig
 from kvcluster.core.messages import ShardAddress
-from kvcluster.core.reasons import MissReason
+from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import Unreachable
-from kvcluster.transport.choice import choose, own_attempts
+from kvcluster.transport.auto import choose, own_attempts
+from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.rpc import Connection
-from kvcluster.transport.seam import Deadline, Transport, Trouble
 
 
 def connect(
@@ -47,7 +47,7 @@ def connect(
         raise
     try:
         client.attach(deadline)
-    except Trouble as trouble:
+    except Unavailable as trouble:
         client.close()
         late = "in time" if trouble.miss.reason is MissReason.DEADLINE else f"({trouble.miss.detail})"
         raise Unreachable(f"the coordinator at {address} did not answer {late}; see `kvcluster status`") from None

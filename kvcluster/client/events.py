@@ -19,7 +19,7 @@ from types import TracebackType
 
 import zmq
 
-from kvcluster.client.sequences import Heard, Reset, Sequences
+from kvcluster.client.event_gaps import EventGaps, Heard, Reset
 from kvcluster.core.messages.events import AllBlocksCleared, KVEvent
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.wire import kv_events
@@ -64,7 +64,7 @@ class EventSubscriber:
     ) -> None:
         self._replay_endpoint = replay
         self._silence_s = replay_silence_s
-        self._sequences = Sequences(replay=bool(replay))
+        self._sequences = EventGaps(replay=bool(replay))
         self._heard: deque[Heard] = deque()
         self._events: deque[Event] = deque()
         self._malformed = self._resets = self._replays = 0

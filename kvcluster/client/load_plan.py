@@ -25,15 +25,15 @@ from kvcluster.client.pieces import Piece, Pieces
 from kvcluster.client.policy import ASKING_SHARE, SILENT_SHARE, AskAgain, Permit, ShardPolicy
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.results import Loaded
-from kvcluster.client.retry import Found, Question, RetryPlan
+from kvcluster.client.retry import Alternatives, Question, RetryPlan
 from kvcluster.client.shares import share_out
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt
 from kvcluster.core.messages import Explained, PageKey, ShardAddress, TicketBody
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.core.tiers import FASTEST
-from kvcluster.transport.seam import Streams
+from kvcluster.transport.base import Streams
 
 READERS = 32
 """Exchanges by which a client reads at once: sixteen shards, by two streams each."""
@@ -160,7 +160,7 @@ class _ReadExchange:
     reattached: bool
     hedged: bool = False
     handed_over: dict[int, None] = field(default_factory=dict)
-    stopping: tuple[tuple[int, ...], Found] | None = None
+    stopping: tuple[tuple[int, ...], Alternatives] | None = None
 
     def missing(self) -> list[tuple[int, Piece]]:
         """What has not come of what it was to bring, by item."""
@@ -351,7 +351,7 @@ class LoadPlan:
         asked = self._asked.pop(event.number, None)
         if asked is None:
             return []
-        found: Found = {}
+        found: Alternatives = {}
         for question, explained in zip(asked.questions, event.answers, strict=False):
             found |= self._retry.found(question, explained.fates)
         for sources in found.values():
@@ -359,13 +359,13 @@ class LoadPlan:
         if asked.silent is not None:
             exchange = self._exchanges.get(asked.silent)
             return [] if exchange is None else self._take_away(exchange, found)
-        return self._start(self._elsewhere(asked.rests, found), now)
+        return self._start(self._alternatives(asked.rests, found), now)
 
-    def _elsewhere(self, rests: Sequence[Piece], found: Found) -> Pieces:
+    def _alternatives(self, rests: Sequence[Piece], found: Alternatives) -> Pieces:
         """Other pieces in the place of these, as far as there are any. No exchange owns them."""
         pieces: Pieces = {}
         for rest in rests:
-            placed = self._retry.elsewhere(rest, found)
+            placed = self._retry.alternatives(rest, found)
             if placed is not None:
                 self._progress.replace(rest, (piece for _, piece in placed))
                 for shard, piece in placed:
@@ -391,11 +391,11 @@ class LoadPlan:
                 effects += self._ask(rests, exchange.number, now)
         return effects
 
-    def _take_away(self, exchange: _ReadExchange, found: Found) -> list[LoadEffect]:
+    def _take_away(self, exchange: _ReadExchange, found: Alternatives) -> list[LoadEffect]:
         """Stops a silent exchange, as far as other shards have what it was to bring; it is waited for with the rest."""
         items: dict[int, bool] = {}
         for item, rest in exchange.missing():
-            items[item] = items.get(item, True) and self._retry.elsewhere(rest, found) is not None
+            items[item] = items.get(item, True) and self._retry.alternatives(rest, found) is not None
         taken = tuple(item for item, elsewhere in items.items() if elsewhere)
         if not taken:
             return []
@@ -424,7 +424,7 @@ class LoadPlan:
         exchange.handed_over.update(dict.fromkeys(items))
         for rest in rests:
             self._progress.failed(rest.block, _silent(exchange.shard))
-        return self._start(self._elsewhere(rests, found), now)
+        return self._start(self._alternatives(rests, found), now)
 
     # ----------------------------------------------------------------------------------------- stopping
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from kvcluster.client.pieces import Piece, Pieces, each, layer_counts
 from kvcluster.client.results import Loaded
 from kvcluster.core.messages import TicketBody
-from kvcluster.core.reasons import Loss, Miss
+from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
 
 

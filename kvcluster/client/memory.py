@@ -2,7 +2,7 @@
 
 A page is `[layers, planes, block_tokens, heads, dim]` of one part, contiguous (DESIGN.md, "Bytes: pages");
 an engine's memory is whatever its attention kernels want. The caller names its layout with `Dense`, `Paged`
-or `Buffers`; `bind` checks all of it against the spec before a byte moves; the `Bound` that comes out moves
+or `Buffers`; `bind` checks all of it against the spec before a byte moves; the `BoundMemory` that comes out moves
 rectangles of layers and heads, and cannot fail on the caller's account any more.
 
 This module knows layouts by name and pages as bytes. What it takes to see tensors so is in tensors.py, which is
@@ -30,10 +30,10 @@ def bind(
     *,
     first: int = 0,
     writable: bool,
-) -> Bound:
+) -> BoundMemory:
     """Checks that `memory` holds `blocks` blocks of `parts`, one part a group, and opens it for moving bytes.
 
-    They are the blocks from `first` on of a sequence: the Bound counts as the sequence does.
+    They are the blocks from `first` on of a sequence: the BoundMemory counts as the sequence does.
     A spec with several groups takes a list with one entry a group, None exactly where its part is None. A
     destination (`writable`) may have room for more blocks than `blocks`; a source has exactly as many.
     Raises CallerError, which says what was given, what was expected and what to do; nothing has moved then.
@@ -57,10 +57,10 @@ def bind(
             continue
         spec.check_part(index, part)
         memories.append(_bind_group(Ask(spec, index, part, first, blocks, writable), one))
-    return Bound(tuple(memories), first, given)
+    return BoundMemory(tuple(memories), first, given)
 
 
-class Bound:
+class BoundMemory:
     """Checked memory of one call. It keeps the caller's objects alive.
 
     Any number of threads may use it at once, as long as no two write the same place; each gathers into a Staging of

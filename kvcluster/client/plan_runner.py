@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 from kvcluster.client.load_plan import Begin, Cancel, PlanTick
 from kvcluster.client.timer import Timer
 from kvcluster.client.worker_pool import WorkerPool
-from kvcluster.core.reasons import Miss
+from kvcluster.core.miss import Miss
 
 Event = TypeVar("Event")
 Effect = TypeVar("Effect")

@@ -17,11 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvcluster.client.breaker import Breaker, BreakerState, Leave
+from kvcluster.client.breaker import Breaker, BreakerState, PermitNumber
 from kvcluster.core.messages import Refused, RefusedKind, ShardAddress
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, LimitError
-from kvcluster.transport.seam import Cancelled, PathLost, RefusedByShard, Trouble
+from kvcluster.transport.base import Cancelled, PathLost, RefusedByShard, Unavailable
 
 SILENT_SHARE = 4
 """A shard that sends nothing for this part of a load's time is silent: early enough to read it all from another."""
@@ -35,7 +35,7 @@ class Permit:
     """To ask this incarnation once."""
 
     shard: ShardAddress
-    leave: Leave
+    number: PermitNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +62,25 @@ class ShardPolicy:
         if breaker is None or known != shard:
             breaker = Breaker(failures=self._failures, open_ns=self._open_ns)
             self._known[shard.shard] = shard, breaker
-        leave = breaker.ask(now)
-        if isinstance(leave, Miss):
-            return Miss(leave.reason, f"{shard.shard} {leave.detail}")
-        return Permit(shard, leave)
+        number = breaker.ask(now)
+        if isinstance(number, Miss):
+            return Miss(number.reason, f"{shard.shard} {number.detail}")
+        return Permit(shard, number)
 
     def answered(self, permit: Permit) -> None:
         breaker = self._breaker(permit.shard)
         if breaker is not None:
-            breaker.succeeded(permit.leave)
+            breaker.succeeded(permit.number)
 
     def failed(self, permit: Permit, why: Miss, now: int) -> None:
         breaker = self._breaker(permit.shard)
         if breaker is not None:
-            breaker.failed(permit.leave, why, now)
+            breaker.failed(permit.number, why, now)
 
     def gave_up(self, permit: Permit) -> None:
         breaker = self._breaker(permit.shard)
         if breaker is not None:
-            breaker.gave_up(permit.leave)
+            breaker.gave_up(permit.number)
 
     def ended(
         self, permit: Permit, error: BaseException | None, now: int, *, reattached: bool = False
@@ -100,7 +100,7 @@ class ShardPolicy:
         if isinstance(error, PathLost):
             self.gave_up(permit)
             return AskAgain(reattached)
-        if isinstance(error, Trouble) and not isinstance(error, Cancelled):
+        if isinstance(error, Unavailable) and not isinstance(error, Cancelled):
             self.failed(permit, error.miss, now)
             return error.miss
         self.gave_up(permit)

@@ -1,4 +1,5 @@
-"""The copy executor in Python: loads from memory of this host into whatever a Bound describes, and stores out of it.
+"""The copy executor in Python: loads from memory of this host into whatever a BoundMemory describes, and stores out of
+it.
 
 A page that lies as one run of bytes gets its layers straight from the source, summed as they are written there. A
 strided destination gets them from a buffer beside it, verified before they are put; what is encoded is verified in a
@@ -14,7 +15,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from kvcluster.client.memory import Bound
+from kvcluster.client.memory import BoundMemory
 from kvcluster.client.part_memory import Staging
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
@@ -48,7 +49,7 @@ class PythonCopies:
     """Of one thread. A CopyExecutor for loads into `memory` and stores out of it, which the geometries of its batches
     describe."""
 
-    def __init__(self, memory: Bound) -> None:
+    def __init__(self, memory: BoundMemory) -> None:
         self._memory = memory
         self._staging = Staging()
         self._decoded = Staging()

@@ -20,9 +20,9 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from kvcluster.client.pieces import Piece
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ProtocolError
-from kvcluster.transport.seam import Cancelled
+from kvcluster.transport.base import Cancelled
 
 _CORRUPT = Miss(MissReason.CORRUPT)
 

@@ -2,7 +2,7 @@
 
 A retry is safe because a load changes nothing at a shard and puts nothing into memory that has not been verified. It
 is bounded because no shard is asked twice for a page of one block and group, and none is looked for more than ROUNDS
-times. Who asks, reads and keeps the time is loading.py; nothing here does.
+times. Who asks, reads and keeps the time is load_executor.py; nothing here does.
 
 The question is Explain and not PrepareLoad: the blocks that failed are no chain from a sequence's start, and where
 the rest of the chain lies does not matter any more, since it has come.
@@ -17,7 +17,7 @@ from kvcluster.client.pieces import Piece, Placed, cover
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.messages import BlockFate, Need, Source
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import Part
 
 ROUNDS = 3
@@ -26,7 +26,7 @@ ROUNDS = 3
 Place = tuple[int, int]
 """A block and a group."""
 
-Found = dict[Place, tuple[Source, ...]]
+Alternatives = dict[Place, tuple[Source, ...]]
 """Where else a group of a block lies."""
 
 
@@ -72,9 +72,9 @@ class RetryPlan:
             alike.setdefault(need, []).append(block)
         return [Question(tuple(b), tuple(self._hashes[at] for at in b), need) for need, b in alike.items()]
 
-    def found(self, question: Question, fates: Sequence[BlockFate]) -> Found:
+    def found(self, question: Question, fates: Sequence[BlockFate]) -> Alternatives:
         """Where else they lie, by the answer. A shard that has failed is not believed to serve after all."""
-        found: Found = {}
+        found: Alternatives = {}
         plans = (fate.plan for fate in fates for _ in range(fate.count))
         for block, plan in zip(question.blocks, plans, strict=False):
             for group, (part, sources) in enumerate(zip(question.need.parts, plan or (), strict=False)):
@@ -83,7 +83,7 @@ class RetryPlan:
                     found[block, group] = tuple(s for s in sources if s.shard.shard not in failed)
         return found
 
-    def elsewhere(self, piece: Piece, found: Found) -> list[Placed] | None:
+    def alternatives(self, piece: Piece, found: Alternatives) -> list[Placed] | None:
         """Pieces that together stand for this one, or None where nothing else serves."""
         sources = found.get((piece.block, piece.group), ())
         return cover(self._hashes[piece.block], piece.block, piece.group, piece.fills, sources)

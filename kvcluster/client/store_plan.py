@@ -27,9 +27,9 @@ from kvcluster.client.shares import share_out
 from kvcluster.client.store_progress import StoreProgress
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import NewPage, PageKey, ShardAddress, StoreGrant, WriteRequest, Written
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.transport.seam import PathLost, Streams, Trouble
+from kvcluster.transport.base import PathLost, Streams, Unavailable
 
 PAUSES_NS = (10_000_000, 20_000_000, 40_000_000, 80_000_000, 160_000_000)
 """Before asking again for a page that a broken try of ours still holds: its shard aborts it when it sees the connection
@@ -313,7 +313,7 @@ class StorePlan:
         self._all_there = False
         if not event.asked:
             self._ticket = None
-        if isinstance(event.error, Trouble):
+        if isinstance(event.error, Unavailable):
             self._progress.missed(event.error.miss, 0)
         else:
             self._error = event.error

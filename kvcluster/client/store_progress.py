@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvcluster.client.results import Stored
 from kvcluster.core.messages import Decision, ShardAddress, StoreGrant, Written
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 
 _MISSES = {
     Written.CORRUPT: Miss(MissReason.CORRUPT, "what arrived did not match its checksum"),

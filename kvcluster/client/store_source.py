@@ -11,12 +11,12 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 
-from kvcluster.client.memory import Bound
+from kvcluster.client.memory import BoundMemory
 from kvcluster.client.part_memory import Staging
 from kvcluster.client.python_copies import PythonCopies
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import NewPage
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum
@@ -24,8 +24,8 @@ from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.copy_executor import EXECUTORS, CopyExecutor, choose
+from kvcluster.transport.base import Cancelled, Deadline
 from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory, check_layer_bytes
-from kvcluster.transport.seam import Cancelled, Deadline
 
 _SOURCE = HostMemory()
 _GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
@@ -41,7 +41,7 @@ class StoreSource:
         namespace: NamespaceId,
         pages: Sequence[NewPage],
         blocks: Sequence[int],
-        memory: Bound,
+        memory: BoundMemory,
         deadline: Deadline,
         on_drained: Callable[[], object],
     ) -> None:
@@ -172,7 +172,7 @@ class _StoreCopies:
         self._source.run(self._batch, self._executor, start, stop)
 
 
-def _items(pages: Sequence[NewPage], blocks: Sequence[int], memory: Bound) -> CopyItems:
+def _items(pages: Sequence[NewPage], blocks: Sequence[int], memory: BoundMemory) -> CopyItems:
     """A row for each page of an exchange, all heads of it."""
     items = CopyItems(memory.geometries())
     for page, block in zip(pages, blocks, strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import TicketBody
-from kvcluster.core.reasons import Loss, Miss
+from kvcluster.core.miss import Loss, Miss
 from kvcluster.wire.frames import encode_ticket
 
 

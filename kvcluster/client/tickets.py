@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvcluster.client.control import CoordinatorClient
+from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.lease_keeper import LeaseKeeper
 from kvcluster.client.ticket import Ticket
 from kvcluster.core.ids import Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import Done, EndTicket, LoadGrant, Need, PrepareLoad, RenewTicket, TicketBody
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
-from kvcluster.transport.seam import Deadline, Trouble
+from kvcluster.transport.base import Deadline, Unavailable
 
 _HOUSEKEEPING_MS = 2_000
 """To renew or end a ticket. Both are hints, so that a coordinator which hangs need not keep `close` any longer."""
@@ -35,7 +35,7 @@ class Tickets:
         try:
             grant = self._control.ask(LoadGrant, spec, message, deadline)
             attached = self._control.attach(spec, deadline)
-        except Trouble as trouble:
+        except Unavailable as trouble:
             return Ticket(TicketBody(NamespaceId(bytes(32)), attempt, (), need, ()), trouble.miss, lambda: None)
         body = TicketBody(attached.namespace, attempt, tuple(hashes[: grant.blocks]), need, grant.runs)
         if not grant.hold_ns:
@@ -51,14 +51,14 @@ class Tickets:
     def _end(self, attempt: Attempt) -> bool:
         try:
             self._control.request(Done, EndTicket(attempt), Deadline.after_ms(_HOUSEKEEPING_MS))
-        except (Trouble, KVClusterError):
+        except (Unavailable, KVClusterError):
             return False
         return True
 
     def _renew(self, attempt: Attempt) -> bool:
         try:
             return self._control.request(Done, RenewTicket(attempt), Deadline.after_ms(_HOUSEKEEPING_MS)).ok
-        except Trouble:
+        except Unavailable:
             return True  # perhaps the next time
         except KVClusterError:
             return False

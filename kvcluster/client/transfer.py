@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from kvcluster.core.reasons import Miss, MissReason
-from kvcluster.transport.seam import Deadline
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.transport.base import Deadline
 
 R = TypeVar("R")
 

@@ -16,9 +16,9 @@ or speed of a GPU. So blocks of one model compare well, and a token-layer of a l
 
 from __future__ import annotations
 
-from kvcluster.core.directory import Directory, Space
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.messages import Tier
+from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
 from kvcluster.core.spec import KVSpec
 from kvcluster.eviction import Block
 
@@ -43,7 +43,7 @@ def recompute_cost(spec: KVSpec, depth: int) -> int:
 class BlockFacts:
     """The Facts (kvcluster/eviction) of the records that lie in one tier of the shard with that slot."""
 
-    def __init__(self, directory: Directory, slot: int, tier: Tier) -> None:
+    def __init__(self, directory: NamespaceTable, slot: int, tier: Tier) -> None:
         self._directory = directory
         self._slot = slot
         self._tier = tier
@@ -58,7 +58,7 @@ class BlockFacts:
     def tenant(self, block: Block) -> str:
         return self._space(block).tenant
 
-    def _space(self, block: Block) -> Space:
+    def _space(self, block: Block) -> CoordinatorNamespace:
         assert isinstance(block, BlockRecord)
         space = self._directory.known(block.space)
         assert space is not None, "a record of a namespace that is not known"

@@ -9,7 +9,7 @@ verdict that a person reads and the decision that a connector takes cannot diffe
 
 The prefill rate is one number. Attention makes the later tokens of a long prompt dearer, so a rate that was measured at
 short prompts errs towards computing; whoever gives it measures it at the length that matters. What a link's rate is,
-this module does not know: it is measured (cli/breakeven.py) or learnt (client/rates.py).
+this module does not know: it is measured (cli/breakeven.py) or learnt (client/bandwidth.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcluster.core import limits
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from enum import Enum, IntEnum
 
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import Group, KVSpec, Part, Plane
 
 GROUP_CHANNELS = 32

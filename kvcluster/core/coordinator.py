@@ -1,10 +1,10 @@
 """The coordinator: what is where, who may write what, and what goes when room is wanted.
 
-It owns nothing that cannot be told again. Shards own pages and report them (intake.py); workers ask here how far a
-chain of blocks can be restored, and where to put what nobody has (grants.py). A coordinator that starts knows nothing
-but its tombstones, takes an epoch above any that a shard remembers, and is *rebuilding* until the shards it expects
-have sent their inventories or a grace has passed: it answers loads from what it has, grants no store and orders
-nothing.
+It owns nothing that cannot be told again. Shards own pages and report them (report_handler.py); workers ask here how
+far a chain of blocks can be restored, and where to put what nobody has (prepare_handler.py). A coordinator that starts
+knows nothing but its tombstones, takes an epoch above any that a shard remembers, and is *rebuilding* until the shards
+it expects have sent their inventories or a grace has passed: it answers loads from what it has, grants no store and
+orders nothing.
 
 Data flows one way: a commit is visible when the shard's report of it has been stepped, never by a worker's word.
 """
@@ -14,15 +14,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvcluster.config import CoordinatorConfig
-from kvcluster.core.announcer import Announcer
-from kvcluster.core.asking import Asking
-from kvcluster.core.copies import CopyBook
-from kvcluster.core.directory import Directory, Space
+from kvcluster.core.coordinator_state import BAD_PART, MS, UNKNOWN, CoordinatorState
 from kvcluster.core.dispatcher import Dispatcher
+from kvcluster.core.event_emitter import EventEmitter
 from kvcluster.core.evictor import Evictor
-from kvcluster.core.grants import Grants
 from kvcluster.core.ids import Epoch
-from kvcluster.core.intake import Intake
 from kvcluster.core.members import Membership
 from kvcluster.core.messages import (
     Answer,
@@ -69,8 +65,12 @@ from kvcluster.core.messages import (
     Tombstone,
     UnpinBlocks,
 )
+from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
+from kvcluster.core.need_planner import NeedPlanner
+from kvcluster.core.prepare_handler import PrepareHandler
+from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.replicator import Replicator
-from kvcluster.core.state import BAD_PART, MS, UNKNOWN, CoordinatorState
+from kvcluster.core.report_handler import ReportHandler
 from kvcluster.core.tickets import TicketBook
 from kvcluster.core.tiering import Tiering
 from kvcluster.core.tombstones import Tombstones
@@ -96,7 +96,7 @@ class Coordinator:
     ) -> None:
         self._config = config
         self._started_at = now
-        self._announcer = announcer = Announcer() if announces else None
+        self._announcer = announcer = EventEmitter() if announces else None
         self._state = state = CoordinatorState(
             epoch,
             config,
@@ -108,13 +108,13 @@ class Coordinator:
         self._evictor = Evictor(config, state.directory)
         self.tiering = tiering = Tiering(config, state.directory, state.book, self._evictor)
         self._replicator = Replicator(config, state.directory, state.book, state.members)
-        self._grants = Grants(state, config, self._replicator, tiering)
-        self._intake = Intake(state, config, self._evictor, tiering, self._replicator, expected)
+        self._grants = PrepareHandler(state, config, self._replicator, tiering)
+        self._intake = ReportHandler(state, config, self._evictor, tiering, self._replicator, expected)
         self._dispatcher = self._handlers()
 
     # ------------------------------------------------------------------------------------- the machine
 
-    def _handlers(self) -> Dispatcher[Space]:
+    def _handlers(self) -> Dispatcher[CoordinatorNamespace]:
         """What steps each type of message. The parts that it names must have been built."""
         return Dispatcher(
             self._state.directory.find,
@@ -175,7 +175,7 @@ class Coordinator:
         return self._announcer is not None and self._announcer.retelling
 
     @property
-    def directory(self) -> Directory:
+    def directory(self) -> NamespaceTable:
         """Its namespaces, for whoever checks invariants."""
         return self._state.directory
 
@@ -184,7 +184,7 @@ class Coordinator:
         return self._state.members
 
     @property
-    def book(self) -> CopyBook:
+    def book(self) -> ReplicaTable:
         return self._state.book
 
     @property
@@ -211,12 +211,12 @@ class Coordinator:
         attached = Attached(space.id, state.epoch, ttl_ns, self._config.run_blocks, shards, wants_tokens)
         return [Answer(request.call, attached)]
 
-    def _explain(self, request: Request[Explain], space: Space, now: int) -> list[Effect]:
+    def _explain(self, request: Request[Explain], space: CoordinatorNamespace, now: int) -> list[Effect]:
         m = request.question
         if not space.fits(m.need):
             return [Answer(request.call, BAD_PART)]
         fates: list[BlockFate] = []
-        asking = Asking(self._state.book, m.need)
+        asking = NeedPlanner(self._state.book, m.need)
         for block in m.hashes:
             record = space.index.get(block)
             served = asking.serve(record.copies) if record is not None else None
@@ -231,7 +231,7 @@ class Coordinator:
                 fates.append(fate)
         return [Answer(request.call, Explained(tuple(fates)))]
 
-    def _siblings(self, request: Request[Siblings], space: Space, now: int) -> list[Effect]:
+    def _siblings(self, request: Request[Siblings], space: CoordinatorNamespace, now: int) -> list[Effect]:
         return [Answer(request.call, SiblingSpecs(self._state.directory.siblings(space)))]
 
     def _namespaces(self, request: Request[GetNamespaces], now: int) -> list[Effect]:
@@ -252,7 +252,7 @@ class Coordinator:
         told = self._state.engines.set_weights(request.tenant, m.model, m.weights, m.engine, now)
         return [Answer(request.call, Engines(told))]
 
-    def _pin(self, request: Request[PinBlocks], space: Space, now: int) -> list[Effect]:
+    def _pin(self, request: Request[PinBlocks], space: CoordinatorNamespace, now: int) -> list[Effect]:
         m = request.question
         count = self._evictor.pin(space, m.hashes, now + m.ttl_ns, self._state.members.all(), now)
         if m.replicas > 1:
@@ -260,7 +260,7 @@ class Coordinator:
                 self._replicator.want(space, block, m.replicas)
         return [Answer(request.call, BlocksPinned(count))]
 
-    def _unpin(self, request: Request[UnpinBlocks], space: Space, now: int) -> list[Effect]:
+    def _unpin(self, request: Request[UnpinBlocks], space: CoordinatorNamespace, now: int) -> list[Effect]:
         return [Answer(request.call, BlocksPinned(self._evictor.unpin(space, request.question.hashes)))]
 
     def _purge(self, request: Request[Purge], now: int) -> list[Effect]:
@@ -269,7 +269,7 @@ class Coordinator:
         if not state.tombstones.admits(stone):
             return [Answer(request.call, _TOO_MANY_PURGES)]
         state.tombstones.add(stone)
-        blocks = self._intake.bury(stone, now)
+        blocks = self._intake.apply_tombstone(stone, now)
         state.counters["purged_blocks"] += blocks
         return [Persist(state.tombstones.all()), Answer(request.call, Purged(blocks))]
 

@@ -15,7 +15,7 @@ from itertools import chain
 from kvcluster.core.index import BlockRecord
 
 LISTED_BLOCKS = 4_096
-"""Blocks looked at, or listed, in one step: as long a step as sweeping as many (intake.py)."""
+"""Blocks looked at, or listed, in one step: as long a step as sweeping as many (report_handler.py)."""
 
 
 class DrainList:

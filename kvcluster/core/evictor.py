@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
-from kvcluster.core.directory import Directory, Space
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
 from kvcluster.core.messages import EvictOrder, Tier
+from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
 from kvcluster.core.tiers import ADDRESSABLE
 
 BATCH = 64
@@ -27,7 +27,7 @@ BATCH = 64
 class Evictor:
     """Finds victims, works out eviction orders, and keeps the pins of users."""
 
-    def __init__(self, config: CoordinatorConfig, directory: Directory) -> None:
+    def __init__(self, config: CoordinatorConfig, directory: NamespaceTable) -> None:
         self._low = config.low_free
         self._high = config.high_free
         self._pinned_share = config.pinned_share
@@ -68,7 +68,9 @@ class Evictor:
             if record is not None and record.copies.on(member.slot, order.tier):
                 member.cold[order.tier].push(record)
 
-    def pin(self, space: Space, blocks: Sequence[BlockHash], until: int, members: Sequence[Member], now: int) -> int:
+    def pin(
+        self, space: CoordinatorNamespace, blocks: Sequence[BlockHash], until: int, members: Sequence[Member], now: int
+    ) -> int:
         """Spares the leading blocks that are cached and fit the share that pins may take; how many."""
         # Where most of what is pinned stays.
         capacity = sum(member.info.use(tier).capacity_bytes for member in members for tier in ADDRESSABLE)
@@ -86,7 +88,7 @@ class Evictor:
             count += 1
         return count
 
-    def unpin(self, space: Space, blocks: Sequence[BlockHash]) -> int:
+    def unpin(self, space: CoordinatorNamespace, blocks: Sequence[BlockHash]) -> int:
         """How many of these were pinned."""
         return sum(space.pinned.pop(block, None) is not None for block in blocks)
 

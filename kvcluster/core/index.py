@@ -1,7 +1,7 @@
 """The prefix index: block hash -> which shards hold which parts; and the lookup rule over it.
 
 One index a namespace. A record is a slotted object in a dict; what it says about places is one shared
-reference (copies.py). A lookup writes three integers into each record that it promises, `stamp` (recency), `uses`
+reference (replica_sets.py). A lookup writes three integers into each record that it promises, `stamp` (recency), `uses`
 (frequency) and `held_until`, and moves nothing: the eviction queue catches up with them lazily (eviction_queue.py).
 
 The lookup rule: boundary b (the first b blocks) is restorable when every group of the need has what its
@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvcluster.core import limits
-from kvcluster.core.announcer import Announcer
-from kvcluster.core.asking import Asking
-from kvcluster.core.copies import Copies, Copy, CopyBook
+from kvcluster.core.event_emitter import EventEmitter
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Need, PageEvent, Plan, Run, Tier
-from kvcluster.core.reasons import Miss
+from kvcluster.core.miss import Miss
+from kvcluster.core.need_planner import NeedPlanner
+from kvcluster.core.replica_sets import Replica, ReplicaSet, ReplicaTable
 from kvcluster.core.spec import Part, Reuse
 from kvcluster.eviction import USES
 
@@ -32,7 +32,7 @@ class BlockRecord:
     __slots__ = ("copies", "depth", "hash", "held_until", "parent", "space", "stamp", "uses")
 
     def __init__(
-        self, space: NamespaceId, block: BlockHash, parent: BlockHash, depth: int, stamp: int, copies: Copies
+        self, space: NamespaceId, block: BlockHash, parent: BlockHash, depth: int, stamp: int, copies: ReplicaSet
     ) -> None:
         self.space = space
         self.hash = block
@@ -70,8 +70,8 @@ class PrefixIndex:
         space: NamespaceId,
         reuses: Sequence[Reuse],
         block_tokens: int,
-        book: CopyBook,
-        announcer: Announcer | None = None,
+        book: ReplicaTable,
+        announcer: EventEmitter | None = None,
         *,
         counts_uses: bool = False,
     ) -> None:
@@ -100,13 +100,13 @@ class PrefixIndex:
     def find(self, hashes: Sequence[BlockHash], need: Need, *, youngest: bool = False) -> PrefixMatch:
         """The longest boundary of this chain that `need` can be restored to. Changes nothing.
 
-        `youngest`: which of equal replicas serves (CopyBook.serve).
+        `youngest`: which of equal replicas serves (ReplicaTable.serve).
         """
         needed = [group for group, part in enumerate(need.parts) if part is not None]
         assert needed, "a need of nothing is met by blocks that nobody has"
         if all(self._reuses[group].kind == "prefix" for group in needed):
-            return self._find_prefix(hashes, Asking(self._book, need, youngest=youngest))
-        return self._find_mixed(hashes, Asking(self._book, need, youngest=youngest), needed, len(need.parts))
+            return self._find_prefix(hashes, NeedPlanner(self._book, need, youngest=youngest))
+        return self._find_mixed(hashes, NeedPlanner(self._book, need, youngest=youngest), needed, len(need.parts))
 
     def touch(self, hashes: Sequence[BlockHash], now: int, held_until: int) -> None:
         """A load is promised these blocks: they are the hottest now, used once more, and spared until `held_until`."""
@@ -157,7 +157,7 @@ class PrefixIndex:
     def add(self, event: PageEvent, slot: int, now: int) -> BlockRecord | None:
         """Records a READY page. Returns the record if that tier of the slot holds the block for the first time."""
         key = event.key
-        copy = Copy(slot, key.group, key.part, event.tier, event.loss, event.codec)
+        copy = Replica(slot, key.group, key.part, event.tier, event.loss, event.codec)
         record = self._records.get(key.hash)
         if record is None:
             parent = self._records.get(event.parent)
@@ -207,10 +207,10 @@ class PrefixIndex:
         del self._records[record.hash]
         return True
 
-    def _find_prefix(self, hashes: Sequence[BlockHash], asking: Asking) -> PrefixMatch:
+    def _find_prefix(self, hashes: Sequence[BlockHash], asking: NeedPlanner) -> PrefixMatch:
         get = self._records.get
         runs: list[Run] = []
-        last: Copies | None = None
+        last: ReplicaSet | None = None
         plan: Plan = ()
         start = 0
         stopped: Miss | None = None
@@ -235,7 +235,9 @@ class PrefixIndex:
             runs.append(Run(at - start, plan))
         return PrefixMatch(at, tuple(runs), stopped)
 
-    def _find_mixed(self, hashes: Sequence[BlockHash], asking: Asking, needed: list[int], groups: int) -> PrefixMatch:
+    def _find_mixed(
+        self, hashes: Sequence[BlockHash], asking: NeedPlanner, needed: list[int], groups: int
+    ) -> PrefixMatch:
         """As above, for groups that need only some of the blocks: a boundary may lie beyond a gap."""
         tail = dict.fromkeys(needed, 0)  # how many consecutive blocks each group has, up to here
         plans: list[Plan] = []

@@ -1,8 +1,8 @@
 """The shards that a coordinator knows, each in its present incarnation.
 
-A member is *joining* until its inventory is complete: what it told so far may be loaded, but nothing new is
-placed on it. It is *up* until nothing was heard of it for the membership term; then it is *lost*, and its slot
-dies (copies.py). One that is *draining* is up, but nothing new is placed on it; when it has been told to go, every
+A member is *joining* until its inventory is complete: what it told so far may be loaded, but nothing new is placed on
+it. It is *up* until nothing was heard of it for the membership term; then it is *lost*, and its slot dies
+(replica_sets.py). One that is *draining* is up, but nothing new is placed on it; when it has been told to go, every
 further word of that incarnation is answered so. A report of an older incarnation is answered `leave`.
 """
 
@@ -13,14 +13,14 @@ from itertools import count
 from typing import TypeAlias, TypeVar
 
 from kvcluster.core import limits
-from kvcluster.core.copies import CopyBook
 from kvcluster.core.eviction_queue import EvictionQueue
 from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.messages import Farewell, ShardAddress, ShardInfo, Tier
 from kvcluster.core.order_stream import OrderStream
 from kvcluster.core.placement import Candidate, choose
-from kvcluster.core.stream import ReportCursor
+from kvcluster.core.replica_sets import ReplicaTable
+from kvcluster.core.report_stream import ReportCursor
 
 V = TypeVar("V")
 QueueMaker: TypeAlias = Callable[[int, Tier], EvictionQueue[BlockRecord]]
@@ -68,7 +68,7 @@ class Member:
 class Membership:
     """Members by shard name."""
 
-    def __init__(self, ttl_ns: int, book: CopyBook, queue: QueueMaker) -> None:
+    def __init__(self, ttl_ns: int, book: ReplicaTable, queue: QueueMaker) -> None:
         self._ttl = ttl_ns
         self._book = book
         self._queue = queue

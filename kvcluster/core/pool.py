@@ -22,10 +22,10 @@ from typing import NamedTuple
 from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import PageAllocator
 from kvcluster.core.codecs import Codec
-from kvcluster.core.found import Found, FoundPage
+from kvcluster.core.disk_recovery import RecoveredPage, RecoveredPages
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import NewPage, PageEvent, PageKey, PageSlot, Tier, TierUse, Written
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import Part
 from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, StoreAllocator, TierAllocator, above
 
@@ -147,7 +147,7 @@ class PagePool:
         """Grows whenever a page is reserved or changes its state."""
 
     @classmethod
-    def of(cls, config: ShardConfig, found: Mapping[Tier, Found] | None = None) -> PagePool:
+    def of(cls, config: ShardConfig, found: Mapping[Tier, RecoveredPages] | None = None) -> PagePool:
         """The addressable tiers that are configured, one behind the other in one arena; and those whose stores could be
         opened, where there is a staging tier to read them through."""
         first = PageAllocator(FASTEST.spec.nbytes(config), config.extent_bytes)
@@ -276,7 +276,7 @@ class PagePool:
         page = self._pages[tier][pool_key] = self._page(pool_key, offset, nbytes, parent, depth, loss, tier, codec)
         return page
 
-    def adopt(self, tier: Tier, found: FoundPage) -> bool:
+    def adopt(self, tier: Tier, found: RecoveredPage) -> bool:
         """A page of that tier that was there before this pool, READY again. False where it cannot be."""
         pool_key = PoolKey(found.namespace, found.key)
         pages = self._pages[tier]

@@ -15,7 +15,7 @@ from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import Effect, Fetch, PullOrder, Tombstone
 from kvcluster.core.order_stream import OrderCursor
 from kvcluster.core.pool import Page, PagePool
-from kvcluster.core.spaces import Spaces
+from kvcluster.core.shard_namespaces import ShardNamespaces
 from kvcluster.core.withdrawal import Withdrawal
 
 
@@ -31,7 +31,7 @@ class Puller:
         self,
         pool: PagePool,
         leases: LeaseBook,
-        spaces: Spaces,
+        spaces: ShardNamespaces,
         own: OwnAttempts,
         withdraw: Withdrawal,
         cursor: OrderCursor,

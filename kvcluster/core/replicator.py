@@ -18,15 +18,15 @@ from typing import NamedTuple
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.copies import Copies, CopyBook
-from kvcluster.core.directory import Directory, Space
 from kvcluster.core.drain_list import DrainList
-from kvcluster.core.heat import Heat
+from kvcluster.core.hot_prefixes import HotPrefixes
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member, Membership
 from kvcluster.core.messages import NewPage, PageKey, PullOrder, ShardAddress, Tier, Tombstone
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
+from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
+from kvcluster.core.replica_sets import ReplicaSet, ReplicaTable
 from kvcluster.core.spec import Part
 from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, Takes
 
@@ -74,10 +74,14 @@ class _Missing(NamedTuple):
 class Replicator:
     """Keeps the wishes and makes the orders."""
 
-    def __init__(self, config: CoordinatorConfig, directory: Directory, book: CopyBook, members: Membership) -> None:
+    def __init__(
+        self, config: CoordinatorConfig, directory: NamespaceTable, book: ReplicaTable, members: Membership
+    ) -> None:
         self._low = config.low_free
         self._hot_replicas = config.hot_replicas
-        self._heat = Heat(loads=config.hot_loads, window_ns=config.hot_window_ms * MS, run_blocks=config.run_blocks)
+        self._heat = HotPrefixes(
+            loads=config.hot_loads, window_ns=config.hot_window_ms * MS, run_blocks=config.run_blocks
+        )
         self._directory = directory
         self._book = book
         self._members = members
@@ -89,14 +93,14 @@ class Replicator:
         self._placed: dict[int, dict[Wished, None]] = {}  # likewise: what has come to another because of that
         self._stuck: dict[int, int] = {}  # likewise: how many in a row `drained` has seen that nobody has room for
 
-    def loaded(self, space: Space, hashes: Sequence[BlockHash], now: int) -> None:
+    def loaded(self, space: CoordinatorNamespace, hashes: Sequence[BlockHash], now: int) -> None:
         """A load was promised these blocks, a chain from its first block on."""
         if self._hot_replicas > 1 and len(self._members) > 1:
             for run in self._heat.loaded(hashes, now):
                 for block in run:
                     self.want(space, block, self._hot_replicas)
 
-    def want(self, space: Space, block: BlockHash, copies: int) -> None:
+    def want(self, space: CoordinatorNamespace, block: BlockHash, copies: int) -> None:
         """This block is to lie on so many shards, as far as there are as many with room."""
         wished = (space.id, block)
         known = self._wishes.get(wished)
@@ -189,7 +193,7 @@ class Replicator:
         for by_slot in (self._draining, self._listing, self._placed, self._stuck):
             by_slot.pop(member.slot, None)
 
-    def bury(self, stone: Tombstone) -> None:
+    def apply_tombstone(self, stone: Tombstone) -> None:
         """What it names is pulled by nobody any more. A source may not have heard of the purge when a target has, which
         would then keep for good what was purged."""
         for member in self._members.all():
@@ -198,7 +202,7 @@ class Replicator:
                 member.orders.withdraw(pull)
                 self.settle(member, pull)
 
-    def repair(self, space: Space, record: BlockRecord, before: Copies, slot: int) -> None:
+    def repair(self, space: CoordinatorNamespace, record: BlockRecord, before: ReplicaSet, slot: int) -> None:
         """It has lost what it had on that shard: pages that lie elsewhere too are to have as many copies as before."""
         held = [(copy.group, copy.part) for copy in before.of(slot)]
         lost = [page for page in held if not record.copies.holds(slot, *page)]
@@ -206,9 +210,9 @@ class Replicator:
         copies = max((left[page] for page in lost), default=0)
         if copies:
             self.want(space, record.hash, copies + 1)
-        self.thinned(record)
+        self.replica_lost(record)
 
-    def thinned(self, record: BlockRecord, *, evicted: bool = False) -> None:
+    def replica_lost(self, record: BlockRecord, *, evicted: bool = False) -> None:
         """It has fewer copies. Where a shard that is to go has one, that is no place for it to stay.
 
         What was brought elsewhere because of that and was the coldest there has had its place: it would be again.
@@ -274,7 +278,7 @@ class Replicator:
         pages: list[NewPage] = []
         taken: dict[Wished, _Wish] = {}
         kind: _Kind | None = None
-        space: Space | None = None
+        space: CoordinatorNamespace | None = None
         stayers, nbytes = self._stayers(), 0
         for wished in list(islice(wishes, INSPECTED)):
             wish, record = wishes[wished], self._record(wished)
@@ -388,7 +392,7 @@ class Replicator:
         return sum(space.page_bytes(page.key.group, page.key.part, missing.kind.codec) for page in missing.pages)
 
 
-def _pages(record: BlockRecord, book: CopyBook | None = None) -> list[tuple[int, Part]]:
+def _pages(record: BlockRecord, book: ReplicaTable | None = None) -> list[tuple[int, Part]]:
     """Its pages, each as often as shards have it; of those alone that are alive, by this book."""
     entries = dict.fromkeys(copy[:3] for copy in record.copies.entries if book is None or book.alive(copy.slot))
     return [(group, part) for _, group, part in entries]

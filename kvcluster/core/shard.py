@@ -1,8 +1,8 @@
 """A shard: the owner of pages and of the truth about them.
 
-It allocates. Nobody else knows a page number: a worker asks by (namespace, hash, group, part) under the shard's
-epoch, and gets a page under a lease or a miss. What becomes readable or stops being so is told to the
-coordinator on the report stream (uplink.py); what the coordinator wants done comes with its answers (orders.py).
+It allocates. Nobody else knows a page number: a worker asks by (namespace, hash, group, part) under the shard's epoch,
+and gets a page under a lease or a miss. What becomes readable or stops being so is told to the coordinator on the
+report stream (report_sender.py); what the coordinator wants done comes with its answers (order_executor.py).
 
 Without a coordinator for `membership_ttl` it grants no pin and commits nothing: it may have been replaced. When a
 newer incarnation of itself is known, or it has been drained, it is over.
@@ -14,8 +14,8 @@ from collections.abc import Mapping
 
 from kvcluster.config import ShardConfig
 from kvcluster.core import limits
+from kvcluster.core.disk_recovery import RecoveredPages, carried_out
 from kvcluster.core.dispatcher import Dispatcher
-from kvcluster.core.found import Found, carried_out
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, NamespaceId, ShardId
 from kvcluster.core.inventory import Inventoried
 from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
@@ -64,20 +64,20 @@ from kvcluster.core.messages import (
     WriteGrant,
     Written,
 )
-from kvcluster.core.mover import Mover
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.order_executor import OrderExecutor
 from kvcluster.core.order_stream import OrderCursor
-from kvcluster.core.orders import Orders
+from kvcluster.core.pin_handler import PinHandler
 from kvcluster.core.pool import Page, PagePool, PageState
 from kvcluster.core.puller import Puller
-from kvcluster.core.reading import Reading
-from kvcluster.core.reasons import Miss, MissReason
-from kvcluster.core.spaces import ShardNamespace, Spaces
-from kvcluster.core.stream import StreamPiece
+from kvcluster.core.report_sender import ReportSender
+from kvcluster.core.report_stream import StreamPiece
+from kvcluster.core.reserve_queue import ReserveQueue, lost
+from kvcluster.core.scrubber import Scrubber
+from kvcluster.core.shard_namespaces import ShardNamespace, ShardNamespaces
+from kvcluster.core.tier_mover import TierMover
 from kvcluster.core.tiers import FASTEST
 from kvcluster.core.tombstones import Tombstones
-from kvcluster.core.uplink import Uplink
-from kvcluster.core.verifier import Verifier
-from kvcluster.core.waiting import WaitingRoom, lost
 from kvcluster.core.withdrawal import Withdrawal
 
 _COUNTERS = (
@@ -98,7 +98,7 @@ class Shard:
         membership_ttl_ms: int,
         address: str,
         host: str,
-        found: Mapping[Tier, Found] | None = None,
+        found: Mapping[Tier, RecoveredPages] | None = None,
     ) -> None:
         """`found`: of each tier with a store that is configured, what lies in that."""
         found = found or {}
@@ -110,19 +110,19 @@ class Shard:
         self._host = host
         self._pool = PagePool.of(config, found)
         self._leases = LeaseBook(config.lease_ttl_ms * 1_000_000)
-        self._spaces = Spaces(self._uses)
-        self._waiting = WaitingRoom(self._pool)
-        self._uplink = Uplink(config, membership_ttl_ms=membership_ttl_ms, everything=self._inventory)
-        self._verifier = Verifier(self._pool, config.scrub_bytes)
+        self._spaces = ShardNamespaces(self._uses)
+        self._waiting = ReserveQueue(self._pool)
+        self._uplink = ReportSender(config, membership_ttl_ms=membership_ttl_ms, everything=self._inventory)
+        self._verifier = Scrubber(self._pool, config.scrub_bytes)
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._own = OwnAttempts(shard, epoch)
         self._withdraw = Withdrawal(self._pool, self._uplink)
         self._order_cursor = cursor = OrderCursor(self._uplink.say_soon)
         shared = (self._pool, self._leases, self._spaces, self._own, self._withdraw)
-        self._mover = Mover(*shared, self._committed, cursor, self._counters, sampled=config.q4_sampled)
+        self._mover = TierMover(*shared, self._committed, cursor, self._counters, sampled=config.q4_sampled)
         self._puller = Puller(*shared, cursor, self._counters)
-        self._reading = Reading(*(self._pool, self._leases, self._own, self._uplink, self._withdraw, self._counters))
-        self._orders = Orders(
+        self._reading = PinHandler(*(self._pool, self._leases, self._own, self._uplink, self._withdraw, self._counters))
+        self._orders = OrderExecutor(
             *(self._pool, self._leases, self._spaces, self._waiting, self._uplink),
             *(self._withdraw, cursor, self._mover, self._puller, self._counters),
             Tombstones(carried_out(found.values())),

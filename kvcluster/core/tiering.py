@@ -22,14 +22,14 @@ from itertools import pairwise
 from kvcluster.config import CODECS, CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.copies import CopyBook
-from kvcluster.core.directory import Directory, Space
 from kvcluster.core.evictor import Evictor
-from kvcluster.core.heat import Heat
+from kvcluster.core.hot_prefixes import HotPrefixes
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
 from kvcluster.core.messages import Effect, Move, MoveOrder, Tier, Warn
+from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
+from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.tiers import FASTEST, Takes
 
 MS = 1_000_000
@@ -42,11 +42,15 @@ _TOO_LOSSY = "q4 is too lossy for namespace {}: pages lose {:.3f}, and the budge
 class Tiering:
     """Makes the orders, and knows what is hot below."""
 
-    def __init__(self, config: CoordinatorConfig, directory: Directory, book: CopyBook, evictor: Evictor) -> None:
+    def __init__(
+        self, config: CoordinatorConfig, directory: NamespaceTable, book: ReplicaTable, evictor: Evictor
+    ) -> None:
         self._low = config.low_free
         self._codec = Codec[config.host_codec.upper()]
         self._raw_blocks = config.host_raw_blocks
-        self._heat = Heat(loads=config.promote_loads, window_ns=config.hot_window_ms * MS, run_blocks=config.run_blocks)
+        self._heat = HotPrefixes(
+            loads=config.promote_loads, window_ns=config.hot_window_ms * MS, run_blocks=config.run_blocks
+        )
         self._directory = directory
         self._book = book
         self._evictor = evictor
@@ -55,7 +59,7 @@ class Tiering:
         self._fallen: dict[NamespaceId, int] = {}  # what q4 is too lossy for, with the mean of its samples
         self._hot: dict[int, dict[tuple[NamespaceId, BlockHash], None]] = {}  # by slot: what is to be promoted there
 
-    def loaded(self, space: Space, hashes: Sequence[BlockHash], now: int) -> None:
+    def loaded(self, space: CoordinatorNamespace, hashes: Sequence[BlockHash], now: int) -> None:
         """A load was promised these blocks, a chain from its first block on."""
         for run in self._heat.loaded(hashes, now):
             for block in run:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from kvcluster.core.messages import GoneEvent
 from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.tiers import FASTEST
-from kvcluster.core.uplink import Uplink
 
 Withdraw = Callable[[Page], None]
 
@@ -19,7 +19,7 @@ Withdraw = Callable[[Page], None]
 class Withdrawal:
     """Of the pages of one shard. Its room is free when the last reader has ended."""
 
-    def __init__(self, pool: PagePool, uplink: Uplink) -> None:
+    def __init__(self, pool: PagePool, uplink: ReportSender) -> None:
         self._pool = pool
         self._uplink = uplink
 

@@ -21,15 +21,15 @@ from kvcluster.core.messages import (
     Retell,
     Warn,
 )
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.driver import Driver
-from kvcluster.runtime.kept_settings import SettingsFile
+from kvcluster.runtime.settings_file import SettingsFile
 from kvcluster.runtime.tombstones import Keeping, NotKept, TombstoneFile
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 
 if TYPE_CHECKING:
-    from kvcluster.runtime.publishing import Publisher
+    from kvcluster.runtime.event_publisher import EventPublisher
 
 log = logging.getLogger(__name__)
 
@@ -78,10 +78,10 @@ class CoordinatorHost:
             self.publisher.close()
 
     def ask(self, build: Callable[[CallId], Request[CoordinatorQuestion]], wait_s: float) -> Reply:
-        """As Driver.ask. Raises Trouble as well where what was asked for cannot be promised for good."""
+        """As Driver.ask. Raises Unavailable as well where what was asked for cannot be promised for good."""
         reply = self._driver.ask(build, wait_s)
         if isinstance(reply, NotKept):
-            raise Trouble(Miss(MissReason.SHARD_LOST, reply.detail))
+            raise Unavailable(Miss(MissReason.SHARD_LOST, reply.detail))
         return reply
 
     def inspect(self, look: Callable[[], object]) -> object:
@@ -99,15 +99,15 @@ class CoordinatorHost:
             self._on_end(effect)
 
 
-def publisher_of(events: EventsConfig, epoch: Epoch, on_behind: Callable[[], None]) -> Publisher | None:
+def publisher_of(events: EventsConfig, epoch: Epoch, on_behind: Callable[[], None]) -> EventPublisher | None:
     """What publishes KV events, or None where nobody is told. Raises ConfigError where what it takes is not there."""
     if not events.endpoint:
         return None
     try:
-        from kvcluster.runtime.publishing import Publisher
+        from kvcluster.runtime.event_publisher import EventPublisher
     except ImportError as error:
         raise ConfigError(f"events.endpoint needs {error.name}: pip install 'kvcluster[events]'") from None
-    return Publisher(
+    return EventPublisher(
         events.endpoint,
         replay=events.replay,
         buffer_batches=events.buffer_batches,

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcluster.config import ShardConfig
+from kvcluster.core.disk_recovery import NO_STORE, RecoveredPage, RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, FileAllocator, Shape
-from kvcluster.core.found import NO_STORE, Found, FoundPage
 from kvcluster.core.ids import NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import Erase, PageMove, PageSlot, Tombstone
 from kvcluster.core.spec import KVSpec
@@ -44,7 +44,7 @@ class _KnownFile(NamedTuple):
     nbytes: int
 
 
-def open_disk(config: ShardConfig, shard: ShardId) -> tuple[DiskFolder | None, Found]:
+def open_disk(config: ShardConfig, shard: ShardId) -> tuple[DiskFolder | None, RecoveredPages]:
     """The folder that this configuration names and what lies in it; or none, and why not."""
     if not config.disk_bytes:
         return None, NO_STORE
@@ -53,7 +53,7 @@ def open_disk(config: ShardConfig, shard: ShardId) -> tuple[DiskFolder | None, F
     except ConfigError as error:
         why = f"it runs without its disk tier: {error}"
         log.warning("%s: %s", shard, why)
-        return None, Found(why_none=why)
+        return None, RecoveredPages(why_none=why)
 
 
 class DiskFolder:
@@ -72,7 +72,7 @@ class DiskFolder:
         self._lock = self._locked()
 
     @classmethod
-    def open(cls, config: ShardConfig, shard: ShardId) -> tuple[DiskFolder, Found]:
+    def open(cls, config: ShardConfig, shard: ShardId) -> tuple[DiskFolder, RecoveredPages]:
         """The folder, held from now on, and what was there. Raises ConfigError where it cannot be used, or another
         process does."""
         folder = cls(config, shard)
@@ -111,7 +111,7 @@ class DiskFolder:
             slot = head.slot_at(at)
             _write(file, bytes(head.shape.record_bytes), head.record_at(slot))  # of what lay here before
             _write(file, data, at)
-            _write(file, page_files.encode_record(head, slot, FoundPage.of(move)), head.record_at(slot))
+            _write(file, page_files.encode_record(head, slot, RecoveredPage.of(move)), head.record_at(slot))
 
     def erase(self, order: Erase) -> None:
         """Carries it out. Where that fails the tombstones are not kept: it is tried again with the next, and whoever
@@ -204,9 +204,9 @@ class DiskFolder:
             self._stones.forget()
             return self._stones.take_over()
 
-    def _found(self, tombstones: tuple[Tombstone, ...]) -> Found:
+    def _found(self, tombstones: tuple[Tombstone, ...]) -> RecoveredPages:
         specs: dict[NamespaceId, tuple[Tenant, KVSpec]] = {}
-        pages: list[FoundPage] = []
+        pages: list[RecoveredPage] = []
         for number, (head, namespace, nbytes) in self._known.items():
             begins = number * self._file_bytes
             with self._opened(number) as file:
@@ -219,7 +219,7 @@ class DiskFolder:
                         _write(file, bytes(head.shape.record_bytes), head.record_at(slot))
             specs[namespace] = head.tenant, head.spec
         capacity = self._files * self._file_bytes
-        return Found(capacity, self._file_bytes, tuple(specs.values()), tuple(pages), tombstones)
+        return RecoveredPages(capacity, self._file_bytes, tuple(specs.values()), tuple(pages), tombstones)
 
     # -------------------------------------------------------------------------------------------- writing
 

@@ -21,8 +21,8 @@ from typing import Generic, Protocol, TypeVar
 
 from kvcluster.core.ids import CallId
 from kvcluster.core.messages import Answer, Effect, Reply, Request, Stalled, Tick
-from kvcluster.core.reasons import Miss, MissReason
-from kvcluster.transport.seam import Trouble
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.transport.base import Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Driver(Generic[M]):
         self._timer.start()
 
     def close(self) -> None:
-        """Ends the timer. Later questions are answered with Trouble."""
+        """Ends the timer. Later questions are answered with Unavailable."""
         with self._lock:
             self._closed = True
             for waiter in self._waiters.values():
@@ -97,7 +97,7 @@ class Driver(Generic[M]):
     def ask(self, build: Callable[[CallId], M], wait_s: float) -> Reply:
         """Steps the message that `build` makes for a call id and returns the core's answer to it.
 
-        Raises Trouble(DEADLINE) if the answer takes longer, Trouble(SHARD_LOST) if this process is ending.
+        Raises Unavailable(DEADLINE) if the answer takes longer, Unavailable(SHARD_LOST) if this process is ending.
         """
         call = CallId(next(self._calls))
         self._mailbox.append(build(call))
@@ -115,7 +115,7 @@ class Driver(Generic[M]):
             if self._waiters.pop(call, None) is not None:
                 self._abandoned[call] = None
             self._check_alive()
-        raise Trouble(Miss(MissReason.DEADLINE))
+        raise Unavailable(Miss(MissReason.DEADLINE))
 
     def tell(self, message: M) -> None:
         """Steps a message that has no answer."""
@@ -181,9 +181,9 @@ class Driver(Generic[M]):
 
     def _check_alive(self) -> None:
         if self._failure is not None:
-            raise Trouble(Miss(MissReason.SHARD_LOST, f"{self._name} failed: {self._failure}"))
+            raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self._name} failed: {self._failure}"))
         if self._closed:
-            raise Trouble(Miss(MissReason.SHARD_LOST, f"{self._name} is ending"))
+            raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self._name} is ending"))
 
     def _run_timer(self) -> None:
         with self._lock:

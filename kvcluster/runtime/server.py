@@ -16,8 +16,8 @@ import grpc
 from kvcluster.core.messages import Done, Reply
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError
 from kvcluster.runtime.auth import Authenticator, Caller
+from kvcluster.transport.base import Unavailable
 from kvcluster.transport.rpc import SERVER_OPTIONS, host_and_port, identity, status_of
-from kvcluster.transport.seam import Trouble
 from kvcluster.wire.methods import Method
 
 log = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def _unary(
             # Decoded once, before the core: what is malformed never gets near it.
             reply = ask(lambda call: method.decode_request(data, call, caller.tenant), wait_s)
             return method.encode_reply(reply)
-        except (Trouble, KVClusterError) as error:
+        except (Unavailable, KVClusterError) as error:
             context.abort(status_of(error), str(error))
         raise AssertionError("abort raises")
 

@@ -43,22 +43,22 @@ from kvcluster.core.messages import (
 from kvcluster.core.shard import Shard
 from kvcluster.errors import KVClusterError
 from kvcluster.pages.arena import Arena
-from kvcluster.runtime import moving
+from kvcluster.runtime import tier_io
 from kvcluster.runtime.driver import Driver
-from kvcluster.runtime.fetching import Fetcher, OpenSource
+from kvcluster.runtime.replica_pull import OpenSource, ReplicaPuller
+from kvcluster.runtime.scrub import NICENESS, verify
 from kvcluster.runtime.threads import JobThread
 from kvcluster.runtime.tier_store import TierStores, open_stores
-from kvcluster.runtime.verifying import NICENESS, verify
-from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
+from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 
 log = logging.getLogger(__name__)
 
 Tell = Callable[[Report | Inventory, Deadline], Reply]
-"""Carries a report to the coordinator and brings its answer; raises Trouble or KVClusterError."""
+"""Carries a report to the coordinator and brings its answer; raises Unavailable or KVClusterError."""
 
 
 class ShardHost:
-    """One shard incarnation. Implements PageHost (transport/seam.py) and ShmHost (transport/shm_server.py)."""
+    """One shard incarnation. Implements PageHost (transport/base.py) and ShmHost (transport/shm_server.py)."""
 
     def __init__(
         self,
@@ -100,12 +100,12 @@ class ShardHost:
             name=shard,
         )
         # The core has one of each under way at a time, but for what it stages: one for each lease.
-        self._fetcher = Fetcher(self, open_source)
+        self._fetcher = ReplicaPuller(self, open_source)
         self._reports = JobThread(self._report, name=f"{shard}-reporter", on_failure=fail)
         self._verifies = JobThread(self._verify, name=f"{shard}-verifier", on_failure=fail, niceness=NICENESS)
         # An erasure for each answer of the coordinator may wait behind a batch of moves, if the drive is stuck.
         self._moves = JobThread(
-            self._move, name=f"{shard}-mover", on_failure=fail, niceness=moving.NICENESS, most=limits.TOMBSTONES
+            self._move, name=f"{shard}-mover", on_failure=fail, niceness=tier_io.NICENESS, most=limits.TOMBSTONES
         )
         self._stages = JobThread(self._stage, name=f"{shard}-stager", on_failure=fail, most=limits.PINS_FROM_DISK)
         self._fetches = JobThread(self._fetcher.fetch, name=f"{shard}-fetcher", on_failure=fail)
@@ -191,7 +191,7 @@ class ShardHost:
     def _report(self, message: Report | Inventory) -> None:
         try:
             answer = self._tell(message, Deadline.after_ms(self._report_ms))
-        except (Trouble, KVClusterError) as error:
+        except (Unavailable, KVClusterError) as error:
             log.info("the coordinator did not answer a report: %s", error)
             self._driver.tell(ReportFailed())
             return
@@ -206,9 +206,9 @@ class ShardHost:
 
     def _move(self, order: MovePages | Erase) -> None:
         if isinstance(order, MovePages):
-            self._driver.tell(moving.move(order, self._stores))
+            self._driver.tell(tier_io.move(order, self._stores))
         else:
             self._stores.erase(order)
 
     def _stage(self, order: Stage) -> None:
-        self._driver.tell(moving.stage(order, self._stores))
+        self._driver.tell(tier_io.stage(order, self._stores))

@@ -15,20 +15,20 @@ from pkgutil import resolve_name
 from typing import Protocol
 
 from kvcluster.config import ShardConfig
-from kvcluster.core.found import Found
+from kvcluster.core.disk_recovery import RecoveredPages
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Erase, PageMove, PageSlot, Tier
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.tiers import ADDRESSABLE, STORED
 from kvcluster.pages.region import Region
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 
 
 class TierStore(Protocol):
     """The bytes of one tier. Writes and erasures come from one thread; views and reads from any."""
 
     def view(self, slot: PageSlot) -> memoryview | None:
-        """The page where it lies; None where the tier is not addressable. Raises Trouble once it is closed."""
+        """The page where it lies; None where the tier is not addressable. Raises Unavailable once it is closed."""
 
     def read(self, slot: PageSlot, into: memoryview) -> None:
         """Copies the bytes as they lie there, right or wrong. Raises OSError where there are not as many."""
@@ -43,7 +43,7 @@ class TierStore(Protocol):
     def close(self) -> None: ...
 
 
-OpenStore = Callable[[ShardConfig, ShardId], tuple[TierStore | None, Found]]
+OpenStore = Callable[[ShardConfig, ShardId], tuple[TierStore | None, RecoveredPages]]
 """Opens the store of a tier, and recovers what is there. None where it is not configured, or cannot be used and
 Found.why_none says why; the shard runs without that tier then."""
 
@@ -58,7 +58,7 @@ class ArenaStore:
         try:
             return self._region.view(slot.offset, slot.nbytes)
         except ValueError:
-            raise Trouble(Miss(MissReason.SHARD_LOST, "the shard is ending")) from None
+            raise Unavailable(Miss(MissReason.SHARD_LOST, "the shard is ending")) from None
 
     def read(self, slot: PageSlot, into: memoryview) -> None:
         into[:] = self.view(slot)
@@ -87,8 +87,8 @@ class TierStores:
         return self._by_tier[slot.tier].view(slot)
 
     def bytes_of(self, slot: PageSlot) -> memoryview:
-        """A page where it lies, or a copy of it. Raises Trouble in a shard that is ending, OSError where it cannot be
-        read."""
+        """A page where it lies, or a copy of it. Raises Unavailable in a shard that is ending, OSError where it cannot
+        be read."""
         store = self._by_tier[slot.tier]
         view = store.view(slot)
         if view is None:
@@ -113,11 +113,11 @@ class TierStores:
             store.close()
 
 
-def open_stores(config: ShardConfig, shard: ShardId) -> tuple[dict[Tier, TierStore], dict[Tier, Found]]:
+def open_stores(config: ShardConfig, shard: ShardId) -> tuple[dict[Tier, TierStore], dict[Tier, RecoveredPages]]:
     """Opens the stores that this configuration asks for. What each of them found is told also of one that could not be
     opened."""
     stores: dict[Tier, TierStore] = {}
-    found: dict[Tier, Found] = {}
+    found: dict[Tier, RecoveredPages] = {}
     for tier in STORED:
         open_store: OpenStore = resolve_name(tier.spec.store)
         store, found[tier] = open_store(config, shard)

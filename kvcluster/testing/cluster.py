@@ -15,24 +15,24 @@ from types import TracebackType
 from typing import Any
 
 from kvcluster.client.client import Client
-from kvcluster.client.control import CoordinatorPort
-from kvcluster.client.shards import OpenTransport
+from kvcluster.client.coordinator_client import CoordinatorPort
+from kvcluster.client.shard_connections import OpenTransport
 from kvcluster.config import Config, load
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import CLUSTER, BlockHash, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import CoordinatorQuestion, Inventory, Leave, PageKey, Reply, Report, Request, ShardAddress
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.shard import Shard
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.memory import MemoryTransport
-from kvcluster.transport.seam import Deadline, Transport, Trouble
 
 
-def _lost() -> Trouble:
-    return Trouble(Miss(MissReason.SHARD_LOST, "not running"))
+def _lost() -> Unavailable:
+    return Unavailable(Miss(MissReason.SHARD_LOST, "not running"))
 
 
 class _Port:
@@ -110,7 +110,7 @@ class MemoryCluster:
     # ---------------------------------------------------------------------------------------- its parts
 
     def running_coordinator(self) -> CoordinatorHost:
-        """Raises Trouble while it is stopped."""
+        """Raises Unavailable while it is stopped."""
         if self._coordinator is None:
             raise _lost()
         return self._coordinator

@@ -17,7 +17,7 @@ from kvcluster.errors import ProtocolError
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyRecords
 from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
-from kvcluster.transport.seam import PageSink, PageSource, Present
+from kvcluster.transport.base import BytesPayload, PageSink, PageSource
 from kvcluster.transport.sessions import in_order_of_use
 from kvcluster.wire.shm_frames import Place
 
@@ -135,7 +135,7 @@ class _SingleLoads:
         for at in range(start, stop):
             if at > start:
                 self._between()
-            data = Present(self._source.view(records.offsets[at], records.nbytes[at]))
+            data = BytesPayload(self._source.view(records.offsets[at], records.nbytes[at]))
             self._sink.receive(records.items[at], records.layers[at], records.codecs[at], records.sums_of(at), data)
 
 

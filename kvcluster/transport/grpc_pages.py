@@ -29,20 +29,20 @@ from kvcluster.core.messages import (
     WriteRequest,
     Written,
 )
-from kvcluster.core.reasons import Miss
+from kvcluster.core.miss import Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, ProtocolError
-from kvcluster.transport.rpc import Connection, identity, status_of
-from kvcluster.transport.seam import (
+from kvcluster.transport.base import (
     ONE_STREAM,
+    BytesPayload,
     Deadline,
     PageHost,
     PageSink,
     PageSource,
-    Present,
     RefusedByShard,
-    Trouble,
+    Unavailable,
 )
+from kvcluster.transport.rpc import Connection, identity, status_of
 from kvcluster.transport.sessions import Asked, ReadSession, WriteSession, check_length, outgoing
 from kvcluster.wire import frames
 from kvcluster.wire.methods import SHARD
@@ -80,7 +80,7 @@ class GrpcPages:
             for message in stream:
                 for record in frames.parse(message):
                     asked.check(record.item, record.layer, len(record.sums))
-                    sink.receive(record.item, record.layer, record.codec, record.sums, Present(record.data))
+                    sink.receive(record.item, record.layer, record.codec, record.sums, BytesPayload(record.data))
                 yield
             return outcome
         except grpc.RpcError as error:
@@ -129,7 +129,7 @@ class GrpcPages:
             stream.cancel()
 
     def offers(self, deadline: Deadline) -> Offers:
-        """Which data paths the shard serves beside this one. Raises Trouble, or RefusedByShard."""
+        """Which data paths the shard serves beside this one. Raises Unavailable, or RefusedByShard."""
         answer = self._connection.ask(SHARD["GetOffers"], GetOffers(), deadline)
         if isinstance(answer, Refused):
             raise RefusedByShard(answer)
@@ -173,7 +173,7 @@ def page_handlers(
                     yield frames.pack(batch)
         except RefusedByShard as refused:
             yield frames.encode_refused(refused.refused)
-        except (Trouble, KVClusterError) as error:
+        except (Unavailable, KVClusterError) as error:
             context.abort(status_of(error), str(error))
 
     def write(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -187,11 +187,11 @@ def page_handlers(
                 for message in messages:
                     session.alive()
                     for record in frames.parse(message):
-                        session.receive(record.item, record.layer, record.codec, record.sums, Present(record.data))
+                        session.receive(record.item, record.layer, record.codec, record.sums, BytesPayload(record.data))
                 yield frames.encode_write_tail(session.finish())
         except RefusedByShard as refused:
             yield frames.encode_refused(refused.refused)
-        except (Trouble, KVClusterError) as error:
+        except (Unavailable, KVClusterError) as error:
             context.abort(status_of(error), str(error))
 
     return {

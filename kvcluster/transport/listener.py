@@ -17,10 +17,10 @@ from typing import NoReturn
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
-from kvcluster.transport.link import Link
-from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
+from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.wire import streams
 from kvcluster.wire.streams import Kind
 
@@ -41,15 +41,15 @@ _BACKLOG = 128
 TenantOf = Callable[[str | None], Tenant]
 """Token -> tenant; raises CredentialError."""
 
-Serve = Callable[[Link, Tenant], None]
-"""Serves one connection until it ends. Raises Trouble when the other side has gone, which is the usual end."""
+Serve = Callable[[FramedSocket, Tenant], None]
+"""Serves one connection until it ends. Raises Unavailable when the other side has gone, which is the usual end."""
 
 
-Exchange = Callable[[Link, Tenant, bytes], None]
+Exchange = Callable[[FramedSocket, Tenant, bytes], None]
 """One load or store, from the body of the frame that opens it to its end. Raises RefusedByShard where none began."""
 
 
-def serve_exchanges(link: Link, tenant: Tenant, *, read: Exchange, write: Exchange) -> NoReturn:
+def serve_exchanges(link: FramedSocket, tenant: Tenant, *, read: Exchange, write: Exchange) -> NoReturn:
     """One after the other, until the connection ends."""
     while True:
         kind, body = link.receive(Kind.READ, Kind.WRITE, deadline=patient())
@@ -69,7 +69,7 @@ def patient() -> Deadline:
     return Deadline.after_ms(_NEXT_S * 1e3)
 
 
-def _anybody(link: Link) -> None:
+def _anybody(link: FramedSocket) -> None:
     """Whoever connects is listened to."""
 
 
@@ -83,7 +83,7 @@ class Listener:
         serve: Serve,
         *,
         name: str,
-        admit: Callable[[Link], None] = _anybody,
+        admit: Callable[[FramedSocket], None] = _anybody,
     ) -> None:
         """`admit` is asked of each connection before it is listened to, and raises what is to be said to it."""
         listening.listen(_BACKLOG)
@@ -92,7 +92,7 @@ class Listener:
         self._tenant_of = tenant_of
         self._serve = serve
         self._name = name
-        self._links: dict[Link, threading.Thread] = {}
+        self._links: dict[FramedSocket, threading.Thread] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._accepting = threading.Thread(target=self._accept, name=f"kvcluster-{name}", daemon=True)
@@ -131,7 +131,7 @@ class Listener:
                 if not self._pause():
                     return
                 continue
-            self._begin(Link(connected, f"{self._name} peer {address or 'here'}"))
+            self._begin(FramedSocket(connected, f"{self._name} peer {address or 'here'}"))
 
     def _pause(self) -> bool:
         """Not at once again. False where this is being closed."""
@@ -139,7 +139,7 @@ class Listener:
         waiting.wait(0.05)
         return not self._closed
 
-    def _begin(self, link: Link) -> None:
+    def _begin(self, link: FramedSocket) -> None:
         thread = threading.Thread(target=self._run, args=(link,), name=f"kvcluster-{self._name}-link", daemon=True)
         with self._lock:
             full = len(self._links) >= limits.STREAMS
@@ -149,14 +149,14 @@ class Listener:
                 return
         if full:
             log.warning("%s has %d connections, as many as may be", self._name, limits.STREAMS)
-            lost = Trouble(Miss(MissReason.SHARD_LOST, f"this shard has {limits.STREAMS} connections already"))
+            lost = Unavailable(Miss(MissReason.SHARD_LOST, f"this shard has {limits.STREAMS} connections already"))
             link.fail(lost, Deadline.after_ms(_FAREWELL_MS))
         link.close()
 
-    def _run(self, link: Link) -> None:
+    def _run(self, link: FramedSocket) -> None:
         try:
             self._handle(link)
-        except Trouble as trouble:
+        except Unavailable as trouble:
             log.debug("%s: a connection ended: %s", self._name, trouble)
             link.fail(trouble, Deadline.after_ms(_FAREWELL_MS))
         except KVClusterError as error:
@@ -170,7 +170,7 @@ class Listener:
                 del self._links[link]
             link.close()
 
-    def _handle(self, link: Link) -> None:
+    def _handle(self, link: FramedSocket) -> None:
         self._admit(link)
         _, body = link.receive(Kind.HELLO, deadline=Deadline.after_ms(HELLO_S * 1e3))
         try:

@@ -26,13 +26,13 @@ from kvcluster.core.messages import (
     WriteRequest,
     Written,
 )
-from kvcluster.core.reasons import Miss
+from kvcluster.core.miss import Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
+from kvcluster.transport.base import ONE_STREAM, Deadline, PageHost, PageSink, PageSource, RefusedByShard
 from kvcluster.transport.exchange_copies import granted_records, open_load, open_store, reserved_records
-from kvcluster.transport.seam import ONE_STREAM, Deadline, PageHost, PageSink, PageSource, RefusedByShard
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.wire.shm_frames import Place
 

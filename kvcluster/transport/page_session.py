@@ -40,9 +40,9 @@ from kvcluster.core.messages import (
     WriteRequest,
     Written,
 )
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 
 PROMPT_NS = 5_000_000_000
 """Questions that the core answers at once; the wait only bounds a process that hangs."""
@@ -203,7 +203,7 @@ class PageSession:
                 return self._renewed(reply)
             case _State.COMMITTING:
                 self._state = _State.OVER
-                return [Fail(Trouble(reply))] if isinstance(reply, Miss) else [Committed(self._outcome(reply))]
+                return [Fail(Unavailable(reply))] if isinstance(reply, Miss) else [Committed(self._outcome(reply))]
             case _:
                 assert self._state is _State.ENDING, "an answer that nothing asked for"
                 self._state = _State.OVER
@@ -223,7 +223,7 @@ class PageSession:
             self._state = _State.OVER
             return [Refuse(reply)]
         if isinstance(reply, Miss):
-            self._error = Trouble(reply)
+            self._error = Unavailable(reply)
             return self._become(_State.ENDING, self._give_back())
         assert isinstance(reply, PinGrant | WriteGrant)
         self._state = _State.MOVING
@@ -239,7 +239,7 @@ class PageSession:
     def _renewed(self, reply: Reply | Miss) -> list[SessionEffect]:
         self._state = _State.MOVING
         if isinstance(reply, Miss):
-            return [Fail(Trouble(reply))]
+            return [Fail(Unavailable(reply))]
         self._revoked = self._revoked or reply == Done(False)
         if self._revoked:
             return [_late()]
@@ -280,4 +280,4 @@ class PageSession:
 
 
 def _late() -> Fail:
-    return Fail(Trouble(Miss(MissReason.DEADLINE, "the lease ended: too slow")))
+    return Fail(Unavailable(Miss(MissReason.DEADLINE, "the lease ended: too slow")))

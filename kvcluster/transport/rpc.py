@@ -16,7 +16,7 @@ import grpc
 from kvcluster.core import limits
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import Reply
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import (
     CallerError,
     ConfigError,
@@ -26,7 +26,7 @@ from kvcluster.errors import (
     ProtocolError,
     Unreachable,
 )
-from kvcluster.transport.seam import Deadline, Trouble
+from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.wire.methods import Method, Question
 
 _OPTIONS = [
@@ -71,13 +71,13 @@ class Connection:
     def ask(
         self, method: Method, question: Question | None, deadline: Deadline, namespace: NamespaceId | None = None
     ) -> Reply:
-        """One question, about that namespace if the method has one, and its answer. Raises Trouble, CallerError,
+        """One question, about that namespace if the method has one, and its answer. Raises Unavailable, CallerError,
         CredentialError or ProtocolError."""
         request = method.encode_request(question, namespace)
         return method.decode_reply(self._start(self._channel.unary_unary, method.path, request, deadline))
 
     def read_stream(self, path: str, message: bytes, deadline: Deadline) -> Any:
-        """Sends one message; many come. Raises Trouble; hand what the stream raises to `raise_for`."""
+        """Sends one message; many come. Raises Unavailable; hand what the stream raises to `raise_for`."""
         return self._start(self._channel.unary_stream, path, message, deadline)
 
     def write_stream(self, path: str, messages: Iterator[bytes], deadline: Deadline) -> Any:
@@ -86,7 +86,7 @@ class Connection:
 
     def _start(self, kind: Callable[..., Any], path: str, argument: object, deadline: Deadline) -> Any:
         if not deadline.remaining_s():
-            raise Trouble(Miss(MissReason.DEADLINE, self.address))
+            raise Unavailable(Miss(MissReason.DEADLINE, self.address))
         with self._lock:
             call = self._calls.get(path)
             if call is None:
@@ -98,17 +98,17 @@ class Connection:
         except ValueError:
             if not self._closed:
                 raise
-            raise Trouble(Miss(MissReason.SHARD_LOST, f"{self.address}: this connection was closed")) from None
+            raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.address}: this connection was closed")) from None
 
     def raise_for(self, error: grpc.RpcError) -> NoReturn:
         """A gRPC error as one of ours."""
         code = error.code() if hasattr(error, "code") else None
         detail = error.details() if hasattr(error, "details") else str(error)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise Trouble(Miss(MissReason.DEADLINE, self.address)) from None
+            raise Unavailable(Miss(MissReason.DEADLINE, self.address)) from None
         if code is grpc.StatusCode.CANCELLED and not self._closed:  # from afar: a server that ends is UNAVAILABLE
             late = "it broke off, since the lease had ended: this side is too slow"
-            raise Trouble(Miss(MissReason.DEADLINE, f"{self.address}: {late}")) from None
+            raise Unavailable(Miss(MissReason.DEADLINE, f"{self.address}: {late}")) from None
         if code is grpc.StatusCode.UNAUTHENTICATED:
             raise CredentialError(detail) from None
         if code is grpc.StatusCode.INVALID_ARGUMENT:
@@ -119,7 +119,7 @@ class Connection:
             raise ProtocolError(detail) from None
         if code is grpc.StatusCode.UNIMPLEMENTED:
             raise ProtocolError(f"whatever listens at {self.address} does not speak kvcluster: {detail}") from None
-        raise Trouble(Miss(MissReason.SHARD_LOST, f"{self.address}: {detail}")) from None
+        raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.address}: {detail}")) from None
 
     def wait_ready(self, deadline: Deadline) -> None:
         """Raises Unreachable unless a server answers in time."""
@@ -148,9 +148,9 @@ def check_address(address: str) -> None:
         raise ConfigError(f"{address!r} is not host:port, such as 127.0.0.1:7070")
 
 
-def status_of(error: Trouble | KVClusterError) -> grpc.StatusCode:
+def status_of(error: Unavailable | KVClusterError) -> grpc.StatusCode:
     """How a server says one of our errors to gRPC. Connection.raise_for is the way back."""
-    if isinstance(error, Trouble):
+    if isinstance(error, Unavailable):
         late = error.miss.reason is MissReason.DEADLINE
         return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE
     if isinstance(error, CredentialError):

@@ -13,10 +13,10 @@ from types import TracebackType
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import PageSlot, PageWant, ReadRequest, Reply, WriteRequest, Written
-from kvcluster.core.reasons import Miss
+from kvcluster.core.miss import Miss
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
-from kvcluster.transport.arrivals import Arrivals
+from kvcluster.transport.base import Deadline, PageHost, PageSource, Payload, RefusedByShard, Unavailable
 from kvcluster.transport.page_session import (
     AskCore,
     Committed,
@@ -33,7 +33,7 @@ from kvcluster.transport.page_session import (
     SessionEvent,
     Stopped,
 )
-from kvcluster.transport.seam import Deadline, PageHost, PageSource, Payload, RefusedByShard, Trouble
+from kvcluster.transport.page_writer import PageWriter
 from kvcluster.wire.frames import Record
 
 
@@ -129,7 +129,7 @@ class _Session:
             raise
 
     def alive(self) -> None:
-        """The worker has shown that it lives. Raises Trouble where its lease has ended."""
+        """The worker has shown that it lives. Raises Unavailable where its lease has ended."""
         self._drive(MoveNext())
 
     def _end(self, *, for_good: bool = True) -> None:
@@ -166,7 +166,7 @@ class _Session:
         wait_s = ask.wait_ns / 1e9
         try:
             return self._host.ask(ask.build, wait_s if self._deadline is None else min(wait_s, self._remaining_s()))
-        except Trouble as trouble:
+        except Unavailable as trouble:
             return trouble.miss
 
     def _remaining_s(self) -> float:
@@ -255,14 +255,14 @@ class WriteSession(_Session):
     ) -> None:
         super().__init__(host, tenant, request, stop, deadline)
         self._namespace = request.namespace
-        self._arrivals = Arrivals(request.namespace, {}, host.view)
+        self._arrivals = PageWriter(request.namespace, {}, host.view)
         self._left = False
         self.granted: dict[int, PageSlot] = {}
 
     def __enter__(self) -> WriteSession:
         self._open()
         self.granted = {item: page for item, page in enumerate(self._pages) if isinstance(page, PageSlot)}
-        self._arrivals = Arrivals(self._namespace, self.granted, self._host.view)
+        self._arrivals = PageWriter(self._namespace, self.granted, self._host.view)
         return self
 
     def __exit__(

@@ -16,11 +16,11 @@ import weakref
 from enum import Enum
 
 from kvcluster.core.messages import ReadRequest, WriteRequest, Written
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.mapping import Mapping
-from kvcluster.transport.link import Link, dial
-from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
+from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.wire import shm_frames, streams
 from kvcluster.wire.shm_frames import Place
 from kvcluster.wire.streams import Kind
@@ -43,7 +43,7 @@ class Turn(Enum):
 class ShmConnection:
     """One connection. `shut` may be called from any thread; all else belongs to one thread at a time."""
 
-    def __init__(self, link: Link, welcome: shm_frames.Welcome, maps: Maps) -> None:
+    def __init__(self, link: FramedSocket, welcome: shm_frames.Welcome, maps: Maps) -> None:
         self.arena = maps.get(link, welcome.arena_bytes, writable=False)
         self.turn = Turn.IDLE
         self._link = link
@@ -60,7 +60,8 @@ class ShmConnection:
     # ------------------------------------------------------------------------------------------ frames
 
     def ask_to_read(self, request: ReadRequest, deadline: Deadline) -> tuple[list[Miss | None], dict[int, Place]]:
-        """The outcome for each want, and where what was granted lies. Raises Trouble, RefusedByShard, ProtocolError."""
+        """The outcome for each want, and where what was granted lies. Raises Unavailable, RefusedByShard,
+        ProtocolError."""
         body = self._ask(Kind.READ, streams.encode_read(request, deadline.remaining_ns()), deadline)
         answer = shm_frames.decode_read_grant(body, request.wants, self.arena.nbytes)
         self.turn = Turn.OURS
@@ -129,11 +130,11 @@ class ShmConnection:
         return self._writable
 
     def check_open(self) -> None:
-        """Raises Trouble where this is closed. To be asked under `unbroken`, before anything is written."""
+        """Raises Unavailable where this is closed. To be asked under `unbroken`, before anything is written."""
         assert self.turn is Turn.OURS
         self._check_process()
         if self._shut:
-            raise Trouble(Miss(MissReason.SHARD_LOST, f"{self._link.peer}: this connection was closed"))
+            raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self._link.peer}: this connection was closed"))
 
     # ------------------------------------------------------------------------------------- a connection
 
@@ -157,8 +158,8 @@ class Maps:
         self._lock = threading.Lock()
         self._known: weakref.WeakValueDictionary[bool, Mapping] = weakref.WeakValueDictionary()
 
-    def get(self, link: Link, nbytes: int, *, writable: bool) -> Mapping:
-        """What is mapped already, or now by the descriptor that has just come. Raises ProtocolError or Trouble."""
+    def get(self, link: FramedSocket, nbytes: int, *, writable: bool) -> Mapping:
+        """What is mapped already, or now by the descriptor that has just come. Raises ProtocolError or Unavailable."""
         fds = link.take_fds()
         try:
             if len(fds) != 1:
@@ -176,7 +177,7 @@ class Maps:
 
 
 def reach(address: str, token: str | None, maps: Maps, deadline: Deadline) -> ShmConnection:
-    """A new connection. Raises Trouble, CredentialError or ProtocolError."""
+    """A new connection. Raises Unavailable, CredentialError or ProtocolError."""
     connected = _connected(address, deadline)
     link, body = dial(connected, address, token, deadline)
     try:
@@ -201,7 +202,7 @@ def _connected(address: str, deadline: Deadline) -> socket.socket:
     except BaseException as error:
         connected.close()
         if isinstance(error, TimeoutError):
-            raise Trouble(Miss(MissReason.DEADLINE, f"{address}: it does not answer")) from None
+            raise Unavailable(Miss(MissReason.DEADLINE, f"{address}: it does not answer")) from None
         if isinstance(error, ConnectionRefusedError):
             raise _lost(address, "nobody listens: it has ended, or is of another host or network namespace") from None
         if isinstance(error, OSError):
@@ -218,5 +219,5 @@ def peer_of(connected: socket.socket) -> tuple[int, int]:
     return process, user
 
 
-def _lost(address: str, why: str) -> Trouble:
-    return Trouble(Miss(MissReason.SHARD_LOST, f"{address}: {why}"))
+def _lost(address: str, why: str) -> Unavailable:
+    return Unavailable(Miss(MissReason.SHARD_LOST, f"{address}: {why}"))

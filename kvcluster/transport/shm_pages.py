@@ -17,16 +17,16 @@ from collections.abc import Generator, Mapping, Sequence
 
 from kvcluster.core import limits
 from kvcluster.core.messages import ReadRequest, WriteRequest, Written
-from kvcluster.core.reasons import Miss
+from kvcluster.core.miss import Miss
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.pages.copy_endpoints import MappedMemory
-from kvcluster.transport import processors
-from kvcluster.transport.borrowed import Borrowed, borrow
-from kvcluster.transport.connections import Connections
+from kvcluster.transport import cpu_affinity
+from kvcluster.transport.base import Deadline, PageSink, PageSource, Streams
+from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.exchange_copies import granted_records, open_load, open_store, reserved_records
-from kvcluster.transport.seam import Deadline, PageSink, PageSource, Streams
 from kvcluster.transport.sessions import check_length
 from kvcluster.transport.shm_control import Maps, ShmConnection, Turn, reach
+from kvcluster.transport.shm_views import BorrowedPages, borrow
 from kvcluster.wire import shard, shm_frames
 from kvcluster.wire.shm_frames import Place, Progress
 from kvcluster.wire.streams import Kind
@@ -59,7 +59,7 @@ class ShmPages:
             raise ConfigError(f"{address!r} is no address of shared memory; those look like @name")
         self.address = address
         maps = Maps()
-        self._connections: Connections[ShmConnection] = Connections(
+        self._connections: ConnectionPool[ShmConnection] = ConnectionPool(
             address, lambda deadline: reach(address, token, maps, deadline)
         )
 
@@ -79,8 +79,8 @@ class ShmPages:
         finally:
             self._end(control, Kind.DONE)
 
-    def borrow(self, request: ReadRequest, deadline: Deadline) -> Borrowed:
-        """What is wanted, where it lies in the arena, without a copy: see Borrowed. Raises as `read`."""
+    def borrow(self, request: ReadRequest, deadline: Deadline) -> BorrowedPages:
+        """What is wanted, where it lies in the arena, without a copy: see BorrowedPages. Raises as `read`."""
         control = self._connections.take(deadline)
         try:
             return borrow(control, request, deadline, end=lambda: self._end(control, Kind.DONE))
@@ -164,7 +164,7 @@ def _store(
             nbytes += len(sums) * places[item].layer_bytes
         if nbytes >= WRITTEN_BYTES or stop == len(records):
             control.listen(deadline)
-            control.say(Kind.WRITTEN, shm_frames.encode_written(Progress(whole, processors.here())), deadline)
+            control.say(Kind.WRITTEN, shm_frames.encode_written(Progress(whole, cpu_affinity.here())), deadline)
             whole, nbytes = [], 0
         else:
             control.renew(deadline)

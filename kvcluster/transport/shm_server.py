@@ -24,10 +24,10 @@ from typing import Protocol
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import WriteRequest
 from kvcluster.errors import CredentialError, KVClusterError, ProtocolError
-from kvcluster.transport.link import Link
+from kvcluster.transport.base import Deadline, PageHost, Unavailable
+from kvcluster.transport.cpu_affinity import AffinityGuard
+from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.transport.listener import Listener, TenantOf, bounded, patient, serve_exchanges
-from kvcluster.transport.processors import Apart
-from kvcluster.transport.seam import Deadline, PageHost, Trouble
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.shm_control import peer_of
 from kvcluster.wire import shard, shm_frames, streams
@@ -79,22 +79,22 @@ class ShmServer:
 
     # ------------------------------------------------------------------------------------------ serving
 
-    def _serve(self, link: Link, tenant: Tenant) -> None:
+    def _serve(self, link: FramedSocket, tenant: Tenant) -> None:
         host = self._host
         welcome = shm_frames.Welcome(host.arena_bytes, host.lease_ttl_ns)
         self._send_arena(link, Kind.WELCOME, shm_frames.encode_welcome(welcome), bounded(), writable=False)
         has_stored = False
 
-        def write(link: Link, tenant: Tenant, body: bytes) -> None:
+        def write(link: FramedSocket, tenant: Tenant, body: bytes) -> None:
             nonlocal has_stored
             self._write(link, tenant, body, first=not has_stored)
             has_stored = True
 
         serve_exchanges(link, tenant, read=self._read, write=write)
 
-    def _read(self, link: Link, tenant: Tenant, body: bytes) -> None:
+    def _read(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
         request, remaining_ns = streams.decode_read(body)
-        with ReadSession(self._host, tenant, request, stop=link.hush) as session:
+        with ReadSession(self._host, tenant, request, stop=link.shutdown_read) as session:
             grant = shm_frames.encode_read_grant(request.wants, session.outcome, session.granted)
             try:
                 link.send(Kind.GRANT, grant, bounded(remaining_ns))
@@ -105,11 +105,11 @@ class ShmServer:
                     session.alive()
                     if shm_frames.decode_renew(body):
                         link.send(Kind.RENEW, shm_frames.encode_renew(answer=True), bounded())
-            except Trouble:
+            except Unavailable:
                 session.alive()  # says so where it was not the worker that went, but its lease that ended
                 raise
 
-    def _write(self, link: Link, tenant: Tenant, body: bytes, *, first: bool) -> None:
+    def _write(self, link: FramedSocket, tenant: Tenant, body: bytes, *, first: bool) -> None:
         request, remaining_ns = streams.decode_write(body)
         deadline = bounded(remaining_ns)
         request = replace(request, wait_ns=min(request.wait_ns, remaining_ns))
@@ -131,9 +131,11 @@ class ShmServer:
             tail = session.finish()
         link.send(Kind.TAIL, shard.encode_write_tail(tail), deadline)
 
-    def _until_written(self, link: Link, session: WriteSession, request: WriteRequest, deadline: Deadline) -> bool:
+    def _until_written(
+        self, link: FramedSocket, session: WriteSession, request: WriteRequest, deadline: Deadline
+    ) -> bool:
         """Verifies pages as they are written, until the worker has stopped. False where it has given up."""
-        with Apart() as thread:
+        with AffinityGuard() as thread:
             while True:
                 kind, body = link.receive(Kind.WRITTEN, Kind.RENEW, Kind.DONE, Kind.ABORT, deadline=deadline)
                 if kind is Kind.DONE or kind is Kind.ABORT:
@@ -147,7 +149,7 @@ class ShmServer:
                 for item, sums in progress.pages:
                     session.written(item, sums)
 
-    def _until_stopped(self, link: Link, error: BaseException) -> None:
+    def _until_stopped(self, link: FramedSocket, error: BaseException) -> None:
         """Tells the worker why its store has ended, and returns when it can write no more: however long that takes."""
         words = error if isinstance(error, KVClusterError) else ProtocolError("the shard failed; its log says how")
         link.fail(words, Deadline.after_ms(_FAREWELL_MS))
@@ -157,7 +159,7 @@ class ShmServer:
                 if kind is Kind.DONE or kind is Kind.ABORT:
                     return
 
-    def _send_arena(self, link: Link, kind: Kind, body: bytes, deadline: Deadline, *, writable: bool) -> None:
+    def _send_arena(self, link: FramedSocket, kind: Kind, body: bytes, deadline: Deadline, *, writable: bool) -> None:
         descriptor = self._host.open_arena(writable=writable)
         try:
             link.send_fds(kind, body, [descriptor], deadline)
@@ -165,7 +167,7 @@ class ShmServer:
             os.close(descriptor)
 
 
-def _admit(link: Link) -> None:
+def _admit(link: FramedSocket) -> None:
     """Processes of this user only, and each for as long as it lives."""
 
     def look(connected: socket.socket) -> None:

@@ -20,13 +20,13 @@ from typing import TypeVar
 
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Offer, ReadRequest, WriteRequest, Written
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError, KVClusterError
-from kvcluster.transport.connections import Connections
-from kvcluster.transport.link import Link, dial
+from kvcluster.transport.base import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Streams, Unavailable
+from kvcluster.transport.connection_pool import ConnectionPool
+from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.transport.listener import Listener, TenantOf, bounded, serve_exchanges
 from kvcluster.transport.rpc import check_address, host_and_port
-from kvcluster.transport.seam import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Streams, Trouble
 from kvcluster.transport.sessions import Asked, ReadSession, WriteSession, check_length, outgoing
 from kvcluster.wire import shard, streams
 from kvcluster.wire.streams import Kind
@@ -52,12 +52,12 @@ class TcpPages:
     def __init__(self, address: str, token: str | None) -> None:
         check_address(address)
         self.address = address
-        self._links: Connections[Link] = Connections(
+        self._links: ConnectionPool[FramedSocket] = ConnectionPool(
             address, lambda deadline: dial(_connected(address, deadline), address, token, deadline)[0]
         )
 
     def connect(self, deadline: Deadline) -> None:
-        """Has a connection ready. Raises Trouble, CredentialError or ProtocolError."""
+        """Has a connection ready. Raises Unavailable, CredentialError or ProtocolError."""
         self._links.keep(self._links.take(deadline))
 
     def read(
@@ -98,7 +98,7 @@ class TcpPages:
     # ----------------------------------------------------------------------------------------- helpers
 
     @contextmanager
-    def _exchange(self, deadline: Deadline) -> Iterator[Link]:
+    def _exchange(self, deadline: Deadline) -> Iterator[FramedSocket]:
         """A connection for one exchange, kept where that ends well or is refused, and else closed."""
         link = self._links.take(deadline)
         try:
@@ -112,7 +112,7 @@ class TcpPages:
         self._links.keep(link)
 
     def _head(
-        self, link: Link, decode: Callable[[bytes], list[T]], asked: Sequence[object], deadline: Deadline
+        self, link: FramedSocket, decode: Callable[[bytes], list[T]], asked: Sequence[object], deadline: Deadline
     ) -> list[T]:
         kind, body = link.receive(Kind.HEAD, Kind.REFUSED, deadline=deadline)
         if kind is Kind.REFUSED:
@@ -124,14 +124,14 @@ class TcpPages:
     def _why(self, error: BaseException, deadline: Deadline) -> BaseException:
         """A shard that closes a connection in the middle can seldom say why. One that takes another is there: then
         it has broken off because the lease had ended."""
-        if not isinstance(error, Trouble) or error.miss.reason is not MissReason.SHARD_LOST:
+        if not isinstance(error, Unavailable) or error.miss.reason is not MissReason.SHARD_LOST:
             return error
         try:
             self.connect(deadline.share(2))
-        except (Trouble, KVClusterError):
+        except (Unavailable, KVClusterError):
             return error
         late = f"{self.address}: it broke off, since the lease had ended: this side is too slow"
-        return Trouble(Miss(MissReason.DEADLINE, late))
+        return Unavailable(Miss(MissReason.DEADLINE, late))
 
 
 def _connected(address: str, deadline: Deadline) -> socket.socket:
@@ -139,9 +139,9 @@ def _connected(address: str, deadline: Deadline) -> socket.socket:
     try:
         connected = socket.create_connection((host.strip("[]"), int(port)), timeout=deadline.remaining_s() or 1e-3)
     except TimeoutError:
-        raise Trouble(Miss(MissReason.DEADLINE, f"{address}: it does not answer")) from None
+        raise Unavailable(Miss(MissReason.DEADLINE, f"{address}: it does not answer")) from None
     except OSError as error:
-        raise Trouble(Miss(MissReason.SHARD_LOST, f"{address}: {error.strerror or error}")) from None
+        raise Unavailable(Miss(MissReason.SHARD_LOST, f"{address}: {error.strerror or error}")) from None
     _tune(connected)
     return connected
 
@@ -192,12 +192,12 @@ class TcpServer:
         """Ends every exchange, and waits until none moves a byte. May be called again."""
         self._listener.close()
 
-    def _serve(self, link: Link, tenant: Tenant) -> None:
+    def _serve(self, link: FramedSocket, tenant: Tenant) -> None:
         link.tune(_tune)
         link.send(Kind.WELCOME, b"", bounded())
         serve_exchanges(link, tenant, read=self._read, write=self._write)
 
-    def _read(self, link: Link, tenant: Tenant, body: bytes) -> None:
+    def _read(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
         request, remaining_ns = streams.decode_read(body)
         deadline = bounded(remaining_ns)
         with ReadSession(self._host, tenant, request, stop=link.shut, deadline=deadline) as session:
@@ -206,7 +206,7 @@ class TcpServer:
                 link.send(Kind.PAGES, streams.encode_pages(batch), deadline, [record.data for record in batch])
         link.send(Kind.DONE, b"", deadline)
 
-    def _write(self, link: Link, tenant: Tenant, body: bytes) -> None:
+    def _write(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
         request, remaining_ns = streams.decode_write(body)
         deadline = bounded(remaining_ns)
         request = replace(request, wait_ns=min(request.wait_ns, remaining_ns))

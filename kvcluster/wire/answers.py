@@ -29,7 +29,7 @@ from kvcluster.core.messages import (
     StoreGrant,
     StoreRun,
 )
-from kvcluster.core.reasons import Miss
+from kvcluster.core.miss import Miss
 from kvcluster.errors import ProtocolError
 from kvcluster.wire import common, coordinator, engines, orders, reports
 from kvcluster.wire.common import EnumCodec, Interned, agree, at_most, pick, quantity, reference, text

@@ -32,7 +32,7 @@ from kvcluster.core.messages import (
     Source,
     Tier,
 )
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import Group, KVSpec, Part, Plane, Reuse
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.wire.v1 import common_pb2 as pb

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 from kvcluster.core import limits
 from kvcluster.core.ids import SUM_BYTES
 from kvcluster.core.messages import ReadRequest, Refused, TicketBody, WriteRequest, Written
-from kvcluster.core.reasons import Miss
+from kvcluster.core.miss import Miss
 from kvcluster.errors import ProtocolError
 from kvcluster.wire import common, shard
 from kvcluster.wire.v1 import common_pb2 as pb

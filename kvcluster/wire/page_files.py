@@ -22,11 +22,11 @@ from xxhash import xxh3_64_intdigest
 
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.disk_recovery import RecoveredPage
 from kvcluster.core.file_allocator import HEAD_BYTES, RECORD_BYTES, Shape
-from kvcluster.core.found import FoundPage
 from kvcluster.core.ids import HASH_BYTES, SUM_BYTES, BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import PageKey
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.wire import common
@@ -113,17 +113,17 @@ def decode_head(data: bytes) -> Head:
     return Head(life, file_bytes, shape, tenant, spec)
 
 
-def encode_record(head: Head, slot: int, page: FoundPage) -> bytes:
+def encode_record(head: Head, slot: int, page: RecoveredPage) -> bytes:
     """The record of that page in that slot."""
     fixed = _RECORD.pack(page.key.hash, page.parent, page.depth, page.key.group, *page.key.part, page.codec, page.loss)
     assert len(page.sums) == head.shape.layers * SUM_BYTES
     return fixed + page.sums + _CHECK.pack(_check(head, slot, fixed + page.sums))
 
 
-def decode_records(head: Head, namespace: NamespaceId, data: bytes, at: int) -> list[FoundPage]:
+def decode_records(head: Head, namespace: NamespaceId, data: bytes, at: int) -> list[RecoveredPage]:
     """The pages of those records in `data`, which begins with the first, that are whole; `namespace` is the head's, and
     `at` where the file begins."""
-    found: list[FoundPage] = []
+    found: list[RecoveredPage] = []
     size, slots = head.shape.record_bytes, head.slots
     first = at + head.shape.first_slot(slots)
     for slot in range(min(slots, len(data) // size)):
@@ -138,7 +138,7 @@ def decode_records(head: Head, namespace: NamespaceId, data: bytes, at: int) -> 
     return found
 
 
-def _page(head: Head, namespace: NamespaceId, content: bytes, offset: int) -> FoundPage:
+def _page(head: Head, namespace: NamespaceId, content: bytes, offset: int) -> RecoveredPage:
     values: tuple[Any, ...] = _RECORD.unpack_from(content)
     block, parent, depth, group, *bounds, codec_number, loss = values
     codec, part = Codec(codec_number), Part(*bounds)
@@ -149,7 +149,9 @@ def _page(head: Head, namespace: NamespaceId, content: bytes, offset: int) -> Fo
         raise ProtocolError("a record is of another page than its file holds")
     key = PageKey(BlockHash(block), group, part)
     sums = content[_RECORD.size :]
-    return FoundPage(*(namespace, key, BlockHash(parent), depth, Loss(loss), codec), head.shape.nbytes, sums, offset)
+    return RecoveredPage(
+        *(namespace, key, BlockHash(parent), depth, Loss(loss), codec), head.shape.nbytes, sums, offset
+    )
 
 
 def _check(head: Head, slot: int, content: bytes) -> int:

@@ -26,7 +26,7 @@ from kvcluster.core.messages import (
     WriteRequest,
     Written,
 )
-from kvcluster.core.reasons import Miss
+from kvcluster.core.miss import Miss
 from kvcluster.errors import ProtocolError
 from kvcluster.wire import common, pages
 from kvcluster.wire.common import EnumCodec, Interned, agree, numbers, quantity

@@ -23,7 +23,7 @@ from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import SUM_BYTES
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, Written
-from kvcluster.core.reasons import Miss
+from kvcluster.core.miss import Miss
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.wire import shard
 from kvcluster.wire.common import quantity

@@ -26,7 +26,7 @@ from enum import IntEnum
 
 from kvcluster.core import limits
 from kvcluster.core.messages import ReadRequest, Refused, WriteRequest
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, KVClusterError, LimitError, ProtocolError, Unreachable
 from kvcluster.wire import common, shard
 from kvcluster.wire.frames import Record, RecordHead, decode_heads, encode_head

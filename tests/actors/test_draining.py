@@ -14,7 +14,7 @@ import kvcluster
 from kvcluster.actors.local import LocalCluster
 from kvcluster.cli.main import main
 from kvcluster.client import Client
-from kvcluster.core.reasons import MissReason
+from kvcluster.core.miss import MissReason
 from tests.actors.processes import descendants
 from tests.actors.worker import PATIENT, SPEC, kv, tokens
 from tests.waiting import eventually

@@ -14,10 +14,10 @@ import torch
 import kvcluster
 from kvcluster.actors.local import LocalCluster
 from kvcluster.client import Client
-from kvcluster.core.reasons import MissReason
+from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import Part
 from kvcluster.errors import ConfigError
-from kvcluster.runtime.allocation import ENVIRONMENT
+from kvcluster.runtime.malloc_env import ENVIRONMENT
 from tests.actors.processes import descendants, listening, outcome, start_worker
 from tests.actors.worker import PATIENT, SPEC, digest, kv, tokens
 from tests.waiting import eventually

@@ -25,7 +25,7 @@ from kvcluster.client import Client
 from kvcluster.client.layouts import Buffers
 from kvcluster.config import ClientConfig
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.reasons import Miss
+from kvcluster.core.miss import Miss
 from kvcluster.errors import Unreachable
 from tests.chaos.content import PAGE_BYTES, SPEC, prompt, right_bytes, wrong
 from tests.chaos.stopwatch import Stopwatch, Taken, allowed_ns

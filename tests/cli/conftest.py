@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvcluster import Client
-from kvcluster.cli import operate
+from kvcluster.cli import admin
 from kvcluster.testing import MemoryCluster
 from tests.cli.front import Served
 from tests.client.build import SPEC, kv, prompt
@@ -15,7 +15,7 @@ from tests.client.build import SPEC, kv, prompt
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr(operate, "_POLL_S", 0.001)
+    monkeypatch.setattr(admin, "_POLL_S", 0.001)
     with MemoryCluster(shards=2, device_bytes="4MiB") as cluster:
         served = Served(cluster)
         try:

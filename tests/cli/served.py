@@ -21,8 +21,8 @@ from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.server import Gate, GrpcServer, Handler, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing.core_stepper import build_request
+from kvcluster.transport.base import Deadline
 from kvcluster.transport.grpc_pages import page_handlers
-from kvcluster.transport.seam import Deadline
 from kvcluster.transport.tcp_pages import TcpServer
 from kvcluster.wire.methods import COORDINATOR, SHARD
 from tests.runtime.hosts import no_source

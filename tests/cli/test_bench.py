@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from kvcluster.cli.bench.transfer import floors, goals, table, turns
-from kvcluster.cli.bench.transfer.goals import KIB64, MIB2, verdicts
+from kvcluster.cli.bench.transfer import baselines, interleave, table, thresholds
+from kvcluster.cli.bench.transfer.interleave import FLOOR, PEER, TRANSPORT, Lane, TurnsPlan
 from kvcluster.cli.bench.transfer.processes import OWN_PYTHON, CpuClock, PartyError, PartyProcess, probe
-from kvcluster.cli.bench.transfer.turns import FLOOR, PEER, TRANSPORT, Lane, TurnsPlan
+from kvcluster.cli.bench.transfer.thresholds import KIB64, MIB2, verdicts
 from kvcluster.cli.main import main
 from tests.waiting import eventually
 
@@ -47,12 +47,12 @@ def test_every_path_loads_and_stores_what_is_compared(tmp_path: Path) -> None:
     figures = json.loads(done.stdout)
     assert figures["setting"].keys() >= {"python", "machine", "cores"}
     assert (figures["rounds"], figures["moved_bytes"], figures["left_out"]) == (1, 2**20, {})
-    expected = [*floors.PATHS, *OURS, *(f"client {name}" for name in OURS)]
+    expected = [*baselines.PATHS, *OURS, *(f"client {name}" for name in OURS)]
     assert [(row["clients"], row["path"], row["operation"]) for row in figures["paths"]] == [
         (clients, path, operation) for clients in (1, 2) for path in expected for operation in ("load", "store")
     ]
     assert {row["page_bytes"] for row in figures["paths"]} == {KIB64}
-    assert all(row[name] > 0 for row in figures["paths"] for name in ("gb_per_s", "gb_per_cpu_s", *turns.RATIOS))
+    assert all(row[name] > 0 for row in figures["paths"] for name in ("gb_per_s", "gb_per_cpu_s", *interleave.RATIOS))
     assert [row["path"] for row in figures["latencies"]] == ["raw TCP x1", *OURS]
     assert all(0 < row["p50_ms"] <= row["p99_ms"] for row in figures["latencies"])
     judged = {verdict["goal"]: verdict["met"] for verdict in figures["verdicts"]}
@@ -139,10 +139,10 @@ def driver(tmp_path: Path) -> str:
     return str(file)
 
 
-def run(*lanes: Lane, clients: Sequence[int] = (1,)) -> turns.Figures:
+def run(*lanes: Lane, clients: Sequence[int] = (1,)) -> interleave.Figures:
     """One small page size, these lanes beside the floors."""
-    bounds = [Lane(floors.__name__, path, FLOOR, a["over"], a["note"]) for path, a in floors.PATHS.items()]
-    return turns.run(TurnsPlan([*bounds, *lanes], [KIB64], clients, 1, 2**18, 2**20, 20, sys.executable))
+    bounds = [Lane(baselines.__name__, path, FLOOR, a["over"], a["note"]) for path, a in baselines.PATHS.items()]
+    return interleave.run(TurnsPlan([*bounds, *lanes], [KIB64], clients, 1, 2**18, 2**20, 20, sys.executable))
 
 
 def test_a_peer_that_fails_is_left_out_with_its_own_words_and_the_others_are_measured(driver: str) -> None:
@@ -166,7 +166,7 @@ def test_a_peer_that_would_work_while_it_waits_is_stopped_between_its_turns(driv
         client.rest()
         eventually(lambda: _state(client.pid) == "T")
         client.wake()
-        assert client.ask(do="open", driver=floors.__name__, path="memcpy", at=None) == {}
+        assert client.ask(do="open", driver=baselines.__name__, path="memcpy", at=None) == {}
 
 
 def _state(pid: int) -> str:
@@ -183,7 +183,7 @@ def test_a_ratio_is_to_the_floor_with_as_many_clients_doing_the_same(driver: str
     figures = run(Lane(driver, "honest", PEER, "memory", "a test"), clients=(1, 2))
     rates = {(row["path"], row["clients"], row["operation"]): row["gb_per_s"] for row in figures.paths}
     for row in figures.paths:
-        for ratio, floor in turns.RATIOS.items():
+        for ratio, floor in interleave.RATIOS.items():
             base = rates[floor, row["clients"], row["operation"]]
             assert row[ratio] == pytest.approx(row["gb_per_s"] / base)
 
@@ -296,6 +296,6 @@ def test_the_table_shows_every_row_note_and_verdict() -> None:
 
 
 def test_every_goal_is_about_a_path_and_a_floor_that_are_measured() -> None:
-    floor_names = {*turns.RATIOS}
-    assert all(goal.path in OURS and goal.of in floor_names for goal in goals.RATIOS)
-    assert all(goal.path in OURS and goal.times in (None, *floors.PATHS) for goal in goals.TIMES)
+    floor_names = {*interleave.RATIOS}
+    assert all(goal.path in OURS and goal.of in floor_names for goal in thresholds.RATIOS)
+    assert all(goal.path in OURS and goal.times in (None, *baselines.PATHS) for goal in thresholds.TIMES)

@@ -18,7 +18,7 @@ from kvcluster.core.hashing import foreign
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import LoadGrant, Tier
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.errors import ConfigError
 from kvcluster.testing.kernel import MS
 

@@ -11,25 +11,25 @@ from typing import Any
 import pytest
 
 from kvcluster.cli import doctor
-from kvcluster.cli.diagnosis import print_diagnosis
+from kvcluster.cli.coordinator_args import read_status
 from kvcluster.cli.doctor import examine
+from kvcluster.cli.doctor_view import print_diagnosis
 from kvcluster.cli.main import main
-from kvcluster.cli.where import read_status
-from kvcluster.client.control import GrpcPort
+from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import ServerConfig
 from kvcluster.core.ids import CallId, ShardId, Tenant
 from kvcluster.core.messages import PROTOCOL_VERSION, CoordinatorQuestion, Offer, Offers, Reply, Request
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CredentialError
 from kvcluster.runtime.auth import Authenticator, digest
-from kvcluster.runtime.offering import serve_paths
 from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.testing import MemoryCluster
+from kvcluster.transport.base import Unavailable
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.rpc import Connection
-from kvcluster.transport.seam import Trouble
 from kvcluster.transport.tcp_pages import TcpServer, open_path
 from kvcluster.wire.methods import COORDINATOR, SHARD
 from tests.transport.frail import Frail
@@ -200,7 +200,7 @@ def test_a_shard_that_hangs_when_asked_for_its_offers_is_still_reached(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def silent(*_: object) -> Offers:
-        raise Trouble(Miss(MissReason.DEADLINE, "too late"))
+        raise Unavailable(Miss(MissReason.DEADLINE, "too late"))
 
     monkeypatch.setattr("kvcluster.transport.grpc_pages.GrpcPages.offers", silent)
     found = examine(served.address, "default", openers={"tcp": open_path})

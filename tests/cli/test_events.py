@@ -12,17 +12,17 @@ import pytest
 from kvcluster.cli import main as cli
 from kvcluster.core.messages import Tier
 from kvcluster.core.messages.events import BlocksRemoved, Publish
-from kvcluster.runtime import publishing
-from kvcluster.runtime.publishing import Publisher
+from kvcluster.runtime import event_publisher
+from kvcluster.runtime.event_publisher import EventPublisher
 from tests.runtime.events import block, effect, published, stored, stream
 from tests.waiting import eventually
 
 
-def run(publisher: Publisher, *arguments: str) -> int:
+def run(publisher: EventPublisher, *arguments: str) -> int:
     return cli.main(["events", "--endpoint", publisher.endpoint, "--replay", publisher.replay_endpoint, *arguments])
 
 
-def fill(publisher: Publisher) -> None:
+def fill(publisher: EventPublisher) -> None:
     publisher.publish(effect(0))
     publisher.publish(effect(1))
     publisher.publish(Publish(stream(), (BlocksRemoved(Tier.DISK, (block(0), block(1))),)))
@@ -63,7 +63,7 @@ def test_it_ends_after_its_time(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_it_says_what_was_missed_and_an_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publishing, "QUEUED_WEIGHT", 10)
+    monkeypatch.setattr(event_publisher, "QUEUED_WEIGHT", 10)
     with published() as publisher:
         publisher.publish(effect(0))
         eventually(lambda: publisher.counters()["batches"] == 2)
@@ -94,7 +94,7 @@ def test_what_is_no_endpoint_is_one_line(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("kvcluster.client.events", "kvcluster.client.sequences", "kvcluster.wire.kv_events"):
+    for name in ("kvcluster.client.events", "kvcluster.client.event_gaps", "kvcluster.wire.kv_events"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "zmq", None)
     assert cli.main(["events"]) == 1

@@ -25,10 +25,10 @@ from kvcluster.core.messages import (
     WriteRequest,
 )
 from kvcluster.core.messages import Written as Outcome
-from kvcluster.core.reasons import Miss
+from kvcluster.core.miss import Miss
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Deadline, PageSink, PageSource, Payload, Streams, Transport
+from kvcluster.transport.base import Deadline, PageSink, PageSource, Payload, Streams, Transport
 
 BOUND_S = 20.0
 """How long anything may take before a test fails; nothing is expected to take a tenth of it."""

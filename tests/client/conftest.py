@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 
 Start = Callable[..., MemoryCluster]
 
@@ -40,7 +40,7 @@ def settle(cluster: MemoryCluster) -> None:
     coordinator gets one: what the shards then tell of themselves has to hold as well."""
     try:
         cluster.running_coordinator()
-    except Trouble:
+    except Unavailable:
         cluster.start_coordinator()
         cluster.wait_until_up()
     cluster.wait_until_idle()

@@ -39,9 +39,9 @@ from kvcluster.core.messages import (
     TicketBody,
     Tier,
 )
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import Part
-from kvcluster.transport.seam import RefusedByShard, Streams, Trouble
+from kvcluster.transport.base import RefusedByShard, Streams, Unavailable
 from tests.client.build import HEADS, LAYERS, SPEC
 
 Effect = TypeVar("Effect")
@@ -152,7 +152,7 @@ class SteppedLoad:
 
     def fail(self, start: StartRead, error: BaseException | None = None) -> list[LoadEffect]:
         """Its exchange ends by that error, by default a broken connection."""
-        return self.step(ReadEnded(start.exchange, error=error or Trouble(LOST)))
+        return self.step(ReadEnded(start.exchange, error=error or Unavailable(LOST)))
 
     def stopped(self, stop: StopRead) -> list[LoadEffect]:
         """It is heard that an exchange has stopped, as it was told."""

@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from kvcluster.client import sink as sinks
+from kvcluster.client import load_sink as sinks
+from kvcluster.client.load_sink import LoadSink
 from kvcluster.client.python_copies import PythonCopies
 from kvcluster.client.read_ranges import ReadRanges
-from kvcluster.client.sink import Sink
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.messages import PageKey
-from kvcluster.core.reasons import MissReason
+from kvcluster.core.miss import MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
 from kvcluster.pages.region import address_of
 from kvcluster.testing import MemoryCluster
+from kvcluster.transport.base import BytesPayload, Cancelled
 from kvcluster.transport.exchange_copies import ExchangeCopies
-from kvcluster.transport.seam import Cancelled, Present
 from tests.client.build import HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same, unwritten
-from tests.client.test_sink import BLOCKS, LAYER_BYTES, NAMESPACE, NEVER, WHOLE, Bench, gathered, nhd
+from tests.client.test_load_sink import BLOCKS, LAYER_BYTES, NAMESPACE, NEVER, WHOLE, Bench, gathered, nhd
 
 
 class Grant:
@@ -51,7 +51,7 @@ class Grant:
                 sums = checksum.layer_sums(identity, layer, count, data)
                 self.records.add(item, layer, address_of(data), data.nbytes, coded, sums)
 
-    def open(self, sink: Sink | None = None) -> ExchangeCopies:
+    def open(self, sink: LoadSink | None = None) -> ExchangeCopies:
         return (sink or self.bench.sink).copies(self.records, HostMemory(may_change=True), self.pages)
 
     def load(self) -> None:
@@ -88,7 +88,7 @@ def test_encoded_pages_are_decoded_where_they_belong(coded: Codec, strided: bool
     for at in range(len(grant.records)):
         item, layer = grant.records.items[at], grant.records.layers[at]
         nbytes = len(grant.pages[item]) // LAYERS
-        data = Present(memoryview(grant.pages[item])[layer * nbytes : (layer + 1) * nbytes])
+        data = BytesPayload(memoryview(grant.pages[item])[layer * nbytes : (layer + 1) * nbytes])
         by_hand.sink.receive(item, layer, coded, grant.records.sums_of(at), data)
     assert same(gathered(caches) if strided else into, beside)
     assert bench.so_far() == by_hand.so_far()

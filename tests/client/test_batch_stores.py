@@ -15,17 +15,17 @@ from kvcluster.client.python_copies import PythonCopies
 from kvcluster.client.store_source import StoreSource
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import NewPage, PageKey
-from kvcluster.core.reasons import MissReason
+from kvcluster.core.miss import MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyStatus
 from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
 from kvcluster.pages.region import address_of
 from kvcluster.testing import MemoryCluster
+from kvcluster.transport.base import Cancelled, Deadline, Unavailable
 from kvcluster.transport.exchange_copies import ExchangeCopies, reserved_records
-from kvcluster.transport.seam import Cancelled, Deadline, Trouble
 from kvcluster.wire.shm_frames import Place
 from tests.client.build import BLOCK, DIM, HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same
-from tests.client.test_sink import BLOCKS, LAYER_BYTES, NAMESPACE, WHOLE, nhd
+from tests.client.test_load_sink import BLOCKS, LAYER_BYTES, NAMESPACE, WHOLE, nhd
 
 ROOT = BlockHash(bytes(32))
 PAGES = [NewPage(PageKey(BlockHash(bytes([n]) * 32), 0, WHOLE), ROOT, n) for n in range(BLOCKS)]
@@ -135,7 +135,7 @@ def test_nothing_is_read_once_a_store_is_stopped() -> None:
 
 def test_nothing_is_written_after_the_deadline() -> None:
     reserved = Reserved(kv(BLOCKS), deadline=Deadline(1))
-    with pytest.raises(Trouble) as trouble:
+    with pytest.raises(Unavailable) as trouble:
         reserved.store()
     assert trouble.value.miss.reason is MissReason.DEADLINE
     assert not any(map(any, reserved.pages)) and not reserved.source.nbytes

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvcluster.client.bounded_calls import FAILURES, OPEN_NS, Admission, BoundedCalls, Call, CallPolicy
 from kvcluster.client.breaker import FREE_DOUBLINGS
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from tests.client.build import BOUND_S, Hold
 
 LOST = Miss(MissReason.SHARD_LOST, "gone")

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.breaker import DOUBLINGS, FREE_DOUBLINGS, Breaker, BreakerState, Leave
+from kvcluster.client.breaker import DOUBLINGS, FREE_DOUBLINGS, Breaker, BreakerState, PermitNumber
 from kvcluster.client.client import Client
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.config import ClientConfig
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Refused, RefusedKind
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import RefusedByShard, Trouble
+from kvcluster.transport.base import RefusedByShard, Unavailable
 from tests.client.build import BLOCK, PAGE_BYTES, SPEC, Hold, Steps, kv, missed, prompt, room, same, watched_client
 from tests.client.conftest import Start
 
@@ -25,7 +25,7 @@ LATE = Miss(MissReason.DEADLINE)
 S = 1_000_000_000
 
 
-def ask(breaker: Breaker, now: int) -> Leave:
+def ask(breaker: Breaker, now: int) -> PermitNumber:
     leave = breaker.ask(now)
     assert not isinstance(leave, Miss), leave
     return leave
@@ -133,7 +133,7 @@ def test_whatever_happens_one_tries_at_a_time_and_everybody_gets_a_turn(
     steps: list[tuple[int, int, int]], failures: int
 ) -> None:
     breaker, now, longest = Breaker(failures=failures, open_ns=S), 0, S << DOUBLINGS
-    out: list[tuple[Leave, BreakerState]] = []
+    out: list[tuple[PermitNumber, BreakerState]] = []
     for what, later, which in steps:
         now += later
         if what == 0:
@@ -195,7 +195,7 @@ def load(client: Client) -> Loaded:
 
 @pytest.mark.parametrize("miss", [LOST, LATE], ids=["lost", "late"])
 def test_a_shard_that_failed_three_times_is_a_miss_at_once(alone: MemoryCluster, miss: Miss) -> None:
-    shard = Failing(Trouble(miss))
+    shard = Failing(Unavailable(miss))
     with watched_client(alone, Steps(read=shard, write=shard)) as client:
         for _ in range(3):
             assert load(client) == missed(miss, range(4))
@@ -264,7 +264,7 @@ def test_a_shard_that_came_back_is_asked_at_once(alone: MemoryCluster) -> None:
 
 
 def test_after_its_time_a_shard_is_tried_and_used_again(alone: MemoryCluster) -> None:
-    shard = Failing(Trouble(LOST))
+    shard = Failing(Unavailable(LOST))
     config = ClientConfig(breaker_failures=1, breaker_ms=1)
     with watched_client(alone, Steps(read=shard), config=config) as client:
         assert load(client).blocks == 0
@@ -274,7 +274,7 @@ def test_after_its_time_a_shard_is_tried_and_used_again(alone: MemoryCluster) ->
 
 
 def test_a_flush_of_what_an_open_breaker_keeps_waits_for_the_next(alone: MemoryCluster) -> None:
-    shard, tokens = Failing(Trouble(LOST)), prompt(2, seed=1)
+    shard, tokens = Failing(Unavailable(LOST)), prompt(2, seed=1)
     config = ClientConfig(breaker_failures=1, breaker_ms=500)
     with watched_client(alone, Steps(read=shard), config=config) as client:
         assert client.store(tokens, kv(2)) == Stored(2, 0, 0, 2 * PAGE_BYTES)

@@ -9,9 +9,9 @@ import threading
 import pytest
 
 from kvcluster.client.results import BlockExplanation, Stored
-from kvcluster.core.reasons import MissReason
+from kvcluster.core.miss import MissReason
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Deadline
+from kvcluster.transport.base import Deadline
 from tests.client.build import (
     BLOCK,
     BOUND_S,
@@ -190,10 +190,10 @@ def test_ways_that_were_opened_before_are_there_when_pages_are_moved(start: Star
     cluster = start(shards=2, device_bytes="4MiB")
     client = cluster.client(SPEC)
     assert client.status()["transports"] == {}
-    client.open_ways()
+    client.warm_up()
     assert sorted(client.status()["transports"]) == sorted(cluster.shards)
     gone, there = sorted(cluster.shards)
     cluster.stop_shard(gone)
     late = cluster.client(SPEC)
-    late.open_ways()
+    late.warm_up()
     assert there in late.status()["transports"], "whoever does not answer keeps nobody from the others"

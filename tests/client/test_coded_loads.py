@@ -12,21 +12,21 @@ import torch
 from kvcluster.client.client import Client
 from kvcluster.client.layouts import Buffers, Paged
 from kvcluster.client.load_progress import LoadProgress
+from kvcluster.client.load_sink import LoadSink
 from kvcluster.client.memory import bind
 from kvcluster.client.pieces import plan_pieces
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.results import Loaded
-from kvcluster.client.sink import Sink
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import Need, PageKey, ReadRequest, ShardAddress, Source, TicketBody, Tier
 from kvcluster.core.messages.common import Run
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import Part
 from kvcluster.pages import checksum, codec, native
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Deadline, PageSink, Payload, Present, Transport
+from kvcluster.transport.base import BytesPayload, Deadline, PageSink, Payload, Transport
 from tests.client.build import (
     BLOCK,
     DIM,
@@ -43,7 +43,7 @@ from tests.client.build import (
     shape_of,
     unwritten,
 )
-from tests.client.test_sink import Portions
+from tests.client.test_load_sink import Portions
 
 NAMESPACE = NamespaceId(b"n" * 32)
 NEVER = 2**63
@@ -103,7 +103,7 @@ class Bench:
         self.progress = LoadProgress(body, SPEC, {SHARD: self.pieces})
         self.ranges = ReadRanges(self.pieces, now=0, deadline_ns=NEVER)
         self.into = bind(into, SPEC, (part,), BLOCKS, writable=True)
-        self.sink = Sink(NAMESPACE, SPEC, self.into, self.ranges, self.progress, lambda: None)
+        self.sink = LoadSink(NAMESPACE, SPEC, self.into, self.ranges, self.progress, lambda: None)
 
     def key(self, item: int) -> PageKey:
         return self.pieces[item].want.key
@@ -136,7 +136,7 @@ class Bench:
 
     def send(self, item: int, layer: int, layers: int, which: Codec, payload: Payload | None = None) -> None:
         sums = self.sums(item, layer, layers, which)
-        payload = payload or Present(self.data(item, layer, layers, which))
+        payload = payload or BytesPayload(self.data(item, layer, layers, which))
         self.progress.expect_loss(which.loss)  # as a ticket or a lookup has told: no shard sends what has lost more
         self.sink.receive(item, layer, int(which), sums, payload)
 
@@ -145,7 +145,7 @@ class Bench:
         for item, piece in enumerate(self.pieces):
             layer, layers = piece.want.layer_start, piece.layers
             data = self.data(item, layer, layers, which)
-            self.send(item, layer, layers, which, Present(data) if portion is None else Portions(data, portion))
+            self.send(item, layer, layers, which, BytesPayload(data) if portion is None else Portions(data, portion))
 
     def expected(self, which: Codec, part: Part = WHOLE) -> torch.Tensor:
         """Of that part of all blocks."""
@@ -285,11 +285,11 @@ def test_a_page_that_changes_its_tier_between_two_records_has_layers_of_both(
 def test_sums_of_one_codec_are_not_taken_for_bytes_that_come_in_another() -> None:
     """q8 of a plane that stays raw has the same bytes as raw; the name of the codec is what tells them apart."""
     bench = Bench(room(BLOCKS))
-    bench.sink.receive(0, 0, Codec.Q8, bench.sums(0, 0, 1, Codec.Q4), Present(bench.data(0, 0, 1, Codec.Q8)))
+    bench.sink.receive(0, 0, Codec.Q8, bench.sums(0, 0, 1, Codec.Q4), BytesPayload(bench.data(0, 0, 1, Codec.Q8)))
     raw = checksum.layer_sums(
         checksum.identity(NAMESPACE, bench.key(1), Codec.RAW), 0, 1, bench.data(1, 0, 1, Codec.Q8)
     )
-    bench.sink.receive(1, 0, Codec.Q8, raw, Present(bench.data(1, 0, 1, Codec.Q8)))
+    bench.sink.receive(1, 0, Codec.Q8, raw, BytesPayload(bench.data(1, 0, 1, Codec.Q8)))
     assert list(bench.ranges.corrupt) == [0, 1]
     assert bench.so_far().nbytes == 0
 
@@ -309,7 +309,7 @@ def test_a_wrong_byte_of_what_is_encoded_leaves_the_destination_as_it_was(
     changed = bytearray(bench.data(0, 0, LAYERS, which))
     changed[byte] ^= 1
     data = memoryview(changed)
-    bench.send(0, 0, LAYERS, which, Present(data) if portion is None else Portions(data, portion))
+    bench.send(0, 0, LAYERS, which, BytesPayload(data) if portion is None else Portions(data, portion))
     assert bench.ranges.corrupt == {0: [(0, LAYERS)]}
     assert bench.rests(0) == [(0, LAYERS)]
     assert not any(cache.any() for cache in caches) if strided else unwritten(into)

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from kvcluster.client.client import Client
-from kvcluster.client.control import CoordinatorPort, GrpcPort
+from kvcluster.client.coordinator_client import CoordinatorPort, GrpcPort
 from kvcluster.client.results import Lookup, Pinned, Stored
-from kvcluster.client.shards import OpenTransport
+from kvcluster.client.shard_connections import OpenTransport
 from kvcluster.config import ClientConfig
 from kvcluster.core.messages import EndTicket, RenewTicket
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import Unreachable
 from kvcluster.testing import MemoryCluster
+from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.grpc_pages import GrpcPages
 from kvcluster.transport.rpc import Connection
-from kvcluster.transport.seam import Deadline, Transport, Trouble
 from tests.client.build import BOUND_S, SPEC, Hold, Port, Steps, kv, prompt, room, watched_client
 
 TOKENS = prompt(4)
@@ -139,7 +139,7 @@ def test_a_coordinator_that_hangs_is_a_miss_in_time_for_every_call(cluster: Memo
             for claim in (client.status, client.clear, lambda: client.hashes(TOKENS)):
                 with pytest.raises(Unreachable):
                     within_bounds(claim)
-            with pytest.raises(Trouble) as trouble:
+            with pytest.raises(Unavailable) as trouble:
                 within_bounds(lambda: client.hashes(TOKENS))
             assert late(trouble.value.miss)
 

@@ -13,7 +13,7 @@ import pytest
 from kvcluster.client.client import Client
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.ids import ShardId
-from kvcluster.core.reasons import Loss, MissReason
+from kvcluster.core.miss import Loss, MissReason
 from kvcluster.testing import MemoryCluster
 from tests.client.build import BLOCK, prompt, room, same
 from tests.client.conftest import Start

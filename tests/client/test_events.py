@@ -11,11 +11,11 @@ import pytest
 import zmq
 
 import kvcluster
+from kvcluster.client.event_gaps import RESTARTED
 from kvcluster.client.events import Event, EventSubscriber
-from kvcluster.client.sequences import RESTARTED
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksStored, Publish
 from kvcluster.errors import ConfigError
-from kvcluster.runtime.publishing import Publisher
+from kvcluster.runtime.event_publisher import EventPublisher
 from kvcluster.wire import kv_events
 from kvcluster.wire.kv_events import Batch, ReplayRequest
 from tests.runtime.events import ANYWHERE, effect, published, stored, stream
@@ -37,12 +37,12 @@ def block_numbers(events: list[Event]) -> list[int]:
     return [int.from_bytes(one, "big") for event in stored for one in event.hashes]
 
 
-def subscribed(publisher: Publisher, **settings: str) -> EventSubscriber:
+def subscribed(publisher: EventPublisher, **settings: str) -> EventSubscriber:
     return EventSubscriber(publisher.endpoint, publisher.replay_endpoint, **settings)
 
 
 @contextmanager
-def listening(publisher: Publisher) -> Iterator[EventSubscriber]:
+def listening(publisher: EventPublisher) -> Iterator[EventSubscriber]:
     """One that is known to the publisher: it has heard everything that was told until it was, of another topic."""
     with subscribed(publisher) as subscriber:
         told = 0

@@ -13,11 +13,11 @@ from kvcluster.config import ClientConfig
 from kvcluster.core.ids import BlockHash, ShardId, Tenant
 from kvcluster.core.messages import EndTicket, PrepareLoad, Refused, RefusedKind, WriteRequest
 from kvcluster.core.messages import Written as Outcome
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, LimitError, Unreachable
 from kvcluster.testing import MemoryCluster
+from kvcluster.transport.base import Deadline, PageSource, RefusedByShard, Unavailable
 from kvcluster.transport.memory import MemoryTransport
-from kvcluster.transport.seam import Deadline, PageSource, RefusedByShard, Trouble
 from tests.client.build import (
     BLOCK,
     BOUND_S,
@@ -555,7 +555,7 @@ def test_a_prepare_whose_answer_is_lost_is_asked_again(alone: MemoryCluster) -> 
 
     def lose_the_first(message: object) -> None:
         if isinstance(message, PrepareLoad) and sum(isinstance(m, PrepareLoad) for m in port.asked) == 1:
-            raise Trouble(NOT_RUNNING)
+            raise Unavailable(NOT_RUNNING)
 
     port.after = lose_the_first
     with watched_client(alone, port=port) as client, client.prepare_load(client.hashes(TOKENS)) as ticket:

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcluster.client.layouts import Buffers, Paged
-from kvcluster.client.memory import Bound, bind
+from kvcluster.client.memory import BoundMemory, bind
 from kvcluster.core.spec import Group, KVSpec, Part, Plane
 from kvcluster.pages.copy_geometry import BlockGeometry
 from tests.client.test_memory import K_AND_V, SPEC, WHOLE, Case, Layout, Row, layers, memories, parts
 
 
-def table(bound: Bound) -> BlockGeometry:
+def table(bound: BoundMemory) -> BlockGeometry:
     (geometry,) = bound.geometries()
     assert geometry is not None
     return geometry

@@ -11,11 +11,11 @@ import pytest
 from kvcluster.client.client import Client
 from kvcluster.client.results import BlockExplanation, Lookup, Stored
 from kvcluster.core.messages import Siblings
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import Group, KVSpec, Part, Plane
 from kvcluster.errors import CallerError, ProtocolError
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 from tests.client.build import (
     BLOCK,
     DIM,
@@ -224,7 +224,7 @@ def test_a_lost_answer_about_other_specs_leaves_what_is_known(stored: MemoryClus
 
     def lose(message: object) -> None:
         if isinstance(message, Siblings):
-            raise Trouble(Miss(MissReason.SHARD_LOST, "lost"))
+            raise Unavailable(Miss(MissReason.SHARD_LOST, "lost"))
 
     port.after = lose
     with watched_client(stored, port=port) as client:

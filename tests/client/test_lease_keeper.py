@@ -13,9 +13,9 @@ from kvcluster.client.results import Stored
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, Holder
 from kvcluster.core.messages import RenewTicket
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 from tests.client.build import BOUND_S, SPEC, Hold, Port, kv, prompt, room, watched_client
 from tests.client.conftest import Start
 
@@ -171,7 +171,7 @@ def test_a_renewal_that_is_not_heard_is_tried_again(start: Start) -> None:
 
     def lose_two(message: object) -> None:
         if isinstance(message, RenewTicket) and len(renewals()) <= 2:
-            raise Trouble(Miss(MissReason.SHARD_LOST, "lost"))
+            raise Unavailable(Miss(MissReason.SHARD_LOST, "lost"))
 
     def renewals() -> list[Attempt]:
         return [message.attempt for message in port.asked if isinstance(message, RenewTicket)]

@@ -24,10 +24,10 @@ from kvcluster.client.retry import ROUNDS
 from kvcluster.core import limits
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import BlockFate, Explained, RefusedKind, ShardAddress, Tier
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import Part
 from kvcluster.errors import CallerError, LimitError
-from kvcluster.transport.seam import Cancelled, Streams, Trouble
+from kvcluster.transport.base import Cancelled, Streams, Unavailable
 from tests.client.build import HEADS, LAYERS, PAGE_BYTES
 from tests.client.stepping import (
     DEADLINE,
@@ -159,7 +159,9 @@ def test_no_shard_that_failed_is_asked_again_and_after_some_rounds_none_is() -> 
         start = one(load.step(answer(ask, shard)), StartRead)
         assert start.shard == shard
     assert ROUNDS == 3
-    assert outcome_of(load.fail(start, Trouble(EVICTED))) == Loaded(0, 0, LOST, {0: LOST}), "the first reason is told"
+    assert outcome_of(load.fail(start, Unavailable(EVICTED))) == Loaded(0, 0, LOST, {0: LOST}), (
+        "the first reason is told"
+    )
 
 
 def test_the_outcome_waits_for_the_answer_and_tells_why_nothing_came() -> None:
@@ -304,7 +306,7 @@ def test_a_mistake_stops_all_other_exchanges_and_is_what_the_load_ends_in(
     first, second, third = load.begin()
     stops = load.fail(second, error)
     assert stops == [StopRead(first.exchange, None), StopRead(third.exchange, None)]
-    assert load.fail(third, Trouble(LOST)) == [], "what another ends by changes nothing"
+    assert load.fail(third, Unavailable(LOST)) == [], "what another ends by changes nothing"
     finished = one(load.step(ReadStopped(first.exchange, None)), FinishLoad)
     assert finished.loaded is None and isinstance(finished.error, kind)
 

@@ -27,18 +27,18 @@ from kvcluster.client.load_plan import (
 )
 from kvcluster.client.pieces import each
 from kvcluster.core.messages import BlockFate, Explained, RefusedKind, ShardAddress
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import Part
 from kvcluster.testing.sim.destination import Destination
-from kvcluster.transport.seam import Cancelled, Trouble
+from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.build import HEADS, LAYERS, SPEC
 from tests.client.stepping import DEADLINE, EVICTED, GIVEN_UP, LOST, PATIENCE, A, B, C, D, SteppedLoad, refused, source
 
 SHARDS = (A, B, C, D)
 HALVES = Part(0, LAYERS, 0, 2), Part(0, LAYERS, 2, HEADS)
 ENDS: list[BaseException] = [
-    Trouble(LOST),
-    Trouble(Miss(MissReason.DEADLINE)),
+    Unavailable(LOST),
+    Unavailable(Miss(MissReason.DEADLINE)),
     Cancelled(GIVEN_UP),
     refused(RefusedKind.UNKNOWN_NAMESPACE),
     refused(RefusedKind.STALE),
@@ -127,7 +127,7 @@ class LoadsInAnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(at=which, item=which, right=st.sampled_from([True, True, True, False]))
     def bring(self, at: int, item: int, right: bool) -> None:
-        """A chunk, as sink.py takes it: to its place and then verified."""
+        """A chunk, as load_sink.py takes it: to its place and then verified."""
         start = list(self.running.values())[at % len(self.running)]
         ranges, item = start.ranges, item % len(start.ranges.pieces)
         piece, layer = ranges.pieces[item], ranges._next[item]
@@ -237,7 +237,7 @@ class LoadsInAnyOrder(RuleBasedStateMachine):
             self.stop(0)
         if not by_deadline:
             for start in list(self.running.values()):
-                self.end(start, Trouble(LOST))
+                self.end(start, Unavailable(LOST))
             self.unheard += [Answered(ask.number, ()) for ask in self.asked]
             self.asked.clear()
         events = deque(self.unheard)

@@ -18,9 +18,9 @@ from kvcluster.client.load_plan import (
 from kvcluster.client.policy import ASKING_SHARE
 from kvcluster.client.results import Loaded
 from kvcluster.core.messages import BlockFate, Explained, RefusedKind
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import Part
-from kvcluster.transport.seam import Cancelled, Trouble
+from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.build import HEADS, LAYERS
 from tests.client.stepping import (
     DEADLINE,
@@ -316,5 +316,5 @@ def test_events_of_what_never_was_change_nothing() -> None:
     (start,) = load.begin()
     for event in (ReadEnded(99), ReadStopped(99, None), ReadStopped(start.exchange, (0,))):
         assert load.step(event) == []
-    assert load.step(ReadEnded(99, error=Trouble(LOST))) == []
+    assert load.step(ReadEnded(99, error=Unavailable(LOST))) == []
     assert outcome_of(load.finish(start)) == Loaded(1, LAYERS)

@@ -12,11 +12,11 @@ import pytest
 
 from kvcluster.client.layouts import Buffers
 from kvcluster.client.memory import bind
-from kvcluster.client.movers import Movers
 from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.results import Loaded, Stored
-from kvcluster.client.shards import Shards
+from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.client.store_plan import PAUSES_NS
+from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
@@ -34,13 +34,13 @@ from kvcluster.core.messages import (
     TicketBody,
     Tier,
 )
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.testing.conformance import World, open_world
 from kvcluster.testing.conformance.content import Content, store
 from kvcluster.testing.conformance.encoded import numbers
 from kvcluster.testing.conformance.world import ONE, soon
 from kvcluster.testing.core_stepper import build_request
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 from tests.transport.frail import HERE, Ways, broken
 from tests.transport.peers import InProcess
 
@@ -62,7 +62,7 @@ class Coordinator:
     def ask(self, kind: type[Any], spec: Any, question: Any, deadline: Any) -> Any:
         if kind is StoreGrant:
             return StoreGrant((StoreRun(len(question.hashes), Decision.WRITE, self._shard, None),))
-        raise Trouble(Miss(MissReason.SHARD_LOST, "no other replica"))
+        raise Unavailable(Miss(MissReason.SHARD_LOST, "no other replica"))
 
     def request(self, kind: type[Any], question: Any, deadline: Any) -> Any:
         self.tickets_ended += 1
@@ -79,8 +79,8 @@ class Desk:
         self.coordinator: Any = Coordinator(world, content, self.shard)
         policy, lock = ShardPolicy(breaker_failures=9, breaker_ms=1), threading.RLock()
         self.part = content.keys[0].part
-        shards = Shards(lambda shard: self.ways.choice, policy, lock)
-        self.movers = Movers(
+        shards = ShardConnections(lambda shard: self.ways.choice, policy, lock)
+        self.movers = TransferQueue(
             self.coordinator, shards, policy, lock, (self.part,), next_attempt=world.attempt, config=ClientConfig()
         )
         page_bytes = content.spec.page_bytes(0, self.part)

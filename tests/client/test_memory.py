@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcluster.client.layouts import Buffers, Dense, Paged
-from kvcluster.client.memory import Bound, bind
+from kvcluster.client.memory import BoundMemory, bind
 from kvcluster.client.part_memory import Staging
 from kvcluster.core.spec import DTYPE_BYTES, Group, KVSpec, Part, Plane
 from kvcluster.errors import CallerError, ProtocolError, SpecError
@@ -62,7 +62,7 @@ class Case:
             for layer, plane, token, head in self.rows(part)
         )
 
-    def bind(self, memory: Any, *, writable: bool) -> Bound:
+    def bind(self, memory: Any, *, writable: bool) -> BoundMemory:
         return bind(memory, self.spec, (self.part,), self.blocks, writable=writable)
 
 

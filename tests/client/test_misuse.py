@@ -18,7 +18,7 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.spec import Part
 from kvcluster.errors import CallerError, LimitError, ProtocolError, SpecError
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Deadline
+from kvcluster.transport.base import Deadline
 from tests.client.build import (
     BLOCK,
     BOUND_S,

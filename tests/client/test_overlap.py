@@ -15,7 +15,7 @@ from kvcluster.client.client import Client
 from kvcluster.client.layouts import Paged
 from kvcluster.client.policy import Permit, ShardPolicy
 from kvcluster.client.results import Loaded, Stored
-from kvcluster.client.shards import Shards
+from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.core import limits
 from kvcluster.core.messages import (
     CoordinatorQuestion,
@@ -29,11 +29,11 @@ from kvcluster.core.messages import (
     WriteRequest,
 )
 from kvcluster.core.messages import Written as Outcome
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import Group, KVSpec, Plane
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import (
+from kvcluster.transport.base import (
     Deadline,
     PageSink,
     PageSource,
@@ -41,7 +41,7 @@ from kvcluster.transport.seam import (
     RefusedByShard,
     Streams,
     Transport,
-    Trouble,
+    Unavailable,
 )
 from tests.client.build import (
     BLOCK,
@@ -220,7 +220,7 @@ def test_of_a_stream_that_fails_only_its_own_blocks_are_missing(alone: MemoryClu
 
         def fail(request: ReadRequest | WriteRequest) -> None:
             if isinstance(request, ReadRequest) and any(want.key.hash == last for want in request.wants):
-                raise Trouble(LOST)
+                raise Unavailable(LOST)
 
         bench.bend = fail
         loaded = bench.client.begin_load(ticket, into).result()
@@ -233,7 +233,7 @@ def test_a_shard_that_has_failed_is_tried_by_one_exchange(alone: MemoryCluster) 
     now = [0]
     open_transport = alone.opener()
     policy = ShardPolicy(breaker_failures=1, breaker_ms=1)
-    shards = Shards(
+    shards = ShardConnections(
         lambda shard: Watched(open_transport(shard), Steps(streams=3)), policy, threading.RLock(), clock=lambda: now[0]
     )
     ((name, host),) = alone.shards.items()
@@ -317,7 +317,7 @@ def test_a_shard_that_fails_costs_a_store_its_own_blocks(spread: MemoryCluster) 
         def fail(request: ReadRequest | WriteRequest) -> None:
             if isinstance(request, WriteRequest) and not failed:
                 failed.append(len(request.pages))
-                raise Trouble(LOST)
+                raise Unavailable(LOST)
 
         bench.bend = fail
         transfer = bench.client.begin_store(bench.client.hashes(tokens), kv(16))
@@ -447,7 +447,7 @@ def test_what_was_not_written_others_may_write_from_the_moment_that_the_outcome_
     with bench_of(alone) as bench:
 
         def fail(request: ReadRequest | WriteRequest) -> None:
-            raise Trouble(LOST)
+            raise Unavailable(LOST)
 
         bench.bend = fail
         assert bench.client.store(tokens, kv(2)).miss == LOST

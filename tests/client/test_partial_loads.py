@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcluster.client.layouts import Dense, Paged
-from kvcluster.core.reasons import MissReason
+from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import Group, KVSpec, Plane, window
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster

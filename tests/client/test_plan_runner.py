@@ -15,7 +15,7 @@ from kvcluster.client.load_plan import Begin, Cancel, PlanTick
 from kvcluster.client.plan_runner import Job, PlanRunner
 from kvcluster.client.timer import Timer
 from kvcluster.client.worker_pool import WorkerPool
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from tests.client.build import BOUND_S
 
 GIVEN_UP = Miss(MissReason.DEADLINE, "given up")

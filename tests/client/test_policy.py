@@ -7,9 +7,9 @@ import pytest
 from kvcluster.client.policy import AskAgain, Permit, ShardPolicy
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import RefusedKind, ShardAddress
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, LimitError
-from kvcluster.transport.seam import Cancelled, Trouble
+from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.stepping import BREAKER_NS, GIVEN_UP, LATE, LOST, A, B, policy, refused
 
 NEWER = ShardAddress(A.shard, Epoch(2), "elsewhere")
@@ -129,7 +129,7 @@ def test_an_answer_shows_that_the_shard_lives() -> None:
 
 @pytest.mark.parametrize("miss", [LOST, LATE])
 def test_trouble_is_its_miss_and_a_failure(miss: Miss) -> None:
-    assert ended(Trouble(miss)) == (miss, 2)
+    assert ended(Unavailable(miss)) == (miss, 2)
 
 
 def test_what_was_cancelled_is_its_miss_and_says_nothing_of_the_shard() -> None:

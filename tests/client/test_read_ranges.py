@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from kvcluster.client.pieces import Piece
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.core.messages import PageKey, PageWant
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import Part
 from kvcluster.errors import ProtocolError
-from kvcluster.transport.seam import Cancelled
+from kvcluster.transport.base import Cancelled
 from tests.client.build import BOUND_S
 from tests.client.stepping import DEADLINE, GIVEN_UP, HASHES, LATE
 

@@ -14,10 +14,10 @@ from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.messages import Explain, PageWant, ReadRequest, ShardAddress
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.pool import Page
-from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Deadline, PageSink, Transport, Trouble
+from kvcluster.transport.base import Deadline, PageSink, Transport, Unavailable
 from tests.client.build import (
     BOUND_S,
     LAYERS,
@@ -153,7 +153,7 @@ def failing(miss: Miss = LOST, after: int = 0) -> Callable[[], None]:
     def call() -> None:
         calls()
         if calls.calls > after:
-            raise Trouble(miss)
+            raise Unavailable(miss)
 
     return call
 
@@ -290,7 +290,7 @@ def test_a_coordinator_that_hangs_keeps_nobody_from_what_has_come(doubled: Memor
         def hang(message: object) -> None:
             if isinstance(message, Explain):
                 threading.Event().wait(bench.port.deadlines[-1].remaining_s())
-                raise Trouble(Miss(MissReason.DEADLINE))
+                raise Unavailable(Miss(MissReason.DEADLINE))
 
         bench.port.before = hang
         evicted = Miss(MissReason.EVICTED)
@@ -329,8 +329,8 @@ def test_a_shard_that_hangs_keeps_nobody_from_what_other_shards_have(start: Star
 # -------------------------------------------------------------------------------------------- suspicions
 
 
-@pytest.mark.parametrize("error", [Trouble(LOST), Trouble(Miss(MissReason.DEADLINE))], ids=["lost", "late"])
-def test_a_report_that_fails_costs_the_load_nothing(doubled: MemoryCluster, error: Trouble) -> None:
+@pytest.mark.parametrize("error", [Unavailable(LOST), Unavailable(Miss(MissReason.DEADLINE))], ids=["lost", "late"])
+def test_a_report_that_fails_costs_the_load_nothing(doubled: MemoryCluster, error: Unavailable) -> None:
     told = Hold(at=10**9)
 
     def fail() -> None:

@@ -12,7 +12,7 @@ from kvcluster.client.pieces import Piece, cover, plan_pieces
 from kvcluster.client.retry import ROUNDS, RetryPlan
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import BlockFate, Need, PageKey, PageWant, Run, ShardAddress, Source, TicketBody, Tier
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import Part
 from kvcluster.errors import CallerError, ProtocolError
 from tests.client.build import HEADS, LAYERS, SPEC
@@ -123,7 +123,7 @@ def test_only_what_is_missing_of_a_page_is_read_from_elsewhere() -> None:
     retry.failed(A.shard, [rest])
     (question,) = retry.questions([rest])
     found = retry.found(question, [fate(B)])
-    assert retry.elsewhere(rest, found) == [(B, rest)]
+    assert retry.alternatives(rest, found) == [(B, rest)]
 
 
 def test_what_nobody_else_has_stays_missing() -> None:
@@ -131,7 +131,7 @@ def test_what_nobody_else_has_stays_missing() -> None:
     retry.failed(A.shard, missing)
     (question,) = retry.questions(missing)
     found = retry.found(question, [fate(), fate(B)])
-    assert [retry.elsewhere(one, found) for one in missing] == [None, [(B, piece(1))]]
+    assert [retry.alternatives(one, found) for one in missing] == [None, [(B, piece(1))]]
 
 
 @pytest.mark.parametrize("fates", [[], [fate(B)], [BlockFate(2, (), None)], [fate(A, count=2)], [fate(B, count=9)]])
@@ -141,7 +141,7 @@ def test_an_answer_that_does_not_fit_moves_nothing_that_it_does_not_name(fates: 
     (question,) = retry.questions(missing)
     found = retry.found(question, fates)
     for one in missing:
-        placed = retry.elsewhere(one, found)
+        placed = retry.alternatives(one, found)
         assert placed is None or placed == [(B, one)]
 
 
@@ -153,7 +153,7 @@ def test_no_shard_is_read_twice_for_one_block_and_the_search_ends() -> None:
         if not questions:
             break
         assert questions[0].need.avoid == tuple(sorted(tried.shard for tried in read))
-        placed = retry.elsewhere(one, retry.found(questions[0], [fate(A, shard)]))
+        placed = retry.alternatives(one, retry.found(questions[0], [fate(A, shard)]))
         assert placed == [(shard, one)], "though the coordinator names the first again"
         read.append(shard)
         retry.failed(shard.shard, [one])
@@ -166,6 +166,6 @@ def test_two_shards_that_have_half_each_stand_for_one_that_has_it_all() -> None:
     retry.failed(A.shard, [one])
     (question,) = retry.questions([one])
     found = retry.found(question, [BlockFate(1, ((source(B, upper), source(C, lower)),), None)])
-    assert retry.elsewhere(one, found) == [(B, piece(3, part=upper)), (C, piece(3, part=lower))]
+    assert retry.alternatives(one, found) == [(B, piece(3, part=upper)), (C, piece(3, part=lower))]
     part_of_it = retry.found(question, [BlockFate(1, ((source(B, upper),),), None)])
-    assert retry.elsewhere(one, part_of_it) is None
+    assert retry.alternatives(one, part_of_it) is None

@@ -16,10 +16,10 @@ from kvcluster.client.results import Loaded, Stored
 from kvcluster.core.hashing import chain, root
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import PrepareStore
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import LAST, Group, KVSpec, Part, Plane, window
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 from tests.client.build import (
     BLOCK,
     BOUND_S,
@@ -371,7 +371,7 @@ def test_a_lost_answer_to_a_prepare_does_not_make_ones_own_store_pending(cluster
     def lose_the_first(message: object) -> None:
         asked = [m for m in port.asked if isinstance(m, PrepareStore)]
         if isinstance(message, PrepareStore) and len(asked) == 1:
-            raise Trouble(Miss(MissReason.SHARD_LOST, "the answer was lost"))
+            raise Unavailable(Miss(MissReason.SHARD_LOST, "the answer was lost"))
 
     port.after = lose_the_first
     with watched_client(cluster, port=port) as client:
@@ -386,7 +386,7 @@ def test_a_store_whose_every_answer_was_lost_may_be_tried_anew_at_once(cluster: 
 
     def lose(message: object) -> None:
         if isinstance(message, PrepareStore):
-            raise Trouble(lost)
+            raise Unavailable(lost)
 
     with watched_client(cluster, port=port) as client:
         port.after = lose
@@ -399,7 +399,7 @@ def test_what_was_committed_without_its_writer_hearing_of_it_is_there(cluster: M
     tokens, lost = prompt(3), Miss(MissReason.SHARD_LOST, "the answer was lost")
 
     def lose() -> None:
-        raise Trouble(lost)
+        raise Unavailable(lost)
 
     with watched_client(cluster, Steps(written=lose)) as client:
         assert client.store(tokens, kv(3)).miss == lost

@@ -33,9 +33,9 @@ from kvcluster.client.store_progress import StoreProgress
 from kvcluster.core import limits
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash
 from kvcluster.core.messages import Decision, NewPage, PageKey, RefusedKind, ShardAddress, StoreGrant, StoreRun, Written
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import CallerError, LimitError
-from kvcluster.transport.seam import Streams, Trouble
+from kvcluster.transport.base import Streams, Unavailable
 from tests.client.build import PAGE_BYTES, SPEC
 from tests.client.stepping import (
     DEADLINE,
@@ -104,7 +104,7 @@ class SteppedStore:
         return self.step(WriteEnded(start.exchange, len(start.blocks) * PAGE_BYTES, every))
 
     def fail(self, start: StartWrite, error: BaseException | None = None, nbytes: int = 0) -> list[StoreEffect]:
-        return self.step(WriteEnded(start.exchange, nbytes, error=error or Trouble(LOST)))
+        return self.step(WriteEnded(start.exchange, nbytes, error=error or Unavailable(LOST)))
 
     def over(self) -> list[StoreEffect]:
         return self.step(TicketEnded())

@@ -21,9 +21,9 @@ from kvcluster.client.store_plan import (
     WriteStopped,
 )
 from kvcluster.core.messages import Decision, RefusedKind, StoreGrant, StoreRun, Written
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError
-from kvcluster.transport.seam import Cancelled, Trouble
+from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.build import PAGE_BYTES
 from tests.client.stepping import DEADLINE, GIVEN_UP, LATE, LOST, SPACE, A, B, policy, refused
 from tests.client.test_store_plan import DONE, FULL, TICKET, SteppedStore, closing, to
@@ -55,14 +55,14 @@ def test_blocks_that_are_not_to_be_written_keep_their_place() -> None:
 def test_a_store_that_was_never_asked_for_has_no_ticket() -> None:
     store = SteppedStore(1)
     assert store.step(Begin()) == [AskStore()]
-    effects = store.step(NotGranted(Trouble(LOST), asked=False))
+    effects = store.step(NotGranted(Unavailable(LOST), asked=False))
     assert effects == [FreeSource(), FinishStore(Stored(0, 0, 0, 0, LOST)), StoreOver()]
 
 
 def test_where_the_answer_alone_was_lost_the_ticket_is_ended() -> None:
     store = SteppedStore(1)
     store.step(Begin())
-    effects = store.step(NotGranted(Trouble(LOST), asked=True))
+    effects = store.step(NotGranted(Unavailable(LOST), asked=True))
     assert effects == [FreeSource(), CloseTicket(TICKET)]
     assert closing(store, effects) == FinishStore(Stored(0, 0, 0, 0, LOST))
 
@@ -96,10 +96,10 @@ def test_a_cancel_while_asking_is_told_at_once_and_the_ticket_ended_where_there_
     store.step(Begin())
     assert store.step(Cancel(GIVEN_UP)) == [FreeSource(), FinishStore(Stored(0, 0, 0, 0, GIVEN_UP))]
     if asked:
-        assert store.step(NotGranted(Trouble(LOST), asked=True)) == [CloseTicket(TICKET)]
+        assert store.step(NotGranted(Unavailable(LOST), asked=True)) == [CloseTicket(TICKET)]
         assert store.over() == [StoreOver()]
     else:
-        assert store.step(NotGranted(Trouble(LOST), asked=False)) == [StoreOver()]
+        assert store.step(NotGranted(Unavailable(LOST), asked=False)) == [StoreOver()]
 
 
 def test_a_grant_that_comes_after_a_cancel_is_not_used() -> None:

@@ -28,15 +28,15 @@ from kvcluster.client.store_plan import (
 )
 from kvcluster.core import limits
 from kvcluster.core.messages import Decision, RefusedKind, StoreGrant, StoreRun, Written
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError
-from kvcluster.transport.seam import Cancelled, RefusedByShard, Trouble
+from kvcluster.transport.base import Cancelled, RefusedByShard, Unavailable
 from tests.client.build import PAGE_BYTES
 from tests.client.stepping import DEADLINE, GIVEN_UP, LOST, SPACE, A, B, C, policy, refused
 from tests.client.test_store_plan import TICKET, SteppedStore
 
 ENDS: list[BaseException] = [
-    Trouble(LOST),
+    Unavailable(LOST),
     Cancelled(GIVEN_UP),
     refused(RefusedKind.UNKNOWN_NAMESPACE),
     refused(RefusedKind.UNKNOWN_NAMESPACE),
@@ -157,7 +157,7 @@ class StoresInAnyOrder(RuleBasedStateMachine):
         self.deliver(StoreGranted(SPACE, StoreGrant(self.runs)))
 
     @precondition(lambda self: self.asking and self.patience % 3 == 0)
-    @rule(asked=st.booleans(), error=st.sampled_from([CallerError("no"), Trouble(LOST)]))
+    @rule(asked=st.booleans(), error=st.sampled_from([CallerError("no"), Unavailable(LOST)]))
     def fail_to_ask(self, asked: bool, error: Exception) -> None:
         self.asking = False
         self.may_have_ticket = asked
@@ -227,9 +227,9 @@ class StoresInAnyOrder(RuleBasedStateMachine):
             self.begin()
         while not self.over:
             if self.asking:
-                self.fail_to_ask(True, Trouble(LOST))
+                self.fail_to_ask(True, Unavailable(LOST))
             for start in list(self.running.values()):
-                self.end(start, Trouble(LOST))
+                self.end(start, Unavailable(LOST))
             while self.stops:
                 self.stop(0)
             while self.unheard:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcluster.client.client import Client
-from kvcluster.core.reasons import Loss, MissReason
+from kvcluster.core.miss import Loss, MissReason
 from kvcluster.testing import MemoryCluster
 from tests.client.build import room, same
 from tests.client.conftest import Start

@@ -16,15 +16,15 @@ from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.messages import Done, Drain, ReadRequest, Tier
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.pool import Page
-from kvcluster.core.reasons import Loss, Miss, MissReason
 from kvcluster.core.spec import LAST, Group, KVSpec, Part, Plane
 from kvcluster.testing import MemoryCluster
+from kvcluster.transport.base import Deadline, Streams
 from kvcluster.transport.memory import MemoryTransport
-from kvcluster.transport.seam import Deadline, Streams
 from tests.client.build import BLOCK, BOUND_S, HEADS, LAYERS, counters, noise, prompt, room, same, shape_of, spec_of
 from tests.client.conftest import Start
-from tests.client.test_borrowing import Desk
+from tests.client.test_zero_copy import Desk
 
 NUMBERS = spec_of(head_dim=32)
 """A page of it is 12 KiB, and a device tier of DEVICE_BYTES has no room for one within the tenth that EAGER leaves."""

@@ -15,9 +15,9 @@ import torch
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.transfer import Transfer
 from kvcluster.core import limits
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Deadline
+from kvcluster.transport.base import Deadline
 from tests.client.build import (
     BLOCK,
     BOUND_S,

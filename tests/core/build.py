@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import GoneEvent, PageEvent, PageKey, ShardAddress, Tier
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, Reuse
 
 SPACE = NamespaceId(b"n" * HASH_BYTES)

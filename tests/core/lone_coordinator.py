@@ -54,7 +54,7 @@ from kvcluster.core.messages import (
     Tombstone,
     UnpinBlocks,
 )
-from kvcluster.core.reasons import Loss, MissReason
+from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.testing.core_stepper import CoreStepper, build_request
 from tests.core.samples import MEMBERSHIP_MS, OURS, SECOND, SPEC, THEIRS, WHOLE, attempt, chain, gone, ours, root, whole

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from kvcluster.config import ShardConfig
 from kvcluster.core.codecs import Codec
-from kvcluster.core.found import NO_STORE, Found
+from kvcluster.core.disk_recovery import NO_STORE, RecoveredPages
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, ShardId, Tenant
 from kvcluster.core.invariants import check_shard
 from kvcluster.core.messages import (
@@ -57,7 +57,7 @@ from kvcluster.core.messages import (
     WriteGrant,
     Written,
 )
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.shard import Shard
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing.core_stepper import CoreStepper, build_request
@@ -85,7 +85,7 @@ class LoneShard(CoreStepper):
         epoch: int = 7,
         *,
         host_pages: int = 0,
-        found: Found = NO_STORE,
+        found: RecoveredPages = NO_STORE,
         spec: KVSpec = SPEC,
         **config: int,
     ) -> None:
@@ -124,7 +124,13 @@ class LoneShard(CoreStepper):
 
     @classmethod
     def joined(
-        cls, pages: int = 8, *, host_pages: int = 0, found: Found = NO_STORE, spec: KVSpec = SPEC, **config: int
+        cls,
+        pages: int = 8,
+        *,
+        host_pages: int = 0,
+        found: RecoveredPages = NO_STORE,
+        spec: KVSpec = SPEC,
+        **config: int,
     ) -> LoneShard:
         """One that a coordinator knows, with our `spec` attached and reported."""
         shard = cls(pages, host_pages=host_pages, found=found, spec=spec, **config)

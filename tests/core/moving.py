@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 from kvcluster.core.codecs import Codec
+from kvcluster.core.disk_recovery import NO_STORE, RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
-from kvcluster.core.found import NO_STORE, Found
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
 from kvcluster.core.messages import Farewell, GoneEvent, NewPage, PageEvent, PullOrder, ShardAddress, Tier
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from tests.core.lone_shard import A, LoneShard
 from tests.core.samples import CODED, OURS, SECOND, attempt, key, root
@@ -20,27 +20,27 @@ SOURCE = ShardAddress(ShardId("b"), Epoch(3), "b:1")
 
 
 def tiered(
-    pages: int = 8, host_pages: int = 8, *, found: Found = NO_STORE, spec: KVSpec = CODED, **config: int
+    pages: int = 8, host_pages: int = 8, *, found: RecoveredPages = NO_STORE, spec: KVSpec = CODED, **config: int
 ) -> LoneShard:
     """A shard with a host tier, in which each page takes no more room than it is long, and perhaps a disk tier."""
     return LoneShard.joined(pages, host_pages=host_pages, found=found, spec=spec, **({"extent_bytes": 64} | config))
 
 
-def disk(files: int = 4, pages: int = 4) -> Found:
+def disk(files: int = 4, pages: int = 4) -> RecoveredPages:
     """An empty disk tier of so many files, each for so many pages of CODED, in whatever codec: one a sector, and one
     sector for all their records."""
     file_bytes = HEAD_BYTES + SECTOR_BYTES * (1 + pages)
-    return Found(files * file_bytes, file_bytes)
+    return RecoveredPages(files * file_bytes, file_bytes)
 
 
-def holding(*blocks: BlockHash, loss: Loss = Loss.EXACT, found: Found = NO_STORE, **config: int) -> LoneShard:
+def holding(*blocks: BlockHash, loss: Loss = Loss.EXACT, found: RecoveredPages = NO_STORE, **config: int) -> LoneShard:
     """One that holds these on its device."""
     shard = tiered(found=found, spec=CODED, **config)
     shard.store(attempt(1), *blocks, loss=loss)
     return shard
 
 
-def lowered(*blocks: BlockHash, codec: Codec = Codec.Q8, found: Found = NO_STORE, **config: int) -> LoneShard:
+def lowered(*blocks: BlockHash, codec: Codec = Codec.Q8, found: RecoveredPages = NO_STORE, **config: int) -> LoneShard:
     """One that has demoted these."""
     shard = holding(*blocks, loss=Loss.EXACT, found=found, **config)
     shard.demote(*blocks, codec=codec)
@@ -58,7 +58,9 @@ def doubled(*blocks: BlockHash, codec: Codec = Codec.Q8, **config: int) -> LoneS
     return shard
 
 
-def on_disk(*blocks: BlockHash, codec: Codec = Codec.Q8, found: Found | None = None, **config: int) -> LoneShard:
+def on_disk(
+    *blocks: BlockHash, codec: Codec = Codec.Q8, found: RecoveredPages | None = None, **config: int
+) -> LoneShard:
     """One that has demoted these to disk."""
     shard = lowered(*blocks, codec=codec, found=found or disk(), **config)
     shard.demote(*blocks, to=Tier.DISK)

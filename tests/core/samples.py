@@ -12,7 +12,7 @@ from kvcluster.core import hashing
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, BlockHash, Holder, NamespaceId, Tenant
 from kvcluster.core.messages import GoneEvent, Need, PageEvent, PageKey, Tier
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
 from kvcluster.testing.core_stepper import Build, build_request
 

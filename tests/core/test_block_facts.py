@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvcluster.core.block_facts import CROSSOVER_TOKENS, BlockFacts, recompute_cost
-from kvcluster.core.copies import CopyBook
-from kvcluster.core.directory import Directory
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Tier
+from kvcluster.core.namespaces import NamespaceTable
+from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Plane, Reuse, window
 from kvcluster.core.tombstones import Tombstones
 from tests.core.build import address, page, spec
@@ -39,9 +39,9 @@ def test_attention_reaches_no_further_than_its_window_and_recurrent_state_has_no
 
 
 def test_bytes_are_of_one_tier_of_one_shard_and_at_least_one() -> None:
-    book = CopyBook()
+    book = ReplicaTable()
     slots = [book.open_slot(address(1)), book.open_slot(address(2))]
-    spaces = Directory(book, Tombstones())
+    spaces = NamespaceTable(book, Tombstones())
     space = spaces.attach(Tenant("alice"), spec())
     assert space is not None
     event = page(0)._replace(namespace=space.id)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvcluster.core import limits
 from kvcluster.core.breakeven import Breakeven, LinkRate
-from kvcluster.core.reasons import MissReason
+from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Part, Plane, Reuse, window
 from kvcluster.errors import CallerError
 from tests.core.build import SECOND_NS

@@ -26,7 +26,7 @@ from kvcluster.core.messages import (
     SiblingSpecs,
     Tier,
 )
-from kvcluster.core.reasons import Loss, MissReason
+from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.spec import Part
 from kvcluster.testing.core_stepper import build_request
 from tests.core.lone_coordinator import (

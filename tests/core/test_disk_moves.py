@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvcluster.core import limits, mover
+from kvcluster.core import limits, tier_mover
 from kvcluster.core.codecs import Codec
+from kvcluster.core.disk_recovery import RecoveredPage
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
-from kvcluster.core.found import FoundPage
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
     Move,
@@ -21,7 +21,7 @@ from kvcluster.core.messages import (
     Tier,
     Tombstone,
 )
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from tests.core.lone_shard import BLOCKS, A, B, C, D, LoneShard, counters, is_done, moves, pinned, running, slots
 from tests.core.moving import (
     BELOW,
@@ -196,7 +196,7 @@ def test_a_shard_without_a_host_tier_has_no_disk_tier_either() -> None:
 
 
 def test_the_parts_of_a_block_go_to_disk_in_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mover, "BATCH_BYTES", 1)
+    monkeypatch.setattr(tier_mover, "BATCH_BYTES", 1)
     shard = tiered(found=disk())
     for at, block in enumerate((A, B)):
         shard.store(attempt(at), key(block, LEFT), key(block, RIGHT))
@@ -345,7 +345,7 @@ def test_what_a_given_up_file_held_is_told_of_before_its_room_is_taken_with_what
     assert shard.settle() == [arrived(B, *Q4_ON_DISK), left(B, Tier.HOST)]
 
 
-@pytest.mark.parametrize(("batch_bytes", "left_on_disk"), [(mover.BATCH_BYTES, [B, C, D]), (1, [C, D, E])])
+@pytest.mark.parametrize(("batch_bytes", "left_on_disk"), [(tier_mover.BATCH_BYTES, [B, C, D]), (1, [C, D, E])])
 def test_one_batch_gives_up_one_file_and_what_would_have_needed_another_is_evicted(
     monkeypatch: pytest.MonkeyPatch, batch_bytes: int, left_on_disk: list[BlockHash]
 ) -> None:
@@ -356,7 +356,7 @@ def test_one_batch_gives_up_one_file_and_what_would_have_needed_another_is_evict
     shard.demote(C, D, codec=Codec.RAW)
     shard.demote(E)
     shard.move_all()
-    monkeypatch.setattr(mover, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(tier_mover, "BATCH_BYTES", batch_bytes)
     shard.demote(C, D, E, to=Tier.DISK)
     shard.move_all()
     assert [block for block in (A, B, C, D, E) if lies(shard, block)] == left_on_disk
@@ -435,7 +435,7 @@ def test_a_purge_takes_what_was_found_of_namespaces_beyond_the_limit_too(monkeyp
     specs = [replace(CODED, weights=f"sha256:{number}") for number in range(3)]
     first = HEAD_BYTES + SECTOR_BYTES
     pages = tuple(
-        FoundPage(
+        RecoveredPage(
             *(spec.namespace(OURS), key(A), root(), 0, Loss.Q8, Codec.Q8, 192, b"s" * 16),
             offset=number * disk().file_bytes + first,
         )

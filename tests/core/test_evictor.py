@@ -18,7 +18,7 @@ from kvcluster.core.messages import (
     StoreRun,
     Tier,
 )
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from tests.core.lone_coordinator import (
     BLOCKS,
     A,

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcluster.core.copies import CopyBook
 from kvcluster.core.ids import HASH_BYTES, BlockHash
 from kvcluster.core.index import PrefixIndex, PrefixMatch
 from kvcluster.core.messages import Need, Plan, Run, Tier
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.spec import LAST, PREFIX, Part, Reuse, window
 from kvcluster.eviction import USES
 from tests.core.build import SPACE, WHOLE, address, block, chain, page, parent
@@ -28,9 +28,9 @@ Model = Mapping[int, Mapping[Lies, Loss]]
 """What the index was told: block number -> page -> its loss."""
 
 
-def index_of(*reuses: Reuse, block_tokens: int = 4, shards: int = 3) -> tuple[CopyBook, PrefixIndex]:
+def index_of(*reuses: Reuse, block_tokens: int = 4, shards: int = 3) -> tuple[ReplicaTable, PrefixIndex]:
     """An empty index, with slots 1 to `shards` open."""
-    book = CopyBook()
+    book = ReplicaTable()
     for number in range(1, shards + 1):
         book.open_slot(address(number))
     return book, PrefixIndex(SPACE, reuses, block_tokens, book, counts_uses=True)
@@ -477,7 +477,7 @@ def test_a_chain_keeps_each_hash_once() -> None:
 
 
 def test_uses_are_counted_only_for_policies_that_look_at_them() -> None:
-    book = CopyBook()
+    book = ReplicaTable()
     book.open_slot(address(1))
     index = PrefixIndex(SPACE, [PREFIX], 4, book)
     index.add(page(0, 0), slot=1, now=0)

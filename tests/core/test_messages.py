@@ -10,7 +10,7 @@ from typing import Any
 from kvcluster.core import messages
 from kvcluster.core.codecs import Codec
 from kvcluster.core.messages import Tier, common, coordinator, engines, events, exchange, orders, reports, shard
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 
 MODULES = (messages, common, coordinator, engines, events, exchange, orders, reports, shard)
 NOTHING = [

@@ -10,12 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import ALIGN_BYTES, PageAllocator
 from kvcluster.core.codecs import Codec
+from kvcluster.core.disk_recovery import RecoveredPage, RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES, FileAllocator
-from kvcluster.core.found import Found, FoundPage
 from kvcluster.core.ids import HASH_BYTES, NamespaceId
 from kvcluster.core.messages import NewPage, PageEvent, PageKey, PageSlot, Tier, TierUse, Written
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.pool import TRANSITIONS, IllegalTransition, Page, PageAction, PagePool, PageState
-from kvcluster.core.reasons import Loss, Miss, MissReason
 from tests.core.build import SPACE, key, parent
 
 OTHER_SPACE = NamespaceId(b"o" * HASH_BYTES)
@@ -366,10 +366,12 @@ def decoded_in(pool: PagePool, number: int = 0, loss: Loss = Loss.Q8) -> Page:
     return page
 
 
-def found_page(number: int = 0, slot: int = 0, *, space: NamespaceId = SPACE, nbytes: int = ALIGN_BYTES) -> FoundPage:
+def found_page(
+    number: int = 0, slot: int = 0, *, space: NamespaceId = SPACE, nbytes: int = ALIGN_BYTES
+) -> RecoveredPage:
     """One of Q8 in that slot of the one file."""
     place = FIRST + slot * SECTOR_BYTES
-    return FoundPage(space, key(number), parent(number), number, Loss.Q8, Codec.Q8, nbytes, SUMS, place)
+    return RecoveredPage(space, key(number), parent(number), number, Loss.Q8, Codec.Q8, nbytes, SUMS, place)
 
 
 def used(pool: PagePool) -> list[int]:
@@ -399,7 +401,7 @@ def test_without_host_bytes_there_is_one_tier() -> None:
 
 def test_the_disk_tier_lies_below_all_others_and_outside_their_arena() -> None:
     file_bytes = FIRST + 2 * SECTOR_BYTES
-    found = Found(capacity_bytes=3 * file_bytes, file_bytes=file_bytes)
+    found = RecoveredPages(capacity_bytes=3 * file_bytes, file_bytes=file_bytes)
     pool = PagePool.of(ShardConfig(device_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES), {Tier.DISK: found})
     assert list(pool.allocators) == list(TIERS) and list(pool.memory) == [Tier.DEVICE, Tier.HOST]
     assert pool.arena_bytes == 3_072
@@ -414,7 +416,7 @@ def test_the_disk_tier_lies_below_all_others_and_outside_their_arena() -> None:
 
 def test_without_room_found_on_disk_there_is_no_disk_tier() -> None:
     config = ShardConfig(device_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES)
-    pool = PagePool.of(config, {Tier.DISK: Found()})
+    pool = PagePool.of(config, {Tier.DISK: RecoveredPages()})
     assert list(pool.allocators) == [Tier.DEVICE, Tier.HOST] and not pool.stores
     assert pool.on(Tier.DISK, SPACE, key(0)) is None
 
@@ -589,7 +591,7 @@ def test_what_is_adopted_has_a_generation_of_its_own() -> None:
     ],
     ids=["its key is there", "its slot is taken", "another's file", "pages of other bytes", "beyond", "no slot"],
 )
-def test_what_cannot_be_there_is_not_adopted_and_leaves_nothing_behind(again: FoundPage) -> None:
+def test_what_cannot_be_there_is_not_adopted_and_leaves_nothing_behind(again: RecoveredPage) -> None:
     pool = tiers_of()
     assert pool.adopt(Tier.DISK, found_page(0, slot=0))
     assert not pool.adopt(Tier.DISK, again)

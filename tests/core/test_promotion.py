@@ -6,7 +6,7 @@ import pytest
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.messages import Abort, NewPage, PageSlot, Tier, Written
-from kvcluster.core.reasons import Loss, MissReason
+from kvcluster.core.miss import Loss, MissReason
 from tests.core.lone_shard import A, B, counters, end, granted, is_done, misses, pinned, slots
 from tests.core.moving import (
     BELOW,

@@ -19,7 +19,7 @@ from kvcluster.core.messages import (
     Tier,
     TierUse,
 )
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from tests.core.lone_coordinator import BLOCKS, A, B, C, LoneCoordinator, Voice, served_by
 from tests.core.pulling import (
     drain,

@@ -27,7 +27,7 @@ from kvcluster.core.messages import (
     Unpin,
     Written,
 )
-from kvcluster.core.reasons import Loss, MissReason
+from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from tests.core.lone_shard import (
     OTHER,

@@ -6,7 +6,7 @@ import pytest
 
 from kvcluster.core.ids import CallId
 from kvcluster.core.messages import Done, KeepSettings, Refused, SetPolicy
-from kvcluster.core.reasons import MissReason
+from kvcluster.core.miss import MissReason
 from tests.core.lone_coordinator import BLOCKS, C, LoneCoordinator, why
 from tests.core.samples import attempt, ours, pages
 

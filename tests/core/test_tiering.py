@@ -27,7 +27,7 @@ from kvcluster.core.messages import (
     Tier,
     TierUse,
 )
-from kvcluster.core.reasons import Loss, MissReason
+from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.spec import Group, Plane
 from tests.core.lone_coordinator import (
     BLOCKS,

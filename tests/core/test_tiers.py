@@ -11,8 +11,8 @@ import pytest
 
 from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import ALIGN_BYTES
+from kvcluster.core.disk_recovery import RecoveredPages, carried_out
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
-from kvcluster.core.found import Found, carried_out
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import ShardInfo, TierUse, Tombstone
 from kvcluster.core.pool import PagePool
@@ -22,7 +22,7 @@ from tests.core.lone_shard import LoneShard, report
 from tests.core.samples import SECOND
 
 FILE = HEAD_BYTES + 16 * SECTOR_BYTES
-OPENED = Found(4 * FILE, FILE)
+OPENED = RecoveredPages(4 * FILE, FILE)
 OLD, NEW = Tombstone(1, Tenant("t")), Tombstone(2, Tenant("t"))
 
 
@@ -91,7 +91,7 @@ def test_a_shards_own_words_tell_its_neighbours() -> None:
 
 def test_a_pool_has_the_tiers_that_are_configured_and_opened() -> None:
     assert PagePool.of(everything(), {Tier.DISK: OPENED}).tiers == (Tier.DEVICE, Tier.HOST, Tier.DISK)
-    assert PagePool.of(everything(), {Tier.DISK: Found(why_none="no drive")}).tiers == (Tier.DEVICE, Tier.HOST)
+    assert PagePool.of(everything(), {Tier.DISK: RecoveredPages(why_none="no drive")}).tiers == (Tier.DEVICE, Tier.HOST)
     assert PagePool.of(replace(everything(), host_bytes=0), {Tier.DISK: OPENED}).tiers == (Tier.DEVICE,)
 
 
@@ -100,4 +100,6 @@ def test_only_what_every_store_has_carried_out_counts_as_carried_out() -> None:
     assert carried_out([replace(OPENED, tombstones=(OLD, NEW))]) == (OLD, NEW)
     one, other = replace(OPENED, tombstones=(OLD, NEW)), replace(OPENED, tombstones=(OLD,))
     assert carried_out([one, other]) == carried_out([other, one]) == (OLD,)
-    assert carried_out([one, Found(why_none="no drive")]) == (OLD, NEW), "what could not be opened holds nothing"
+    assert carried_out([one, RecoveredPages(why_none="no drive")]) == (OLD, NEW), (
+        "what could not be opened holds nothing"
+    )

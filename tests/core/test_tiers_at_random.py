@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.found import NO_STORE, Found
+from kvcluster.core.disk_recovery import NO_STORE, RecoveredPages
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, ShardId
 from kvcluster.core.messages import (
     Abort,
@@ -33,12 +33,12 @@ from kvcluster.core.messages import (
     Tombstone,
     Written,
 )
-from kvcluster.core.reading import ROOM_NS
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.pin_handler import ROOM_NS
 from tests.core.lone_shard import BLOCKS, end
 from tests.core.moving import one_page
 from tests.core.samples import CODED, LEFT, OURS, RIGHT, SECOND, WHOLE, attempt, ours, root
-from tests.core.test_found import DiskShard, found, lying, on_disk
+from tests.core.test_disk_recovery import DiskShard, found, lying, on_disk
 
 NAMES = [PageKey(block, 0, part) for block in BLOCKS[:3] for part in (WHOLE, LEFT, RIGHT)][:7]
 SOURCE = ShardAddress(ShardId("b"), Epoch(1), "b:1")
@@ -85,7 +85,7 @@ class TiersOfAShard(RuleBasedStateMachine):
         self.attempts = 0
         self.stones = 0
 
-    def started(self, with_found: Found) -> DiskShard:
+    def started(self, with_found: RecoveredPages) -> DiskShard:
         return DiskShard.knowing(with_found, spec=CODED, **self.config)
 
     def next_attempt(self) -> Attempt:

@@ -17,11 +17,11 @@ from kvcluster.core.messages import (
     Tombstone,
     Written,
 )
-from kvcluster.core.reasons import Loss, MissReason
+from kvcluster.core.miss import Loss, MissReason
 from tests.core.lone_shard import A, B, C, D, LoneShard, counters, end, inventory, is_done, misses, pinned, report
 from tests.core.moving import Q8, RAW, arrived, doubled, left, one_page, tiered
 from tests.core.samples import CODED, OURS, SECOND, attempt, key, ours, root
-from tests.core.test_found import FILE, DiskShard, found, lying
+from tests.core.test_disk_recovery import FILE, DiskShard, found, lying
 
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 

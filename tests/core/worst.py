@@ -15,8 +15,8 @@ from typing import Any
 from kvcluster.config import CoordinatorConfig, ShardConfig
 from kvcluster.core import limits
 from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.disk_recovery import RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
-from kvcluster.core.found import Found
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, ShardId
 from kvcluster.core.messages import (
     Abort,
@@ -77,7 +77,7 @@ from kvcluster.core.messages import (
     Verified,
     Verify,
 )
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.shard import Shard
 from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
 from tests.core.build import block, holder, parent
@@ -446,7 +446,9 @@ COORDINATOR: list[tuple[type, Callable[[int], Step], int]] = [
 class LoneShard:
     """A shard that a coordinator knows, with room for so many pages of SMALL in its device tier."""
 
-    def __init__(self, pages: int, *, host_pages: int = 0, found: Found | None = None, scrub_bytes: int = 0) -> None:
+    def __init__(
+        self, pages: int, *, host_pages: int = 0, found: RecoveredPages | None = None, scrub_bytes: int = 0
+    ) -> None:
         config = ShardConfig(
             device_bytes=pages * PAGE,
             host_bytes=host_pages * PAGE,
@@ -631,7 +633,9 @@ def staged(size: int) -> Step:
     """Of pages that a reader wanted from disk."""
     per_file = 1_024
     file_bytes = HEAD_BYTES + SECTOR_BYTES * (per_file + 64)
-    found = Found(capacity_bytes=(size // per_file + 2) * file_bytes, file_bytes=file_bytes, specs=((OURS, SMALL),))
+    found = RecoveredPages(
+        capacity_bytes=(size // per_file + 2) * file_bytes, file_bytes=file_bytes, specs=((OURS, SMALL),)
+    )
     shard = holding(size, host_pages=2 * size, found=found)
     for tier in (Tier.HOST, Tier.DISK):
         for first in range(0, size, limits.MOVES_PER_ORDER):

@@ -14,7 +14,7 @@ import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvcluster.client import Client
-from kvcluster.core.reasons import MissReason
+from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.engines.transformers import PrefixCache, fingerprint, generate, spec_of
 from kvcluster.engines.transformers.compat import layers, planes

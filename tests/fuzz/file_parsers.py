@@ -13,11 +13,11 @@ from xxhash import xxh3_64_intdigest
 
 from kvcluster.core import codecs
 from kvcluster.core.codecs import Codec
+from kvcluster.core.disk_recovery import RecoveredPage
 from kvcluster.core.file_allocator import HEAD_BYTES, Shape
-from kvcluster.core.found import FoundPage
 from kvcluster.core.ids import SUM_BYTES, BlockHash, Tenant
 from kvcluster.core.messages import PageKey
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import Group, KVSpec, Part, Plane, window
 from kvcluster.errors import ProtocolError
 from kvcluster.wire import page_files
@@ -101,7 +101,7 @@ def _body(data: bytes) -> Node:
 # ----------------------------------------------------------------------------------------------------- records
 
 
-def _read_records(data: bytes) -> list[FoundPage]:
+def _read_records(data: bytes) -> list[RecoveredPage]:
     """That in which no page is found counts as refused."""
     found = page_files.decode_records(_FILE, _FILE.namespace, data, 0)
     if not found:
@@ -109,7 +109,7 @@ def _read_records(data: bytes) -> list[FoundPage]:
     return found
 
 
-def _write_records(found: list[FoundPage]) -> bytes:
+def _write_records(found: list[RecoveredPage]) -> bytes:
     data = bytearray(_FILE.records_bytes)
     for page in found:
         slot = (page.offset - _SHAPE.first_slot(_SLOTS)) // _SHAPE.slot_bytes
@@ -133,8 +133,8 @@ def _unchecked(data: bytes) -> bytes:
     return b"".join([data[at : at + size - _CHECK_BYTES] for at in range(0, len(data), size)])
 
 
-def _page(slot: int) -> FoundPage:
-    return FoundPage(
+def _page(slot: int) -> RecoveredPage:
+    return RecoveredPage(
         namespace=_FILE.namespace,
         key=PageKey(BlockHash(bytes([slot + 1]) * 32), slot % 2, Part(0, 2, slot // 3, slot // 3 + 1)),
         parent=BlockHash(bytes([slot]) * 32),

@@ -11,7 +11,7 @@ from typing import cast
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import HASH_BYTES, BlockHash
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, Written
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import Part
 from kvcluster.errors import LimitError, ProtocolError, SpecError
 from kvcluster.pages import checksum

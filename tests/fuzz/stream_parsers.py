@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvcluster.core.messages import ReadRequest, WriteRequest
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, KVClusterError, LimitError, ProtocolError, SpecError
 from kvcluster.pages import codec
 from kvcluster.wire import streams

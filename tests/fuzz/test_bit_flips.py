@@ -22,19 +22,19 @@ from kvcluster.client.client import Client
 from kvcluster.config import ClientConfig
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import ShardAddress
+from kvcluster.core.miss import MissReason
 from kvcluster.core.pool import Page
-from kvcluster.core.reasons import MissReason
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import DEFAULT_TENANT, Authenticator
 from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
-from kvcluster.testing.over import Over
+from kvcluster.testing.split_transport import Over
+from kvcluster.transport.base import Deadline, Transport
+from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
-from kvcluster.transport.link import Link
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.rpc import identity
-from kvcluster.transport.seam import Deadline, Transport
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
@@ -178,7 +178,7 @@ def over_shm(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]:
 @contextmanager
 def _over(server: TcpServer | ShmServer, to_reader: Wire, to_shard: Wire) -> Iterator[None]:
     def send(
-        link: Link, kind: streams.Kind, body: bytes, deadline: Deadline, payloads: Sequence[memoryview] = ()
+        link: FramedSocket, kind: streams.Kind, body: bytes, deadline: Deadline, payloads: Sequence[memoryview] = ()
     ) -> None:
         wire = to_reader if " peer " in link.peer else to_shard
         frame = b"".join([streams.encode_header(kind, len(body)), body, *payloads])
@@ -191,7 +191,7 @@ def _over(server: TcpServer | ShmServer, to_reader: Wire, to_shard: Wire) -> Ite
 
     server.start()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Link, "send", send)
+        patched.setattr(FramedSocket, "send", send)
         try:
             yield
         finally:

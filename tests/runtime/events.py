@@ -12,8 +12,8 @@ import zmq
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Tier
 from kvcluster.core.messages.events import BlocksRemoved, BlocksStored, EventStream, Publish
-from kvcluster.runtime import publishing
-from kvcluster.runtime.publishing import Publisher
+from kvcluster.runtime import event_publisher
+from kvcluster.runtime.event_publisher import EventPublisher
 from kvcluster.wire import kv_events
 from kvcluster.wire.kv_events import Batch, ReplayRequest
 
@@ -43,14 +43,14 @@ def effect(number: int, of: int = 0) -> Publish:
 
 
 @contextmanager
-def published(first_sequence: int = 1_000, **settings: Any) -> Iterator[Publisher]:
+def published(first_sequence: int = 1_000, **settings: Any) -> Iterator[EventPublisher]:
     """A publisher that runs, at ports of the system's choice. It sends what it is given, and nothing else unless a
     `rest_ns` is given, so that its numbers do not depend on how long a test takes."""
     below: dict[str, Any] = {"replay": ANYWHERE, "buffer_batches": 100, "on_behind": lambda: None, "rest_ns": 2**62}
     below |= {"endpoint": ANYWHERE, "first_sequence": first_sequence} | settings
     with (
-        patch.object(publishing, "REST_NS", below.pop("rest_ns")),
-        closing(Publisher(below.pop("endpoint"), **below)) as publisher,
+        patch.object(event_publisher, "REST_NS", below.pop("rest_ns")),
+        closing(EventPublisher(below.pop("endpoint"), **below)) as publisher,
     ):
         publisher.start()
         yield publisher
@@ -84,7 +84,7 @@ def replayed(endpoint: str, start: int = 0, topic: str | None = None) -> list[Ba
 
 
 @contextmanager
-def subscribed(publisher: Publisher, topic: str = "kv@") -> Iterator[zmq.Socket[bytes]]:
+def subscribed(publisher: EventPublisher, topic: str = "kv@") -> Iterator[zmq.Socket[bytes]]:
     """A subscriber that has been heard of: a topic of its own is published until it hears it."""
     with connected(zmq.SUB, publisher.endpoint) as subscriber:
         subscriber.subscribe(topic)

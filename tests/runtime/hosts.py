@@ -13,10 +13,10 @@ from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Epo
 from kvcluster.core.messages import Inventory, Leave, NewPage, PageKey, Reply, Report, ReportAck, WriteRequest, Written
 from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum, codec
-from kvcluster.runtime.fetching import OpenSource
+from kvcluster.runtime.replica_pull import OpenSource
 from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.transport.base import Deadline
 from kvcluster.transport.memory import MemoryTransport
-from kvcluster.transport.seam import Deadline
 
 BOUND_S = 20.0
 """How long anything may take before a test fails; nothing is expected to take a tenth of it."""

@@ -24,11 +24,11 @@ from kvcluster.core.messages import (
     Reply,
     Unpin,
 )
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.core_stepper import build_request
-from kvcluster.transport.seam import Deadline, Trouble
+from kvcluster.transport.base import Deadline, Unavailable
 from tests.client.build import BOUND_S, SPEC, kv, prompt, room, same, spec_of
 
 FIRST = ShardId("shard-0")
@@ -93,7 +93,7 @@ def test_a_page_that_rots_is_a_miss_and_then_gone_and_can_be_stored_again(bit: i
 
 
 def test_a_page_that_nobody_reads_is_found_by_the_scrubber(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcluster.core.verifier.ROUND_NS", 0)
+    monkeypatch.setattr("kvcluster.core.scrubber.ROUND_NS", 0)
     with clustered(config={"shard": {"scrub_bytes": 4 * 2**20}}) as cluster:
         client = cluster.client(SPEC)
         stored(client, 1)
@@ -136,7 +136,7 @@ def test_blocks_that_are_to_have_copies_survive_their_shard() -> None:
 
 
 def test_a_rotten_copy_is_made_anew_from_the_good_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcluster.core.verifier.ROUND_NS", 0)
+    monkeypatch.setattr("kvcluster.core.scrubber.ROUND_NS", 0)
     with clustered(shards=2, config={"shard": {"scrub_bytes": 2**20}}) as cluster:
         client = cluster.client(SPEC)
         stored(client, 1)
@@ -260,7 +260,7 @@ def test_a_shard_that_was_cut_off_during_a_clear_does_not_bring_it_back(tmp_path
         deaf, told = cluster.shards[FIRST], cluster._tell
 
         def unheard(message: Any, deadline: Deadline) -> Reply:
-            raise Trouble(Miss(MissReason.SHARD_LOST))
+            raise Unavailable(Miss(MissReason.SHARD_LOST))
 
         deaf._tell = unheard
         assert ask(cluster, Purge()) == Purged(80)

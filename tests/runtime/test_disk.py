@@ -15,15 +15,15 @@ import pytest
 
 from kvcluster.config import ShardConfig
 from kvcluster.core.codecs import Codec, page_bytes
+from kvcluster.core.disk_recovery import NO_STORE, RecoveredPage, RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES, FileAllocator, Shape
-from kvcluster.core.found import NO_STORE, Found, FoundPage
 from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Holder, ShardId, Tenant
 from kvcluster.core.messages import Erase, PageKey, PageMove, PageSlot, Stage, Staged, Tier, Tombstone
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import ConfigError
 from kvcluster.pages import checksum
-from kvcluster.runtime import moving, tombstones
+from kvcluster.runtime import tier_io, tombstones
 from kvcluster.runtime.disk import DiskFolder, open_disk
 
 SHARD = ShardId("shard-0")
@@ -49,7 +49,7 @@ class Drive:
         self.config = ShardConfig(
             disk_bytes=FILES * FILE_BYTES, disk_dir=str(folder / "disk"), disk_file_bytes=FILE_BYTES
         )
-        self.pages: dict[int, FoundPage] = {}
+        self.pages: dict[int, RecoveredPage] = {}
         self.data: dict[int, bytes] = {}
         self._folder: DiskFolder | None = None
         self._draw = Random(1)
@@ -66,7 +66,7 @@ class Drive:
     def file(self, number: int) -> Path:
         return self.path / f"{number:04}.pages"
 
-    def open(self) -> Found:
+    def open(self) -> RecoveredPages:
         """By the next shard, where there was one."""
         self.close()
         self._folder, found = DiskFolder.open(self.config, SHARD)
@@ -77,21 +77,21 @@ class Drive:
             self._folder.close()
             self._folder = None
 
-    def found(self) -> list[FoundPage]:
+    def found(self) -> list[RecoveredPage]:
         """What the next shard finds."""
         return list(self.open().pages)
 
-    def all(self, *files: int) -> list[FoundPage]:
+    def all(self, *files: int) -> list[RecoveredPage]:
         """What should be found: in these files, where any are named."""
         pages = [self.pages[offset] for offset in sorted(self.pages)]
         return [page for page in pages if not files or page.offset // FILE_BYTES in files]
 
-    def write(self, file: int, slot: int, **of: Any) -> FoundPage:
+    def write(self, file: int, slot: int, **of: Any) -> RecoveredPage:
         """Another page, in that slot of that file; as `new` has it."""
         move, data = self.new(file, slot, **of)
         self.folder.write(move, memoryview(data))
         to = move.target
-        page = FoundPage(
+        page = RecoveredPage(
             *(move.namespace, to.key, move.parent, move.depth, to.loss, to.codec, to.nbytes),
             *(move.source.sums, to.offset),
         )
@@ -122,17 +122,17 @@ class Drive:
         target = source._replace(offset=offset, generation=2, sums=b"", tier=Tier.DISK)
         return PageMove(space, tenant, spec, BlockHash(draw(HASH_BYTES)), depth, source, target), data
 
-    def read(self, page: FoundPage) -> bytes:
+    def read(self, page: RecoveredPage) -> bytes:
         into = bytearray(page.nbytes)
         self.folder.read(slot_of(page), memoryview(into))
         return bytes(into)
 
-    def stage(self, *pages: FoundPage) -> Staged:
+    def stage(self, *pages: RecoveredPage) -> Staged:
         """As a shard reads them for somebody who waits."""
         moves = tuple(
             PageMove(page.namespace, RED, SPEC, page.parent, page.depth, slot_of(page), into(page)) for page in pages
         )
-        return moving.stage(Stage(ATTEMPT, moves), Places(self.folder))
+        return tier_io.stage(Stage(ATTEMPT, moves), Places(self.folder))
 
 
 class Places:
@@ -149,11 +149,11 @@ class Places:
     view = bytes_of
 
 
-def slot_of(page: FoundPage) -> PageSlot:
+def slot_of(page: RecoveredPage) -> PageSlot:
     return PageSlot(page.key, page.offset, page.nbytes, 1, page.loss, page.sums, page.codec, Tier.DISK)
 
 
-def into(page: FoundPage) -> PageSlot:
+def into(page: RecoveredPage) -> PageSlot:
     return slot_of(page)._replace(tier=Tier.HOST, sums=b"")
 
 
@@ -184,7 +184,7 @@ def full(drive: Drive) -> Drive:
 
 
 def test_a_new_folder_holds_nothing(drive: Drive) -> None:
-    assert drive.open() == Found(FILES * FILE_BYTES, FILE_BYTES)
+    assert drive.open() == RecoveredPages(FILES * FILE_BYTES, FILE_BYTES)
 
 
 def test_what_was_written_is_found_again_by_whoever_opens_it_next(drive: Drive) -> None:
@@ -237,7 +237,7 @@ def test_a_page_that_takes_the_slot_of_another_is_found_alone(full: Drive) -> No
 
 
 def test_a_file_that_begins_another_life_forgets_its_pages_and_does_not_find_them_in_its_third(full: Drive) -> None:
-    lives: list[Callable[[], FoundPage]] = [
+    lives: list[Callable[[], RecoveredPage]] = [
         lambda: full.write(0, 1, tenant=BLUE),
         lambda: full.write(0, 1, spec=OTHER),
         lambda: full.write(0, 1, part=HALF),
@@ -462,7 +462,7 @@ def test_a_folder_that_is_in_use_is_nobody_else_s_until_it_is_closed(full: Drive
         DiskFolder.open(full.config, SHARD)
     folder, found = open_disk(full.config, SHARD)
     assert folder is None
-    assert found == Found(why_none=found.why_none)
+    assert found == RecoveredPages(why_none=found.why_none)
     assert found.why_none.startswith("it runs without its disk tier: another process uses ")
     full.close()
     folder, found = open_disk(full.config, SHARD)
@@ -548,7 +548,7 @@ def test_a_tier_for_which_there_is_too_little_room_is_as_small_as_that(
 ) -> None:
     with monkeypatch.context() as patched:
         fill_up(patched, files, error)
-        assert drive.open() == Found(files * FILE_BYTES, FILE_BYTES)
+        assert drive.open() == RecoveredPages(files * FILE_BYTES, FILE_BYTES)
     assert f"has room for {files} files of {FILES} only" in caplog.text
     assert sorted(drive.path.glob("*.pages")) == [drive.file(number) for number in range(files)]
     drive.write(files - 1, 0)
@@ -627,7 +627,7 @@ def test_an_erasure_takes_all_new_tombstones_and_keeps_all(shared: Drive) -> Non
     assert found.tombstones == (old, *new)
     assert list(found.pages) == shared.all(1), "what an old one names was written after it"
     shared.folder.erase(Erase((Tombstone(7, BLUE),), (old, *new, Tombstone(7, BLUE))))
-    assert shared.open() == Found(FILES * FILE_BYTES, FILE_BYTES, tombstones=(old, *new, Tombstone(7, BLUE)))
+    assert shared.open() == RecoveredPages(FILES * FILE_BYTES, FILE_BYTES, tombstones=(old, *new, Tombstone(7, BLUE)))
 
 
 def test_a_file_of_which_the_shard_has_given_up_all_pages_is_erased_too(shared: Drive) -> None:
@@ -687,7 +687,7 @@ def test_where_the_tombstones_cannot_be_understood_nothing_is_believed(
     flip(shared.path / tombstones.NAME, 400)
     shared.close()
     before = shared.file(0).read_bytes()
-    assert shared.open() == Found(FILES * FILE_BYTES, FILE_BYTES)
+    assert shared.open() == RecoveredPages(FILES * FILE_BYTES, FILE_BYTES)
     assert "shard-0 is emptied: " in caplog.text
     assert shared.found() == []
     assert shared.file(0).read_bytes() != before

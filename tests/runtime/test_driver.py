@@ -1,4 +1,5 @@
-"""The driver: every question gets its answer or Trouble, time is judged after what has arrived, nothing stays behind.
+"""The driver: every question gets its answer or Unavailable, time is judged after what has arrived, nothing stays
+behind.
 
 The core of these tests does what its messages say, so that each test writes down one course of events.
 """
@@ -18,10 +19,10 @@ import pytest
 
 from kvcluster.core.ids import CallId, Tenant
 from kvcluster.core.messages import Answer, Done, Effect, Flush, Leave, Refused, RefusedKind, Reply, Stalled, Tick
-from kvcluster.core.reasons import MissReason
+from kvcluster.core.miss import MissReason
 from kvcluster.runtime.driver import Driver
 from kvcluster.testing.core_stepper import build_request
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 
 BOUND_S = 20.0
 MS = 1_000_000
@@ -160,7 +161,7 @@ def test_an_answer_of_a_later_step_reaches_the_asker_that_waits() -> None:
 
 def test_a_question_without_an_answer_in_time_is_a_deadline() -> None:
     with started() as run:
-        with pytest.raises(Trouble) as trouble:
+        with pytest.raises(Unavailable) as trouble:
             run.ask(wait_s=0)
         assert trouble.value.miss.reason is MissReason.DEADLINE
 
@@ -170,7 +171,7 @@ def test_the_answer_to_an_abandoned_question_leaves_nothing_behind() -> None:
         return [Answer(core.stepped[0].call, Done())]
 
     with started() as run:
-        with pytest.raises(Trouble):
+        with pytest.raises(Unavailable):
             run.ask(wait_s=0)
         run.driver.tell(Message(act=answer_first))
         assert run.left_behind() == 0
@@ -312,7 +313,7 @@ def breaks(core: ScriptedCore, now: int) -> list[Effect]:
 
 def test_a_core_that_raises_fails_its_asker_and_reports() -> None:
     with started() as run:
-        with pytest.raises(Trouble, match="a rule of its own") as trouble:
+        with pytest.raises(Unavailable, match="a rule of its own") as trouble:
             run.ask(act=breaks)
         assert trouble.value.miss.reason is MissReason.SHARD_LOST
         assert [str(error) for error in run.failures] == ["a rule of its own"]
@@ -328,7 +329,7 @@ class Broken:
 
 def test_the_log_names_the_question_that_a_core_broke_on(caplog: pytest.LogCaptureFixture) -> None:
     driver: Driver[Any] = Driver(Broken(), lambda effect: None, stall_ns=SECOND, on_failure=lambda error: None)
-    with pytest.raises(Trouble):
+    with pytest.raises(Unavailable):
         driver.ask(build_request(Flush(1), Tenant("t")), BOUND_S)
     assert "core broke on Flush" in caplog.text
 
@@ -337,10 +338,10 @@ def test_a_core_that_raises_fails_all_who_wait_and_all_who_come() -> None:
     with started() as run, asking(run, askers=3) as futures:
         run.driver.tell(Message(act=breaks))
         for future in futures:
-            with pytest.raises(Trouble, match="a rule of its own"):
+            with pytest.raises(Unavailable, match="a rule of its own"):
                 future.result(BOUND_S)
         stepped = len(run.core.stepped)
-        with pytest.raises(Trouble):
+        with pytest.raises(Unavailable):
             run.ask(reply=Done())
         assert len(run.core.stepped) == stepped, "what is broken is not stepped again"
         assert len(run.failures) == 1, "reported once"
@@ -368,7 +369,7 @@ def test_a_core_that_cannot_tell_its_deadline_reports_too(asks: bool) -> None:
     else:
         run.driver.start()
     assert run.failed.wait(BOUND_S)
-    with pytest.raises(Trouble, match="no idea"):
+    with pytest.raises(Unavailable, match="no idea"):
         run.ask(reply=Done())
     run.driver.close()
 
@@ -387,7 +388,7 @@ def test_closing_lets_go_of_everybody_who_waits() -> None:
     with started() as run, asking(run, askers=3) as futures:
         run.driver.close()
         for future in futures:
-            with pytest.raises(Trouble, match="is ending") as trouble:
+            with pytest.raises(Unavailable, match="is ending") as trouble:
                 future.result(BOUND_S)
             assert trouble.value.miss.reason is MissReason.SHARD_LOST
 
@@ -396,7 +397,7 @@ def test_after_closing_nothing_is_stepped() -> None:
     with started() as run:
         run.driver.close()
         run.driver.close()
-        with pytest.raises(Trouble, match="is ending"):
+        with pytest.raises(Unavailable, match="is ending"):
             run.ask(reply=Done())
         run.driver.tell(Message())
         assert run.driver.inspect(lambda: list(run.core.stepped)) == []
@@ -406,5 +407,5 @@ def test_after_closing_nothing_is_stepped() -> None:
 def test_a_driver_that_never_started_can_be_closed() -> None:
     run = Started(ScriptedCore())
     run.driver.close()
-    with pytest.raises(Trouble, match="is ending"):
+    with pytest.raises(Unavailable, match="is ending"):
         run.ask(reply=Done())

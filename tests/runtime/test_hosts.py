@@ -33,13 +33,13 @@ from kvcluster.core.messages import (
     Suspect,
     WriteGrant,
 )
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError, ProtocolError
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.tombstones import NAME
 from kvcluster.testing.core_stepper import build_request
-from kvcluster.transport.seam import RefusedByShard, Trouble
+from kvcluster.transport.base import RefusedByShard, Unavailable
 from tests.runtime.hosts import (
     BOUND_S,
     EPOCH,
@@ -85,7 +85,7 @@ def test_a_shard_reports_by_itself_and_keeps_doing_so() -> None:
     assert heard.info.epoch == EPOCH
 
 
-@pytest.mark.parametrize("error", [Trouble(Miss(MissReason.SHARD_LOST)), ProtocolError("another version")])
+@pytest.mark.parametrize("error", [Unavailable(Miss(MissReason.SHARD_LOST)), ProtocolError("another version")])
 def test_a_report_that_fails_is_sent_again(error: Exception) -> None:
     def fail(message: Report | Inventory) -> Reply:
         raise error
@@ -145,7 +145,7 @@ def corrupt(event: object) -> bool:
 
 
 def test_a_page_that_rots_unread_is_found_by_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcluster.core.verifier.ROUND_NS", 0)
+    monkeypatch.setattr("kvcluster.core.scrubber.ROUND_NS", 0)
     coordinator = Coordinator()
     with shard(coordinator, scrub_bytes=64 * 2**10) as host:
         coordinator.wait_for(3)
@@ -188,14 +188,14 @@ def test_a_page_of_a_shard_that_was_closed_is_lost() -> None:
         coordinator.wait_for(3)
         slot = granted(host)
         host.view(slot)[:] = bytes(slot.nbytes)
-    with pytest.raises(Trouble) as trouble:
+    with pytest.raises(Unavailable) as trouble:
         host.view(slot)
     assert trouble.value.miss.reason is MissReason.SHARD_LOST
 
 
 def test_a_mistake_in_the_core_ends_the_process() -> None:
     ended: list[Leave] = []
-    with shard(Coordinator(), on_end=ended.append) as host, pytest.raises(Trouble):
+    with shard(Coordinator(), on_end=ended.append) as host, pytest.raises(Unavailable):
         host.ask(lambda call: Unheard(), BOUND_S)
     (leave,) = ended
     assert "shard-0 failed" in leave.reason
@@ -231,14 +231,14 @@ def test_a_coordinator_whose_successor_is_known_ends_itself() -> None:
     host.ask(build_request(Report(info, coordinator=Epoch(2), first=1), CLUSTER), BOUND_S)
     host.close()
     assert ended == [Leave("a newer coordinator is known")]
-    with pytest.raises(Trouble, match="is ending"):
+    with pytest.raises(Unavailable, match="is ending"):
         host.ask(build_request(Report(info, Epoch(2), first=1), CLUSTER), BOUND_S)
 
 
 def test_a_mistake_in_the_coordinator_ends_the_process() -> None:
     ended: list[Leave] = []
     host = CoordinatorHost(Epoch(1), configured(), on_end=ended.append)
-    with pytest.raises(Trouble, match="coordinator failed"):
+    with pytest.raises(Unavailable, match="coordinator failed"):
         host.ask(lambda call: Unheard(), BOUND_S)
     assert len(ended) == 1
     assert host.inspect(lambda: CallId(1)) == 1, "what is left can still be looked at"
@@ -264,7 +264,7 @@ def test_a_purge_that_cannot_be_kept_is_not_called_done(tmp_path: Path) -> None:
     config = replace(configured(), coordinator=replace(configured().coordinator, state_dir=str(folder)))
     host = CoordinatorHost(Epoch(1), config, on_end=lambda leave: None)
     folder.rename(tmp_path / "elsewhere")
-    with pytest.raises(Trouble, match="cannot keep what is purged: No such file or directory"):
+    with pytest.raises(Unavailable, match="cannot keep what is purged: No such file or directory"):
         purge(host)
     (tmp_path / "elsewhere").rename(folder)
     assert purge(host) == Purged(0), "when there is room again it can be asked once more"

@@ -30,7 +30,7 @@ from kvcluster.core.messages import (
     ShardInfo,
     Suspect,
 )
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import (
     CallerError,
@@ -44,8 +44,8 @@ from kvcluster.errors import (
 )
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.server import Gate, GrpcServer, Handler, unary_handlers
+from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.rpc import Connection
-from kvcluster.transport.seam import Deadline, Trouble
 from kvcluster.wire.methods import COORDINATOR, SHARD
 
 HOST = "127.0.0.1"
@@ -219,13 +219,13 @@ def test_what_is_shared_is_asked_by_workers_and_by_shards_which_speak_for_all() 
         (ProtocolError("version 9"), ProtocolError, "version 9"),
         (CredentialError("who?"), CredentialError, "who?"),
         (ConfigError("no port"), ProtocolError, "no port"),
-        (Trouble(Miss(MissReason.SHARD_LOST, "is ending")), Trouble, "is ending"),
-        (Trouble(Miss(MissReason.DEADLINE)), Trouble, "deadline"),
-        (RuntimeError("a mistake of ours"), Trouble, "shard_lost"),
+        (Unavailable(Miss(MissReason.SHARD_LOST, "is ending")), Unavailable, "is ending"),
+        (Unavailable(Miss(MissReason.DEADLINE)), Unavailable, "deadline"),
+        (RuntimeError("a mistake of ours"), Unavailable, "shard_lost"),
     ],
 )
 def test_what_is_raised_there_is_raised_here(
-    raised: BaseException, heard: type[KVClusterError | Trouble], says: str
+    raised: BaseException, heard: type[KVClusterError | Unavailable], says: str
 ) -> None:
     with connected(shard_methods(fails(raised))) as connection, pytest.raises(heard, match=says):
         connection.ask(SHARD["Flush"], FLUSH, soon())
@@ -304,7 +304,7 @@ def test_a_server_that_was_closed_is_gone() -> None:
     connection.wait_ready(soon())
     server.close(grace_s=0)
     server.close(grace_s=0)
-    with pytest.raises(Trouble, match="shard_lost"):
+    with pytest.raises(Unavailable, match="shard_lost"):
         connection.ask(SHARD["Ping"], None, soon())
     with pytest.raises(Unreachable, match=server.address):
         connection.wait_ready(Deadline.after_ms(50))
@@ -319,12 +319,12 @@ def test_closing_does_not_wait_for_questions_without_an_answer() -> None:
         assert answer.wait(BOUND_S)
         return Done()
 
-    troubles: list[Trouble] = []
+    troubles: list[Unavailable] = []
 
     def worker() -> None:
         try:
             connection.ask(SHARD["Flush"], FLUSH, soon())
-        except Trouble as trouble:
+        except Unavailable as trouble:
             troubles.append(trouble)
 
     server = GrpcServer(shard_methods(ask), HOST, 0, threads=2)
@@ -344,5 +344,5 @@ def test_closing_does_not_wait_for_questions_without_an_answer() -> None:
 def test_a_connection_that_was_closed_is_trouble_and_no_crash() -> None:
     with connected(shard_methods(lambda build, wait_s: Done())) as connection:
         connection.close()
-        with pytest.raises(Trouble, match="closed"):
+        with pytest.raises(Unavailable, match="closed"):
             connection.ask(SHARD["Ping"], None, soon())

@@ -10,16 +10,16 @@ import pytest
 
 from kvcluster.config import ShardConfig
 from kvcluster.core.codecs import Codec
+from kvcluster.core.disk_recovery import NO_STORE
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES, FileAllocator
-from kvcluster.core.found import NO_STORE
 from kvcluster.core.ids import HASH_BYTES, BlockHash, ShardId, Tenant
 from kvcluster.core.messages import Erase, PageKey, PageMove, PageSlot, Tier, Tombstone
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import ADDRESSABLE, STORED
 from kvcluster.pages.arena import Arena
 from kvcluster.runtime.tier_store import TierStores, open_stores
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 
 SHARD, TENANT = ShardId("shard-0"), Tenant("t")
 SPEC = KVSpec.uniform(
@@ -96,7 +96,7 @@ def test_what_is_not_in_its_store_cannot_be_read(stores: TierStores) -> None:
 def test_nothing_is_shown_once_they_are_closed() -> None:
     stores = TierStores(Arena(ARENA_BYTES), {})
     stores.close()
-    with pytest.raises(Trouble, match="ending"):
+    with pytest.raises(Unavailable, match="ending"):
         stores.view(slot_in(Tier.HOST, 0))
 
 

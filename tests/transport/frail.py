@@ -16,18 +16,18 @@ from kvcluster.core.messages import (
     WriteRequest,
     Written,
 )
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing.conformance import World
-from kvcluster.transport.choice import Choice
-from kvcluster.transport.paths import LEFT_ALONE_NS
-from kvcluster.transport.seam import Deadline, PageSink, PageSource, Payload, Streams, Transport, Trouble
+from kvcluster.transport.auto import AutoTransport
+from kvcluster.transport.base import Deadline, PageSink, PageSource, Payload, Streams, Transport, Unavailable
+from kvcluster.transport.path_selector import LEFT_ALONE_NS
 
 HERE = "this host"
 
 
-def broken(detail: str = "the wire is cut") -> Trouble:
-    return Trouble(Miss(MissReason.SHARD_LOST, detail))
+def broken(detail: str = "the wire is cut") -> Unavailable:
+    return Unavailable(Miss(MissReason.SHARD_LOST, detail))
 
 
 class Frail:
@@ -200,7 +200,7 @@ class Control(Frail):
 
 
 class Ways:
-    """Frail paths to the shard of a world, one of each kind, and a Choice among those that `offered` names."""
+    """Frail paths to the shard of a world, one of each kind, and a AutoTransport among those that `offered` names."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class Ways:
         self.grpc = Control(world.open(), offers)
         self.tcp, self.shm = Frail("tcp", world.open()), Frail("shm", world.open())
         how.setdefault("openers", {"shm": self.shm.open, "tcp": self.tcp.open})
-        self.choice = Choice(
+        self.choice = AutoTransport(
             ShardAddress(ShardId("shard-0"), world.epoch, "an address", shard_host),
             self.grpc,
             token=None,

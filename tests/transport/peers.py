@@ -12,8 +12,8 @@ from kvcluster.core.ids import Tenant
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.testing.conformance.world import ONE, TWO
+from kvcluster.transport.base import PageHost
 from kvcluster.transport.memory import MemoryTransport
-from kvcluster.transport.seam import PageHost
 from kvcluster.wire import streams
 from kvcluster.wire.streams import HEADER, Kind
 

@@ -8,7 +8,7 @@ from typing import Any
 from kvcluster.core.ids import Tenant
 from kvcluster.testing.conformance import World
 from kvcluster.testing.conformance.world import BOUND_S, ONE
-from kvcluster.testing.over import Over
+from kvcluster.testing.split_transport import Over
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmHost, ShmServer

@@ -9,12 +9,13 @@ import pytest
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId
 from kvcluster.core.messages import NewPage, PageKey, PageWant, ReadRequest
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import Part
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.copy_batch import CopyRecords
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
+from kvcluster.transport.base import Payload
 from kvcluster.transport.exchange_copies import (
     ExchangeCopies,
     PageMemory,
@@ -23,7 +24,6 @@ from kvcluster.transport.exchange_copies import (
     open_store,
     reserved_records,
 )
-from kvcluster.transport.seam import Payload
 from kvcluster.wire.shm_frames import Place
 
 PAGES, LAYERS, LAYER_BYTES = 3, 4, 8

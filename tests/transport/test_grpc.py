@@ -16,7 +16,7 @@ import pytest
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Refused, RefusedKind, Written
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CredentialError, LimitError, ProtocolError, Unreachable
 from kvcluster.pages import codec
 from kvcluster.runtime.auth import digest
@@ -34,9 +34,9 @@ from kvcluster.testing.conformance.content import (
 from kvcluster.testing.conformance.moving import fill
 from kvcluster.testing.conformance.wire import BadRequest, BadStore, CutStore, unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
+from kvcluster.transport.base import Deadline, PageHost, RefusedByShard, Unavailable
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
 from kvcluster.transport.rpc import Connection, identity
-from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Trouble
 from kvcluster.wire import frames
 from kvcluster.wire.frames import Record
 from kvcluster.wire.methods import SHARD
@@ -205,7 +205,7 @@ def test_what_this_side_cannot_send_is_a_limit_error(world: World) -> None:
 def test_a_store_given_up_while_it_waits_for_room_waits_no_longer(world: World) -> None:
     transport, new = world.open(), Content.of(world, 1, 2, limits.FRAME_BYTES // 2, first=100)
     reading = read_begun(world.open(), fill(world, transport))
-    with suppress(Trouble):  # or it is told in time that the shard is full
+    with suppress(Unavailable):  # or it is told in time that the shard is full
         write(transport, new, wait_ns=int(BOUND_S * 1e9), deadline=Deadline.after_ms(50))
     world.watched.wait_until(lambda: not world.host.core._waiting, "the wish for room goes with whoever had it")
     assert world.leased(reading.request.attempt), "long before whoever was in the way ran out of time"
@@ -294,7 +294,7 @@ def test_something_else_that_listens_there_is_trouble_by_the_deadline(answer: by
     with listening(answer) as address:
         transport = GrpcPages(address, None)
         for call in every_call(transport, unserved(1, 1, 8), deadline=lambda: Deadline.after_ms(100)):
-            with pytest.raises(Trouble) as trouble:
+            with pytest.raises(Unavailable) as trouble:
                 call()
             assert trouble.value.miss.reason in (MissReason.DEADLINE, MissReason.SHARD_LOST)
             assert address in str(trouble.value), "a person can tell which address is meant"
@@ -316,7 +316,7 @@ def test_a_server_that_is_slow_to_shake_hands_is_waited_for() -> None:
                 while peer.recv(4096):
                     """What a client says first; then it waits, and does not hang up."""
         transport.close()
-        with pytest.raises(Trouble):
+        with pytest.raises(Unavailable):
             asked.result(BOUND_S)
 
 

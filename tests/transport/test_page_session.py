@@ -32,9 +32,10 @@ from kvcluster.core.messages import (
     WriteRequest,
     Written,
 )
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import Part
 from kvcluster.errors import ProtocolError
+from kvcluster.transport.base import Unavailable
 from kvcluster.transport.page_session import (
     PROMPT_NS,
     STAGED_NS,
@@ -55,7 +56,6 @@ from kvcluster.transport.page_session import (
     SessionEvent,
     Stopped,
 )
-from kvcluster.transport.seam import Trouble
 
 Kind = TypeVar("Kind")
 
@@ -88,7 +88,7 @@ def asked(effects: Sequence[SessionEffect]) -> ShardQuestion:
 def failed(effects: Sequence[SessionEffect]) -> Miss:
     """What the exchange fails by."""
     error = one(effects, Fail).error
-    assert isinstance(error, Trouble)
+    assert isinstance(error, Unavailable)
     return error.miss
 
 

@@ -17,8 +17,8 @@ import pytest
 
 from kvcluster.core import limits
 from kvcluster.core.messages import Refused, RefusedKind, Written
+from kvcluster.core.miss import MissReason
 from kvcluster.core.pool import PageState
-from kvcluster.core.reasons import MissReason
 from kvcluster.errors import ConfigError, CredentialError, LimitError, ProtocolError
 from kvcluster.pages import arena, checksum, codec
 from kvcluster.pages.arena import Arena
@@ -35,7 +35,7 @@ from kvcluster.testing.conformance.content import (
 )
 from kvcluster.testing.conformance.wire import BadRequest, BadStore, CutStore, unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, Pause, soon
-from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
+from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.wire import shard, shm_frames, streams
@@ -183,7 +183,7 @@ def connect_as_somebody_else(address: str) -> None:
     os.setuid(65_534)  # which takes root, as network namespaces do
     try:
         ShmPages(address, token(ONE)).connect(soon())
-    except Trouble as trouble:
+    except Unavailable as trouble:
         print(trouble.miss.reason.value, trouble)
     # One that does not ask whose the shard is, and sends its token:
     with socket.socket(socket.AF_UNIX) as peer:
@@ -203,14 +203,14 @@ def test_another_user_is_refused_by_either_side_in_words(world: World) -> None:
 
 def test_where_nobody_listens_the_reason_says_what_that_may_mean() -> None:
     nobody = ShmPages("@kvcluster-nobody", None)
-    with pytest.raises(Trouble, match="another host or network namespace") as trouble:
+    with pytest.raises(Unavailable, match="another host or network namespace") as trouble:
         nobody.connect(soon())
     assert trouble.value.miss.reason is MissReason.SHARD_LOST
 
 
 def test_a_platform_without_such_sockets_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(socket, "SO_PEERCRED")
-    with pytest.raises(Trouble, match="this platform"):
+    with pytest.raises(Unavailable, match="this platform"):
         ShmPages("@kvcluster-nobody", None).connect(soon())
 
 
@@ -331,7 +331,7 @@ def test_something_else_that_listens_there_is_told_as_such(answer: bytes) -> Non
         peer.recv(4_096)
         peer.sendall(answer)
 
-    with answering(greet) as way, pytest.raises((Trouble, ProtocolError)):
+    with answering(greet) as way, pytest.raises((Unavailable, ProtocolError)):
         way.connect(soon())
 
 
@@ -445,10 +445,10 @@ def refusing() -> Iterator[tuple[ShmPages, Refused]]:
 def test_a_shard_that_hangs_up_during_a_load_or_store_is_lost(answers: list[bytes]) -> None:
     reading, writing = CONTENT.read_request(), CONTENT.write_request()
     sink = ContentSink(CONTENT, reading)
-    with answering(Shard(*answers)) as way, pytest.raises(Trouble) as trouble:
+    with answering(Shard(*answers)) as way, pytest.raises(Unavailable) as trouble:
         way.write(writing, ContentSource(CONTENT, writing), soon())
     assert trouble.value.miss.reason is MissReason.SHARD_LOST
-    with answering(Shard(b"")) as way, pytest.raises(Trouble) as trouble:
+    with answering(Shard(b"")) as way, pytest.raises(Unavailable) as trouble:
         list(way.read(reading, sink, soon()))
     assert trouble.value.miss.reason is MissReason.SHARD_LOST
     assert not sink.got and not sink.corrupt
@@ -545,7 +545,7 @@ def test_the_memory_of_a_shard_that_has_gone_is_let_go_by_whoever_learns_of_it(w
     store(transport, content)
     world.cut()
     assert mappings(file) == 2
-    with pytest.raises(Trouble):
+    with pytest.raises(Unavailable):
         load(transport, content)
     assert mappings(file) == 0
 
@@ -595,7 +595,7 @@ def test_a_transport_that_is_closed_under_a_store_ends_it_only_when_the_chunk_is
         assert not closing.done()
         pause.release()
         closing.result(BOUND_S)
-        with pytest.raises(Trouble) as trouble:
+        with pytest.raises(Unavailable) as trouble:
             under_way.result(BOUND_S)
     assert trouble.value.miss.reason in (MissReason.SHARD_LOST, MissReason.DEADLINE)
     world.wait_until_unleased()
@@ -615,7 +615,7 @@ def test_a_writer_that_stands_still_keeps_its_pages_though_its_lease_has_ended(
         fates = write(world.open(), others, lambda: None)
         assert fates == [Written.COMMITTED] * (room - 2) + [Written.FULL] * 2
         pause.release()
-        with pytest.raises(Trouble) as trouble:
+        with pytest.raises(Unavailable) as trouble:
             under_way.result(BOUND_S)
     assert trouble.value.miss.reason is MissReason.DEADLINE
     world.wait_until_unleased()
@@ -635,7 +635,7 @@ def test_a_writer_that_stands_still_keeps_its_pages_though_its_deadline_has_pass
         states = world.host.inspect(lambda: [page.state for page in world.host.core.pool.everything()])
         assert states == [PageState.WRITING] * 2
         pause.release()
-        with pytest.raises(Trouble) as trouble:
+        with pytest.raises(Unavailable) as trouble:
             under_way.result(BOUND_S)
     assert trouble.value.miss.reason is MissReason.DEADLINE
     world.wait_until_unleased()
@@ -653,7 +653,7 @@ def test_a_server_that_ends_frees_no_page_that_may_be_written_still(
         states = world.host.inspect(lambda: [page.state for page in world.host.core.pool.everything()])
         assert states == [PageState.WRITING] * 2
         pause.release()
-        with pytest.raises(Trouble):
+        with pytest.raises(Unavailable):
             under_way.result(BOUND_S)
     world.cut()
 

@@ -15,14 +15,14 @@ import pytest
 from kvcluster.core import limits
 from kvcluster.core.ids import Epoch
 from kvcluster.core.messages import Written
+from kvcluster.core.miss import MissReason
 from kvcluster.core.pool import PageState
-from kvcluster.core.reasons import MissReason
 from kvcluster.pages.mapping import Mapping
 from kvcluster.testing.conformance import World, open_world
 from kvcluster.testing.conformance.content import Content, ContentSink, ContentSource, load, store, write
 from kvcluster.testing.conformance.wire import unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 from kvcluster.transport.shm_pages import ShmPages
 from tests.transport.peers import token
 from tests.transport.shm_served import Served
@@ -110,7 +110,7 @@ def store_and_stop(address: str, epoch: int) -> None:
     request = content.write_request()
     try:
         print(ShmPages(address, token(ONE)).write(request, ContentSource(content, request), soon()), flush=True)
-    except Trouble as trouble:
+    except Unavailable as trouble:
         print(trouble.miss.reason.value, flush=True)
 
 
@@ -189,7 +189,7 @@ def fork_within_exchanges(address: str, epoch: int) -> None:
         sink = ContentSink(content, request)
         try:
             list(way.read(request, sink, soon()))
-        except Trouble as trouble:
+        except Unavailable as trouble:
             return str(trouble)
         sink.check()
         return "loaded"
@@ -246,7 +246,7 @@ def load_and_stop(address: str, epoch: int) -> None:
     try:
         list(ShmPages(address, token(ONE)).read(request, sink, soon()))
         print("loaded", flush=True)
-    except Trouble as trouble:
+    except Unavailable as trouble:
         print(trouble.miss.reason.value, flush=True)
     right = all(data == content.layers[content.keys[item]][layer] for (item, layer), data in sink.got.items())
     print(right, len(sink.got), len(sink.corrupt), flush=True)

@@ -13,7 +13,7 @@ import pytest
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Refused, RefusedKind, Written
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError
 from kvcluster.pages import codec
 from kvcluster.testing.conformance import NetworkClaims, TransportConformance, Wire, World, open_world
@@ -26,9 +26,9 @@ from kvcluster.testing.conformance.content import (
 )
 from kvcluster.testing.conformance.wire import BadRequest, BadStore, CutStore, unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
-from kvcluster.testing.over import Over
+from kvcluster.testing.split_transport import Over
+from kvcluster.transport.base import Deadline, PageHost, RefusedByShard, Unavailable
 from kvcluster.transport.memory import MemoryTransport
-from kvcluster.transport.seam import Deadline, PageHost, RefusedByShard, Trouble
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
 from kvcluster.wire import shard, streams
 from kvcluster.wire.frames import Record
@@ -285,7 +285,7 @@ def use(address: str, deadline: Deadline) -> None:
 def test_nothing_that_listens_is_trouble_at_once() -> None:
     with socket.create_server((HOST, 0)) as server:
         address = f"{HOST}:{server.getsockname()[1]}"
-    with pytest.raises(Trouble) as trouble:
+    with pytest.raises(Unavailable) as trouble:
         use(address, soon())
     assert trouble.value.miss.reason is MissReason.SHARD_LOST
 

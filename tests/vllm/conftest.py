@@ -30,10 +30,10 @@ import tests.conftest  # its profiles of hypothesis  # noqa: F401
 from kvcluster.client.client import Client
 from kvcluster.config import ClientConfig
 from kvcluster.core.spec import KVSpec
-from kvcluster.engines.vllm import compat, identity
+from kvcluster.engines.vllm import compat, registration
 from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Deadline
+from kvcluster.transport.base import Deadline
 from tests.client.build import BOUND_S, Steps, watched_client
 from tests.client.conftest import settle, start  # noqa: F401
 from tests.vllm.build import GEMMA, LLAMA, engine_config, model_folder
@@ -120,7 +120,7 @@ def a_bench() -> Iterator[Bench]:
     """Settles the bill of every cluster, once the engines over it are gone."""
     with ExitStack() as clusters, ExitStack() as engines:
         bench = Bench(clusters, engines)
-        engines.enter_context(patch.object(identity, "connect", bench.connect))
+        engines.enter_context(patch.object(registration, "connect", bench.connect))
         yield bench
         engines.close()
         for cluster in bench.clusters:

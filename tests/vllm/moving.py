@@ -11,14 +11,14 @@ import torch
 
 from kvcluster.client.client import Client
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.vllm import compat
-from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, Step, StepReport, StoreOrder
 from kvcluster.engines.vllm.settings import ConnectorSettings
+from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, Step, StepReport, StoreOrder
 from kvcluster.engines.vllm.worker import WorkerSide
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Deadline
+from kvcluster.transport.base import Deadline
 from tests.client.build import BOUND_S, UNWRITTEN, Steps, watched_client
 from tests.vllm.build import engine_config, kv_caches, kv_config, spec_of
 

@@ -14,11 +14,11 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvcluster.client.client import Client
 from kvcluster.client.layouts import Dense
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.vllm import compat
 from kvcluster.engines.vllm.connector import KVClusterMetadata, Reported
-from kvcluster.engines.vllm.orders import LoadOrder, LoadReport, StepReport, StoreOrder
+from kvcluster.engines.vllm.step_metadata import LoadOrder, LoadReport, StepReport, StoreOrder
 from tests.client.build import BOUND_S
 from tests.vllm.toy import Engine, Text, spans_of
 

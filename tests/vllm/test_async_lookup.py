@@ -12,18 +12,18 @@ from kvcluster.client.bounded_calls import LIMIT, OPEN_NS, Call
 from kvcluster.client.client import Client
 from kvcluster.client.ticket import Ticket
 from kvcluster.core.messages import CoordinatorQuestion, PrepareLoad
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups, LookupAnswer, PendingLookup
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 from tests.client.build import BLOCK, BOUND_S, SPEC, Hold, Port, kv, prompt, watched_client
 from tests.client.conftest import Start
 
 TOKENS = prompt(4)
 MS = 1_000_000
 PATIENCE = 250 * MS
-LOST = Trouble(Miss(MissReason.SHARD_LOST, "gone"))
+LOST = Unavailable(Miss(MissReason.SHARD_LOST, "gone"))
 
 
 class Bench:
@@ -163,7 +163,8 @@ def test_an_answer_that_nobody_came_for_gives_its_ticket_back(bench: Bench) -> N
 
 
 @pytest.mark.parametrize(
-    "error", [Trouble(Miss(MissReason.DEADLINE)), Trouble(Miss(MissReason.SHARD_LOST)), CallerError("no"), OSError("x")]
+    "error",
+    [Unavailable(Miss(MissReason.DEADLINE)), Unavailable(Miss(MissReason.SHARD_LOST)), CallerError("no"), OSError("x")],
 )
 def test_whatever_befalls_a_lookup_its_request_hears_of_it(bench: Bench, error: BaseException) -> None:
     lookup = bench.begin(_raises(error))

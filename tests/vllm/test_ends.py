@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcluster.client.client import Client
-from kvcluster.engines.vllm.orders import Step
+from kvcluster.engines.vllm.step_metadata import Step
 from tests.client.build import BOUND_S, prompt
 from tests.vllm.build import BLOCK
 from tests.vllm.conftest import Bench

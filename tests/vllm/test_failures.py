@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from vllm.v1.request import RequestStatus
 
-from kvcluster.core.reasons import Loss
-from kvcluster.engines.vllm.orders import LoadOrder
+from kvcluster.core.miss import Loss
+from kvcluster.engines.vllm.step_metadata import LoadOrder
 from tests.client.build import prompt
 from tests.vllm.build import BLOCK
 from tests.vllm.conftest import Bench

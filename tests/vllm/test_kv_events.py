@@ -12,8 +12,8 @@ import pytest
 import zmq
 from vllm.distributed import kv_events as theirs
 
+from kvcluster.client.event_gaps import RESTARTED
 from kvcluster.client.events import Event, EventSubscriber
-from kvcluster.client.sequences import RESTARTED
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Tier
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream

@@ -14,14 +14,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvcluster.cli.bench.codec import synthetic
 from kvcluster.client.layouts import Paged
-from kvcluster.client.memory import Bound, bind
+from kvcluster.client.memory import BoundMemory, bind
 from kvcluster.client.part_memory import Staging
 from kvcluster.core.codecs import Codec, layer_bytes
-from kvcluster.core.reasons import MissReason
+from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import Group, KVSpec, Part, Plane, differing_fields
 from kvcluster.engines.vllm import compat, kv_format
-from kvcluster.engines.vllm.identity import spec_of
 from kvcluster.engines.vllm.kv_format import KVFormat
+from kvcluster.engines.vllm.registration import spec_of
 from kvcluster.errors import CallerError
 from kvcluster.pages.codec import coder
 from tests.client.build import noise, prompt
@@ -182,7 +182,7 @@ def test_a_kernel_that_cannot_be_asked_is_refused_by_name() -> None:
 # ------------------------------------------------------------------------------------------------------------ precision
 
 
-def through(codec: Codec, bound: Bound, spec: KVSpec, blocks: int) -> None:
+def through(codec: Codec, bound: BoundMemory, spec: KVSpec, blocks: int) -> None:
     """Each block of the bound memory goes through the codec once, in place."""
     group = spec.groups[0]
     heads, whole = group.heads, spec.whole(0)

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from kvcluster.client.layouts import Dense
 from kvcluster.core.ids import ShardId
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 from tests.client.build import prompt
 from tests.vllm.build import BLOCK
 from tests.vllm.conftest import Bench, a_bench
@@ -187,7 +187,7 @@ def test_no_schedule_brings_about_a_wrong_byte(model: str, ranks: int, request: 
 def _failing(rng: random.Random, part: float) -> Any:
     def receive() -> None:
         if rng.random() < part:
-            raise Trouble(LOST)
+            raise Unavailable(LOST)
 
     return receive
 

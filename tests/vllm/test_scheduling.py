@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from kvcluster.core.reasons import Loss, MissReason
+from kvcluster.core.miss import Loss, MissReason
 from tests.client.build import prompt
 from tests.vllm.build import BLOCK, WINDOW
 from tests.vllm.conftest import Bench

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from kvcluster.core.ids import ShardId
-from kvcluster.core.reasons import Loss, Miss, MissReason
-from kvcluster.engines.vllm.orders import LoadOrder, StoreOrder
+from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.engines.vllm.step_metadata import LoadOrder, StoreOrder
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 from tests.client.build import BOUND_S, Hold, Steps, prompt
 from tests.client.conftest import Start
 from tests.vllm.build import BLOCK, WINDOW
@@ -159,7 +159,7 @@ def test_with_several_groups_a_load_that_came_in_part_is_a_failed_request(
 
 def test_a_load_of_which_nothing_comes_names_all_its_blocks(make: Make, llama: Path) -> None:
     def refuse() -> None:
-        raise Trouble(LOST)
+        raise Unavailable(LOST)
 
     one, other = make(llama, seed=1), make(llama, steps=Steps(read=refuse))
     one.stored(TOKENS, (MINE,))

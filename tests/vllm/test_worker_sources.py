@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.engines.vllm import worker
-from kvcluster.engines.vllm.orders import StoreOrder
+from kvcluster.engines.vllm.step_metadata import StoreOrder
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 from tests.client.build import BOUND_S, Hold, Steps, prompt
 from tests.client.conftest import Start
 from tests.vllm.build import BLOCK
@@ -267,7 +267,7 @@ def test_a_store_that_nobody_takes_gives_its_blocks_back_and_says_why(
     cluster: MemoryCluster, make: Make, llama: Path, clock: Clock
 ) -> None:
     def refuse() -> None:
-        raise Trouble(Miss(MissReason.SHARD_LOST, "gone"))
+        raise Unavailable(Miss(MissReason.SHARD_LOST, "gone"))
 
     rank = make(llama, seed=1, steps=Steps(write=refuse))
     rank.store(TOKENS, (MINE,))

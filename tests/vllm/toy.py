@@ -31,11 +31,11 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvcluster.client.client import Client
 from kvcluster.engines.vllm.connector import KVClusterConnector
-from kvcluster.engines.vllm.identity import Registration
-from kvcluster.engines.vllm.orders import Step, StepReport
+from kvcluster.engines.vllm.registration import Registration
 from kvcluster.engines.vllm.scheduler import SchedulerSide
+from kvcluster.engines.vllm.step_metadata import Step, StepReport
 from kvcluster.engines.vllm.worker import WorkerSide
-from kvcluster.transport.seam import Deadline
+from kvcluster.transport.base import Deadline
 from tests.client.build import BOUND_S
 from tests.vllm.build import kv_caches, kv_config, request_of
 

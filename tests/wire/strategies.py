@@ -11,8 +11,8 @@ from hypothesis.strategies import SearchStrategy
 from kvcluster.core import codecs as core_codecs
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.disk_recovery import RecoveredPage
 from kvcluster.core.file_allocator import HEAD_BYTES, Shape
-from kvcluster.core.found import FoundPage
 from kvcluster.core.ids import SUM_BYTES, Attempt, CallId, ShardId, Tenant
 from kvcluster.core.messages import (
     Attach,
@@ -89,7 +89,7 @@ from kvcluster.core.messages import (
     WriteRequest,
     Written,
 )
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import DTYPE_BYTES, LAST, PREFIX, Group, KVSpec, Part, Plane, window
 from kvcluster.wire.page_files import LIFE_BYTES, Head
 
@@ -298,7 +298,7 @@ def tickets(draw: st.DrawFn) -> TicketBody:
 
 
 @st.composite
-def page_files(draw: st.DrawFn) -> tuple[Head, dict[int, FoundPage]]:
+def page_files(draw: st.DrawFn) -> tuple[Head, dict[int, RecoveredPage]]:
     """The head of a file, and some pages that lie in it, by slot. The file begins at 0."""
     spec = draw(specs())
     group = draw(st.integers(0, len(spec.groups) - 1))
@@ -312,9 +312,9 @@ def page_files(draw: st.DrawFn) -> tuple[Head, dict[int, FoundPage]]:
     head = Head(
         draw(st.binary(min_size=LIFE_BYTES, max_size=LIFE_BYTES)), HEAD_BYTES + room, shape, draw(tenants), spec
     )
-    found: dict[int, FoundPage] = {}
+    found: dict[int, RecoveredPage] = {}
     for slot in draw(st.sets(st.integers(0, head.slots - 1))):
-        found[slot] = FoundPage(
+        found[slot] = RecoveredPage(
             namespace=head.namespace,
             key=PageKey(draw(hashes), group, part),
             parent=draw(hashes),

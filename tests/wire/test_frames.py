@@ -22,7 +22,7 @@ from kvcluster.core.messages import (
     WriteRequest,
     Written,
 )
-from kvcluster.core.reasons import Miss
+from kvcluster.core.miss import Miss
 from kvcluster.core.spec import Part
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.wire import frames

@@ -17,6 +17,7 @@ from hypothesis.strategies import SearchStrategy
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.coordinator_state import UNKNOWN
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
     PROTOCOL_VERSION,
@@ -46,9 +47,8 @@ from kvcluster.core.messages import (
     Tier,
     Written,
 )
-from kvcluster.core.reasons import Loss, MissReason
+from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.spec import Part
-from kvcluster.core.state import UNKNOWN
 from kvcluster.errors import CallerError, LimitError, ProtocolError
 from kvcluster.wire import answers, common, orders, shard
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method, version_question

@@ -13,11 +13,11 @@ from xxhash import xxh3_64_intdigest
 
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.disk_recovery import RecoveredPage
 from kvcluster.core.file_allocator import HEAD_BYTES, Shape
-from kvcluster.core.found import FoundPage
 from kvcluster.core.ids import SUM_BYTES, BlockHash, Tenant
 from kvcluster.core.messages import PageKey
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
 from kvcluster.errors import KVClusterError, LimitError, ProtocolError, SpecError
 from kvcluster.wire import common, page_files
@@ -49,9 +49,9 @@ HEAD = Head(b"life" * 4, SHAPE.first_slot(SLOTS) + SLOTS * SHAPE.slot_bytes, SHA
 SPACE = SPEC.namespace(TENANT)
 
 
-def page(slot: int) -> FoundPage:
+def page(slot: int) -> RecoveredPage:
     """The one that lies in that slot of the first file."""
-    return FoundPage(
+    return RecoveredPage(
         namespace=SPACE,
         key=PageKey(BlockHash(bytes([slot + 1]) * 32), 0, PART),
         parent=BlockHash(bytes([slot]) * 32),
@@ -67,7 +67,7 @@ def page(slot: int) -> FoundPage:
 PAGES = [page(slot) for slot in range(SLOTS)]
 
 
-def records(head: Head, found: Mapping[int, FoundPage]) -> bytes:
+def records(head: Head, found: Mapping[int, RecoveredPage]) -> bytes:
     """The records of these pages in their slots; zeros in the others."""
     none = bytes(head.shape.record_bytes)
     return b"".join(
@@ -78,7 +78,7 @@ def records(head: Head, found: Mapping[int, FoundPage]) -> bytes:
 WHOLE = records(HEAD, dict(enumerate(PAGES)))
 
 
-def read(data: bytes, head: Head = HEAD, at: int = 0) -> list[FoundPage]:
+def read(data: bytes, head: Head = HEAD, at: int = 0) -> list[RecoveredPage]:
     return page_files.decode_records(head, head.namespace, data, at)
 
 
@@ -123,7 +123,7 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 
 @given(of.page_files())
-def test_a_head_is_read_as_it_was_written(file: tuple[Head, dict[int, FoundPage]]) -> None:
+def test_a_head_is_read_as_it_was_written(file: tuple[Head, dict[int, RecoveredPage]]) -> None:
     head, _ = file
     data = page_files.encode_head(head)
     assert len(data) == HEAD_BYTES
@@ -134,7 +134,7 @@ def test_a_head_is_read_as_it_was_written(file: tuple[Head, dict[int, FoundPage]
 
 @given(of.page_files(), st.integers(0, 2**40))
 def test_records_are_read_as_they_were_written_each_in_its_slot(
-    file: tuple[Head, dict[int, FoundPage]], at: int
+    file: tuple[Head, dict[int, RecoveredPage]], at: int
 ) -> None:
     head, found = file
     assert read(records(head, found), head) == list(found.values())
@@ -143,7 +143,7 @@ def test_records_are_read_as_they_were_written_each_in_its_slot(
 
 
 @given(of.page_files())
-def test_records_and_pages_lie_beside_each_other_within_their_file(file: tuple[Head, dict[int, FoundPage]]) -> None:
+def test_records_and_pages_lie_beside_each_other_within_their_file(file: tuple[Head, dict[int, RecoveredPage]]) -> None:
     head, found = file
     assert HEAD_BYTES + head.records_bytes <= head.shape.first_slot(head.slots)
     ends = [page.offset + page.nbytes for page in found.values()]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvcluster.core import limits
 from kvcluster.core.messages import ReadRequest, Refused, WriteRequest
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import (
     CallerError,
     ConfigError,

@@ -69,7 +69,7 @@ from kvcluster.core.messages import (
     Tombstone,
     WriteRequest,
 )
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError, LimitError, ProtocolError, SpecError
 from kvcluster.wire import answers, common, coordinator, engines, reports, shard

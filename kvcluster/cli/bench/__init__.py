@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.screen import needs
+from kvcluster.cli.extras import needs
 from kvcluster.config import size
 from kvcluster.errors import ConfigError
 from kvcluster.eviction import POLICIES

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 import kvcluster
-from kvcluster.core.copies import CopyBook
 from kvcluster.core.eviction_queue import EvictionQueue
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.index import BlockRecord, PrefixIndex
@@ -34,12 +33,13 @@ from kvcluster.core.messages import (
     PrepareLoad,
     ShardAddress,
 )
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
+from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.spec import PREFIX, KVSpec, Part
 from kvcluster.core.tiers import FASTEST
 from kvcluster.eviction.lru import LRU
+from kvcluster.transport.base import Deadline
 from kvcluster.transport.rpc import Connection
-from kvcluster.transport.seam import Deadline
 from kvcluster.wire.methods import COORDINATOR
 
 CHAIN = 512
@@ -137,7 +137,7 @@ def _bare_dict(chains: Sequence[Sequence[BlockHash]]) -> dict[BlockHash, _Bare]:
 
 
 def _index(chains: Sequence[Sequence[BlockHash]]) -> tuple[PrefixIndex, EvictionQueue[BlockRecord]]:
-    book = CopyBook()
+    book = ReplicaTable()
     slot = book.open_slot(ShardAddress(ShardId("shard-0"), Epoch(1), "127.0.0.1:1"))
     index = PrefixIndex(_SPACE, [PREFIX], 16, book)
     cold: EvictionQueue[BlockRecord] = EvictionQueue(LRU(), lambda _, block: index.get(block))

@@ -7,9 +7,9 @@ asserts, and decides.
 
     worker -> coordinator   Attach, PrepareLoad, PrepareStore, RenewTicket, EndTicket, Explain, Siblings, GetNamespaces,
                             PinBlocks, UnpinBlocks, Purge, Drain, SetPolicy, GetStatus   coordinator.py
-                            RegisterEngine, GetEngines, SetWeights                    engines.py
+                            RegisterEngine, GetEngines, SetWeights                    engine_registry.py
     shard  -> coordinator   Report, Inventory                                         reports.py
-    coordinator -> shard, in the answer   EvictOrder, MoveOrder, PullOrder              orders.py
+    coordinator -> shard, in the answer   EvictOrder, MoveOrder, PullOrder              order_executor.py
     worker -> shard         AttachShard, GetOffers, Pin, Unpin, Reserve, Commit, Abort,
                             Renew, Flush, Suspect                                     shard.py
     a transport's exchange  ReadRequest, WriteRequest, TicketBody                     exchange.py

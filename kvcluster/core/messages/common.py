@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvcluster.core.ids import Epoch, ShardId
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import Part
 from kvcluster.core.tiers import Tier
 

@@ -8,7 +8,7 @@ from enum import Enum
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, ShardId
 from kvcluster.core.messages.common import Need, Plan, Run, ShardAddress
 from kvcluster.core.messages.reports import ShardInfo
-from kvcluster.core.reasons import Loss, Miss
+from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec, Part
 
 
@@ -22,7 +22,7 @@ class Attach:
 @dataclass(frozen=True, slots=True)
 class Attached:
     """The namespace of the caller's spec, and the terms of this coordinator. Nanoseconds. `wants_tokens`: who stores
-    is to tell token ids too, for outsiders (core/announcer.py)."""
+    is to tell token ids too, for outsiders (core/event_emitter.py)."""
 
     namespace: NamespaceId
     epoch: Epoch

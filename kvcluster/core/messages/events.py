@@ -1,6 +1,6 @@
 """What outsiders are told of blocks: routers and indexers that keep a picture of their own of what is cached.
 
-An effect of the coordinator, for whoever publishes (runtime/publishing.py); its words on the wire are vLLM's
+An effect of the coordinator, for whoever publishes (runtime/event_publisher.py); its words on the wire are vLLM's
 (wire/kv_events.py). Events are hints, as every answer of a coordinator is: who acts on one and finds otherwise has
 lost a moment, never a byte.
 """

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId
 from kvcluster.core.messages.common import Need, Run
 from kvcluster.core.messages.shard import NewPage
+from kvcluster.core.miss import Loss
 from kvcluster.core.page_key import PageKey
-from kvcluster.core.reasons import Loss
 
 
 class PageWant(NamedTuple):

@@ -1,4 +1,5 @@
-"""Shard to coordinator: the report stream and inventories (core/stream.py), and what is answered (orders.py)."""
+"""Shard to coordinator: the report stream and inventories (core/report_stream.py), and what is answered
+(order_executor.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from typing import NamedTuple
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages.orders import NO_ORDERS, Order, OrderProgress
+from kvcluster.core.miss import Loss
 from kvcluster.core.page_key import PageKey
-from kvcluster.core.reasons import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import FASTEST, Tier, above
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId
+from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.page_key import PageKey
-from kvcluster.core.reasons import Loss, Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import FASTEST, Tier
 

@@ -23,18 +23,18 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from kvcluster.client.arguments import prompt_hashes
 from kvcluster.client.bounded_calls import BoundedCalls, Call, CallPolicy
-from kvcluster.client.control import CoordinatorClient, GrpcPort
+from kvcluster.client.coordinator_client import CoordinatorClient, GrpcPort
+from kvcluster.client.validation import prompt_hashes
 from kvcluster.core.messages import Explain, Explained, GetNamespaces, Namespaces, Need
-from kvcluster.core.reasons import Loss, Miss
+from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.ray_serve.policy import Stretch
 from kvcluster.engines.ray_serve.prompts import Prompt
 from kvcluster.engines.ray_serve.settings import RouterSettings
 from kvcluster.engines.ray_serve.tokens import NoTokens, PromptTokenizer
+from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.rpc import Connection
-from kvcluster.transport.seam import Deadline, Trouble
 from kvcluster.wire.methods import COORDINATOR
 
 T = TypeVar("T")
@@ -184,7 +184,7 @@ class PrefixLocator:
         except NoTokens as error:
             self._say_once(error)
             return PrefixLocation(LocateOutcome.NO_TOKENS)
-        except Trouble as trouble:
+        except Unavailable as trouble:
             call.failure = trouble.miss
             return PrefixLocation(LocateOutcome.LATE)
         except Exception as error:

@@ -21,7 +21,7 @@ from kvcluster.client.bounded_calls import Admission, CallPolicy
 from kvcluster.client.client import Client
 from kvcluster.client.ticket import Ticket
 from kvcluster.core.ids import HASH_BYTES, NamespaceId
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, Unreachable
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from weakref import WeakKeyDictionary
 
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 
 MOST = 65_536
 """Pages: at 64 tokens each four million tokens, more than most host pools hold; some ten megabytes of keys."""

@@ -31,7 +31,7 @@ from kvcluster.engines.sglang.lazy_client import ClientCall, LazyClient
 from kvcluster.engines.sglang.losses import Losses, book_of
 from kvcluster.engines.sglang.settings import read
 from kvcluster.errors import CallerError, KVClusterError, Unreachable
-from kvcluster.transport.seam import Deadline
+from kvcluster.transport.base import Deadline
 
 T = TypeVar("T")
 Lie = Callable[[int, int], list[Buffers | Paged]]

@@ -29,11 +29,11 @@ from kvcluster.client.transfer import Transfer
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.reasons import Loss, Miss
+from kvcluster.core.miss import Loss, Miss
 from kvcluster.engines.transformers.compat import Generation, check_inputs, layers, planes, text_config
 from kvcluster.engines.transformers.spec import check_kv, check_spec
 from kvcluster.errors import CallerError
-from kvcluster.transport.seam import Deadline, Trouble
+from kvcluster.transport.base import Deadline, Unavailable
 
 DEADLINE_MS: float = ClientConfig().deadline_ms
 """Of one `from_inputs` or `save`, however many rows it has."""
@@ -309,7 +309,7 @@ def _hashes(
             client.hashes(tokens, salt=salt, deadline_ms=_rest_ms(deadline))[: limits.BLOCKS_PER_CALL]
             for tokens in rows
         ], None
-    except Trouble as trouble:
+    except Unavailable as trouble:
         return [[] for _ in rows], trouble.miss
 
 

@@ -14,9 +14,9 @@ from kvcluster.client.bounded_calls import BoundedCalls, Call, CallPolicy
 from kvcluster.client.client import Client
 from kvcluster.client.ticket import Ticket
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 
 _NO_ANSWER = (MissReason.DEADLINE, MissReason.SHARD_LOST)
 """Misses that say that the coordinator did not answer."""
@@ -84,7 +84,7 @@ class AsyncLookups:
             client, hashes, adapter = ask()
             deadline_ms = max(1.0, self._patience_ns / 1e6)
             ticket = client.prepare_load(hashes, whole=True, adapter=adapter, deadline_ms=deadline_ms)
-        except Trouble as trouble:
+        except Unavailable as trouble:
             call.failure = trouble.miss
         except KVClusterError as error:
             call.failure = Miss(MissReason.SHARD_LOST, str(error))

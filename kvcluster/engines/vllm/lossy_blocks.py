@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 
 
 class LossyBlocks:

@@ -20,23 +20,23 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import kvcluster.engines.vllm.compat as compat
-import kvcluster.engines.vllm.handover as handover
+import kvcluster.engines.vllm.pd_disagg as handover
+from kvcluster.client.bandwidth import LearnedBandwidth
 from kvcluster.client.client import Client
-from kvcluster.client.rates import LearnedRate
 from kvcluster.client.ticket import Ticket
 from kvcluster.core import limits
 from kvcluster.core.breakeven import Breakeven
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import PREFIX
 from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups
-from kvcluster.engines.vllm.identity import Adapters, Registration
 from kvcluster.engines.vllm.lossy_blocks import LossyBlocks
-from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
 from kvcluster.engines.vllm.rates import PrefillRate
+from kvcluster.engines.vllm.registration import Adapters, Registration
+from kvcluster.engines.vllm.request_state import Loading, RequestState
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.stats import Stats
-from kvcluster.engines.vllm.tracked import Loading, Tracked
+from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
 from kvcluster.errors import KVClusterError
 
 _LAYERWISE_SLACK = 10
@@ -75,9 +75,9 @@ class SchedulerSide:
         self._forget = forget
         self._clock = clock
         self._lookups = AsyncLookups(settings.lookup_ms * 1_000_000)
-        self._link = LearnedRate()
+        self._link = LearnedBandwidth()
         self._prefill = PrefillRate(settings.prefill_tokens_per_s)
-        self._requests: dict[str, Tracked] = {}
+        self._requests: dict[str, RequestState] = {}
         self._new_loads: list[LoadOrder] = []
         self._loading: dict[str, Loading] = {}  # by request, whether it still lives or not
         self._ended_in_doubt: list[list[int]] = []
@@ -135,7 +135,7 @@ class SchedulerSide:
         mine = request.chain[:blocks] if request is not None else []
         return len(mine) < blocks or not within.isdisjoint(mine)
 
-    def _request(self, of_engine: Any) -> Tracked | None:
+    def _request(self, of_engine: Any) -> RequestState | None:
         """The request as it is known here; None where it neither loads nor stores. What is not known in time, its
         adapter's content or the cluster, it goes without for good, so that its blocks are of one namespace."""
         known, client = self._requests.get(of_engine.request_id), self._registration.client
@@ -146,12 +146,12 @@ class SchedulerSide:
         adapter = self._adapters.get(*compat.adapter(of_engine))
         if client is None or adapter is None or compat.is_private(of_engine):
             return None
-        known = Tracked(of_engine, client, adapter, self._layout.block_tokens)
+        known = RequestState(of_engine, client, adapter, self._layout.block_tokens)
         known.preemptions = compat.preemptions(of_engine)
         self._requests[of_engine.request_id] = known
         return known
 
-    def _look_up(self, request: Tracked) -> Ticket | None:
+    def _look_up(self, request: RequestState) -> Ticket | None:
         """The ticket for a request; None where there is none yet (`request.lookup` stays) or will be none."""
         now = self._clock()
         if request.lookup is None:
@@ -171,7 +171,7 @@ class SchedulerSide:
             request.chain = list(answer.hashes)
         return answer.ticket
 
-    def _comes_more(self, request: Tracked, ticket: Ticket) -> bool:
+    def _comes_more(self, request: RequestState, ticket: Ticket) -> bool:
         """Is more than is found on its way, and worth the wait until it is looked for again? Another server has said
         so, or somebody is storing the next block at this moment; then others of the same prompt follow it closely."""
         asked = (request.of_engine.num_tokens - 1) // self._layout.block_tokens
@@ -187,7 +187,7 @@ class SchedulerSide:
         request.look_again_ns = now + handover.PAUSE_NS
         return now < request.comes_until_ns
 
-    def _asker(self, request: Tracked) -> Ask:
+    def _asker(self, request: RequestState) -> Ask:
         """The question of how far a request's tokens are cached. The last of them has to be computed in any case, or
         there is nothing to go on from; so a block that ends with it is not asked for."""
         blocks = min((request.of_engine.num_tokens - 1) // self._layout.block_tokens, limits.BLOCKS_PER_CALL)
@@ -198,7 +198,7 @@ class SchedulerSide:
 
         return ask
 
-    def _better_computed(self, request: Tracked, tokens: int) -> bool:
+    def _better_computed(self, request: RequestState, tokens: int) -> bool:
         """Is that faster than loading so many tokens? Where not, says in `request.layerwise` how to load them."""
         prefill = self._prefill.known()
         even = Breakeven(request.client.spec, self._layout.parts, prefill or 1)
@@ -313,7 +313,7 @@ class SchedulerSide:
                 handed_over.append(one.request)
         return chains, stores, handed_over
 
-    def _store(self, request: Tracked, one: compat.Scheduled) -> StoreOrder | None:
+    def _store(self, request: RequestState, one: compat.Scheduled) -> StoreOrder | None:
         """What is to be stored of a request once this step is through."""
         of_engine, step = request.of_engine, self._layout.block_tokens
         tokens = one.computed + one.tokens
@@ -349,7 +349,7 @@ class SchedulerSide:
             tokens=request.tokens(new),
         )
 
-    def _loss(self, request: Tracked, first: int) -> Loss:
+    def _loss(self, request: RequestState, first: int) -> Loss:
         """What KV computed over a request's prefix has lost; the engine's own cache may have given some of it."""
         before = request.chain[: max(first, request.local_tokens // self._layout.block_tokens)]
         request.loss = self._lossy.worst(before, request.loss)
@@ -446,7 +446,7 @@ class SchedulerSide:
             self._kept.add(name)
         return hold, self._answer(request)
 
-    def _answer(self, request: Tracked) -> dict[str, Any] | None:
+    def _answer(self, request: RequestState) -> dict[str, Any] | None:
         """What goes with a request's answer."""
         told = {"kvcluster": request.report()} if self._settings.report else None
         if not handover.is_asked(compat.transfer_params(request.of_engine)):
@@ -457,7 +457,7 @@ class SchedulerSide:
             promise["kvcluster"] |= told["kvcluster"]
         return promise
 
-    def _lose_blocks(self, request: Tracked) -> None:
+    def _lose_blocks(self, request: RequestState) -> None:
         """It was preempted, which is noticed here or when it is looked up again, whichever comes first."""
         preemptions = compat.preemptions(request.of_engine)
         if request.preemptions < preemptions:
@@ -465,7 +465,7 @@ class SchedulerSide:
             request.lose_blocks()
             self._end_lookup(request)
 
-    def _end_lookup(self, request: Tracked) -> None:
+    def _end_lookup(self, request: RequestState) -> None:
         if request.lookup is not None:
             request.lookup.leave()
             request.lookup = None

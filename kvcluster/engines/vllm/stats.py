@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvcluster.engines.vllm.orders import LoadReport, StepReport
+from kvcluster.engines.vllm.step_metadata import LoadReport, StepReport
 
 DESCRIBED = {
     "loads": "Loads that ended.",

@@ -21,12 +21,12 @@ from kvcluster.client.layouts import Paged
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.transfer import Transfer
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.reasons import Loss, Miss, MissReason
-from kvcluster.engines.vllm.identity import Registration
-from kvcluster.engines.vllm.orders import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
+from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.engines.vllm.registration import Registration
 from kvcluster.engines.vllm.settings import ConnectorSettings
+from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
 from kvcluster.errors import KVClusterError
-from kvcluster.transport.seam import Deadline
+from kvcluster.transport.base import Deadline
 
 _GRACE_NS = 5_000_000
 """How long one step waits in all for stores that read what it is to overwrite: a copy of a few blocks ends in it."""

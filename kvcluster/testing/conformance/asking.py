@@ -8,7 +8,7 @@ import pytest
 
 from kvcluster.core.ids import Epoch, NamespaceId
 from kvcluster.core.messages import PageKey, PageWant, RefusedKind
-from kvcluster.core.reasons import MissReason
+from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import Part
 from kvcluster.testing.conformance.content import (
     ActiveRead,
@@ -22,7 +22,7 @@ from kvcluster.testing.conformance.content import (
     write,
 )
 from kvcluster.testing.conformance.world import ONE, TWO, World, soon
-from kvcluster.transport.seam import Deadline, RefusedByShard, Transport, Trouble
+from kvcluster.transport.base import Deadline, RefusedByShard, Transport, Unavailable
 
 
 def check_refused(
@@ -159,5 +159,5 @@ class AskingClaims:
         write(transport, content)
         try:
             assert not transport.flush(Deadline.after_ms(200))
-        except Trouble as trouble:  # it was late by itself
+        except Unavailable as trouble:  # it was late by itself
             assert trouble.miss.reason is MissReason.DEADLINE

@@ -13,12 +13,12 @@ from typing import Protocol
 from kvcluster.core import limits
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, Epoch
 from kvcluster.core.messages import NewPage, PageKey, PageWant, ReadRequest, WriteRequest, Written
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import Group, KVSpec, Plane
 from kvcluster.pages import checksum, codec
 from kvcluster.testing.conformance.world import ONE, soon
-from kvcluster.transport.arrivals import read_whole
-from kvcluster.transport.seam import DataPath, Deadline, Payload, Transport
+from kvcluster.transport.base import DataPath, Deadline, Payload, Transport
+from kvcluster.transport.page_writer import read_whole
 
 Pieces = Generator[None, None, list[Miss | None]]
 

@@ -13,13 +13,13 @@ import pytest
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.messages import PageKey, PageWant
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum
 from kvcluster.testing.conformance.content import Content, block, store
 from kvcluster.testing.conformance.world import World, soon
-from kvcluster.transport.arrivals import read_whole
-from kvcluster.transport.seam import Payload, Transport, to_its_end
+from kvcluster.transport.base import Payload, Transport, run_to_completion
+from kvcluster.transport.page_writer import read_whole
 
 LOSSY = [Codec.Q8, Codec.Q4]
 SMALL, LARGE = 8, limits.FRAME_BYTES // (2 * 2 * 2 * 64)
@@ -73,7 +73,7 @@ def load(
     """The outcome of a load that accepts so much, and what came."""
     sink = _Sink()
     request = replace(content.read_request(wants), accept=accept)
-    return to_its_end(transport.read(request, sink, soon())), sink.came
+    return run_to_completion(transport.read(request, sink, soon())), sink.came
 
 
 def committed(world: World, content: Content, wants: Sequence[PageWant], items: Sequence[int] | None = None) -> Came:
@@ -187,5 +187,5 @@ class EncodedClaims:
         next(pieces)
         pool = world.host.core.pool
         world.host.inspect(lambda: [pool.condemn(page) for page in list(pool.ready())])
-        assert to_its_end(pieces) == [None] * 2
+        assert run_to_completion(pieces) == [None] * 2
         assert sink.came == expected

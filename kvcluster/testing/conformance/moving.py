@@ -12,7 +12,7 @@ import pytest
 
 from kvcluster.core import limits
 from kvcluster.core.messages import PageKey, PageWant, Written
-from kvcluster.core.reasons import MissReason
+from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Part, Plane
 from kvcluster.testing.conformance.content import (
     Content,
@@ -25,7 +25,7 @@ from kvcluster.testing.conformance.content import (
     write,
 )
 from kvcluster.testing.conformance.world import BOUND_S, Pause, World, soon
-from kvcluster.transport.seam import Deadline, Transport, Trouble
+from kvcluster.transport.base import Deadline, Transport, Unavailable
 
 FRAME = limits.FRAME_BYTES
 SHAPES = [
@@ -217,7 +217,7 @@ class MovingClaims:
         reading = read_begun(world.open(), fill(world, transport))
         try:
             assert write(transport, new, wait_ns=int(BOUND_S * 1e9), deadline=Deadline.after_ms(50)) == [FULL]
-        except Trouble as trouble:
+        except Unavailable as trouble:
             assert trouble.miss.reason is MissReason.DEADLINE
         assert world.leased(reading.request.attempt), "long before whoever was in the way ran out of time"
         reading.pieces.close()

@@ -9,7 +9,7 @@ import pytest
 
 from kvcluster.core import limits
 from kvcluster.core.messages import Pin, ReadRequest, RefusedKind, Reserve, Written
-from kvcluster.core.reasons import MissReason
+from kvcluster.core.miss import MissReason
 from kvcluster.testing.conformance.content import (
     ActiveRead,
     Content,
@@ -25,7 +25,7 @@ from kvcluster.testing.conformance.content import (
     write,
 )
 from kvcluster.testing.conformance.world import BOUND_S, Pause, World, soon
-from kvcluster.transport.seam import Deadline, RefusedByShard, Trouble
+from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 
 EVICTED = MissReason.EVICTED
 
@@ -70,7 +70,7 @@ class StoppingClaims:
         transport = world.open()
         store(transport, content)
         for call in every_call(transport, content, deadline=lambda: Deadline.after_ms(0)):
-            with pytest.raises(Trouble) as trouble:
+            with pytest.raises(Unavailable) as trouble:
                 call()
             assert trouble.value.miss.reason is MissReason.DEADLINE
 
@@ -83,7 +83,7 @@ class StoppingClaims:
         def until_it_is_over() -> None:
             threading.Event().wait(deadline.remaining_s())
 
-        with pytest.raises(Trouble) as trouble:
+        with pytest.raises(Unavailable) as trouble:
             read(transport, content, after_receive=until_it_is_over, deadline=deadline).finish()
         assert trouble.value.miss.reason is MissReason.DEADLINE
         world.wait_until_unleased()
@@ -96,7 +96,7 @@ class StoppingClaims:
         def until_it_is_over() -> None:
             threading.Event().wait(deadline.remaining_s())
 
-        with pytest.raises(Trouble) as trouble:
+        with pytest.raises(Unavailable) as trouble:
             write(transport, content, until_it_is_over, deadline=deadline)
         assert trouble.value.miss.reason is MissReason.DEADLINE
         world.wait_until_unleased()
@@ -138,7 +138,7 @@ class StoppingClaims:
         store(transport, content)
         reading = read_begun(transport, content)
         world.expire_leases()
-        with pytest.raises(Trouble) as trouble:
+        with pytest.raises(Unavailable) as trouble:
             reading.finish()
         assert trouble.value.miss.reason is MissReason.DEADLINE, "the shard is there: it was the reader"
         assert not reading.sink.corrupt
@@ -151,7 +151,7 @@ class StoppingClaims:
         pause.wait_reached()
         world.expire_leases()
         pause.release()
-        with pytest.raises(Trouble) as trouble:
+        with pytest.raises(Unavailable) as trouble:
             under_way.result(BOUND_S)
         assert trouble.value.miss.reason is MissReason.DEADLINE
         world.wait_until_unleased()
@@ -163,7 +163,7 @@ class StoppingClaims:
         transport = world.open()
         store(transport, content)
         world.watched.answer_late(kind)
-        with pytest.raises(Trouble):
+        with pytest.raises(Unavailable):
             if kind is Pin:
                 load(transport, content)
             else:
@@ -201,7 +201,7 @@ class StoppingClaims:
         try:
             reading.finish()  # a transport within a process has nothing to close, and goes on
             reading.sink.check()
-        except Trouble as trouble:
+        except Unavailable as trouble:
             assert trouble.miss.reason is MissReason.SHARD_LOST
         world.wait_until_unleased()
 
@@ -214,7 +214,7 @@ class StoppingClaims:
         for call in every_call(transport, content):
             try:
                 call()
-            except Trouble as trouble:
+            except Unavailable as trouble:
                 assert trouble.miss.reason is MissReason.SHARD_LOST
             except Stop:
                 """It goes on, and moves bytes."""
@@ -228,7 +228,7 @@ class StoppingClaims:
         store(transport, content)
         world.cut()
         for call in every_call(transport, content):
-            with pytest.raises(Trouble) as trouble:
+            with pytest.raises(Unavailable) as trouble:
                 call()
             assert trouble.value.miss.reason is MissReason.SHARD_LOST
 
@@ -238,7 +238,7 @@ class StoppingClaims:
         store(transport, content)
         reading = read_begun(transport, content)
         world.cut()
-        with pytest.raises(Trouble) as trouble:
+        with pytest.raises(Unavailable) as trouble:
             reading.finish()
         assert trouble.value.miss.reason is MissReason.SHARD_LOST
         assert not reading.sink.corrupt
@@ -258,6 +258,6 @@ class StoppingClaims:
         pause.wait_reached()
         world.cut()
         pause.release()
-        with pytest.raises(Trouble) as trouble:
+        with pytest.raises(Unavailable) as trouble:
             under_way.result(BOUND_S)
         assert trouble.value.miss.reason is MissReason.SHARD_LOST

@@ -34,8 +34,8 @@ import pytest
 from kvcluster.core import limits
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, Tenant
 from kvcluster.core.messages import Refused, Written
+from kvcluster.core.miss import MissReason
 from kvcluster.core.pool import PageState
-from kvcluster.core.reasons import MissReason
 from kvcluster.errors import ConfigError, CredentialError, ProtocolError
 from kvcluster.testing.conformance.content import (
     Content,
@@ -48,7 +48,7 @@ from kvcluster.testing.conformance.content import (
     write,
 )
 from kvcluster.testing.conformance.world import BOUND_S, ONE, Pause, World, soon
-from kvcluster.transport.seam import DataPath, Deadline, RefusedByShard, Trouble
+from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable
 
 EVICTED = MissReason.EVICTED
 
@@ -159,7 +159,7 @@ class WireClaims:
         reading = read_begun(transport, content)
         world.expire_leases()
         world.wait_until_unleased()
-        with pytest.raises(Trouble):
+        with pytest.raises(Unavailable):
             reading.finish()
 
     # ---------------------------------------------------------------------------------------------- credentials
@@ -184,7 +184,7 @@ class WireClaims:
     def test_silence_is_trouble_by_the_deadline(self, silent: tuple[DataPath, str]) -> None:
         path, address = silent
         for call in page_calls(path, unserved(1, 1, 8), deadline=lambda: Deadline.after_ms(50)):
-            with pytest.raises(Trouble) as trouble:
+            with pytest.raises(Unavailable) as trouble:
                 call()
             assert trouble.value.miss.reason is MissReason.DEADLINE
             assert address in str(trouble.value), "a person can tell which address is meant"
@@ -228,5 +228,5 @@ class NetworkClaims(WireClaims):
         world.wait_until_unleased()
         assert world.host.core.pool.allocator.used_bytes == 0
         pause.release()
-        with pytest.raises(Trouble):
+        with pytest.raises(Unavailable):
             under_way.result(BOUND_S)

@@ -28,13 +28,13 @@ from kvcluster.core.messages import (
     Request,
     ShardQuestion,
 )
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.pool import Page, PageState
-from kvcluster.core.reasons import Miss, MissReason
 from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing.cluster import MemoryCluster
 from kvcluster.testing.core_stepper import build_request
-from kvcluster.transport.seam import Deadline, Transport, Trouble
+from kvcluster.transport.base import Deadline, Transport, Unavailable
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ class WatchedHost:
             self._note()
         if asked[0] in self._late:
             self._late.remove(asked[0])
-            raise Trouble(Miss(MissReason.DEADLINE))
+            raise Unavailable(Miss(MissReason.DEADLINE))
         return reply
 
     def view(self, slot: PageSlot) -> memoryview:

@@ -24,7 +24,7 @@ from kvcluster.core.messages import (
     ShardAddress,
     WriteRequest,
 )
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import LimitError
 from kvcluster.testing.core_stepper import build_request
 from kvcluster.testing.kernel import TIMED_OUT, Clock, Process, Script
@@ -34,7 +34,7 @@ from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import Layer, SessionRequest
 from kvcluster.testing.sim.shard import Addresses
 from kvcluster.testing.sim.surroundings import Surroundings
-from kvcluster.transport.seam import RefusedByShard, Trouble
+from kvcluster.transport.base import RefusedByShard, Unavailable
 
 BREAKER_MS = 50
 """So that one that opened while there were faults is closed again when all must have come to rest."""
@@ -144,9 +144,9 @@ class ClientProcess(Process):
 
     def open(self, model: Model, shard: ShardAddress, request: ReadRequest | WriteRequest, give_up: int) -> Script:
         """A connection and the head of its answer, for each page None or why not; or the error that the client's
-        connections (client/shards.py) would raise."""
+        connections (client/shard_connections.py) would raise."""
         if self.now() >= give_up:
-            return Trouble(Miss(MissReason.DEADLINE))
+            return Unavailable(Miss(MissReason.DEADLINE))
         process = self.world.shard_at(shard.address)
         if (shard, model.space) not in self._attached_shards:
             promise = self.world.network.ask(self, process, build_request(AttachShard(model.spec), model.tenant))
@@ -176,5 +176,5 @@ class ClientProcess(Process):
         return RefusedByShard(head)
 
 
-def _trouble(heard: object) -> Trouble:
-    return Trouble(Miss(MissReason.DEADLINE if heard is TIMED_OUT else MissReason.SHARD_LOST, "no answer"))
+def _trouble(heard: object) -> Unavailable:
+    return Unavailable(Miss(MissReason.DEADLINE if heard is TIMED_OUT else MissReason.SHARD_LOST, "no answer"))

@@ -17,7 +17,7 @@ from kvcluster.core import codecs, hashing
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import Need, PageKey
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
 from kvcluster.pages import checksum
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.pieces import Piece
 from kvcluster.client.results import Loaded
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing.sim.promises import hold
 

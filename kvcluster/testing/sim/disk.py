@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcluster.config import ShardConfig
+from kvcluster.core.disk_recovery import RecoveredPage, RecoveredPages
 from kvcluster.core.file_allocator import FileAllocator, Shape
-from kvcluster.core.found import Found, FoundPage
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import Erase, PageKey, PageMove, PageSlot, Tombstone
 from kvcluster.testing.kernel import Process
@@ -24,7 +24,7 @@ from kvcluster.testing.sim.memory import flipped
 class _Written:
     """What lies in one slot. `page` is its record, None while that is being replaced."""
 
-    page: FoundPage | None
+    page: RecoveredPage | None
     data: bytes
     stored_at: int
     rotten: bool = False
@@ -47,14 +47,14 @@ class Disk:
         self._heads: dict[int, _FileHead] = {}
         self._slots: dict[int, _Written] = {}  # by offset
 
-    def open(self, shard: Process, config: ShardConfig, nbytes: int) -> Found:
+    def open(self, shard: Process, config: ShardConfig, nbytes: int) -> RecoveredPages:
         """What a shard that starts finds there."""
         if self.owner is not None and not self.owner.dead:
-            return Found(why_none="another incarnation has the folder")
+            return RecoveredPages(why_none="another incarnation has the folder")
         self.owner = shard
         plan = FileAllocator(nbytes, config.disk_file_bytes)
         self._file_bytes = plan.file_bytes
-        pages: list[FoundPage] = []
+        pages: list[RecoveredPage] = []
         specs = {}
         for offset, written in self._slots.items():
             head = self._heads.get(offset // self._file_bytes)
@@ -63,7 +63,9 @@ class Disk:
                 model = content.BY_SPACE[page.namespace]
                 specs[page.namespace] = model.tenant, model.spec
                 pages.append(page)
-        return Found(plan.capacity_bytes, plan.file_bytes, tuple(specs.values()), tuple(pages), self.tombstones)
+        return RecoveredPages(
+            plan.capacity_bytes, plan.file_bytes, tuple(specs.values()), tuple(pages), self.tombstones
+        )
 
     def begin_write(self, move: PageMove) -> None:
         """Its file is of its kind from now on, and what lay in its slot is found no more."""
@@ -79,7 +81,7 @@ class Disk:
 
     def write(self, move: PageMove, data: bytes, stored_at: int) -> None:
         """The page is there, and its record."""
-        self._slots[move.target.offset] = _Written(FoundPage.of(move), data, stored_at)
+        self._slots[move.target.offset] = _Written(RecoveredPage.of(move), data, stored_at)
 
     def read(self, slot: PageSlot) -> bytes | None:
         """What lies there; None where the file ends before it."""

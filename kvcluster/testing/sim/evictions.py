@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from kvcluster.core.coordinator import Coordinator
-from kvcluster.core.directory import Space
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.members import Member
 from kvcluster.core.messages import EvictOrder, MoveOrder
+from kvcluster.core.namespaces import CoordinatorNamespace
 from kvcluster.testing.sim.promises import hold
 
 
@@ -20,7 +20,9 @@ def judge_order(coordinator: Coordinator, member: Member, order: EvictOrder, now
             _tails_first(space, member, order, ordered, now)
 
 
-def _tails_first(space: Space, member: Member, order: EvictOrder, ordered: dict[BlockHash, None], now: int) -> None:
+def _tails_first(
+    space: CoordinatorNamespace, member: Member, order: EvictOrder, ordered: dict[BlockHash, None], now: int
+) -> None:
     """A block goes no earlier than the blocks after it that lie in the same tier of that shard."""
     moves = member.orders.of(MoveOrder)
     moving = {move.hash for move in moves.moves} if moves is not None else ()
@@ -32,6 +34,6 @@ def _tails_first(space: Space, member: Member, order: EvictOrder, ordered: dict[
             hold(_promised(space, record.hash, now), f"{record.parent.hex()[:6]} is ordered to go before its tail")
 
 
-def _promised(space: Space, block: BlockHash, now: int) -> bool:
+def _promised(space: CoordinatorNamespace, block: BlockHash, now: int) -> bool:
     record = space.index.get(block)
     return record is not None and (record.held_until > now or space.pinned.get(block, 0) > now)

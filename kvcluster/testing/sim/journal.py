@@ -15,7 +15,7 @@ from typing import Any
 
 from kvcluster.core.ids import Attempt
 from kvcluster.core.messages import GoneEvent, Need, PageEvent, PageKey, ShardAddress, ShardInfo
-from kvcluster.core.reasons import Miss
+from kvcluster.core.miss import Miss
 
 TAIL = 200
 

@@ -1,8 +1,8 @@
 """A subscriber to the KV events of one coordinator incarnation, and its publisher, which may drop some.
 
-It models what runtime/publishing.py promises. A publisher that drops an event voids its stream: nothing that was told
-of that namespace counts any more, and the coordinator is asked to tell all blocks again (`Retell`). A coordinator that
-starts has a new publisher, so each incarnation has a new listener.
+It models what runtime/event_publisher.py promises. A publisher that drops an event voids its stream: nothing that was
+told of that namespace counts any more, and the coordinator is asked to tell all blocks again (`Retell`). A coordinator
+that starts has a new publisher, so each incarnation has a new listener.
 
 Once the coordinator has told everything that it has to tell, the listener's picture must equal the coordinator's index.
 Parents and token ids are judged against the right ones (content.py) as they are told.

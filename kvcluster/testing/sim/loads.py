@@ -22,7 +22,7 @@ from kvcluster.client.load_plan import (
 from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.pieces import Piece, each, plan_pieces
 from kvcluster.core.messages import Explain, Explained, ReadRequest, Suspect, TicketBody
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.pages import checksum
 from kvcluster.testing.core_stepper import build_request
 from kvcluster.testing.kernel import MS, TIMED_OUT, Script
@@ -33,7 +33,7 @@ from kvcluster.testing.sim.destination import Destination
 from kvcluster.testing.sim.plans import SimulatedPlan
 from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import FINISHED, Layer
-from kvcluster.transport.seam import Cancelled, PathLost, Streams, Trouble
+from kvcluster.transport.base import Cancelled, PathLost, Streams, Unavailable
 
 PATHS_LOST = 0.5
 """Of the connections that break: there is another path to the same shard, as far as the client knows."""
@@ -157,12 +157,12 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
         worker.world.network.close(line)
         return (() if error else tuple(head)), error
 
-    def _broken(self, heard: object) -> Trouble:
+    def _broken(self, heard: object) -> Unavailable:
         """What a connection that broke is: the end of one path to the shard, or of the last."""
         if heard is TIMED_OUT:
-            return Trouble(Miss(MissReason.DEADLINE, "it broke off"))
+            return Unavailable(Miss(MissReason.DEADLINE, "it broke off"))
         lost = self._worker.world.later.random() < PATHS_LOST
-        return (PathLost if lost else Trouble)(Miss(MissReason.SHARD_LOST, "it broke off"))
+        return (PathLost if lost else Unavailable)(Miss(MissReason.SHARD_LOST, "it broke off"))
 
     def _take(self, start: StartRead, piece: Piece, layer: Layer) -> Script:
         """One layer to its place."""

@@ -33,8 +33,8 @@ from kvcluster.core.messages import (
     WriteGrant,
     Written,
 )
+from kvcluster.core.miss import Loss
 from kvcluster.core.pool import PageState
-from kvcluster.core.reasons import Loss
 from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.testing.kernel import Kernel
 from kvcluster.testing.sim import content

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from kvcluster.client.load_plan import Begin, Cancel, PlanTick
 from kvcluster.client.plan_runner import Plan
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.testing.kernel import Process, Promise
 
 Event = TypeVar("Event")

@@ -21,7 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 
-from kvcluster.core import announcer, evictor, intake, limits
+from kvcluster.core import event_emitter, evictor, limits, report_handler
 from kvcluster.testing.sim import bugs, journal, phases
 from kvcluster.testing.sim.world import SimulatedWorld
 
@@ -170,7 +170,7 @@ def _commit() -> str:
         return "unknown"
 
 
-_OWNERS: dict[str, ModuleType] = {"SWEEP_BLOCKS": intake, "BATCH": evictor, "RETOLD_BLOCKS": announcer}
+_OWNERS: dict[str, ModuleType] = {"SWEEP_BLOCKS": report_handler, "BATCH": evictor, "RETOLD_BLOCKS": event_emitter}
 """Modules of the bounds that do not stand in core/limits.py."""
 
 

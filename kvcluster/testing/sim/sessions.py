@@ -23,7 +23,7 @@ from kvcluster.core.messages import (
     WriteGrant,
     WriteRequest,
 )
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.testing.core_stepper import Answered, Build
 from kvcluster.testing.kernel import MS, TIMED_OUT, Promise, Script
 from kvcluster.testing.sim.network import Pipe

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.found import carried_out
+from kvcluster.core.disk_recovery import carried_out
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
     Abort,
@@ -43,8 +43,8 @@ from kvcluster.core.messages import (
     Verified,
     Verify,
 )
+from kvcluster.core.miss import Loss
 from kvcluster.core.pool import Page
-from kvcluster.core.reasons import Loss
 from kvcluster.core.shard import Shard
 from kvcluster.core.tiers import STORED
 from kvcluster.pages import checksum

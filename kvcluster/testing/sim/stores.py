@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcluster.client.results import Stored
+from kvcluster.client.store_executor import prepare_store
 from kvcluster.client.store_plan import (
     AskStore,
     CloseTicket,
@@ -25,11 +26,10 @@ from kvcluster.client.store_plan import (
     WriteStopped,
 )
 from kvcluster.client.store_progress import StoreProgress
-from kvcluster.client.storing import prepare_store
 from kvcluster.core import messages
 from kvcluster.core.ids import Attempt, BlockHash
 from kvcluster.core.messages import PageKey, StoreGrant
-from kvcluster.core.reasons import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import Part
 from kvcluster.testing.kernel import MS, TIMED_OUT, Promise, Script
 from kvcluster.testing.sim import content
@@ -41,7 +41,7 @@ from kvcluster.testing.sim.network import BROKEN
 from kvcluster.testing.sim.plans import SimulatedPlan
 from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import FINISHED, Layer
-from kvcluster.transport.seam import Cancelled, PathLost, Streams, Trouble
+from kvcluster.transport.base import Cancelled, PathLost, Streams, Unavailable
 
 
 class Store(SimulatedPlan[StoreEvent, StoreEffect]):
@@ -195,9 +195,9 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
         return Layer(item, layer, page.sums[layer], data, sound=True)
 
 
-def _late(detail: str) -> Trouble:
-    return Trouble(Miss(MissReason.DEADLINE, detail))
+def _late(detail: str) -> Unavailable:
+    return Unavailable(Miss(MissReason.DEADLINE, detail))
 
 
-def _lost(detail: str) -> Trouble:
-    return Trouble(Miss(MissReason.SHARD_LOST, detail))
+def _lost(detail: str) -> Unavailable:
+    return Unavailable(Miss(MissReason.SHARD_LOST, detail))

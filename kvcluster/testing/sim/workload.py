@@ -28,7 +28,7 @@ from kvcluster.core.messages import (
     Status,
     UnpinBlocks,
 )
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.testing.core_stepper import build_request
 from kvcluster.testing.kernel import MS, Script
 from kvcluster.testing.sim import content

@@ -54,7 +54,7 @@ from kvcluster.core.messages import (
     UnpinBlocks,
     WriteGrant,
 )
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from tests.core.transcripts.names import MS, NEED, PAGE, ROOT, SPEC, TENANT, WHOLE, expand, spec_of
 from tests.core.transcripts.stage import Stage
@@ -392,7 +392,7 @@ class Commands:
             shard.step(ReportFailed())
             return
         namespace = stage.names.namespace(SPEC)
-        evict, pull, bury = (words.options.get(option) for option in ("evict", "pull", "bury"))
+        evict, pull, apply_tombstone = (words.options.get(option) for option in ("evict", "pull", "apply_tombstone"))
         orders: list[Order] = []
         if evict is not None:
             number, blocks = evict.split(":")
@@ -408,7 +408,7 @@ class Commands:
             words.number("acked", 0),
             inventory="inventory" in words.rest,
             orders=tuple(orders),
-            tombstones=() if bury is None else (Tombstone(int(bury), Tenant(TENANT)),),
+            tombstones=() if apply_tombstone is None else (Tombstone(int(apply_tombstone), Tenant(TENANT)),),
             drain="drain" in words.rest,
             leave=Farewell[words.options["leave"].upper()] if "leave" in words.options else None,
         )

@@ -134,7 +134,7 @@ class Teller:
         if ack.inventory:
             told.append("send an inventory")
         told += map(self._order, ack.orders)
-        told += [f"bury {self.stone(stone)}" for stone in ack.tombstones]
+        told += [f"apply_tombstone {self.stone(stone)}" for stone in ack.tombstones]
         if ack.drain:
             told.append("drain")
         if ack.leave is not None:

@@ -19,10 +19,10 @@ import pytest
 import kvcluster
 from kvcluster.core.hashing import foreign
 from kvcluster.core.messages import PrepareLoad
-from kvcluster.core.reasons import Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CredentialError, ProtocolError
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.seam import Trouble
+from kvcluster.transport.base import Unavailable
 from tests.cli.served import Served
 from tests.client.build import Port
 from tests.engines.sglang.pools import (
@@ -93,7 +93,7 @@ def test_a_storage_is_closed_while_it_still_tries(sglang: SimpleNamespace, clust
 def test_a_coordinator_that_goes_right_after_it_was_found_is_tried_again(
     sglang: SimpleNamespace, cluster: MemoryCluster
 ) -> None:
-    port, troubles = Port(cluster), [Trouble(Miss(MissReason.DEADLINE))] * 2
+    port, troubles = Port(cluster), [Unavailable(Miss(MissReason.DEADLINE))] * 2
 
     def before(message: object) -> None:
         if isinstance(message, PrepareLoad) and troubles:
@@ -146,7 +146,7 @@ def test_after_a_question_that_nobody_answered_none_is_asked_for_a_while(
 ) -> None:
     port, pool = Port(cluster), scramble(mha_pool(sglang))
     storage = attach(pool, connect=Connect(cluster, port=port), retry_ms=3_600_000)
-    down = Trouble(Miss(MissReason.DEADLINE))
+    down = Unavailable(Miss(MissReason.DEADLINE))
 
     def before(message: object) -> None:
         raise down

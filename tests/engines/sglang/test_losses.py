@@ -15,7 +15,7 @@ from kvcluster.client.layouts import Buffers
 from kvcluster.core.hashing import foreign
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Tier
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.testing import MemoryCluster
 from tests.engines.sglang.pools import (
     HEADS,

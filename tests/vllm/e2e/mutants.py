@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvcluster.engines.vllm import worker
-from kvcluster.engines.vllm.orders import LoadOrder, StoreOrder
+from kvcluster.engines.vllm.step_metadata import LoadOrder, StoreOrder
 from tests.vllm.e2e import mutants_names as names
 
 Harm = Callable[[list[list[torch.Tensor]], list[list[torch.Tensor]], LoadOrder], None]

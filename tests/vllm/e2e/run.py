@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.apart import read_namespaces
-from kvcluster.client.control import GrpcPort
+from kvcluster.cli.namespace_diff import read_namespaces
+from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.core.spec import KVSpec
 from kvcluster.transport.rpc import Connection
 from tests.chaos.sites import OneHost

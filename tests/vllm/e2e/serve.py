@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from kvcluster.actors.own_ray import own_ray
-from kvcluster.cli.where import read_status
-from kvcluster.client.control import GrpcPort
+from kvcluster.cli.coordinator_args import read_status
+from kvcluster.client.coordinator_client import GrpcPort
+from kvcluster.transport.base import Unavailable
 from kvcluster.transport.rpc import Connection
-from kvcluster.transport.seam import Trouble
 from tests.actors.processes import descendants
 from tests.chaos import victims
 from tests.ports import free_port
@@ -105,7 +105,7 @@ class Serving:
         connection = Connection(self.coordinator, None)
         try:
             return int(read_status(GrpcPort(connection), 2_000)["blocks"])
-        except Trouble:
+        except Unavailable:
             return 0
         finally:
             connection.close()

@@ -24,9 +24,9 @@ from typing import Any
 import aiohttp
 
 import kvcluster
+from kvcluster.cli.coordinator_args import read_status
 from kvcluster.cli.main import main
-from kvcluster.cli.where import read_status
-from kvcluster.client.control import GrpcPort
+from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.client.layouts import Dense
 from kvcluster.transport.rpc import Connection
 from tests.chaos import victims

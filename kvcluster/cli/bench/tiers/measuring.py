@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 import kvcluster
-from kvcluster.cli.bench.tiers.restart import restart
-from kvcluster.cli.bench.tiers.setting import (
+from kvcluster.cli.bench.tiers.fixtures import (
     BLOCK_TOKENS,
     CALL_MS,
     LOOK_S,
@@ -35,6 +34,7 @@ from kvcluster.cli.bench.tiers.setting import (
     tier_of,
     until,
 )
+from kvcluster.cli.bench.tiers.restart import restart
 from kvcluster.cli.bench.transfer.party import warm_memory
 from kvcluster.client import Client
 from kvcluster.config import ClientConfig

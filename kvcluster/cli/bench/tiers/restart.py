@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.bench.tiers.setting import (
+from kvcluster.cli.bench.tiers.fixtures import (
     PAGE_BYTES,
     SPEC,
     lies_in,

@@ -43,8 +43,8 @@ from kvcluster.core.messages import (
     StoreGrant,
     WriteGrant,
 )
+from kvcluster.core.miss import Loss
 from kvcluster.core.placement import run_start
-from kvcluster.core.reasons import Loss
 from kvcluster.core.shard import Shard
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing.core_process import CoreProcess

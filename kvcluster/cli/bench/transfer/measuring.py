@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.bench.transfer import floors, pages, transported, turns, whole
-from kvcluster.cli.bench.transfer.goals import verdicts
+from kvcluster.cli.bench.transfer import baselines, end_to_end, interleave, pages, transported
+from kvcluster.cli.bench.transfer.interleave import FLOOR, PEER, TRANSPORT, WHOLE, Lane, TurnsPlan
 from kvcluster.cli.bench.transfer.processes import probe
-from kvcluster.cli.bench.transfer.turns import FLOOR, PEER, TRANSPORT, WHOLE, Lane, TurnsPlan
+from kvcluster.cli.bench.transfer.thresholds import verdicts
 from kvcluster.errors import ConfigError
 
 OWN = ("shm", "tcp", "grpc")
@@ -22,7 +22,7 @@ SWEPT_BYTES = 256 * 2**20
 SIZES = pages.SIZES
 """Of the pages that can be measured."""
 
-_LEVELS = {FLOOR: floors, TRANSPORT: transported, WHOLE: whole}
+_LEVELS = {FLOOR: baselines, TRANSPORT: transported, WHOLE: end_to_end}
 _CHECKOUT = Path(__file__).parents[4]
 
 
@@ -71,7 +71,7 @@ def measure(
                     for path, about in found["paths"].items()
                 ]
     plan = TurnsPlan(lanes, sizes, clients, rounds, moved_bytes, SWEPT_BYTES, single_pages, peer_python, say)
-    figures = turns.run(plan)
+    figures = interleave.run(plan)
     figures.left_out |= left_out
     judged = verdicts(figures.paths, figures.latencies)
     return {"rounds": rounds, "moved_bytes": moved_bytes, **asdict(figures), "verdicts": judged}

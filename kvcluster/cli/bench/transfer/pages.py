@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvcluster.cli.bench.transfer.goals import size_text
+from kvcluster.cli.bench.transfer.thresholds import size_text
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError
 

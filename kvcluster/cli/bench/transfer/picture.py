@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from kvcluster.cli.bench.transfer.goals import size_text
+from kvcluster.cli.bench.transfer.thresholds import size_text
 
 _SHADES = ("#1f4e79", "#5b9bd5", "#bdd7ee", "#deebf7")
 _DPI = 120

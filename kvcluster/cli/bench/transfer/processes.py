@@ -21,7 +21,7 @@ from typing import Any
 
 from kvcluster.cli.bench.transfer import party
 from kvcluster.errors import KVClusterError
-from kvcluster.runtime.allocation import ENVIRONMENT
+from kvcluster.runtime.malloc_env import ENVIRONMENT
 
 ANSWER_S = 180.0
 """For any one answer. What is measured takes seconds; the start of a cluster takes longer on a busy machine."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvcluster.cli.bench.transfer.goals import size_text
+from kvcluster.cli.bench.transfer.thresholds import size_text
 
 RULES = (
     "All move the same bytes from and into the same kind of memory, touched before, in no cache; loads are compared.",

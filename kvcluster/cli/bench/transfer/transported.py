@@ -2,7 +2,7 @@
 
 The other side is a real shard with its sessions, in a process of its own, behind the servers of all three transports.
 What a client adds is left out: no lookup, no ticket, no choice of a shard. Pages are read straight into place and
-verified there by `Arrivals`, which does for a shard's arena what a client's sink does for a caller's memory.
+verified there by `PageWriter`, which does for a shard's arena what a client's sink does for a caller's memory.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kvcluster.cli.bench.transfer import pages
 from kvcluster.cli.bench.transfer.party import Path, Work
 from kvcluster.core.ids import HASH_BYTES, BlockHash, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, ReadRequest, WriteRequest, Written
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.errors import KVClusterError
 from kvcluster.pages import checksum, codec
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
 from kvcluster.testing.cluster import MemoryCluster
-from kvcluster.transport.arrivals import Arrivals
-from kvcluster.transport.choice import own_attempts
+from kvcluster.transport.auto import own_attempts
+from kvcluster.transport.base import DataPath, Deadline
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
-from kvcluster.transport.seam import DataPath, Deadline
+from kvcluster.transport.page_writer import PageWriter
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
@@ -146,7 +146,7 @@ class _Transported:
             item: PageSlot(self._keys[number], number * page_bytes, page_bytes, 0, Loss.EXACT)
             for item, number in enumerate(share)
         }
-        sink = Arrivals(self._namespace, slots, lambda slot: into[slot.offset : slot.offset + slot.nbytes])
+        sink = PageWriter(self._namespace, slots, lambda slot: into[slot.offset : slot.offset + slot.nbytes])
         wants = self._wants[share.start : share.stop]
         request = ReadRequest(self._namespace, self._next_attempt(), self._epoch, wants)
         for _ in self._path.read(request, sink, self._deadline()):

@@ -10,7 +10,7 @@ from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.store_plan import FreeSource, SourceDrained, StorePlan
-from kvcluster.core.reasons import Loss
+from kvcluster.core.miss import Loss
 from kvcluster.testing.sim.bugs.planting import Patch, planted
 from kvcluster.transport.page_session import PageSession
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-from kvcluster.core.announcer import Announcer
-from kvcluster.core.copies import CopyBook
-from kvcluster.core.directory import Directory
+from kvcluster.core.event_emitter import EventEmitter
 from kvcluster.core.eviction_queue import EvictionQueue
 from kvcluster.core.evictor import Evictor
-from kvcluster.core.grants import Grants
-from kvcluster.core.intake import Intake
 from kvcluster.core.members import Membership
 from kvcluster.core.messages import Persist, Tick
+from kvcluster.core.namespaces import NamespaceTable
+from kvcluster.core.order_executor import OrderExecutor
 from kvcluster.core.order_stream import OrderStream
-from kvcluster.core.orders import Orders
+from kvcluster.core.prepare_handler import PrepareHandler
+from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.replicator import Replicator
-from kvcluster.core.stream import ReportCursor
+from kvcluster.core.report_handler import ReportHandler
+from kvcluster.core.report_stream import ReportCursor
 from kvcluster.eviction.lru import DEPTH_BITS, LRU
 from kvcluster.testing.core_process import CoreProcess
 from kvcluster.testing.sim.bugs.planting import Patch, planted
@@ -52,20 +52,20 @@ def purge_not_on_disk() -> list[Patch]:
 @planted
 def lost_shard_named() -> list[Patch]:
     """Plans are kept when a shard is lost."""
-    return [(CopyBook, "kill_slot", lambda self, slot: None)]
+    return [(ReplicaTable, "kill_slot", lambda self, slot: None)]
 
 
 @planted
 def evicts_while_rebuilding() -> list[Patch]:
     """A coordinator that knows only some shards orders evictions."""
-    original = Intake._give_orders
+    original = ReportHandler._give_orders
 
-    def give(self: Intake, m: Any, member: Any, now: int) -> None:
+    def give(self: ReportHandler, m: Any, member: Any, now: int) -> None:
         until, self._state.rebuild_until = self._state.rebuild_until, None
         original(self, m, member, now)
         self._state.rebuild_until = until
 
-    return [(Intake, "_give_orders", give)]
+    return [(ReportHandler, "_give_orders", give)]
 
 
 @planted
@@ -85,22 +85,22 @@ def judged_after_a_stall() -> list[Patch]:
 @planted
 def forgotten_tombstone() -> list[Patch]:
     """A purge forgets what is known, and not that it was."""
-    original = Directory.bury
+    original = NamespaceTable.apply_tombstone
 
-    def bury(self: Directory, stone: Any) -> Any:
+    def apply_tombstone(self: NamespaceTable, stone: Any) -> Any:
         before = [(space, space.purged) for space in self]
         buried = original(self, stone)
         for space, purged in before:
             space.purged = purged
         return buried
 
-    return [(Directory, "bury", bury)]
+    return [(NamespaceTable, "apply_tombstone", apply_tombstone)]
 
 
 @planted
 def purged_writers_go_on() -> list[Patch]:
     """A shard that carries out a purge lets those go on who write pages of before."""
-    return [(Orders, "_stop_writers", lambda self, space: [])]
+    return [(OrderExecutor, "_stop_writers", lambda self, space: [])]
 
 
 @planted
@@ -152,56 +152,56 @@ def roots_go_first() -> list[Patch]:
 def answered_anew() -> list[Patch]:
     """A prepare that is repeated, since its answer was lost, is answered as if it were another one."""
 
-    def forget(self: Grants, attempt: Any, space: Any, kind: Any) -> None:
+    def forget(self: PrepareHandler, attempt: Any, space: Any, kind: Any) -> None:
         ticket = self._state.tickets.end(attempt)
         if ticket is not None:
             self._release(ticket)
 
-    return [(Grants, "_answered_before", forget)]
+    return [(PrepareHandler, "_answered_before", forget)]
 
 
 @planted
 def swept_in_part() -> list[Patch]:
     """Of the records of a lost shard, those that one step has no time for are never swept."""
-    original = Intake.sweep_some
+    original = ReportHandler.sweep_some
 
-    def sweep_some(self: Intake, now: int) -> None:
+    def sweep_some(self: ReportHandler, now: int) -> None:
         original(self, now)
         self._sweep.clear()
 
-    return [(Intake, "sweep_some", sweep_some)]
+    return [(ReportHandler, "sweep_some", sweep_some)]
 
 
 @planted
 def removal_not_told() -> list[Patch]:
     """Outsiders are told what is stored in a tier, and not what is gone from it."""
-    original = Announcer.changed
+    original = EventEmitter.changed
 
-    def changed(self: Announcer, space: Any, record: Any, before: int) -> None:
+    def changed(self: EventEmitter, space: Any, record: Any, before: int) -> None:
         if record.tiers & ~before:
             original(self, space, record, before & record.tiers)
 
-    return [(Announcer, "changed", changed)]
+    return [(EventEmitter, "changed", changed)]
 
 
 @planted
 def retold_in_part() -> list[Patch]:
     """A coordinator that tells all blocks again forgets the rest after its first step."""
-    original = Announcer.tell_some
+    original = EventEmitter.tell_some
 
-    def tell_some(self: Announcer) -> None:
+    def tell_some(self: EventEmitter) -> None:
         original(self)
         self._retelling.clear()
 
-    return [(Announcer, "tell_some", tell_some)]
+    return [(EventEmitter, "tell_some", tell_some)]
 
 
 @planted
 def tokens_of_another() -> list[Patch]:
     """Outsiders are told the token ids of the first block of a store for all of its blocks."""
-    original = Announcer.remember
+    original = EventEmitter.remember
 
-    def remember(self: Announcer, hashes: Any, tokens: Any, block_tokens: int) -> None:
+    def remember(self: EventEmitter, hashes: Any, tokens: Any, block_tokens: int) -> None:
         original(self, hashes, tuple(tokens[:block_tokens]) * len(hashes), block_tokens)
 
-    return [(Announcer, "remember", remember)]
+    return [(EventEmitter, "remember", remember)]

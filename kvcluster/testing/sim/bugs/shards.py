@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from kvcluster.core.intake import Intake
 from kvcluster.core.leases import LeaseBook
 from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, OrderProgress, PinGrant
+from kvcluster.core.miss import Loss
 from kvcluster.core.order_stream import OrderCursor
+from kvcluster.core.pin_handler import PinHandler
 from kvcluster.core.pool import PageAction, PagePool, PageState
-from kvcluster.core.reading import Reading
-from kvcluster.core.reasons import Loss
+from kvcluster.core.report_handler import ReportHandler
+from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.shard import Shard
-from kvcluster.core.uplink import Uplink
 from kvcluster.core.withdrawal import Withdrawal
 from kvcluster.pages import checksum
 from kvcluster.testing.sim.bugs.planting import Patch, planted
@@ -34,17 +34,17 @@ def no_epoch_fence() -> list[Patch]:
 @planted
 def no_coordinator_fence() -> list[Patch]:
     """Shards heed whichever coordinator answers, and an older one does not step down."""
-    answered, hear = Uplink.answered, Intake._hear
+    answered, hear = ReportSender.answered, ReportHandler._hear
 
-    def heed(self: Uplink, ack: Any, now: int) -> bool:
+    def heed(self: ReportSender, ack: Any, now: int) -> bool:
         return answered(self, replace(ack, epoch=max(ack.epoch, self.coordinator)), now)
 
-    def hear_all(self: Intake, request: Any, now: int) -> Any:
+    def hear_all(self: ReportHandler, request: Any, now: int) -> Any:
         m = request.question
         known = replace(m, coordinator=min(m.coordinator, self._state.epoch))
         return hear(self, replace(request, question=known), now)
 
-    return [(Uplink, "answered", heed), (Intake, "_hear", hear_all)]
+    return [(ReportSender, "answered", heed), (ReportHandler, "_hear", hear_all)]
 
 
 @planted
@@ -68,13 +68,13 @@ def ended_when_accepted() -> list[Patch]:
 @planted
 def no_drift_margin() -> list[Patch]:
     """A shard counts its term to the last nanosecond, as if all clocks ran alike."""
-    original = Uplink.__init__
+    original = ReportSender.__init__
 
-    def init(self: Uplink, config: Any, *, membership_ttl_ms: int, everything: Any) -> None:
+    def init(self: ReportSender, config: Any, *, membership_ttl_ms: int, everything: Any) -> None:
         original(self, config, membership_ttl_ms=membership_ttl_ms, everything=everything)
         self._term = membership_ttl_ms * 1_000_000
 
-    return [(Uplink, "__init__", init)]
+    return [(ReportSender, "__init__", init)]
 
 
 @planted
@@ -232,12 +232,12 @@ def moved_unverified() -> list[Patch]:
 @planted
 def disk_unverified() -> list[Patch]:
     """What is read from disk is taken for what was written."""
-    original = Reading.staged
+    original = PinHandler.staged
 
-    def staged(self: Reading, m: Any, *, may_grant: bool) -> Any:
+    def staged(self: PinHandler, m: Any, *, may_grant: bool) -> Any:
         return original(self, replace(m, corrupt=()), may_grant=may_grant)
 
-    return [(Reading, "staged", staged)]
+    return [(PinHandler, "staged", staged)]
 
 
 @planted

@@ -1,0 +1,181 @@
+"""`kvcluster drain | clear | purge | off | on`: what is done to a cluster that runs, by its operator or by a tenant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from kvcluster.cli.coordinator_args import add_where, address_of, coordinator, read_status
+from kvcluster.client.coordinator_client import GrpcPort, expect
+from kvcluster.core.ids import ShardId
+from kvcluster.core.messages import Done, Drain, Purge, Purged, SetPolicy
+from kvcluster.errors import CallerError, Unreachable
+from kvcluster.transport.base import Deadline, Unavailable
+
+_ANSWER_MS = 10_000
+_POLL_S = 0.5
+_PATIENCE_S = 30.0
+"""How long a coordinator may be away while a drain is watched: it restarts within a few seconds."""
+
+
+def add(commands: Any) -> None:
+    """Adds these commands."""
+    drain = commands.add_parser("drain", help="copy what a shard holds to others, and let it go", allow_abbrev=False)
+    drain.add_argument("shard", metavar="SHARD", help="its name, as `kvcluster status` shows it")
+    drain.add_argument(
+        "--wait", action=argparse.BooleanOptionalAction, default=True, help="show how far it is until it is gone"
+    )
+    _add_yes(drain)
+    drain.add_argument("--timeout", type=float, default=600.0, metavar="S", help="wait no longer (default 600)")
+    add_where(drain)
+    drain.set_defaults(run=_drain)
+
+    clear = commands.add_parser("clear", help="forget every block of this tenant, for good", allow_abbrev=False)
+    _add_yes(clear)
+    add_where(clear)
+    clear.set_defaults(run=_clear)
+
+    purge = commands.add_parser("purge", help="forget the blocks of a model, or of an adapter", allow_abbrev=False)
+    purge.add_argument("--model", help="of this model")
+    purge.add_argument("--weights", help="of these weights")
+    purge.add_argument("--adapter", help="of this adapter; '' means blocks without one")
+    _add_yes(purge)
+    add_where(purge)
+    purge.set_defaults(run=_purge)
+
+    for name, does in (("off", "grant no load and no store any more; engines compute"), ("on", "serve again")):
+        switch = commands.add_parser(name, help=does, allow_abbrev=False)
+        add_where(switch)
+        switch.set_defaults(run=_switch, cache=name)
+
+
+def _add_yes(command: Any) -> None:
+    command.add_argument("--yes", action="store_true", help="do not ask")
+
+
+# ------------------------------------------------------------------------------------------- forgetting
+
+
+def _clear(options: argparse.Namespace) -> int:
+    return _forget(options, "every block", Purge())
+
+
+def _purge(options: argparse.Namespace) -> int:
+    filters = {name: getattr(options, name) for name in ("model", "weights", "adapter")}
+    given = {name: value for name, value in filters.items() if value is not None}
+    if not given:
+        raise CallerError(
+            "say what is to be forgotten, with --model, --weights or --adapter; `kvcluster clear` forgets everything"
+        )
+    what = "every block of " + ", ".join(f"{name} {value!r}" for name, value in given.items())
+    return _forget(options, what, Purge(**filters))
+
+
+def _forget(options: argparse.Namespace, what: str, purge: Purge) -> int:
+    if not options.yes and not _confirmed(f"forget {what} that this credential can see, at {address_of(options)}?"):
+        print("nothing was forgotten", file=sys.stderr)
+        return 1
+    with coordinator(options, wait_ms=_ANSWER_MS) as port:
+        purged = expect(Purged, port.ask(purge, Deadline.after_ms(_ANSWER_MS)))
+    print(f"{purged.blocks:,} block(s) forgotten")
+    return 0
+
+
+def _confirmed(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise CallerError("this asks before anything is lost, and nobody is there to answer; give --yes")
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+# -------------------------------------------------------------------------------------------- on and off
+
+
+def _switch(options: argparse.Namespace) -> int:
+    with coordinator(options, wait_ms=_ANSWER_MS) as port:
+        expect(Done, port.ask(SetPolicy((("cache", options.cache),)), Deadline.after_ms(_ANSWER_MS)))
+    said = {"off": "off: engines compute everything; what is cached stays", "on": "on"}
+    print(f"the cache at {address_of(options)} is {said[options.cache]}")
+    return 0
+
+
+# --------------------------------------------------------------------------------------------- draining
+
+
+def _drain(options: argparse.Namespace) -> int:
+    with coordinator(options, wait_ms=_ANSWER_MS) as port:
+        before = read_status(port, _ANSWER_MS)
+        doubtful = not options.yes and _all_would_be_lost(before, options.shard)
+        if doubtful and not _confirmed(f"{options.shard} is the only shard: what it holds is lost with it. Drain it?"):
+            print("nothing is drained", file=sys.stderr)
+            return 1
+        _ask_to_drain(port, options.shard, before)
+        if options.wait:
+            return _watch(port, options.shard, before, Deadline.after_ms(options.timeout * 1e3))
+    print(f"{options.shard} is draining; `kvcluster status` shows it until it is gone")
+    return 0
+
+
+def _all_would_be_lost(status: dict[str, Any], shard: str) -> bool:
+    """Does it hold anything, and is there nobody to take it?"""
+    staying = [k for k in status["shards"] if k["shard"] != shard and k["state"] in ("up", "joining")]
+    return not staying and bool(_shard(status, shard).get("pages"))
+
+
+def _ask_to_drain(port: GrpcPort, shard: str, status: dict[str, Any]) -> None:
+    answer = port.ask(Drain(ShardId(shard)), Deadline.after_ms(_ANSWER_MS))
+    if not expect(Done, answer).ok:
+        names = ", ".join(known["shard"] for known in status["shards"] if known["state"] != "lost")
+        raise CallerError(f"there is no shard {shard!r} to drain; there is {names or 'none at all'}")
+
+
+def _watch(port: GrpcPort, shard: str, before: dict[str, Any], deadline: Deadline) -> int:
+    """Says how far it is, until it is gone."""
+    patience = Deadline.after_ms(_PATIENCE_S * 1e3)
+    said = ""
+    while deadline.remaining_s():
+        try:
+            status = read_status(port, _ANSWER_MS)
+            if _shard(status, shard).get("state") == "up":  # a coordinator that has just started may not know of it
+                _ask_to_drain(port, shard, status)
+            patience = Deadline.after_ms(_PATIENCE_S * 1e3)
+        except Unavailable as trouble:
+            if not patience.remaining_s():
+                raise Unreachable(f"the coordinator has not answered for {_PATIENCE_S:.0f} s: {trouble}") from None
+        else:
+            line, ended = progress(before, status, shard)
+            if line != said:
+                print(line, file=sys.stdout if ended == 0 else sys.stderr)
+                said = line
+            if ended is not None:
+                return ended
+        time.sleep(_POLL_S)
+    print(f"{shard} drains still; `kvcluster status` shows it until it is gone", file=sys.stderr)
+    return 1
+
+
+def progress(before: dict[str, Any], status: dict[str, Any], shard: str) -> tuple[str, int | None]:
+    """What to say of a drain that began at `before`, and the exit status once it has ended."""
+    was, now = _shard(before, shard), _shard(status, shard)
+    pulled = max(0, _pulled(status, shard) - _pulled(before, shard))  # one of them may have begun anew, at 0
+    copied = f"others have copied {pulled:,} page(s) meanwhile"
+    if not now:
+        # A coordinator that is rebuilding may not have heard of it yet.
+        gone = status["state"] == "serving"
+        return (f"{shard} is gone; {copied}", 0) if gone else ("the coordinator is rebuilding", None)
+    if now["state"] == "lost":
+        return f"{shard} was lost before it was drained; {copied}", 1
+    if was and now["epoch"] != was["epoch"]:
+        return f"{shard} died before it was drained, and has begun anew, empty; {copied}", 1
+    return f"{shard} is draining: {now['pages']:,} page(s) lie there; {copied}", None
+
+
+def _shard(status: dict[str, Any], shard: str) -> dict[str, Any]:
+    """What a status says of this one; nothing where it does not know it."""
+    return next((known for known in status["shards"] if known["shard"] == shard), {})
+
+
+def _pulled(status: dict[str, Any], shard: str) -> int:
+    """Pages that the other shards have copied, in all."""
+    return sum(known["counters"].get("pulled", 0) for known in status["shards"] if known["shard"] != shard)

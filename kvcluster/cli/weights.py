@@ -1,0 +1,148 @@
+"""`kvcluster weights`: the engines that live, what weights each caches under, and a name for weights that have changed.
+
+An engine whose weights were changed in memory, and that was told so (vLLM: `/reset_prefix_cache?reset_external=true`),
+shares with nobody, since nobody knows what its weights are. Who has changed them does: `kvcluster weights set` names
+them to all engines of a model that are in this state, and they share with each other from then on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvcluster.cli.coordinator_args import add_where, coordinator
+from kvcluster.cli.extras import needs
+from kvcluster.client.coordinator_client import GrpcPort, expect
+from kvcluster.core.messages import EngineInfo, Engines, GetEngines, SetWeights
+from kvcluster.core.spec import check_weights
+from kvcluster.transport.base import Deadline
+
+Living = Sequence[tuple[EngineInfo, int]]
+_ANSWER_MS = 10_000
+_SAYS_S = 3.0
+"""It is said again for so long, since an engine that was reset a moment ago registers as private a moment later."""
+
+_HEARD_S = 15.0
+"""An engine hears of it with its next registration, a few seconds later at most; one that is gone, never."""
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    weights = commands.add_parser(
+        "weights", help="show engines and their weights, or name weights that changed in memory", allow_abbrev=False
+    )
+    weights.add_argument("action", nargs="?", choices=["set"], help="set MODEL WEIGHTS; without it, show the engines")
+    weights.add_argument("names", nargs="*", metavar="MODEL WEIGHTS", help="such as llama-3-8b sha256:4f1c...")
+    weights.add_argument("--engine", default="", help="this one alone, by its name or id, of all that are private")
+    weights.add_argument("--json", action="store_true", help="for machines")
+    add_where(weights)
+    weights.set_defaults(run=lambda options: _weights(options, weights))
+
+
+def read_engines(port: GrpcPort, wait_ms: int) -> Living:
+    """The engines of this credential's tenant. Raises Trouble where nobody answers in time."""
+    return expect(Engines, port.ask(GetEngines(), Deadline.after_ms(wait_ms))).known
+
+
+def engines_dict(engines: Living) -> list[dict[str, Any]]:
+    """As plain values."""
+    return [
+        {
+            "engine": info.engine,
+            "name": info.name,
+            "model": info.model,
+            "weights": info.weights,
+            "facts": dict(info.facts),
+            "private": info.private,
+            "withdrawn": info.withdrawn,
+            "ready": info.ready,
+            "seen_ns_ago": ago,
+        }
+        for info, ago in engines
+    ]
+
+
+def alone(engines: Living) -> Iterator[str]:
+    """A sentence for each engine that shares with nobody, and what is to be done about it."""
+    for info, _ in engines:
+        if info.private and info.ready:
+            yield (
+                f"{info.model}: {info.name} shares with nobody since its weights changed in memory; "
+                f"`kvcluster weights set {info.model} WEIGHTS` names them"
+            )
+        elif info.private:
+            yield (
+                f"{info.model}: {info.name} shares with nobody: it was reset while requests ran, so that it may hold "
+                "KV of the weights before; reset it once more when it is idle"
+            )
+
+
+def _weights(options: argparse.Namespace, command: argparse.ArgumentParser) -> int:
+    if options.action != "set":
+        if options.names or options.engine:
+            command.error("say `kvcluster weights set MODEL WEIGHTS`, or nothing to show the engines")
+        return _show(options)
+    if len(options.names) != 2:
+        command.error("name the model and its weights, such as `kvcluster weights set llama-3-8b sha256:4f1c...`")
+    model, weights = options.names
+    check_weights(weights)
+    with coordinator(options, wait_ms=_ANSWER_MS) as port:
+        heard = _set(port, SetWeights(model, weights, options.engine))
+        if not heard:
+            print(_why_nobody(read_engines(port, _ANSWER_MS), model), file=sys.stderr)
+            return 1
+    for name, has_heard in heard.values():
+        print(f"{name}: {'caches under them' if has_heard else 'has not said so in time'}")
+    return 0 if all(has_heard for _, has_heard in heard.values()) else 1
+
+
+def _show(options: argparse.Namespace) -> int:
+    with coordinator(options, wait_ms=_ANSWER_MS) as port:
+        engines = read_engines(port, _ANSWER_MS)
+    if options.json:
+        print(json.dumps(engines_dict(engines), indent=2))
+    elif not engines:
+        print("no engine has registered; vLLM's do so a few seconds after their start")
+    else:
+        with needs("cli", "rich", instead="or use --json"):
+            from kvcluster.cli.status_view import print_engines
+        print_engines(engines_dict(engines))
+        for line in alone(engines):
+            print(line)
+    return 0
+
+
+def _set(port: GrpcPort, message: SetWeights) -> dict[str, tuple[str, bool]]:
+    """Says it, and waits until everybody who was told has taken it up: by id the names, and whether they have."""
+    began = time.monotonic()
+    told: dict[str, tuple[str, bool]] = {}
+    while True:
+        waited = time.monotonic() - began
+        if waited < _SAYS_S:
+            answer = expect(Engines, port.ask(message, Deadline.after_ms(_ANSWER_MS)))
+            told |= {info.engine: (info.name, False) for info, _ in answer.known}
+        for info, _ in read_engines(port, _ANSWER_MS):
+            if info.engine in told and info.weights == message.weights and not info.private:
+                told[info.engine] = (info.name, True)
+        if waited >= _SAYS_S and (waited >= _HEARD_S or all(heard for _, heard in told.values())):
+            return told
+        time.sleep(0.2)
+
+
+def _why_nobody(engines: Living, model: str) -> str:
+    of_model = [info for info, _ in engines if info.model == model]
+    if not of_model:
+        known = ", ".join(dict.fromkeys(info.model for info, _ in engines))
+        return f"no engine of {model} has registered" + (f"; there are engines of: {known}" if known else "")
+    if not any(info.private for info in of_model):
+        return (
+            f"no engine of {model} is private: what they cache under they know themselves. Weights that change in "
+            "memory are named after the engine was reset (vLLM: /reset_prefix_cache?reset_external=true)"
+        )
+    if not any(info.private and info.ready for info in of_model):
+        return "\n".join(alone(engines))
+    return f"no private engine of {model} has that name; `kvcluster weights` shows them"

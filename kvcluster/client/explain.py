@@ -1,0 +1,129 @@
+"""`explain`: for every block of a prompt where it is, or why it cannot be had.
+
+The coordinator knows what became of a hash. That the same tokens are cached under another spec it cannot know,
+since every hash is rooted in its namespace; so the tokens are hashed again here under each other spec of the same
+tenant, and the fields that differ are named. Specs of other tenants are never told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvcluster.client.coordinator_client import CoordinatorClient
+from kvcluster.client.results import BlockExplanation
+from kvcluster.client.validation import check_prompt, prompt_hashes
+from kvcluster.core import limits
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.messages import Explain, Explained, Need, Siblings, SiblingSpecs
+from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.spec import KVSpec, differing_fields
+from kvcluster.errors import KVClusterError, LimitError
+from kvcluster.transport.base import Deadline, Unavailable
+
+
+def explain(
+    control: CoordinatorClient,
+    spec: KVSpec,
+    need: Need,
+    token_ids: Sequence[int],
+    salt: bytes,
+    extra_keys: Mapping[int, bytes] | None,
+    deadline: Deadline,
+) -> list[BlockExplanation]:
+    """One entry a full block, and one for tokens at the end that fill none."""
+    check_prompt(token_ids, salt, extra_keys)
+    tokens = len(token_ids)
+    try:
+        namespace = control.namespace(spec, deadline)
+        hashes = prompt_hashes(namespace, token_ids, spec.block_tokens, salt, extra_keys)
+        if len(hashes) > limits.BLOCKS_PER_CALL:
+            raise LimitError(f"{len(hashes)} blocks in one call; at most {limits.BLOCKS_PER_CALL} go. Explain a part")
+        out = _ask(control, spec, need, hashes, deadline)
+        if any(e.reason is MissReason.NEVER_SEEN for e in out):
+            out = _name_siblings(control, spec, out, token_ids, salt, extra_keys, deadline)
+    except Unavailable as trouble:
+        full = tokens // spec.block_tokens
+        out = [_missed(block, trouble.miss) for block in range(full)]
+    rest = tokens % spec.block_tokens
+    if rest:
+        detail = f"{rest} tokens fill no block of {spec.block_tokens}"
+        out.append(_missed(tokens // spec.block_tokens, Miss(MissReason.BELOW_BLOCK, detail)))
+    return out
+
+
+def _ask(
+    control: CoordinatorClient, spec: KVSpec, need: Need, hashes: Sequence[BlockHash], deadline: Deadline
+) -> list[BlockExplanation]:
+    if not hashes:
+        return []
+    explained = control.ask(Explained, spec, Explain(tuple(hashes), need), deadline)
+    out: list[BlockExplanation] = []
+    for fate in explained.fates:
+        for _ in range(fate.count):
+            if fate.miss is not None or fate.plan is None:
+                out.append(_missed(len(out), fate.miss or Miss(MissReason.NEVER_SEEN)))
+                continue
+            sources = [source for of_group in fate.plan for source in of_group or ()]
+            tier = max((source.tier for source in sources), default=None)
+            shards = dict.fromkeys(source.shard.shard for source in sources)
+            out.append(
+                BlockExplanation(len(out), True, tier.name.lower() if tier is not None else "", ", ".join(shards))
+            )
+    return out
+
+
+def _name_siblings(
+    control: CoordinatorClient,
+    spec: KVSpec,
+    out: list[BlockExplanation],
+    token_ids: Sequence[int],
+    salt: bytes,
+    extra_keys: Mapping[int, bytes] | None,
+    deadline: Deadline,
+) -> list[BlockExplanation]:
+    """Turns "never seen" into "cached under another spec" where that is so; the most alike spec is the one named."""
+    try:
+        siblings = control.ask(SiblingSpecs, spec, Siblings(), deadline).specs
+        for sibling in siblings:
+            cached = _cached_tokens(control, sibling, token_ids, salt, extra_keys, deadline)
+            named = Miss(MissReason.NAMESPACE, ", ".join(differing_fields(spec, sibling)))
+            out = _never_seen_but(out, named, cached // spec.block_tokens)
+    except Unavailable as trouble:  # what is known already stays known
+        out = _never_seen_but(out, Miss(MissReason.NEVER_SEEN, f"other specs not compared: {trouble.miss}"), len(out))
+    return out
+
+
+def _never_seen_but(out: list[BlockExplanation], miss: Miss, blocks: int) -> list[BlockExplanation]:
+    """The explanations, with `miss` in place of "never seen" among the first `blocks`."""
+    return [_missed(e.block, miss) if e.reason is MissReason.NEVER_SEEN and e.block < blocks else e for e in out]
+
+
+def _cached_tokens(
+    control: CoordinatorClient,
+    sibling: KVSpec,
+    token_ids: Sequence[int],
+    salt: bytes,
+    extra_keys: Mapping[int, bytes] | None,
+    deadline: Deadline,
+) -> int:
+    """How many leading tokens that spec has in any shape."""
+    try:
+        namespace = control.namespace(sibling, deadline)
+        hashes = prompt_hashes(namespace, token_ids, sibling.block_tokens, salt, extra_keys)[: limits.BLOCKS_PER_CALL]
+        need = Need(tuple(sibling.whole(group) for group in range(len(sibling.groups))), Loss.Q4)
+        fates = control.ask(Explained, sibling, Explain(tuple(hashes), need), deadline).fates
+    except Unavailable:
+        raise
+    except KVClusterError:
+        return 0
+    blocks = 0
+    for fate in fates:
+        # Blocks of which only a part is stored are cached too, as far as this question goes.
+        if fate.plan is None and (fate.miss is None or fate.miss.reason is not MissReason.PART):
+            break
+        blocks += fate.count
+    return blocks * sibling.block_tokens
+
+
+def _missed(block: int, miss: Miss) -> BlockExplanation:
+    return BlockExplanation(block, False, reason=miss.reason, detail=miss.detail)

@@ -1,0 +1,109 @@
+"""Carrying out a load's plan (load_plan.py): exchanges with shards, questions to the coordinator, and the outcome.
+
+Each exchange is driven by one thread from its pin to its last byte: a thread that waits for bytes which do not come
+cannot be woken, and while one waits others verify and copy. What bytes go through is load_sink.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from kvcluster.client.coordinator_client import CoordinatorClient
+from kvcluster.client.load_plan import (
+    Answered,
+    AskElsewhere,
+    FinishLoad,
+    LoadEffect,
+    LoadEvent,
+    ReadEnded,
+    ReadStopped,
+    ReportCorrupt,
+    StartRead,
+    StopRead,
+)
+from kvcluster.client.load_progress import LoadProgress
+from kvcluster.client.load_sink import LoadSink
+from kvcluster.client.memory import BoundMemory
+from kvcluster.client.plan_runner import Job
+from kvcluster.client.read_ranges import ReadRanges
+from kvcluster.client.results import Loaded
+from kvcluster.client.shard_connections import ShardConnections
+from kvcluster.core.ids import NamespaceId
+from kvcluster.core.messages import Explain, Explained, ReadRequest
+from kvcluster.core.spec import KVSpec
+from kvcluster.errors import KVClusterError
+from kvcluster.transport.base import Deadline, Unavailable, run_to_completion
+
+
+class LoadExecutor:
+    """Of one load. `finish` is told the outcome, and `layer_came` that some layer is whole."""
+
+    def __init__(
+        self,
+        control: CoordinatorClient,
+        shards: ShardConnections,
+        spec: KVSpec,
+        namespace: NamespaceId,
+        into: BoundMemory,
+        progress: LoadProgress,
+        deadline: Deadline,
+        layer_came: Callable[[], object],
+        finish: Callable[[Loaded | None, BaseException | None], object],
+    ) -> None:
+        self._control = control
+        self._shards = shards
+        self._spec = spec
+        self._namespace = namespace
+        self._into = into
+        self._progress = progress
+        self._deadline = deadline
+        self._layer_came = layer_came
+        self._finish = finish
+        self._ranges: dict[int, ReadRanges] = {}
+
+    def perform(self, effect: LoadEffect, jobs: list[Job[LoadEvent]]) -> LoadEvent | None:
+        """As plan_runner.Perform."""
+        match effect:
+            case StartRead():
+                self._ranges[effect.exchange] = effect.ranges
+                jobs.append(partial(self._read, effect))
+            case StopRead(exchange, items):
+                self._ranges[exchange].stop(items)
+                return ReadStopped(exchange, items)
+            case AskElsewhere():
+                jobs.append(partial(self._ask, effect))
+            case ReportCorrupt():
+                jobs.append(partial(self._report, effect))
+            case FinishLoad(loaded, error):
+                self._ranges.clear()
+                self._finish(loaded, error)
+        return None
+
+    def _read(self, start: StartRead) -> LoadEvent:
+        """One exchange."""
+        wants = tuple(piece.want for piece in start.ranges.pieces)
+        request = ReadRequest(self._namespace, start.attempt, start.shard.epoch, wants, start.accept)
+        sink = LoadSink(self._namespace, self._spec, self._into, start.ranges, self._progress, self._layer_came)
+        start.ranges.heard_ns = time.monotonic_ns()  # it may have waited for a thread
+        try:
+            progress = self._shards.read(start.shard, self._spec, request, sink, self._deadline)
+            return ReadEnded(start.exchange, run_to_completion(progress))
+        except Unavailable as trouble:
+            return ReadEnded(start.exchange, error=trouble.with_traceback(None))  # it would keep the caller's memory
+        except BaseException as error:
+            return ReadEnded(start.exchange, error=error)
+
+    def _ask(self, ask: AskElsewhere) -> LoadEvent:
+        answers: list[Explained] = []
+        for question in ask.questions:
+            explain = Explain(question.hashes, question.need)
+            try:
+                answers.append(self._control.ask(Explained, self._spec, explain, Deadline(ask.until_ns)))
+            except KVClusterError:  # what has come stays known, and so does why the rest has not
+                break
+        return Answered(ask.number, answers)
+
+    def _report(self, report: ReportCorrupt) -> None:
+        self._shards.suspect(report.shard, self._spec, self._namespace, report.keys, self._deadline)

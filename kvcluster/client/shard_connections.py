@@ -1,0 +1,273 @@
+"""The client's connections to shards: one transport an incarnation, attached before use, kept while it serves.
+
+Which shard is asked, and what its failures mean, is decided in policy.py: loads and stores bring a permit, and the
+questions beside them (flush, suspect, borrow) get one here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvcluster.client.policy import AskAgain, ShardPolicy, refusal, restarted
+from kvcluster.core.ids import NamespaceId
+from kvcluster.core.messages import PageKey, ReadRequest, Refused, RefusedKind, ShardAddress, WriteRequest, Written
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.spec import KVSpec
+from kvcluster.errors import CallerError, KVClusterError, LimitError
+from kvcluster.transport.auto import AutoTransport
+from kvcluster.transport.base import (
+    ONE_STREAM,
+    Cancelled,
+    Deadline,
+    PageSink,
+    PageSource,
+    RefusedByShard,
+    Streams,
+    Transport,
+    Unavailable,
+    run_to_completion,
+)
+from kvcluster.transport.shm_views import BorrowedPages, Lends, NotLent
+
+
+class CircuitOpen(Unavailable):
+    """The shard has failed so often that it is left alone for a while (policy.py)."""
+
+
+class OpenTransport(Protocol):
+    """Opens the best transport to a shard that both ends have. Returns at once; raises Unavailable where there is
+    none."""
+
+    def __call__(self, shard: ShardAddress) -> Transport: ...
+
+
+@dataclass(slots=True)
+class _Way:
+    """To one incarnation of a shard."""
+
+    shard: ShardAddress
+    transport: Transport | None = None
+    attached: dict[NamespaceId, None] = field(default_factory=dict)
+
+
+class ShardConnections:
+    """Ways by shard; thread-safe. A newer epoch replaces the older one's, and never the other way round."""
+
+    def __init__(
+        self,
+        open_transport: OpenTransport,
+        policy: ShardPolicy,
+        lock: threading.RLock,
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._open = open_transport
+        self._policy = policy
+        self._clock = clock
+        self._ways: dict[str, _Way] = {}
+        self._unflushed: dict[ShardAddress, int] = {}  # written to, and not known to have told: its last write's number
+        self._writes = itertools.count()
+        self._lock = lock
+        self._closed = False
+
+    def read(
+        self, shard: ShardAddress, spec: KVSpec, request: ReadRequest, sink: PageSink, deadline: Deadline
+    ) -> Generator[None, None, list[Miss | None]]:
+        """As Transport.read, of an exchange that has its permit; attaches first. Raises Unavailable, RefusedByShard, or
+        CallerError where the request was wrong."""
+        with self._attached(shard, spec, request.namespace, deadline) as transport:
+            return (yield from transport.read(request, sink, deadline))
+
+    def write(
+        self, shard: ShardAddress, spec: KVSpec, request: WriteRequest, source: PageSource, deadline: Deadline
+    ) -> list[Written]:
+        """As Transport.write, as `read`."""
+        with self._attached(shard, spec, request.namespace, deadline) as transport:
+            outcome = transport.write(request, source, deadline)
+        with self._lock:
+            self._unflushed[shard] = next(self._writes)
+        return outcome
+
+    def borrow(
+        self, shard: ShardAddress, spec: KVSpec, request: ReadRequest, deadline: Deadline, *, until: ExitStack
+    ) -> BorrowedPages:
+        """As Lends.borrow, until that stack is closed; attaches first. Raises NotLent where the way to the shard cannot
+        lend, Unavailable, or CallerError where the request was wrong."""
+        try:
+            return self._borrow(shard, spec, request, deadline, until)
+        except RefusedByShard as refused:
+            verdict = refusal(refused.refused, shard, reattached=False)
+        if isinstance(verdict, AskAgain):
+            try:
+                return self._borrow(shard, spec, request, deadline, until)
+            except RefusedByShard as refused:
+                verdict = refusal(refused.refused, shard, reattached=True)
+        assert not isinstance(verdict, AskAgain)
+        raise verdict if isinstance(verdict, Exception) else Unavailable(verdict)
+
+    def flush(self, deadline: Deadline) -> bool:
+        """Has the coordinator heard of everything written so far? A shard that is late is asked again by the next
+        flush; one that is gone is not, since what it held is gone with it."""
+        with self._lock:
+            asked = [(shard, number, self._ways.get(shard.shard)) for shard, number in self._unflushed.items()]
+        all_heard = True
+        for shard, number, way in asked:
+            late = heard = False
+            try:
+                if way is not None and way.shard == shard and way.transport is not None:
+                    with self._permitted(shard, deadline):
+                        heard = way.transport.flush(deadline)
+                    late = not heard
+            except Unavailable as trouble:
+                late = isinstance(trouble, CircuitOpen) or trouble.miss.reason is MissReason.DEADLINE
+            except KVClusterError:
+                pass
+            with self._lock:
+                if not late and self._unflushed.get(shard) == number:  # and nothing was written meanwhile
+                    del self._unflushed[shard]
+            all_heard = all_heard and heard
+        return all_heard
+
+    def streams(self, shard: ShardAddress) -> Streams:
+        """How many exchanges at once make the way to that shard fastest. One where nothing is known of it yet, and
+        while its breaker waits for a single one to show whether it answers."""
+        with self._lock:
+            way = self._ways.get(shard.shard)
+            if way is None or way.shard != shard or way.transport is None or not self._policy.serves(shard):
+                return ONE_STREAM
+            return way.transport.streams
+
+    def knock(
+        self, shard: ShardAddress, spec: KVSpec, request: ReadRequest, sink: PageSink, deadline: Deadline
+    ) -> None:
+        """Reads, to see whether the shard answers, and over which path. Raises as `borrow`."""
+        with self._asked(shard, spec, request.namespace, deadline) as transport:
+            run_to_completion(transport.read(request, sink, deadline))
+
+    def suspect(
+        self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, keys: Sequence[PageKey], deadline: Deadline
+    ) -> None:
+        """As Transport.suspect, where that can be done: a report that is lost is made again by the next reader."""
+        with suppress(KVClusterError, RefusedByShard), self._asked(shard, spec, namespace, deadline) as transport:
+            transport.suspect(namespace, shard.epoch, keys, deadline)
+
+    def names(self) -> dict[str, dict[str, Any]]:
+        """Shard -> the transport in use, and of each one before it why it is not."""
+        with self._lock:
+            warm_up = {shard: way.transport for shard, way in self._ways.items() if way.transport is not None}
+        return {
+            shard: {"name": way.name, "refused": way.refused() if isinstance(way, AutoTransport) else {}}
+            for shard, way in warm_up.items()
+        }
+
+    def breakers(self) -> dict[str, dict[str, Any]]:
+        """Shard -> its breaker's state, the failures in a row, and for how long it will not be asked."""
+        with self._lock:
+            return self._policy.status(self._clock())
+
+    def close(self) -> None:
+        """Ends what is under way. May be called from any thread, and again."""
+        with self._lock:
+            self._closed = True
+            transports = [way.transport for way in self._ways.values() if way.transport is not None]
+            self._ways.clear()
+        for transport in transports:
+            transport.close()
+
+    # ------------------------------------------------------------------------------------------- helpers
+
+    def _borrow(
+        self, shard: ShardAddress, spec: KVSpec, request: ReadRequest, deadline: Deadline, until: ExitStack
+    ) -> BorrowedPages:
+        with self._asked(shard, spec, request.namespace, deadline) as transport:
+            if not isinstance(transport, Lends):
+                raise NotLent(f"its pages come over {transport.name}")
+            return until.enter_context(transport.borrow(request, deadline))
+
+    @contextmanager
+    def _asked(
+        self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, deadline: Deadline
+    ) -> Iterator[Transport]:
+        """As `_attached`, with a permit of its own. Raises CircuitOpen where there is none."""
+        with self._permitted(shard, deadline), self._attached(shard, spec, namespace, deadline) as transport:
+            yield transport
+
+    @contextmanager
+    def _permitted(self, shard: ShardAddress, deadline: Deadline) -> Iterator[None]:
+        """Tells the policy how what is done within has ended."""
+        deadline.check()  # who comes too late learns nothing of the shard
+        with self._lock:
+            permit = self._policy.permit(shard, self._clock())
+        if isinstance(permit, Miss):
+            raise CircuitOpen(permit)
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            with self._lock:
+                self._policy.ended(permit, error, self._clock())
+
+    @contextmanager
+    def _attached(
+        self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, deadline: Deadline
+    ) -> Iterator[Transport]:
+        """One exchange with a transport that knows the namespace. What the shard forgets of it is named again by the
+        next exchange."""
+        if not deadline.remaining_ns():
+            raise Cancelled(Miss(MissReason.DEADLINE))  # it says nothing of the shard
+        way = self._way(shard)
+        transport = self._opened(way)
+        if namespace not in way.attached:
+            self._attach(way, transport, spec, namespace, deadline)
+        try:
+            yield transport
+        except RefusedByShard as refused:
+            if refused.refused.kind is RefusedKind.UNKNOWN_NAMESPACE:
+                with self._lock:
+                    way.attached.pop(namespace, None)
+            raise
+
+    def _way(self, shard: ShardAddress) -> _Way:
+        with self._lock:
+            way = self._ways.get(shard.shard)
+            if way is not None and way.shard.epoch > shard.epoch:  # an old ticket
+                raise Unavailable(restarted(shard))
+            if way is None or way.shard != shard:
+                if way is not None and way.transport is not None:
+                    way.transport.close()
+                way = self._ways[shard.shard] = _Way(shard)
+            return way
+
+    def _opened(self, way: _Way) -> Transport:
+        with self._lock:
+            if self._closed:
+                raise Cancelled(Miss(MissReason.SHARD_LOST, "this client is closed"))
+            if way.transport is None:
+                way.transport = self._open(way.shard)
+            return way.transport
+
+    def _attach(
+        self, way: _Way, transport: Transport, spec: KVSpec, namespace: NamespaceId, deadline: Deadline
+    ) -> None:
+        try:
+            answer = transport.attach(spec, deadline)
+        except RefusedByShard as refused:
+            raise LimitError(refused.refused.detail) from None
+        if answer.epoch != way.shard.epoch:
+            raise RefusedByShard(Refused(RefusedKind.STALE, "another incarnation answers"))
+        if answer.namespace != namespace:
+            raise CallerError(
+                f"{way.shard.shard} knows this spec and credential by another namespace: give the spec and adapter "
+                "that the ticket was prepared with, and all servers of the cluster the same token file"
+            )
+        with self._lock:
+            way.attached[namespace] = None

@@ -1,0 +1,150 @@
+"""Carrying out a store's plan (store_plan.py): the question what to write, exchanges with shards, and the outcome.
+
+Each exchange is driven by one thread, which gathers its pages out of the caller's memory (store_source.py).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+from kvcluster.client.coordinator_client import CoordinatorClient
+from kvcluster.client.memory import BoundMemory
+from kvcluster.client.plan_runner import Job
+from kvcluster.client.results import Stored
+from kvcluster.client.shard_connections import ShardConnections
+from kvcluster.client.store_plan import (
+    AskStore,
+    CloseTicket,
+    FinishStore,
+    FreeSource,
+    NotGranted,
+    SourceDrained,
+    StartWrite,
+    StopWrite,
+    StoreEffect,
+    StoreEvent,
+    StoreGranted,
+    StoreOver,
+    StoreTerms,
+    TicketEnded,
+    WriteEnded,
+    WriteStopped,
+)
+from kvcluster.client.store_source import StoreSource
+from kvcluster.core import messages
+from kvcluster.core.messages import Attached, Done, PrepareStore, StoreGrant
+from kvcluster.core.placement import run_start
+from kvcluster.core.spec import KVSpec
+from kvcluster.errors import KVClusterError
+from kvcluster.transport.base import Deadline, Unavailable
+
+_FAREWELL_MS = 1_000
+"""A store whose own time is up has all the more reason to say so; only the next store waits for it."""
+
+
+def prepare_store(terms: StoreTerms, attached: Attached, tokens: Sequence[int], host: str) -> PrepareStore:
+    """The question of a store, once it is known how the cluster places runs and whether it wants token ids."""
+    return PrepareStore(
+        attempt=terms.attempt,
+        first=terms.first,
+        parent=terms.parent,
+        run=terms.hashes[run_start(terms.first, attached.run_blocks)],
+        hashes=terms.new,
+        parts=terms.parts,
+        loss=terms.loss,
+        host=host,
+        tokens=tuple(tokens) if attached.wants_tokens else (),
+    )
+
+
+class StoreExecutor:
+    """Of one store. `deliver` takes events from any thread; `finish` is told the outcome, `drained` that the source is
+    free, and `over` that the next store may begin."""
+
+    def __init__(
+        self,
+        control: CoordinatorClient,
+        shards: ShardConnections,
+        spec: KVSpec,
+        terms: StoreTerms,
+        tokens: Sequence[int],
+        source: BoundMemory,
+        deadline: Deadline,
+        deliver: Callable[[StoreEvent], object],
+        drained: Callable[[], object],
+        finish: Callable[[Stored | None, BaseException | None], object],
+        over: Callable[[], object],
+    ) -> None:
+        self._control = control
+        self._shards = shards
+        self._spec = spec
+        self._terms = terms
+        self._tokens = tokens
+        self._source = source
+        self._deadline = deadline
+        self._deliver = deliver
+        self._drained = drained
+        self._finish = finish
+        self._over = over
+        self._sources: dict[int, StoreSource] = {}
+
+    def perform(self, effect: StoreEffect, jobs: list[Job[StoreEvent]]) -> StoreEvent | None:
+        """As plan_runner.Perform."""
+        match effect:
+            case AskStore():
+                jobs.append(self._ask)
+            case StartWrite(exchange, _, request, blocks):
+                source = StoreSource(
+                    self._spec,
+                    request.namespace,
+                    request.pages,
+                    blocks,
+                    self._source,
+                    self._deadline,
+                    lambda: self._deliver(SourceDrained(exchange)),
+                )
+                self._sources[exchange] = source
+                jobs.append(partial(self._write, effect, source))
+            case StopWrite(exchange):
+                self._sources[exchange].stop()
+                return WriteStopped(exchange)
+            case FreeSource():
+                self._drained()
+            case CloseTicket():
+                jobs.append(partial(self._end_ticket, effect))
+            case FinishStore(stored, error):
+                self._finish(stored, error)
+            case StoreOver():
+                self._sources.clear()
+                self._over()
+        return None
+
+    def _ask(self) -> StoreEvent:
+        asked = False
+        try:
+            attached = self._control.attach(self._spec, self._deadline)
+            asked = True
+            prepare = prepare_store(self._terms, attached, self._tokens, socket.gethostname())
+            grant = self._control.ask(StoreGrant, self._spec, prepare, self._deadline)
+            return StoreGranted(self._control.namespace(self._spec, self._deadline), grant)
+        except BaseException as error:
+            return NotGranted(error, asked)
+
+    def _write(self, start: StartWrite, source: StoreSource) -> StoreEvent:
+        """One exchange, from its reservation to its outcome."""
+        try:
+            outcome = self._shards.write(start.shard, self._spec, start.request, source, self._deadline)
+            return WriteEnded(start.exchange, source.nbytes, outcome)
+        except Unavailable as trouble:
+            error = trouble.with_traceback(None)
+            return WriteEnded(start.exchange, source.nbytes, error=error, taken=source.taken)
+        except BaseException as error:
+            return WriteEnded(start.exchange, source.nbytes, error=error)
+
+    def _end_ticket(self, end: CloseTicket) -> StoreEvent:
+        with suppress(Unavailable, KVClusterError):
+            self._control.request(Done, messages.EndTicket(end.attempt), Deadline.after_ms(_FAREWELL_MS))
+        return TicketEnded()

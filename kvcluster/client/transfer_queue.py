@@ -1,0 +1,250 @@
+"""Begins loads and stores of one client, and has each follow the other: loads in order, and stores in order.
+
+Loads never wait behind stores. Bytes are moved by threads of two pools, one for each kind; a thread that waits for one
+shard's bytes keeps only its own exchange, and ends by the deadline of the call that it works for.
+
+To begin a transfer waits for nothing. Stores that wait in line are bounded in number and bytes: one more ends at once
+with a miss, since an engine must get its memory back and has nothing to gain from waiting.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from kvcluster.client.bandwidth import LearnedBandwidth
+from kvcluster.client.coordinator_client import CoordinatorClient
+from kvcluster.client.load_executor import LoadExecutor
+from kvcluster.client.load_plan import READERS, LoadEffect, LoadEvent, LoadPlan
+from kvcluster.client.load_progress import LoadProgress
+from kvcluster.client.memory import BoundMemory
+from kvcluster.client.pieces import plan_pieces
+from kvcluster.client.plan_runner import PlanRunner
+from kvcluster.client.policy import ShardPolicy
+from kvcluster.client.results import Loaded, Stored
+from kvcluster.client.shard_connections import ShardConnections
+from kvcluster.client.store_executor import StoreExecutor
+from kvcluster.client.store_plan import WRITERS, StoreEffect, StoreEvent, StorePlan, StoreTerms
+from kvcluster.client.store_progress import StoreProgress
+from kvcluster.client.timer import Timer
+from kvcluster.client.transfer import Transfer
+from kvcluster.client.worker_pool import WorkerPool
+from kvcluster.config import ClientConfig
+from kvcluster.core import limits
+from kvcluster.core.ids import Attempt, BlockHash
+from kvcluster.core.messages import TicketBody
+from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.errors import CallerError
+from kvcluster.runtime.threads import be_nice
+from kvcluster.transport.base import Deadline
+
+_SPARE_THREADS = 2
+"""Beside the exchanges of a pool, for questions that cannot wait until one of them has ended."""
+
+
+class _Line:
+    """Plans of one kind that begin one after the other. Under the client's lock."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[PlanRunner[Any, Any]] = deque()
+        self._under_way: PlanRunner[Any, Any] | None = None
+        self._beginning = False
+
+    def add(self, runner: PlanRunner[Any, Any]) -> None:
+        self._waiting.append(runner)
+        self._begin_next()
+
+    def over(self, runner: PlanRunner[Any, Any]) -> None:
+        """That plan is over, or was given up before it began."""
+        if runner is self._under_way:
+            self._under_way = None
+            self._begin_next()
+        else:
+            self._waiting.remove(runner)
+
+    def _begin_next(self) -> None:
+        """A plan that is over as it begins comes back here: those behind it are begun by the loop, and not one within
+        the other."""
+        if self._beginning:
+            return
+        self._beginning = True
+        try:
+            while self._waiting and self._under_way is None:
+                self._under_way = self._waiting.popleft()
+                self._under_way.begin()
+        finally:
+            self._beginning = False
+
+
+class TransferQueue:
+    """Begins loads and stores of one client. Raises CallerError once it is closed."""
+
+    def __init__(
+        self,
+        control: CoordinatorClient,
+        shards: ShardConnections,
+        policy: ShardPolicy,
+        lock: threading.RLock,
+        parts: tuple[Part | None, ...],
+        *,
+        next_attempt: Callable[[], Attempt],
+        config: ClientConfig,
+    ) -> None:
+        self.learned = LearnedBandwidth()
+        """Of recent loads, of which one ends at a time."""
+        self._control = control
+        self._shards = shards
+        self._policy = policy
+        self._lock = lock
+        self._parts = parts
+        self._next_attempt = next_attempt
+        self._store_wait_ns = config.store_wait_ms * 1_000_000
+        self._timer = Timer()
+        self._readers = WorkerPool(READERS + _SPARE_THREADS, "kvcluster-load")
+        self._writers = WorkerPool(WRITERS + _SPARE_THREADS, "kvcluster-store", partial(be_nice, config.store_niceness))
+        self._load_line = _Line()
+        self._store_line = _Line()
+        self._loads: dict[Transfer[Loaded], None] = {}
+        self._stores: dict[Transfer[Stored], int] = {}  # those that are not over, and the bytes of each
+        self._closed = False
+
+    def load(
+        self, body: TicketBody, first: int, bound: BoundMemory, spec: KVSpec, deadline: Deadline
+    ) -> Transfer[Loaded]:
+        """As Client.begin_load, into checked memory."""
+        pieces = plan_pieces(body, spec, self._parts, first)
+        progress = LoadProgress(body, spec, pieces, first)
+        plan = LoadPlan(
+            body,
+            spec,
+            self._parts,
+            pieces,
+            progress,
+            self._policy,
+            streams=self._shards.streams,
+            next_attempt=self._next_attempt,
+            deadline_ns=deadline.at_ns,
+        )
+        runner: PlanRunner[LoadEvent, LoadEffect] = PlanRunner(plan, self._readers, self._lock, self._timer)
+        transfer: Transfer[Loaded] = Transfer(deadline, runner.cancel, progress.layer_left)
+        runner.executor = LoadExecutor(
+            self._control,
+            self._shards,
+            spec,
+            body.namespace,
+            bound,
+            progress,
+            deadline,
+            layer_came=transfer.layer_came,
+            finish=lambda loaded, error: self._load_ended(transfer, runner, loaded, error),
+        )
+        with self._lock:
+            self._check_open()
+            self._loads[transfer] = None
+            self._load_line.add(runner)
+        return transfer
+
+    def store(
+        self,
+        hashes: Sequence[BlockHash],
+        first: int,
+        loss: Loss,
+        bound: BoundMemory,
+        tokens: Sequence[int],
+        spec: KVSpec,
+        deadline: Deadline,
+    ) -> Transfer[Stored]:
+        """As Client.begin_store, out of checked memory."""
+        parts = tuple((group, part) for group, part in enumerate(self._parts) if part is not None)
+        terms = StoreTerms(hashes, first, parts, loss, self._next_attempt(), self._store_wait_ns)
+        progress = StoreProgress()
+        plan = StorePlan(
+            terms,
+            spec,
+            progress,
+            self._policy,
+            streams=self._shards.streams,
+            next_attempt=self._next_attempt,
+            deadline_ns=deadline.at_ns,
+        )
+        runner: PlanRunner[StoreEvent, StoreEffect] = PlanRunner(plan, self._writers, self._lock, self._timer)
+        transfer: Transfer[Stored] = Transfer(deadline, runner.cancel)
+        runner.executor = StoreExecutor(
+            self._control,
+            self._shards,
+            spec,
+            terms,
+            tokens,
+            bound,
+            deadline,
+            deliver=runner.deliver,
+            drained=transfer.drained,
+            finish=transfer.finish,
+            over=lambda: self._store_over(transfer, runner),
+        )
+        nbytes = len(terms.new) * sum(spec.page_bytes(group, part) for group, part in parts)
+        with self._lock:
+            self._check_open()
+            full = self._why_full(nbytes)
+            if full is None:
+                self._stores[transfer] = nbytes
+                self._store_line.add(runner)
+            else:
+                transfer.finish(progress.so_far(full))
+        return transfer
+
+    def wait_stored(self, deadline: Deadline) -> bool:
+        """Waits for the stores that were begun so far; False where the deadline comes first."""
+        with self._lock:
+            stores = list(self._stores)
+        return all(transfer.wait_ended(deadline) for transfer in stores)
+
+    def close(self, break_off: Callable[[], object]) -> None:
+        """Ends what is under way, and the threads. `break_off` ends exchanges that hang."""
+        with self._lock:
+            self._closed = True
+            running: list[Transfer[Any]] = [*self._loads, *self._stores]
+        for transfer in reversed(running):  # so that none begins because the one before it ends
+            transfer.cancel()
+        break_off()
+        for threads in (self._readers, self._writers):
+            threads.close()
+        self._timer.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CallerError("this client is closed; connect again")
+
+    def _load_ended(
+        self,
+        transfer: Transfer[Loaded],
+        runner: PlanRunner[LoadEvent, LoadEffect],
+        loaded: Loaded | None,
+        error: BaseException | None,
+    ) -> None:
+        if loaded is not None:
+            self.learned.learn(loaded.nbytes, loaded.took_ns, time.monotonic_ns())
+        del self._loads[transfer]
+        transfer.finish(loaded, error)
+        self._load_line.over(runner)
+
+    def _store_over(self, transfer: Transfer[Stored], runner: PlanRunner[StoreEvent, StoreEffect]) -> None:
+        del self._stores[transfer]
+        self._store_line.over(runner)
+
+    def _why_full(self, nbytes: int) -> Miss | None:
+        """Why no store of that size may be begun now. Under the lock."""
+        waiting = list(self._stores.values())
+        if not waiting:
+            return None
+        if len(waiting) >= limits.STORES_QUEUED:
+            return Miss(MissReason.FULL, f"{len(waiting)} stores of this client wait already; store less often")
+        if sum(waiting) + nbytes > limits.STORES_QUEUED_BYTES:
+            detail = f"stores of {sum(waiting) >> 20} MiB of this client wait already; store less, or less often"
+            return Miss(MissReason.FULL, detail)
+        return None

@@ -1,0 +1,126 @@
+"""What callers give, checked before anything is asked or moved.
+
+Every check raises CallerError (SpecError, LimitError), which says what was given and what to give instead. A mistake
+is the caller's whether or not a cluster is there, so nothing here asks one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from kvcluster.core import hashing, limits
+from kvcluster.core.ids import HASH_BYTES, BlockHash, NamespaceId
+from kvcluster.core.miss import Loss
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.errors import CallerError, LimitError
+
+MAX_SECONDS = 10 * 365 * 86_400
+"""No time that anybody means is longer, and it fits the wire in nanoseconds."""
+
+
+def check_prompt(token_ids: Sequence[int], salt: bytes, extra_keys: Mapping[int, bytes] | None) -> None:
+    """A prompt is token ids, a salt, and the content hash of what its tokens do not tell, by block."""
+    hashing.token_bytes(token_ids)
+    if not isinstance(salt, bytes):
+        raise CallerError(f"salt is {_kind(salt)}; expected bytes: for text give text.encode()")
+    if extra_keys is None:
+        return
+    if not isinstance(extra_keys, Mapping):
+        raise CallerError(f"extra_keys is {_kind(extra_keys)}; expected a mapping from a block's index to bytes")
+    for block, key in extra_keys.items():
+        if type(block) is not int or block < 0:
+            raise CallerError(f"extra_keys names block {block!r}; expected an index, counted from the prompt's start")
+        if not isinstance(key, bytes):
+            raise CallerError(f"extra_keys[{block}] is {_kind(key)}; expected bytes, such as digest() of the image")
+
+
+def prompt_hashes(
+    namespace: NamespaceId,
+    token_ids: Sequence[int],
+    block_tokens: int,
+    salt: bytes,
+    extra_keys: Mapping[int, bytes] | None,
+) -> list[BlockHash]:
+    """The full blocks of a prompt that was checked."""
+    return hashing.chain(hashing.root(namespace, salt), token_ids, block_tokens, extra_keys)
+
+
+def check_hashes(hashes: Sequence[BlockHash]) -> None:
+    """A chain of block hashes that one call can carry."""
+    given: object = hashes
+    if not isinstance(given, (list, tuple)):
+        raise CallerError(f"block hashes are a list, not {_kind(given)}; make them with client.hashes(...)")
+    if len(hashes) > limits.BLOCKS_PER_CALL:
+        raise LimitError(f"{len(hashes)} blocks in one call; at most {limits.BLOCKS_PER_CALL} go. Split it")
+    if any(type(block) is not bytes or len(block) != HASH_BYTES for block in hashes):
+        raise CallerError("block hashes are 32 bytes each; make them with client.hashes(...) or hashing.foreign")
+
+
+def check_first(first: int, hashes: Sequence[BlockHash]) -> None:
+    """Where a store begins in its chain."""
+    if type(first) is not int or not 0 <= first <= len(hashes):
+        raise CallerError(f"first={first!r} does not lie within the {len(hashes)} hashes")
+
+
+def check_tokens_of(token_ids: Sequence[int], blocks: int, block_tokens: int) -> None:
+    """The token ids of so many full blocks, or none."""
+    hashing.token_bytes(token_ids)
+    if token_ids and len(token_ids) != blocks * block_tokens:
+        raise CallerError(f"{len(token_ids)} token ids are not those of {blocks} blocks of {block_tokens} tokens")
+
+
+def check_loss(loss: Loss) -> Loss:
+    """What KV has lost, or may have."""
+    given: object = loss
+    if not isinstance(given, Loss):
+        names = ", ".join(f"Loss.{one.name}" for one in Loss)
+        raise CallerError(f"{loss!r} is no loss; give one of {names} of kvcluster.Loss")
+    return loss
+
+
+def pin_terms(ttl_s: float, replicas: int) -> tuple[int, int]:
+    """How long to pin, in nanoseconds, and on how many shards."""
+    if not _is_number(ttl_s) or not 0 < ttl_s <= MAX_SECONDS:
+        raise CallerError(f"ttl_s={ttl_s!r} is not a number of seconds above 0 and up to {MAX_SECONDS}")
+    if type(replicas) is not int or not 1 <= replicas <= limits.REPLICAS:
+        raise CallerError(f"replicas={replicas!r} is not a number of shards from 1 to {limits.REPLICAS}")
+    return int(ttl_s * 1e9), replicas
+
+
+def check_deadline_ms(deadline_ms: float) -> float:
+    """Of one call. Nothing left is a miss, and no mistake; what never comes is one."""
+    if not _is_number(deadline_ms) or not deadline_ms <= MAX_SECONDS * 1e3:
+        raise CallerError(f"deadline_ms={deadline_ms!r} is not a number of milliseconds; every call ends in time")
+    return max(0.0, deadline_ms)
+
+
+def check_filters(**filters: str | None) -> None:
+    """What a purge is to name: at least one thing, each as text."""
+    if all(value is None for value in filters.values()):
+        raise CallerError(
+            f"purge names nothing: give one of {', '.join(filters)}, or call clear() to forget everything"
+        )
+    for name, value in filters.items():
+        if value is not None and not isinstance(value, str):
+            raise CallerError(f"{name} is {_kind(value)}; expected the text that the spec has")
+
+
+def parts_of(spec: KVSpec, part: Part | Mapping[int, Part] | None) -> tuple[Part | None, ...]:
+    """What a worker holds, for each group of the spec."""
+    if part is None:
+        return tuple(spec.whole(group) for group in range(len(spec.groups)))
+    by_group = part if isinstance(part, Mapping) else dict.fromkeys(range(len(spec.groups)), part)
+    if not by_group:
+        raise CallerError("part names no group; leave it out to hold everything")
+    for group, of_group in by_group.items():
+        spec.check_part(group, Part(*of_group))
+    return tuple(Part(*by_group[group]) if group in by_group else None for group in range(len(spec.groups)))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,73 @@
+"""What the parts of a coordinator share: its epoch, and all that it knows."""
+
+from __future__ import annotations
+
+from kvcluster.config import CoordinatorConfig
+from kvcluster.core.block_facts import BlockFacts
+from kvcluster.core.engine_registry import EngineRegistry
+from kvcluster.core.event_emitter import EventEmitter
+from kvcluster.core.eviction_history import EvictionHistory
+from kvcluster.core.eviction_queue import EvictionQueue
+from kvcluster.core.ids import BlockHash, Epoch
+from kvcluster.core.index import BlockRecord
+from kvcluster.core.members import Membership
+from kvcluster.core.messages import Refused, RefusedKind, Tier, Tombstone
+from kvcluster.core.namespaces import NamespaceTable
+from kvcluster.core.replica_sets import ReplicaTable
+from kvcluster.core.tickets import TicketBook
+from kvcluster.core.tombstones import Tombstones
+from kvcluster.eviction import POLICIES
+
+MS = 1_000_000
+ENGINE_TTL_NS = 10_000 * MS
+"""An engine registers several times in it (engines/vllm/registration.py)."""
+UNKNOWN = Refused(RefusedKind.UNKNOWN_NAMESPACE, "attach first")
+BAD_PART = Refused(RefusedKind.BAD, "the spec of this namespace has no such group or part")
+_COUNTERS = (
+    *("loads", "asked_blocks", "hit_blocks", "stores", "write_blocks", "duplicate_blocks"),
+    *("pending_blocks", "refused_blocks", "committed_pages", "gone_pages", "corrupt_pages", "purged_blocks"),
+    *("lost_shards", "pulls", "late"),
+)
+
+
+class CoordinatorState:
+    """`rebuild_until`: it has just started and does not know enough to order anything; None once it does. `off`:
+    nothing is granted, because an operator has said so. `announcer`: where outsiders are told of blocks."""
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        config: CoordinatorConfig,
+        tombstones: Tombstones,
+        *,
+        membership_ttl_ms: int,
+        now: int,
+        announcer: EventEmitter | None = None,
+    ) -> None:
+        self.epoch = epoch
+        self.rebuild_until: int | None = now + config.rebuild_grace_ms * MS
+        self.off = False
+        self.book = ReplicaTable()
+        self.announcer = announcer
+        self._policy = POLICIES[config.eviction_policy]
+        self.directory = NamespaceTable(self.book, tombstones, announcer, counts_uses=self._policy.counts_uses)
+        self.members = Membership(membership_ttl_ms * MS, self.book, self._queue)
+        self.tickets = TicketBook(config.ticket_ttl_ms * MS)
+        self.evicted = EvictionHistory()
+        self.tombstones = tombstones
+        self.engines = EngineRegistry(ENGINE_TTL_NS)
+        self.counters = dict.fromkeys(_COUNTERS, 0)
+
+    def _queue(self, slot: int, tier: Tier) -> EvictionQueue[BlockRecord]:
+        return EvictionQueue(self._policy.make(BlockFacts(self.directory, slot, tier)), self.directory.record)
+
+    def apply_tombstone(self, stone: Tombstone) -> list[dict[BlockHash, BlockRecord]]:
+        """Forgets all blocks that the tombstone names. Returns those that were known, by namespace."""
+        for space in self.directory.named(stone):
+            if len(space.index):
+                self.members.forget(space.id)
+        return self.directory.apply_tombstone(stone)
+
+    @property
+    def rebuilding(self) -> bool:
+        return self.rebuild_until is not None

@@ -1,0 +1,176 @@
+"""The namespaces that a coordinator knows: whose each is, what KV looks like in it, and its prefix index.
+
+A namespace is found only together with its tenant: to anybody else it does not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcluster.core import codecs, limits
+from kvcluster.core.codecs import Codec
+from kvcluster.core.event_emitter import EventEmitter
+from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
+from kvcluster.core.index import BlockRecord, PrefixIndex
+from kvcluster.core.messages import Need, Tier, Tombstone
+from kvcluster.core.replica_sets import ReplicaTable
+from kvcluster.core.spec import KVSpec, Part, differing_fields
+from kvcluster.core.tombstones import Tombstones
+
+
+class CoordinatorNamespace:
+    """One namespace. `pinned` maps blocks that a user pinned to when that ends; `purged` is the number of the last
+    tombstone that names it."""
+
+    __slots__ = ("_page_bytes", "id", "index", "pinned", "purged", "spec", "tenant")
+
+    def __init__(
+        self,
+        space: NamespaceId,
+        tenant: Tenant,
+        spec: KVSpec,
+        book: ReplicaTable,
+        announcer: EventEmitter | None,
+        *,
+        counts_uses: bool,
+    ) -> None:
+        self.id = space
+        self.tenant = tenant
+        self.spec = spec
+        self.index = PrefixIndex(
+            space,
+            [group.reuse for group in spec.groups],
+            spec.block_tokens,
+            book,
+            announcer,
+            counts_uses=counts_uses,
+        )
+        self.pinned: dict[BlockHash, int] = {}
+        self.purged = 0
+        self._page_bytes: dict[tuple[int, Part, Codec], int] = {}
+
+    def page_bytes(self, group: int, part: Part, codec: Codec = Codec.RAW) -> int:
+        """Bytes of a page in that codec; worked out once a part, since evictions add up many."""
+        nbytes = self._page_bytes.get((group, part, codec))
+        if nbytes is None:
+            if len(self._page_bytes) >= limits.PAGE_SIZES:
+                self._page_bytes.clear()
+            nbytes = self._page_bytes[group, part, codec] = codecs.page_bytes(codec, self.spec, group, part)
+        return nbytes
+
+    def fits(self, need: Need) -> bool:
+        """Does this need name parts that the spec has, one at least?"""
+        return (
+            len(need.parts) == len(self.spec.groups)
+            and any(part is not None for part in need.parts)
+            and all(part is None or self.has(group, part) for group, part in enumerate(need.parts))
+        )
+
+    def has(self, group: int, part: Part) -> bool:
+        return 0 <= group < len(self.spec.groups) and self.spec.whole(group).intersect(part) == part
+
+
+class NamespaceTable:
+    """Namespaces by id. `announcer` hears of each and of its blocks."""
+
+    def __init__(
+        self,
+        book: ReplicaTable,
+        tombstones: Tombstones,
+        announcer: EventEmitter | None = None,
+        *,
+        counts_uses: bool = False,
+    ) -> None:
+        self._counts_uses = counts_uses
+        self._book = book
+        self._announcer = announcer
+        self._tombstones = tombstones
+        self._spaces: dict[NamespaceId, CoordinatorNamespace] = {}
+        self._owned: dict[Tenant, dict[NamespaceId, CoordinatorNamespace]] = {}
+
+    def __len__(self) -> int:
+        return len(self._spaces)
+
+    def __iter__(self) -> Iterator[CoordinatorNamespace]:
+        return iter(self._spaces.values())
+
+    @property
+    def blocks(self) -> int:
+        return sum(len(space.index) for space in self._spaces.values())
+
+    def attach(self, tenant: Tenant, spec: KVSpec) -> CoordinatorNamespace | None:
+        """The namespace of this spec; None where the tenant has too many, or all have."""
+        space_id = spec.namespace(tenant)
+        space = self._spaces.get(space_id)
+        if space is None:
+            owned = self._owned.setdefault(tenant, {})
+            full = len(owned) >= limits.NAMESPACES_PER_TENANT or len(self._spaces) >= limits.NAMESPACES
+            if full and not self._forget_bare(tenant):
+                return None
+            space = self._spaces[space_id] = CoordinatorNamespace(
+                space_id, tenant, spec, self._book, self._announcer, counts_uses=self._counts_uses
+            )
+            if self._announcer is not None:
+                self._announcer.opened(space_id, spec)
+            space.purged = self._tombstones.latest(tenant, spec)
+            owned[space_id] = space
+        return space
+
+    def find(self, space_id: NamespaceId, tenant: Tenant) -> CoordinatorNamespace | None:
+        space = self._spaces.get(space_id)
+        return space if space is not None and space.tenant == tenant else None
+
+    def known(self, space_id: NamespaceId) -> CoordinatorNamespace | None:
+        """For shards, which speak for every tenant."""
+        return self._spaces.get(space_id)
+
+    def record(self, space_id: NamespaceId, block: BlockHash) -> BlockRecord | None:
+        """What is known of a block, whosever it is."""
+        space = self._spaces.get(space_id)
+        return space.index.get(block) if space is not None else None
+
+    def bytes_on(
+        self, record: BlockRecord, slot: int | None = None, tier: Tier | None = None, *, raw: bool = False
+    ) -> int:
+        """Bytes of a block on one shard, or on all; in one tier, or in all. `raw`: what they would be raw."""
+        space = self._spaces[record.space]
+        return sum(
+            space.page_bytes(copy.group, copy.part, Codec.RAW if raw else copy.codec)
+            for copy in (record.copies.entries if slot is None else record.copies.of(slot))
+            if tier in (None, copy.tier)
+        )
+
+    def named(self, stone: Tombstone) -> list[CoordinatorNamespace]:
+        """The namespaces that a tombstone names."""
+        return [space for space in self._owned.get(stone.tenant, {}).values() if stone.names(space.tenant, space.spec)]
+
+    def apply_tombstone(self, stone: Tombstone) -> list[dict[BlockHash, BlockRecord]]:
+        """Forgets all that the tombstone names. Returns the blocks that were known, by namespace."""
+        buried: list[dict[BlockHash, BlockRecord]] = []
+        for space in self.named(stone):
+            buried.append(space.index.clear())
+            space.pinned.clear()
+            space.purged = max(space.purged, stone.number)
+        return buried
+
+    def siblings(self, space: CoordinatorNamespace) -> tuple[KVSpec, ...]:
+        """Specs of the tenant's other namespaces that hold anything, the most alike first."""
+        others = [s for s in self._owned[space.tenant].values() if s is not space and len(s.index)]
+        others.sort(key=lambda other: (len(differing_fields(space.spec, other.spec)), other.id))
+        return tuple(other.spec for other in others[: limits.EXPLAINED_NAMESPACES])
+
+    def listed(self, tenant: Tenant) -> tuple[tuple[KVSpec, int], ...]:
+        """The tenant's namespaces and how many blocks each holds, by model, the fullest first."""
+        own = [(space.spec, len(space.index)) for space in self._owned.get(tenant, {}).values()]
+        own.sort(key=lambda known: (known[0].model, -known[1]))
+        return tuple(own[: limits.LISTED_NAMESPACES])
+
+    def _forget_bare(self, tenant: Tenant) -> bool:
+        """Makes room by forgetting a namespace that holds nothing. Its workers attach again."""
+        bare = next((space for space in self._owned[tenant].values() if not len(space.index)), None)
+        if bare is None:
+            return False
+        del self._spaces[bare.id], self._owned[tenant][bare.id]
+        if self._announcer is not None:
+            self._announcer.closed(bare.id)
+        return True

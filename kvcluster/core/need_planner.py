@@ -1,0 +1,65 @@
+"""One need, asked of all the blocks of a call: what their copies can do for it, within the work of one step.
+
+A set of copies (replica_sets.py) is worked out once for each need, so blocks that lie alike cost nothing more. Blocks
+that all lie differently, in many pieces, could cost a step of the coordinator seconds. Therefore one call may spend
+limits.COVER_WORK, and one answer names limits.PAGES_PER_CALL sources; the blocks beyond are a miss that says so. What
+was worked out is kept, so that the next call gets further.
+"""
+
+from __future__ import annotations
+
+from kvcluster.core import limits
+from kvcluster.core.messages import Need
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.replica_sets import ReplicaSet, ReplicaTable, Served
+
+
+class NeedPlanner:
+    """One need, asked of the blocks of one call, each by its set of copies.
+
+    Blocks that lie alike cost nothing more. Where all of them together take more work, or name more sources, than one
+    step and one answer may, the rest of them is a miss that says so.
+    """
+
+    def __init__(self, book: ReplicaTable, need: Need, *, youngest: bool = False) -> None:
+        self._book = book
+        self._need = need
+        self._youngest = youngest
+        self._number = book.number(need, youngest)
+        self._work_until = book.work + limits.COVER_WORK
+        self._sources = 0
+        self._last: ReplicaSet | None = None
+        self._served = self._beyond = Served((None,) * len(need.parts), False, _BEYOND)
+
+    def serve(self, copies: ReplicaSet) -> Served:
+        """What these copies can do for the need."""
+        if copies is not self._last:
+            served = self._known(copies) or self._beyond
+            self._sources += sum(map(len, filter(None, served.plan)))
+            self._last = copies
+            self._served = served if self._sources <= limits.PAGES_PER_CALL else self._beyond
+        return self._served
+
+    def complete(self, copies: ReplicaSet) -> bool:
+        """Can they serve all of it? Names no source."""
+        if copies is not self._last:
+            self._last = copies
+            stored = all(
+                part is None or self._book.stored(copies, group, part, self._need.accept)
+                for group, part in enumerate(self._need.parts)
+            )
+            self._served = _STORED if stored else self._known(copies) or self._beyond
+        return self._served.complete
+
+    def _known(self, copies: ReplicaSet) -> Served | None:
+        """What they can do; None where that is not known and takes too much work by now."""
+        known = self._book.known(copies, self._number)
+        if known is None and self._book.work <= self._work_until:
+            known = self._book.work_out(copies, self._need, self._number, self._youngest)
+        return known
+
+
+_STORED = Served((), True, None)
+_BEYOND = Miss(
+    MissReason.PART, "the blocks of this call lie in too many pieces for one answer; ask again, or for fewer"
+)

@@ -1,0 +1,151 @@
+"""What a shard does because the coordinator says so: carry out orders, apply the tombstones of purges, drain.
+
+Each order of the stream (order_stream.py) is accepted once and handed to the executor of its kind: evictions are
+carried out here and at once, moves between tiers by tier_mover.py, pulls by puller.py. Tombstones and drains are no
+orders (docs/adr/0036). In one answer tombstones come first: what it orders was ordered after the purge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from itertools import islice
+from typing import Any
+
+from kvcluster.core import limits
+from kvcluster.core.ids import NamespaceId, Tenant
+from kvcluster.core.leases import LeaseBook
+from kvcluster.core.messages import (
+    Effect,
+    Erase,
+    EvictOrder,
+    MoveOrder,
+    Order,
+    PageKey,
+    PullOrder,
+    PurgedEvent,
+    ReportAck,
+    Revoke,
+    Tombstone,
+)
+from kvcluster.core.order_stream import OrderCursor
+from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.puller import Puller
+from kvcluster.core.report_sender import ReportSender
+from kvcluster.core.reserve_queue import ReserveQueue, lost
+from kvcluster.core.shard_namespaces import ShardNamespaces
+from kvcluster.core.tier_mover import TierMover
+from kvcluster.core.tombstones import Tombstones
+from kvcluster.core.withdrawal import Withdrawal
+
+
+class OrderExecutor:
+    """Hears what the coordinator answers. A further kind of order has its executor in `_executors`."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        leases: LeaseBook,
+        spaces: ShardNamespaces,
+        waiting: ReserveQueue,
+        uplink: ReportSender,
+        withdraw: Withdrawal,
+        cursor: OrderCursor,
+        mover: TierMover,
+        puller: Puller,
+        counters: dict[str, int],
+        tombstones: Tombstones,
+    ) -> None:
+        self._pool = pool
+        self._leases = leases
+        self._spaces = spaces
+        self._waiting = waiting
+        self._uplink = uplink
+        self._withdraw = withdraw
+        self._cursor = cursor
+        self._mover = mover
+        self._puller = puller
+        self._counters = counters
+        self._executors: dict[type[Order], Callable[[Any], None]] = {
+            EvictOrder: self._evict,
+            MoveOrder: mover.take,
+            PullOrder: puller.take,
+        }
+        self.tombstones = tombstones
+        self.draining = False
+
+    def reset(self) -> None:
+        """Another coordinator gives the orders from now on."""
+        self._cursor.reset()
+        self._mover.reset()
+        self._puller.reset()
+
+    def carry_out(self, ack: ReportAck, now: int) -> list[Effect]:
+        """What the coordinator's answer asks for, as far as it is not done."""
+        if ack.drain and not self.draining:
+            self.draining = True
+            self._uplink.say_soon()
+        effects: list[Effect] = []
+        stones = [stone for stone in ack.tombstones if stone.number > self.tombstones.highest]
+        if stones:
+            named = self._named(stones)
+            if not self._drop(named):  # the coordinator repeats itself until all is done
+                self._uplink.say_soon()
+                return []
+            effects += self._bury(stones, named)
+        for order in self._cursor.accept(ack.orders):
+            self._executors[type(order)](order)
+        return [*effects, *self._puller.begin(now)]
+
+    def _evict(self, order: EvictOrder) -> None:
+        for namespace, block in order.blocks:
+            space = self._spaces.known(namespace)
+            if space is None:
+                continue
+            for group, part in space.parts:  # the parts of a block go together
+                page = self._pool.on(order.tier, namespace, PageKey(block, group, part))
+                if page is not None and page.state is PageState.READY:
+                    self._withdraw(page)
+                    self._counters["evicted"] += 1
+        self._cursor.ended(order)
+
+    def _named(self, stones: Sequence[Tombstone]) -> dict[NamespaceId, None]:
+        """The namespaces that any of these tombstones names."""
+        of_tenant: dict[Tenant, list[Tombstone]] = {}
+        for stone in stones:
+            of_tenant.setdefault(stone.tenant, []).append(stone)
+        return {
+            space.id: None
+            for space in self._spaces
+            if any(stone.names(space.tenant, space.spec) for stone in of_tenant.get(space.tenant, ()))
+        }
+
+    def _drop(self, spaces: dict[NamespaceId, None]) -> bool:
+        """Condemns pages of these namespaces, as many as one step may. True where no READY one is left."""
+        pages: list[Page] = []
+        if any(self._pool.parts(space) for space in spaces):
+            found = (page for page in self._pool.ready() if page.space in spaces)
+            pages = list(islice(found, limits.BURIED_PAGES + 1))
+        for page in pages[: limits.BURIED_PAGES]:
+            self._pool.condemn(page)
+            self._counters["purged"] += 1
+        return len(pages) <= limits.BURIED_PAGES
+
+    def _bury(self, stones: Sequence[Tombstone], named: dict[NamespaceId, None]) -> list[Effect]:
+        """What these tombstones name is gone: what is being written of before goes too, and both sides remember it."""
+        effects = self._stop_writers(named)
+        for stone in stones:
+            self._puller.purge(stone)
+            self.tombstones.add(stone)
+            self._uplink.tell(PurgedEvent(stone.number))
+        if any(tier.spec.durable for tier in self._pool.tiers):
+            effects.append(Erase(tuple(stones), self.tombstones.all()))
+        return effects
+
+    def _stop_writers(self, spaces: Container[NamespaceId]) -> list[Effect]:
+        stopped = [
+            lease.attempt
+            for lease in self._leases.writers()
+            if any(page is not None and page.space in spaces for page in lease.pages)
+        ]
+        revoked = [Revoke(attempt) for attempt in self._leases.revoke(stopped)]
+        return [*revoked, *map(lost, self._waiting.withdraw_namespaces(spaces))]

@@ -1,0 +1,258 @@
+"""Who reads which pages: pins what is READY, and has what lies in a store brought into memory first.
+
+Readers are shown addressable tiers and nothing else. A page of any other (on disk) is read into a private copy in the
+staging tier, verified there, and then lent to the one reader that waits for it; it ends with his lease, and the page
+stays where it was. What is read again and again is brought up for good by heat (tiering.py). A page that is not what
+was committed any more is a miss like any other.
+
+Where the staging tier has no room for the copies, the shard says so with its next report, and the coordinator relieves
+it (docs/adr/0026). Readers wait for that in order of arrival, and not for long: then they get what fits.
+
+The reader's lease runs from when his copies have room, and holds the pages on disk until the copies take their place.
+It does not run out while they are read, however slow the drive: who waits for us cannot show that he lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcluster.core import limits
+from kvcluster.core.ids import CLUSTER, Attempt, CallId, NamespaceId
+from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
+from kvcluster.core.messages import Answer, Effect, PageSlot, Pin, PinGrant, Request, Stage, Staged
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.report_sender import ReportSender
+from kvcluster.core.shard_namespaces import ShardNamespace
+from kvcluster.core.tier_mover import page_move
+from kvcluster.core.tiers import STAGING
+from kvcluster.core.withdrawal import Withdrawal
+
+ROOM_NS = 500_000_000
+"""How long a reader waits for room: a report, its answer and a batch of moves, several times over."""
+
+
+@dataclass(slots=True)
+class _WaitingPin:
+    """A pin that waits for room, until when, and the bytes that it lacked when the pool had changed so many times."""
+
+    request: Request[Pin]
+    space: ShardNamespace
+    until: int
+    lacked: int
+    changes: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Staging:
+    """A pin whose pages are being read. `copies`: by the page's place in the pin."""
+
+    request: Request[Pin]
+    lease: Lease
+    told: list[PageSlot | Miss]
+    copies: dict[int, Page]
+
+
+class PinHandler:
+    """The pins of one shard."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        leases: LeaseBook,
+        own: OwnAttempts,
+        uplink: ReportSender,
+        withdraw: Withdrawal,
+        counters: dict[str, int],
+    ) -> None:
+        self._pool = pool
+        self._leases = leases
+        self._own = own
+        self._uplink = uplink
+        self._withdraw = withdraw
+        self._counters = counters
+        self._waiting: dict[CallId, _WaitingPin] = {}  # in order of arrival
+        self._staging: dict[Attempt, _Staging] = {}  # by the attempt that its copies are written under
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """Under which pages are being read."""
+        return list(self._staging)
+
+    @property
+    def next_deadline(self) -> int | None:
+        """When somebody has waited long enough for room."""
+        return next((waiting.until for waiting in self._waiting.values()), None)
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Of the staging tier: what all who wait want and did not find."""
+        return sum(waiting.lacked for waiting in self._waiting.values())
+
+    def waits(self, attempt: Attempt) -> bool:
+        return any(waiting.request.question.attempt == attempt for waiting in self._waiting.values())
+
+    def namespaces(self) -> list[NamespaceId]:
+        return [waiting.space.id for waiting in self._waiting.values()]
+
+    def pin(self, request: Request[Pin], space: ShardNamespace, now: int) -> list[Effect]:
+        """A lease over what of it is READY. The answer comes at once, or when all that lies on disk is there."""
+        found = self._find(request, space)
+        may_wait = len(self._waiting) < limits.PINS_FROM_DISK
+        copies, lacked = self._copies(found, whole=may_wait, behind_others=bool(self._waiting))
+        if lacked and may_wait:
+            self._waiting[request.call] = _WaitingPin(request, space, now + ROOM_NS, lacked)
+            self._uplink.say_soon()
+            return []
+        return self._grant(request, space, found, copies, now)
+
+    def serve(self, now: int, *, may_grant: bool) -> list[Effect]:
+        """Those who find room by now, in order of arrival, or have waited long enough."""
+        if self._waiting and not may_grant:
+            return self._dismiss([waiting.request for waiting in self._waiting.values()], _LOST)
+        effects: list[Effect] = []
+        while self._waiting:
+            waiting = next(iter(self._waiting.values()))
+            if now < waiting.until and waiting.changes == self._pool.changes:
+                break  # each step asks, and a pin has many pages
+            found = self._find(waiting.request, waiting.space)
+            copies, waiting.lacked = self._copies(found, whole=now < waiting.until)
+            if waiting.lacked and now < waiting.until:
+                waiting.changes = self._pool.changes
+                break
+            del self._waiting[waiting.request.call]
+            effects += self._grant(waiting.request, waiting.space, found, copies, now)
+        return effects
+
+    def withdraw(self, attempt: Attempt) -> list[Effect]:
+        """A reader who waited has gone."""
+        requests = [waiting.request for waiting in self._waiting.values()]
+        return self._dismiss([request for request in requests if request.question.attempt == attempt], _TOO_LATE)
+
+    def staged(self, m: Staged, *, may_grant: bool) -> list[Effect]:
+        """What was to be read is there, or is not."""
+        staging = self._staging.pop(m.attempt, None)
+        own = self._leases.end(m.attempt)
+        assert own is not None, "an end of what never began"
+        if staging is None:  # the shard is over, and has said so
+            for copy in own.pages:
+                assert copy is not None
+                self._pool.abort(copy)
+            return []
+        if not (may_grant and self._leases.holds(staging.lease)):
+            for copy in staging.copies.values():
+                self._pool.abort(copy)
+            return self._dismiss([staging.request], _TOO_LATE if may_grant else _LOST)
+        for at, (index, copy) in enumerate(staging.copies.items()):
+            sound = at not in m.corrupt
+            if not sound:
+                self._pool.abort(copy)
+            self._replace(staging, index, copy if sound else None)
+        return [Answer(staging.request.call, PinGrant(tuple(staging.told)))]
+
+    def renew(self, now: int) -> None:
+        """The leases of those that wait for the drive, and of what is read for them."""
+        for attempt, staging in self._staging.items():
+            self._leases.renew(attempt, now)
+            if self._leases.holds(staging.lease):
+                self._leases.renew(staging.lease.attempt, now)
+
+    def give_up(self) -> list[Effect]:
+        """Nothing is read from this shard any more. What is under way comes to its end, and nobody waits for it."""
+        pins = [waiting.request for waiting in self._waiting.values()]
+        pins += [staging.request for staging in self._staging.values()]
+        self._staging.clear()
+        return self._dismiss(pins, _LOST)
+
+    # ------------------------------------------------------------------------------------------- granting
+
+    def _find(self, request: Request[Pin], space: ShardNamespace) -> list[Page | Miss]:
+        m, encoded = request.question, request.tenant == CLUSTER
+        return [self._pool.find(space.id, key, m.accept, encoded=encoded) for key in m.keys]
+
+    def _copies(
+        self, found: Sequence[Page | Miss], *, whole: bool, behind_others: bool = False
+    ) -> tuple[dict[int, Page], int]:
+        """Reserves a private copy of each page that is not addressable. Returns the copies by index, and the bytes that
+        found no room. `whole`: all of them or none; but no reader waits for more than the staging tier has in all."""
+        stored = {at: page for at, page in enumerate(found) if isinstance(page, Page) and _is_stored(page)}
+        if not stored or len(self._staging) >= limits.PINS_FROM_DISK:
+            return {}, 0
+        room = self._pool.memory[STAGING]
+        nbytes = sum(room.size_class(page.nbytes) for page in stored.values())
+        whole = whole and nbytes <= room.capacity_bytes
+        if behind_others or (whole and nbytes > room.free_bytes):
+            return {}, nbytes
+        copies: dict[int, Page] = {}
+        lacked = 0
+        for at, page in stored.items():
+            copy = self._pool.private(page)
+            if copy is not None:
+                copies[at] = copy
+            else:
+                lacked += room.size_class(page.nbytes)
+        if lacked and whole:
+            for copy in copies.values():
+                self._pool.abort(copy)
+            return {}, lacked
+        return copies, 0 if copies else lacked
+
+    def _grant(
+        self,
+        request: Request[Pin],
+        space: ShardNamespace,
+        found: Sequence[Page | Miss],
+        copies: dict[int, Page],
+        now: int,
+    ) -> list[Effect]:
+        pages: list[Page | None] = []
+        told: list[PageSlot | Miss] = []
+        for at, page in enumerate(found):
+            if isinstance(page, Page) and _is_stored(page) and at not in copies:
+                page = _NO_ROOM
+            if isinstance(page, Page):
+                self._pool.pin(page)
+            pages.append(page if isinstance(page, Page) else None)
+            told.append(page.slot() if isinstance(page, Page) else page)
+        lease = self._leases.grant(request.question.attempt, LeaseKind.READ, pages, now)
+        if not copies:
+            return [Answer(request.call, PinGrant(tuple(told)))]
+        attempt = self._own.next()
+        self._leases.grant(attempt, LeaseKind.WRITE, list(copies.values()), now)
+        self._staging[attempt] = _Staging(request, lease, told, copies)
+        return [_stage(attempt, space, lease, copies)]
+
+    def _replace(self, staging: _Staging, index: int, copy: Page | None) -> None:
+        """Puts the copy in the place of its page, or nothing where that is not what it was."""
+        page, staging.lease.pages[index] = staging.lease.pages[index], copy
+        assert page is not None
+        if copy is not None:
+            self._pool.lend(copy, page.sums)
+            staging.told[index] = copy.slot()
+            self._counters["staged"] += 1
+        else:
+            staging.told[index] = Miss(MissReason.CORRUPT, "on disk")
+            if page.state is PageState.READY:
+                self._counters["corrupt"] += 1
+                self._withdraw(page, corrupt=True)
+        self._pool.unpin(page)
+
+    def _dismiss(self, pins: list[Request[Pin]], why: Miss) -> list[Effect]:
+        for pin in pins:
+            self._waiting.pop(pin.call, None)
+        return [Answer(pin.call, PinGrant((why,) * len(pin.question.keys))) for pin in pins]
+
+
+def _stage(attempt: Attempt, space: ShardNamespace, lease: Lease, copies: dict[int, Page]) -> Stage:
+    pairs = ((lease.pages[index], copy) for index, copy in copies.items())
+    return Stage(attempt, tuple(page_move(space, page, copy) for page, copy in pairs if page is not None))
+
+
+def _is_stored(page: Page) -> bool:
+    return not page.tier.spec.addressable
+
+
+_NO_ROOM = Miss(MissReason.FULL, "the host tier has no room to read it from disk at present; raise host_bytes")
+_LOST = Miss(MissReason.SHARD_LOST, "the shard has no coordinator, or is leaving")
+_TOO_LATE = Miss(MissReason.DEADLINE, "it was not read from disk in time")

@@ -1,0 +1,222 @@
+"""What workers are promised: how far a chain can be loaded and from where, and who may write what, and where to.
+
+Every grant is a hint with a ticket: shards grant the pins and settle who writes. A prepare names its attempt, so
+that one whose answer was lost is asked again and gets the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from kvcluster.config import CoordinatorConfig
+from kvcluster.core.coordinator_state import BAD_PART, MS, CoordinatorState
+from kvcluster.core.ids import Attempt, BlockHash
+from kvcluster.core.members import Member
+from kvcluster.core.messages import (
+    Answer,
+    Decision,
+    Done,
+    Effect,
+    EndTicket,
+    LoadGrant,
+    Need,
+    PrepareLoad,
+    PrepareStore,
+    Refused,
+    RefusedKind,
+    RenewTicket,
+    Request,
+    StoreGrant,
+    StoreRun,
+)
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.namespaces import CoordinatorNamespace
+from kvcluster.core.need_planner import NeedPlanner
+from kvcluster.core.placement import run_start
+from kvcluster.core.replicator import Replicator
+from kvcluster.core.tickets import IssuedTicket, Writing
+from kvcluster.core.tiering import Tiering
+
+
+class PrepareHandler:
+    """Answers prepares, and keeps their tickets."""
+
+    def __init__(
+        self, state: CoordinatorState, config: CoordinatorConfig, replicator: Replicator, tiering: Tiering
+    ) -> None:
+        self._state = state
+        self._tiering = tiering
+        self._replicator = replicator
+        self._hold = config.hold_ms * MS
+        self._refresh = config.refresh_ms * MS
+        self._run_blocks = config.run_blocks
+
+    def prepare_load(self, request: Request[PrepareLoad], space: CoordinatorNamespace, now: int) -> list[Effect]:
+        state, m = self._state, request.question
+        if not space.fits(m.need):
+            return [Answer(request.call, BAD_PART)]
+        if state.off:
+            return [Answer(request.call, LoadGrant(0, (), 0, OFF))]
+        again = self._answered_before(m.attempt, space, LoadGrant)
+        if again is not None:
+            return [Answer(request.call, again)]
+        found = space.index.find(m.hashes, m.need, youngest=m.attempt.holder[-1] % 2 == 1)
+        state.counters["loads"] += 1
+        state.counters["asked_blocks"] += len(m.hashes)
+        state.counters["hit_blocks"] += found.blocks
+        miss = None
+        if found.blocks < len(m.hashes):
+            miss = found.miss or self.why_absent(space, m.hashes[found.blocks], now)
+        hashes = m.hashes[: found.blocks]
+        if m.hold:
+            space.index.touch(hashes, now, now + self._hold)
+            self._replicator.loaded(space, hashes, now)
+            self._tiering.loaded(space, hashes, now)
+        if not (m.hold and hashes and self._hold) or state.tickets.full(m.attempt.holder):
+            return [Answer(request.call, LoadGrant(found.blocks, found.runs, 0, miss))]
+        grant = LoadGrant(found.blocks, found.runs, self._hold, miss)
+        expires_at = now + state.tickets.ttl_ns
+        state.tickets.add(IssuedTicket(m.attempt, space.id, grant, expires_at, hashes, known=self._known(space)))
+        return [Answer(request.call, grant)]
+
+    def prepare_store(self, request: Request[PrepareStore], space: CoordinatorNamespace, now: int) -> list[Effect]:
+        state, m = self._state, request.question
+        if not m.parts or not all(space.has(group, part) for group, part in m.parts):
+            return [Answer(request.call, BAD_PART)]
+        again = self._answered_before(m.attempt, space, StoreGrant)
+        if again is not None and not state.off:
+            return [Answer(request.call, again)]
+        state.counters["stores"] += 1
+        refused = self._why_no_store(m)
+        if refused is not None:
+            state.counters["refused_blocks"] += len(m.hashes)
+            return [Answer(request.call, StoreGrant((StoreRun(len(m.hashes), Decision.REFUSED, miss=refused),)))]
+        space.index.touch_ancestors(m.parent, now, now - self._refresh)
+        if state.announcer is not None and len(m.tokens) == len(m.hashes) * space.spec.block_tokens:
+            state.announcer.remember(m.hashes, m.tokens, space.spec.block_tokens)
+        # Each page by itself: a worker may write several parts of one group, and all of them have to be there.
+        askings = [NeedPlanner(state.book, Need((None,) * group + (part,), m.loss)) for group, part in m.parts]
+        place = cache(lambda run: state.members.place(run, m.host, space.purged) or self._why_nowhere(space))
+        runs: list[StoreRun] = []
+        writes: list[Writing] = []
+        for at in range(len(m.hashes)):
+            run = self._decide(space, m, askings, at, place, writes)
+            if runs and (runs[-1].decision, runs[-1].shard, runs[-1].miss) == (run.decision, run.shard, run.miss):
+                runs[-1] = StoreRun(runs[-1].count + 1, run.decision, run.shard, run.miss)
+            else:
+                runs.append(run)
+            state.counters[_COUNTED[run.decision]] += 1
+        grant = StoreGrant(tuple(runs))
+        if writes:
+            expires_at = now + state.tickets.ttl_ns
+            state.tickets.add(
+                IssuedTicket(m.attempt, space.id, grant, expires_at, writes=tuple(writes), known=self._known(space))
+            )
+        return [Answer(request.call, grant)]
+
+    def renew(self, request: Request[RenewTicket], now: int) -> list[Effect]:
+        ticket = self._state.tickets.renew(request.question.attempt, now)
+        space = self._state.directory.known(ticket.space) if ticket is not None else None
+        if ticket is not None and space is not None:
+            space.index.renew(ticket.hashes, now, now + self._hold)
+        return [Answer(request.call, Done(ticket is not None))]
+
+    def end(self, request: Request[EndTicket], now: int) -> list[Effect]:
+        ticket = self._state.tickets.end(request.question.attempt)
+        if ticket is None:
+            self._state.counters["late"] += 1
+        else:
+            self._release(ticket)
+        return [Answer(request.call, Done(ticket is not None))]
+
+    def end_expired(self, now: int) -> None:
+        for ticket in self._state.tickets.end_expired(now):
+            self._release(ticket)
+
+    def why_absent(self, space: CoordinatorNamespace, block: BlockHash, now: int) -> Miss:
+        """Why there is no record of this block."""
+        if self._state.rebuilding:
+            return Miss(MissReason.REBUILDING)
+        if self._state.tickets.writing(space.id, block):
+            return Miss(MissReason.PENDING)
+        return self._state.evicted.why(block, now) or Miss(MissReason.NEVER_SEEN)
+
+    def _release(self, ticket: IssuedTicket) -> None:
+        space = self._state.directory.known(ticket.space)
+        if space is not None:
+            space.index.release(ticket.hashes, ticket.expires_at - self._state.tickets.ttl_ns + self._hold)
+
+    def _decide(
+        self,
+        space: CoordinatorNamespace,
+        m: PrepareStore,
+        askings: Sequence[NeedPlanner],
+        at: int,
+        place: Callable[[BlockHash], Member | Miss],
+        writes: list[Writing],
+    ) -> StoreRun:
+        """What becomes of one block of a store. What it may write is added to `writes`."""
+        block = m.hashes[at]
+        record = space.index.get(block)
+        if record is not None and all(asking.complete(record.copies) for asking in askings):
+            return StoreRun(1, Decision.COMMITTED)
+        pages: list[Writing] = [(space.id, block, group, part) for group, part in m.parts]
+        if all(self._state.tickets.writer(page) is not None for page in pages):
+            return StoreRun(1, Decision.PENDING, miss=Miss(MissReason.PENDING))
+        start = run_start(m.first + at, self._run_blocks) - m.first
+        member = place(m.run if start <= 0 else m.hashes[start])
+        if isinstance(member, Miss):
+            return StoreRun(1, Decision.REFUSED, miss=member)
+        writes += pages
+        return StoreRun(1, Decision.WRITE, member.address)
+
+    def _why_nowhere(self, space: CoordinatorNamespace) -> Miss:
+        """Why nothing can be placed."""
+        late = any(member.takes and member.purged < space.purged for member in self._state.members.all())
+        return _PURGING if late else _NO_ROOM
+
+    def _answered_before(
+        self, attempt: Attempt, space: CoordinatorNamespace, kind: type[LoadGrant | StoreGrant]
+    ) -> LoadGrant | StoreGrant | Refused | None:
+        """What this attempt got when it asked first: the reply was lost on its way.
+
+        Unless a shard has gone since, or the namespace was purged: then it is asked as if for the first time, since
+        no answer may name what is lost or unwanted.
+        """
+        ticket = self._state.tickets.get(attempt)
+        if ticket is None:
+            return None
+        if ticket.space != space.id or not isinstance(ticket.answer, kind):
+            return _OTHER_ATTEMPT
+        if ticket.known == self._known(space):
+            return ticket.answer
+        self._state.tickets.end(attempt)
+        self._release(ticket)
+        return None
+
+    def _known(self, space: CoordinatorNamespace) -> tuple[int, int]:
+        return self._state.book.version, space.purged
+
+    def _why_no_store(self, m: PrepareStore) -> Miss | None:
+        if self._state.off:
+            return OFF
+        if self._state.rebuilding:
+            return Miss(MissReason.REBUILDING)
+        if not any(member.cursor.current for member in self._state.members.all()):
+            return Miss(MissReason.SHARD_LOST, "no shard is up")
+        if self._state.tickets.full(m.attempt.holder):
+            return Miss(MissReason.FULL, "as many tickets are held as may be; end some")
+        return None
+
+
+OFF = Miss(MissReason.OFF, "an operator has turned the cache off; `kvcluster on` turns it on again")
+_NO_ROOM = Miss(MissReason.FULL, "no shard has room to make")
+_PURGING = Miss(MissReason.REBUILDING, "the shards carry out a purge at this moment")
+_OTHER_ATTEMPT = Refused(RefusedKind.BAD, "this attempt prepared something else; count on for each prepare")
+_COUNTED = {
+    Decision.WRITE: "write_blocks",
+    Decision.COMMITTED: "duplicate_blocks",
+    Decision.PENDING: "pending_blocks",
+    Decision.REFUSED: "refused_blocks",
+}

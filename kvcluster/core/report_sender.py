@@ -1,0 +1,142 @@
+"""A shard's conversation with the coordinator: reports out, acknowledgements in, and the term of its membership.
+
+One message is under way at a time. It goes out when there is news, when something was done that was ordered, or
+when a heartbeat is due; where the last one failed, the next waits, however urgent. The membership term is counted
+from before a message was sent whose answer came, less a margin for clocks that drift: the coordinator counts from
+after it heard, so the shard's own term always ends first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvcluster.config import ShardConfig
+from kvcluster.core import limits
+from kvcluster.core.ids import CallId, Epoch
+from kvcluster.core.messages import (
+    Answer,
+    Done,
+    Effect,
+    Flush,
+    Inventory,
+    Report,
+    ReportAck,
+    Request,
+    StreamEvent,
+)
+from kvcluster.core.report_stream import Everything, ReportStream, StreamPiece
+
+MS = 1_000_000
+
+
+class ReportSender:
+    """The sending end. `everything` lists all READY pages at the moment of the call."""
+
+    def __init__(self, config: ShardConfig, *, membership_ttl_ms: int, everything: Callable[[], Everything]) -> None:
+        self._interval = config.report_interval_ms * MS
+        self._retry = config.report_retry_ms * MS
+        self._term = membership_ttl_ms * MS - membership_ttl_ms * MS // 50  # a clock that drifts by 2 % is broken
+        self._stream = ReportStream(everything)
+        self._in_flight: tuple[StreamPiece, int] | None = None  # (content, sent at)
+        self._flushes: dict[CallId, tuple[int, int]] = {}  # (stream number to be acknowledged, when to give up)
+        self._next_report = 0
+        self._holdoff = False  # the last report failed: the next waits, however urgent
+        self._member_until = 0
+        self._unsaid = False  # something ordered was done, or room is wanted, and no report has told it yet
+        self.coordinator = Epoch(0)
+
+    def member(self, now: int) -> bool:
+        """Is a coordinator known to know this shard?"""
+        return now < self._member_until
+
+    @property
+    def next_deadline(self) -> int | None:
+        due = [until for _, until in self._flushes.values()]
+        if self._in_flight is None:
+            due.append(self._next_report)
+        return min(due, default=None)
+
+    def tell(self, event: StreamEvent) -> None:
+        """One more event for the stream."""
+        self._stream.append(event)
+
+    def say_soon(self) -> None:
+        """Something other than the stream has changed that the coordinator waits for."""
+        self._unsaid = True
+
+    def due(self, now: int) -> bool:
+        """Is a message to go out now?"""
+        if self._in_flight is not None:
+            return False
+        urgent = (self._stream.has_news or self._unsaid) and not self._holdoff
+        return urgent or now >= self._next_report
+
+    def compose(self, build: Callable[[StreamPiece], Report | Inventory], now: int) -> Report | Inventory:
+        """The next message; `build` adds to its piece of the stream what else the shard has to say."""
+        piece = self._stream.next_piece()
+        self._in_flight = (piece, now)
+        if not piece.inventory:
+            self._unsaid = False
+        return build(piece)
+
+    def answered(self, ack: ReportAck, now: int) -> bool:
+        """Takes note of an answer. True where it is the present coordinator's, whose orders count."""
+        assert self._in_flight is not None, "an answer without its report"
+        piece, sent_at = self._in_flight
+        self._in_flight = None
+        if ack.leave is not None:
+            return True
+        if ack.epoch < self.coordinator:  # an older coordinator that does not know yet that it is over
+            self._wait(now)
+            return False
+        if ack.epoch > self.coordinator:
+            self.coordinator = ack.epoch
+            self._stream.reset()
+            # What was flushed before is in the inventory that now begins.
+            self._flushes = {call: (0, until) for call, (_, until) in self._flushes.items()}
+            self._next_report = now
+            self._holdoff = False
+            return False
+        self._member_until = sent_at + self._term
+        # From when it was asked, as the term is: after an answer that came late the next must not.
+        self._next_report = max(now, sent_at + self._interval)
+        self._holdoff = False
+        if ack.inventory:
+            self._stream.owe_inventory()
+            if piece.inventory:  # it refuses what it asked for: no haste
+                self._wait(now)
+        else:
+            self._stream.answered(piece, ack.acked)
+        return True
+
+    def failed(self, now: int) -> None:
+        """The message did not arrive, or its answer did not."""
+        self._in_flight = None
+        self._wait(now)
+
+    def flush(self, request: Request[Flush], now: int) -> list[Effect]:
+        wait_ns = request.question.wait_ns
+        full = len(self._flushes) >= limits.FLUSHES
+        if self._stream.acked >= self._stream.last or wait_ns <= 0 or full:
+            return [Answer(request.call, Done(self._stream.acked >= self._stream.last))]
+        self._flushes[request.call] = (self._stream.last, now + wait_ns)
+        return []
+
+    def answer_flushes(self, now: int) -> list[Effect]:
+        done: list[Effect] = []
+        for call, (number, until) in list(self._flushes.items()):
+            if self._stream.acked >= number or now >= until:
+                del self._flushes[call]
+                done.append(Answer(call, Done(self._stream.acked >= number)))
+        return done
+
+    def end(self) -> list[Effect]:
+        """Nothing is told any more: whoever waits for that learns so."""
+        self._member_until = 0
+        left: list[Effect] = [Answer(call, Done(False)) for call in self._flushes]
+        self._flushes.clear()
+        return left
+
+    def _wait(self, now: int) -> None:
+        self._next_report = now + self._retry
+        self._holdoff = True

@@ -1,0 +1,165 @@
+"""The namespaces that a shard knows: whose each is, what KV looks like in it, and which parts it has held.
+
+A namespace is found only together with its tenant; a shard of the same cluster, which asks for all of them
+(ids.CLUSTER), finds each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from kvcluster.core import codecs, limits
+from kvcluster.core.codecs import Codec
+from kvcluster.core.disk_recovery import RecoveredPages
+from kvcluster.core.ids import CLUSTER, NamespaceId, Tenant
+from kvcluster.core.messages import NewPage, Refused, RefusedKind, Tier, Written
+from kvcluster.core.pool import Page, PagePool
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.tiers import FASTEST, Takes
+from kvcluster.core.withdrawal import Withdraw
+
+
+class ShardNamespace:
+    """One namespace. `parts`: the (group, part) pairs that were ever reserved here, and the bytes of a raw page of
+    each."""
+
+    __slots__ = ("_coded", "id", "parts", "spec", "tenant")
+
+    def __init__(self, space: NamespaceId, tenant: Tenant, spec: KVSpec) -> None:
+        self.id = space
+        self.tenant = tenant
+        self.spec = spec
+        self.parts: dict[tuple[int, Part], int] = {}
+        self._coded: dict[tuple[int, Part, Codec], int] = {}
+
+    def offer(
+        self,
+        pool: PagePool,
+        new: NewPage,
+        withdraw: Withdraw,
+        codec: Codec = Codec.RAW,
+        tier: Tier = FASTEST,
+    ) -> Page | Written:
+        """A page of this namespace to write, or what became of the wish for one: somebody has it or writes it, or there
+        is no room. One that has lost more gives way."""
+        assert codec is Codec.RAW or tier.spec.takes is not Takes.RAW, "an encoded page where raw ones lie"
+        group, part = new.key.group, new.key.part
+        taken = pool.taken(self.id, new, tier)
+        if taken is not None:
+            return taken
+        nbytes = self.page_bytes(group, part, codec)
+        if tier not in pool.memory or not self.takes(group, part):
+            return Written.FULL
+        worse = pool.on(tier, self.id, new.key)
+        if worse is not None:
+            if not pool.memory[tier].room(nbytes):
+                return Written.FULL
+            withdraw(worse)
+        page = pool.reserve(
+            *(self.id, new.key, nbytes),
+            parent=new.parent,
+            depth=new.depth,
+            loss=max(new.loss, codec.loss),
+            tier=tier,
+            codec=codec,
+        )
+        if page is None:
+            return Written.FULL
+        self.hold(group, part)
+        return page
+
+    def takes(self, group: int, part: Part) -> bool:
+        """May pages of this part be here? What is done to a block is done to each part that its namespace has had."""
+        return (group, part) in self.parts or len(self.parts) < limits.PARTS_PER_BLOCK
+
+    def refusal(self, pool: PagePool, parts: Iterable[tuple[int, Part]]) -> Refused | None:
+        """Why pages of these (group, part) pairs can never be written to this pool; None where they can."""
+        for group, part in parts:
+            if group >= len(self.spec.groups) or self.spec.whole(group).intersect(part) != part:
+                return Refused(RefusedKind.BAD, f"group {group} of this spec has no part ({part})")
+            if not self.takes(group, part):
+                return Refused(
+                    RefusedKind.LIMIT, f"{limits.PARTS_PER_BLOCK} other parts of this namespace are held here"
+                )
+            nbytes = self.spec.page_bytes(group, part)
+            if not pool.allocator.fits_ever(nbytes):
+                return Refused(
+                    RefusedKind.BAD,
+                    f"a page of {nbytes} bytes never fits this shard's {pool.allocator.capacity_bytes}; "
+                    "raise device_bytes or lower block_tokens",
+                )
+        return None
+
+    def forget_unused(self, pool: PagePool) -> None:
+        """Where there are as many parts as may be, those of which there is no page any more make room for others."""
+        if len(self.parts) >= limits.PARTS_PER_BLOCK:
+            held = pool.parts(self.id)
+            self.parts = {name: nbytes for name, nbytes in self.parts.items() if name in held}
+
+    def hold(self, group: int, part: Part) -> None:
+        """Pages of this part are here, or have been."""
+        self.parts.setdefault((group, part), self.page_bytes(group, part))
+
+    def page_bytes(self, group: int, part: Part, codec: Codec = Codec.RAW) -> int:
+        """Of a page in that codec. Asked for with every page that is to be written."""
+        if codec is Codec.RAW:
+            return self.parts.get((group, part)) or self.spec.page_bytes(group, part)
+        nbytes = self._coded.get((group, part, codec))
+        if nbytes is None:
+            nbytes = self._coded[group, part, codec] = codecs.page_bytes(codec, self.spec, group, part)
+        return nbytes
+
+    def fitting(self, group: int, part: Part, codec: Codec) -> Codec:
+        """That codec, where it makes pages of this part any smaller."""
+        return codec if self.page_bytes(group, part, codec) < self.page_bytes(group, part) else Codec.RAW
+
+
+class ShardNamespaces:
+    """Namespaces by id. What `is_used` is never forgotten."""
+
+    def __init__(self, is_used: Callable[[NamespaceId], bool]) -> None:
+        self._is_used = is_used
+        self._spaces: dict[NamespaceId, ShardNamespace] = {}
+        self._owned: dict[Tenant, dict[NamespaceId, None]] = {}
+
+    def __iter__(self) -> Iterator[ShardNamespace]:
+        return iter(self._spaces.values())
+
+    def attach(self, tenant: Tenant, spec: KVSpec) -> ShardNamespace | None:
+        """The namespace of this spec; None where the tenant has as many as it may."""
+        space_id = spec.namespace(tenant)
+        space = self._spaces.get(space_id)
+        if space is None:
+            owned = self._owned.setdefault(tenant, {})
+            if len(owned) >= limits.NAMESPACES_PER_TENANT and not self._forget_bare(tenant):
+                return None
+            space = self._spaces[space_id] = ShardNamespace(space_id, tenant, spec)
+            owned[space_id] = None
+        return space
+
+    def adopt(self, tier: Tier, found: RecoveredPages, pool: PagePool) -> None:
+        """Puts the pages that were found in that tier's store into the pool again, but for namespaces beyond what their
+        tenant may have."""
+        pages = found.by_namespace()
+        for tenant, spec in found.specs:
+            space = self.attach(tenant, spec)
+            if space is None:
+                continue
+            for page in pages.get(space.id, ()):
+                if pool.adopt(tier, page):
+                    space.hold(page.key.group, page.key.part)
+
+    def find(self, space_id: NamespaceId, tenant: Tenant) -> ShardNamespace | None:
+        space = self._spaces.get(space_id)
+        return space if space is not None and tenant in (space.tenant, CLUSTER) else None
+
+    def known(self, space_id: NamespaceId) -> ShardNamespace | None:
+        """For the shard's own work, whoever's namespace it is."""
+        return self._spaces.get(space_id)
+
+    def _forget_bare(self, tenant: Tenant) -> bool:
+        """Makes room by forgetting a namespace of which nothing is here. Its workers attach again."""
+        bare = next((space for space in self._owned[tenant] if not self._is_used(space)), None)
+        if bare is not None:
+            del self._spaces[bare], self._owned[tenant][bare]
+        return bare is not None

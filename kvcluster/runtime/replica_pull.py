@@ -1,0 +1,158 @@
+"""Fetching pages from another shard: how replicas are made, and how a draining shard is emptied.
+
+Where from and which pages, the coordinator has said; the core has reserved them under a write lease of its own. The
+bytes go straight into the arena, where nobody else looks before they are committed, and each layer is verified there
+against the identity of the page that was reserved: nothing that the source says of itself enters it. What is whole
+and verified is committed, whatever became of the rest; a page that came wrong is reported to its source, which reads
+it again.
+
+A fetch takes no longer than FETCH_S, and no frame of it longer than the lease runs. When the lease is revoked it is
+broken off, and only when nothing is written any more are the pages given back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, suppress
+from types import TracebackType
+
+from kvcluster.core import limits
+from kvcluster.core.ids import CLUSTER
+from kvcluster.core.messages import (
+    Abort,
+    Commit,
+    Done,
+    Fetch,
+    PageWant,
+    ReadRequest,
+    Renew,
+    Reply,
+    Request,
+    ShardAddress,
+)
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.errors import KVClusterError
+from kvcluster.transport.auto import own_attempts
+from kvcluster.transport.base import Deadline, PageHost, PathLost, Payload, RefusedByShard, Transport, Unavailable
+from kvcluster.transport.page_writer import PageWriter
+
+log = logging.getLogger(__name__)
+
+FETCH_S = 60.0
+"""For one order: limits.PULL_BYTES over a network of about a MiB a second. The coordinator had better ask another."""
+
+_PROMPT_S = 5.0
+"""Questions that the core answers at once; the wait only bounds a process that hangs."""
+
+OpenSource = Callable[[ShardAddress], Transport]
+"""Opens a way to another shard that may read for every tenant (ids.CLUSTER)."""
+
+
+class ReplicaPuller:
+    """Fetches for one shard, one order after the other."""
+
+    def __init__(self, host: PageHost, open_source: OpenSource) -> None:
+        self._host = host
+        self._open = open_source
+        # At the source it is a reader like any other, under a name that nobody can guess and take before.
+        self._next_attempt = own_attempts()
+        self._closing = False
+        self._current: _Breaker | None = None
+
+    def fetch(self, order: Fetch) -> None:
+        """Carries out one order, and ends its lease."""
+        arrivals = PageWriter(order.namespace, dict(enumerate(order.slots)), self._host.view)
+        try:
+            self._bring(order, arrivals)
+        except (Unavailable, RefusedByShard, KVClusterError) as error:
+            # What has come until then is as good as if all had come.
+            log.info("a fetch from %s broke off: %s", order.source.shard, error)
+        verified = arrivals.verified()
+
+        commit = Commit(order.attempt, tuple(verified), tuple(verified.values()))
+        with suppress(Unavailable):  # this shard is ending
+            self._ask(commit if verified else Abort(order.attempt))
+
+    def close(self) -> None:
+        """Breaks off what is under way, and lets nothing begin. Any thread may call."""
+        self._closing = True
+        if self._current is not None:
+            self._current.break_off()
+
+    def _bring(self, order: Fetch, arrivals: PageWriter) -> None:
+        deadline = Deadline.after_ms(FETCH_S * 1e3)
+        with closing(self._open(order.source)) as source, _Breaker(source.close) as breaker:
+            self._current = breaker
+            with self._host.on_revoke(order.attempt, breaker.break_off):
+                self._renew(order, breaker)  # it has waited for its turn, perhaps for too long
+                while self._path_lost(order, arrivals, source, breaker, deadline):
+                    """There is another path to the same shard."""
+                wrong = arrivals.wrong()[: limits.SUSPECTS_PER_CALL]
+                if wrong:
+                    prompt = Deadline.after_ms(_PROMPT_S * 1e3)
+                    source.suspect(order.namespace, order.source.epoch, wrong, prompt)
+
+    def _path_lost(
+        self, order: Fetch, arrivals: PageWriter, source: Transport, breaker: _Breaker, deadline: Deadline
+    ) -> bool:
+        """Reads what has not come. True where the path broke meanwhile."""
+        left = arrivals.unfinished()
+        keys = {item: order.slots[item].key for item in left}
+        wants = tuple(PageWant(keys[item], layer, keys[item].part.layers) for item, layer in left.items())
+        accept = max(slot.loss for slot in order.slots)
+        request = ReadRequest(order.namespace, self._next_attempt(), order.source.epoch, wants, accept)
+        try:
+            with closing(source.read(request, _Renumbered(arrivals, list(left)), deadline)) as frames:
+                for _ in frames:
+                    self._renew(order, breaker)
+        except PathLost:
+            return True
+        return False
+
+    def _renew(self, order: Fetch, breaker: _Breaker) -> None:
+        """Each frame shows that this is under way. Raises Unavailable where it is to end."""
+        renewed = self._ask(Renew(order.attempt)) == Done(True)
+        if self._closing or breaker.broken or not renewed:
+            raise Unavailable(Miss(MissReason.DEADLINE, "the lease has ended"))
+
+    def _ask(self, question: Commit | Abort | Renew) -> Reply:
+        return self._host.ask(lambda call: Request(call, CLUSTER, None, question), _PROMPT_S)
+
+
+class _Renumbered:
+    """A PageSink for some of the items of another."""
+
+    def __init__(self, arrivals: PageWriter, items: Sequence[int]) -> None:
+        self._arrivals = arrivals
+        self._items = items
+
+    def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
+        self._arrivals.receive(self._items[item], layer, codec, sums, data)
+
+
+class _Breaker(AbstractContextManager["_Breaker"]):
+    """Breaks an exchange off from outside, by a thread of its own: whoever revokes a lease does so under the driver's
+    lock, and to close a connection can take until its reader, which may be waiting for that lock, has noticed."""
+
+    def __init__(self, close: Callable[[], object]) -> None:
+        self._thread = threading.Thread(target=close, name="kvcluster-breaker", daemon=True)
+        self._lock = threading.Lock()
+        self._ended = False
+        self.broken = False
+
+    def break_off(self) -> None:
+        """Does nothing the second time, or once the exchange has ended."""
+        with self._lock:
+            if not self.broken and not self._ended:
+                self.broken = True
+                self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._ended = True
+        if self.broken:
+            self._thread.join()

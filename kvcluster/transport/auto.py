@@ -1,0 +1,182 @@
+"""Choice: a worker's way to one shard incarnation, by the fastest data path that both ends have.
+
+Control goes over gRPC; pages go over the first of shm, tcp, grpc that serves (path_selector.py). Where that one fails
+in the middle of an exchange, PathLost says that there is another: who asked asks for the rest again
+(client/load_plan.py, client/store_plan.py), which goes over the next. A shard that is really gone fails over gRPC as
+well, and that is the Trouble that is raised. Two things end a call over any path: that its bytes are not wanted any
+more, and being too slow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pkgutil import resolve_name
+
+from kvcluster.config import TRANSPORTS
+from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, NamespaceId
+from kvcluster.core.messages import AttachedShard, Offer, PageKey, ReadRequest, ShardAddress, WriteRequest, Written
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.spec import KVSpec
+from kvcluster.errors import CredentialError, ProtocolError
+from kvcluster.transport.base import (
+    Cancelled,
+    DataPath,
+    Deadline,
+    PageSink,
+    PageSource,
+    PathLost,
+    Unavailable,
+)
+from kvcluster.transport.grpc_pages import GrpcPages
+from kvcluster.transport.path_selector import ControlPath, Opener, PathSelector, said
+from kvcluster.transport.shm_views import BorrowedPages, Lends, NotLent
+from kvcluster.transports import BESIDE_GRPC, TransportSpec
+
+
+def _opener(spec: TransportSpec) -> Opener:
+    def opened(offer: Offer, token: str | None) -> DataPath:
+        open_path: Opener = resolve_name(f"{spec.module}:open_path")
+        return open_path(offer, token)
+
+    return opened
+
+
+FAILURES = (Unavailable, ProtocolError, CredentialError)
+"""What a path fails by. What a shard refuses, and what is wrong with a request, are the same over every path."""
+
+OPENERS: Mapping[str, Opener] = {spec.name: _opener(spec) for spec in BESIDE_GRPC}
+"""The data paths that there are beside gRPC. Their code is loaded when one is opened."""
+
+
+class AutoTransport:
+    """A Transport (transport/base.py). `name` and `streams` are those of the path in use."""
+
+    def __init__(
+        self,
+        shard: ShardAddress,
+        control: ControlPath,
+        openers: Mapping[str, Opener],
+        *,
+        token: str | None,
+        next_attempt: Callable[[], Attempt],
+        takes: Sequence[str] = TRANSPORTS,
+        here: str | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._control = control
+        self._paths = PathSelector(
+            shard,
+            control,
+            openers,
+            token=token,
+            takes=takes,
+            here=socket.gethostname() if here is None else here,
+            next_attempt=next_attempt,
+            clock=clock,
+        )
+        self.name, self.streams = self._paths.in_use
+
+    def refused(self) -> dict[str, str]:
+        """Why each path before the one in use is not used, as far as they were looked at."""
+        return self._paths.refused()
+
+    # ------------------------------------------------------------------------------------------- control
+
+    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
+        return self._control.attach(spec, deadline)
+
+    def flush(self, deadline: Deadline) -> bool:
+        return self._control.flush(deadline)
+
+    def suspect(self, namespace: NamespaceId, epoch: Epoch, keys: Sequence[PageKey], deadline: Deadline) -> None:
+        self._control.suspect(namespace, epoch, keys, deadline)
+
+    def close(self) -> None:
+        """Ends what is under way. May be called from any thread, and again."""
+        self._paths.close()
+
+    # ---------------------------------------------------------------------------------------------- data
+
+    def read(
+        self, request: ReadRequest, sink: PageSink, deadline: Deadline
+    ) -> Generator[None, None, list[Miss | None]]:
+        with self._path(deadline) as path:
+            try:
+                return (yield from path.read(request, sink, deadline))
+            except FAILURES as error:
+                raise self._failed(path, error, deadline) from None
+
+    def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
+        with self._path(deadline) as path:
+            try:
+                return path.write(request, source, deadline)
+            except FAILURES as error:
+                raise self._failed(path, error, deadline) from None
+
+    @contextmanager
+    def borrow(self, request: ReadRequest, deadline: Deadline) -> Iterator[BorrowedPages]:
+        """As Lends (shm_views.py), while the path in use lends: no other could go on with what this one began."""
+        with self._path(deadline) as path:
+            if not isinstance(path, Lends):
+                why = "".join(f"; {name}: {reason}" for name, reason in self.refused().items())
+                raise NotLent(f"its pages come over {path.name}{why}")
+            try:
+                lent = path.borrow(request, deadline)
+            except FAILURES as error:
+                if not self._goes_on(path, error, deadline):
+                    raise
+                raise NotLent(f"{path.name}: {said(error)}") from None  # of the shard itself it says nothing
+            with lent as borrowed:
+                yield borrowed
+
+    @contextmanager
+    def _path(self, deadline: Deadline) -> Iterator[DataPath]:
+        with self._paths.use(deadline) as path:
+            self._show()
+            yield path
+
+    def _failed(self, path: DataPath, error: Exception, deadline: Deadline) -> Exception:
+        """What the failure of a path is to whoever used it."""
+        if isinstance(error, Cancelled) or not self._goes_on(path, error, deadline):
+            return error
+        return PathLost(error.miss if isinstance(error, Unavailable) else Miss(MissReason.SHARD_LOST, str(error)))
+
+    def _goes_on(self, path: DataPath, error: Exception, deadline: Deadline) -> bool:
+        """Is there another path, and time to go on over it?"""
+        if self._paths.is_last(path):
+            return False
+        # A lease that ended, like a call's own time, is nothing that another path could bring back.
+        late = isinstance(error, Unavailable) and error.miss.reason is MissReason.DEADLINE
+        if late or not deadline.remaining_s():
+            self._paths.doubt(path)
+        else:
+            self._paths.failed(path, said(error))
+        self._show()
+        return not late and deadline.remaining_s() > 0
+
+    def _show(self) -> None:
+        self.name, self.streams = self._paths.in_use
+
+
+def choose(
+    shard: ShardAddress,
+    token: str | None,
+    next_attempt: Callable[[], Attempt],
+    *,
+    takes: Sequence[str] = TRANSPORTS,
+) -> AutoTransport:
+    """A way to a shard by whatever there is."""
+    return AutoTransport(
+        shard, GrpcPages(shard.address, token), OPENERS, token=token, next_attempt=next_attempt, takes=takes
+    )
+
+
+def own_attempts() -> Callable[[], Attempt]:
+    """Attempts under a holder of their own, which nobody can guess and take before; thread-safe."""
+    holder, counter = Holder(os.urandom(HOLDER_BYTES)), itertools.count(1)
+    return lambda: Attempt(holder, next(counter))

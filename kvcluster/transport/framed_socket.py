@@ -1,0 +1,309 @@
+"""A link: one connected stream socket, TCP or unix, that carries frames (wire/streams.py) for one exchange at a time.
+
+It knows deadlines and how to move bytes without copying them: out of any memory with `send`, into any memory through
+`Incoming`. It knows nothing of pages. Every wait ends by its deadline or when the other side or `shut` ends it. After
+anything was raised, the stream is somewhere within a frame and of no more use: whoever owns the link closes it.
+
+A TLS socket will be another implementation of `_send` and `_receive_into`, the only two calls that touch the socket.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+from collections.abc import Callable, Sequence
+
+from kvcluster.core import limits
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.errors import KVClusterError, ProtocolError
+from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.wire import streams
+from kvcluster.wire.streams import HEADER, Broken, Kind
+
+_BUFFERS = 1_024
+"""What one sendmsg takes (IOV_MAX)."""
+
+_MOST_FDS = 4
+
+_ENDED: int = getattr(select, "POLLRDHUP", 0)
+"""The other side sends no more: it has ended, since nobody here closes half a stream. Whoever waits to send would not
+learn it otherwise: a kernel whose reader is gone opens its window no more, and may answer no probe for a minute."""
+
+_LAST_WORDS_MS = 1_000
+"""A side that takes no more says why, if it can, and then closes the connection: it is seldom waited for so long."""
+
+
+class FramedSocket:
+    """Owns its socket. `shut` may be called from any thread; all else belongs to one thread at a time."""
+
+    def __init__(self, connected: socket.socket, peer: str) -> None:
+        connected.setblocking(False)
+        self.peer = peer
+        self._socket = connected
+        self._poll = select.poll()
+        self._looking = select.poll()
+        self._looking.register(connected, select.POLLIN)
+        self._wanted = 0
+        self._least = 1
+        self._fds: list[int] = []
+        self._process: int | None = None
+        self._ending = _ENDED
+        self.ended = False
+        """Has the other side been seen to end the stream, or to end?"""
+
+    def tune(self, tune: Callable[[socket.socket], None]) -> None:
+        """Has the socket's options set."""
+        tune(self._socket)
+
+    # ------------------------------------------------------------------------------------------ frames
+
+    def send(self, kind: Kind, body: bytes, deadline: Deadline, payloads: Sequence[memoryview] = ()) -> None:
+        """One frame, and the bytes that follow it. Raises Unavailable."""
+        left = [memoryview(streams.encode_header(kind, len(body)) + body), *payloads]
+        while left:
+            try:
+                sent = self._send(left[:_BUFFERS])
+                if not sent:
+                    self._wait(select.POLLOUT, deadline)
+            except Unavailable as lost:
+                raise self._why(lost, deadline) from None
+            left = _after(left, sent)
+
+    def receive(self, *kinds: Kind, deadline: Deadline) -> tuple[Kind, bytes]:
+        """The next frame, which has to be of one of these kinds.
+
+        Raises Unavailable, ProtocolError, or what the other side says in a FAILED frame.
+        """
+        kind, nbytes = streams.decode_header(bytes(self._exactly(HEADER.size, deadline)))
+        if kind is not Kind.FAILED and kind not in kinds:
+            raise ProtocolError(f"{self.peer} sent a {kind.name} frame, where {_either(kinds)} belongs")
+        body = bytes(self._exactly(nbytes, deadline)) if nbytes else b""
+        if kind is Kind.FAILED:
+            raise _failure(streams.decode_failure(body), self.peer)
+        return kind, body
+
+    def incoming(self, nbytes: int, deadline: Deadline) -> Incoming:
+        """The next bytes after a frame, as a Payload. They have all to be read, or skipped, before the next frame."""
+        return Incoming(self, nbytes, deadline)
+
+    def fail(self, error: KVClusterError, deadline: Deadline) -> None:
+        """Says why this ends, where that can still be said."""
+        with contextlib.suppress(Unavailable):
+            self.send(Kind.FAILED, streams.encode_failure(error), deadline)
+
+    # ------------------------------------------------------------------------------------ file descriptors
+
+    def send_fds(self, kind: Kind, body: bytes, fds: Sequence[int], deadline: Deadline) -> None:
+        """A frame that carries these descriptors; a unix socket only."""
+        data = streams.encode_header(kind, len(body)) + body
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        self._wait(select.POLLOUT, deadline)
+        try:
+            sent = self._socket.sendmsg([data], ancillary)
+        except OSError as error:
+            raise self._lost(error) from None
+        rest = memoryview(data)[sent:]
+        while rest:
+            done = self._send([rest])
+            if not done:
+                self._wait(select.POLLOUT, deadline)
+            rest = rest[done:]
+
+    def take_fds(self) -> list[int]:
+        """The descriptors that came so far; they are the caller's now."""
+        fds, self._fds = self._fds, []
+        return fds
+
+    # -------------------------------------------------------------------------------------------- ending
+
+    def shut(self) -> None:
+        """Ends what is under way, and all after it. Any thread may call; the descriptor stays until `close`."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def shutdown_read(self) -> None:
+        """Hears no more than has come; what is sent still goes out. Any thread may call."""
+        self._ending = 0  # from here on it would tell of this side
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
+    def end_with(self, process: int) -> None:
+        """Takes the other side's process, as a descriptor: its end is the end of the stream, whoever else may have
+        inherited the socket."""
+        assert self._process is None
+        self._process = process
+        self._poll.register(process, select.POLLIN)
+
+    def is_quiet(self) -> bool:
+        """Is it open, with nothing to read? What lies idle is looked at before it is used again."""
+        return not self._looking.poll(0)
+
+    def close(self) -> None:
+        """Gives the socket back."""
+        for fd in self.take_fds():
+            os.close(fd)
+        process, self._process = self._process, None
+        if process is not None:
+            os.close(process)
+        self._socket.close()
+
+    # ------------------------------------------------------------------------------------------- helpers
+
+    def read_into(self, view: memoryview) -> int:
+        """What is there, at most len(view); 0 where nothing is. Raises Unavailable at the end of the stream."""
+        return self._receive_into(view) if view.nbytes else 0
+
+    def wait_readable(self, deadline: Deadline, least: int = 1) -> None:
+        """Until so many bytes are there, or the end of the stream is. Raises Unavailable(DEADLINE)."""
+        if least != self._least:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            self._least = least
+        self._wait(select.POLLIN, deadline)
+
+    def _why(self, lost: Unavailable, deadline: Deadline) -> KVClusterError:
+        """Why this side's bytes are not taken any more: in the other's own words, where it has left some."""
+        if not deadline.remaining_s():
+            return Unavailable(Miss(MissReason.DEADLINE, self.peer))
+        words = min(deadline, Deadline.after_ms(_LAST_WORDS_MS), key=lambda one: one.at_ns)
+        try:
+            kind, nbytes = streams.decode_header(bytes(self._exactly(HEADER.size, words)))
+            if kind is Kind.FAILED:
+                return _failure(streams.decode_failure(bytes(self._exactly(nbytes, words))), self.peer)
+        except (Unavailable, ProtocolError):
+            """It left none."""
+        return lost
+
+    def _exactly(self, nbytes: int, deadline: Deadline) -> bytearray:
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        while view:
+            got = self._receive_into(view)
+            if not got:
+                self.wait_readable(deadline)
+            view = view[got:]
+        return data
+
+    def _send(self, buffers: Sequence[memoryview]) -> int:
+        try:
+            return self._socket.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def _receive_into(self, view: memoryview) -> int:
+        try:
+            if self._socket.family == socket.AF_UNIX:
+                got = self._receive_with_fds(view)
+            else:
+                got = self._socket.recv_into(view)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self.ended = True
+            raise self._lost(error) from None
+        if not got:
+            self.ended = True
+            raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.peer} closed the connection"))
+        return got
+
+    def _receive_with_fds(self, view: memoryview) -> int:
+        space = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize)
+        got, ancillary, flags, _ = self._socket.recvmsg_into([view], space, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds = array.array("i")
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+                self._fds.extend(fds)
+        if flags & socket.MSG_CTRUNC or len(self._fds) > _MOST_FDS:
+            raise ProtocolError(f"{self.peer} sent more descriptors than it may")
+        return got
+
+    def _wait(self, event: int, deadline: Deadline) -> None:
+        if event == select.POLLOUT:
+            event |= self._ending
+        if event != self._wanted:
+            self._poll.register(self._socket, event)
+            self._wanted = event
+        # Rounded up, so that a wait of less than a millisecond does not spin.
+        ready = self._poll.poll(int(deadline.remaining_s() * 1e3) + 1)
+        if not ready:
+            raise Unavailable(Miss(MissReason.DEADLINE, self.peer))
+        if all(fd == self._process for fd, _ in ready):
+            self.ended = True
+            raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.peer} has ended"))
+        if any(events & event & self._ending for _, events in ready):
+            self.ended = True
+            raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.peer} closed the connection"))
+        deadline.check(self.peer)
+
+    def _lost(self, error: OSError) -> Unavailable:
+        return Unavailable(Miss(MissReason.SHARD_LOST, f"{self.peer}: {error.strerror or error}"))
+
+
+class Incoming:
+    """Bytes that follow a frame: a Payload (transport/base.py)."""
+
+    def __init__(self, link: FramedSocket, nbytes: int, deadline: Deadline) -> None:
+        self.nbytes = nbytes
+        self._left = nbytes
+        self._link = link
+        self._deadline = deadline
+
+    @property
+    def present(self) -> None:
+        """They are on their way."""
+
+    def read_into(self, view: memoryview) -> int:
+        got = self._link.read_into(view[: self._left])
+        self._left -= got
+        return got
+
+    def wait(self) -> None:
+        # To be woken for every packet would cost more than the bytes.
+        self._link.wait_readable(self._deadline, min(self._left, limits.CHUNK_BYTES))
+
+    def skip(self) -> None:
+        """Throws away what has not been read."""
+        scratch = memoryview(bytearray(min(self._left, 65_536)))
+        while self._left:
+            if not self.read_into(scratch):
+                self.wait()
+
+
+def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:
+    """What is left of these once so many bytes are gone."""
+    for at, buffer in enumerate(buffers):
+        if sent < buffer.nbytes:
+            return [buffer[sent:], *buffers[at + 1 :]]
+        sent -= buffer.nbytes
+    return []
+
+
+def _either(kinds: Sequence[Kind]) -> str:
+    return " or ".join(kind.name for kind in kinds)
+
+
+def _failure(error: KVClusterError, peer: str) -> KVClusterError:
+    """What the other side failed by, as this side raises it."""
+    if isinstance(error, Broken):
+        return Unavailable(Miss(error.miss.reason, f"{peer}: {error.miss.detail}"))
+    return error
+
+
+def dial(connected: socket.socket, peer: str, token: str | None, deadline: Deadline) -> tuple[FramedSocket, bytes]:
+    """Opens a link over a socket that has just been connected, and brings the server's WELCOME.
+
+    Raises Unavailable, CredentialError or ProtocolError; the socket is closed then.
+    """
+    link = FramedSocket(connected, peer)
+    try:
+        link.send(Kind.HELLO, (token or "").encode(), deadline)
+        _, body = link.receive(Kind.WELCOME, deadline=deadline)
+    except BaseException:
+        link.close()
+        raise
+    return link, body

@@ -1,0 +1,116 @@
+"""Arrivals: layers on their way into reserved pages of the arena, each verified where it has come to lie.
+
+The receiving half of a store and of a fetch. Nobody else writes these pages, and nobody reads them before they are
+committed, so what is verified here is what readers will get. Nothing that the sender says of itself enters an identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kvcluster.core import limits
+from kvcluster.core.ids import NamespaceId
+from kvcluster.core.messages import PageKey, PageSlot
+from kvcluster.errors import ProtocolError
+from kvcluster.pages import checksum
+from kvcluster.transport.base import Payload
+
+
+class _Page:
+    """One page that arrives: where, and how far it is."""
+
+    __slots__ = ("codec", "identity", "layer_bytes", "layers", "place", "sums", "wrong")
+
+    def __init__(self, namespace: NamespaceId, slot: PageSlot, place: memoryview) -> None:
+        self.place = place
+        self.layers = slot.key.part.layers
+        self.layer_bytes = slot.nbytes // self.layers
+        self.codec = slot.codec
+        self.identity = checksum.identity(namespace, slot.key, slot.codec)
+        self.sums: list[int] = []  # of the layers that came, as their sender made them
+        self.wrong = False
+
+    def count(self, sums: Sequence[int], came: tuple[int, ...]) -> None:
+        """Layers that should have these sums came with those."""
+        self.sums += sums
+        if came != tuple(sums):
+            self.wrong = True
+
+
+class PageWriter:
+    """A PageSink over slots that were reserved, by item. The layers of an item come in order."""
+
+    def __init__(
+        self, namespace: NamespaceId, slots: Mapping[int, PageSlot], view: Callable[[PageSlot], memoryview]
+    ) -> None:
+        self._namespace = namespace
+        self._slots = slots
+        self._view = view
+        self._pages: dict[int, _Page] = {}  # of which something came
+
+    def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
+        """Takes layers into their page. Raises ProtocolError for what was not to be sent."""
+        page = self._pages.get(item) or self._page(item)
+        if codec_id != page.codec:
+            return  # it has changed its tier meanwhile, and no room was reserved for what it is now: it does not come
+        stop, layer_bytes = layer + len(sums), page.layer_bytes
+        if layer != len(page.sums) or stop > page.layers or data.nbytes != len(sums) * layer_bytes:
+            raise ProtocolError(f"page {item} has {page.layers} layers of {layer_bytes} bytes; other bytes came")
+        present = data.present
+        if present is not None:
+            place = page.place[layer * layer_bytes : stop * layer_bytes]
+            page.count(sums, checksum.copy_sums(page.identity, layer, len(sums), place, present))
+            return
+        step = max(1, limits.CHUNK_BYTES // layer_bytes)
+        for at in range(0, len(sums), step):
+            these = sums[at : at + step]
+            chunk = page.place[(layer + at) * layer_bytes : (layer + at + len(these)) * layer_bytes]
+            read_whole(data, chunk)
+            page.count(these, checksum.layer_sums(page.identity, layer + at, len(these), chunk))
+
+    def written(self, item: int, sums: Sequence[int]) -> None:
+        """The whole page was written into its slot by somebody who will not write it again."""
+        page = self._pages.get(item) or self._page(item)
+        if page.sums or len(sums) != page.layers:
+            raise ProtocolError(f"page {item} has {page.layers} layers to be written once; {len(sums)} were said to be")
+        page.count(sums, checksum.layer_sums(page.identity, 0, page.layers, page.place))
+
+    def _page(self, item: int) -> _Page:
+        slot = self._slots.get(item)
+        if slot is None:
+            raise ProtocolError(f"page {item} came, which was not to be sent")
+        page = self._pages[item] = _Page(self._namespace, slot, self._view(slot))
+        return page
+
+    def missing(self) -> int | None:
+        """An item that is not whole, if there is one."""
+        for item in self._slots:
+            page = self._pages.get(item)
+            if page is None or len(page.sums) < page.layers:
+                return item
+        return None
+
+    def unfinished(self) -> dict[int, int]:
+        """By item that is not whole, the layer that comes next of it."""
+        stands = {item: len(self._pages[item].sums) if item in self._pages else 0 for item in self._slots}
+        return {item: layer for item, layer in stands.items() if layer < self._slots[item].key.part.layers}
+
+    def verified(self) -> dict[int, bytes]:
+        """The packed sums of each page that is whole and right, by item."""
+        return {
+            item: checksum.pack_sums(page.sums)
+            for item, page in self._pages.items()
+            if len(page.sums) == page.layers and not page.wrong
+        }
+
+    def wrong(self) -> tuple[PageKey, ...]:
+        """The pages of which bytes came that were not theirs."""
+        return tuple(self._slots[item].key for item, page in self._pages.items() if page.wrong)
+
+
+def read_whole(data: Payload, view: memoryview) -> None:
+    """The next `view.nbytes` bytes. Raises Trouble where they do not come."""
+    got = data.read_into(view)
+    while got < view.nbytes:
+        data.wait()
+        got += data.read_into(view[got:])

@@ -1,0 +1,108 @@
+"""Engines that live, and the weights that those which have withdrawn are to cache under."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvcluster.core import limits
+from kvcluster.core.engine_registry import EngineRegistry
+from kvcluster.core.messages import EngineInfo, Engines, GetEngines, Refused, Registered, RegisterEngine, SetWeights
+from kvcluster.testing.core_stepper import build_request
+from tests.core.lone_coordinator import LoneCoordinator
+from tests.core.samples import OURS, SECOND, THEIRS, ours
+
+ONE = EngineInfo("1", "host:1", "m", "sha256:old", (("dtype", "float32"),))
+OTHER = replace(ONE, engine="2", name="host:2")
+
+
+def private(info: EngineInfo, withdrawn: int = 1, *, ready: bool = True) -> EngineInfo:
+    return replace(info, weights=f"private:{withdrawn}", private=True, withdrawn=withdrawn, ready=ready)
+
+
+def told(coordinator: LoneCoordinator, info: EngineInfo) -> str:
+    return coordinator.ask(Registered, ours(RegisterEngine(info))).weights
+
+
+def set_weights(coordinator: LoneCoordinator, weights: str, *, model: str = "m", engine: str = "") -> list[str]:
+    answer = coordinator.ask(Engines, ours(SetWeights(model, weights, engine)))
+    return [info.engine for info, _ in answer.known]
+
+
+def listed(coordinator: LoneCoordinator) -> list[str]:
+    return [info.engine for info, _ in coordinator.ask(Engines, ours(GetEngines())).known]
+
+
+def test_an_engine_is_listed_until_it_is_silent_for_too_long() -> None:
+    coordinator = LoneCoordinator(expected=1)
+    ttl_ns = coordinator.ask(Registered, ours(RegisterEngine(ONE))).ttl_ns
+    told(coordinator, OTHER)
+    coordinator.now += ttl_ns
+    told(coordinator, OTHER)
+    assert listed(coordinator) == ["1", "2"]
+    coordinator.now += 1
+    assert listed(coordinator) == ["2"]
+
+
+def test_engines_of_other_tenants_are_neither_listed_nor_told() -> None:
+    coordinator = LoneCoordinator(expected=1)
+    coordinator.ask(Registered, build_request(RegisterEngine(private(ONE)), THEIRS))
+    assert listed(coordinator) == []
+    assert set_weights(coordinator, "sha256:new") == []
+    assert coordinator.ask(Registered, build_request(RegisterEngine(private(ONE)), THEIRS)).weights == ""
+
+
+def test_weights_are_for_engines_that_are_private_and_for_no_others() -> None:
+    coordinator = LoneCoordinator(expected=1)
+    for info in (private(ONE), OTHER, replace(private(ONE), engine="3", model="another")):
+        told(coordinator, info)
+    assert set_weights(coordinator, "sha256:new") == ["1"]
+    assert told(coordinator, private(ONE)) == "sha256:new"
+    assert told(coordinator, OTHER) == ""
+    shared = replace(private(ONE), private=False, weights="sha256:new")
+    assert told(coordinator, shared) == "", "it uses them already"
+
+
+def test_an_order_does_not_stand_for_weights_that_change_later() -> None:
+    coordinator = LoneCoordinator(expected=1)
+    told(coordinator, private(ONE))
+    assert set_weights(coordinator, "sha256:new") == ["1"]
+    assert told(coordinator, private(ONE, withdrawn=2)) == "", "its weights are others by now"
+    assert told(coordinator, private(OTHER)) == "", "it was not private when this was said"
+    assert set_weights(coordinator, "sha256:newer") == ["1", "2"]
+    assert told(coordinator, private(ONE, withdrawn=2)) == "sha256:newer"
+
+
+def test_an_engine_that_still_holds_kv_of_the_weights_before_is_not_told() -> None:
+    coordinator = LoneCoordinator(expected=1)
+    told(coordinator, private(ONE, ready=False))
+    assert set_weights(coordinator, "sha256:new") == []
+    assert told(coordinator, private(ONE, withdrawn=2)) == ""
+    assert set_weights(coordinator, "sha256:new") == ["1"]
+
+
+@pytest.mark.parametrize("engine", ["2", "host:2"])
+def test_one_engine_may_be_meant_by_id_or_name(engine: str) -> None:
+    coordinator = LoneCoordinator(expected=1)
+    told(coordinator, private(ONE))
+    told(coordinator, private(OTHER))
+    assert set_weights(coordinator, "sha256:new", engine=engine) == ["2"]
+
+
+def test_as_many_are_known_as_may_be_and_one_that_is_gone_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "ENGINES", 1)
+    coordinator = LoneCoordinator(expected=1)
+    told(coordinator, ONE)
+    assert "served all the same" in coordinator.ask(Refused, ours(RegisterEngine(OTHER))).detail
+    coordinator.now += 60 * SECOND
+    assert told(coordinator, OTHER) == ""
+
+
+def test_a_list_is_bounded_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LISTED_ENGINES", 2)
+    book = EngineRegistry(10)
+    for name in "cab":
+        book.register(OURS, replace(ONE, engine=name, name=name), 1)
+    assert [info.name for info, _ in book.living(OURS, 4)] == ["a", "b"]
+    assert [ago for _, ago in book.living(OURS, 4)] == [3, 3]
