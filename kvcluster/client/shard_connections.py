@@ -160,10 +160,10 @@ class ShardConnections:
     def names(self) -> dict[str, dict[str, Any]]:
         """Shard -> the transport in use, and of each one before it why it is not."""
         with self._lock:
-            warm_up = {shard: way.transport for shard, way in self._ways.items() if way.transport is not None}
+            in_use = {shard: way.transport for shard, way in self._ways.items() if way.transport is not None}
         return {
             shard: {"name": way.name, "refused": way.refused() if isinstance(way, AutoTransport) else {}}
-            for shard, way in warm_up.items()
+            for shard, way in in_use.items()
         }
 
     def breakers(self) -> dict[str, dict[str, Any]]:

@@ -96,20 +96,20 @@ class Coordinator:
     ) -> None:
         self._config = config
         self._started_at = now
-        self._announcer = announcer = EventEmitter() if announces else None
+        self._emitter = emitter = EventEmitter() if announces else None
         self._state = state = CoordinatorState(
             epoch,
             config,
             Tombstones(tombstones),
             membership_ttl_ms=membership_ttl_ms,
             now=now,
-            announcer=announcer,
+            emitter=emitter,
         )
         self._evictor = Evictor(config, state.directory)
         self.tiering = tiering = Tiering(config, state.directory, state.book, self._evictor)
         self._replicator = Replicator(config, state.directory, state.book, state.members)
-        self._grants = PrepareHandler(state, config, self._replicator, tiering)
-        self._intake = ReportHandler(state, config, self._evictor, tiering, self._replicator, expected)
+        self._prepare_handler = PrepareHandler(state, config, self._replicator, tiering)
+        self._report_handler = ReportHandler(state, config, self._evictor, tiering, self._replicator, expected)
         self._dispatcher = self._handlers()
 
     # ------------------------------------------------------------------------------------- the machine
@@ -120,8 +120,8 @@ class Coordinator:
             self._state.directory.find,
             UNKNOWN,
             in_namespace={
-                PrepareLoad: self._grants.prepare_load,
-                PrepareStore: self._grants.prepare_store,
+                PrepareLoad: self._prepare_handler.prepare_load,
+                PrepareStore: self._prepare_handler.prepare_store,
                 Explain: self._explain,
                 Siblings: self._siblings,
                 PinBlocks: self._pin,
@@ -129,8 +129,8 @@ class Coordinator:
             },
             of_no_namespace={
                 Attach: self._attach,
-                RenewTicket: self._grants.renew,
-                EndTicket: self._grants.end,
+                RenewTicket: self._prepare_handler.renew,
+                EndTicket: self._prepare_handler.end,
                 GetNamespaces: self._namespaces,
                 RegisterEngine: self._register,
                 GetEngines: self._engines,
@@ -139,8 +139,8 @@ class Coordinator:
                 Drain: self._drain,
                 SetPolicy: self._set_policy,
                 GetStatus: self._status,
-                Report: self._intake.report,
-                Inventory: self._intake.inventory,
+                Report: self._report_handler.report,
+                Inventory: self._report_handler.inventory,
             },
             from_driver={
                 Retell: self._retell,
@@ -152,12 +152,12 @@ class Coordinator:
     def step(self, message: CoordinatorMessage, now: int) -> list[Effect]:
         """Takes one message and returns what is to be done, in order."""
         effects = self._dispatcher.step(message, now)
-        return effects if self._announcer is None else [*effects, *self._announcer.take()]
+        return effects if self._emitter is None else [*effects, *self._emitter.take()]
 
     def next_deadline(self) -> int | None:
         """When a Tick is due."""
         state = self._state
-        some = self._intake.sweeping or self._replicator.listing or self.retelling
+        some = self._report_handler.sweeping or self._replicator.listing or self.retelling
         due = (state.members.next_expiry, state.tickets.next_expiry, state.rebuild_until, 0 if some else None)
         return min((at for at in due if at is not None), default=None)
 
@@ -172,7 +172,7 @@ class Coordinator:
     @property
     def retelling(self) -> bool:
         """Does it tell all blocks again (Retell), and has more to tell?"""
-        return self._announcer is not None and self._announcer.retelling
+        return self._emitter is not None and self._emitter.retelling
 
     @property
     def directory(self) -> NamespaceTable:
@@ -207,7 +207,7 @@ class Coordinator:
         if space is None:
             return [Answer(request.call, Refused(RefusedKind.LIMIT, "this tenant has as many namespaces as it may"))]
         shards = tuple(member.address for member in state.members.all())
-        ttl_ns, wants_tokens = state.tickets.ttl_ns, self._announcer is not None
+        ttl_ns, wants_tokens = state.tickets.ttl_ns, self._emitter is not None
         attached = Attached(space.id, state.epoch, ttl_ns, self._config.run_blocks, shards, wants_tokens)
         return [Answer(request.call, attached)]
 
@@ -223,7 +223,7 @@ class Coordinator:
             if served is not None and served.complete:
                 fate = BlockFate(1, served.plan, None)
             else:
-                miss = served.miss if served is not None else self._grants.why_absent(space, block, now)
+                miss = served.miss if served is not None else self._prepare_handler.why_absent(space, block, now)
                 fate = BlockFate(1, None, miss)
             if fates and (fates[-1].plan, fates[-1].miss) == (fate.plan, fate.miss):
                 fates[-1] = BlockFate(fates[-1].count + 1, fate.plan, fate.miss)
@@ -269,7 +269,7 @@ class Coordinator:
         if not state.tombstones.admits(stone):
             return [Answer(request.call, _TOO_MANY_PURGES)]
         state.tombstones.add(stone)
-        blocks = self._intake.apply_tombstone(stone, now)
+        blocks = self._report_handler.apply_tombstone(stone, now)
         state.counters["purged_blocks"] += blocks
         return [Persist(state.tombstones.all()), Answer(request.call, Purged(blocks))]
 
@@ -323,19 +323,19 @@ class Coordinator:
         state = self._state
         for member in state.members.drop_silent(now):
             state.counters["lost_shards"] += 1
-            self._intake.forget(member)
-        self._grants.end_expired(now)
+            self._report_handler.forget(member)
+        self._prepare_handler.end_expired(now)
         if state.rebuild_until is not None and now >= state.rebuild_until:
             state.rebuild_until = None
-        self._intake.sweep_some(now)
+        self._report_handler.sweep_some(now)
         self._replicator.list_some()
-        if self._announcer is not None:
-            self._announcer.tell_some()
+        if self._emitter is not None:
+            self._emitter.tell_some()
         return []
 
     def _retell(self, m: Retell, now: int) -> list[Effect]:
-        if self._announcer is not None:
-            self._announcer.retell((space.id, space.index.standing()) for space in self._state.directory)
+        if self._emitter is not None:
+            self._emitter.retell((space.id, space.index.standing()) for space in self._state.directory)
         return []
 
     def _stalled(self, m: Stalled, now: int) -> list[Effect]:

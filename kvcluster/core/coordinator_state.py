@@ -32,7 +32,7 @@ _COUNTERS = (
 
 class CoordinatorState:
     """`rebuild_until`: it has just started and does not know enough to order anything; None once it does. `off`:
-    nothing is granted, because an operator has said so. `announcer`: where outsiders are told of blocks."""
+    nothing is granted, because an operator has said so. `emitter`: where outsiders are told of blocks."""
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class CoordinatorState:
         *,
         membership_ttl_ms: int,
         now: int,
-        announcer: EventEmitter | None = None,
+        emitter: EventEmitter | None = None,
     ) -> None:
         self.epoch = epoch
         self.rebuild_until: int | None = now + config.rebuild_grace_ms * MS
         self.off = False
         self.book = ReplicaTable()
-        self.announcer = announcer
+        self.emitter = emitter
         self._policy = POLICIES[config.eviction_policy]
-        self.directory = NamespaceTable(self.book, tombstones, announcer, counts_uses=self._policy.counts_uses)
+        self.directory = NamespaceTable(self.book, tombstones, emitter, counts_uses=self._policy.counts_uses)
         self.members = Membership(membership_ttl_ms * MS, self.book, self._queue)
         self.tickets = TicketBook(config.ticket_ttl_ms * MS)
         self.evicted = EvictionHistory()

@@ -63,7 +63,7 @@ class PrefixMatch:
 
 
 class PrefixIndex:
-    """The blocks of one namespace. What becomes of them is told to `announcer`."""
+    """The blocks of one namespace. What becomes of them is told to `emitter`."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class PrefixIndex:
         reuses: Sequence[Reuse],
         block_tokens: int,
         book: ReplicaTable,
-        announcer: EventEmitter | None = None,
+        emitter: EventEmitter | None = None,
         *,
         counts_uses: bool = False,
     ) -> None:
@@ -81,7 +81,7 @@ class PrefixIndex:
         self._reuses = tuple(reuses)
         self._block_tokens = block_tokens
         self._book = book
-        self._announcer = announcer
+        self._emitter = emitter
         self._records: dict[BlockHash, BlockRecord] = {}
 
     def __len__(self) -> int:
@@ -193,13 +193,13 @@ class PrefixIndex:
     def clear(self) -> dict[BlockHash, BlockRecord]:
         """Forgets all blocks, and returns them."""
         records, self._records = self._records, {}
-        if self._announcer is not None:
-            self._announcer.cleared(self._space)
+        if self._emitter is not None:
+            self._emitter.cleared(self._space)
         return records
 
     def _tell(self, record: BlockRecord, before: int) -> None:
-        if self._announcer is not None and record.copies.tiers != before:
-            self._announcer.changed(self._space, record, before)
+        if self._emitter is not None and record.copies.tiers != before:
+            self._emitter.changed(self._space, record, before)
 
     def _drop_if_bare(self, record: BlockRecord) -> bool:
         if record.copies.entries:

@@ -30,7 +30,7 @@ class CoordinatorNamespace:
         tenant: Tenant,
         spec: KVSpec,
         book: ReplicaTable,
-        announcer: EventEmitter | None,
+        emitter: EventEmitter | None,
         *,
         counts_uses: bool,
     ) -> None:
@@ -42,7 +42,7 @@ class CoordinatorNamespace:
             [group.reuse for group in spec.groups],
             spec.block_tokens,
             book,
-            announcer,
+            emitter,
             counts_uses=counts_uses,
         )
         self.pinned: dict[BlockHash, int] = {}
@@ -71,19 +71,19 @@ class CoordinatorNamespace:
 
 
 class NamespaceTable:
-    """Namespaces by id. `announcer` hears of each and of its blocks."""
+    """Namespaces by id. `emitter` hears of each and of its blocks."""
 
     def __init__(
         self,
         book: ReplicaTable,
         tombstones: Tombstones,
-        announcer: EventEmitter | None = None,
+        emitter: EventEmitter | None = None,
         *,
         counts_uses: bool = False,
     ) -> None:
         self._counts_uses = counts_uses
         self._book = book
-        self._announcer = announcer
+        self._emitter = emitter
         self._tombstones = tombstones
         self._spaces: dict[NamespaceId, CoordinatorNamespace] = {}
         self._owned: dict[Tenant, dict[NamespaceId, CoordinatorNamespace]] = {}
@@ -108,10 +108,10 @@ class NamespaceTable:
             if full and not self._forget_bare(tenant):
                 return None
             space = self._spaces[space_id] = CoordinatorNamespace(
-                space_id, tenant, spec, self._book, self._announcer, counts_uses=self._counts_uses
+                space_id, tenant, spec, self._book, self._emitter, counts_uses=self._counts_uses
             )
-            if self._announcer is not None:
-                self._announcer.opened(space_id, spec)
+            if self._emitter is not None:
+                self._emitter.opened(space_id, spec)
             space.purged = self._tombstones.latest(tenant, spec)
             owned[space_id] = space
         return space
@@ -146,12 +146,12 @@ class NamespaceTable:
 
     def apply_tombstone(self, stone: Tombstone) -> list[dict[BlockHash, BlockRecord]]:
         """Forgets all that the tombstone names. Returns the blocks that were known, by namespace."""
-        buried: list[dict[BlockHash, BlockRecord]] = []
+        purged: list[dict[BlockHash, BlockRecord]] = []
         for space in self.named(stone):
-            buried.append(space.index.clear())
+            purged.append(space.index.clear())
             space.pinned.clear()
             space.purged = max(space.purged, stone.number)
-        return buried
+        return purged
 
     def siblings(self, space: CoordinatorNamespace) -> tuple[KVSpec, ...]:
         """Specs of the tenant's other namespaces that hold anything, the most alike first."""
@@ -171,6 +171,6 @@ class NamespaceTable:
         if bare is None:
             return False
         del self._spaces[bare.id], self._owned[tenant][bare.id]
-        if self._announcer is not None:
-            self._announcer.closed(bare.id)
+        if self._emitter is not None:
+            self._emitter.closed(bare.id)
         return True

@@ -47,27 +47,27 @@ class OrderExecutor:
         leases: LeaseBook,
         spaces: ShardNamespaces,
         waiting: ReserveQueue,
-        uplink: ReportSender,
+        report_sender: ReportSender,
         withdraw: Withdrawal,
         cursor: OrderCursor,
-        mover: TierMover,
+        tier_mover: TierMover,
         puller: Puller,
         counters: dict[str, int],
         tombstones: Tombstones,
     ) -> None:
         self._pool = pool
         self._leases = leases
-        self._spaces = spaces
+        self._namespaces = spaces
         self._waiting = waiting
-        self._uplink = uplink
+        self._report_sender = report_sender
         self._withdraw = withdraw
         self._cursor = cursor
-        self._mover = mover
+        self._tier_mover = tier_mover
         self._puller = puller
         self._counters = counters
         self._executors: dict[type[Order], Callable[[Any], None]] = {
             EvictOrder: self._evict,
-            MoveOrder: mover.take,
+            MoveOrder: tier_mover.take,
             PullOrder: puller.take,
         }
         self.tombstones = tombstones
@@ -76,29 +76,29 @@ class OrderExecutor:
     def reset(self) -> None:
         """Another coordinator gives the orders from now on."""
         self._cursor.reset()
-        self._mover.reset()
+        self._tier_mover.reset()
         self._puller.reset()
 
     def carry_out(self, ack: ReportAck, now: int) -> list[Effect]:
         """What the coordinator's answer asks for, as far as it is not done."""
         if ack.drain and not self.draining:
             self.draining = True
-            self._uplink.say_soon()
+            self._report_sender.say_soon()
         effects: list[Effect] = []
         stones = [stone for stone in ack.tombstones if stone.number > self.tombstones.highest]
         if stones:
             named = self._named(stones)
             if not self._drop(named):  # the coordinator repeats itself until all is done
-                self._uplink.say_soon()
+                self._report_sender.say_soon()
                 return []
-            effects += self._bury(stones, named)
+            effects += self._apply_tombstones(stones, named)
         for order in self._cursor.accept(ack.orders):
             self._executors[type(order)](order)
         return [*effects, *self._puller.begin(now)]
 
     def _evict(self, order: EvictOrder) -> None:
         for namespace, block in order.blocks:
-            space = self._spaces.known(namespace)
+            space = self._namespaces.known(namespace)
             if space is None:
                 continue
             for group, part in space.parts:  # the parts of a block go together
@@ -115,7 +115,7 @@ class OrderExecutor:
             of_tenant.setdefault(stone.tenant, []).append(stone)
         return {
             space.id: None
-            for space in self._spaces
+            for space in self._namespaces
             if any(stone.names(space.tenant, space.spec) for stone in of_tenant.get(space.tenant, ()))
         }
 
@@ -130,13 +130,13 @@ class OrderExecutor:
             self._counters["purged"] += 1
         return len(pages) <= limits.BURIED_PAGES
 
-    def _bury(self, stones: Sequence[Tombstone], named: dict[NamespaceId, None]) -> list[Effect]:
+    def _apply_tombstones(self, stones: Sequence[Tombstone], named: dict[NamespaceId, None]) -> list[Effect]:
         """What these tombstones name is gone: what is being written of before goes too, and both sides remember it."""
         effects = self._stop_writers(named)
         for stone in stones:
             self._puller.purge(stone)
             self.tombstones.add(stone)
-            self._uplink.tell(PurgedEvent(stone.number))
+            self._report_sender.tell(PurgedEvent(stone.number))
         if any(tier.spec.durable for tier in self._pool.tiers):
             effects.append(Erase(tuple(stones), self.tombstones.all()))
         return effects

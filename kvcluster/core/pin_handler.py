@@ -62,14 +62,14 @@ class PinHandler:
         pool: PagePool,
         leases: LeaseBook,
         own: OwnAttempts,
-        uplink: ReportSender,
+        report_sender: ReportSender,
         withdraw: Withdrawal,
         counters: dict[str, int],
     ) -> None:
         self._pool = pool
         self._leases = leases
         self._own = own
-        self._uplink = uplink
+        self._report_sender = report_sender
         self._withdraw = withdraw
         self._counters = counters
         self._waiting: dict[CallId, _WaitingPin] = {}  # in order of arrival
@@ -103,7 +103,7 @@ class PinHandler:
         copies, lacked = self._copies(found, whole=may_wait, behind_others=bool(self._waiting))
         if lacked and may_wait:
             self._waiting[request.call] = _WaitingPin(request, space, now + ROOM_NS, lacked)
-            self._uplink.say_soon()
+            self._report_sender.say_soon()
             return []
         return self._grant(request, space, found, copies, now)
 

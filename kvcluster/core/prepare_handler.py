@@ -93,8 +93,8 @@ class PrepareHandler:
             state.counters["refused_blocks"] += len(m.hashes)
             return [Answer(request.call, StoreGrant((StoreRun(len(m.hashes), Decision.REFUSED, miss=refused),)))]
         space.index.touch_ancestors(m.parent, now, now - self._refresh)
-        if state.announcer is not None and len(m.tokens) == len(m.hashes) * space.spec.block_tokens:
-            state.announcer.remember(m.hashes, m.tokens, space.spec.block_tokens)
+        if state.emitter is not None and len(m.tokens) == len(m.hashes) * space.spec.block_tokens:
+            state.emitter.remember(m.hashes, m.tokens, space.spec.block_tokens)
         # Each page by itself: a worker may write several parts of one group, and all of them have to be there.
         askings = [NeedPlanner(state.book, Need((None,) * group + (part,), m.loss)) for group, part in m.parts]
         place = cache(lambda run: state.members.place(run, m.host, space.purged) or self._why_nowhere(space))

@@ -39,7 +39,7 @@ class Puller:
     ) -> None:
         self._pool = pool
         self._leases = leases
-        self._spaces = spaces
+        self._namespaces = spaces
         self._own = own
         self._withdraw = withdraw
         self._cursor = cursor
@@ -89,7 +89,7 @@ class Puller:
         self._next = None
 
     def _begin(self, order: PullOrder, now: int) -> list[Effect]:
-        space = self._spaces.attach(order.tenant, order.spec)
+        space = self._namespaces.attach(order.tenant, order.spec)
         if space is None:
             return []
         space.forget_unused(self._pool)

@@ -79,7 +79,7 @@ class Replicator:
     ) -> None:
         self._low = config.low_free
         self._hot_replicas = config.hot_replicas
-        self._heat = HotPrefixes(
+        self._hot_prefixes = HotPrefixes(
             loads=config.hot_loads, window_ns=config.hot_window_ms * MS, run_blocks=config.run_blocks
         )
         self._directory = directory
@@ -96,7 +96,7 @@ class Replicator:
     def loaded(self, space: CoordinatorNamespace, hashes: Sequence[BlockHash], now: int) -> None:
         """A load was promised these blocks, a chain from its first block on."""
         if self._hot_replicas > 1 and len(self._members) > 1:
-            for run in self._heat.loaded(hashes, now):
+            for run in self._hot_prefixes.loaded(hashes, now):
                 for block in run:
                     self.want(space, block, self._hot_replicas)
 

@@ -140,10 +140,10 @@ class ReportHandler:
 
     def apply_tombstone(self, stone: Tombstone, now: int) -> int:
         """Forgets all that this tombstone names, and every order to fetch it. How many blocks that were."""
-        buried = [records for records in self._state.apply_tombstone(stone) if records]
+        purged = [records for records in self._state.apply_tombstone(stone) if records]
         self._replicator.apply_tombstone(stone)
-        self._purged += buried
-        blocks = sum(map(len, buried))
+        self._purged += purged
+        blocks = sum(map(len, purged))
         self._note_purged(now)
         return blocks
 

@@ -110,25 +110,25 @@ class Shard:
         self._host = host
         self._pool = PagePool.of(config, found)
         self._leases = LeaseBook(config.lease_ttl_ms * 1_000_000)
-        self._spaces = ShardNamespaces(self._uses)
-        self._waiting = ReserveQueue(self._pool)
-        self._uplink = ReportSender(config, membership_ttl_ms=membership_ttl_ms, everything=self._inventory)
-        self._verifier = Scrubber(self._pool, config.scrub_bytes)
+        self._namespaces = ShardNamespaces(self._uses)
+        self._queue = ReserveQueue(self._pool)
+        self._sender = ReportSender(config, membership_ttl_ms=membership_ttl_ms, everything=self._inventory)
+        self._scrubber = Scrubber(self._pool, config.scrub_bytes)
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._own = OwnAttempts(shard, epoch)
-        self._withdraw = Withdrawal(self._pool, self._uplink)
-        self._order_cursor = cursor = OrderCursor(self._uplink.say_soon)
-        shared = (self._pool, self._leases, self._spaces, self._own, self._withdraw)
-        self._mover = TierMover(*shared, self._committed, cursor, self._counters, sampled=config.q4_sampled)
+        self._withdraw = Withdrawal(self._pool, self._sender)
+        self._order_cursor = cursor = OrderCursor(self._sender.say_soon)
+        shared = (self._pool, self._leases, self._namespaces, self._own, self._withdraw)
+        self._tier_mover = TierMover(*shared, self._committed, cursor, self._counters, sampled=config.q4_sampled)
         self._puller = Puller(*shared, cursor, self._counters)
-        self._reading = PinHandler(*(self._pool, self._leases, self._own, self._uplink, self._withdraw, self._counters))
+        self._pins = PinHandler(self._pool, self._leases, self._own, self._sender, self._withdraw, self._counters)
         self._orders = OrderExecutor(
-            *(self._pool, self._leases, self._spaces, self._waiting, self._uplink),
-            *(self._withdraw, cursor, self._mover, self._puller, self._counters),
+            *(self._pool, self._leases, self._namespaces, self._queue, self._sender),
+            *(self._withdraw, cursor, self._tier_mover, self._puller, self._counters),
             Tombstones(carried_out(found.values())),
         )
         for tier in self._pool.stores:
-            self._spaces.adopt(tier, found[tier], self._pool)
+            self._namespaces.adopt(tier, found[tier], self._pool)
         self._inventoried: tuple[Tombstone, ...] = ()  # what was carried out before the inventory under way began
         self._trouble = "; ".join(there.why_none for there in found.values() if there.why_none)
         self._over = False
@@ -140,7 +140,7 @@ class Shard:
     def _handlers(self) -> Dispatcher[ShardNamespace]:
         """What steps each type of message. The parts that it names must have been built."""
         return Dispatcher(
-            self._spaces.find,
+            self._namespaces.find,
             _UNKNOWN,
             in_namespace={Pin: self._pin, Reserve: self._reserve, Suspect: self._suspect},
             of_no_namespace={
@@ -155,7 +155,7 @@ class Shard:
             from_driver={
                 Verified: self._verified,
                 Moved: self._moved,
-                Staged: lambda m, now: self._reading.staged(m, may_grant=self.member(now)),
+                Staged: lambda m, now: self._pins.staged(m, may_grant=self.member(now)),
                 ReportAnswered: self._report_answered,
                 ReportFailed: self._report_failed,
                 Tick: self._tick,
@@ -166,24 +166,24 @@ class Shard:
     def step(self, message: ShardMessage, now: int) -> list[Effect]:
         """Takes one message and returns what is to be done, in order."""
         effects = self._dispatcher.step(message, now)
-        effects += [*self._serve_waiting(now), *self._reading.serve(now, may_grant=self.member(now))]
+        effects += [*self._serve_waiting(now), *self._pins.serve(now, may_grant=self.member(now))]
         effects += self._verify(now)
-        if self._pressed and not self._waiting:  # else this shard counts as full until its next heartbeat
+        if self._pressed and not self._queue:  # else this shard counts as full until its next heartbeat
             self._pressed = False
-            self._uplink.say_soon()
+            self._sender.say_soon()
         effects += self._report(now)
         return effects
 
     def next_deadline(self) -> int | None:
         """When a Tick is due."""
-        due = [self._waiting.next_deadline, self._reading.next_deadline, self._leases.next_expiry]
+        due = [self._queue.next_deadline, self._pins.next_deadline, self._leases.next_expiry]
         if not self._over:
-            due += [self._uplink.next_deadline, self._verifier.next_deadline]
+            due += [self._sender.next_deadline, self._scrubber.next_deadline]
         return min((at for at in due if at is not None), default=None)
 
     def member(self, now: int) -> bool:
         """May it grant pins and commit? Only while a coordinator is known to know it."""
-        return not self._over and self._uplink.member(now)
+        return not self._over and self._sender.member(now)
 
     @property
     def order_progress(self) -> OrderProgress:
@@ -206,13 +206,18 @@ class Shard:
     @property
     def own_attempts(self) -> list[Attempt]:
         """Under which it reads its pages again, moves them between its tiers, or pulls others, at present."""
-        attempts = (self._verifier.attempt, self._puller.attempt, *self._mover.attempts, *self._reading.attempts)
+        attempts = (
+            self._scrubber.attempt,
+            self._puller.attempt,
+            *self._tier_mover.attempts,
+            *self._pins.attempts,
+        )
         return [attempt for attempt in attempts if attempt is not None]
 
     # ------------------------------------------------------------------------------------------ workers
 
     def _attach(self, request: Request[AttachShard], now: int) -> list[Effect]:
-        space = self._spaces.attach(request.tenant, request.question.spec)
+        space = self._namespaces.attach(request.tenant, request.question.spec)
         if space is None:
             return [Answer(request.call, Refused(RefusedKind.LIMIT, "too many namespaces of this tenant"))]
         return [Answer(request.call, AttachedShard(space.id, self.epoch, self._leases.ttl_ns))]
@@ -225,7 +230,7 @@ class Shard:
         if not self.member(now):
             lost = Miss(MissReason.SHARD_LOST, "the shard has no coordinator")
             return [Answer(request.call, PinGrant((lost,) * len(m.keys)))]
-        return self._reading.pin(request, space, now)
+        return self._pins.pin(request, space, now)
 
     def _reserve(self, request: Request[Reserve], space: ShardNamespace, now: int) -> list[Effect]:
         m = request.question
@@ -237,9 +242,9 @@ class Shard:
         if not self._takes_writes(now):
             return [lost(request)]
         wait_ns = min(m.wait_ns, self._leases.ttl_ns)
-        if wait_ns > 0 and self._waiting.must_wait(m, space):
-            self._waiting.add(request, space, now + wait_ns)
-            self._uplink.say_soon()
+        if wait_ns > 0 and self._queue.must_wait(m, space):
+            self._queue.add(request, space, now + wait_ns)
+            self._sender.say_soon()
             return []
         return [self._grant_write(request, space, now)]
 
@@ -247,7 +252,7 @@ class Shard:
         return [Answer(request.call, Done(self._leases.renew(request.question.attempt, now)))]
 
     def _flush(self, request: Request[Flush], now: int) -> list[Effect]:
-        return [Answer(request.call, Done(False))] if self._over else self._uplink.flush(request, now)
+        return [Answer(request.call, Done(False))] if self._over else self._sender.flush(request, now)
 
     def _commit(self, request: Request[Commit], now: int) -> list[Effect]:
         m = request.question
@@ -281,8 +286,8 @@ class Shard:
     def _committed(self, page: Page) -> None:
         """It is READY from now on, in place of those that have lost more."""
         if page.tier.spec.addressable:  # what lies in a store is verified when it is read
-            self._verifier.committed(page)
-        self._uplink.tell(page.event())
+            self._scrubber.committed(page)
+        self._sender.tell(page.event())
         for tier in self._pool.allocators:
             other = self._pool.on(tier, page.space, page.key)
             if other is not None and other.state is PageState.READY and other.loss > page.loss:
@@ -295,7 +300,7 @@ class Shard:
         if lease is not None:
             self._give_back(lease)
             return [Answer(request.call, Done())]
-        gone = [*map(lost, self._waiting.withdraw(attempt)), *self._reading.withdraw(attempt)]
+        gone = [*map(lost, self._queue.withdraw(attempt)), *self._pins.withdraw(attempt)]
         return [*gone, Answer(request.call, Done(bool(gone)))]
 
     def _suspect(self, request: Request[Suspect], space: ShardNamespace, now: int) -> list[Effect]:
@@ -305,7 +310,7 @@ class Shard:
                 page = self._pool.on(tier, space.id, key)
                 if page is not None and page.state is PageState.READY:
                     self._counters["suspected"] += 1
-                    self._verifier.suspect(page)
+                    self._scrubber.suspect(page)
         return [Answer(request.call, Done())]
 
     def _check(self, m: Pin | Reserve) -> Refused | None:
@@ -314,7 +319,7 @@ class Shard:
             return Refused(RefusedKind.STALE, f"this is epoch {self.epoch}, not {m.epoch}")
         if self._own.owns(m.attempt):
             return Refused(RefusedKind.BAD, f"attempt {m.attempt} is this shard's own; draw a holder at random")
-        if m.attempt in self._leases or self._waiting.waits(m.attempt) or self._reading.waits(m.attempt):
+        if m.attempt in self._leases or self._queue.waits(m.attempt) or self._pins.waits(m.attempt):
             return Refused(RefusedKind.BAD, f"attempt {m.attempt} has a lease already, or waits for one")
         if self._leases.full(m.attempt.holder):
             return Refused(RefusedKind.LIMIT, f"{limits.LEASES_PER_HOLDER} leases are held already; release some")
@@ -345,9 +350,9 @@ class Shard:
     def _serve_waiting(self, now: int) -> list[Effect]:
         """Reservations that now find room, in order of arrival; and whoever has waited long enough gets what fits."""
         if not self._takes_writes(now):
-            return [lost(request) for request in self._waiting.everyone()]
+            return [lost(request) for request in self._queue.everyone()]
         effects: list[Effect] = []
-        while (served := self._waiting.next_served(now)) is not None:
+        while (served := self._queue.next_served(now)) is not None:
             effects.append(self._grant_write(*served, now))
         return effects
 
@@ -366,18 +371,18 @@ class Shard:
 
     def _verify(self, now: int) -> list[Effect]:
         """What is to be read again now, if anything."""
-        pages = [] if self._over else self._verifier.choose(now)
+        pages = [] if self._over else self._scrubber.choose(now)
         if not pages:
             return []
         attempt = self._own.next()
         for page in pages:
             self._pool.pin(page)
         self._leases.grant(attempt, LeaseKind.READ, list(pages), now)
-        self._verifier.reading(attempt, pages)
+        self._scrubber.reading(attempt, pages)
         return [Verify(attempt, tuple(page.space for page in pages), tuple(page.slot() for page in pages))]
 
     def _verified(self, m: Verified, now: int) -> list[Effect]:
-        pages = self._verifier.verified(m.attempt)
+        pages = self._scrubber.verified(m.attempt)
         self._counters["verified"] += len(pages)
         for index in m.corrupt:
             if pages[index].state is PageState.READY:
@@ -392,65 +397,65 @@ class Shard:
 
     def _move(self, now: int) -> list[Effect]:
         """The next pages that change their tier, if any are to."""
-        return self._mover.begin(now) if self.member(now) else []
+        return self._tier_mover.begin(now) if self.member(now) else []
 
     def _moved(self, m: Moved, now: int) -> list[Effect]:
-        self._mover.end(m, may_commit=self.member(now))
+        self._tier_mover.end(m, may_commit=self.member(now))
         return self._move(now)
 
     # ------------------------------------------------------------------------------------- the coordinator
 
     def _report(self, now: int) -> list[Effect]:
         """The next message to the coordinator, if one is due and none is under way."""
-        if self._over or not self._uplink.due(now):
+        if self._over or not self._sender.due(now):
             return []
-        return [Send(self._uplink.compose(self._message, now))]
+        return [Send(self._sender.compose(self._message, now))]
 
     def _message(self, piece: StreamPiece) -> Report | Inventory:
         # It carries the specs of its own pages, so that it is understood by a coordinator that knows nothing. Where a
         # namespace has been forgotten since, so were its pages, and the stream goes on to say so.
         named = (event.namespace for event in (*piece.pages, *piece.events) if isinstance(event, PageEvent))
-        known = (self._spaces.known(space) for space in dict.fromkeys(named))
+        known = (self._namespaces.known(space) for space in dict.fromkeys(named))
         specs = tuple((space.tenant, space.spec) for space in known if space is not None)
-        info, coordinator = self._info(), self._uplink.coordinator
+        info, coordinator = self._info(), self._sender.coordinator
         if piece.inventory:
             stones = self._inventoried
             return Inventory(info, coordinator, piece.upto, piece.chunk, piece.last, piece.pages, specs, stones)
-        pressure = self._waiting.pressure_bytes
+        pressure = self._queue.pressure_bytes
         self._pressed = pressure > 0
-        orders, samples = self.order_progress, self._mover.samples()
+        orders, samples = self.order_progress, self._tier_mover.samples()
         return Report(info, coordinator, piece.first, piece.events, specs, pressure, orders, samples)
 
     def _report_answered(self, m: ReportAnswered, now: int) -> list[Effect]:
-        before = self._uplink.coordinator
-        heeded = self._uplink.answered(m.ack, now)
+        before = self._sender.coordinator
+        heeded = self._sender.answered(m.ack, now)
         if m.ack.leave is not None:
             return self._leave(m.ack.leave, now)
-        if self._uplink.coordinator != before:
+        if self._sender.coordinator != before:
             self._orders.reset()
         effects = [*self._orders.carry_out(m.ack, now), *self._move(now)] if heeded else []
-        return effects + self._uplink.answer_flushes(now)
+        return effects + self._sender.answer_flushes(now)
 
     def _report_failed(self, m: ReportFailed, now: int) -> list[Effect]:
-        self._uplink.failed(now)
+        self._sender.failed(now)
         return []
 
     def _leave(self, farewell: Farewell, now: int) -> list[Effect]:
         """Nothing is served from this incarnation any more."""
         self._over = True
         effects: list[Effect] = [Revoke(attempt) for attempt in self._leases.revoke_all()]
-        effects += [*self._serve_waiting(now), *self._reading.give_up()]
-        effects += self._uplink.end()
+        effects += [*self._serve_waiting(now), *self._pins.give_up()]
+        effects += self._sender.end()
         return [*effects, Leave(_FAREWELLS[farewell], for_good=farewell is Farewell.DRAINED)]
 
     # ---------------------------------------------------------------------------------------------- time
 
     def _tick(self, m: Tick, now: int) -> list[Effect]:
-        self._reading.renew(now)
+        self._pins.renew(now)
         revoked = self._leases.revoke_expired(now)
         self._counters["revoked"] += len(revoked)
         effects: list[Effect] = [Revoke(attempt) for attempt in revoked]
-        return effects + self._uplink.answer_flushes(now)
+        return effects + self._sender.answer_flushes(now)
 
     def _stalled(self, m: Stalled, now: int) -> list[Effect]:
         self._leases.extend(m.late_ns)
@@ -464,7 +469,7 @@ class Shard:
         return Inventoried(list(self._pool.ready()))
 
     def _uses(self, namespace: NamespaceId) -> bool:
-        return bool(self._pool.parts(namespace)) or namespace in self._waiting.namespaces() + self._reading.namespaces()
+        return bool(self._pool.parts(namespace)) or namespace in self._queue.namespaces() + self._pins.namespaces()
 
     def _info(self) -> ShardInfo:
         allocator = self._pool.allocator
@@ -480,7 +485,7 @@ class Shard:
             leases=len(self._leases) - len(self.own_attempts) + (self._puller.attempt is not None),
             counters=tuple(self._counters.items()),
             draining=self._orders.draining,
-            below=self._pool.below(self._reading.wanted_bytes),
+            below=self._pool.below(self._pins.wanted_bytes),
             trouble=self._trouble,
         )
 

@@ -62,7 +62,7 @@ class TierMover:
         page that is READY in its new place, before it leaves its old one."""
         self._pool = pool
         self._leases = leases
-        self._spaces = spaces
+        self._namespaces = spaces
         self._own = own
         self._withdraw = withdraw
         self._committed = committed
@@ -106,7 +106,7 @@ class TierMover:
             if pairs and self._left[0].to is not pairs[0][1].tier:
                 break  # it may want the room that this batch makes at its end
             move = self._left.popleft()
-            space = self._spaces.known(move.namespace)
+            space = self._namespaces.known(move.namespace)
             if space is not None and move.to in self._pool.allocators:
                 for group, part in space.parts:  # the parts of a block go together
                     pair = self._pair(move, space, group, part)
@@ -232,7 +232,7 @@ class TierMover:
 
     def _page_move(self, pair: tuple[Page, Page]) -> PageMove:
         source, target = pair
-        space = self._spaces.known(source.space)
+        space = self._namespaces.known(source.space)
         assert space is not None, "a page of a namespace that is not known"
         coded = target.codec is Codec.Q4 and source.codec is not Codec.Q4
         sampled = coded and int.from_bytes(source.key.hash[:4], "big") < self._sampled

@@ -48,7 +48,7 @@ class Tiering:
         self._low = config.low_free
         self._codec = Codec[config.host_codec.upper()]
         self._raw_blocks = config.host_raw_blocks
-        self._heat = HotPrefixes(
+        self._hot_prefixes = HotPrefixes(
             loads=config.promote_loads, window_ns=config.hot_window_ms * MS, run_blocks=config.run_blocks
         )
         self._directory = directory
@@ -61,7 +61,7 @@ class Tiering:
 
     def loaded(self, space: CoordinatorNamespace, hashes: Sequence[BlockHash], now: int) -> None:
         """A load was promised these blocks, a chain from its first block on."""
-        for run in self._heat.loaded(hashes, now):
+        for run in self._hot_prefixes.loaded(hashes, now):
             for block in run:
                 record = space.index.get(block)
                 for slot in _only_below(record) if record is not None else ():
@@ -95,7 +95,7 @@ class Tiering:
         return (
             ("host.codec", self._codec.name.lower()),
             ("host.raw_blocks", str(self._raw_blocks)),
-            ("promote.loads", str(self._heat.loads)),
+            ("promote.loads", str(self._hot_prefixes.loads)),
         )
 
     def set(self, settings: Sequence[tuple[str, str]]) -> str | None:
@@ -114,7 +114,7 @@ class Tiering:
         if any(name == "host.codec" for name, _ in settings):  # somebody has decided: it is tried again
             self._fallen.clear()
         self._codec = Codec[known["host.codec"].upper()]
-        self._raw_blocks, self._heat.loads = int(known["host.raw_blocks"]), int(known["promote.loads"])
+        self._raw_blocks, self._hot_prefixes.loads = int(known["host.raw_blocks"]), int(known["promote.loads"])
         return None
 
     def demote(self, member: Member, pressure_bytes: int, now: int) -> int:

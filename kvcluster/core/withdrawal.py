@@ -19,14 +19,14 @@ Withdraw = Callable[[Page], None]
 class Withdrawal:
     """Of the pages of one shard. Its room is free when the last reader has ended."""
 
-    def __init__(self, pool: PagePool, uplink: ReportSender) -> None:
+    def __init__(self, pool: PagePool, report_sender: ReportSender) -> None:
         self._pool = pool
-        self._uplink = uplink
+        self._report_sender = report_sender
 
     def __call__(self, page: Page, *, corrupt: bool = False) -> None:
         """Withdraws a READY page."""
         self._pool.condemn(page)
-        self._uplink.tell(GoneEvent(page.space, page.key, corrupt=corrupt, tier=page.tier))
+        self._report_sender.tell(GoneEvent(page.space, page.key, corrupt=corrupt, tier=page.tier))
         above = self._pool.on(FASTEST, page.space, page.key)
         if above is not None and above.decoded and above.state is PageState.READY and not self._pool.below_of(above):
             self(above)

@@ -228,17 +228,17 @@ def test_to_be_asked_again_while_it_tells_all_does_not_begin_anew(monkeypatch: p
 
 def test_a_run_longer_than_a_call_is_several_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BLOCKS_PER_CALL", 4)
-    announcer = EventEmitter()
+    emitter = EventEmitter()
     space = NamespaceId(bytes(32))
-    announcer.opened(space, SPEC)
+    emitter.opened(space, SPEC)
     parent = BlockHash(b"p" * 32)
     for depth, block in enumerate(CHAIN):
-        announcer.changed(space, _Record(block, parent, depth, tiers=1), 0)
+        emitter.changed(space, _Record(block, parent, depth, tiers=1), 0)
         parent = block
-    [told] = announcer.take()
+    [told] = emitter.take()
     assert isinstance(told, Publish)
     assert [event.hashes for event in told.events if isinstance(event, BlocksStored)] == [CHAIN[:4], CHAIN[4:]]
-    assert announcer.take() == []
+    assert emitter.take() == []
 
 
 class _Record:
@@ -247,10 +247,10 @@ class _Record:
 
 
 def test_a_namespace_that_is_forgotten_while_all_is_told_again_is_told_no_more() -> None:
-    announcer = EventEmitter()
+    emitter = EventEmitter()
     space = SPEC.namespace(OURS)
-    announcer.opened(space, SPEC)
-    announcer.retell([(space, iter([_Record(CHAIN[0], root(), 0, tiers=1)]))])
-    announcer.closed(space)
-    announcer.tell_some()
-    assert (announcer.take(), announcer.retelling) == ([], False)
+    emitter.opened(space, SPEC)
+    emitter.retell([(space, iter([_Record(CHAIN[0], root(), 0, tiers=1)]))])
+    emitter.closed(space)
+    emitter.tell_some()
+    assert (emitter.take(), emitter.retelling) == ([], False)

@@ -421,7 +421,7 @@ def test_a_replica_that_is_demoted_is_still_one() -> None:
     assert homes(coordinator, A) == ["a", "b"]
 
 
-def test_of_twins_one_found_corrupt_is_no_replica_lost() -> None:
+def test_one_corrupt_twin_is_not_a_lost_replica() -> None:
     coordinator, one = tiered(*twins(A))
     two, three = others(coordinator, "bc", below=below())
     two.report(*twins(A))

@@ -352,7 +352,7 @@ class Commands:
             pages = tuple(event for event in events if isinstance(event, PageEvent))
             chunk, last = words.number("chunk", 0), "more" not in words.options
             stones = tuple(
-                Tombstone(int(number), TENANT) for number in words.options.get("buried", "").split(",") if number
+                Tombstone(int(number), TENANT) for number in words.options.get("purged", "").split(",") if number
             )
             info = self._info(name, puppet, words)
             letter = Inventory(info, coordinator, puppet.told, chunk, last, pages, specs, stones)
@@ -392,7 +392,7 @@ class Commands:
             shard.step(ReportFailed())
             return
         namespace = stage.names.namespace(SPEC)
-        evict, pull, apply_tombstone = (words.options.get(option) for option in ("evict", "pull", "apply_tombstone"))
+        evict, pull, purge = (words.options.get(option) for option in ("evict", "pull", "purge"))
         orders: list[Order] = []
         if evict is not None:
             number, blocks = evict.split(":")
@@ -408,7 +408,7 @@ class Commands:
             words.number("acked", 0),
             inventory="inventory" in words.rest,
             orders=tuple(orders),
-            tombstones=() if apply_tombstone is None else (Tombstone(int(apply_tombstone), Tenant(TENANT)),),
+            tombstones=() if purge is None else (Tombstone(int(purge), Tenant(TENANT)),),
             drain="drain" in words.rest,
             leave=Farewell[words.options["leave"].upper()] if "leave" in words.options else None,
         )

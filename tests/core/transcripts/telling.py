@@ -114,7 +114,7 @@ class Teller:
         told: list[str] = []
         if isinstance(message, Inventory):
             rest = "" if message.last and not message.chunk else f", chunk {message.chunk}"
-            stones = "".join(f", buried {self.stone(stone)}" for stone in message.tombstones)
+            stones = "".join(f", purged {self.stone(stone)}" for stone in message.tombstones)
             told.append(f"inventory up to {message.upto}{rest}: {self._names.told(p.key.hash for p in message.pages)}")
             return f"{told[0]}{stones}; {self._info(message.info)} [epoch {message.coordinator}]"
         if message.events:
@@ -134,7 +134,7 @@ class Teller:
         if ack.inventory:
             told.append("send an inventory")
         told += map(self._order, ack.orders)
-        told += [f"apply_tombstone {self.stone(stone)}" for stone in ack.tombstones]
+        told += [f"purge {self.stone(stone)}" for stone in ack.tombstones]
         if ack.drain:
             told.append("drain")
         if ack.leave is not None:
@@ -208,7 +208,7 @@ class Teller:
                 return f"+{self._names.told([event.key.hash])}"
             case GoneEvent():
                 return f"-{self._names.told([event.key.hash])}{'(corrupt)' if event.corrupt else ''}"
-        return f"buried({event.number})"
+        return f"purged({event.number})"
 
     def _info(self, info: ShardInfo) -> str:
         return f"{pages(info.free_bytes)} of {pages(info.capacity_bytes)} free{', draining' if info.draining else ''}"

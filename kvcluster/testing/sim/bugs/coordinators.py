@@ -89,10 +89,10 @@ def forgotten_tombstone() -> list[Patch]:
 
     def apply_tombstone(self: NamespaceTable, stone: Any) -> Any:
         before = [(space, space.purged) for space in self]
-        buried = original(self, stone)
+        records = original(self, stone)
         for space, purged in before:
             space.purged = purged
-        return buried
+        return records
 
     return [(NamespaceTable, "apply_tombstone", apply_tombstone)]
 

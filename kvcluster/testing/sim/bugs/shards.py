@@ -178,7 +178,7 @@ def condemned_by_word() -> list[Patch]:
             page = self.pool.get(space.id, key)
             if page is not None and page.state is PageState.READY:
                 self.pool.condemn(page)
-                self._uplink.tell(GoneEvent(space.id, key, corrupt=True))
+                self._sender.tell(GoneEvent(space.id, key, corrupt=True))
         return original(self, request, space, now)
 
     return [(Shard, "_suspect", suspect)]
@@ -218,7 +218,7 @@ def encoded_twice() -> list[Patch]:
 
     def withdraw(self: Withdrawal, page: Any, *, corrupt: bool = False) -> None:
         self._pool.condemn(page)
-        self._uplink.tell(GoneEvent(page.space, page.key, corrupt=corrupt, tier=page.tier))
+        self._report_sender.tell(GoneEvent(page.space, page.key, corrupt=corrupt, tier=page.tier))
 
     return [(Withdrawal, "__call__", withdraw)]
 
