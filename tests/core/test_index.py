@@ -257,7 +257,7 @@ def test_a_gap_in_a_window_is_a_run_without_sources() -> None:
 
 
 def test_a_need_of_nothing_is_our_own_mistake() -> None:
-    with pytest.raises(AssertionError, match="a need of nothing"):
+    with pytest.raises(AssertionError, match="a need that names no group"):
         filled(PREFIX, held=["0"]).find(chain(1), Need((None,)))
 
 
