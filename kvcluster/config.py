@@ -46,15 +46,17 @@ _Rule = tuple[bool, str]
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorConfig:
-    """`hold_ms`: time for which promised blocks are spared from eviction. `low_free`, `high_free`: if a smaller share
-    of its bytes than `low_free` is free, a shard is ordered to evict until `high_free` is. `pinned_share`: maximum
-    share of all bytes for pins. `hot_loads`: a run of blocks that is loaded this often within `hot_window_ms` gets
-    `hot_replicas` replicas in all. `host_codec`: encoding of blocks demoted to the host tier, raw, q8 or q4; the first
-    `host_raw_blocks` blocks of a sequence stay raw. `q4_error_budget`: a namespace whose sampled pages lose more than
-    this by q4, on average, gets q8. `eviction_policy`: lru or gdsf (docs/tiers.md). `promote_loads`: a run that is
-    loaded this often within `hot_window_ms` is promoted. `drain_ms`: after this time a draining shard leaves, whatever
-    it still holds. `state_dir`: where tombstones are kept for the next coordinator; "" keeps them only in the
-    shards."""
+    """`hold_ms`: time for which promised blocks are spared from eviction.
+    `low_free`, `high_free`: if less than `low_free` of its bytes is free, a shard evicts until `high_free` is.
+    `pinned_share`: maximum share of all bytes for pins.
+    `hot_loads`: a run of blocks loaded this often within `hot_window_ms` gets `hot_replicas` replicas in all.
+    `eviction_policy`: lru or gdsf (docs/tiers.md).
+    `host_codec`: encoding of blocks demoted to the host tier, raw, q8 or q4. The first `host_raw_blocks` blocks of a
+    sequence stay raw.
+    `q4_error_budget`: a namespace whose sampled pages lose more than this by q4, on average, gets q8.
+    `promote_loads`: a run loaded this often within `hot_window_ms` is promoted.
+    `drain_ms`: after this time a draining shard leaves, whatever it still holds.
+    `state_dir`: where tombstones are kept for the next coordinator; "" keeps them only in the shards."""
 
     ticket_ttl_ms: int = 30_000
     hold_ms: int = 10_000
@@ -78,12 +80,14 @@ class CoordinatorConfig:
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
-    """`device_bytes`: size of the device tier, of raw pages. `host_bytes`: size of the host tier below it, of encoded
-    pages; 0 for none. `disk_bytes`: size of the disk tier below that, of files in a folder of this shard's own within
-    `disk_dir`; 0 for none. `disk_file_bytes`: size of each file, 0 to choose by the size of the tier. `q4_sampled`:
-    share of the pages encoded in q4 whose loss is measured. `extent_bytes`: the allocator's unit, 0 to choose one by
-    the size of each tier. `scrub_bytes`: bytes of its own pages that a shard reads per second to find corrupt ones; 0
-    for none."""
+    """`device_bytes`: size of the device tier, of raw pages.
+    `host_bytes`: size of the host tier below it, of encoded pages; 0 for none.
+    `disk_bytes`: size of the disk tier below that, of files in a folder of this shard's own within `disk_dir`; 0 for
+    none.
+    `disk_file_bytes`: size of each file, 0 to choose by the size of the tier.
+    `q4_sampled`: share of the pages encoded in q4 whose loss is measured.
+    `extent_bytes`: the allocator's unit, 0 to choose one by the size of each tier.
+    `scrub_bytes`: bytes of its own pages that a shard reads per second to find corrupt ones; 0 for none."""
 
     device_bytes: int = 2**30
     host_bytes: int = 0
@@ -126,11 +130,13 @@ class EventsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
-    """`deadline_ms`: of one call, however many parts it has. `store_wait_ms`: the time that a store may wait for room.
-    `breaker_failures`: after this many failures in a row the client does not ask a shard for `breaker_ms`, then for
-    twice as long. `transports`: those that may move pages, whichever others a shard offers. `accept`: the worst loss
-    that loads accept, exact, q8 or q4; pages that have lost more are a miss. `store_niceness`: niceness of the threads
-    that store, 0 to 19, above that of the process's others: for a caller that does not wait for its stores."""
+    """`deadline_ms`: of one call, however many parts it has.
+    `store_wait_ms`: the time that a store may wait for room.
+    `breaker_failures`: after this many failures in a row a shard is not asked for `breaker_ms`, then for twice as long.
+    `transports`: those that may move pages, whichever others a shard offers.
+    `accept`: the worst loss that loads accept, exact, q8 or q4; pages that have lost more are a miss.
+    `store_niceness`: niceness of the threads that store, 0 to 19, above that of the process's others; for callers that
+    do not wait for their stores."""
 
     deadline_ms: int = 10_000
     connect_ms: int = 5_000

@@ -100,7 +100,7 @@ class NamespaceTable:
 
     def attach(self, tenant: Tenant, spec: KVSpec) -> CoordinatorNamespace | None:
         """Returns the namespace of this spec, creating it if needed; None if the limit of namespaces, of the tenant or
-        in all, is reached and none of the tenant's is empty."""
+        of all tenants, is reached and none of the tenant's is empty."""
         space_id = spec.namespace(tenant)
         space = self._spaces.get(space_id)
         if space is None:

@@ -36,7 +36,7 @@ MS = 1_000_000
 SAMPLES_WANTED = 8
 """Samples of a namespace that are needed before it is judged."""
 
-_TOO_LOSSY = "q4 is too lossy for namespace {}: the mean loss {:.3f} exceeds the budget {:.3f}. It is demoted in q8 now"
+_TOO_LOSSY = "q4 is too lossy for namespace {}: its mean loss {:.3f} exceeds the budget {:.3f}; it gets q8 from now on"
 
 
 class Tiering:
