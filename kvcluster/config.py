@@ -1,9 +1,8 @@
-"""The one configuration tree: frozen, checked whole, handed down as the smallest part that each object needs.
+"""The configuration tree: frozen, validated as a whole, and handed down as the smallest part that each object needs.
 
-`load` is the only way in, from a TOML file, a mapping, or both (the mapping wins). Unknown keys are refused by
-name, since a setting that is silently ignored is worse than an error. Nothing else reads settings; no
-environment variable changes behaviour. Durations are integer milliseconds, sizes integer bytes or text such
-as "4GiB".
+`load` is the only way in, from a TOML file, a mapping, or both (the mapping wins). Unknown keys are rejected by name,
+since a setting that is silently ignored is worse than an error. Nothing else reads settings; no environment variable
+changes behaviour. Durations are integer milliseconds, sizes integer bytes or text such as "4GiB".
 """
 
 from __future__ import annotations
@@ -30,31 +29,34 @@ else:
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 TRANSPORTS = NAMES
-"""Ways to move pages, the fastest first: that is the order in which they are tried, wherever they are named."""
+"""The transports that move pages, the fastest first. They are tried in this order, however a setting lists them."""
 
 CODECS = ("raw", "q8", "q4")
-"""How pages can be encoded, by rising loss."""
+"""Encodings of pages, by rising loss."""
 
 LOSSES = ("exact", "q8", "q4")
-"""What KV may have lost, the least first."""
+"""Losses that KV may have, the least first."""
 
 _LOOPBACK = re.compile(r"tcp://(?:127\.[0-9.]+|\[::1\]):")
 _MAY_BE_ZERO = ("hold_ms", "store_wait_ms")
 
 _Rule = tuple[bool, str]
-"""Whether it holds, and what to say if it does not."""
+"""Whether the rule holds, and the error message if it does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorConfig:
-    """`hold_ms`: how long promised blocks are spared. `low_free`, `high_free`: below this share of free bytes a shard
-    is told to evict, until that share is free. `pinned_share`: of a shard's bytes, at most, for pins. `hot_loads`: a
-    run of blocks that is loaded so often within `hot_window_ms` gets `hot_replicas` in all. `host_codec`: how what goes
-    down to the host tier is encoded, raw, q8 or q4; but the first `host_raw_blocks` blocks of a sequence stay raw.
-    `q4_error_budget`: a namespace whose pages lose more by q4, in the mean of what shards have sampled, gets q8.
-    `eviction_policy`: what goes first, lru or gdsf (docs/tiers.md). `promote_loads`: a run that is loaded so often
-    within `hot_window_ms` comes up again. `drain_ms`: after so long a draining shard goes, whatever it still holds.
-    `state_dir`: where tombstones are kept for the next coordinator; "" keeps them in the shards alone."""
+    """`hold_ms`: time for which promised blocks are spared from eviction.
+    `low_free`, `high_free`: if less than `low_free` of its bytes is free, a shard evicts until `high_free` is.
+    `pinned_share`: maximum share of all bytes for pins.
+    `hot_loads`: a run of blocks loaded this often within `hot_window_ms` gets `hot_replicas` replicas in all.
+    `eviction_policy`: lru or gdsf (docs/tiers.md).
+    `host_codec`: encoding of blocks demoted to the host tier, raw, q8 or q4. The first `host_raw_blocks` blocks of a
+    sequence stay raw.
+    `q4_error_budget`: a namespace whose sampled pages lose more than this by q4, on average, gets q8.
+    `promote_loads`: a run loaded this often within `hot_window_ms` is promoted.
+    `drain_ms`: after this time a draining shard leaves, whatever it still holds.
+    `state_dir`: where tombstones are kept for the next coordinator; "" keeps them only in the shards."""
 
     ticket_ttl_ms: int = 30_000
     hold_ms: int = 10_000
@@ -78,12 +80,14 @@ class CoordinatorConfig:
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
-    """`device_bytes`: the pool, of raw pages. `host_bytes`: the tier below it, of encoded ones; 0 for none.
-    `disk_bytes`: the tier below that, of files in a folder of this shard's own within `disk_dir`; 0 for none.
-    `disk_file_bytes`: how large each file is, 0 to choose by the size of the tier.
-    `q4_sampled`: of the pages that are encoded in q4, this share is looked at for what it loses.
+    """`device_bytes`: size of the device tier, of raw pages.
+    `host_bytes`: size of the host tier below it, of encoded pages; 0 for none.
+    `disk_bytes`: size of the disk tier below that, of files in a folder of this shard's own within `disk_dir`; 0 for
+    none.
+    `disk_file_bytes`: size of each file, 0 to choose by the size of the tier.
+    `q4_sampled`: share of the pages encoded in q4 whose loss is measured.
     `extent_bytes`: the allocator's unit, 0 to choose one by the size of each tier.
-    `scrub_bytes`: how much a second a shard reads of its own pages to find rotten ones; 0 for none."""
+    `scrub_bytes`: bytes of its own pages that a shard reads per second to find corrupt ones; 0 for none."""
 
     device_bytes: int = 2**30
     host_bytes: int = 0
@@ -100,9 +104,9 @@ class ShardConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Where to listen, and who may ask. Without a `token_file` the only tenant is `default`, and `host` must be a
-    loopback address unless `insecure` says that this is meant. `transports`: by which a shard lets its pages be moved;
-    control goes over grpc, so that it is always one of them."""
+    """Where to listen, and who may connect. Without a `token_file` the only tenant is `default`, and `host` must be a
+    loopback address unless `insecure` is set. `transports`: those by which a shard lets its pages be moved; they must
+    include grpc, which carries control."""
 
     host: str = "127.0.0.1"
     port: int = 7070
@@ -114,9 +118,9 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class EventsConfig:
-    """KV events for outsiders. `endpoint`: where they are published, such as "tcp://127.0.0.1:5557"; "" for nowhere.
-    `replay`: where what was missed is asked for, out of the last `buffer_batches` batches. They tell the token ids of
-    all tenants to whoever listens, so both are loopback addresses unless `insecure` says that this is meant."""
+    """KV events for external subscribers. `endpoint`: the address to publish on, such as "tcp://127.0.0.1:5557"; "" for
+    none. `replay`: the address that replays missed events, out of the last `buffer_batches` batches. Events show the
+    token ids of all tenants to every subscriber, so both must be loopback addresses unless `insecure` is set."""
 
     endpoint: str = ""
     replay: str = ""
@@ -126,11 +130,13 @@ class EventsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
-    """`deadline_ms`: of one call, however many parts it has. `store_wait_ms`: how long a store may wait for room.
-    `breaker_failures`: after so many in a row a shard is not asked for `breaker_ms`, then for twice as long.
-    `transports`: by which it lets pages be moved, whichever else a shard offers. `accept`: the worst loss that loads
-    take, exact, q8 or q4; what has lost more is a miss. `store_niceness`: threads that store have so much less of a
-    priority than others of their process, 0 to 19: for who does not wait for his stores, and has better to do."""
+    """`deadline_ms`: of one call, however many parts it has.
+    `store_wait_ms`: the time that a store may wait for room.
+    `breaker_failures`: after this many failures in a row a shard is not asked for `breaker_ms`, then for twice as long.
+    `transports`: those that may move pages, whichever others a shard offers.
+    `accept`: the worst loss that loads accept, exact, q8 or q4; pages that have lost more are a miss.
+    `store_niceness`: niceness of the threads that store, 0 to 19, above that of the process's others; for callers that
+    do not wait for their stores."""
 
     deadline_ms: int = 10_000
     connect_ms: int = 5_000
@@ -144,8 +150,8 @@ class ClientConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All settings. `membership_ttl_ms`: a shard unheard of for so long is lost; `stall_ms`: a process that stood
-    still for longer blames nobody for what it did not hear."""
+    """All settings. `membership_ttl_ms`: a shard that is silent for this long is lost. `stall_ms`: a process that was
+    stalled for longer extends the terms of others, since it could not receive their messages."""
 
     shards: int = 1
     membership_ttl_ms: int = 5_000
@@ -158,7 +164,7 @@ class Config:
 
 
 def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The configuration from a TOML file and/or a nested mapping. Raises ConfigError naming the bad key."""
+    """Returns the configuration from a TOML file and/or a nested mapping. Raises ConfigError naming the bad key."""
     values: dict[str, Any] = {}
     if path is not None:
         try:
@@ -173,7 +179,7 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
 
 
 def size(text: str | int, name: str = "size") -> int:
-    """Bytes of "1GiB", "512 MiB", "4096" or a number. Raises ConfigError."""
+    """Returns the bytes of "1GiB", "512 MiB", "4096" or a number. Raises ConfigError."""
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
         return text
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
@@ -315,7 +321,7 @@ def _event_rules(e: EventsConfig) -> Iterator[_Rule]:
         yield (
             not where or e.insecure or bool(_LOOPBACK.match(where)),
             f"events.{name}: every process that reaches {where} reads the prompts of all tenants. Use a loopback "
-            "address, or say events.insecure = true",
+            "address, or set events.insecure = true",
         )
 
 

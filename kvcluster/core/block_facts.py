@@ -1,17 +1,18 @@
-"""What the coordinator can tell an eviction policy of a block: its bytes, what it costs to compute again, whose it is.
+"""What the coordinator can tell an eviction policy about a block: its bytes, its cost to compute again, its tenant.
 
 **The cost of computing a block again** is an estimate in *token-layers*: the work of one token in one layer of the
-model, without attention. A block of T tokens in n layers costs T * n of them, and its attention on top, which grows
-with the context before it: attention over CROSSOVER_TOKENS tokens of context is as much work again as all the rest of
-a layer. So a block costs
+model, without attention. A block of T tokens in n layers costs T * n of them, plus its attention, which grows with the
+context before it: attention over CROSSOVER_TOKENS tokens of context is as much work as all the rest of a layer. So a
+block costs
 
     the sum over its groups of  block_tokens * layers * (1 + context_tokens / CROSSOVER_TOKENS)
 
-where the context is the tokens before the block; at most the window in a group that has one, and none in a group of
-recurrent state (`last`). It is counted in thousandths and rounded down.
+where the context is the number of tokens before the block; at most the window in a group that has one, and 0 in a group
+of recurrent state (`last`). The result is in thousandths, rounded down.
 
-What the coordinator does not know does not come in: a spec names no width of the model, number of query heads, experts,
-or speed of a GPU. So blocks of one model compare well, and a token-layer of a large model counts as one of a small.
+The estimate leaves out what the coordinator does not know: a spec gives no width of the model, number of query heads,
+experts, or speed of a GPU. So blocks of one model compare well, but a token-layer of a large model counts as much as
+one of a small model.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.eviction import Block
 
 CROSSOVER_TOKENS = 32_768
-"""A dense layer of width h takes about 24 h^2 operations a token, and attention over n tokens 4 n h. They are equal at
-n = 6 h, which is 24,576 tokens at h = 4,096 (models of 8 billion parameters) and 49,152 at h = 8,192 (70 billion)."""
+"""A dense layer of width h takes about 24 h^2 operations per token, and attention over n tokens 4 n h. They are equal
+at n = 6 h, which is 24,576 tokens at h = 4,096 (models of 8 billion parameters) and 49,152 at h = 8,192 (70
+billion)."""
 
 
 _THOUSANDTHS = 1_000
 
 
 def recompute_cost(spec: KVSpec, depth: int) -> int:
-    """Thousandths of a token-layer that computing the block at that depth takes, its prefix being there."""
+    """Returns the cost of computing the block at that depth, given its prefix, in thousandths of a token-layer."""
     before = depth * spec.block_tokens
     total = 0
     for group in spec.groups:

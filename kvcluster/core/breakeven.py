@@ -1,15 +1,15 @@
-"""Break-even: from how many tokens on a load takes less time than computing them.
+"""Break-even: the number of tokens from which on loading takes less time than computing.
 
-A load of n tokens takes a fixed time (its round trips) and then its bytes at the link's rate; computing them takes n at
-the engine's prefill rate. Both sides are straight lines, but for groups that need their last blocks alone, whose bytes
-stop growing: so what a load gains never gains more slowly as n grows, and begins below nothing. Hence there is one
-crossing at most: a load that pays, pays for every longer prefix too, and no part of a prefix pays where all of it does
-not. `pays` compares integers, so it holds this to the last bit, and `least_tokens` searches with `pays` itself: the
-verdict that a person reads and the decision that a connector takes cannot differ.
+A load of n tokens takes a fixed time (its round trips) plus its bytes at the link's rate; computing them takes n at the
+engine's prefill rate. Both are straight lines, except for groups that need only their last blocks, whose bytes stop
+growing: so the gain of a load starts below zero and never grows more slowly as n grows. Hence there is at most one
+crossing: a load that pays, pays for every longer prefix too, and no part of a prefix pays if all of it does not. `pays`
+compares integers, so this holds exactly, and `least_tokens` searches with `pays` itself: the printed verdict and the
+decision of a connector cannot differ.
 
-The prefill rate is one number. Attention makes the later tokens of a long prompt dearer, so a rate that was measured at
-short prompts errs towards computing; whoever gives it measures it at the length that matters. What a link's rate is,
-this module does not know: it is measured (cli/breakeven.py) or learnt (client/bandwidth.py).
+The prefill rate is one number. Attention makes the later tokens of a long prompt more expensive, so a rate that was
+measured with short prompts errs towards computing; measure it at the length that matters. This module does not know the
+rate of a link: it is measured (cli/breakeven.py) or learnt (client/bandwidth.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SECOND_NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """How fast loads come over one way: after `fixed_ns`, whatever they carry, `bytes_per_s`, which is at least 1."""
+    """Speed of loads over one path: `fixed_ns` for any load, then `bytes_per_s`, which is at least 1."""
 
     fixed_ns: int
     bytes_per_s: int
@@ -38,10 +38,10 @@ class LinkRate:
 
     @classmethod
     def through(cls, small: tuple[int, int], large: tuple[int, int]) -> LinkRate:
-        """From two loads, each its bytes and the nanoseconds that it took.
+        """Computes the rate from two loads, each given as its bytes and the nanoseconds that it took.
 
-        Where they cannot be told apart, or noise leaves less than nothing for the fixed time, all of the larger one's
-        time is taken for that of its bytes.
+        If the two cannot be told apart, or noise makes the fixed time negative, the whole time of the larger load is
+        attributed to its bytes.
         """
         (small_bytes, small_ns), (large_bytes, large_ns) = small, large
         more, longer = large_bytes - small_bytes, large_ns - small_ns
@@ -52,17 +52,17 @@ class LinkRate:
         return cls(0, max(1, large_bytes * _SECOND_NS // max(1, large_ns)))
 
     def load_ns(self, nbytes: int) -> int:
-        """How long a load of so many bytes takes."""
+        """Returns the nanoseconds that a load of `nbytes` takes."""
         return self.fixed_ns + -(-nbytes * _SECOND_NS // self.bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Breakeven:
-    """Loading against computing, for one worker's parts of one spec. `parts` has an entry a group, None for what is not
-    loaded here. Raises CallerError for a prefill rate that is no whole number of at least 1.
+    """Compares loading with computing, for one worker's parts of one spec. `parts` has an entry per group, None for a
+    group that is not loaded here. Raises CallerError if the prefill rate is not an integer of at least 1.
 
-    Tokens count from where the engine's own KV ends, and whole blocks of them are loaded: what fills none is computed
-    either way.
+    Tokens count from the end of the engine's own KV, and whole blocks of them are loaded: tokens that do not fill a
+    block are computed either way.
     """
 
     spec: KVSpec
@@ -73,10 +73,10 @@ class Breakeven:
         assert len(self.parts) == len(self.spec.groups)
         rate = self.prefill_tokens_per_s
         if type(rate) is not int or rate < 1:
-            raise CallerError(f"the prefill rate is a whole number of tokens a second, at least 1, not {rate!r}")
+            raise CallerError(f"the prefill rate must be a whole number of tokens a second, at least 1, not {rate!r}")
 
     def nbytes(self, tokens: int) -> int:
-        """What a load of so many tokens moves."""
+        """Returns the bytes that a load of `tokens` tokens moves."""
         spec, blocks = self.spec, self._blocks(tokens)
         return sum(
             group.reuse.blocks_needed(blocks, spec.block_tokens) * spec.page_bytes(number, part)
@@ -85,17 +85,17 @@ class Breakeven:
         )
 
     def prefill_ns(self, tokens: int) -> int:
-        """How long computing the same tokens takes."""
+        """Returns the nanoseconds that computing the same tokens takes."""
         return self._blocks(tokens) * self.spec.block_tokens * _SECOND_NS // self.prefill_tokens_per_s
 
     def pays(self, tokens: int, link: LinkRate) -> bool:
-        """Is loading them faster than computing them? Not where both take as long."""
+        """Whether loading them is faster than computing them; False if both take the same time."""
         saved = self._blocks(tokens) * self.spec.block_tokens * _SECOND_NS * link.bytes_per_s
         spent = link.fixed_ns * link.bytes_per_s + self.nbytes(tokens) * _SECOND_NS
         return spent * self.prefill_tokens_per_s < saved  # in seconds / (bytes_per_s * tokens_per_s * 10**9)
 
     def miss(self, tokens: int, link: LinkRate) -> Miss | None:
-        """What a connector answers in place of a load that does not pay; None where it does."""
+        """Returns the miss with which a connector replaces a load that does not pay; None if it pays."""
         if self.pays(tokens, link):
             return None
         load_ms, prefill_ms = link.load_ns(self.nbytes(tokens)) / 1e6, self.prefill_ns(tokens) / 1e6
@@ -103,7 +103,8 @@ class Breakeven:
         return Miss(MissReason.SLOWER_THAN_RECOMPUTE, detail)
 
     def least_tokens(self, link: LinkRate) -> int | None:
-        """From how many tokens on a load pays, whole blocks; None where it never does within the longest sequence."""
+        """Returns the least number of tokens, in whole blocks, for which a load pays; None if it never does within
+        limits.TOKENS_PER_SEQUENCE."""
         step = self.spec.block_tokens
         blocks = range(1, limits.TOKENS_PER_SEQUENCE // step + 1)
         at = bisect_left(blocks, True, key=lambda count: self.pays(count * step, link))

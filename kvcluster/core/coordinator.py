@@ -1,12 +1,14 @@
-"""The coordinator: what is where, who may write what, and what goes when room is wanted.
+"""The coordinator: which shard holds which block, which worker may write which page, and what is evicted when a shard
+needs room.
 
-It owns nothing that cannot be told again. Shards own pages and report them (report_handler.py); workers ask here how
-far a chain of blocks can be restored, and where to put what nobody has (prepare_handler.py). A coordinator that starts
-knows nothing but its tombstones, takes an epoch above any that a shard remembers, and is *rebuilding* until the shards
-it expects have sent their inventories or a grace has passed: it answers loads from what it has, grants no store and
-orders nothing.
+All its state except the tombstones can be rebuilt from the shards. Shards own pages and report them
+(report_handler.py). Workers ask how far a chain of blocks can be restored, and where to write the blocks that no shard
+holds (prepare_handler.py). A coordinator that starts knows only its tombstones, and takes an epoch above any that a
+shard remembers. It is *rebuilding* until the expected shards have sent their inventories or a grace period has passed:
+meanwhile it answers loads from what it has, grants no store and gives no orders.
 
-Data flows one way: a commit is visible when the shard's report of it has been stepped, never by a worker's word.
+Data flows one way: a commit becomes visible when the coordinator has stepped the shard's report of it, never because a
+worker says so.
 """
 
 from __future__ import annotations
@@ -79,8 +81,8 @@ from kvcluster.core.tombstones import Tombstones
 class Coordinator:
     """`step(message, now) -> effects`; call it again by `next_deadline()`.
 
-    `expected` shards end the rebuilding early. `tombstones` are those of the coordinator before. One that
-    `announces` says what outsiders are to be told: effects `Publish`.
+    The rebuilding ends early once `expected` shards have sent their inventories. `tombstones` are those that the
+    previous coordinator kept. With `announces`, the effects include `Publish`: KV events for external subscribers.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class Coordinator:
     # ------------------------------------------------------------------------------------- the machine
 
     def _handlers(self) -> Dispatcher[CoordinatorNamespace]:
-        """What steps each type of message. The parts that it names must have been built."""
+        """Returns the handler of each message type. Call it after the handler objects have been constructed."""
         return Dispatcher(
             self._state.directory.find,
             UNKNOWN,
@@ -150,12 +152,12 @@ class Coordinator:
         )
 
     def step(self, message: CoordinatorMessage, now: int) -> list[Effect]:
-        """Takes one message and returns what is to be done, in order."""
+        """Handles one message and returns the effects to carry out, in order."""
         effects = self._dispatcher.step(message, now)
         return effects if self._emitter is None else [*effects, *self._emitter.take()]
 
     def next_deadline(self) -> int | None:
-        """When a Tick is due."""
+        """Returns the time by which the next Tick is due; None if none is."""
         state = self._state
         some = self._report_handler.sweeping or self._replicator.listing or self.retelling
         due = (state.members.next_expiry, state.tickets.next_expiry, state.rebuild_until, 0 if some else None)
@@ -171,12 +173,12 @@ class Coordinator:
 
     @property
     def retelling(self) -> bool:
-        """Does it tell all blocks again (Retell), and has more to tell?"""
+        """Whether a Retell is in progress and has blocks left to publish."""
         return self._emitter is not None and self._emitter.retelling
 
     @property
     def directory(self) -> NamespaceTable:
-        """Its namespaces, for whoever checks invariants."""
+        """The namespaces, for invariant checks."""
         return self._state.directory
 
     @property
@@ -205,7 +207,7 @@ class Coordinator:
         state = self._state
         space = state.directory.attach(request.tenant, request.question.spec)
         if space is None:
-            return [Answer(request.call, Refused(RefusedKind.LIMIT, "this tenant has as many namespaces as it may"))]
+            return [Answer(request.call, Refused(RefusedKind.LIMIT, "the limit of namespaces is reached; purge one"))]
         shards = tuple(member.address for member in state.members.all())
         ttl_ns, wants_tokens = state.tickets.ttl_ns, self._emitter is not None
         attached = Attached(space.id, state.epoch, ttl_ns, self._config.run_blocks, shards, wants_tokens)
@@ -286,11 +288,12 @@ class Coordinator:
         return [KeepSettings(self._policy), Answer(request.call, Done())]
 
     def set(self, settings: Iterable[tuple[str, str]]) -> str | None:
-        """Changes what SetPolicy may; or says why not, and changes nothing. For what was kept from before, too."""
+        """Applies these settings, which SetPolicy or a settings file from an earlier run gives. Returns None, or the
+        reason for a refusal, in which case nothing changes."""
         given = dict(settings)
         cache = given.pop("cache", None)
         if cache not in (None, "on", "off"):
-            return f"cache is on or off, not {cache!r}"
+            return f"cache must be on or off, not {cache!r}"
         why_not = self.tiering.set(tuple(given.items()))
         if why_not is None and cache is not None:
             self._state.off = cache == "off"
@@ -342,10 +345,10 @@ class Coordinator:
         state = self._state
         state.members.extend(m.late_ns)
         state.tickets.extend(m.late_ns)
-        if state.rebuild_until is not None:  # so could inventories
+        if state.rebuild_until is not None:  # inventories could not arrive either
             state.rebuild_until += m.late_ns
         return []
 
 
-_TOO_MANY_ENGINES = Refused(RefusedKind.LIMIT, "as many engines are known as may be; this one is served all the same")
-_TOO_MANY_PURGES = Refused(RefusedKind.LIMIT, "as many different purges are remembered as may be; clear instead")
+_TOO_MANY_ENGINES = Refused(RefusedKind.LIMIT, "the limit of registered engines is reached; this one is still served")
+_TOO_MANY_PURGES = Refused(RefusedKind.LIMIT, "the limit of remembered purges is reached; use clear instead")

@@ -1,4 +1,4 @@
-"""What the parts of a coordinator share: its epoch, and all that it knows."""
+"""The state that the parts of a coordinator share: its epoch, and everything that it knows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvcluster.eviction import POLICIES
 
 MS = 1_000_000
 ENGINE_TTL_NS = 10_000 * MS
-"""An engine registers several times in it (engines/vllm/registration.py)."""
+"""An engine registers several times within this period (engines/vllm/registration.py)."""
 UNKNOWN = Refused(RefusedKind.UNKNOWN_NAMESPACE, "attach first")
 BAD_PART = Refused(RefusedKind.BAD, "the spec of this namespace has no such group or part")
 _COUNTERS = (
@@ -31,8 +31,9 @@ _COUNTERS = (
 
 
 class CoordinatorState:
-    """`rebuild_until`: it has just started and does not know enough to order anything; None once it does. `off`:
-    nothing is granted, because an operator has said so. `emitter`: where outsiders are told of blocks."""
+    """`rebuild_until`: until then the coordinator, which has just started, does not know enough to give orders; None
+    once it does. `off`: an operator has turned the cache off, and nothing is granted. `emitter`: collects the KV events
+    for external subscribers; None if there are to be none."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class CoordinatorState:
         return EvictionQueue(self._policy.make(BlockFacts(self.directory, slot, tier)), self.directory.record)
 
     def apply_tombstone(self, stone: Tombstone) -> list[dict[BlockHash, BlockRecord]]:
-        """Forgets all blocks that the tombstone names. Returns those that were known, by namespace."""
+        """Forgets all blocks that the tombstone names. Returns the records that were known, by namespace."""
         for space in self.directory.named(stone):
             if len(space.index):
                 self.members.forget(space.id)

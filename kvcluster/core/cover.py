@@ -14,8 +14,8 @@ from kvcluster.core.spec import Part
 
 
 def cover(whole: Part, parts: Sequence[Part]) -> tuple[list[int], bool]:
-    """Takes the parts in order and returns the indices of those that fill something that no earlier one does, up to
-    the one that leaves no hole. The second value is False where `whole` is not filled by all of them together."""
+    """Takes the parts in order and returns the indices of those that fill something that no earlier one does, up to the
+    one that fills the last hole. The second value is False if all parts together do not fill `whole`."""
     held = [part.intersect(whole) for part in parts]
     rows = _edges(whole.layer_start, whole.layer_stop, [(p.layer_start, p.layer_stop) for p in held if p])
     columns = _edges(whole.head_start, whole.head_stop, [(p.head_start, p.head_stop) for p in held if p])
@@ -39,19 +39,19 @@ def cover(whole: Part, parts: Sequence[Part]) -> tuple[list[int], bool]:
 
 
 def bits(whole: Part, parts: int) -> int:
-    """How many bits the grid of so many parts has at most: what `cover` costs for each of them."""
+    """Returns the maximum number of bits of the grid for `parts` parts: the cost of one part in `cover`."""
     most = 2 * parts + 1
     return min(most, whole.layers) * min(most, whole.heads)
 
 
 def _edges(start: int, stop: int, ranges: list[tuple[int, int]]) -> dict[int, int]:
-    """Where a grid is cut, and the number of each cut."""
+    """Returns the coordinates at which a grid is cut, each with the number of its cut."""
     edges = {start, stop, *(edge for pair in ranges for edge in pair)}
     return {edge: number for number, edge in enumerate(sorted(edges))}
 
 
 def _repeated(width: int, rows: int) -> int:
-    """The lowest bit of each of so many rows."""
+    """Returns an integer with the lowest bit of each of `rows` rows set."""
     bit, doubled = 1, 1
     while doubled < rows:
         bit |= bit << width * doubled

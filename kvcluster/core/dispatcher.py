@@ -1,8 +1,8 @@
-"""Which handler of a core steps a message, and within which namespace.
+"""Selects the handler of a core for a message, and the namespace that the message is about.
 
-A core has three tables of handlers: of questions that are asked about a namespace, of all other questions, and of what
-the driver itself tells. The namespace of a question is looked up here and nowhere else, under the tenant of the
-request. A handler of the first table gets the namespace that was found, so it cannot forget to hold a question to those
+A core has three tables of handlers: for questions about a namespace, for all other questions, and for messages from the
+driver itself. The namespace of a question is looked up here and nowhere else, under the tenant of the request. A
+handler of the first table is given the namespace that was found, so it cannot forget to restrict a question to those
 that the caller may see.
 """
 
@@ -20,7 +20,7 @@ SpaceT = TypeVar("SpaceT")
 class Dispatcher(Generic[SpaceT]):
     """The handlers of one core, by the type of the question or message.
 
-    `find` returns the namespace of that id where that tenant may see it. Where it returns None, a question about a
+    `find` returns the namespace of that id if that tenant may see it. If it returns None, a question about the
     namespace is answered `unknown`.
     """
 
@@ -40,7 +40,7 @@ class Dispatcher(Generic[SpaceT]):
         self._from_driver = from_driver
 
     def step(self, message: object, now: int) -> list[Effect]:
-        """The effects of the one handler of this message."""
+        """Calls the handler of this message and returns its effects."""
         if not isinstance(message, Request):
             return self._from_driver[type(message)](message, now)
         kind = type(message.question)

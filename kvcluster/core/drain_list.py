@@ -1,9 +1,9 @@
-"""The blocks of a shard that is to go, in the order in which they are to find another place: the last used first, and
-chains from their roots on, so that what does not fit any more is what would be missed least.
+"""The blocks of a draining shard, in the order in which they are to be copied elsewhere: the last used first, and
+chains from their roots on, so that the blocks that do not fit any more are those that would be missed least.
 
-An index of millions is neither searched nor sorted in one step. First all its blocks are looked at, some in each step,
-and those of the shard go onto a heap; then they come off it, some in each step. What the shard stores meanwhile is told
-by its stream, and what it has lost meanwhile is left out.
+An index of millions is neither searched nor sorted in one step. First all its blocks are examined, some in each step,
+and those on the shard are put on a heap; then they are taken off it, some in each step. Blocks that the shard stores
+meanwhile come from its report stream, and blocks that it has lost meanwhile are left out.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from itertools import chain
 from kvcluster.core.index import BlockRecord
 
 LISTED_BLOCKS = 4_096
-"""Blocks looked at, or listed, in one step: as long a step as sweeping as many (report_handler.py)."""
+"""Blocks examined or listed in one step, which takes as long as sweeping the same number (report_handler.py)."""
 
 
 class DrainList:
-    """Of the shard in that slot. `blocks` are those of all namespaces, as they are now."""
+    """The list for the shard in that slot. `blocks` are the blocks of each namespace, as they are now."""
 
     def __init__(self, slot: int, blocks: Iterable[Iterable[BlockRecord]]) -> None:
         self._slot = slot
@@ -29,11 +29,11 @@ class DrainList:
 
     @property
     def done(self) -> bool:
-        """Have all of them been listed?"""
+        """Whether all of them have been listed."""
         return self._unseen is None and not self._heap
 
     def some(self) -> list[BlockRecord]:
-        """Goes on by a step. Returns those whose turn has come."""
+        """Does one step of the work. Returns the blocks that are listed in it."""
         left = LISTED_BLOCKS
         while self._unseen is not None and left > 0:
             left -= 1

@@ -1,11 +1,11 @@
-"""The engines that live: who uses the cache, and what those whose weights have changed are to cache under.
+"""The running engines that use the cache, and the weights under which private ones are to cache.
 
-An engine registers and goes on registering; one that is silent for `ttl_ns` is gone. Nothing rests on this: an engine
-that never registers is served as any other.
+An engine registers repeatedly; one that is silent for `ttl_ns` is forgotten. Nothing depends on this: an engine that
+never registers is served like any other.
 
-An engine whose weights were changed in memory has withdrawn: only an operator knows what they are now. What he says is
-an order for those that are private when he says it, each for the withdrawal that it is in. It does not stand for later:
-an engine that has changed its weights once more since would take the name of weights that it has not got.
+An engine whose weights were changed in memory has withdrawn: only an operator knows its weights now. What the operator
+sets is an order for the engines that are private at that time, each for its current withdrawal. It does not hold for
+later ones: an engine that has changed its weights once more since would take the name of weights that it does not have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcluster.core.messages.engines import EngineInfo
 
 @dataclass(slots=True)
 class _Known:
-    """One engine, when it was heard of, and the weights that it is to use in its withdrawal of that number."""
+    """One engine, when it last registered, and the weights that it is to use in the withdrawal of that number."""
 
     info: EngineInfo
     seen_at: int
@@ -35,7 +35,8 @@ class EngineRegistry:
         self._known: dict[tuple[Tenant, str], _Known] = {}
 
     def register(self, tenant: Tenant, info: EngineInfo, now: int) -> str | None:
-        """What it is to cache under, "" where nobody has said; None where as many are known as may be."""
+        """Returns the weights that this engine is to cache under, "" if no operator has set them; None if the limit of
+        engines is reached."""
         self._forget_silent(now)
         known = self._known.get((tenant, info.engine))
         if known is None:
@@ -46,7 +47,7 @@ class EngineRegistry:
         return known.weights if info.private and known.withdrawn == info.withdrawn else ""
 
     def living(self, tenant: Tenant, now: int) -> tuple[tuple[EngineInfo, int], ...]:
-        """Those of a tenant, by model and name, with how long ago each was heard of."""
+        """Returns the tenant's engines, by model and name, each with the nanoseconds since it last registered."""
         self._forget_silent(now)
         own = [(known.info, now - known.seen_at) for (owner, _), known in self._known.items() if owner == tenant]
         own.sort(key=lambda one: (one[0].model, one[0].name, one[0].engine))
@@ -55,8 +56,8 @@ class EngineRegistry:
     def set_weights(
         self, tenant: Tenant, model: str, weights: str, engine: str, now: int
     ) -> tuple[tuple[EngineInfo, int], ...]:
-        """Orders those of a model that are private now and ready to use these; `engine`, where given, alone. Returns
-        whom it has ordered."""
+        """Orders the engines of a model that are private now and ready to cache under `weights`; only `engine`, an id
+        or a name, unless it is "". Returns the engines that it has ordered."""
         told = []
         for info, ago in self.living(tenant, now):
             if info.model != model or engine not in ("", info.engine, info.name) or not (info.private and info.ready):

@@ -1,12 +1,12 @@
-"""What outsiders are told of blocks: what the index learnt in a step, as KV events in the order in which it learnt it.
+"""KV events for external subscribers: the changes that the index makes in a step, in the order in which it makes them.
 
-The index says of each block in which tiers it was and is (`changed`), whoever steps takes what came together (`take`).
-An event is one of a tier of the whole cluster: a second copy is no news, and neither is losing it. Token ids, which no
-report of a shard carries, are those that a worker told with its store; a bounded memory keeps them until its commit
-comes.
+The index reports for each block the tiers that it was in and is in (`changed`); the coordinator takes the events of
+each step (`take`). An event is about one tier of the whole cluster: a second copy causes no event, and neither does its
+loss. Reports of shards carry no token ids. Those come from a worker with its store, and a bounded memory keeps them
+until the commit arrives.
 
-Who begins to listen late, or has missed too much, is told all blocks again, some in each tick (`retell`, `tell_some`),
-since an index of millions is not told in one step.
+For a subscriber that starts late or has missed too much, all blocks are published again, some in each tick (`retell`,
+`tell_some`), since an index of millions is not published in one step.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from kvcluster.core.messages.events import (
 from kvcluster.core.spec import KVSpec
 
 RETOLD_BLOCKS = 4_096
-"""Blocks told again in one tick: as long a step as sweeping as many (report_handler.py)."""
+"""Blocks published again in one tick, which takes as long as sweeping the same number (report_handler.py)."""
 
 
 class Told(Protocol):
-    """A block that may be told again: a record of the index."""
+    """A block that may be published again: a record of the index."""
 
     hash: BlockHash
     parent: BlockHash
@@ -45,7 +45,7 @@ class Told(Protocol):
 
 @dataclass(slots=True)
 class _Run:
-    """Blocks that one event tells of. `stored` or else removed; `parent` and `tokens` as of BlocksStored."""
+    """Blocks of one event: stored if `stored`, otherwise removed. `parent` and `tokens` as in BlocksStored."""
 
     stored: bool
     tier: Tier
@@ -54,7 +54,7 @@ class _Run:
     tokens: list[int]
 
     def takes(self, stored: bool, parent: BlockHash | None, tokens: Sequence[int]) -> bool:
-        """Does one more block belong to it? Stored ones go on a chain, and their tokens are known or they are not."""
+        """Whether one more block fits this event. Stored ones must continue the chain, and all or none have tokens."""
         if stored != self.stored or len(self.hashes) >= limits.BLOCKS_PER_CALL:
             return False
         return not stored or (parent == self.hashes[-1] and bool(tokens) == bool(self.tokens))
@@ -66,9 +66,8 @@ class _Run:
 
 
 class _Pending:
-    """What became of one namespace's blocks in this step, for each tier in order; what belongs together is one event,
-    whatever was said of other tiers meanwhile: blocks that go down a tier are stored below and removed above in turns.
-    """
+    """The changes of one namespace in this step, in order for each tier. Adjacent changes of a tier form one event,
+    whatever happens in other tiers in between: blocks that are demoted are stored below and removed above in turns."""
 
     def __init__(self, stream: EventStream) -> None:
         self._stream = stream
@@ -101,7 +100,7 @@ class _Pending:
 
 
 class EventEmitter:
-    """Collects the news of a step. One coordinator has one, where anybody is to be told."""
+    """Collects the events of a step. A coordinator has one only if it publishes events."""
 
     def __init__(self) -> None:
         self._streams: dict[NamespaceId, EventStream] = {}
@@ -111,27 +110,27 @@ class EventEmitter:
 
     @property
     def retelling(self) -> bool:
-        """Is there more to tell again?"""
+        """Whether there are more blocks to publish again."""
         return bool(self._retelling)
 
     def opened(self, space: NamespaceId, spec: KVSpec) -> None:
-        """There is a namespace, and nothing is known in it."""
+        """Records a new, empty namespace."""
         self._streams[space] = EventStream(space, spec.model, spec.adapter, spec.block_tokens)
 
     def closed(self, space: NamespaceId) -> None:
-        """It is forgotten, and was empty."""
+        """Forgets a namespace, which was empty."""
         self._streams.pop(space, None)
         self._pending.pop(space, None)
 
     def remember(self, hashes: Sequence[BlockHash], tokens: Sequence[int], block_tokens: int) -> None:
-        """The token ids of blocks that are to be stored; those told first are forgotten first."""
+        """Remembers the token ids of blocks that are about to be stored; the oldest are forgotten first."""
         for at, block in enumerate(hashes):
             self._tokens.setdefault(block, tuple(tokens[at * block_tokens : (at + 1) * block_tokens]))
         while len(self._tokens) > limits.TOKEN_BLOCKS_REMEMBERED:
             del self._tokens[next(iter(self._tokens))]
 
     def changed(self, space: NamespaceId, record: Told, before: int) -> None:
-        """A block is in other tiers than `before`: both are sets of bits, one a tier."""
+        """Records that a block is in other tiers than `before`. Both are bit masks of tiers."""
         pending = self._of(space)
         for tier in Tier:
             bit = 1 << tier
@@ -141,16 +140,16 @@ class EventEmitter:
                 pending.removed(tier, record)
 
     def cleared(self, space: NamespaceId) -> None:
-        """Nothing is left of a namespace."""
+        """Records that all blocks of a namespace are removed."""
         self._of(space).cleared()
 
     def retell(self, blocks: Iterable[tuple[NamespaceId, Iterator[Told]]]) -> None:
-        """Begins to tell all blocks again, unless it does already."""
+        """Starts to publish all blocks again, unless it is doing so already."""
         if not self._retelling:
             self._retelling = list(blocks)
 
     def tell_some(self) -> None:
-        """Tells some of them. What has changed since is told as it is."""
+        """Publishes some of them again, each in the tiers that it is in now."""
         for _ in range(RETOLD_BLOCKS):
             if not self._retelling:
                 return
@@ -164,7 +163,7 @@ class EventEmitter:
                     self._of(space).stored(tier, record, ())
 
     def take(self) -> list[Publish]:
-        """The news since it was last asked, by namespace."""
+        """Returns the events since the last call, by namespace."""
         if not self._pending:
             return []
         news = [pending.publish() for pending in self._pending.values()]

@@ -1,26 +1,29 @@
-"""The eviction queue: the records of one tier of one shard, and which of them goes first.
+"""The eviction queue: the records of one tier of one shard, and which of them to evict first.
 
 A policy scores (kvcluster/eviction); the queue finds the lowest score among the *leaves*. A leaf is a queued record
-that no queued record follows: so a block never goes before a block that follows it in the same tier of the same shard,
-whatever the policy says. When a leaf is taken, the record before it is a leaf at once if it has no other follower.
+that no queued record follows: so a block is never evicted before a block that follows it in the same tier of the same
+shard, whatever the policy says. When a leaf is taken, the record before it becomes a leaf at once if it has no other
+follower.
 
-A lookup touches hundreds of records and must not pay for order: it writes into records and tells no queue. The queue
-catches up when a victim is wanted. It is a heap of (score when queued, leaf). An entry that comes up is scored again;
-one whose score has risen goes back in with it. What this guarantees:
+A lookup touches hundreds of records and must not pay for order: it writes into records and notifies no queue. The queue
+catches up when a victim is wanted. It is a heap of (score when queued, leaf). An entry that reaches the top is scored
+again; if its score has risen, it is put back with the new score. What this guarantees:
 
-- Where scores never fall (`policy.falls` is False), the result is exact: of all leaves the one of the lowest score.
+- If scores never fall (`policy.falls` is False), the result is exact: of all leaves the one of the lowest score.
   An entry is then at most its record's present score, so the least entry that equals its record's score is the least.
-- Where they may fall, a victim scores no higher than any other leaf did when that leaf was last scored; and each leaf
-  is scored again at least once in every ceil(cells / RESCORED) searches, whose number of cells is that of the leaves
-  or less than twice as many. Until then a leaf whose score has fallen stays longer than it should.
+- If they may fall, a victim scores no higher than any other leaf did when that leaf was last scored; and each leaf
+  is scored again at least once in every ceil(cells / RESCORED) searches, where the number of cells is that of the
+  leaves or less than twice as many. Until then a leaf whose score has fallen stays longer than it should.
 
-The queue is told of each record that comes to its tier (`push`) and leaves it (`remove`, `forget`), and it counts and
-returns a record no longer than that. For each record it keeps one small integer: how many queued records follow it,
-whether it is queued, and whether it has a cell. Only what was a leaf has a cell and a heap entry. The cells of a
-namespace that was forgotten are vacated as they come up, so that a purge looks at no record (docs/adr/0034).
+The queue is notified of each record that enters its tier (`push`) and leaves it (`remove`, `forget`), and it counts and
+returns a record only between the two. For each record it keeps one small integer: the number of queued records that
+follow it, whether it is queued, and whether it has a cell. Only records that have been a leaf have a cell and a heap
+entry. The cells of a namespace that was forgotten are vacated as their entries come up, so that a purge looks at no
+record (docs/adr/0034).
 
-An entry is one integer: the score above, the number of a cell below. Hence ties go by cell and never compare records,
-and a comparison is one of integers. Nothing that it allocates for a record is visited by the garbage collector.
+An entry is one integer: the score in the upper bits, the number of a cell in the lower. Hence ties are broken by cell
+and records are never compared, and a comparison is one of integers. Nothing that the queue allocates for a record is
+visited by the garbage collector.
 """
 
 from __future__ import annotations
@@ -34,22 +37,22 @@ from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.eviction import Block, EvictionPolicy
 
 INSPECTED = 4_096
-"""Entries that one search looks at: at most 20 ms in a queue of a million, however many are spared or were touched."""
+"""Entries that one search inspects: at most 20 ms in a queue of a million, however many are spared or were touched."""
 
 RESCORED = 256
 """Leaves that one search scores again, if scores may fall: a sixteenth of the work that INSPECTED allows."""
 
 FRESH = 64
-"""Records that have just come and have no cell: a chain comes from its first block on, and only its last is a leaf."""
+"""New records that have no cell yet: a chain arrives from its first block on, and only its last block is a leaf."""
 
 _CELL_BITS = 32
 _CELL_MASK = (1 << _CELL_BITS) - 1
 _COMPACT_ABOVE = 1_024
-"""Below this, superseded entries are not worth looking for."""
+"""Up to this number of superseded entries, compaction does not pay."""
 
-# What is kept of a record: how many queued records follow it, above two bits.
+# The state of a record: the number of queued records that follow it, above two bits.
 _QUEUED = 1
-_CELL = 2  # it has a cell, or is fresh and will get one
+_CELL = 2  # it has a cell, or is fresh and may get one
 _FOLLOWER = 4
 
 
@@ -70,7 +73,7 @@ R = TypeVar("R", bound=Queued)
 
 
 class EvictionQueue(Generic[R]):
-    """The records of one tier of one shard. `find` gives the index's present record of a block, or None."""
+    """The records of one tier of one shard. `find` returns the index's present record of a block, or None."""
 
     def __init__(self, policy: EvictionPolicy, find: Callable[[NamespaceId, BlockHash], R | None]) -> None:
         self._policy = policy
@@ -81,25 +84,27 @@ class EvictionQueue(Generic[R]):
         self._fresh: deque[R] = deque()
         self._heap: list[int] = []
         self._cells: list[R | None] = []
-        # By cell: its valid entry, None while it is spared or vacant. Any other of that cell in the heap is superseded.
+        # By cell: its valid entry; None while it is spared or vacant. Any other entry of that cell in the heap is
+        # superseded.
         self._entries: list[int | None] = []
-        # By cell: what is kept of its record's namespace; another dict than at present where that was forgotten since.
+        # By cell: the states of its record's namespace; no longer the present dict if the namespace was forgotten
+        # since.
         self._owners: list[dict[BlockHash, int] | None] = []
         self._vacant: list[int] = []
-        self._spared: deque[int] = deque()  # cells without an entry in the heap; every other occupied one has its own
-        self._now = 0  # of the last search: what comes between two is scored as of then
+        self._spared: deque[int] = deque()  # cells without an entry in the heap; every other occupied one has an entry
+        self._now = 0  # time of the last search: later entries are scored as of then
         self._hand = 0  # the next cell to be scored again
-        self.cut_short = False  # the last search stopped at its bound: another may find what it did not
+        self.cut_short = False  # the last search stopped at its bound: another may find more victims
 
     def __len__(self) -> int:
-        """How many records are queued."""
+        """Returns the number of queued records."""
         return self._length
 
     def __contains__(self, record: R) -> bool:
         return bool(self._states.get(record.space, {}).get(record.hash, 0) & _QUEUED)
 
     def push(self, record: R) -> None:
-        """Queues a record, unless it is queued."""
+        """Queues a record, unless it is queued already."""
         states = self._states.setdefault(record.space, {})
         state = states.get(record.hash, 0)
         if state & _QUEUED:
@@ -114,18 +119,18 @@ class EvictionQueue(Generic[R]):
                 self._give_cell(self._fresh.popleft())
 
     def remove(self, record: R) -> None:
-        """A record has left the tier. Nothing, where it is not queued."""
+        """Removes a record that has left the tier. Does nothing if it is not queued."""
         if record in self:
             self._leave(record, _QUEUED)
 
     def forget(self, space: NamespaceId) -> None:
-        """All records of a namespace are gone from the index. It looks at none of them."""
+        """Removes all records of a namespace whose index was cleared, without a look at any of them."""
         if self._states.pop(space, None) is not None:
             self._length -= self._lengths.pop(space, 0)
             self._fresh = deque(record for record in self._fresh if record.space != space)
 
     def drain(self) -> Iterator[tuple[NamespaceId, BlockHash]]:
-        """Takes out all records, in no order: their names, one by one, at the cost of one each."""
+        """Removes all records and returns an iterator over their names, in no order. Each name costs constant time."""
         states, self._states, self._lengths, self._length = self._states, {}, {}, 0
         self._heap, self._cells, self._entries, self._owners, self._vacant = [], [], [], [], []
         self._fresh.clear()
@@ -133,13 +138,13 @@ class EvictionQueue(Generic[R]):
         return ((space, block) for space, of in states.items() for block, state in of.items() if state & _QUEUED)
 
     def coldest(self, count: int, spares: Callable[[R], bool], now: int, *, max_inspected: int = INSPECTED) -> list[R]:
-        """Takes out the `count` coldest records that `spares` does not spare, in the order in which they are to go;
-        fewer where there are no more, or `max_inspected` entries were looked at (`cut_short`).
+        """Removes and returns the `count` coldest records that `spares` does not spare, in eviction order. Returns
+        fewer if there are no more, or if `max_inspected` entries were inspected (`cut_short`).
 
-        What is spared steps aside until the next call, and all that it follows stays with it. The next call brings
-        back as much as half of its own inspections can deal with, the longest aside first. So the order is exact while
-        no more than that is spared at a time, and beyond that a crowd of pinned records delays nothing for ever:
-        each call gets on by the other half.
+        Spared records are set aside until the next call, and all their ancestors stay with them. The next call brings
+        back as many as half of its own inspections can handle, those set aside longest first. So the order is exact
+        while no more than that are spared at a time; beyond that a crowd of pinned records delays nothing for ever:
+        each call makes progress with the other half.
         """
         self._now = now
         self._catch_up(max_inspected)
@@ -175,7 +180,7 @@ class EvictionQueue(Generic[R]):
         return taken
 
     def check(self) -> None:
-        """What is kept of each record agrees with the rest. Raises AssertionError."""
+        """Checks that the states of all records are consistent with the rest. Raises AssertionError."""
         followers: dict[tuple[NamespaceId, BlockHash], int] = {}
         owned = zip(self._cells, self._owners, strict=True)
         known = [record for record, owner in owned if record is not None and owner is self._states.get(record.space)]
@@ -185,16 +190,16 @@ class EvictionQueue(Generic[R]):
         length = 0
         for space, states in self._states.items():
             of_space = sum(state & _QUEUED for state in states.values())
-            assert of_space == self._lengths.get(space, 0), "records of a namespace are counted otherwise"
+            assert of_space == self._lengths.get(space, 0), "the records of a namespace are counted wrongly"
             for block, state in states.items():
-                assert state, "nothing is kept of what is not here"
+                assert state, "an empty state is kept"
                 assert bool(state & _CELL) == ((space, block) in own), (
-                    "a cell that is not known, or known and not there"
+                    "the state and the cells disagree on whether the record has a cell"
                 )
                 if state & _QUEUED:
                     length += 1
                     record = self._find(space, block)
-                    assert record is not None, "it is queued, and the index has no record of it"
+                    assert record is not None, "a queued record is not in the index"
                     followers[space, record.parent] = followers.get((space, record.parent), 0) + 1
                     assert state & _CELL or state >= _FOLLOWER, "a leaf that would never be found"
         kept = {
@@ -211,7 +216,7 @@ class EvictionQueue(Generic[R]):
     # ------------------------------------------------------------------------------------- what has changed
 
     def _catch_up(self, max_inspected: int) -> None:
-        """Gives fresh leaves their place, brings back what was spared, and scores some leaves again."""
+        """Gives fresh leaves their cells, brings back spared records, and scores some leaves again."""
         while self._fresh:
             self._give_cell(self._fresh.popleft())
         self._compact()
@@ -230,7 +235,8 @@ class EvictionQueue(Generic[R]):
                 self._enter(record, cell)
 
     def _compact(self) -> None:
-        """Drops cells and entries of what is no leaf any more, if there are too many. It looks at each."""
+        """Drops cells and entries of records that are no longer leaves, if there are too many. Looks at each of
+        them."""
         occupied = len(self._cells) - len(self._vacant)
         if occupied > 2 * self._length + _COMPACT_ABOVE:
             spared = dict.fromkeys(self._spared)
@@ -246,13 +252,13 @@ class EvictionQueue(Generic[R]):
     # ------------------------------------------------------------------------------------------- one record
 
     def _leave(self, record: R, bits: int) -> None:
-        """It is queued no longer: it loses these bits. What it follows may be a leaf now."""
+        """Takes a record out of the queue by clearing these bits of its state. Its parent may become a leaf."""
         states = self._states[record.space]
         self._keep(states, record.hash, states[record.hash] - bits)
         self._lengths[record.space] -= 1
         self._length -= 1
         parent = states[record.parent] - _FOLLOWER
-        if parent == _QUEUED:  # without a follower, and without a cell
+        if parent == _QUEUED:  # no follower, and no cell yet
             states[record.parent] = parent | _CELL
             self._enter_new(record.space, record.parent)
         else:
@@ -269,7 +275,7 @@ class EvictionQueue(Generic[R]):
 
     def _enter_new(self, space: NamespaceId, block: BlockHash) -> None:
         record = self._find(space, block)
-        assert record is not None, "it is queued, and the index has no record of it"
+        assert record is not None, "a queued record is not in the index"
         if self._vacant:
             cell = self._vacant.pop()
         else:
@@ -282,7 +288,7 @@ class EvictionQueue(Generic[R]):
         self._enter(record, cell)
 
     def _leaf(self, cell: int) -> R | None:
-        """The present record of a cell; None where it is no leaf any more, and then the cell is vacant."""
+        """Returns the present record of a cell; None if it is no longer a leaf, in which case the cell is vacated."""
         record = self._cells[cell]
         assert record is not None, "an entry without its record"
         states = self._states.get(record.space)
@@ -295,8 +301,8 @@ class EvictionQueue(Generic[R]):
             self._vacate(cell)
             return None
         present = self._find(record.space, record.hash)
-        assert present is not None, "it is queued, and the index has no record of it"
-        self._cells[cell] = present  # it may have gone and come back, as another object
+        assert present is not None, "a queued record is not in the index"
+        self._cells[cell] = present  # the record may have been replaced by another object
         return present
 
     def _vacate(self, cell: int) -> None:
@@ -313,7 +319,7 @@ class EvictionQueue(Generic[R]):
 
     @staticmethod
     def _is_leaf(state: int) -> bool:
-        """Of what has a cell: is it queued, and without a follower?"""
+        """Whether a record that has a cell is queued and has no follower."""
         return state == _QUEUED | _CELL
 
     @staticmethod

@@ -1,10 +1,10 @@
-"""Who goes when room is wanted: turns watermarks and pressure into eviction orders, and spares what is promised.
+"""Eviction: turns watermarks and pressure into eviction orders, and spares promised blocks.
 
-A tier is to be relieved when its free bytes fall under `low_free`, until `high_free` is free, or when reservations
-wait for room: by eviction out of the lowest tier of a shard, and by demotion out of those above it (tiering.py), which
-asks here for its victims. One order a shard is under way at a time; the next is worked out when the shard has carried
-it out, from what it then reports. Held blocks (a load was promised them a moment ago) and pinned ones (a user asked)
-are spared. Which of the rest goes first the eviction queue says (eviction_queue.py), by the score of a policy.
+A tier is relieved if its free bytes fall below `low_free`, until `high_free` is free, or if reservations wait for room:
+the lowest tier of a shard by eviction, and those above it by demotion (tiering.py), which asks here for its victims. A
+shard has one order at a time; the next is computed from its report when the shard has carried it out. Held blocks (a
+load was promised them a moment ago) and pinned ones (a user asked) are spared. The eviction queue (eviction_queue.py)
+orders the others by the score of a policy.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
 from kvcluster.core.tiers import ADDRESSABLE
 
 BATCH = 64
-"""Victims looked for at a time, until their bytes suffice."""
+"""Victims taken from the queue at a time, until their bytes suffice."""
 
 
 class Evictor:
-    """Finds victims, works out eviction orders, and keeps the pins of users."""
+    """Selects victims, gives eviction orders, and keeps the pins of users."""
 
     def __init__(self, config: CoordinatorConfig, directory: NamespaceTable) -> None:
         self._low = config.low_free
@@ -34,14 +34,14 @@ class Evictor:
         self._directory = directory
 
     def order(self, member: Member, tier: Tier, pressure_bytes: int, now: int) -> None:
-        """Gives this shard its next order, unless nothing is to go, or nothing can."""
+        """Gives this shard its next order, unless nothing has to be evicted, or nothing can be."""
         blocks = tuple((record.space, record.hash) for record in self.victims(member, tier, pressure_bytes, now))
         if blocks:
             member.orders.give(lambda number: EvictOrder(number, blocks, tier))
 
     def victims(self, member: Member, tier: Tier, pressure_bytes: int, now: int) -> list[BlockRecord]:
-        """The coldest blocks of that tier, in which so many bytes are waited for, taken off its queue: about as many as
-        it is to have free."""
+        """Takes the coldest blocks of that tier off its queue and returns them: about enough to free the bytes that it
+        lacks for its watermark or for waiting reservations (`pressure_bytes`)."""
 
         def spares(record: BlockRecord) -> bool:
             return self._spares(record, now)
@@ -51,7 +51,7 @@ class Evictor:
         while found < wanted and len(victims) < limits.EVICTIONS_PER_ORDER:
             batch = cold.coldest(min(BATCH, limits.EVICTIONS_PER_ORDER - len(victims)), spares, now)
             for at, record in enumerate(batch):
-                if found >= wanted:  # the batch held more than was wanted: those stay
+                if found >= wanted:  # the batch held more than was wanted: put the rest back
                     for spare in batch[at:]:
                         cold.push(spare)
                     break
@@ -62,7 +62,7 @@ class Evictor:
         return victims
 
     def settle(self, member: Member, order: EvictOrder) -> None:
-        """The order has ended, or its shard is gone: what it named and is still recorded is queued again."""
+        """Handles the end of an order, or of its shard: the named blocks that are still recorded are queued again."""
         for space_id, block in order.blocks:
             record = self._directory.record(space_id, block)
             if record is not None and record.copies.on(member.slot, order.tier):
@@ -71,8 +71,8 @@ class Evictor:
     def pin(
         self, space: CoordinatorNamespace, blocks: Sequence[BlockHash], until: int, members: Sequence[Member], now: int
     ) -> int:
-        """Spares the leading blocks that are cached and fit the share that pins may take; how many."""
-        # Where most of what is pinned stays.
+        """Pins the leading blocks that are cached and fit the share that pins may take. Returns the number pinned."""
+        # The tiers in which most pinned blocks stay.
         capacity = sum(member.info.use(tier).capacity_bytes for member in members for tier in ADDRESSABLE)
         room = int(self._pinned_share * capacity) - self._pinned_bytes(now)
         count = 0
@@ -89,7 +89,7 @@ class Evictor:
         return count
 
     def unpin(self, space: CoordinatorNamespace, blocks: Sequence[BlockHash]) -> int:
-        """How many of these were pinned."""
+        """Returns the number of these blocks that were pinned."""
         return sum(space.pinned.pop(block, None) is not None for block in blocks)
 
     def _wanted(self, member: Member, tier: Tier, pressure_bytes: int) -> int:
@@ -99,13 +99,13 @@ class Evictor:
         return pressure_bytes
 
     def _spares(self, record: BlockRecord, now: int) -> bool:
-        """Is it held or pinned? Then its chain before it is so too, or of no use without it."""
+        """Whether the block is held or pinned. Then the chain before it is too, or is useless without it."""
         space = self._directory.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         return record.held_until > now or space.pinned.get(record.hash, 0) > now
 
     def _pinned_bytes(self, now: int) -> int:
-        """Bytes pinned at present; forgets pins that have run out."""
+        """Returns the bytes that are pinned now; forgets pins that have expired."""
         total = 0
         for space in self._directory:
             for block, until in list(space.pinned.items()):

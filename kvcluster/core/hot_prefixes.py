@@ -1,7 +1,7 @@
-"""Heat: how often runs of blocks are loaded, so that hot ones can lie on more than one shard.
+"""Heat: how often runs of blocks are loaded, so that hot ones can be copied to more than one shard.
 
-Counts are of runs (placement.py), by the hash of their first block, within one window of time; then all are
-forgotten. A run that is as hot as that in every window is noticed in every window, which repairs what was lost since.
+Loads are counted per run (placement.py), by the hash of its first block, within one window of time; then all counts are
+reset. Hot runs are reported once per window, so that copies lost since the last one are made again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvcluster.core.ids import BlockHash
 
 
 class HotPrefixes:
-    """`loads` within `window_ns` make a run hot."""
+    """Finds runs that are loaded `loads` times within `window_ns`."""
 
     def __init__(self, *, loads: int, window_ns: int, run_blocks: int) -> None:
         self.loads = loads
@@ -23,7 +23,7 @@ class HotPrefixes:
         self._window_ends = 0
 
     def loaded(self, hashes: Sequence[BlockHash], now: int) -> Iterator[Sequence[BlockHash]]:
-        """Counts one load of a chain from its first block on. The runs that have become hot with it."""
+        """Counts one load of a chain, from its first block on. Yields the runs that become hot by it."""
         if now >= self._window_ends:
             self._counts.clear()
             self._window_ends = now + self._window

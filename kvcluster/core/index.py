@@ -1,12 +1,11 @@
 """The prefix index: block hash -> which shards hold which parts; and the lookup rule over it.
 
-One index a namespace. A record is a slotted object in a dict; what it says about places is one shared
-reference (replica_sets.py). A lookup writes three integers into each record that it promises, `stamp` (recency), `uses`
-(frequency) and `held_until`, and moves nothing: the eviction queue catches up with them lazily (eviction_queue.py).
+There is one index per namespace. A record is a slotted object in a dict; it refers to its copies through one shared
+reference (replica_sets.py). A lookup writes three integers into each record that it promises: `stamp` (recency), `uses`
+(frequency) and `held_until`. It moves nothing: the eviction queue catches up lazily (eviction_queue.py).
 
-The lookup rule: boundary b (the first b blocks) is restorable when every group of the need has what its
-reuse rule asks of the blocks before b: all of them, those in the window, or the last. The answer is the
-longest such b.
+The lookup rule: boundary b (the first b blocks) is restorable if every group of the need has the blocks before b that
+its reuse rule asks for: all of them, those in the window, or the last. The answer is the longest such b.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from kvcluster.eviction import USES
 
 
 class BlockRecord:
-    """What the coordinator knows of a block. `stamp` and `held_until` are nanoseconds of its own clock; `uses` counts
-    the loads that were promised it, up to USES, and is forgotten with the record."""
+    """What the coordinator knows about a block. `stamp` and `held_until` are nanoseconds of its own clock; `uses`
+    counts the loads that were promised the block, up to USES, and is forgotten with the record."""
 
     __slots__ = ("copies", "depth", "hash", "held_until", "parent", "space", "stamp", "uses")
 
@@ -45,7 +44,7 @@ class BlockRecord:
 
     @property
     def tiers(self) -> int:
-        """A bit for each tier that it is in."""
+        """A bit mask of the tiers that hold the block."""
         return self.copies.tiers
 
 
@@ -53,8 +52,8 @@ class BlockRecord:
 class PrefixMatch:
     """The longest restorable boundary, plans for the blocks before it, and what stopped the walk.
 
-    `miss` is what the record at the boundary says; None where there is no record (the index does not know
-    why) or no further block.
+    `miss` is the reason that the record at the boundary gives; None if there is no record (the index does not know the
+    reason) or no further block.
     """
 
     blocks: int
@@ -63,7 +62,7 @@ class PrefixMatch:
 
 
 class PrefixIndex:
-    """The blocks of one namespace. What becomes of them is told to `emitter`."""
+    """The blocks of one namespace. Reports changes of their tiers to `emitter`."""
 
     def __init__(
         self,
@@ -91,25 +90,26 @@ class PrefixIndex:
         return iter(self._records.values())
 
     def standing(self) -> Iterator[BlockRecord]:
-        """Those of now, without what is gone by the time that it comes to them."""
+        """Iterates over the present records; skips those that are removed before their turn."""
         return (record for record in list(self._records.values()) if self._records.get(record.hash) is record)
 
     def get(self, block: BlockHash) -> BlockRecord | None:
         return self._records.get(block)
 
     def find(self, hashes: Sequence[BlockHash], need: Need, *, youngest: bool = False) -> PrefixMatch:
-        """The longest boundary of this chain that `need` can be restored to. Changes nothing.
+        """Returns the longest boundary of this chain that `need` can be restored to. Changes nothing.
 
-        `youngest`: which of equal replicas serves (ReplicaTable.serve).
+        `youngest` selects among equal replicas (ReplicaTable.serve).
         """
         needed = [group for group, part in enumerate(need.parts) if part is not None]
-        assert needed, "a need of nothing is met by blocks that nobody has"
+        assert needed, "a need that names no group would be met by blocks that no shard holds"
         if all(self._reuses[group].kind == "prefix" for group in needed):
             return self._find_prefix(hashes, NeedPlanner(self._book, need, youngest=youngest))
         return self._find_mixed(hashes, NeedPlanner(self._book, need, youngest=youngest), needed, len(need.parts))
 
     def touch(self, hashes: Sequence[BlockHash], now: int, held_until: int) -> None:
-        """A load is promised these blocks: they are the hottest now, used once more, and spared until `held_until`."""
+        """Records that a load is promised these blocks: stamps them with `now`, counts one more use and holds them
+        until `held_until`."""
         if not self._counts_uses:
             self.renew(hashes, now, held_until)
             return
@@ -123,7 +123,7 @@ class PrefixIndex:
                     record.uses += 1
 
     def renew(self, hashes: Sequence[BlockHash], now: int, held_until: int) -> None:
-        """A load that was promised these blocks goes on. It is the same use."""
+        """Renews the stamp and the hold of blocks that a running load was promised. It counts no further use."""
         get = self._records.get
         for block in hashes:
             record = get(block)
@@ -132,7 +132,7 @@ class PrefixIndex:
                 record.held_until = held_until
 
     def release(self, hashes: Sequence[BlockHash], held_until: int) -> None:
-        """Ends the hold that was given until exactly then; a later promise of somebody else stays."""
+        """Ends the hold that was given until exactly `held_until`; the later hold of another load stays."""
         get = self._records.get
         for block in hashes:
             record = get(block)
@@ -140,10 +140,11 @@ class PrefixIndex:
                 record.held_until = 0
 
     def touch_ancestors(self, block: BlockHash, now: int, older_than: int) -> None:
-        """A sequence grows behind `block`: its whole chain is in use, else roots would go before leaves.
+        """Stamps `block` and its ancestors, because a sequence grows after it; otherwise roots would be evicted before
+        leaves.
 
-        A chain is walked again only when its end was stamped before `older_than`, so that a decoding
-        sequence pays for its length once in a while and not with each block. The last limits.ANCESTORS are marked.
+        The chain is walked again only if its end was stamped before `older_than`, so that a decoding sequence pays for
+        its length now and then and not for each block. At most limits.ANCESTORS records are stamped.
         """
         record = self._records.get(block)
         if record is None or record.stamp >= older_than:
@@ -161,7 +162,7 @@ class PrefixIndex:
         record = self._records.get(key.hash)
         if record is None:
             parent = self._records.get(event.parent)
-            # The parent's own bytes object is shared, so that a chain costs one hash a block and not two.
+            # The bytes object of the parent is shared, so that a chain costs one hash per block and not two.
             parent_hash = parent.hash if parent is not None else event.parent
             copies = self._book.add(self._book.none, copy)
             record = BlockRecord(self._space, key.hash, parent_hash, event.depth, now, copies)
@@ -174,7 +175,7 @@ class PrefixIndex:
         return None if before.on(slot, event.tier) else record
 
     def remove(self, block: BlockHash, slot: int, group: int, part: Part, tier: Tier) -> bool:
-        """Forgets a page. True where the block is gone with it."""
+        """Forgets a page. Returns True if its block is removed with it."""
         record = self._records.get(block)
         if record is None:
             return False
@@ -184,14 +185,14 @@ class PrefixIndex:
         return self._drop_if_bare(record)
 
     def sweep(self, record: BlockRecord) -> bool:
-        """Forgets what a record says of dead shards. True where the block is gone with it."""
+        """Removes copies on dead shards from a record. Returns True if its block is removed with them."""
         before = record.copies.tiers
         record.copies = self._book.remaining(record.copies)
         self._tell(record, before)
         return self._drop_if_bare(record)
 
     def clear(self) -> dict[BlockHash, BlockRecord]:
-        """Forgets all blocks, and returns them."""
+        """Forgets all blocks and returns their records."""
         records, self._records = self._records, {}
         if self._emitter is not None:
             self._emitter.cleared(self._space)
@@ -238,8 +239,8 @@ class PrefixIndex:
     def _find_mixed(
         self, hashes: Sequence[BlockHash], asking: NeedPlanner, needed: list[int], groups: int
     ) -> PrefixMatch:
-        """As above, for groups that need only some of the blocks: a boundary may lie beyond a gap."""
-        tail = dict.fromkeys(needed, 0)  # how many consecutive blocks each group has, up to here
+        """Like `_find_prefix`, for groups that need only some of the blocks: a boundary may lie beyond a gap."""
+        tail = dict.fromkeys(needed, 0)  # length of each group's run of consecutive blocks that ends here
         plans: list[Plan] = []
         misses: list[Miss | None] = []
         nothing: Plan = (None,) * groups
@@ -258,7 +259,7 @@ class PrefixIndex:
             if restorable:
                 best = at + 1
             elif any(plan[group] is None and self._reuses[group].kind == "prefix" for group in needed):
-                break  # nothing beyond a gap in a prefix
+                break  # a prefix group cannot be restored beyond a gap
         return PrefixMatch(best, _runs(plans[:best]), misses[best] if best < len(misses) else None)
 
 

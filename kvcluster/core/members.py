@@ -1,9 +1,10 @@
 """The shards that a coordinator knows, each in its present incarnation.
 
-A member is *joining* until its inventory is complete: what it told so far may be loaded, but nothing new is placed on
-it. It is *up* until nothing was heard of it for the membership term; then it is *lost*, and its slot dies
-(replica_sets.py). One that is *draining* is up, but nothing new is placed on it; when it has been told to go, every
-further word of that incarnation is answered so. A report of an older incarnation is answered `leave`.
+A member is *joining* until its inventory is complete: the blocks that it has reported so far may be loaded, but nothing
+new is placed on it. It is *up* until the coordinator has heard nothing from it for the membership term; then it is
+*lost*, and its slot dies (replica_sets.py). One that is *draining* is up, but nothing new is placed on it; once it has
+been dismissed, every further message of that incarnation is answered with `leave`. So is a report of an older
+incarnation.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class Member:
         self.orders = orders
         self.cold: dict[Tier, EvictionQueue[BlockRecord]] = {tier: queue(slot, tier) for tier in Tier}
         self.seen_at = 0
-        self.full = False  # asked for room, and nothing could be evicted
-        self.purged = 0  # tombstones up to this number are carried out, as far as its stream has told
-        self.drain_until: int | None = None  # draining: what is not elsewhere by then goes with it
+        self.full = False  # it asked for room, and nothing could be evicted
+        self.purged = 0  # tombstones up to this number are carried out, as far as it has reported
+        self.drain_until: int | None = None  # while draining: blocks without a copy elsewhere by then are lost
 
     @property
     def draining(self) -> bool:
@@ -61,7 +62,7 @@ class Member:
 
     @property
     def takes(self) -> bool:
-        """May anything new be placed on it?"""
+        """Whether new blocks may be placed on it."""
         return self.cursor.current and not self.full and not self.draining
 
 
@@ -91,7 +92,8 @@ class Membership:
         return min((member.seen_at + self._ttl for member in self._members.values()), default=None)
 
     def admit(self, info: ShardInfo, now: int) -> Member:
-        """A new incarnation, or the present one that begins its inventory anew: in any case a new slot."""
+        """Adds a new incarnation, or the present one when it starts its inventory again. Gives it a new slot in either
+        case."""
         self.drop(info.shard)
         address = ShardAddress(info.shard, info.epoch, info.address, info.host)
         orders = OrderStream(self._order_numbers)
@@ -102,9 +104,10 @@ class Membership:
         return member
 
     def place(self, run: BlockHash, host: str, purged: int) -> Member | None:
-        """The member that takes the run whose first hash is `run`, written from `host`; None where none has room.
+        """Returns the member to place the run on whose first hash is `run`, written from `host`; None if none has room.
 
-        One that has yet to carry out tombstone `purged` would drop what it is given with what it is to forget.
+        A member that has not yet carried out tombstone `purged` is not chosen: it would drop the new pages along with
+        the purged ones.
         """
         candidates = [
             Candidate(
@@ -119,7 +122,7 @@ class Membership:
         return self._members[chosen.shard] if chosen is not None else None
 
     def forget(self, space: NamespaceId) -> None:
-        """No record of that namespace is left in the index."""
+        """Removes a namespace, which has no record left in the index, from all eviction queues."""
         for member in self._members.values():
             for cold in member.cold.values():
                 cold.forget(space)
@@ -131,12 +134,12 @@ class Membership:
         return member
 
     def dismiss(self, member: Member) -> None:
-        """It is drained: this incarnation is a member no more, whatever it says."""
+        """Removes a drained member for good: later messages of this incarnation do not bring it back."""
         self.drop(member.info.shard)
         _note(self._dismissed, member.info.shard, member.info.epoch)
 
     def farewell(self, info: ShardInfo) -> Farewell | None:
-        """What an incarnation that is over is to be told."""
+        """Returns why this incarnation has to leave; None if it may stay."""
         member = self._members.get(info.shard)
         dismissed = self._dismissed.get(info.shard, 0)
         if info.epoch == dismissed:
@@ -145,7 +148,7 @@ class Membership:
         return Farewell.REPLACED if info.epoch < newest else None
 
     def drop_silent(self, now: int) -> list[Member]:
-        """Those unheard of for the whole term: lost."""
+        """Drops the members that were silent for the whole term, and returns them: they are lost."""
         silent = [member for member in self._members.values() if member.seen_at + self._ttl <= now]
         for member in silent:
             self.drop(member.info.shard)
@@ -153,7 +156,7 @@ class Membership:
         return silent
 
     def extend(self, late_ns: int) -> None:
-        """This process stood still: reports could not be heard."""
+        """Extends all terms by the time for which this process was stalled, since it could not receive reports."""
         for member in self._members.values():
             member.seen_at += late_ns
             if member.drain_until is not None:
@@ -161,7 +164,7 @@ class Membership:
 
 
 def _note(of_past: dict[ShardId, V], shard: ShardId, what: V) -> None:
-    """Remembers a bounded number of shards that are gone, the last ones."""
+    """Remembers the last shards that are gone, a bounded number of them."""
     of_past.pop(shard, None)
     of_past[shard] = what
     if len(of_past) > limits.PAST_SHARDS:

@@ -1,6 +1,6 @@
-"""The namespaces that a coordinator knows: whose each is, what KV looks like in it, and its prefix index.
+"""The namespaces that a coordinator knows: the tenant of each, its KV spec, and its prefix index.
 
-A namespace is found only together with its tenant: to anybody else it does not exist.
+A lookup names the namespace and its tenant: to every other tenant the namespace does not exist.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kvcluster.core.tombstones import Tombstones
 
 
 class CoordinatorNamespace:
-    """One namespace. `pinned` maps blocks that a user pinned to when that ends; `purged` is the number of the last
-    tombstone that names it."""
+    """One namespace. `pinned` maps blocks that a user pinned to the end of the pin; `purged` is the number of the last
+    tombstone that names the namespace."""
 
     __slots__ = ("_page_bytes", "id", "index", "pinned", "purged", "spec", "tenant")
 
@@ -50,7 +50,7 @@ class CoordinatorNamespace:
         self._page_bytes: dict[tuple[int, Part, Codec], int] = {}
 
     def page_bytes(self, group: int, part: Part, codec: Codec = Codec.RAW) -> int:
-        """Bytes of a page in that codec; worked out once a part, since evictions add up many."""
+        """Returns the bytes of a page in that codec. Computed once per part, since evictions add up many."""
         nbytes = self._page_bytes.get((group, part, codec))
         if nbytes is None:
             if len(self._page_bytes) >= limits.PAGE_SIZES:
@@ -59,7 +59,7 @@ class CoordinatorNamespace:
         return nbytes
 
     def fits(self, need: Need) -> bool:
-        """Does this need name parts that the spec has, one at least?"""
+        """Whether this need names at least one part, and only parts that the spec has."""
         return (
             len(need.parts) == len(self.spec.groups)
             and any(part is not None for part in need.parts)
@@ -71,7 +71,7 @@ class CoordinatorNamespace:
 
 
 class NamespaceTable:
-    """Namespaces by id. `emitter` hears of each and of its blocks."""
+    """Namespaces by id. `emitter` is told of each namespace and of changes to its blocks."""
 
     def __init__(
         self,
@@ -99,7 +99,8 @@ class NamespaceTable:
         return sum(len(space.index) for space in self._spaces.values())
 
     def attach(self, tenant: Tenant, spec: KVSpec) -> CoordinatorNamespace | None:
-        """The namespace of this spec; None where the tenant has too many, or all have."""
+        """Returns the namespace of this spec, creating it if needed; None if the limit of namespaces, of the tenant or
+        of all tenants, is reached and none of the tenant's is empty."""
         space_id = spec.namespace(tenant)
         space = self._spaces.get(space_id)
         if space is None:
@@ -121,18 +122,19 @@ class NamespaceTable:
         return space if space is not None and space.tenant == tenant else None
 
     def known(self, space_id: NamespaceId) -> CoordinatorNamespace | None:
-        """For shards, which speak for every tenant."""
+        """Returns the namespace without a tenant check, for reports of shards, which hold blocks of every tenant."""
         return self._spaces.get(space_id)
 
     def record(self, space_id: NamespaceId, block: BlockHash) -> BlockRecord | None:
-        """What is known of a block, whosever it is."""
+        """Returns the record of a block, of any tenant."""
         space = self._spaces.get(space_id)
         return space.index.get(block) if space is not None else None
 
     def bytes_on(
         self, record: BlockRecord, slot: int | None = None, tier: Tier | None = None, *, raw: bool = False
     ) -> int:
-        """Bytes of a block on one shard, or on all; in one tier, or in all. `raw`: what they would be raw."""
+        """Returns the bytes of a block on one shard or on all, in one tier or in all. `raw`: counted as if
+        unencoded."""
         space = self._spaces[record.space]
         return sum(
             space.page_bytes(copy.group, copy.part, Codec.RAW if raw else copy.codec)
@@ -141,11 +143,11 @@ class NamespaceTable:
         )
 
     def named(self, stone: Tombstone) -> list[CoordinatorNamespace]:
-        """The namespaces that a tombstone names."""
+        """Returns the namespaces that a tombstone names."""
         return [space for space in self._owned.get(stone.tenant, {}).values() if stone.names(space.tenant, space.spec)]
 
     def apply_tombstone(self, stone: Tombstone) -> list[dict[BlockHash, BlockRecord]]:
-        """Forgets all that the tombstone names. Returns the blocks that were known, by namespace."""
+        """Forgets all that the tombstone names. Returns the records that were known, by namespace."""
         purged: list[dict[BlockHash, BlockRecord]] = []
         for space in self.named(stone):
             purged.append(space.index.clear())
@@ -154,19 +156,20 @@ class NamespaceTable:
         return purged
 
     def siblings(self, space: CoordinatorNamespace) -> tuple[KVSpec, ...]:
-        """Specs of the tenant's other namespaces that hold anything, the most alike first."""
+        """Returns the specs of the tenant's other namespaces that hold blocks, the most similar first."""
         others = [s for s in self._owned[space.tenant].values() if s is not space and len(s.index)]
         others.sort(key=lambda other: (len(differing_fields(space.spec, other.spec)), other.id))
         return tuple(other.spec for other in others[: limits.EXPLAINED_NAMESPACES])
 
     def listed(self, tenant: Tenant) -> tuple[tuple[KVSpec, int], ...]:
-        """The tenant's namespaces and how many blocks each holds, by model, the fullest first."""
+        """Returns the tenant's namespaces and the number of blocks in each, by model, then the largest first."""
         own = [(space.spec, len(space.index)) for space in self._owned.get(tenant, {}).values()]
         own.sort(key=lambda known: (known[0].model, -known[1]))
         return tuple(own[: limits.LISTED_NAMESPACES])
 
     def _forget_bare(self, tenant: Tenant) -> bool:
-        """Makes room by forgetting a namespace that holds nothing. Its workers attach again."""
+        """Forgets one namespace of the tenant that holds no block, to make room; its workers attach again. Returns
+        False if there is none."""
         bare = next((space for space in self._owned[tenant].values() if not len(space.index)), None)
         if bare is None:
             return False

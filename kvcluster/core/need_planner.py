@@ -1,9 +1,9 @@
-"""One need, asked of all the blocks of a call: what their copies can do for it, within the work of one step.
+"""Plans one need for all blocks of a call: what their copies can do for it, within the work limit of one step.
 
-A set of copies (replica_sets.py) is worked out once for each need, so blocks that lie alike cost nothing more. Blocks
-that all lie differently, in many pieces, could cost a step of the coordinator seconds. Therefore one call may spend
-limits.COVER_WORK, and one answer names limits.PAGES_PER_CALL sources; the blocks beyond are a miss that says so. What
-was worked out is kept, so that the next call gets further.
+A set of copies (replica_sets.py) is evaluated once for each need, so blocks with equal placement cost nothing more.
+Blocks that are all placed differently, in many pieces, could cost a step of the coordinator seconds. Therefore one call
+may spend limits.COVER_WORK, and one answer names at most limits.PAGES_PER_CALL sources; the blocks beyond are a miss
+that says so. Results are kept, so that the next call gets further.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from kvcluster.core.replica_sets import ReplicaSet, ReplicaTable, Served
 
 
 class NeedPlanner:
-    """One need, asked of the blocks of one call, each by its set of copies.
+    """Plans one need for the blocks of one call, each given by its set of copies.
 
-    Blocks that lie alike cost nothing more. Where all of them together take more work, or name more sources, than one
-    step and one answer may, the rest of them is a miss that says so.
+    Blocks beyond the limits on work and on sources are a miss that says so.
     """
 
     def __init__(self, book: ReplicaTable, need: Need, *, youngest: bool = False) -> None:
@@ -32,7 +31,7 @@ class NeedPlanner:
         self._served = self._beyond = Served((None,) * len(need.parts), False, _BEYOND)
 
     def serve(self, copies: ReplicaSet) -> Served:
-        """What these copies can do for the need."""
+        """Returns what these copies can do for the need."""
         if copies is not self._last:
             served = self._known(copies) or self._beyond
             self._sources += sum(map(len, filter(None, served.plan)))
@@ -41,7 +40,7 @@ class NeedPlanner:
         return self._served
 
     def complete(self, copies: ReplicaSet) -> bool:
-        """Can they serve all of it? Names no source."""
+        """Whether these copies can serve all of the need. Counts no sources against the limit."""
         if copies is not self._last:
             self._last = copies
             stored = all(
@@ -52,7 +51,7 @@ class NeedPlanner:
         return self._served.complete
 
     def _known(self, copies: ReplicaSet) -> Served | None:
-        """What they can do; None where that is not known and takes too much work by now."""
+        """Returns what the copies can do; None if that is not known yet and the work limit is used up."""
         known = self._book.known(copies, self._number)
         if known is None and self._book.work <= self._work_until:
             known = self._book.work_out(copies, self._need, self._number, self._youngest)

@@ -1,15 +1,15 @@
-"""The order stream: what the coordinator wants of a shard, numbered, accepted in order, ended in any order, bounded.
+"""The order stream: orders of the coordinator to one shard, numbered, accepted in order, ended in any order, bounded.
 
-Orders ride on the answers to reports (docs/adr/0007, 0036). Numbers belong to one coordinator epoch and only grow. One
-counter numbers the orders to all shards, so that no number is used twice when a shard falls silent, comes back, or
-tells anew what it holds. Every answer carries the orders that the shard is not known to have accepted: where one is
-lost, the next makes it good.
+Orders are carried by the answers to reports (docs/adr/0007, 0036). Numbers belong to one coordinator epoch and only
+grow. One counter numbers the orders to all shards, so that no number is used twice when a shard falls silent, comes
+back, or sends a new inventory. Every answer carries all orders that the shard is not known to have accepted, so the
+next answer makes up for a lost one.
 
-The shard accepts each order whose number is above all that it has accepted, and passes over the others: a repeated or
-late answer changes nothing. Accepted orders never wait for those of another kind: evictions end as they are accepted,
-moves and pulls run beside what is ordered next. Each report says up to which number all is accepted and which of these
-still run (OrderProgress): the others have ended. A shard that hears another coordinator forgets the numbers of the one
-before; an order of that one which still runs ends under no number.
+The shard accepts each order whose number is above all that it has accepted, and skips the others: a repeated or late
+answer changes nothing. Accepted orders never wait for those of another kind: evictions end as they are accepted, moves
+and pulls run beside later orders. Each report says up to which number all orders are accepted and which of these still
+run (OrderProgress): the others have ended. A shard that learns of another coordinator forgets the numbers of the
+previous one; an order of the previous one that still runs ends without a number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OrderStream:
         return len(self._open)
 
     def give(self, make: Callable[[int], Order]) -> None:
-        """One more order, which `make` makes from its number."""
+        """Adds one more order, which `make` makes from its number."""
         order = make(next(self._numbers))
         assert self.of(type(order)) is None, "one order of a kind at a time"
         assert len(self) < limits.ORDERS_IN_FLIGHT, "more kinds of orders than may be in flight"
@@ -43,15 +43,15 @@ class OrderStream:
         self._open[order.number] = order
 
     def of(self, kind: type[K]) -> K | None:
-        """The order of that kind that has not ended."""
+        """Returns the order of that kind that has not ended; None if there is none."""
         return next((order for order in self._open.values() if isinstance(order, kind)), None)
 
     def unaccepted(self) -> tuple[Order, ...]:
-        """What the next answer carries."""
+        """Returns the orders that the next answer carries."""
         return tuple(order for number, order in self._open.items() if number > self._accepted)
 
     def heard(self, progress: OrderProgress) -> list[Order]:
-        """A report has said this. Returns the orders that have ended since, which leave the stream."""
+        """Takes the progress that a report states. Removes the orders that have ended since, and returns them."""
         self._accepted = max(self._accepted, progress.accepted)
         ended = [order for number, order in self._open.items() if progress.ended(number)]
         for order in ended:
@@ -59,18 +59,19 @@ class OrderStream:
         return ended
 
     def withdraw(self, order: Order) -> None:
-        """It is repeated no more, and its end is not awaited. The shard may carry it out all the same."""
+        """Removes an order: it is not repeated, and its end is not awaited. The shard may still carry it out."""
         del self._open[order.number]
 
     def close(self) -> list[Order]:
-        """The member is gone. Returns the orders that have not ended, which leave the stream."""
+        """Removes all orders of a member that is gone, and returns them."""
         orders = list(self._open.values())
         self._open.clear()
         return orders
 
 
 class OrderCursor:
-    """The receiving half: what a shard has accepted of its coordinator. `say_soon`: the next report must not wait."""
+    """The receiving half: the orders that a shard has accepted. `say_soon` is called when the next report must not
+    wait."""
 
     def __init__(self, say_soon: Callable[[], None]) -> None:
         self._say_soon = say_soon
@@ -79,18 +80,18 @@ class OrderCursor:
 
     @property
     def progress(self) -> OrderProgress:
-        """What the next report tells."""
+        """The progress to state in the next report."""
         return OrderProgress(self._accepted, tuple(self._running))
 
     def reset(self) -> None:
-        """Another coordinator orders from now on, by numbers of its own."""
+        """Starts again for another coordinator, which uses numbers of its own."""
         self._accepted = 0
         self._running.clear()
 
     def accept(self, orders: Sequence[Order]) -> Iterator[Order]:
-        """The orders of an answer that are new, one by one, each accepted as it is returned and running until `ended`.
+        """Yields the new orders of an answer one by one; each is accepted as it is yielded, and runs until `ended`.
 
-        Stops where as many run as may: the coordinator repeats the rest.
+        Stops when limits.ORDERS_IN_FLIGHT orders run: the coordinator repeats the rest.
         """
         for order in orders:
             if len(self._running) >= limits.ORDERS_IN_FLIGHT:
@@ -101,7 +102,8 @@ class OrderCursor:
                 yield order
 
     def ended(self, order: Order) -> None:
-        """Nothing is done for it any more. One of an earlier coordinator has no number here: it is known by itself."""
+        """Records that an order has ended, and asks for a report soon. Orders are compared by identity, since one of an
+        earlier coordinator may have the number of a present one."""
         if self._running.get(order.number) is order:
             del self._running[order.number]
         self._say_soon()

@@ -1,15 +1,15 @@
-"""Placement: which shard a run of blocks is written to. It knows names, hosts and weights, and keeps nothing.
+"""Placement: which shard a run of blocks is written to. It knows names, hosts and weights, and keeps no state.
 
-Blocks of one chain go together, up to a *run*, so that a prefix is loaded from one shard in few ranges; the
-hash of the run's first block is its key. Among the shards that may be chosen, weighted rendezvous hashing
-decides: each shard draws an exponential variate from the digest of (run, shard), at a rate equal to its
-capacity, and the earliest wins. Therefore a shard's share is proportional to its weight, and a change moves as
-little as can be: one that comes takes runs from the others and moves nothing between them, one that goes
-leaves only its own behind. No ring and no table, so there is nothing to keep, to rebuild or to agree on.
-(Thaler and Ravishankar, Using name-based mappings to increase hit rates, 1998; with weights: Schindelhauer and
-Schomaker, Weighted distributed hash tables, 2005.)
+Blocks of one chain stay together, up to a *run*, so that a prefix is loaded from one shard in few ranges; the hash of
+the run's first block is its key. Among the available shards, weighted rendezvous hashing decides: each shard draws an
+exponential variate from the digest of (run, shard), at a rate equal to its capacity, and the smallest wins. Therefore a
+shard's share is proportional to its weight, and a change of membership moves as little as possible: a new shard takes
+runs from the others and moves none between them; the runs of a removed shard are the only ones that move. There is no
+ring and no table, so there is no state to keep, to rebuild or to agree on. (Thaler and Ravishankar, Using name-based
+mappings to increase hit rates, 1998; with weights: Schindelhauer and Schomaker, Weighted distributed hash tables,
+2005.)
 
-Placement is advice. Where a block lies is what its shard reports; no reader ever computes it from here.
+Placement is advice. The location of a block is what its shard reports; no reader ever computes it from here.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Candidate:
 
 
 def run_start(depth: int, run_blocks: int) -> int:
-    """The depth of the block whose hash is the key of the run that holds block number `depth`."""
+    """Returns the depth of the first block of the run that holds the block at `depth`. Its hash is the run's key."""
     assert depth >= 0 and run_blocks >= 1
     return depth - depth % run_blocks
 
 
 def choose(run: BlockHash, candidates: Sequence[Candidate], host: str) -> Candidate | None:
-    """Where to put the run whose first hash is `run`: on the asking worker's `host` if a shard there may take it,
-    else on any that may, else None.
+    """Returns the shard for the run whose first hash is `run`: one on the asking worker's `host` if any there is
+    available, otherwise any available one, or None.
 
-    Equal in every process, and in whatever order the candidates come. An empty `host` is nobody's.
+    The result is the same in every process and for every order of the candidates. An empty `host` matches no shard.
     """
     possible = [candidate for candidate in candidates if candidate.available and candidate.weight_bytes > 0]
     near = [candidate for candidate in possible if host and candidate.host == host]
@@ -50,8 +50,8 @@ def choose(run: BlockHash, candidates: Sequence[Candidate], host: str) -> Candid
 
 
 def _arrival(run: BlockHash, candidate: Candidate) -> float:
-    """An exponential variate at the rate of the weight, drawn by the digest."""
+    """Returns an exponential variate at the rate of the weight, drawn from the digest."""
     digest = hashlib.sha256(run + candidate.shard.encode()).digest()
-    # 52 bits and a half: a float holds them exactly, so that this is neither 0 nor 1 and has a finite logarithm.
+    # 52 bits plus one half: a float holds this exactly, so it is neither 0 nor 1 and has a finite logarithm.
     uniform = ((int.from_bytes(digest[:8], "little") >> 12) + 0.5) / 2.0**52
     return -math.log(uniform) / candidate.weight_bytes

@@ -1,7 +1,7 @@
-"""What workers are promised: how far a chain can be loaded and from where, and who may write what, and where to.
+"""Grants to workers: how far a chain can be loaded and from where, which pages a worker may write, and on which shard.
 
-Every grant is a hint with a ticket: shards grant the pins and settle who writes. A prepare names its attempt, so
-that one whose answer was lost is asked again and gets the same.
+Every grant is a hint with a ticket: the shards grant the pins and decide which attempt writes. A prepare names its
+attempt, so a worker that lost the answer can ask again and gets the same one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kvcluster.core.tiering import Tiering
 
 
 class PrepareHandler:
-    """Answers prepares, and keeps their tickets."""
+    """Answers PrepareLoad and PrepareStore, and renews and ends their tickets."""
 
     def __init__(
         self, state: CoordinatorState, config: CoordinatorConfig, replicator: Replicator, tiering: Tiering
@@ -95,7 +95,8 @@ class PrepareHandler:
         space.index.touch_ancestors(m.parent, now, now - self._refresh)
         if state.emitter is not None and len(m.tokens) == len(m.hashes) * space.spec.block_tokens:
             state.emitter.remember(m.hashes, m.tokens, space.spec.block_tokens)
-        # Each page by itself: a worker may write several parts of one group, and all of them have to be there.
+        # Each page is planned separately: a worker may write several parts of one group, and all of them must be
+        # present.
         askings = [NeedPlanner(state.book, Need((None,) * group + (part,), m.loss)) for group, part in m.parts]
         place = cache(lambda run: state.members.place(run, m.host, space.purged) or self._why_nowhere(space))
         runs: list[StoreRun] = []
@@ -135,7 +136,7 @@ class PrepareHandler:
             self._release(ticket)
 
     def why_absent(self, space: CoordinatorNamespace, block: BlockHash, now: int) -> Miss:
-        """Why there is no record of this block."""
+        """Returns the reason why there is no record of this block."""
         if self._state.rebuilding:
             return Miss(MissReason.REBUILDING)
         if self._state.tickets.writing(space.id, block):
@@ -156,7 +157,7 @@ class PrepareHandler:
         place: Callable[[BlockHash], Member | Miss],
         writes: list[Writing],
     ) -> StoreRun:
-        """What becomes of one block of a store. What it may write is added to `writes`."""
+        """Returns the decision for one block of a store. Adds the pages that the attempt may write to `writes`."""
         block = m.hashes[at]
         record = space.index.get(block)
         if record is not None and all(asking.complete(record.copies) for asking in askings):
@@ -172,17 +173,17 @@ class PrepareHandler:
         return StoreRun(1, Decision.WRITE, member.address)
 
     def _why_nowhere(self, space: CoordinatorNamespace) -> Miss:
-        """Why nothing can be placed."""
+        """Returns the reason why no shard can take a block."""
         late = any(member.takes and member.purged < space.purged for member in self._state.members.all())
         return _PURGING if late else _NO_ROOM
 
     def _answered_before(
         self, attempt: Attempt, space: CoordinatorNamespace, kind: type[LoadGrant | StoreGrant]
     ) -> LoadGrant | StoreGrant | Refused | None:
-        """What this attempt got when it asked first: the reply was lost on its way.
+        """Returns the answer that this attempt got before, if it repeats a prepare whose reply was lost.
 
-        Unless a shard has gone since, or the namespace was purged: then it is asked as if for the first time, since
-        no answer may name what is lost or unwanted.
+        Returns None, so that the prepare is answered like a new one, if there was none, or if a shard has been lost or
+        the namespace purged since: no answer may name lost or purged blocks.
         """
         ticket = self._state.tickets.get(attempt)
         if ticket is None:
@@ -206,14 +207,14 @@ class PrepareHandler:
         if not any(member.cursor.current for member in self._state.members.all()):
             return Miss(MissReason.SHARD_LOST, "no shard is up")
         if self._state.tickets.full(m.attempt.holder):
-            return Miss(MissReason.FULL, "as many tickets are held as may be; end some")
+            return Miss(MissReason.FULL, "the limit of held tickets is reached; end some")
         return None
 
 
 OFF = Miss(MissReason.OFF, "an operator has turned the cache off; `kvcluster on` turns it on again")
-_NO_ROOM = Miss(MissReason.FULL, "no shard has room to make")
-_PURGING = Miss(MissReason.REBUILDING, "the shards carry out a purge at this moment")
-_OTHER_ATTEMPT = Refused(RefusedKind.BAD, "this attempt prepared something else; count on for each prepare")
+_NO_ROOM = Miss(MissReason.FULL, "no shard has room or can make some")
+_PURGING = Miss(MissReason.REBUILDING, "the shards are carrying out a purge")
+_OTHER_ATTEMPT = Refused(RefusedKind.BAD, "this attempt prepared something else; use a new attempt for each prepare")
 _COUNTED = {
     Decision.WRITE: "write_blocks",
     Decision.COMMITTED: "duplicate_blocks",

@@ -1,12 +1,12 @@
 """Which shards hold which parts of a block: immutable, interned sets of copies, and the plans they allow.
 
-Millions of blocks lie in a few hundred ways ("all of it on shard 2", "two halves on shards 1 and 4"), so a
-block's record holds one reference to a shared `ReplicaSet`, and what follows from a set (can it serve this need,
-from where) is worked out once for each set and need, and not once for each block. This is what makes a
-lookup a dictionary access and a comparison.
+Millions of blocks are placed in a few hundred ways ("all of it on shard 2", "two halves on shards 1 and 4"). So a
+block's record holds one reference to a shared `ReplicaSet`, and what follows from a set (whether it can serve a need,
+and from where) is computed once for each set and need, not for each block. This makes a lookup a dictionary access and
+a comparison.
 
-A shard incarnation is known here by its *slot*, a small integer that is never used again. Losing a shard
-kills its slot: every plan is forgotten at once, and no answer names it again, whatever the records still say.
+A shard incarnation is identified here by its *slot*, a small integer that is never used again. When a shard is lost,
+its slot is killed: every plan is forgotten at once and no answer names it again, even while records still do.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import Part
 
 INTERNED = 65_536
-"""Distinct sets remembered, and numbers of copies. Beyond it interning starts afresh: equal sets may then be two
-objects, which costs memory and nothing else."""
+"""Limit on the distinct sets that are remembered, and on the numbered copies. Beyond it interning starts again with an
+empty table: equal sets may then be two objects, which costs only memory."""
 
 _64_BITS = 2**64 - 1
 
 NEEDS = 4_096
-"""Needs that have a number. Beyond it numbering starts afresh, and what was worked out under an old number is forgotten
-with its set."""
+"""Limit on the numbered needs. Beyond it numbering starts again with an empty table; results under an old number are
+forgotten with their set."""
 
 NAMED_PARTS = 8
-"""Of those that a miss says are held: a person reads no more."""
+"""Limit on the held parts that a miss lists: more would not help its reader."""
 
 
 class Replica(NamedTuple):
-    """One READY page: on which slot, of which group and part, in which tier, with what loss, and how encoded."""
+    """One READY page: its slot, group, part, tier, loss and codec."""
 
     slot: int
     group: int
@@ -58,9 +58,9 @@ class Served(NamedTuple):
 class ReplicaSet:
     """An immutable set of copies. Made only by a ReplicaTable; compare with `is`.
 
-    `entries` are sorted, so the copies of one shard lie side by side and a page is found by bisection. `places` counts
-    them by slot and tier. `digest` is the exclusive or of one number for each copy (Zobrist, A New Hashing Method with
-    Application for Game Playing, 1970): a set with one copy more or less is found without a look at the rest.
+    `entries` are sorted, so the copies on one shard are adjacent and a page is found by bisection. `places` counts
+    copies by slot and tier. `digest` is the exclusive or of one number per copy (Zobrist, A New Hashing Method with
+    Application for Game Playing, 1970): the set with one copy more or less is found without a look at the other copies.
     """
 
     __slots__ = ("_less", "_more", "_served", "_version", "digest", "entries", "places", "tiers")
@@ -69,7 +69,7 @@ class ReplicaSet:
         self.entries = entries
         self.places = places
         self.digest = digest
-        self.tiers = sum({1 << tier for _, tier in places})  # a bit for each that a copy is in
+        self.tiers = sum({1 << tier for _, tier in places})  # a bit mask of the tiers that hold a copy
         self._more: dict[Replica, ReplicaSet] = {}
         self._less: dict[tuple[int, int, Part, Tier], ReplicaSet] = {}
         self._served: dict[int, Served] = {}  # by the number of the need
@@ -77,32 +77,32 @@ class ReplicaSet:
 
     @property
     def slots(self) -> list[int]:
-        """The shards that hold any of it."""
+        """The slots of the shards that hold any part of the block."""
         return list(dict.fromkeys(slot for slot, _ in self.places))
 
     def on(self, slot: int, tier: Tier | None = None) -> bool:
-        """Does that shard hold any of it, in any tier or in that one?"""
+        """Whether that shard holds any part of the block: in `tier`, or in any tier if None."""
         return any((slot, one) in self.places for one in (Tier if tier is None else (tier,)))
 
     def of(self, slot: int) -> tuple[Replica, ...]:
-        """What that shard holds of it."""
+        """Returns the copies on that shard."""
         return self.entries[self.find(slot) : self.find(slot + 1)]
 
     def holds(self, slot: int, group: int, part: Part) -> bool:
-        """Does that shard hold that page, in any tier?"""
+        """Whether that shard holds that page, in any tier."""
         at = self.find(slot, group, part)
         return self.entries[at : at + 1] != () and self.entries[at][:3] == (slot, group, part)
 
     def find(self, *name: object) -> int:
-        """Where the copies begin whose first fields are these."""
+        """Returns the index of the first copy whose leading fields are not less than these."""
         return bisect_left(self.entries, name, key=lambda copy: copy[: len(name)])
 
 
 class ReplicaTable:
-    """Interns ReplicaSet and knows which slots are alive.
+    """Interns ReplicaSets and knows which slots are alive.
 
-    `work` grows with what it costs to find out what a set can do (limits.COVER_WORK), and bounds a question over many
-    blocks (need_planner.py).
+    `work` grows with the cost of computing what a set can do (limits.COVER_WORK), and bounds a request over many blocks
+    (need_planner.py).
     """
 
     def __init__(self) -> None:
@@ -120,24 +120,24 @@ class ReplicaTable:
 
     @property
     def version(self) -> int:
-        """Grows whenever a shard goes: what was worked out before may name it."""
+        """Grows whenever a shard is retired or killed: earlier results may name it."""
         return self._version
 
     def open_slot(self, address: ShardAddress) -> int:
-        """A new slot for a shard incarnation."""
+        """Returns a new slot for a shard incarnation."""
         slot = self._next_slot
         self._next_slot += 1
         self._alive[slot] = address
         return slot
 
     def retire_slot(self, slot: int) -> None:
-        """It is about to die: plans name it only for what nobody else has."""
+        """Marks a slot whose shard is draining: plans prefer copies elsewhere."""
         if slot not in self._retired:
             self._retired[slot] = None
             self._version += 1
 
     def kill_slot(self, slot: int) -> None:
-        """No plan names this slot again."""
+        """Removes a slot: no plan names it again."""
         self._retired.pop(slot, None)
         if self._alive.pop(slot, None) is not None:
             self._version += 1
@@ -146,11 +146,11 @@ class ReplicaTable:
         return slot in self._alive
 
     def address(self, slot: int) -> ShardAddress:
-        """Where a living slot is reached."""
+        """Returns the address of the shard with that slot, which must be alive."""
         return self._alive[slot]
 
     def add(self, copies: ReplicaSet, copy: Replica) -> ReplicaSet:
-        """The set with `copy`, in place of any copy of the same part in that tier of that slot."""
+        """Returns the set with `copy`, which replaces any copy of the same part in the same tier of the same slot."""
         self._refresh(copies)
         more = copies._more.get(copy)
         if more is None:
@@ -161,7 +161,7 @@ class ReplicaTable:
         return more
 
     def remove(self, copies: ReplicaSet, slot: int, group: int, part: Part, tier: Tier) -> ReplicaSet:
-        """The set without that part in that tier of that slot."""
+        """Returns the set without that part in that tier of that slot."""
         name = (slot, group, part, tier)
         less = copies._less.get(name)
         if less is None:
@@ -173,23 +173,24 @@ class ReplicaTable:
         return less
 
     def remaining(self, copies: ReplicaSet) -> ReplicaSet:
-        """The set without copies on dead slots."""
+        """Returns the set without copies on dead slots."""
         for slot in copies.slots:
             if slot not in self._alive:
                 copies = self._replace(copies, copies.find(slot), copies.find(slot + 1), ())
         return copies
 
     def serve(self, copies: ReplicaSet, need: Need, *, youngest: bool = False) -> Served:
-        """What these copies can do for `need`; worked out once for each pair.
+        """Returns what these copies can do for `need`; computed once for each pair.
 
-        Of replicas that are as good as each other the oldest shard's serves, or the youngest's: so half of the
-        workers read from the one and half from the other.
+        Of equally good replicas the one on the oldest shard serves, or with `youngest` the one on the youngest. So half
+        of the workers read from one and half from the other.
         """
         number = self.number(need, youngest)
         return self.known(copies, number) or self.work_out(copies, need, number, youngest)
 
     def number(self, need: Need, youngest: bool) -> int:
-        """What answers to this need are kept under: a need is long to hash, and is asked of every block of a chain."""
+        """Returns the number under which results for this need are cached: a need is slow to hash, and a lookup asks it
+        of every block of a chain."""
         number = self._needs.get((need, youngest))
         if number is None:
             if len(self._needs) >= NEEDS:
@@ -199,13 +200,13 @@ class ReplicaTable:
         return number
 
     def known(self, copies: ReplicaSet, number: int) -> Served | None:
-        """What was worked out before."""
+        """Returns the cached result for the need of that number; None if there is none."""
         self._refresh(copies)
         return copies._served.get(number)
 
     def work_out(self, copies: ReplicaSet, need: Need, number: int, youngest: bool) -> Served:
-        """What these copies can do for the need of that number."""
-        if len(copies._served) >= 64:  # needs are few: one a rank and loss; anything more is abuse
+        """Computes and caches what these copies can do for the need of that number."""
+        if len(copies._served) >= 64:  # few needs are in use: one per rank and loss; more is abuse
             copies._served.clear()
         self.work += 32
         avoid = frozenset(need.avoid)
@@ -224,7 +225,7 @@ class ReplicaTable:
         return served
 
     def stored(self, copies: ReplicaSet, group: int, part: Part, accept: Loss) -> bool:
-        """Does any shard hold exactly that page, with no more loss?"""
+        """Whether any shard holds exactly that page, with no more loss than `accept`."""
         self.work += len(copies.places)
         for slot in copies.slots if copies.entries else ():
             at = copies.find(slot, group, part) if slot in self._alive else len(copies.entries)
@@ -242,8 +243,8 @@ class ReplicaTable:
             return None, Miss(MissReason.SHARD_LOST)
         self.work += len(copies.entries)
         touching = [c for c in copies.entries if c.group == group and c.part.intersect(part)]
-        # What stays before what goes; then the cheapest first: fast tier, little loss; then the one that covers most,
-        # then by the age of the shard.
+        # Order: shards that stay before those that drain; then the cheapest (fast tier, little loss); then the copy
+        # that covers most; then by the age of the shard.
         touching.sort(
             key=lambda c: (c.slot in self._retired, c.tier, c.loss, -_area(c.part.intersect(part)), direction * c.slot)
         )
@@ -253,7 +254,8 @@ class ReplicaTable:
         return tuple(Source(group, c.part, usable[c.slot], c.tier, c.loss) for c in chosen), None
 
     def _tile(self, part: Part, candidates: list[Replica]) -> list[Replica] | None:
-        """The first candidates that together cover `part`, each adding something; None where they do not."""
+        """Returns the first candidates that together cover `part`, each of which adds something; None if they do
+        not."""
         for copy in candidates:  # almost always one page holds all of it
             if copy.part.intersect(part) == part:
                 return [copy]
@@ -264,8 +266,9 @@ class ReplicaTable:
     def _why_not(
         self, group: int, part: Part, accept: Loss, touching: list[Replica], usable: dict[int, ShardAddress]
     ) -> Miss:
-        """What the caller would have to accept at least; or that it was there; or what there is instead."""
-        # What can be used by rising loss, then the rest: the copy that leaves no hole tells what it takes.
+        """Returns the reason: the least loss that the caller would have to accept, a lost shard, or which parts are
+        held."""
+        # Usable copies by rising loss, then the rest: the copy that fills the last hole determines the reason.
         ranked = sorted(touching, key=lambda c: (c.slot not in usable, c.loss))
         firsts = self._firsts(part, ranked)
         chosen, whole = cover(part, [copy.part for copy in firsts])
@@ -280,7 +283,7 @@ class ReplicaTable:
         return Miss(MissReason.PART, f"group {group}: asked for {part}; held: {held}{more}")
 
     def _firsts(self, part: Part, candidates: list[Replica]) -> list[Replica]:
-        """The first candidate of each part: another one of it adds nothing. As many as may be compared."""
+        """Returns the first candidate of each part, since another one adds nothing; at most limits.PARTS_COMPARED."""
         firsts: dict[Part, Replica] = {}
         for copy in candidates:
             firsts.setdefault(copy.part, copy)
@@ -289,15 +292,15 @@ class ReplicaTable:
         return compared
 
     def _refresh(self, copies: ReplicaSet) -> None:
-        """Where a slot has died since: plans may name it, and a way to a set that holds it would keep that set for
-        ever."""
+        """Clears the caches of a set if a slot was retired or killed since: plans may name it, and a link to a set that
+        contains it would keep that set alive for ever."""
         if copies._version != self._version:
             copies._version = self._version
             copies._served.clear()
             copies._more.clear()
 
     def _number_of(self, copy: Replica) -> int:
-        """The number of a copy in the digests of sets."""
+        """Returns the random number of a copy, from which set digests are made."""
         number = self._numbers.get(copy)
         if number is None:
             if len(self._numbers) >= INTERNED:
@@ -307,7 +310,7 @@ class ReplicaTable:
         return number
 
     def _replace(self, copies: ReplicaSet, start: int, stop: int, new: tuple[Replica, ...]) -> ReplicaSet:
-        """The set with these copies in the place of those."""
+        """Returns the set with the copies `entries[start:stop]` replaced by `new`."""
         digest, places = copies.digest, dict(copies.places)
         for copy in copies.entries[start:stop]:
             digest ^= self._number_of(copy)
@@ -328,8 +331,8 @@ class ReplicaTable:
 
 
 def _mixed(count: int) -> int:
-    """64 bits that look drawn, others for each count: SplitMix64 (Steele et al., Fast Splittable Pseudorandom Number
-    Generators, 2014)."""
+    """Returns 64 pseudo-random bits, different for each count: SplitMix64 (Steele et al., Fast Splittable Pseudorandom
+    Number Generators, 2014)."""
     mixed = count * 0x9E3779B97F4A7C15 & _64_BITS
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _64_BITS
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _64_BITS

@@ -1,10 +1,11 @@
-"""Who is to have another copy of what: turns heat, pins, losses and drains into pull orders.
+"""Replication: turns heat, pins, losses and drains into pull orders, so that blocks get further copies.
 
-A *wish* is a block that is to lie on so many shards that stay. Hot runs, pinned blocks and what a lost shard has left
-with fewer copies than it had become wishes; and of a draining shard every block that it alone holds, the last used
-first. A shard that reports, has room beyond its watermark and no pull under way is given the next wishes that it can
-fulfil: pages of one namespace from one source. What came is what its stream says; what did not is wished for again, a
-few times. Nothing is evicted for a copy, and no copy is moved: a source loses its own when it is told to, or goes.
+A *wish* asks for a block to have so many copies, each on a different shard that is not draining. Wishes are made for
+hot runs, for pinned blocks, for blocks that a lost shard has left with fewer copies than before, and for every block
+that only a draining shard holds, the last used first. A shard that reports, has room above its watermark and no pull in
+progress is given the next wishes that it can fulfil: pages of one namespace from one source. Its report stream says
+which pages arrived; the rest are wished for again, a few times. Nothing is evicted for a copy, and no copy is moved: a
+source drops its own when it is ordered to, or leaves.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, Takes
 
 MS = 1_000_000
 TRIES = 3
-"""How often a wish goes into an order: a source that rots or a target that fills up is no reason to go on for ever."""
+"""Number of orders that a wish goes into: a source whose pages are corrupt, or a target that fills up, must not cause
+retries for ever."""
 
 RETRY_NS = 250 * MS
-"""A wish that went into an order waits so long for the next. A target whose room is in pieces says at once that nothing
-fitted, and would be told the same again at once, without end."""
+"""A wish that went into an order waits this long before the next. A target whose free room is fragmented reports at
+once that nothing fitted; without the wait it would be given the same order again at once, without end."""
 
 INSPECTED = 2_048
-"""Wishes looked at for one order: most are for somebody else, or fulfilled."""
+"""Wishes examined for one order: most are for other shards, or fulfilled."""
 
 Wished = tuple[NamespaceId, BlockHash]
 
 Staying = dict[tuple[int, Part], list[int]]
-"""Where each page of a block lies, by group and part: the slots of shards that are neither gone nor about to go."""
+"""The slots that hold each page of a block, by group and part: only shards that are alive and not draining."""
 
 
 class _Wish:
@@ -52,13 +54,13 @@ class _Wish:
 
     def __init__(self, copies: int) -> None:
         self.copies = copies
-        self.most = 0  # so many there were at once since it was wished for
+        self.most = 0  # the highest number of copies since it was wished for
         self.tries = TRIES
         self.not_before = 0
 
 
 class _Kind(NamedTuple):
-    """What the pages of one order have in common: a copy that has lost more meanwhile is none of these."""
+    """What all pages of one order share. A copy that has lost more since is of another kind."""
 
     source: ShardAddress
     codec: Codec
@@ -72,7 +74,7 @@ class _Missing(NamedTuple):
 
 
 class Replicator:
-    """Keeps the wishes and makes the orders."""
+    """Keeps the wishes and gives the pull orders."""
 
     def __init__(
         self, config: CoordinatorConfig, directory: NamespaceTable, book: ReplicaTable, members: Membership
@@ -86,22 +88,22 @@ class Replicator:
         self._book = book
         self._members = members
         self._wishes: dict[Wished, _Wish] = {}
-        self._parked: dict[Wished, _Wish] = {}  # there are too few shards for them at present
+        self._parked: dict[Wished, _Wish] = {}  # there are too few shards for them now
         self._under_way: dict[int, dict[Wished, _Wish]] = {}  # by the slot of the shard that pulls
-        self._draining: dict[int, dict[Wished, _Wish]] = {}  # by the slot of the shard that goes
-        self._listing: dict[int, DrainList] = {}  # likewise: what is not among its wishes yet
-        self._placed: dict[int, dict[Wished, None]] = {}  # likewise: what has come to another because of that
-        self._stuck: dict[int, int] = {}  # likewise: how many in a row `drained` has seen that nobody has room for
+        self._draining: dict[int, dict[Wished, _Wish]] = {}  # by the slot of the draining shard
+        self._listing: dict[int, DrainList] = {}  # by the same: blocks not among its wishes yet
+        self._placed: dict[int, dict[Wished, None]] = {}  # by the same: blocks copied elsewhere for it
+        self._stuck: dict[int, int] = {}  # by the same: wishes in a row that `drained` found no shard with room for
 
     def loaded(self, space: CoordinatorNamespace, hashes: Sequence[BlockHash], now: int) -> None:
-        """A load was promised these blocks, a chain from its first block on."""
+        """Counts a load that was promised these blocks, a chain from its first block on."""
         if self._hot_replicas > 1 and len(self._members) > 1:
             for run in self._hot_prefixes.loaded(hashes, now):
                 for block in run:
                     self.want(space, block, self._hot_replicas)
 
     def want(self, space: CoordinatorNamespace, block: BlockHash, copies: int) -> None:
-        """This block is to lie on so many shards, as far as there are as many with room."""
+        """Wishes for this block to lie on `copies` shards, or on as many as have room."""
         wished = (space.id, block)
         known = self._wishes.get(wished)
         if known is not None:
@@ -110,14 +112,15 @@ class Replicator:
             self._wishes[wished] = _Wish(copies)
 
     def joined(self) -> None:
-        """One more shard has told all that it holds: what there were too few of them for may be possible now."""
+        """Retries the parked wishes, because one more shard has completed its inventory."""
         parked, self._parked = self._parked, {}
         for wished, wish in parked.items():
             if len(self._wishes) < limits.WISHES:
                 self._wishes.setdefault(wished, wish)
 
     def drain(self, member: Member, until: int) -> None:
-        """This shard is to go. What it holds now and alone is to go elsewhere; so is what is still written to it."""
+        """Starts to drain this shard: all blocks that only it holds are to be copied elsewhere, and so are those still
+        being written to it."""
         member.drain_until = until
         self._book.retire_slot(member.slot)
         self._draining.setdefault(member.slot, {})
@@ -127,11 +130,11 @@ class Replicator:
 
     @property
     def listing(self) -> bool:
-        """Are there blocks on shards that are to go which `list_some` has yet to look at?"""
+        """Whether `list_some` has yet to look at blocks on draining shards."""
         return bool(self._listing)
 
     def list_some(self) -> None:
-        """Lists some more blocks of shards that are to go."""
+        """Makes wishes for some more blocks of draining shards."""
         slot = next(iter(self._listing), None)
         if slot is None:
             return
@@ -147,13 +150,13 @@ class Replicator:
             del self._listing[slot]
 
     def committed(self, record: BlockRecord, member: Member) -> None:
-        """This block is on that shard now. On one that is to go, it is to have a place elsewhere."""
+        """Records that this block is on that shard now. If the shard is draining, wishes for a copy elsewhere."""
         wishes = self._draining.get(member.slot)
         if wishes is not None:
             wishes.setdefault((record.space, record.hash), _Wish(1))
 
     def order(self, target: Member, now: int) -> bool:
-        """Gives a shard that has just reported its next pull. Returns False where there is none for it."""
+        """Gives the next pull order to a shard that has just reported. Returns False if there is none for it."""
         if not target.takes or all(self._room(target, tier) <= 0 for tier in ADDRESSABLE):
             return False
         for wishes in (*self._draining.values(), self._wishes):
@@ -161,12 +164,12 @@ class Replicator:
             if taken is not None:
                 self._under_way[target.slot] = taken
                 return True
-        for wished in list(islice(self._wishes, INSPECTED)):  # none of them is for this shard: others have their turn
+        for wished in list(islice(self._wishes, INSPECTED)):  # none suits this shard: look at others next
             self._wishes[wished] = self._wishes.pop(wished)
         return False
 
     def settle(self, member: Member, order: PullOrder) -> None:
-        """Its pull has ended, or the shard has. What is still wished for goes on the list again."""
+        """Handles the end of a pull, or of its shard. Wishes that are not fulfilled are queued again."""
         ordered: dict[BlockHash, list[NewPage]] = {}
         for page in order.pages:
             ordered.setdefault(page.key.hash, []).append(page)
@@ -177,25 +180,25 @@ class Replicator:
             if record is not None and alive and _came(record, member.slot, ordered.get(record.hash, ())):
                 staying = self._staying(record)
                 copies = self._fewest(record, staying)
-                if copies > wish.most:  # another copy of it is another matter; one that comes and goes is none
+                if copies > wish.most:  # a further copy resets the tries; one that comes and goes does not
                     wish.most, wish.tries, wish.not_before = copies, TRIES, 0
                 for slot in going:
                     self._placed[slot][wished] = None
                 if copies >= min(wish.copies, self._stayers()):
                     self._park(wished, wish, copies)
-                    continue  # it has what was wished for: if that is evicted soon, it is not to be brought again
-            if record is None or not (wish.tries or going):  # what goes is tried until it does
+                    continue  # the wish is fulfilled: if the copy is evicted soon, it is not fetched again
+            if record is None or not (wish.tries or going):  # blocks of a draining shard are retried until it leaves
                 continue
             (self._draining[going[0]] if going else self._wishes).setdefault(wished, wish)
 
     def forget(self, member: Member) -> None:
-        """Its shard is gone."""
+        """Forgets a shard that is gone."""
         for by_slot in (self._draining, self._listing, self._placed, self._stuck):
             by_slot.pop(member.slot, None)
 
     def apply_tombstone(self, stone: Tombstone) -> None:
-        """What it names is pulled by nobody any more. A source may not have heard of the purge when a target has, which
-        would then keep for good what was purged."""
+        """Withdraws all pulls of what the tombstone names. A source may carry out the purge later than a target, which
+        would then keep purged pages for good."""
         for member in self._members.all():
             pull = member.orders.of(PullOrder)
             if pull is not None and stone.names(pull.tenant, pull.spec):
@@ -203,7 +206,8 @@ class Replicator:
                 self.settle(member, pull)
 
     def repair(self, space: CoordinatorNamespace, record: BlockRecord, before: ReplicaSet, slot: int) -> None:
-        """It has lost what it had on that shard: pages that lie elsewhere too are to have as many copies as before."""
+        """Handles the loss of what the block had on that shard: lost pages that other shards hold too are to have as
+        many copies as before."""
         held = [(copy.group, copy.part) for copy in before.of(slot)]
         lost = [page for page in held if not record.copies.holds(slot, *page)]
         left = Counter(_pages(record))
@@ -213,9 +217,10 @@ class Replicator:
         self.replica_lost(record)
 
     def replica_lost(self, record: BlockRecord, *, evicted: bool = False) -> None:
-        """It has fewer copies. Where a shard that is to go has one, that is no place for it to stay.
+        """Handles the loss of a copy: if a draining shard holds the block, wishes for a copy elsewhere.
 
-        What was brought elsewhere because of that and was the coldest there has had its place: it would be again.
+        Makes no wish if the lost copy was `evicted` after it was made for that drain: the next would be evicted as
+        well.
         """
         wished = (record.space, record.hash)
         for slot, wishes in self._draining.items():
@@ -223,17 +228,17 @@ class Replicator:
                 wishes.setdefault(wished, _Wish(1))
 
     def drained(self, member: Member) -> bool:
-        """Has all that this shard alone holds, and anybody has room for, gone elsewhere?"""
+        """Whether every block that this shard alone holds, and any other has room for, has been copied elsewhere."""
         members = self._members.all()
         pulls = [other.orders.of(PullOrder) for other in members]
         if any(pull is not None and pull.source.shard == member.info.shard for pull in pulls):
-            return False  # what is on its way is on no list
+            return False  # blocks under way are on no list of wishes
         if member.slot in self._listing:
             return False
         wishes = self._draining.get(member.slot, {})
         stayers = self._stayers()
         takers = [m for m in members if m.takes and any(self._room(m, tier) > 0 for tier in ADDRESSABLE)]
-        for wished in list(islice(wishes, max(1, INSPECTED // max(1, len(takers))))):  # each may be asked of each taker
+        for wished in list(islice(wishes, max(1, INSPECTED // max(1, len(takers))))):  # each may be tried on each taker
             wish, record = wishes[wished], self._record(wished)
             staying = self._staying(record) if record is not None else {}
             if record is None or not self._lacks(record, staying, min(wish.copies, stayers)):
@@ -241,20 +246,20 @@ class Replicator:
             elif any(self._fits(other, record, staying, wish.copies) for other in takers):
                 self._stuck[member.slot] = 0
                 return False
-            else:  # others have their turn
+            else:  # look at others next
                 wishes[wished] = wishes.pop(wished)
                 self._stuck[member.slot] = self._stuck.get(member.slot, 0) + 1
         if any(not (other.cursor.current or other.draining) for other in members):
-            return not wishes  # what they will have room for is not known yet
+            return not wishes  # their free room is not known yet
         return self._stuck.get(member.slot, 0) >= len(wishes)
 
     def check(self) -> None:
-        """Every order has its wishes and every shard that goes its list; for whoever checks invariants."""
+        """Checks that every order has its wishes and every draining shard its list. Raises AssertionError."""
         members = {member.slot: member for member in self._members.all()}
         pulls = {slot: member.orders.of(PullOrder) for slot, member in members.items()}
         assert all(pulls[slot] is not None for slot in self._under_way), "wishes of an order that has ended"
         for member in members.values():
-            assert (member.slot in self._draining) == member.draining, "a shard goes, and nobody asks what it has"
+            assert (member.slot in self._draining) == member.draining, "the lists of draining shards are wrong"
             pull = pulls[member.slot]
             if pull is not None:
                 assert pull.source.shard != member.info.shard, "a shard is to pull from itself"
@@ -263,18 +268,19 @@ class Replicator:
                 assert all((space, page.key.hash) in wished for page in pull.pages), (
                     "pages of a pull that are on no list of wishes"
                 )
-        assert all(slot in members for slot in (*self._draining, *self._stuck)), "a shard that is gone is drained on"
-        assert all(slot in self._draining for slot in self._listing), "a shard is listed that does not go"
-        assert list(self._placed) == list(self._draining), "what was moved is remembered as long as its shard goes"
+        assert all(slot in members for slot in (*self._draining, *self._stuck)), "a shard that is gone still drains"
+        assert all(slot in self._draining for slot in self._listing), "a shard is listed that does not drain"
+        assert list(self._placed) == list(self._draining), "moved blocks of shards that do not drain are remembered"
         under_way = [wished for wishes in self._under_way.values() for wished in wishes]
         assert len(set(under_way)) == len(under_way), "two shards pull one block at a time"
-        assert len(self._wishes) <= limits.WISHES + len(members) * limits.PULL_PAGES, "wishes without end"
-        assert len(self._parked) <= limits.WISHES, "wishes without end that no present shard can fulfil"
+        assert len(self._wishes) <= limits.WISHES + len(members) * limits.PULL_PAGES, "too many wishes"
+        assert len(self._parked) <= limits.WISHES, "too many parked wishes"
 
     # --------------------------------------------------------------------------------------- one order
 
     def _pick(self, target: Member, wishes: dict[Wished, _Wish], now: int) -> dict[Wished, _Wish] | None:
-        """Wishes that this shard can fulfil from one source, taken off their list; they are in its order then."""
+        """Gives `target` an order for wishes that it can fulfil from one source. Takes these off their list and returns
+        them; None if there are none."""
         pages: list[NewPage] = []
         taken: dict[Wished, _Wish] = {}
         kind: _Kind | None = None
@@ -299,7 +305,7 @@ class Replicator:
                 continue
             more = self._bytes(record, found)
             if nbytes + more > self._room(target, found.kind.into):
-                continue  # something smaller may fit
+                continue  # a smaller block may fit
             if pages and (nbytes + more > limits.PULL_BYTES or len(pages) + len(found.pages) > limits.PULL_PAGES):
                 break
             nbytes += more
@@ -315,13 +321,15 @@ class Replicator:
         return taken
 
     def _missing(self, record: BlockRecord, staying: Staying, copies: int, target: Member) -> _Missing | None:
-        """Pages of this block that `target` could bring nearer to so many copies, of one kind."""
+        """Returns the pages of this block, of one kind, that `target` could pull to bring it nearer to `copies`
+        copies."""
         source: tuple[int, Codec, Loss, Tier] | None = None
         pages: dict[tuple[int, Part], NewPage] = {}
-        # What has lost least; and what was decoded as it was encoded, so that it will never be encoded again.
+        # Least loss first; then the encoded copy before one decoded from it, so that the page need not be encoded
+        # again.
         for copy in sorted(record.copies.entries, key=lambda copy: (copy.loss, -copy.codec, copy.slot)):
             slots = staying.get((copy.group, copy.part), [])
-            into = min(copy.tier, STAGING)  # nothing but a demotion writes into a store
+            into = min(copy.tier, STAGING)  # only demotions write to disk
             into = into if target.info.use(into).capacity_bytes else FASTEST
             if copy.codec is not Codec.RAW and into.spec.takes is Takes.RAW:
                 continue
@@ -337,67 +345,68 @@ class Replicator:
         return _Missing(_Kind(self._book.address(source[0]), *source[1:]), list(pages.values()))
 
     def _fits(self, target: Member, record: BlockRecord, staying: Staying, copies: int) -> bool:
-        """Could this shard take what is missing of it?"""
+        """Whether this shard has room for the pages of the block that are missing."""
         found = self._missing(record, staying, copies, target)
         return found is not None and self._bytes(record, found) <= self._room(target, found.kind.into)
 
     def _park(self, wished: Wished, wish: _Wish, copies: int) -> None:
-        """Keeps a wish until the next shard joins, if it wants more than the `copies` that the present ones allow."""
+        """Keeps a wish until the next shard joins, if it wants more than the `copies` that the present shards allow."""
         if copies < wish.copies and len(self._parked) < limits.WISHES:
             self._parked[wished] = wish
 
     def _lacks(self, record: BlockRecord, staying: Staying, copies: int) -> bool:
-        """Has any page of it fewer copies than that, on shards that stay?"""
+        """Whether any page of the block has fewer than `copies` copies on shards that stay."""
         return self._fewest(record, staying) < copies
 
     def _fewest(self, record: BlockRecord, staying: Staying) -> int:
-        """On so many shards that stay every page of it lies."""
+        """Returns the number of staying shards that hold the page with the fewest such copies."""
         alive = (copy for copy in record.copies.entries if self._book.alive(copy.slot))
         return min((len(staying.get((copy.group, copy.part), ())) for copy in alive), default=sys.maxsize)
 
     def _most_copies(self, record: BlockRecord, slot: int) -> int:
-        """On how many shards the page of it lies that this one shares with most."""
+        """Returns the number of living shards that hold the most replicated of the pages that this shard has of the
+        block."""
         pages = Counter(_pages(record, self._book))
         return max((pages[copy.group, copy.part] for copy in record.copies.of(slot)), default=0)
 
     def _stayers(self) -> int:
-        """On how many shards anything could lie for longer."""
+        """Returns the number of shards that are not draining."""
         return sum(not member.draining for member in self._members.all())
 
     def _is_under_way(self, wished: Wished) -> bool:
-        """Does any shard pull it now? Two that are to go may both wish for it."""
+        """Whether any shard is pulling the block: two draining shards may both wish for it."""
         return any(wished in taken for taken in self._under_way.values())
 
     def _staying(self, record: BlockRecord) -> Staying:
-        """Where each page of it lies, but for shards that are gone or about to go."""
+        """Returns the slots that hold each page of the block, without shards that are gone or draining."""
         staying: Staying = {}
         for copy in record.copies.entries:
             if self._book.alive(copy.slot) and copy.slot not in self._draining:
                 slots = staying.setdefault((copy.group, copy.part), [])
-                if copy.slot not in slots:  # its twin in another tier is no other copy
+                if copy.slot not in slots:  # a second tier of one shard is not another copy
                     slots.append(copy.slot)
         return staying
 
     def _room(self, member: Member, tier: Tier) -> int:
-        """Bytes of that tier that may be filled without a need to evict for it."""
+        """Returns the bytes of that tier that can be filled without falling below its low watermark."""
         return member.info.use(tier).room(self._low)
 
     def _record(self, wished: Wished) -> BlockRecord | None:
         return self._directory.record(*wished)
 
     def _bytes(self, record: BlockRecord, missing: _Missing) -> int:
-        """What these pages of it take."""
+        """Returns the bytes that these pages of the block take."""
         space = self._directory.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         return sum(space.page_bytes(page.key.group, page.key.part, missing.kind.codec) for page in missing.pages)
 
 
 def _pages(record: BlockRecord, book: ReplicaTable | None = None) -> list[tuple[int, Part]]:
-    """Its pages, each as often as shards have it; of those alone that are alive, by this book."""
+    """Returns the pages of a block, one entry per shard that holds it; if `book` is given, only of living shards."""
     entries = dict.fromkeys(copy[:3] for copy in record.copies.entries if book is None or book.alive(copy.slot))
     return [(group, part) for _, group, part in entries]
 
 
 def _came(record: BlockRecord, slot: int, ordered: Sequence[NewPage]) -> bool:
-    """Does that shard hold all the pages of this block that it was to pull?"""
+    """Whether that shard holds all pages of this block that it was ordered to pull."""
     return all(record.copies.holds(slot, page.key.group, page.key.part) for page in ordered)

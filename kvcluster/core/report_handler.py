@@ -1,7 +1,8 @@
-"""What shards tell, and what they are told in answer: reports and inventories in, the index and orders out.
+"""Handles the reports and inventories of shards: updates the index from them, and answers with orders.
 
-A shard is a member from its first word on, its copies count as they are told, and its slot (replica_sets.py) dies with
-its incarnation, its silence or a new inventory. Nothing a worker says comes in here.
+A shard is a member from its first message on, and its copies count as soon as it reports them. Its slot
+(replica_sets.py) dies when the incarnation is replaced, falls silent or sends a new inventory. No message of a worker
+is handled here.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from kvcluster.core.tiering import Tiering
 from kvcluster.core.tiers import STAGING
 
 SWEEP_BLOCKS = 4_096
-"""Records looked at in one step for what they still say of lost shards, or because they were purged."""
+"""Records examined in one step, to remove lost shards from them or because they were purged."""
 
 COPIES_SWEPT = 16
-"""Copies of a record that count as one record more."""
+"""This many copies of a record count as one more record."""
 
 
 class ReportHandler:
-    """The coordinator's ear. `expected` shards end the rebuilding early."""
+    """Handles the messages of shards. The rebuilding ends early once `expected` shards have sent their inventories."""
 
     def __init__(
         self,
@@ -73,12 +74,12 @@ class ReportHandler:
         }
         self._sweep: list[
             tuple[Iterator[tuple[NamespaceId, BlockHash]], int | None]
-        ] = []  # with its slot, where what it held is lost
+        ] = []  # the names of the records, and the slot if what it held is lost
         self._purged: list[dict[BlockHash, BlockRecord]] = []
 
     @property
     def sweeping(self) -> bool:
-        """Do records still name lost shards, or are purged blocks yet to be noted?"""
+        """Whether records may still name lost shards, or purged blocks are yet to be remembered as evicted."""
         return bool(self._sweep or self._purged)
 
     def report(self, request: Request[Report], now: int) -> list[Effect]:
@@ -97,7 +98,7 @@ class ReportHandler:
         self._give_orders(m, member, now)
         if member.draining and not self._state.rebuilding and self._may_go(m, member, now):
             self._state.members.dismiss(member)
-            self.forget(member, lost=False)  # what had a place elsewhere is there
+            self.forget(member, lost=False)  # what could be moved is on other shards
             return [*effects, self._dismissal(request)]
         return [*effects, Answer(request.call, self._ack(member))]
 
@@ -106,8 +107,8 @@ class ReportHandler:
         known = state.members.get(m.info.shard)
         if m.chunk == 0 and m.coordinator == state.epoch:
             if known is not None and known.info.epoch == m.info.epoch and m.upto < known.cursor.acked:
-                return [Answer(request.call, self._ack(known))]  # it was long on its way: more is known by now
-            # All that was known of this shard is told anew: its old slot dies, and with it what is no longer true.
+                return [Answer(request.call, self._ack(known))]  # it was delayed: newer events are known by now
+            # The shard reports all that it holds again: its old slot dies, and with it whatever is no longer true.
             if state.members.farewell(m.info) is None:
                 again = known is not None and known.info.epoch == m.info.epoch
                 self.forget(known, lost=not again)
@@ -127,8 +128,8 @@ class ReportHandler:
         return [*effects, Answer(request.call, self._ack(member))]
 
     def forget(self, member: Member | None, *, lost: bool = True) -> None:
-        """A shard incarnation is gone, or (not `lost`) is drained or tells anew what it holds. No answer names its slot
-        from now on; records are swept in later steps."""
+        """Removes a shard incarnation that is gone or, if not `lost`, that is drained or sends its inventory again. No
+        answer names its slot from now on; its records are swept in later steps."""
         if member is not None:
             self._state.members.drop(member.info.shard)
             for order in member.orders.close():
@@ -139,7 +140,8 @@ class ReportHandler:
             self._sweep.append((names, member.slot if lost else None))
 
     def apply_tombstone(self, stone: Tombstone, now: int) -> int:
-        """Forgets all that this tombstone names, and every order to fetch it. How many blocks that were."""
+        """Forgets all blocks that this tombstone names, and every order to fetch them. Returns the number of blocks
+        forgotten."""
         purged = [records for records in self._state.apply_tombstone(stone) if records]
         self._replicator.apply_tombstone(stone)
         self._purged += purged
@@ -148,7 +150,7 @@ class ReportHandler:
         return blocks
 
     def _note_purged(self, now: int) -> None:
-        """Remembers some of what was purged as evicted, so that `explain` can say so."""
+        """Remembers some of the purged blocks as evicted, so that `explain` can say so."""
         state = self._state
         for _ in range(SWEEP_BLOCKS):
             while self._purged and not self._purged[-1]:
@@ -160,7 +162,7 @@ class ReportHandler:
                 state.evicted.add(block, now, MissReason.EVICTED)
 
     def sweep_some(self, now: int) -> None:
-        """Cleans some records of lost shards; what they leave with fewer copies is to get others."""
+        """Removes lost shards from some records. Blocks that are left with fewer copies are to be replicated again."""
         self._note_purged(now)
         state, left = self._state, SWEEP_BLOCKS
         while self._sweep and left > 0:
@@ -184,18 +186,19 @@ class ReportHandler:
             else:
                 self._replicator.replica_lost(record)
 
-    # ------------------------------------------------------------------------------------- who speaks
+    # ------------------------------------------------------------------------------------- the sender
 
     def _hear(self, request: Request[Report | Inventory], now: int) -> tuple[Member | None, list[Effect]]:
-        """The member that speaks, or what to tell a speaker that is none (yet, or any more)."""
+        """Returns the member that sent the message; or None and the answer, if the sender is not (or no longer) a
+        member."""
         state, m = self._state, request.question
         if m.coordinator > state.epoch:
-            if not state.rebuilding:  # somebody newer coordinates: this process is over
+            if not state.rebuilding:  # a newer coordinator has taken over: this process ends
                 return None, [Answer(request.call, ReportAck(state.epoch, 0)), Leave("a newer coordinator is known")]
-            # Not merely the next: two that know of the same one would both take it, and never learn of one another.
-            # The low bits of an epoch, which began as nanoseconds, are as good as drawn.
+            # Not just the next epoch: two coordinators that know of the same one would both take it, and never learn of
+            # each other. The low bits of an epoch, which began as nanoseconds, serve as random bits.
             state.epoch = Epoch(m.coordinator + 1 + state.epoch % 65_536)
-            for known in state.members.all():  # each numbers its stream anew for this epoch, after an inventory
+            for known in state.members.all():  # each numbers its stream again for this epoch, after an inventory
                 known.cursor = ReportCursor()
         if state.members.farewell(m.info) is not None:
             return None, [self._dismissal(request)]
@@ -207,7 +210,7 @@ class ReportHandler:
             member = self._admit(m, now, member)
         member.info = m.info
         member.seen_at = now
-        if m.info.draining and not member.draining:  # an earlier coordinator has told it to
+        if m.info.draining and not member.draining:  # an earlier coordinator has ordered the drain
             self._replicator.drain(member, now + self._drain)
         for tenant, spec in m.specs:
             state.directory.attach(tenant, spec)
@@ -215,7 +218,7 @@ class ReportHandler:
 
     def _admit(self, m: Report | Inventory, now: int, before: Member | None) -> Member:
         member = self._state.members.admit(m.info, now)
-        if before is not None and before.drain_until is not None:  # it goes, however often it begins anew
+        if before is not None and before.drain_until is not None:  # the drain outlives a restart
             self._replicator.drain(member, before.drain_until)
         return member
 
@@ -233,7 +236,7 @@ class ReportHandler:
             drain=member.draining,
         )
 
-    # ------------------------------------------------------------------------------------ what is told
+    # ------------------------------------------------------------------------------------- its events
 
     def _apply(self, event: StreamEvent, member: Member, now: int) -> None:
         state = self._state
@@ -242,17 +245,18 @@ class ReportHandler:
             return
         space = state.directory.known(event.namespace)
         if space is None:
-            return  # a tenant over its bound: its pages are served to nobody and age out with the shard
+            return  # its tenant exceeds the limit of namespaces: the pages are never served and age out with the shard
         key = event.key
         if isinstance(event, GoneEvent):
             self._gone(event, member, now)
             return
         if member.purged < space.purged:
-            return  # it was there before the purge, of which the shard has not heard
+            return  # the page was stored before a purge that the shard has not carried out yet
         state.counters["committed_pages"] += 1
         state.tickets.written((space.id, key.hash, key.group, key.part))
         state.evicted.forget(key.hash)
-        # A new block is as old as its chain: fresher than its parent, it would stay where it is of no use.
+        # A new block gets the stamp of its parent: if it were fresher, it would outlive the chain that it is useless
+        # without.
         parent = space.index.get(event.parent)
         record = space.index.add(event, member.slot, parent.stamp if parent is not None else now)
         if record is not None:
@@ -280,16 +284,16 @@ class ReportHandler:
                 self._replicator.replica_lost(record, evicted=True)
 
     def _give_orders(self, m: Report, member: Member, now: int) -> None:
-        """Writes down what the shard is to do next, of each kind of which nothing is under way."""
+        """Gives the shard its next orders, one of each kind of which none is in progress."""
         if self._state.rebuilding:
             return
         under_way, staging = member.orders.of, m.info.use(STAGING)
-        # What a draining shard holds beyond its watermark is to be moved and not to be lost.
+        # A draining shard does not evict to reach its watermark: those blocks are to be moved, not lost.
         if under_way(EvictOrder) is None and (m.pressure_bytes or not member.draining):
             self._make_room(member, m.pressure_bytes, now)
         elif under_way(MoveOrder) is None and 0 < staging.wanted_bytes <= m.info.next_below(STAGING).free_bytes:
-            self._tiering.demote(member, 0, now)  # so that others can read what it has in stores
-        # What is made free is for those who wait for it, and a full shard would evict for one copy another.
+            self._tiering.demote(member, 0, now)  # so that other shards can read what its disk tier holds
+        # Free room goes to waiting reservations first. A full shard would also evict one copy to make room for another.
         if under_way(EvictOrder) is None and under_way(MoveOrder) is None and not m.pressure_bytes:
             if not member.draining:
                 self._tiering.promote(member)
@@ -297,7 +301,7 @@ class ReportHandler:
                 self._state.counters["pulls"] += self._replicator.order(member, now)
 
     def _make_room(self, member: Member, pressure_bytes: int, now: int) -> None:
-        """Orders the coldest a tier down, and the coldest of the lowest tier out of it."""
+        """Orders the coldest blocks down one tier, and evicts the coldest blocks of the lowest tier."""
         *upper, lowest = member.info.tiers
         waited = pressure_bytes
         if upper:
@@ -310,23 +314,25 @@ class ReportHandler:
         member.full = pressure_bytes > 0 and not ordered and not cut_short
 
     def _may_go(self, m: Report, member: Member, now: int) -> bool:
-        """Is a draining shard of no more use? Running transfers end first, and what has a place elsewhere is there."""
+        """Whether a draining shard may leave: its drain time is up, or no transfer is running and every block that
+        another shard has room for has a copy there."""
         assert member.drain_until is not None
         if now >= member.drain_until:
             return True
-        # A full message may not be all that it has to tell; and who has lost a copy is known when all are swept.
+        # If the message is full, the shard may have more events to report. Which records have lost a copy is known only
+        # when all have been swept.
         told = len(m.events) < limits.REPORTS_PER_MESSAGE and not self._sweep
         return told and not m.info.leases and self._replicator.drained(member)
 
     def _learn(self, tombstones: tuple[Tombstone, ...], now: int) -> list[Effect]:
-        """A coordinator that has lost its own learns of purges from whoever carried them out; what a shard passed over,
-        it is to carry out too."""
+        """Learns tombstones that a shard has carried out and this coordinator does not know, having lost its own.
+        Numbers again those that the shard would pass over, so that it carries them out too."""
         state = self._state
         new = state.tombstones.learn(tombstones)
         renewed = state.tombstones.renew(tombstones, state.epoch)
         for stone in (*new, *renewed):
             self.apply_tombstone(stone, now)
-        if new:  # what they told since is forgotten too: it is asked for again
+        if new:  # events reported since the purge are forgotten too: ask for new inventories
             for member in state.members.all():
                 member.cursor = ReportCursor()
         return [Persist(state.tombstones.all())] if new or renewed else []

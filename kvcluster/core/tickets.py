@@ -1,9 +1,9 @@
 """Tickets: what the coordinator has promised, to which attempt, until when.
 
-A load ticket is a hold: its blocks are spared. A store ticket says which pages this attempt alone may write, so
-that two workers do not move the same bytes. Both end by EndTicket or by time, whichever comes first, and both
-are only hints: a shard grants the pins and settles who writes. The answer of an attempt is kept with its ticket,
-so that a repeated prepare (its reply was lost) gets the same answer and is not told that its own store is pending.
+A load ticket is a hold: its blocks are spared from eviction. A store ticket names the pages that only this attempt may
+write, so that two workers do not move the same bytes. Both end by EndTicket or by time, whichever comes first, and both
+are only hints: a shard grants the pins and decides which attempt writes. The answer to an attempt is kept with its
+ticket. So a repeated prepare, whose reply was lost, gets the same answer and does not find its own store pending.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Writing = tuple[NamespaceId, BlockHash, int, Part]
 
 @dataclass(slots=True)
 class IssuedTicket:
-    """A promise. `hashes` are held (load) or `writes` are this attempt's to write (store).
+    """A promise. `hashes` are held (load), or `writes` are this attempt's to write (store).
 
-    `known` is what the answer rested on: as long as it is the same, the answer may be given again.
+    `known` is the state that the answer was based on: the answer may be repeated while that is unchanged.
     """
 
     attempt: Attempt
@@ -35,7 +35,7 @@ class IssuedTicket:
 
 
 class TicketBook:
-    """Running tickets, in order of expiry, and who writes what."""
+    """Running tickets, in order of expiry, and the attempt that writes each page."""
 
     def __init__(self, ttl_ns: int) -> None:
         self.ttl_ns = ttl_ns
@@ -55,7 +55,8 @@ class TicketBook:
         return self._tickets.get(attempt)
 
     def full(self, holder: Holder) -> bool:
-        """Does this holder have as many as one may, or are there too many holders or tickets?"""
+        """Whether this holder has reached its limit of tickets, or the limit of tickets or of holders in all is
+        reached."""
         if len(self._tickets) >= limits.TICKETS:
             return True
         held = self._held.get(holder)
@@ -67,12 +68,12 @@ class TicketBook:
         holder = ticket.attempt.holder
         self._held[holder] = self._held.get(holder, 0) + 1
         for write in ticket.writes:
-            self.written(write)  # another part's writer may have been recorded for it
+            self.written(write)  # the writer of another part may have been recorded for this page
             self._writing[write] = ticket.attempt
             self._blocks_written[write[:2]] = self._blocks_written.get(write[:2], 0) + 1
 
     def renew(self, attempt: Attempt, now: int) -> IssuedTicket | None:
-        """The ticket, with its time begun again; None where it has ended."""
+        """Restarts the time of a ticket and returns it; None if it has ended."""
         ticket = self._tickets.pop(attempt, None)
         if ticket is not None:
             ticket.expires_at = now + self.ttl_ns
@@ -94,7 +95,7 @@ class TicketBook:
         return ticket
 
     def end_expired(self, now: int) -> list[IssuedTicket]:
-        """Those that have run out, as many of them as one step may release: the rest are due at once."""
+        """Ends expired tickets and returns them, at most as many as one step may release. The rest are due at once."""
         out: list[IssuedTicket] = []
         named = 0
         while self._tickets and named < limits.PAGES_PER_CALL:
@@ -107,20 +108,20 @@ class TicketBook:
         return out
 
     def extend(self, late_ns: int) -> None:
-        """This process stood still: renewals could not be heard."""
+        """Extends all tickets by the time for which this process was stalled, since it could not receive renewals."""
         for ticket in self._tickets.values():
             ticket.expires_at += late_ns
 
     def writer(self, write: Writing) -> Attempt | None:
-        """The attempt that may write this page now."""
+        """Returns the attempt that may write this page now; None if there is none."""
         return self._writing.get(write)
 
     def writing(self, space: NamespaceId, block: BlockHash) -> bool:
-        """Is any page of this block being written?"""
+        """Whether any page of this block is being written."""
         return (space, block) in self._blocks_written
 
     def written(self, write: Writing) -> None:
-        """The page is READY, or its writer has given up: nobody writes it any more."""
+        """Forgets the writer of a page, because the page is READY or the writer has given up."""
         if self._writing.pop(write, None) is None:
             return
         left = self._blocks_written[write[:2]] - 1

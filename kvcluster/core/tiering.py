@@ -1,17 +1,17 @@
-"""Which blocks change their tier: turns watermarks into demotions, and heat into promotions.
+"""Tiering: turns watermarks into demotions, and heat into promotions.
 
-A shard that has tiers below is relieved by demotion: of each tier the coldest blocks go into the next one, encoded as
-the policy says or as they are (tiers.Takes), and only out of its lowest tier anything is evicted (evictor.py). The
-first blocks of a sequence, which every later token attends to (attention sinks: Xiao et al., StreamingLLM, 2023), go
-down raw. Runs that are loaded often from below are brought up again as far as there is room above the watermark;
-nothing is demoted for them before they are there, and then the coldest is.
+A shard that has lower tiers is relieved by demotion: the coldest blocks of each tier go into the next one, encoded as
+the policy says or unchanged (tiers.Takes); only its lowest tier evicts (evictor.py). The first blocks of a sequence,
+which every later token attends to (attention sinks: Xiao et al., StreamingLLM, 2023), are demoted raw. Runs that are
+often loaded from below are promoted as far as there is room above the watermark. Nothing is demoted in advance to make
+room for them; once they are there, the watermark demotes the coldest blocks.
 
-One order a shard is under way at a time; the next is worked out when the shard has carried it out.
+A shard has one order at a time; the next is computed when the shard has carried it out.
 
-Shards tell what pages have lost by q4, of a few of them. A namespace that has lost more than its budget in the mean
-gets q8 from then on, until somebody sets the codec again.
+Shards sample what some pages lose by q4 and report it. A namespace whose mean loss exceeds the budget gets q8 from then
+on, until an operator sets the codec again.
 
-The policy may change while it runs: what goes down from then on follows it, and what is below stays as it is.
+The policy may change at run time: it applies to later demotions, and pages in lower tiers stay as they are.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kvcluster.core.tiers import FASTEST, Takes
 
 MS = 1_000_000
 SAMPLES_WANTED = 8
-"""Pages of a namespace that are looked at before it is judged."""
+"""Samples of a namespace that are needed before it is judged."""
 
-_TOO_LOSSY = "q4 is too lossy for namespace {}: pages lose {:.3f}, and the budget is {:.3f}. They go down in q8 now"
+_TOO_LOSSY = "q4 is too lossy for namespace {}: its mean loss {:.3f} exceeds the budget {:.3f}; it gets q8 from now on"
 
 
 class Tiering:
-    """Makes the orders, and knows what is hot below."""
+    """Gives the move orders, and tracks which blocks in lower tiers are hot."""
 
     def __init__(
         self, config: CoordinatorConfig, directory: NamespaceTable, book: ReplicaTable, evictor: Evictor
@@ -55,12 +55,12 @@ class Tiering:
         self._book = book
         self._evictor = evictor
         self._budget = int(config.q4_error_budget * 1e6)
-        self._samples: dict[NamespaceId, tuple[int, int]] = {}  # how many, and their sum in millionths
-        self._fallen: dict[NamespaceId, int] = {}  # what q4 is too lossy for, with the mean of its samples
-        self._hot: dict[int, dict[tuple[NamespaceId, BlockHash], None]] = {}  # by slot: what is to be promoted there
+        self._samples: dict[NamespaceId, tuple[int, int]] = {}  # their number, and their sum in millionths
+        self._fallen: dict[NamespaceId, int] = {}  # namespaces that q4 is too lossy for, with the mean of their samples
+        self._hot: dict[int, dict[tuple[NamespaceId, BlockHash], None]] = {}  # by slot: blocks to promote there
 
     def loaded(self, space: CoordinatorNamespace, hashes: Sequence[BlockHash], now: int) -> None:
-        """A load was promised these blocks, a chain from its first block on."""
+        """Counts a load that was promised these blocks, a chain from its first block on."""
         for run in self._hot_prefixes.loaded(hashes, now):
             for block in run:
                 record = space.index.get(block)
@@ -70,7 +70,8 @@ class Tiering:
                         hot[space.id, block] = None
 
     def sampled(self, samples: Sequence[tuple[NamespaceId, int]]) -> list[Effect]:
-        """What pages of these namespaces have lost by q4, in millionths."""
+        """Takes samples of what pages of these namespaces lose by q4, in millionths. Returns a warning for each
+        namespace that exceeds the budget."""
         effects: list[Effect] = []
         for space, error in samples:
             if space in self._fallen or self._directory.known(space) is None:
@@ -86,12 +87,12 @@ class Tiering:
 
     @property
     def fallen(self) -> tuple[tuple[NamespaceId, int], ...]:
-        """The namespaces that q4 is too lossy for, and what it loses there, in millionths."""
+        """The namespaces that q4 is too lossy for, with their mean loss in millionths."""
         return tuple(self._fallen.items())
 
     @property
     def policy(self) -> tuple[tuple[str, str], ...]:
-        """What `set` takes, as it is."""
+        """The present values of the settings that `set` takes."""
         return (
             ("host.codec", self._codec.name.lower()),
             ("host.raw_blocks", str(self._raw_blocks)),
@@ -99,7 +100,7 @@ class Tiering:
         )
 
     def set(self, settings: Sequence[tuple[str, str]]) -> str | None:
-        """Changes the policy; or says why not, and changes nothing."""
+        """Changes the policy. Returns None, or the reason for a refusal, in which case nothing changes."""
         known = dict(self.policy)
         for name, value in settings:
             if name not in known:
@@ -107,19 +108,20 @@ class Tiering:
             if name == "host.codec" and value not in CODECS:
                 return f"{name}: there is no codec {value!r}; there is {', '.join(CODECS)}"
             if name != "host.codec" and not (value.isascii() and value.isdigit() and len(value) < 10):
-                return f"{name} is a number of blocks or loads, not {value!r}"
+                return f"{name} must be a number of blocks or loads, not {value!r}"
             if name == "promote.loads" and not int(value):
                 return "promote.loads must be at least 1"
             known[name] = value
-        if any(name == "host.codec" for name, _ in settings):  # somebody has decided: it is tried again
+        if any(name == "host.codec" for name, _ in settings):  # an operator has decided: q4 is tried again
             self._fallen.clear()
         self._codec = Codec[known["host.codec"].upper()]
         self._raw_blocks, self._hot_prefixes.loads = int(known["host.raw_blocks"]), int(known["promote.loads"])
         return None
 
     def demote(self, member: Member, pressure_bytes: int, now: int) -> int:
-        """Orders what is to leave each tier but the lowest for the one below it. Returns the bytes that the lowest
-        lacks for that. Room is made before it is taken: what leaves a lower tier goes first."""
+        """Orders demotions from each tier except the lowest to the one below it. Returns the bytes to free in the
+        lowest tier for that. Blocks that leave a lower tier come first in the order, so that room is freed before it is
+        used."""
         moves: list[Move] = []
         waited = pressure_bytes
         for tier, to in pairwise(member.info.tiers):
@@ -132,7 +134,7 @@ class Tiering:
         return waited
 
     def promote(self, member: Member) -> None:
-        """Orders up what is hot below, as far as there is room above."""
+        """Orders promotions of hot blocks to the fastest tier, as far as it has room."""
         moves: list[Move] = []
         room = member.info.use(FASTEST).room(self._low)
         for space_id, block in self._hot.pop(member.slot, {}):
@@ -142,17 +144,18 @@ class Tiering:
             below = min(copy.tier for copy in record.copies.of(member.slot))
             room -= self._directory.bytes_on(record, member.slot, below, raw=True)
             if room < 0:
-                break  # what stays hot is noticed again
+                break  # a block that stays hot is found again
             moves.append(Move(space_id, block, FASTEST))
         self.order(member, moves[: limits.EVICTIONS_PER_ORDER])
 
     def order(self, member: Member, moves: Sequence[Move]) -> None:
-        """Gives this shard an order, where there is anything to move."""
+        """Gives this shard an order, if there is anything to move."""
         if moves:
             member.orders.give(lambda number: MoveOrder(number, tuple(moves)))
 
     def settle(self, member: Member, order: MoveOrder) -> None:
-        """The order has ended, or its shard is gone: what was to go and did not is queued again."""
+        """Handles the end of an order, or of its shard: blocks that were to be demoted and were not are queued
+        again."""
         for move in order.moves:
             record = self._directory.record(move.namespace, move.hash)
             leaves = member.info.above(move.to)
@@ -160,7 +163,7 @@ class Tiering:
                 member.cold[leaves].push(record)
 
     def forget(self, member: Member) -> None:
-        """Its shard is gone."""
+        """Forgets a shard that is gone."""
         self._hot.pop(member.slot, None)
 
     def _codec_of(self, record: BlockRecord) -> Codec:
@@ -169,7 +172,7 @@ class Tiering:
         return Codec.Q8 if self._codec is Codec.Q4 and record.space in self._fallen else self._codec
 
     def _bytes_below(self, record: BlockRecord, slot: int, tier: Tier, to: Tier) -> int:
-        """What a block of that tier takes in the one below, where it does not lie there already."""
+        """Returns the bytes that a block of `tier` will take in the tier below; 0 if it lies there already."""
         if any(copy.tier >= to for copy in record.copies.of(slot)):
             return 0
         if to.spec.takes is Takes.UNCHANGED:
@@ -182,5 +185,5 @@ class Tiering:
 
 
 def _only_below(record: BlockRecord) -> list[int]:
-    """The slots of the shards that have it in a tier below, and not in the device tier."""
+    """Returns the slots of the shards that have the block in a lower tier, and not in the device tier."""
     return [slot for slot in record.copies.slots if not record.copies.on(slot, FASTEST)]

@@ -1,9 +1,9 @@
-"""Tombstones: what was purged, so that nobody who was away brings it back.
+"""Tombstones: what was purged, so that no process that was cut off or down brings it back.
 
-The coordinator makes one for each purge, above every number that it knows; each shard carries out those that it
-has not, in order, and says so in its stream. Both keep all of them, since either may be the only one that remembers
-when the other restarts. A purge that names the same namespaces again takes the place of the older, and "clear" the
-place of every purge of its tenant; so there are never more than there are different things to purge.
+The coordinator makes one for each purge, with a number above all that it knows; each shard carries out those that it
+has not, in order, and reports so in its stream. Both keep all of them, since either may be the only one that remembers
+them when the other restarts. A purge that names the same namespaces again replaces the older one, and "clear" replaces
+every purge of its tenant; so there are never more tombstones than different things to purge.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvcluster.core.spec import KVSpec
 
 
 class Tombstones:
-    """In order of their numbers."""
+    """Tombstones in order of their numbers."""
 
     def __init__(self, known: Iterable[Tombstone] = ()) -> None:
         self._stones: list[Tombstone] = []
@@ -33,21 +33,22 @@ class Tombstones:
         return tuple(self._stones)
 
     def since(self, number: int) -> tuple[Tombstone, ...]:
-        """Those above `number`."""
+        """Returns those above `number`."""
         return tuple(stone for stone in self._stones if stone.number > number)
 
     def add(self, stone: Tombstone) -> bool:
-        """False where it is known, or a later one says as much. One that is learnt late takes its place in order."""
+        """Adds a tombstone in order of its number. Returns False if it is known, or a later one covers it."""
         if self._says(stone):
             return False
         self._insert(stone)
         return True
 
     def learn(self, stones: Iterable[Tombstone]) -> list[Tombstone]:
-        """Takes in what somebody else remembers; those that are new here, to be heeded.
+        """Adds the tombstones that another process remembers. Returns those that are new here and have to be carried
+        out.
 
-        Where there are more of them than may be, those of the tenant that has most become one "clear": to forget
-        too much is safe.
+        If there are more than limits.TOMBSTONES, those of the tenant that has most become one "clear": to forget too
+        much is safe.
         """
         before = self._stones
         for stone in stones:
@@ -62,8 +63,9 @@ class Tombstones:
         return [stone for stone in self._stones if stone not in before]
 
     def renew(self, carried_out: Iterable[Tombstone], epoch: Epoch) -> list[Tombstone]:
-        """Numbers anew those that a shard which has carried out these has not, and would take for old: they were learnt
-        late, or made under a clock that went back. To carry one out twice is safe. Those that were renewed."""
+        """Gives new numbers to tombstones that a shard would take for old although it has not carried them out; it has
+        carried out `carried_out`. Such were learnt late, or made under a clock that was set back. Carrying one out
+        twice is safe. Returns those with new numbers."""
         theirs = Tombstones(carried_out)
         renewed: list[Tombstone] = []
         last = 0
@@ -75,21 +77,21 @@ class Tombstones:
         return renewed
 
     def admits(self, stone: Tombstone) -> bool:
-        """Does it take the place of another, or is there room for one more of its tenant?"""
+        """Whether it replaces another, or there is room for one more of its tenant."""
         owned = [known for known in self._stones if known.tenant == stone.tenant]
         room = len(owned) < limits.TOMBSTONES_PER_TENANT and len(self._stones) < limits.TOMBSTONES
         return room or any(_covers(stone, known) for known in owned)
 
     def next_number(self, epoch: Epoch) -> int:
-        """Above all that are known, and above what earlier coordinators made: their epochs were lower."""
+        """Returns a number above all that are known and all that earlier coordinators used: their epochs were lower."""
         return max(self.highest + 1, epoch)
 
     def latest(self, tenant: Tenant, spec: KVSpec) -> int:
-        """The number of the last that names this namespace; 0 where none does."""
+        """Returns the number of the last tombstone that names this namespace; 0 if none does."""
         return max((stone.number for stone in self._stones if stone.names(tenant, spec)), default=0)
 
     def _says(self, stone: Tombstone) -> bool:
-        """Is it known, or does a later one say as much?"""
+        """Whether it is known, or a later one covers it."""
         return any(known.number >= stone.number and _covers(known, stone) for known in self._stones)
 
     def _insert(self, stone: Tombstone) -> None:
@@ -98,7 +100,7 @@ class Tombstones:
 
 
 def _covers(wider: Tombstone, other: Tombstone) -> bool:
-    """Does `wider` name every namespace that `other` does?"""
+    """Whether `wider` names every namespace that `other` does."""
     return (
         wider.tenant == other.tenant
         and wider.model in (None, other.model)

@@ -1,8 +1,9 @@
 """Eviction policies: which cached block is worth least.
 
-A policy is arithmetic: it scores a block and moves nothing. It lives below the configuration, which chooses one by name
-(`coordinator.eviction_policy`), and above nothing: it knows blocks by the Protocols of policy.py. That a block never
-goes before the blocks that follow it is no policy's business: core/eviction_queue.py sees to it.
+A policy is arithmetic: it scores a block and moves nothing. This package lies below the configuration, which selects a
+policy by name (`coordinator.eviction_policy`), and imports nothing above: it sees blocks through the Protocols of
+policy.py. Policies need not ensure that a block is never evicted before the blocks that follow it:
+core/eviction_queue.py does.
 
 To add one: a file here with a class that is an EvictionPolicy, and its line in POLICIES.
 """
@@ -18,8 +19,8 @@ from kvcluster.eviction.policy import USES, Block, EvictionPolicy, Facts
 
 
 class PolicySpec(NamedTuple):
-    """A policy: each queue makes one for itself. `counts_uses`: it looks at Block.uses, which lookups count only then,
-    since that is a twentieth of what a lookup of many blocks costs."""
+    """A policy: each queue makes an instance of its own. `counts_uses`: it reads Block.uses. Lookups count uses only if
+    it does, since counting is a twentieth of the cost of a lookup of many blocks."""
 
     make: Callable[[Facts], EvictionPolicy]
     counts_uses: bool = False
@@ -29,6 +30,6 @@ POLICIES: dict[str, PolicySpec] = {
     "lru": PolicySpec(LRU),
     "gdsf": PolicySpec(GDSF, counts_uses=True),
 }
-"""By the name that the configuration gives."""
+"""Policies by their name in the configuration."""
 
 __all__ = ["POLICIES", "USES", "Block", "EvictionPolicy", "Facts", "PolicySpec"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from kvcluster.eviction.policy import Block, Facts
 
 DEPTH_BITS = 24
-"""As many as blocks of one token that the longest sequence has. What is deeper counts as equally deep."""
+"""Enough for the depth of the longest sequence in blocks of one token. Deeper blocks count as equally deep."""
 
 
 class LRU:
-    """Least recently used first; at equal recency the deeper first.
+    """Least recently used first; at equal recency the deeper block first.
 
-    A score is the stamp, shifted by DEPTH_BITS, plus the depth counted downwards: with stamps of 63 bits,
-    87 bits in all. The depth matters where a chain lies on several shards by turns, so that no block follows another.
+    A score is the stamp, shifted by DEPTH_BITS, plus the depth counted downwards: with stamps of 63 bits, 87 bits in
+    all. The depth matters if the blocks of a chain alternate between shards, so that no block follows another.
     """
 
     falls = False

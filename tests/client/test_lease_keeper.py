@@ -207,7 +207,7 @@ def test_beyond_as_many_tickets_as_one_may_hold_loads_go_on_without_a_promise(
     assert client.status()["tickets"] == 2
     for ticket in tickets:
         assert client.begin_load(ticket, room(2)).result().blocks == 2
-    full = Miss(MissReason.FULL, "as many tickets are held as may be; end some")
+    full = Miss(MissReason.FULL, "the limit of held tickets is reached; end some")
     assert client.store(prompt(2, seed=1), kv(2)) == Stored(0, 0, 0, 0, full)
     for ticket in tickets:
         ticket.release()

@@ -86,13 +86,13 @@ def test_a_tenant_has_a_bounded_number_of_namespaces(monkeypatch: pytest.MonkeyP
 def test_the_namespace_of_another_tenant_is_unknown(question: CoordinatorQuestion) -> None:
     coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS))
     theirs = coordinator.ask(Refused, build_request(question, THEIRS, coordinator.space))
-    nobodys = coordinator.ask(Refused, build_request(question, THEIRS, HYBRID.namespace(OURS)))
+    unknown = coordinator.ask(Refused, build_request(question, THEIRS, HYBRID.namespace(OURS)))
     assert theirs.kind is RefusedKind.UNKNOWN_NAMESPACE
-    assert theirs == nobodys
+    assert theirs == unknown
     assert not len(coordinator.core.tickets)
 
 
-def test_a_ticket_is_told_to_nobody_of_another_namespace() -> None:
+def test_a_ticket_is_not_shown_to_workers_of_another_namespace() -> None:
     coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS))
     coordinator.load(attempt(1), BLOCKS)
     coordinator.ask(Attached, build_request(Attach(SPEC), THEIRS))

@@ -58,7 +58,7 @@ def test_a_drained_shard_is_told_to_go_when_what_it_alone_held_is_elsewhere() ->
     assert coordinator.counter("lost_shards") == 0
 
 
-def test_a_drain_of_nobody_is_told_so_and_of_the_last_one_ends_at_once() -> None:
+def test_a_drain_of_an_unknown_shard_fails_and_of_the_last_one_ends_at_once() -> None:
     coordinator, one = LoneCoordinator.serving(*pages([A]))
     assert not drain(coordinator, coordinator.voice("z"))
     assert drain(coordinator, one)
@@ -109,7 +109,7 @@ def test_what_a_draining_shard_has_not_told_yet_is_waited_for(monkeypatch: pytes
     assert one.report(gone(B)).leave is Farewell.DRAINED
 
 
-def test_the_last_used_goes_first_and_what_nobody_has_room_for_goes_with_it() -> None:
+def test_the_last_used_is_moved_first_and_blocks_that_fit_nowhere_leave_with_their_shard() -> None:
     coordinator, one = LoneCoordinator.serving(*pages(BLOCKS[:4]), low_free=0.0, high_free=0.0)
     [two] = others(coordinator, "b")
     coordinator.now += SECOND
@@ -127,7 +127,7 @@ def test_the_last_used_goes_first_and_what_nobody_has_room_for_goes_with_it() ->
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_drain_waits_for_whoever_is_telling_what_he_holds(full: bool) -> None:
+def test_a_drain_waits_for_shards_whose_inventory_is_not_complete(full: bool) -> None:
     coordinator, one = LoneCoordinator.serving(*pages([A]))
     [two] = others(coordinator, "b")
     drain(coordinator, one)
@@ -176,7 +176,7 @@ def test_a_block_that_is_evicted_elsewhere_is_not_taken_along_by_the_shard_that_
     two.report(*pages([A]))
     drain(coordinator, one)
     one.info = replace(one.info, leases=1)
-    assert one.report().leave is None, "somebody still reads"
+    assert one.report().leave is None, "a reader still has a lease"
     ack = two.report(gone(A))
     assert wanted(ack) == [A]
     one.info = replace(one.info, leases=0)
@@ -186,12 +186,12 @@ def test_a_block_that_is_evicted_elsewhere_is_not_taken_along_by_the_shard_that_
 
 
 def moved_while_busy(held: PageEvent) -> tuple[Voice, Voice]:
-    """A shard that is to go, where somebody still is, and the one that has taken what it held."""
+    """Returns a draining shard with a lease, and the shard that has pulled what it held."""
     coordinator, one = LoneCoordinator.serving(held)
     [two] = others(coordinator, "b")
     drain(coordinator, one)
     one.info = replace(one.info, leases=1)
-    assert one.report().leave is None, "somebody still reads or writes"
+    assert one.report().leave is None, "a reader or writer still has a lease"
     ack = two.report()
     assert wanted(ack) == [A]
     pull(two, ack)
@@ -217,7 +217,7 @@ def test_what_was_moved_and_is_evicted_there_is_not_moved_again() -> None:
     assert one.report().leave is Farewell.DRAINED
 
 
-def test_one_place_elsewhere_is_enough_whoever_stays_or_still_tells_what_it_holds() -> None:
+def test_one_copy_elsewhere_is_enough_even_while_another_shard_is_joining() -> None:
     coordinator, going = LoneCoordinator.serving(*pages([A]))
     two, _three = others(coordinator, "bc")
     two.report(*pages([A]))
@@ -319,7 +319,7 @@ def test_a_new_coordinator_learns_of_a_drain_from_its_shard() -> None:
     assert one.report().leave is Farewell.DRAINED
 
 
-def test_a_wish_that_no_shard_can_fulfil_keeps_nobody_from_going(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wish_that_no_shard_can_fulfil_does_not_delay_a_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicator, "INSPECTED", 2)
     halves = [page(block, LEFT) for block in BLOCKS[4:6]]
     coordinator, one = LoneCoordinator.serving(*pages(BLOCKS[:4]), low_free=0.0)

@@ -94,7 +94,7 @@ def test_as_many_are_known_as_may_be_and_one_that_is_gone_makes_room(monkeypatch
     monkeypatch.setattr(limits, "ENGINES", 1)
     coordinator = LoneCoordinator(expected=1)
     told(coordinator, ONE)
-    assert "served all the same" in coordinator.ask(Refused, ours(RegisterEngine(OTHER))).detail
+    assert "this one is still served" in coordinator.ask(Refused, ours(RegisterEngine(OTHER))).detail
     coordinator.now += 60 * SECOND
     assert told(coordinator, OTHER) == ""
 

@@ -194,7 +194,7 @@ def test_a_shard_where_nothing_can_go_is_full_and_passed_over_until_it_wants_no_
     coordinator.load(attempt(1), [A])
     assert one.report(pressure=PAGE).evict is None
     [refused] = coordinator.store(attempt(2), [B])
-    assert refused == StoreRun(1, Decision.REFUSED, miss=Miss(MissReason.FULL, "no shard has room to make"))
+    assert refused == StoreRun(1, Decision.REFUSED, miss=Miss(MissReason.FULL, "no shard has room or can make some"))
     two = coordinator.voice("b")
     two.join()
     assert {run.shard for run in coordinator.store(attempt(3), BLOCKS[4:])} == {two.address}

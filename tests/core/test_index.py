@@ -37,7 +37,7 @@ def index_of(*reuses: Reuse, block_tokens: int = 4, shards: int = 3) -> tuple[Re
 
 
 def filled(*reuses: Reuse, held: Sequence[str], block_tokens: int = 4) -> PrefixIndex:
-    """Block i has on shard 1 the groups whose numbers `held[i]` names; "" is a block that nobody has."""
+    """Block i has on shard 1 the groups whose numbers `held[i]` names; "" is a block that no shard has."""
     _, index = index_of(*reuses, block_tokens=block_tokens)
     for number, groups in enumerate(held):
         for group in groups:
@@ -257,7 +257,7 @@ def test_a_gap_in_a_window_is_a_run_without_sources() -> None:
 
 
 def test_a_need_of_nothing_is_our_own_mistake() -> None:
-    with pytest.raises(AssertionError, match="a need of nothing"):
+    with pytest.raises(AssertionError, match="a need that names no group"):
         filled(PREFIX, held=["0"]).find(chain(1), Need((None,)))
 
 

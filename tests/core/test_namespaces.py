@@ -106,7 +106,7 @@ def test_a_need_fits_where_each_part_lies_within_its_group_and_something_is_aske
     assert not space.fits(Need((WHOLE, Part(0, 3, 0, 2)))), "more layers than there are"
     assert not space.fits(Need((Part(0, 2, 1, 3), None))), "more heads than there are"
     assert not space.fits(Need((Part(1, 1, 0, 2), None))), "no layer at all"
-    assert not space.fits(Need((None, None))), "blocks that nobody has would do"
+    assert not space.fits(Need((None, None))), "blocks that no shard has would do"
 
 
 @pytest.mark.parametrize("group", [-1, 1, 7])

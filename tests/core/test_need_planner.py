@@ -66,7 +66,7 @@ def test_a_page_that_is_stored_as_it_is_asked_for_is_complete_without_more_work(
     assert not NeedPlanner(book, Need((WHOLE,))).complete(there), "its shard is lost"
 
 
-def test_more_sources_than_a_block_may_have_parts_serve_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_is_not_served_from_more_sources_than_it_may_have_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PARTS_PER_BLOCK", 1)
     book = book_of(2)
     served = book.serve(unlike(book, 1)[0], Need((WIDE,)))

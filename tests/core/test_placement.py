@@ -98,13 +98,13 @@ def test_the_workers_own_host_comes_first_and_only_the_able_are_chosen(candidate
         assert pick in (near or able) if pick else not able
 
 
-def test_a_worker_without_a_host_is_nobodys_neighbour() -> None:
+def test_a_worker_without_a_host_is_near_no_shard() -> None:
     nameless, named = shard("nameless", host=""), shard("named")
     assert set(chosen([nameless, named], "")) == {"nameless", "named"}
 
 
 @pytest.mark.parametrize(("weight_bytes", "available"), [(0, True), (2**30, False)])
-def test_nobody_is_chosen_where_nobody_is_able(weight_bytes: int, available: bool) -> None:
+def test_no_shard_is_chosen_if_none_is_available(weight_bytes: int, available: bool) -> None:
     assert choose(RUNS[0], [], "a") is None
     assert choose(RUNS[0], [Candidate(ShardId("only"), "a", weight_bytes, available)], "a") is None
 

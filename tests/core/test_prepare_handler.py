@@ -108,7 +108,7 @@ def test_a_copy_with_more_loss_than_is_accepted_is_a_miss() -> None:
     assert coordinator.load(attempt(2), [A], whole(accept=Loss.Q8)).blocks == 1
 
 
-def test_a_block_that_somebody_writes_is_pending() -> None:
+def test_a_block_that_another_attempt_writes_is_pending() -> None:
     coordinator, voice = LoneCoordinator.serving()
     coordinator.store(attempt(1), [A])
     assert why(coordinator.load(attempt(2), [A])) is MissReason.PENDING
@@ -221,7 +221,7 @@ def test_a_ticket_ends_by_time_unless_it_is_renewed() -> None:
 # --------------------------------------------------------------------------------------------- stores
 
 
-def test_a_store_writes_what_nobody_has_or_writes() -> None:
+def test_a_store_writes_blocks_that_no_shard_has_and_no_attempt_writes() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages([A]))
     [first] = coordinator.store(attempt(1), BLOCKS[1:3], first=1, parent=A, run=A)
     assert first == StoreRun(2, Decision.WRITE, voice.address)
@@ -265,7 +265,7 @@ def test_what_was_written_and_evicted_others_may_write_while_the_ticket_still_ru
     assert decisions(coordinator.store(attempt(2), [A, B])) == [(1, Decision.WRITE), (1, Decision.PENDING)]
 
 
-def test_a_writer_that_died_keeps_nobody_from_writing_for_longer_than_its_ticket() -> None:
+def test_a_writer_that_died_blocks_other_writers_no_longer_than_its_ticket_lasts() -> None:
     coordinator, voice = LoneCoordinator.serving(ticket_ttl_ms=2_000)
     coordinator.store(attempt(1), [A])
     beat(coordinator, voice, until=coordinator.now + 2 * SECOND - 1)

@@ -201,7 +201,7 @@ def test_a_part_that_went_with_its_shard_is_not_said_to_have_never_been_there() 
     assert book.serve(copies, Need((HEADS_0,))).complete
     assert book.serve(copies, Need((WHOLE,))).miss == Miss(MissReason.SHARD_LOST)
     miss = book.serve(book.remaining(copies), Need((WHOLE,))).miss
-    assert miss is not None and miss.reason is MissReason.PART, "once it is swept, nobody knows what there was"
+    assert miss is not None and miss.reason is MissReason.PART, "once it is swept, the lost copies are forgotten"
 
 
 def test_a_shard_that_comes_back_gets_a_slot_of_its_own() -> None:

@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_passed_over_for_what_does() -> None:
     assert wanted(two.report()) == [B]
 
 
-def test_wishes_that_nobody_can_fulfil_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wishes_that_no_shard_can_fulfil_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicator, "INSPECTED", 2)
     coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS[:3]))
     two, three = others(coordinator, "bc")
@@ -289,7 +289,7 @@ def test_a_copy_that_is_evicted_as_soon_as_it_has_come_is_not_brought_again() ->
 def test_a_copy_that_comes_and_goes_while_another_is_wished_for_is_brought_a_few_times() -> None:
     coordinator, _ = LoneCoordinator.serving(*pages([A]))
     two, three = others(coordinator, "bc")
-    three.info = replace(three.info, free_bytes=0)  # nobody else has room for the third
+    three.info = replace(three.info, free_bytes=0)  # no other shard has room for the third
     want(coordinator, 3, A)
     ack, brought = two.report(), 0
     while ack.pull is not None:
@@ -305,7 +305,7 @@ def test_a_copy_that_comes_and_goes_while_another_is_wished_for_is_brought_a_few
 # -------------------------------------------------------------------------------------------- purges
 
 
-def test_what_was_purged_is_pulled_by_nobody_any_more() -> None:
+def test_purged_blocks_are_no_longer_pulled() -> None:
     coordinator, one = LoneCoordinator.serving(*pages([A]))
     [two] = others(coordinator, "b")
     want(coordinator, 2, A)
@@ -366,7 +366,7 @@ def test_what_was_decoded_is_pulled_as_it_was_encoded_and_has_lost_as_much() -> 
     assert homes(coordinator, A) == ["a", "b"]
 
 
-def test_an_encoded_page_is_pulled_by_nobody_without_a_tier_for_it() -> None:
+def test_an_encoded_page_is_pulled_only_by_shards_with_a_tier_for_it() -> None:
     coordinator, _ = tiered(*pages([A, B], tier=Tier.HOST, codec=Codec.Q8, spec=CODED))
     two, three, four = (*others(coordinator, "bc"), *others(coordinator, "d", below=below(free_bytes=0)))
     want(coordinator, 2, A, B)
@@ -474,7 +474,7 @@ def test_room_on_disk_is_none_for_a_replica() -> None:
     assert wanted(two.report()) == [A, B], "nor is any needed there"
 
 
-def test_what_is_encoded_on_disk_is_pulled_by_nobody_without_a_host_tier_and_what_is_raw_into_the_device() -> None:
+def test_encoded_pages_on_disk_are_pulled_only_into_host_tiers_and_raw_ones_into_the_device_tier() -> None:
     coordinator, _ = tiered(*on_disk(A), *on_disk(A, B, codec=Codec.RAW)[1:])
     [two] = others(coordinator, "b")
     want(coordinator, 2, A, B)

@@ -248,7 +248,7 @@ def test_a_higher_epoch_reported_while_rebuilding_is_outbid() -> None:
     assert not rebuilding(coordinator)
 
 
-def test_whoever_spoke_before_the_epoch_was_raised_begins_anew() -> None:
+def test_shards_that_reported_before_the_epoch_was_raised_send_new_inventories() -> None:
     """Under another epoch streams are numbered from 1 again: an old cursor would skip what is new."""
     coordinator = LoneCoordinator(expected=3)
     one, two = coordinator.voice("a"), coordinator.voice("b")

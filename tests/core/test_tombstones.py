@@ -61,7 +61,7 @@ def test_a_number_is_above_all_that_are_known_and_all_that_were_made() -> None:
 
 
 @given(st.lists(tombstones, max_size=6), st.lists(tombstones, max_size=6))
-def test_learning_forgets_nothing_that_anybody_knew(known: list[Tombstone], told: list[Tombstone]) -> None:
+def test_learning_loses_no_tombstone_that_either_side_knew(known: list[Tombstone], told: list[Tombstone]) -> None:
     stones = Tombstones(known)
     stones.learn(told)
     for stone in (*known, *told):

@@ -326,7 +326,7 @@ def test_a_cluster_that_lists_no_engines_serves_them_all_the_same(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(client: Client, info: EngineInfo, **more: Any) -> Registered:
-        raise LimitError("as many engines are known as may be")
+        raise LimitError("the limit of registered engines is reached")
 
     asked = threading.Event()
     monkeypatch.setattr(Client, "register", lambda *given, **more: (asked.set(), refuse(*given, **more)))

@@ -1,21 +1,21 @@
 """Every message that goes into a core `step`, and every effect that comes out of one.
 
-A question reaches a core in a `Request` (request.py), which says who asks and about which namespace; the core answers
-it with `Answer(call, reply)`, at once or in a later step. What the driver itself tells a core (Tick, Moved) comes
-without one. Questions come from outside only through wire/, which has validated their shapes and bounds; the core
-asserts, and decides.
+A question reaches a core in a `Request` (request.py), which names the caller's tenant and the namespace; the core
+answers it with `Answer(call, reply)`, at once or in a later step. Messages of the driver itself (Tick, Moved) come
+without a Request. Questions arrive from outside only through wire/, which has validated their shapes and bounds; the
+core asserts, and decides.
 
     worker -> coordinator   Attach, PrepareLoad, PrepareStore, RenewTicket, EndTicket, Explain, Siblings, GetNamespaces,
                             PinBlocks, UnpinBlocks, Purge, Drain, SetPolicy, GetStatus   coordinator.py
-                            RegisterEngine, GetEngines, SetWeights                    engine_registry.py
+                            RegisterEngine, GetEngines, SetWeights                    engines.py
     shard  -> coordinator   Report, Inventory                                         reports.py
-    coordinator -> shard, in the answer   EvictOrder, MoveOrder, PullOrder              order_executor.py
+    coordinator -> shard, in the answer   EvictOrder, MoveOrder, PullOrder              orders.py
     worker -> shard         AttachShard, GetOffers, Pin, Unpin, Reserve, Commit, Abort,
                             Renew, Flush, Suspect                                     shard.py
     a transport's exchange  ReadRequest, WriteRequest, TicketBody                     exchange.py
     driver -> both          Tick, Stalled;   driver -> shard   ReportAnswered, ReportFailed, Verified,
                                                Moved, Staged;   driver -> coordinator   Retell
-    coordinator -> outsiders   Publish                                                events.py
+    coordinator -> subscribers   Publish                                              events.py
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ from kvcluster.core.tiers import Tier
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Tell the asker of `call`."""
+    """Send `reply` to the caller of `call`."""
 
     call: CallId
     reply: Reply
@@ -142,23 +142,23 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """The lease of `attempt` has ended: stop moving its bytes, then say Unpin or Abort."""
+    """The lease of `attempt` has ended: stop moving its bytes, then send Unpin or Abort."""
 
     attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Ask the coordinator this; answer with ReportAnswered or ReportFailed."""
+    """Send this to the coordinator; answer with ReportAnswered or ReportFailed."""
 
     message: Report | Inventory
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Read these pages of the arena and compare them with their sums; answer with Verified, whatever happens.
+    """Read these pages of the arena and compare them with their checksums; answer with Verified in any case.
 
-    `namespaces[i]` is that of `slots[i]`. They are pinned under `attempt` until then.
+    `namespaces[i]` is that of `slots[i]`. The pages are pinned under `attempt` until the answer.
     """
 
     attempt: Attempt
@@ -168,7 +168,7 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Fill these pages from another shard, under a write lease of this shard's own; end it with Commit or Abort."""
+    """Fill these pages from another shard, under a write lease of this shard itself; end it with Commit or Abort."""
 
     attempt: Attempt
     namespace: NamespaceId
@@ -177,8 +177,8 @@ class Fetch:
 
 
 class PageMove(NamedTuple):
-    """One page on its way between tiers: `target` is to hold what `source` does, in its own codec. `sampled`: what it
-    loses by that is to be told. Of whom it is, and its block's place in its chain, is written down with it on disk."""
+    """One page to move between tiers: `target` is to hold what `source` holds, in the codec of `target`. `sampled`:
+    report the loss that this causes. On disk, its tenant, spec, parent and depth are recorded with it."""
 
     namespace: NamespaceId
     tenant: Tenant
@@ -192,10 +192,9 @@ class PageMove(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MovePages:
-    """Encode, decode or copy each of these pages into its other place, and verify it; answer with Moved, whatever
-    happens.
+    """Encode, decode or copy each of these pages to its new place, and verify it; answer with Moved in any case.
 
-    The sources are pinned, and the targets nobody else's, until then.
+    Until the answer the sources are pinned, and the targets belong to this attempt alone.
     """
 
     attempt: Attempt
@@ -204,8 +203,8 @@ class MovePages:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Read each of these pages from disk into its private copy in memory, for somebody who waits for it, and verify it
-    there; answer with Staged, whatever happens. Sources and targets as with MovePages."""
+    """Read each of these pages from disk into its private copy in memory, for a waiting reader, and verify it there;
+    answer with Staged in any case. Sources and targets as with MovePages."""
 
     attempt: Attempt
     pages: tuple[PageMove, ...]
@@ -213,8 +212,8 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Erase:
-    """Nothing that `purged` name and was written to disk until now is to be found there by anybody who starts later;
-    once that is so, keep `tombstones` beside it, which are all."""
+    """Make sure that no process that starts later finds on disk what `purged` names and was written until now; then
+    persist `tombstones`, the complete list, beside it."""
 
     purged: tuple[Tombstone, ...]
     tombstones: tuple[Tombstone, ...]
@@ -222,28 +221,28 @@ class Erase:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Something that a person should read once in the log."""
+    """A message for the operator, to be logged once."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Have these tombstones, which are all, on disk before anything that comes after this is done."""
+    """Write these tombstones, the complete list, to disk before any later effect is carried out."""
 
     tombstones: tuple[Tombstone, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KeepSettings:
-    """As Persist, for all that SetPolicy has set."""
+    """Like Persist, for all settings that SetPolicy has set."""
 
     settings: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """This incarnation is over: give up what it holds and end the process. `for_good`: no other shall follow."""
+    """This incarnation is over: drop all that it holds and end the process. `for_good`: do not start another one."""
 
     reason: str
     for_good: bool = False
@@ -268,17 +267,17 @@ Effect = (
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Nothing arrived, but `next_deadline()` has passed."""
+    """No message has arrived, but `next_deadline()` has passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retell:
-    """Some outsider has missed what was published: publish all blocks again, in later ticks."""
+    """A subscriber has missed events: publish all blocks again, in later ticks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """This process stood still for `late_ns`: nobody may be blamed for what they could not deliver."""
+    """This process was stalled for `late_ns`: extend all terms by it, since messages could not arrive."""
 
     late_ns: int
 

@@ -1,4 +1,4 @@
-"""What several conversations share: names of pages, needs, places, and the two answers that any question may get."""
+"""Shared by several conversations: needs, sources, plans, shard addresses, and the two answers to any question."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvcluster.core.spec import Part
 from kvcluster.core.tiers import Tier
 
 PROTOCOL_VERSION = 1
-"""Both ends of a connection must have the same; `attach` compares them first of all."""
+"""Both ends of a connection must have the same version; `attach` compares them first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a load needs of each group: a part, or None for a group it can do without; and its loss.
+    """What a load needs of each group: a part, or None for a group that it does not need; and the loss that it accepts.
 
-    `avoid` names shards that have just failed this reader: other replicas serve, where there are any.
+    `avoid` names shards that have just failed this reader: other replicas serve instead, if there are any.
     """
 
     parts: tuple[Part | None, ...]
@@ -28,7 +28,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class ShardAddress:
-    """Where a shard's incarnation is reached."""
+    """The address of one incarnation of a shard."""
 
     shard: ShardId
     epoch: Epoch
@@ -38,7 +38,7 @@ class ShardAddress:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One page that serves (a piece of) a need: which part of which group, on which shard."""
+    """One page that serves a need or a piece of it: which part of which group, on which shard."""
 
     group: int
     part: Part
@@ -48,7 +48,7 @@ class Source:
 
 
 Plan = tuple[tuple[Source, ...] | None, ...]
-"""For each group the sources that together cover the needed part, or None where it is not to be had."""
+"""For each group the sources that together cover the needed part, or None if it is not available."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Yes or no, where nothing else is to be said."""
+    """Success or failure, if there is nothing else to answer."""
 
     ok: bool = True
 
 
 class RefusedKind(Enum):
-    """`UNKNOWN_NAMESPACE`: attach again. `STALE`: that epoch is over. `LIMIT`: ask for less. `BAD`: caller's error."""
+    """`UNKNOWN_NAMESPACE`: attach again. `STALE`: that epoch is over. `LIMIT`: ask for less. `BAD`: error of the
+    caller."""
 
     UNKNOWN_NAMESPACE = "unknown_namespace"
     STALE = "stale"

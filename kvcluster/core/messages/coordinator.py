@@ -1,4 +1,5 @@
-"""Worker to coordinator, and what it answers. Who asks, and about which namespace, the envelope says (request.py)."""
+"""Questions of workers to the coordinator, and its answers. The envelope (request.py) names the caller's tenant and the
+namespace."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ from kvcluster.core.spec import KVSpec, Part
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """A worker names its spec. Answered by Attached."""
+    """Attaches a worker by its spec. Answered by Attached."""
 
     spec: KVSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """The namespace of the caller's spec, and the terms of this coordinator. Nanoseconds. `wants_tokens`: who stores
-    is to tell token ids too, for outsiders (core/event_emitter.py)."""
+    """The namespace of the caller's spec, and the terms of this coordinator (times in nanoseconds). `wants_tokens`:
+    stores are to include token ids, for subscribers of KV events (core/event_emitter.py)."""
 
     namespace: NamespaceId
     epoch: Epoch
@@ -34,10 +35,10 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class PrepareLoad:
-    """How far can these blocks be restored, and from where? Answered by LoadGrant.
+    """Asks how far these blocks can be restored, and from where. Answered by LoadGrant.
 
-    `hashes` is the chain from the first block of the sequence. With `hold`, the blocks of the answer are
-    promised: they count as used now, are spared for a while and get a ticket.
+    `hashes` is the chain from the first block of the sequence. With `hold`, the blocks of the answer are promised: they
+    count as used now, are spared from eviction for a while and get a ticket.
     """
 
     attempt: Attempt
@@ -48,10 +49,10 @@ class PrepareLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadGrant:
-    """The first `blocks` blocks can be restored, by `runs`. `miss` says why not one more, None at the end.
+    """The first `blocks` blocks can be restored, by `runs`. `miss` says why not one more; None at the end of the chain.
 
-    Runs cover blocks 0 to `blocks`; which groups of a block are to be read follows from each group's reuse
-    rule. `hold_ns` is how long the blocks are spared, 0 where no hold was asked for.
+    Runs cover blocks 0 to `blocks`; each group's reuse rule determines which groups of a block are to be read.
+    `hold_ns` is the time for which the blocks are spared from eviction, 0 without a hold.
     """
 
     blocks: int
@@ -62,12 +63,12 @@ class LoadGrant:
 
 @dataclass(frozen=True, slots=True)
 class PrepareStore:
-    """Which of these blocks are worth writing, and where to? Answered by StoreGrant.
+    """Asks which of these blocks to write, and where to. Answered by StoreGrant.
 
-    `hashes` continue a chain at depth `first`, after `parent`; `run` is the hash of the first block of
-    their run (see placement.py), which is one of `hashes` when they begin it. `parts` are the (group, part)
-    pages that the worker would write for every block. `host` is where the worker runs. `tokens` are the token ids of
-    these blocks where they are wanted (Attached), or empty.
+    `hashes` continue a chain at depth `first`, after `parent`; `run` is the hash of the first block of their run (see
+    placement.py), which is one of `hashes` if they begin it. `parts` are the (group, part) pages that the worker would
+    write for every block. `host` is where the worker runs. `tokens` are the token ids of these blocks if the
+    coordinator wants them (Attached), otherwise empty.
     """
 
     attempt: Attempt
@@ -82,7 +83,7 @@ class PrepareStore:
 
 
 class Decision(Enum):
-    """What becomes of a block that a worker wants to store."""
+    """The decision on a block that a worker wants to store."""
 
     WRITE = "write"
     COMMITTED = "committed"
@@ -102,28 +103,28 @@ class StoreRun:
 
 @dataclass(frozen=True, slots=True)
 class StoreGrant:
-    """What becomes of each block of a PrepareStore, in order."""
+    """The decisions on the blocks of a PrepareStore, in order."""
 
     runs: tuple[StoreRun, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RenewTicket:
-    """The holder still means to use its ticket. Answered by Done(False) where it is gone."""
+    """Renews a ticket. Answered by Done(False) if it has ended."""
 
     attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
 class EndTicket:
-    """The holder is done with its ticket, or has given up. Answered by Done."""
+    """Ends a ticket that its holder has used, or has given up. Answered by Done."""
 
     attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Explain:
-    """Where is each of these blocks, or why is it not? Promises and touches nothing. Answered by Explained."""
+    """Asks where each of these blocks is, or why it is not available. Has no side effects. Answered by Explained."""
 
     hashes: tuple[BlockHash, ...]
     need: Need
@@ -131,7 +132,7 @@ class Explain:
 
 @dataclass(frozen=True, slots=True)
 class BlockFate:
-    """Of `count` consecutive blocks: the plan that serves them, or the reason that nothing does."""
+    """For `count` consecutive blocks: the plan that serves them, or the reason why none does."""
 
     count: int
     plan: Plan | None
@@ -140,14 +141,14 @@ class BlockFate:
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """What becomes of each block of an Explain, in order."""
+    """The fates of the blocks of an Explain, in order."""
 
     fates: tuple[BlockFate, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Siblings:
-    """Which other namespaces has this tenant? Answered by SiblingSpecs, the most alike first."""
+    """Asks for the tenant's other namespaces that hold blocks. Answered by SiblingSpecs, the most similar first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,22 +160,23 @@ class SiblingSpecs:
 
 @dataclass(frozen=True, slots=True)
 class GetNamespaces:
-    """Which namespaces has this tenant? Answered by Namespaces."""
+    """Asks for the tenant's namespaces. Answered by Namespaces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Namespaces:
-    """The caller's namespaces, each its spec and how many blocks it holds; those of one model one after the other, the
-    fullest first, and no more than limits.LISTED_NAMESPACES."""
+    """The specs of the caller's namespaces, each with the number of blocks that it holds; grouped by model, then the
+    largest first; at most limits.LISTED_NAMESPACES."""
 
     known: tuple[tuple[KVSpec, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PinBlocks:
-    """Do not evict these blocks for `ttl_ns`. Answered by BlocksPinned, which says how many fitted the share.
+    """Protects these blocks from eviction for `ttl_ns`. Answered by BlocksPinned: the number that fitted the share for
+    pins.
 
-    `replicas` is on how many shards each of them is to lie, as far as there are as many with room.
+    `replicas` is the number of shards on which each of them is to lie, as far as that many have room.
     """
 
     hashes: tuple[BlockHash, ...]
@@ -184,24 +186,25 @@ class PinBlocks:
 
 @dataclass(frozen=True, slots=True)
 class UnpinBlocks:
-    """Let these blocks be evicted again. Answered by BlocksPinned with the number unpinned."""
+    """Unpins these blocks. Answered by BlocksPinned with the number unpinned."""
 
     hashes: tuple[BlockHash, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksPinned:
-    """How many of the blocks are (un)pinned now."""
+    """The number of blocks that were pinned, or unpinned."""
 
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Purge:
-    """Forget every block of these namespaces of the tenant, for good. Answered by Purged.
+    """Forgets every block of these namespaces of the tenant, for good. Answered by Purged.
 
-    A namespace is meant where each of the three that is not None equals its spec's; all None: every namespace
-    ("clear"). Once answered, no lookup finds what was stored before, whichever process restarts or was cut off.
+    A namespace is purged if each of the three fields that is not None equals its spec's; if all are None, every
+    namespace is ("clear"). Once this is answered, no lookup finds what was stored before, whichever process restarts or
+    was cut off.
     """
 
     model: str | None = None
@@ -211,31 +214,31 @@ class Purge:
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """How many blocks were known and are forgotten."""
+    """The number of known blocks that are forgotten."""
 
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Move what is worth keeping from this shard to others, then let it go. Answered by Done(False) where it is not
-    known. It is under way from then on; GetStatus shows how far."""
+    """Moves the blocks worth keeping from this shard to others, then dismisses it. Answered at once: Done(False) if the
+    shard is not known; otherwise the drain has begun, and GetStatus shows its progress."""
 
     shard: ShardId
 
 
 @dataclass(frozen=True, slots=True)
 class SetPolicy:
-    """From now on these settings hold: of the tiers (tiering.py), and `cache`, which is on or off. What was moved
-    before stays as it is. Answered by Done; or Refused, and nothing is set, where one is not known or has no such
-    value."""
+    """Changes settings from now on: those of the tiers (tiering.py), and `cache`, which is on or off. Blocks that were
+    moved before stay as they are. Answered by Done; or by Refused, and nothing is set, if a setting is unknown or has
+    an invalid value."""
 
     settings: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class GetStatus:
-    """What is there and how is it used? Answered by Status."""
+    """Asks for the state of the cluster. Answered by Status."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +252,8 @@ class ShardStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The cluster as the coordinator sees it. `counters` only grow since this epoch began; `policy` are the settings
-    that SetPolicy takes; `fallen` are the namespaces that q4 is too lossy for, with what it loses there in
-    millionths."""
+    """The cluster as the coordinator sees it. `counters` only grow since this epoch began; `policy` has the settings
+    that SetPolicy takes; `fallen` has the namespaces that q4 is too lossy for, with their mean loss in millionths."""
 
     epoch: Epoch
     state: str

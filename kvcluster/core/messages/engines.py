@@ -1,4 +1,4 @@
-"""Engines that use the cache: who they are, as they tell of themselves, and what an operator has them do."""
+"""Engines that use the cache: what they report about themselves, and the weights that an operator sets for them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class EngineInfo:
     """One running engine. `engine` is a random id of this incarnation, `name` is for people: its host and process.
 
-    `facts` are (name, value) pairs of what its KV depends on or might: versions, hash algorithm, dtype, layout.
-    `weights` is what it caches under now. It has `withdrawn` so many times: its weights changed in memory, so that
-    nobody shares with it, as long as it is `private`. It is `ready` to share again where nothing is left in it that the
-    weights of before have computed.
+    `facts` are (name, value) pairs that its KV depends on or might: versions, hash algorithm, dtype, layout. `weights`
+    is what it caches under now. `withdrawn` is the number of times that its weights have changed in memory; while it is
+    `private` after such a change, it shares with no other engine. It is `ready` to share again once it holds nothing
+    that the previous weights have computed.
     """
 
     engine: str
@@ -27,14 +27,14 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class RegisterEngine:
-    """An engine lives, and says so again before `Registered.ttl_ns` has passed."""
+    """Registers a running engine, which does so again before `Registered.ttl_ns` has passed."""
 
     info: EngineInfo
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """`weights`: what this engine is to cache under from now on, "" where nobody has said. It holds for the
+    """`weights`: what this engine is to cache under from now on, "" if no operator has set it. It holds for the
     withdrawal that the question named, and for no later one."""
 
     ttl_ns: int
@@ -43,13 +43,13 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class GetEngines:
-    """Which engines of this tenant live? Answered by Engines."""
+    """Asks for the running engines of this tenant. Answered by Engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetWeights:
-    """Engines of that model which are private at this moment and ready are to cache under `weights`; `engine` means one
-    of them alone, by id or name. Answered by Engines: those that will be told."""
+    """Orders the engines of that model that are private now and ready to cache under `weights`; if `engine` is given,
+    only the one with that id or name. Answered by Engines: those that will receive the order."""
 
     model: str
     weights: str
@@ -58,6 +58,6 @@ class SetWeights:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Engines, by model and name, each with how long ago it was heard of."""
+    """Engines, by model and name, each with the nanoseconds since it last registered."""
 
     known: tuple[tuple[EngineInfo, int], ...]

@@ -1,8 +1,8 @@
-"""What outsiders are told of blocks: routers and indexers that keep a picture of their own of what is cached.
+"""KV events: changes of cached blocks, for routers and indexers that keep their own view of the cache.
 
-An effect of the coordinator, for whoever publishes (runtime/event_publisher.py); its words on the wire are vLLM's
-(wire/kv_events.py). Events are hints, as every answer of a coordinator is: who acts on one and finds otherwise has
-lost a moment, never a byte.
+An effect of the coordinator for the publisher (runtime/event_publisher.py); on the wire it has vLLM's format
+(wire/kv_events.py). Events are hints, as all answers of a coordinator are: a subscriber that acts on an outdated one
+loses time, never a byte.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcluster.core.tiers import Tier
 
 @dataclass(frozen=True, slots=True)
 class EventStream:
-    """Whose events: those of one namespace, in an order of their own. `adapter`: the content hash of a LoRA, or ""."""
+    """The events of one namespace, which have an order of their own. `adapter`: the content hash of a LoRA, or ""."""
 
     namespace: NamespaceId
     model: str
@@ -29,7 +29,7 @@ class BlocksStored:
     """Blocks of one chain, each the parent of the next, can be read from this tier somewhere in the cluster.
 
     `parent` is the block before the first; None at the beginning of a sequence. `tokens` are the token ids of all of
-    them, `block_tokens` each, where a worker told them; else empty. A block may be told again.
+    them, `block_tokens` each, if a worker has sent them; otherwise empty. A block may be published again.
     """
 
     tier: Tier
@@ -48,7 +48,7 @@ class BlocksRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Whatever was told of this stream before is void."""
+    """All earlier events of this stream are void."""
 
 
 KVEvent: TypeAlias = BlocksStored | BlocksRemoved | AllBlocksCleared
@@ -56,7 +56,7 @@ KVEvent: TypeAlias = BlocksStored | BlocksRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Tell outsiders what became of blocks of one namespace, in this order."""
+    """Publish these changes of the blocks of one namespace, in this order."""
 
     stream: EventStream
     events: tuple[KVEvent, ...]

@@ -22,8 +22,8 @@ class PageWant(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """Pin these pages, send these layers of them, unpin: one exchange of a transport. What has lost more than `accept`
-    is a miss."""
+    """Pin these pages, send these layers of them, unpin: one exchange of a transport. Pages that have lost more than
+    `accept` are a miss."""
 
     namespace: NamespaceId
     attempt: Attempt
@@ -45,9 +45,9 @@ class WriteRequest:
 
 @dataclass(frozen=True, slots=True)
 class TicketBody:
-    """All that another process of the same credential needs in order to redeem a ticket.
+    """All that another process with the same credential needs to redeem a ticket.
 
-    `hashes` are those of the granted blocks; `runs` cover them; `need` is what was prepared for.
+    `hashes` are those of the granted blocks; `runs` cover them; `need` is the need that was prepared.
     """
 
     namespace: NamespaceId
@@ -58,6 +58,6 @@ class TicketBody:
 
     @property
     def loss(self) -> Loss:
-        """The worst that any of these blocks had lost when it was prepared."""
+        """The highest loss that any of these blocks had when the load was prepared."""
         sources = (source for run in self.runs for of_group in run.plan for source in of_group or ())
         return max((source.loss for source in sources), default=Loss.EXACT)

@@ -1,6 +1,6 @@
-"""What a coordinator orders a shard to do, and how the shard says how far it is (core/order_stream.py).
+"""Orders of the coordinator to a shard, and the shard's acknowledgement (core/order_stream.py).
 
-A further kind of order is a class here with a `number`, and an alternative of `Order`.
+To add a kind of order: a class here with a `number`, and an alternative of `Order`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvcluster.core.tiers import FASTEST, Tier
 
 @dataclass(frozen=True, slots=True)
 class EvictOrder:
-    """Condemn every page of these blocks in that tier, with what was decoded from it. Ends when it is accepted."""
+    """Condemns every page of these blocks in that tier, and the copies decoded from it. Ends when it is accepted."""
 
     number: int
     blocks: tuple[tuple[NamespaceId, BlockHash], ...]
@@ -26,8 +26,8 @@ class EvictOrder:
 
 
 class Move(NamedTuple):
-    """Moves a block into tier `to`. Promoted, it comes into the first tier and stays below too. Demoted, it comes from
-    the tier above and leaves that; `codec` counts where the tier takes any (tiers.Takes.ENCODED)."""
+    """Moves a block into tier `to`. A promoted block comes into the first tier and also stays below. A demoted one
+    comes from the tier above and leaves that; `codec` matters if tier `to` takes any codec (tiers.Takes.ENCODED)."""
 
     namespace: NamespaceId
     hash: BlockHash
@@ -37,8 +37,8 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MoveOrder:
-    """Demote and promote these blocks. What is demoted leaves its tier, be it that there is no room below; what is
-    promoted stays where it was as well, as far as there is room above."""
+    """Demotes and promotes these blocks. A demoted block leaves its tier even if there is no room below. A promoted one
+    also stays where it was, and moves only if there is room above."""
 
     number: int
     moves: tuple[Move, ...]
@@ -46,8 +46,8 @@ class MoveOrder:
 
 @dataclass(frozen=True, slots=True)
 class PullOrder:
-    """Fetch these pages of one namespace from `source`, where they are in this codec, and keep them too, in that tier.
-    Which of them came is what the report stream says."""
+    """Fetches these pages of one namespace from `source`, which has them in this codec, and keeps them too, in tier
+    `into`. The report stream says which of them arrived."""
 
     number: int
     source: ShardAddress
@@ -62,16 +62,17 @@ Order = EvictOrder | MoveOrder | PullOrder
 
 
 class OrderProgress(NamedTuple):
-    """A shard's one acknowledgement of its orders: those up to `accepted` have arrived, and have ended but for those in
-    `running`, ascending. It tells a state: a repeated one changes nothing, and the next makes good a lost one."""
+    """A shard's acknowledgement of its orders: those up to `accepted` have arrived, and have ended except those in
+    `running`, ascending. It states the whole state: a repeated one changes nothing, and the next makes up for a lost
+    one."""
 
     accepted: int = 0
     running: tuple[int, ...] = ()
 
     def ended(self, number: int) -> bool:
-        """Has the order of this number ended?"""
+        """Whether the order of this number has ended."""
         return number <= self.accepted and number not in self.running
 
 
 NO_ORDERS = OrderProgress()
-"""Of a shard that has not been ordered anything yet."""
+"""The progress of a shard that has not accepted any order."""

@@ -1,5 +1,5 @@
-"""Shard to coordinator: the report stream and inventories (core/report_stream.py), and what is answered
-(order_executor.py)."""
+"""Messages of a shard to the coordinator: the report stream and inventories (core/report_stream.py), and the answer to
+them, which carries orders (orders.py)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PageEvent(NamedTuple):
 
 
 class GoneEvent(NamedTuple):
-    """A page is no longer given to readers. The same may still lie in another tier."""
+    """A page can no longer be read from that tier. Another tier may still hold it."""
 
     namespace: NamespaceId
     key: PageKey
@@ -38,7 +38,8 @@ class GoneEvent(NamedTuple):
 
 
 class PurgedEvent(NamedTuple):
-    """All tombstones up to `number` are carried out: what this stream told before, and they name, is gone."""
+    """The shard has carried out all tombstones up to `number`: pages that it reported before and that these name are
+    gone."""
 
     number: int
 
@@ -48,9 +49,9 @@ StreamEvent = PageEvent | GoneEvent | PurgedEvent
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """What a Purge leaves behind, so that a shard that was cut off, or a coordinator that restarts, heeds it too.
+    """What a Purge leaves behind, so that a shard that was cut off, or a coordinator that restarts, obeys it too.
 
-    Numbers only grow, across restarts of the coordinator; a later one says nothing of an earlier.
+    Numbers only grow, across restarts of the coordinator; a later one does not imply an earlier.
     """
 
     number: int
@@ -60,7 +61,7 @@ class Tombstone:
     adapter: str | None = None
 
     def names(self, tenant: Tenant, spec: KVSpec) -> bool:
-        """Is this namespace meant?"""
+        """Whether this tombstone names the namespace of that tenant and spec."""
         return (
             tenant == self.tenant
             and (self.model is None or self.model == spec.model)
@@ -70,8 +71,8 @@ class Tombstone:
 
 
 class TierUse(NamedTuple):
-    """One tier of a shard: how large it is, and what lies there. `wanted_bytes`: readers of what lies below wait for so
-    much of it."""
+    """The size and use of one tier of a shard. `wanted_bytes`: room in it for which readers of lower tiers are
+    waiting."""
 
     tier: Tier
     capacity_bytes: int
@@ -80,16 +81,16 @@ class TierUse(NamedTuple):
     wanted_bytes: int = 0
 
     def room(self, low_free: float) -> int:
-        """Bytes that may be filled until only that share is free; below 0 where less is."""
+        """Returns the bytes that can be filled until only the share `low_free` is free; negative if less is free."""
         return self.free_bytes - int(low_free * self.capacity_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
-    """What a shard says of itself with each report. Bytes; counts are gauges, `counters` only grow.
+    """What a shard reports about itself each time. Sizes in bytes; counts are gauges, `counters` only grow.
 
-    Capacity, free bytes and pages are those of its device tier; `below` tells of the tiers under it, the fastest first.
-    `draining`: it has been told that it is to go, which a new coordinator learns from it. `trouble`: what its operator
+    Capacity, free bytes and pages are those of its device tier; `below` has the tiers under it, the fastest first.
+    `draining`: it has been ordered to drain, which a new coordinator learns from it. `trouble`: what its operator
     should know, such as why it runs without its disk tier.
     """
 
@@ -107,32 +108,33 @@ class ShardInfo:
     trouble: str = ""
 
     def use(self, tier: Tier) -> TierUse:
-        """Of that tier; of one that it does not have, nothing."""
+        """Returns the use of that tier; of zero size if the shard does not have it."""
         if tier is FASTEST:
             return TierUse(tier, self.capacity_bytes, self.free_bytes, self.pages)
         return next((use for use in self.below if use.tier is tier), TierUse(tier, 0, 0, 0))
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """All that it has, the fastest first. Out of the last nothing goes but by being evicted."""
+        """All tiers of the shard, the fastest first. Blocks leave the last one only by eviction."""
         return (FASTEST, *(use.tier for use in self.below))
 
     def next_below(self, tier: Tier) -> TierUse:
-        """Of the tier that pages are demoted into out of that one; of the last, nothing."""
+        """Returns the use of the tier into which pages of `tier` are demoted; of zero size for the last tier."""
         return next((use for use in self.below if use.tier > tier), TierUse(tier, 0, 0, 0))
 
     def above(self, tier: Tier) -> Tier | None:
-        """The tier that pages are demoted from into that one."""
+        """Returns the tier from which pages are demoted into `tier`; None for the first."""
         return above(tier, self.tiers)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """News of a shard since the last acknowledged number; empty, it is a heartbeat. Answered by ReportAck.
+    """The events of a shard since the last acknowledged number; without events it is a heartbeat. Answered by
+    ReportAck.
 
     `events[i]` has number `first + i`. `coordinator` is the highest coordinator epoch that the shard knows, 0 for none;
-    the numbers of events and of orders belong to it. `pressure_bytes` is what waiting reservations want and did not
-    find. `orders` says how far the shard is with its orders. `samples`: what pages of a namespace have lost by q4, in
+    the numbers of events and of orders belong to it. `pressure_bytes` is the room that waiting reservations lack.
+    `orders` says how far the shard is with its orders. `samples`: the loss of sampled pages of a namespace by q4, in
     millionths (Moved).
     """
 
@@ -148,10 +150,10 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """One chunk of all that a shard holds, true up to stream number `upto`. Answered by ReportAck.
+    """One chunk of all that a shard holds, valid up to stream number `upto`. Answered by ReportAck.
 
-    `tombstones` are those that the shard has carried out before it looked. They ride on each chunk, so that a
-    coordinator that has lost its own learns of them.
+    `tombstones` are those that the shard had carried out before it made the inventory. Each chunk has them, so that a
+    coordinator that has lost its own learns them.
     """
 
     info: ShardInfo
@@ -165,10 +167,10 @@ class Inventory:
 
 
 class Farewell(Enum):
-    """Why a shard incarnation is to go."""
+    """Why a shard incarnation has to leave."""
 
     REPLACED = "replaced"  # a newer incarnation of it is known
-    DRAINED = "drained"  # what was worth keeping is elsewhere, and nobody shall take its place
+    DRAINED = "drained"  # what was worth keeping is elsewhere; do not start another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,4 +199,4 @@ class ReportAnswered:
 
 @dataclass(frozen=True, slots=True)
 class ReportFailed:
-    """The report sent last did not arrive, or its answer did not."""
+    """The report sent last was lost, or its answer was."""

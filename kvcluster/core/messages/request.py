@@ -1,8 +1,8 @@
-"""The envelope that a question reaches a core in: who asks, about which namespace, and what.
+"""The envelope in which a question reaches a core: the call, the caller's tenant, the namespace, and the question.
 
-A client knows its question and, where that is about one namespace, the namespace. The driver adds the call and the
-server the tenant. So a question (the payload) has none of the three, and there is nothing in it for a client to fill
-with a value that means nothing. A core finds the namespace of any question in the same place (docs/adr/0041).
+A client knows its question and, if that is about one namespace, the namespace. The driver adds the call, and the server
+the tenant. So a question (the payload) has none of the three, and a client need not fill in a value without a meaning.
+A core finds the namespace of any question in the same place (docs/adr/0041).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Q_co = TypeVar("Q_co", covariant=True)
 class Request(Generic[Q_co]):
     """A question as it reaches a core.
 
-    `call` is made up by the driver, and the core's Answer repeats it. `tenant` is the one that the caller's credential
-    names. `namespace` is None where the question is not about one namespace.
+    `call` is chosen by the driver, and the core's Answer repeats it. `tenant` is the one that the caller's credential
+    names. `namespace` is None if the question is not about one namespace.
     """
 
     call: CallId

@@ -1,4 +1,4 @@
-"""Worker to shard, and what it answers: leases over pages, from their grant to their end."""
+"""Questions of workers to a shard, and its answers: leases over pages, from their grant to their end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcluster.core.tiers import FASTEST, Tier
 
 @dataclass(frozen=True, slots=True)
 class AttachShard:
-    """A worker names its spec to a shard. Answered by AttachedShard."""
+    """Attaches a worker to a shard by its spec. Answered by AttachedShard."""
 
     spec: KVSpec
 
@@ -32,13 +32,13 @@ class AttachedShard:
 
 @dataclass(frozen=True, slots=True)
 class GetOffers:
-    """By which transports are your pages moved? Answered by Offers."""
+    """Asks by which transports the shard moves its pages. Answered by Offers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A transport that a shard serves, and where. What `address` and `details` mean is for that transport's two halves
-    to know; `version` is that of what they say to each other."""
+    """A transport that a shard serves, and its address. Only the two ends of that transport interpret `address` and
+    `details`; `version` is that of their protocol."""
 
     transport: str
     address: str
@@ -48,7 +48,8 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """What a shard incarnation serves beside gRPC, and in `refused`, by transport, why not the rest."""
+    """The transports that a shard incarnation serves besides gRPC; `refused` has the reasons for the others, by
+    transport."""
 
     epoch: Epoch
     offers: tuple[Offer, ...] = ()
@@ -56,8 +57,8 @@ class Offers:
 
 
 class PageSlot(NamedTuple):
-    """A page under a lease: where its bytes lie in the arena, and what they are. `loss` is that of all it went through,
-    its codec included."""
+    """A page under a lease: where its bytes lie in the arena, and what they are. `loss` is the total of all encodings
+    that the page went through, including `codec`."""
 
     key: PageKey
     offset: int
@@ -71,8 +72,8 @@ class PageSlot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Grant a lease over these READY pages, of no more loss than that. Answered by PinGrant, a page or a Miss for each
-    key."""
+    """Grants a lease over these READY pages with at most the loss `accept`. Answered by PinGrant: a page or a Miss for
+    each key."""
 
     attempt: Attempt
     epoch: Epoch
@@ -89,7 +90,7 @@ class PinGrant:
 
 @dataclass(frozen=True, slots=True)
 class Unpin:
-    """The reader of `attempt` is done. Answered by Done."""
+    """Ends the lease of the reader of `attempt`. Answered by Done."""
 
     attempt: Attempt
 
@@ -105,9 +106,9 @@ class NewPage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Grant a lease over new pages. Answered by WriteGrant: a page, or why not, for each.
+    """Grants a lease over new pages. Answered by WriteGrant: a page, or why not, for each.
 
-    Where there is no room, the answer waits until `wait_ns` from now for the coordinator to make some.
+    If there is no room, the shard delays the answer by up to `wait_ns` until the coordinator has made some.
     """
 
     attempt: Attempt
@@ -117,11 +118,11 @@ class Reserve:
 
 
 class Written(Enum):
-    """What became of one page of a store."""
+    """The outcome for one page of a store."""
 
     COMMITTED = "committed"  # by this attempt
-    DUPLICATE = "duplicate"  # somebody else's page was READY already
-    PENDING = "pending"  # somebody else is writing it
+    DUPLICATE = "duplicate"  # the page of another attempt was READY already
+    PENDING = "pending"  # another attempt is writing it
     CORRUPT = "corrupt"  # what arrived did not match its checksum
     FULL = "full"
     LOST = "lost"  # the lease had ended, or the shard may not commit
@@ -136,10 +137,10 @@ class WriteGrant:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The pages of `attempt` with these indices are whole and verified. Answered by CommitGrant.
+    """Commits the pages of `attempt` with these indices, which are complete and verified. Answered by CommitGrant.
 
-    `sums[i]` are the packed per-layer checksums of page `indices[i]`. Pages of the attempt that are not
-    named are aborted: a commit ends the attempt.
+    `sums[i]` are the packed per-layer checksums of page `indices[i]`. Pages of the attempt that are not named are
+    aborted: a commit ends the attempt.
     """
 
     attempt: Attempt
@@ -149,21 +150,21 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class CommitGrant:
-    """What became of each index of a Commit."""
+    """The outcome for each index of a Commit."""
 
     pages: tuple[Written, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """The writer of `attempt` has stopped, and writes no more. Answered by Done."""
+    """The writer of `attempt` has stopped and writes no more. Answered by Done."""
 
     attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """The holder of `attempt` is alive. Answered by Done(False) where its lease has ended."""
+    """Renews the lease of `attempt`. Answered by Done(False) if it has ended."""
 
     attempt: Attempt
 
@@ -177,9 +178,9 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A reader got bytes of these pages that did not match their checksums. Answered by Done.
+    """Reports that the bytes of these pages did not match their checksums at a reader. Answered by Done.
 
-    It is a report and no verdict: the shard reads the pages again, and condemns those that do not match there.
+    It is a report and not a verdict: the shard reads the pages again, and condemns those that do not match there.
     """
 
     epoch: Epoch
@@ -188,7 +189,7 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The shell has read the pages of the Verify of `attempt`; those with these indices did not match."""
+    """The shell has read the pages of the Verify of `attempt`; those with the indices `corrupt` did not match."""
 
     attempt: Attempt
     corrupt: tuple[int, ...]
@@ -196,10 +197,10 @@ class Verified:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The shell has carried out the MovePages of `attempt`. `sums[i]`: the packed per-layer checksums of page i as it
-    lies in its new place; None where it holds what cannot be encoded, or could not be written to disk. Those at the
-    indices `corrupt` did not match the sums that they were committed with. `errors`: for the index of each that was
-    sampled, what it lost, in millionths."""
+    """The shell has carried out the MovePages of `attempt`. `sums[i]`: the packed per-layer checksums of page i in its
+    new place; None if its content cannot be encoded, or could not be written to disk. Pages with the indices `corrupt`
+    did not match the checksums that they were committed with. `errors`: for each sampled page its index and its loss,
+    in millionths."""
 
     attempt: Attempt
     sums: tuple[bytes | None, ...]
@@ -209,8 +210,8 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The shell has carried out the Stage of `attempt`. Those at the indices `corrupt` could not be read, or are not
-    what was committed."""
+    """The shell has carried out the Stage of `attempt`. Pages with the indices `corrupt` could not be read, or do not
+    match what was committed."""
 
     attempt: Attempt
     corrupt: tuple[int, ...] = ()
