@@ -116,7 +116,7 @@ def _windows(text: Mapping[str, Any], layers: int) -> Sequence[int]:
         first = _number(text, "max_window_layers", least=0)
         return [tokens if layer >= first else 0 for layer in range(layers)]
     raise ConfigError(
-        f"sliding_window={tokens} of model type {_short(model_type)} does not say which layers slide: {_ADD_LAYER_TYPES}"
+        f"sliding_window={tokens} of a {_short(model_type)} does not say which layers slide: {_ADD_LAYER_TYPES}"
     )
 
 

@@ -33,8 +33,8 @@ from tests.core.test_disk_recovery import DiskShard, event, found, lying, on_dis
 
 RAW, Q8 = CODED.page_bytes(0, CODED.whole(0)), 192
 TTL = 10 * SECOND
-NO_ROOM = Miss(MissReason.FULL, "the host tier has no room to read it from disk at present; raise host_bytes")
-TOO_LATE = Miss(MissReason.DEADLINE, "it was not read from disk in time")
+NO_ROOM = Miss(MissReason.FULL, "the host tier has no room to read it from disk now; raise host_bytes")
+TOO_LATE = Miss(MissReason.DEADLINE, "the page was not read from disk in time")
 
 
 def having(*blocks: BlockHash, **config: int) -> DiskShard:

@@ -251,7 +251,7 @@ def grouped(*groups: Group) -> Callable[[], object]:
     [
         (uniform(model=""), "model must be named"),
         (uniform(weights=""), "weights='' does not pin the weights: give a digest or commit"),
-        (uniform(weights=" Main "), "a name that can move would let stale KV be taken for fresh"),
+        (uniform(weights=" Main "), "under a name that can move, stale KV would be used as if it were current"),
         (uniform(weights="latest"), "weights='latest' does not pin"),
         (uniform(block_tokens=0), "block_tokens must be an integer of at least 1 and below 2**63, not 0"),
         (uniform(block_tokens=4097), "block_tokens must be at most 4096, not 4097"),
