@@ -198,7 +198,7 @@ def test_a_head_that_was_cut_off_is_none() -> None:
 
 def test_a_file_that_says_it_holds_nothing_has_no_head() -> None:
     assert len(page_files.NO_HEAD) == HEAD_BYTES
-    with pytest.raises(ProtocolError, match="does not begin as one of pages of version 1 does"):
+    with pytest.raises(ProtocolError, match="does not begin like a page file of version 1"):
         page_files.decode_head(page_files.NO_HEAD)
 
 
@@ -213,17 +213,17 @@ def test_a_head_of_another_version_is_not_understood_whatever_follows(version: i
 @pytest.mark.parametrize(
     ("said", "error", "words"),
     [
-        (body(nbytes=0), ProtocolError, "pages of nothing"),
-        (body(layers=0), ProtocolError, "pages of nothing"),
+        (body(nbytes=0), ProtocolError, "pages without bytes or layers"),
+        (body(layers=0), ProtocolError, "pages without bytes or layers"),
         (body(nbytes=2**40 + 1), LimitError, "bytes of a page"),
         (body(layers=2**20 + 1), LimitError, "layers of a page"),
         (body(file_bytes=2**62 + 1), LimitError, "bytes of a file"),
         (body(spec=b""), SpecError, "model must be named"),
-        (body(spec=b"\xff"), ProtocolError, "no Spec of kvcluster"),
+        (body(spec=b"\xff"), ProtocolError, "not a valid Spec of kvcluster"),
         (body(spec=bytes(limits.SPEC_BYTES + 1)), LimitError, "bytes of a spec"),
-        (body()[: BODY.size - 1], ProtocolError, "not what its checksum says"),
-        (b"", ProtocolError, "not what its checksum says"),
-        (BODY.pack(HEAD.life, HEAD.file_bytes, NBYTES, 2, 1) + b"\xff", ProtocolError, "tenant is no text"),
+        (body()[: BODY.size - 1], ProtocolError, "does not match its checksum"),
+        (b"", ProtocolError, "does not match its checksum"),
+        (BODY.pack(HEAD.life, HEAD.file_bytes, NBYTES, 2, 1) + b"\xff", ProtocolError, "is not UTF-8"),
         (BODY.pack(HEAD.life, HEAD.file_bytes, NBYTES, 2, 9_999) + TENANT.encode(), SpecError, "model must be named"),
     ],
 )
