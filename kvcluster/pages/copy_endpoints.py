@@ -45,7 +45,7 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """The first `nbytes` of an open file. `alignment` divides every offset; 1 where the file is buffered."""
+    """The first `nbytes` of an open file. `alignment` divides every offset; 1 if the file is buffered."""
 
     fd: int
     nbytes: int | None

@@ -74,7 +74,7 @@ def parse(kind: type[M], data: bytes) -> M:
         raise LimitError(f"message bytes: {len(data)} exceeds the limit of {limits.MESSAGE_BYTES}")
     try:
         return kind.FromString(data)
-    except (DecodeError, UnicodeDecodeError) as error:  # the latter where protobuf runs without its C core
+    except (DecodeError, UnicodeDecodeError) as error:  # the latter if protobuf runs without its C core
         raise ProtocolError(f"these bytes are not a valid {kind.DESCRIPTOR.name} of kvcluster: {error}") from None
 
 

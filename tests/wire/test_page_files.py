@@ -83,7 +83,7 @@ def read(data: bytes, head: Head = HEAD, at: int = 0) -> list[RecoveredPage]:
 
 
 def sealed(content: bytes, slot: int = 0, head: Head = HEAD) -> bytes:
-    """A record that says this, as whoever wrote it would have sealed it."""
+    """A record with this content and a valid checksum."""
     return content + struct.pack("<Q", xxh3_64_intdigest(head.life + content, slot))
 
 
@@ -152,7 +152,7 @@ def test_records_and_pages_lie_beside_each_other_within_their_file(file: tuple[H
 
 
 def test_the_bytes_of_version_1_are_those_that_its_description_draws() -> None:
-    """Files outlive the release that wrote them: whoever changes this makes another version."""
+    """Files outlive the release that wrote them: a change of this needs a new version."""
     head = resealed(body())
     assert page_files.encode_head(HEAD) == head + bytes(HEAD_BYTES - len(head))
     assert page_files.encode_record(HEAD, 0, PAGES[0]) == sealed(saying())
