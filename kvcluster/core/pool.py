@@ -101,7 +101,7 @@ class Page:
         self.loss = loss
         self.tier = tier
         self.codec = codec
-        self.decoded = False  # from its twin below; withdrawn with that twin, so that it is never encoded again
+        self.decoded = False  # from a twin below; not kept without one, so that it is never encoded again
         self.stays_raw = False  # its bytes cannot be encoded
         self.state = PageState.WRITING
         self.pins = 0
