@@ -3,7 +3,7 @@ first. The target tier determines the codec (tiers.Takes); a page moves into a s
 
 The coordinator orders the moves (MoveOrder). The shell carries them out, one batch at a time, concurrently with all
 other work, and reports the result (Moved). During the move the source can be read as before, and the target cannot be
-found. A batch holds a read lease and a write lease of the shard's own, so that whatever revokes leases revokes it too.
+read. A batch holds a read lease and a write lease of the shard's own, so that whatever revokes leases revokes it too.
 If the source was withdrawn or replaced during the move, the target is aborted.
 
 A demoted page leaves its tier in any case. If its twin already lies below, it is not encoded again. If there is no room
@@ -32,7 +32,7 @@ from kvcluster.core.tiers import Takes
 from kvcluster.core.withdrawal import Withdrawal
 
 BATCH_BYTES = 8 * 2**20
-"""Approximate bytes read per batch: some milliseconds of encoding, after which writers that wait for space get it."""
+"""Approximate bytes read per batch: some milliseconds of encoding, after which callers that wait for space get it."""
 
 
 @dataclass(frozen=True, slots=True)
