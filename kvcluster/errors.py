@@ -1,19 +1,19 @@
 """Every exception that kvcluster raises on purpose.
 
     KVClusterError
-    ├── CallerError            the call itself is wrong; mend the code that made it
-    │   ├── SpecError          a KVSpec, group, plane or part that cannot be
-    │   └── LimitError         more than one call may carry (see core/limits.py)
+    ├── CallerError            the call itself is wrong; correct the calling code
+    │   ├── SpecError          an invalid KVSpec, group, plane or part
+    │   └── LimitError         the call exceeds a limit (see core/limits.py)
     ├── ConfigError            a configuration, token file or address that cannot be used
     ├── CredentialError        the token is missing or not known to the server
-    ├── Unreachable            nothing answered at that address, or not in time
+    ├── Unreachable            no answer from that address in time
     │   └── Trouble            the same within an exchange, as a miss (transport/base.py)
-    └── ProtocolError          the other side speaks something else, or an unknown version
+    └── ProtocolError          the other side does not speak kvcluster, or another version of it
 
-Trouble inside the cluster (a dead shard, a full tier, a passed deadline) is no error of a client's calls:
-it is a miss with a reason, because an engine can always recompute. It is raised only where no miss could
-be returned (`hashes`, `attach`), or where "done" would be a lie (`status`, `clear`, `purge`). Each message
-says what was wrong and what to do next.
+A failure inside the cluster (a dead shard, a full tier, a passed deadline) is not an error of a client's call: it is a
+miss with a reason, because an engine can always recompute. It is raised only if the call cannot return a miss
+(`hashes`, `attach`), or if returning normally would claim success (`status`, `clear`, `purge`). Each message says what
+was wrong and what to do next.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class CallerError(KVClusterError, ValueError):
 
 
 class SpecError(CallerError):
-    """A KVSpec, group, plane or part that describes no possible cache."""
+    """A KVSpec, group, plane or part is invalid."""
 
 
 class LimitError(CallerError):
-    """The call carries more than one call may; split it."""
+    """The call exceeds a limit of one call; split it."""
 
 
 class ConfigError(KVClusterError):
@@ -40,11 +40,11 @@ class ConfigError(KVClusterError):
 
 
 class CredentialError(KVClusterError):
-    """The token is missing, or not one that the server knows."""
+    """The token is missing, or the server does not know it."""
 
 
 class Unreachable(KVClusterError):
-    """Nothing answered at the address within the deadline."""
+    """No answer came from the address within the deadline."""
 
 
 class ProtocolError(KVClusterError):

@@ -1,7 +1,7 @@
-"""The transports by which pages move, the fastest first: what each is, in one row. No other module names one.
+"""The transports that move pages, the fastest first, one row each. No other module names a transport.
 
-This is data and imports nothing: the configuration takes its names from here, and a transport's code is named by a text
-and loaded when it is first used. Control goes over gRPC, which is therefore always there and comes last.
+This is data and imports nothing: the configuration takes its names from here, and a transport's code is named by a
+string and loaded when it is first used. Control messages use gRPC, so gRPC is always available; it comes last.
 
 To add a transport: a row here, and a module with `open_path(offer, token)` for workers (transport/path_selector.py,
 Opener) and `serve(host, tenant_of, listen_host)` for shards (runtime/transport_servers.py, Serve).
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TransportSpec:
-    """One transport. `module` has its two halves, "" for gRPC, over which control goes anyway.
+    """One transport. `module` has its client and server half; "" for gRPC, which control messages use anyway.
 
-    `version` is that of what its halves say to each other: a worker uses no offer of another one. `same_host`: both
-    ends must be on one host. `isolates_tenants`: False where a worker could reach pages of other tenants, so that it is
-    offered only where there is one. `offered_where` and `remedy` are for people: where it is to be had that is not
-    offered, and what to do where it is offered and does not work.
+    `version` is that of the protocol between the halves: a worker ignores offers of other versions. `same_host`: both
+    ends must be on one host. `isolates_tenants`: False if a worker could reach pages of other tenants, so that it is
+    offered only if there is a single tenant. `offered_where` and `remedy` are for people: when the transport is
+    offered, and what to do if it is offered and does not work.
     """
 
     name: str

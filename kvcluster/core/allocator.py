@@ -2,15 +2,15 @@
 
 A *span* is one extent, or several neighbouring ones, that serves one size class until its last slot is free;
 then its extents may serve any class again. So raw and encoded pages, and the pages of several models, share
-one budget without a split that somebody would have to guess. A size is its own class but for rounding to
-ALIGN_BYTES: a shard sees few sizes (one a part and codec), and steps between classes would waste what they
-span. What a class does waste is the rest behind the last slot of a span; a span is made so wide that the rest
-is at most one part in REST_PARTS, where the arena is large enough for that.
+one budget, and no split between them has to be configured. Each size, rounded up to ALIGN_BYTES, is its own
+class: a shard sees few sizes (one per part and codec), and coarser classes would waste the difference. A class
+wastes only the rest behind the last slot of a span. A span is made so wide that the rest is at most one part in
+REST_PARTS, if the arena is large enough for that.
 
 Slots are taken from the span at the lowest address that has one ("address-ordered first fit": Wilson et al.,
 Dynamic Storage Allocation, 1995), so that the other spans of the class drain and can change class. Single
-extents are taken from the bottom of the arena and wider spans from its top, so that the former do not cut up
-the room of the latter.
+extents are taken from the bottom of the arena and wider spans from its top, so that single extents do not
+fragment the space that wide spans need.
 
 The invariant: used bytes + free slots + free extents + rests == capacity, and no two reserved ranges overlap.
 """
@@ -23,28 +23,29 @@ from collections.abc import Mapping
 from kvcluster.errors import ConfigError
 
 ALIGN_BYTES = 64
-"""A cache line: pages share none, and any dtype is aligned. More would waste up to that much a page."""
+"""One cache line: no two pages share one, and any dtype is aligned. A larger value would waste up to its size per
+page."""
 
 REST_PARTS = 16
-"""A span wastes at most 1/16 of itself: sixteen slots do that for every size, fewer for most."""
+"""A span wastes at most 1/16 of its bytes. Sixteen slots achieve that for every size; most sizes need fewer."""
 
 MAX_EXTENTS = 65_536
-"""Bounds the two tables kept by extent (9 bytes each) and the time to search them (microseconds)."""
+"""Bounds the two tables that have an entry per extent (9 bytes each) and the time to search them (microseconds)."""
 
 _EXTENTS_AIMED_AT = 256
 
 
 def default_extent_bytes(capacity_bytes: int) -> int:
-    """The power of two that cuts the arena into 256 to 511 extents, at least ALIGN_BYTES.
+    """Returns the power of two, at least ALIGN_BYTES, that cuts the arena into 256 to 511 extents.
 
-    Enough of them for many size classes at once, few enough that most pages are smaller than one.
+    That is enough extents for many size classes at once, and few enough that most pages are smaller than one.
     """
     wanted = max(capacity_bytes // _EXTENTS_AIMED_AT, ALIGN_BYTES)
     return 1 << (wanted.bit_length() - 1)
 
 
 class _Span:
-    """`width` extents from `first` on, cut into slots of `size` bytes, and which of these are taken."""
+    """`width` extents from `first` on, cut into slots of `size` bytes, and which slots are taken."""
 
     __slots__ = ("first", "free", "size", "start", "taken", "width")
 
@@ -58,7 +59,7 @@ class _Span:
 
 
 class _SizeClass:
-    """The spans of one size. Lives while it has any, so that there are never more of these than extents."""
+    """The spans of one size. Exists only while it has spans, so there are never more size classes than extents."""
 
     __slots__ = ("free_slots", "partial", "size", "spans", "width")
 
@@ -71,11 +72,11 @@ class _SizeClass:
 
 
 class PageAllocator:
-    """Gives out ranges of an arena of `capacity_bytes`, in extents of `extent_bytes` (0: a default by capacity); or of
-    the part of one that begins at `start`.
+    """Allocates ranges of an arena of `capacity_bytes`, in extents of `extent_bytes` (0: a default by capacity).
+    `start` is the offset in the arena at which this allocator's part of it begins.
 
-    What does not fill a last whole extent is left alone and is not part of the capacity. Raises ConfigError where
-    not even one extent fits, or the extents are too many or no multiple of ALIGN_BYTES.
+    A remainder smaller than an extent is unused and is not part of the capacity. Raises ConfigError if not even one
+    extent fits, if there are too many extents, or if their size is no multiple of ALIGN_BYTES.
     """
 
     def __init__(self, capacity_bytes: int, extent_bytes: int = 0, *, start: int = 0) -> None:
@@ -96,16 +97,16 @@ class PageAllocator:
         self.start = start
         self.extent_bytes = extent_bytes
         self.capacity_bytes = extents * extent_bytes
-        self.used_bytes = 0  # what is reserved, in size classes
+        self.used_bytes = 0  # reserved bytes, rounded up to size classes
         self._slot_bytes = 0  # free slots of spans
         self._free_extents = extents
         self._occupied = bytearray(extents)  # one byte each, so that a free run is found by a byte search
-        self._spans: list[_Span | None] = [None] * extents  # by extent; a wide span stands at each of its own
+        self._spans: list[_Span | None] = [None] * extents  # by extent; a wide span stands in each of its own
         self._classes: dict[int, _SizeClass] = {}
 
     @property
     def free_bytes(self) -> int:
-        """Free extents and free slots. How much of it serves a given size is told by `room`."""
+        """Bytes of free extents and free slots. `room` says how many pages of a given size fit."""
         return self._free_extents * self.extent_bytes + self._slot_bytes
 
     def size_class(self, nbytes: int) -> int:
@@ -113,12 +114,12 @@ class PageAllocator:
         return nbytes + -nbytes % ALIGN_BYTES
 
     def fits_ever(self, nbytes: int) -> bool:
-        """Whether such a page fits the empty arena."""
+        """Whether a page of `nbytes` fits the empty arena."""
         return self.size_class(nbytes) <= self.capacity_bytes
 
     def reserve(self, nbytes: int, owner: object = None) -> int | None:
-        """The offset of a range of `nbytes`, a multiple of ALIGN_BYTES; None where there is no room for this size.
-        Any page may lie anywhere: `owner` is what other tiers' allocators ask for (tiers.py)."""
+        """Reserves `nbytes` and returns their offset, a multiple of ALIGN_BYTES; None if there is no room for this
+        size. `owner` is ignored: only the allocators of other tiers place pages by owner (tiers.py)."""
         assert nbytes > 0
         size = nbytes + -nbytes % ALIGN_BYTES
         held = self._classes.get(size)
@@ -140,7 +141,7 @@ class PageAllocator:
         return self.start + span.start + slot * size
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Gives back what `reserve(nbytes)` answered."""
+        """Frees the range that `reserve(nbytes)` returned."""
         size = nbytes + -nbytes % ALIGN_BYTES
         offset -= self.start
         span = self._spans[offset // self.extent_bytes]
@@ -159,7 +160,7 @@ class PageAllocator:
             self._close(span, held)
 
     def room(self, nbytes: int) -> int:
-        """How many pages of `nbytes` could be reserved right now, one after the other."""
+        """Returns the number of pages of `nbytes` that could be reserved now, one after the other."""
         size = self.size_class(nbytes)
         if size > self.capacity_bytes:
             return 0
@@ -168,17 +169,19 @@ class PageAllocator:
         free_slots = held.free_slots if held is not None else 0
         if width == 1:
             return free_slots + self._free_extents * (self.extent_bytes // size)
-        # As `_open` does: every run of free extents gives wide spans, and its rest a narrower one.
+        # As in `_open`: every run of free extents is cut into wide spans, and its rest is one narrower span.
         runs = [len(run) for run in self._occupied.split(b"\1") if run]
         return free_slots + sum(
             run // width * (width * self.extent_bytes // size) + run % width * self.extent_bytes // size for run in runs
         )
 
     def extents_lacking(self, counts: Mapping[int, int]) -> int:
-        """How many more free extents it takes to have room for all of these at once: so many pages for each size.
+        """Returns the number of further free extents needed to have room for all of `counts` (page size -> pages) at
+        once.
 
-        What each size finds for itself (`room`) two may not find together. Spans are counted at their wished width.
-        Never more than are taken: what would not fit even then lacks no extent. Each page fits the empty arena.
+        Sizes that each have room alone (`room`) may not have room together. Spans are counted at their preferred
+        width. The result is at most the number of extents in use, even if freeing all of them would not be enough.
+        Each page must fit the empty arena.
         """
         wanted = 0
         for nbytes, count in counts.items():
@@ -190,7 +193,7 @@ class PageAllocator:
         return max(0, min(wanted, len(self._spans)) - self._free_extents)
 
     def check(self) -> None:
-        """Conservation, span by span; for whoever wants to be sure."""
+        """Asserts conservation, span by span. For tests and invariants.py."""
         spans = {span.first: span for span in self._spans if span is not None}
         assert sum(span.width for span in spans.values()) == len(self._spans) - self._free_extents
         assert [span is not None for span in self._spans] == [bool(byte) for byte in self._occupied]
@@ -209,7 +212,8 @@ class PageAllocator:
         assert used + self.free_bytes + rests == self.capacity_bytes
 
     def _open(self, size: int) -> _SizeClass | None:
-        """A further span for a class without a free slot: the wished width if there is a run of it, else narrower."""
+        """Opens another span for a class without a free slot: of the preferred width if that many adjacent extents are
+        free, otherwise narrower. Returns None if no span fits."""
         held = self._classes.get(size)
         narrowest = -(-size // self.extent_bytes)
         if narrowest > self._free_extents:
@@ -236,7 +240,7 @@ class PageAllocator:
         return held
 
     def _close(self, span: _Span, held: _SizeClass) -> None:
-        """The extents of a span without a taken slot may serve any class again."""
+        """Frees the extents of a span without a taken slot; they may serve any class again."""
         stop = span.first + span.width
         self._occupied[span.first : stop] = bytes(span.width)
         self._spans[span.first : stop] = [None] * span.width
@@ -250,7 +254,7 @@ class PageAllocator:
         assert self.used_bytes + self.free_bytes <= self.capacity_bytes
 
     def _width(self, size: int) -> int:
-        """Extents of a span of this class: as few as keep its rest to one part in REST_PARTS."""
+        """Returns the extents per span of this class: the fewest that keep its rest to one part in REST_PARTS."""
 
         def rest(width: int) -> int:
             return width * self.extent_bytes % size

@@ -1,13 +1,14 @@
 """The block tables of open sequences: from a sequence to its block hashes, in order.
 
 A table is a chain of sealed blocks, each of which knows its parent and never changes, and a length in tokens.
-So a fork shares all that it copies, at no cost, and what one sequence seals or drops is nobody else's business;
-a block that the last table drops is gone by its reference count. (A vector with shared prefixes would take a
-third of the memory, but keeps what was truncated for as long as a fork lives.)
+So a fork shares all blocks of its parent at no cost, and what one sequence seals or drops does not affect another.
+A block is freed by its reference count when the last table drops it. (A vector with shared prefixes would take a
+third of the memory, but would keep truncated blocks as long as a fork lives.)
 
 The invariant: sealed blocks * block_tokens <= length. The tokens beyond are the unsealed tail, which stays with
-its worker. A sequence belongs to one holder. Whether that holder is alive is not known here: who learns that its
-lease has ended says `close_holder`. A request that cannot be served changes nothing and is told why by a value.
+its worker. A sequence belongs to one holder. This module does not know whether that holder is alive: the caller that
+learns that its lease has ended calls `close_holder`. A request that cannot be served changes nothing; the returned
+Outcome says why.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from kvcluster.core.ids import BlockHash, Holder, NamespaceId
 
 
 class Outcome(Enum):
-    """What became of a request to a table."""
+    """The outcome of a request to a table."""
 
     DONE = "done"
     UNKNOWN = "unknown"  # no such sequence is open; its holder may reopen it
     EXISTS = "exists"  # a sequence of that id is open already
-    SHORT = "short"  # the sequence has not as many tokens as that
-    LIMIT = "limit"  # one more than limits.py allows
+    SHORT = "short"  # the sequence has fewer tokens than that
+    LIMIT = "limit"  # it would exceed a limit of limits.py
 
 
 class _Block:
@@ -54,12 +55,12 @@ class BlockTable:
 
     @property
     def sealed(self) -> int:
-        """How many blocks are sealed."""
+        """The number of sealed blocks."""
         return self._tip.depth
 
     @property
     def parent(self) -> BlockHash:
-        """What the next block continues: the hash of the last sealed block, or the root."""
+        """The parent of the next block: the hash of the last sealed block, or the root."""
         return self._tip.hash
 
     def hashes(self) -> tuple[BlockHash, ...]:
@@ -74,7 +75,7 @@ class BlockTable:
 
 
 class BlockTables:
-    """All open sequences. Ids are the workers' own."""
+    """All open sequences. Workers choose the ids."""
 
     def __init__(self) -> None:
         self._tables: dict[bytes, BlockTable] = {}
@@ -85,36 +86,36 @@ class BlockTables:
 
     @property
     def holders(self) -> int:
-        """How many holders have a sequence open."""
+        """The number of holders that have a sequence open."""
         return len(self._held)
 
     def count(self, holder: Holder) -> int:
-        """How many sequences that holder has open."""
+        """Returns the number of sequences that `holder` has open."""
         return len(self._held.get(holder, ()))
 
     def get(self, sequence: bytes) -> BlockTable | None:
-        """The sequence, to be read only."""
+        """Returns the sequence, which the caller must not change; None if it is not open."""
         return self._tables.get(sequence)
 
     def table(self, sequence: bytes) -> tuple[BlockHash, ...] | None:
-        """Its sealed blocks, first to last; None where it is not open."""
+        """Returns the sealed blocks of `sequence`, first to last; None if it is not open."""
         table = self._tables.get(sequence)
         return table.hashes() if table is not None else None
 
     def length(self, sequence: bytes) -> int | None:
-        """Its tokens, the unsealed tail included; None where it is not open."""
+        """Returns the number of tokens of `sequence`, the unsealed tail included; None if it is not open."""
         table = self._tables.get(sequence)
         return table.length if table is not None else None
 
     def open(
         self, sequence: bytes, holder: Holder, namespace: NamespaceId, root: BlockHash, *, block_tokens: int
     ) -> Outcome:
-        """Begins an empty sequence. `root` is what its first block will continue (hashing.root)."""
+        """Opens an empty sequence. `root` is the parent of its first block (hashing.root)."""
         assert block_tokens >= 1
         return self._admit(sequence, BlockTable(holder, namespace, block_tokens, _Block(root, None), 0))
 
     def extend(self, sequence: bytes, tokens: int) -> Outcome:
-        """So many more tokens; they are unsealed."""
+        """Appends `tokens` unsealed tokens."""
         assert tokens >= 0
         table = self._tables.get(sequence)
         if table is None:
@@ -125,7 +126,7 @@ class BlockTables:
         return Outcome.DONE
 
     def seal(self, sequence: bytes, hashes: Sequence[BlockHash]) -> Outcome:
-        """The next blocks are full and have these hashes. SHORT where the tokens do not fill them all."""
+        """Seals the next blocks under these hashes. Returns SHORT if the tokens do not fill them all."""
         table = self._tables.get(sequence)
         if table is None:
             return Outcome.UNKNOWN
@@ -143,7 +144,8 @@ class BlockTables:
         return self._admit(child, BlockTable(holder, table.namespace, table.block_tokens, table._tip, table.length))
 
     def truncate(self, sequence: bytes, tokens: int) -> Outcome:
-        """Keeps the first `tokens` tokens. What is left of a sealed block that this cuts is unsealed again."""
+        """Keeps the first `tokens` tokens. If this cuts a sealed block, the block's remaining tokens become
+        unsealed."""
         assert tokens >= 0
         table = self._tables.get(sequence)
         if table is None:
@@ -158,7 +160,7 @@ class BlockTables:
         return Outcome.DONE
 
     def close(self, sequence: bytes) -> Outcome:
-        """Forgets the sequence; its forks stay."""
+        """Closes the sequence; its forks stay open."""
         table = self._tables.pop(sequence, None)
         if table is None:
             return Outcome.UNKNOWN
@@ -169,14 +171,14 @@ class BlockTables:
         return Outcome.DONE
 
     def close_holder(self, holder: Holder) -> int:
-        """Forgets every sequence of a holder that is gone; how many those were."""
+        """Closes every sequence of a holder that is gone. Returns their number."""
         own = self._held.pop(holder, {})
         for sequence in own:
             del self._tables[sequence]
         return len(own)
 
     def check(self) -> None:
-        """Every sequence belongs to one holder, and no more is sealed than there are tokens."""
+        """Asserts that every sequence belongs to one holder, and that sealed blocks do not exceed the tokens."""
         owned = {sequence: holder for holder, own in self._held.items() for sequence in own}
         assert owned == {sequence: table.holder for sequence, table in self._tables.items()}
         assert sum(map(len, self._held.values())) == len(owned) and all(self._held.values())

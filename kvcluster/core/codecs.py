@@ -1,9 +1,9 @@
 """Codecs: which encodings of a page there are, and how many bytes each takes. pages/codec.py does the encoding.
 
-A codec is 16 bits, `id << 8 | version`; they travel with every layer and are bound by its checksum. One that joins
-takes a new id, never one that was used, and its bytes never change without a new version. An encoded layer is its
-planes one after the other, so all layers of a page are equally long, and one can be found, sent and checked without
-decoding another. docs/codecs.md draws the bytes.
+A codec is 16 bits, `id << 8 | version`; they travel with every layer and enter its checksum. A new codec
+takes an id that was never used, and its bytes never change without a new version. An encoded layer is its planes
+one after the other, so all layers of a page are equally long, and each can be located, sent and checked without
+decoding the others. docs/codecs.md draws the bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvcluster.core.miss import Loss
 from kvcluster.core.spec import Group, KVSpec, Part, Plane
 
 GROUP_CHANNELS = 32
-"""Of a plane that q4 codes by groups; and the channels whose codes share bytes, in every plane."""
+"""Channels per group in a plane that q4 codes by groups. In every q4 plane, codes share bytes within such a group."""
 
 _CODED_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -28,7 +28,7 @@ class Codec(IntEnum):
 
     @property
     def loss(self) -> Loss:
-        """What encoding and decoding once does to numbers."""
+        """The loss of encoding and decoding once."""
         return _LOSS[self]
 
 
@@ -42,10 +42,11 @@ class Coding(Enum):
 
 
 def coding(codec: Codec, plane: Plane) -> Coding:
-    """How `codec` encodes this plane. What is opaque, already 8 bits, or no multiple of 8 channels stays raw.
+    """Returns how `codec` encodes this plane. A plane that is opaque, already 8 bits, or no multiple of 8 channels
+    stays raw.
 
-    Keys have channels that are large in every token, which share a scale over the tokens; of all else each token stands
-    for itself (Liu et al., KIVI, 2024).
+    Keys have channels that are large in every token, so each channel has one scale over all tokens; other planes have
+    scales per token (Liu et al., KIVI, 2024).
     """
     if codec is Codec.RAW or plane.dtype not in _CODED_DTYPES or plane.dim % 8:
         return Coding.RAW
@@ -55,7 +56,7 @@ def coding(codec: Codec, plane: Plane) -> Coding:
 
 
 def plane_bytes(codec: Codec, plane: Plane, *, block_tokens: int, heads: int) -> int:
-    """Bytes of one layer of one block of a plane, for that many heads, everything counted."""
+    """Bytes of one layer of one block of a plane, for that many heads, with scales and minima or zero points."""
     how, rows = coding(codec, plane), block_tokens * heads
     if how is Coding.ROWS:
         return rows * (4 + plane.dim)

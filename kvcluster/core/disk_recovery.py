@@ -1,9 +1,8 @@
-"""What a shard finds in the store of a durable tier when it starts: pages that the last shard on that machine has left
-there.
+"""Recovery of the pages that an earlier shard left in the store of a durable tier: what a shard finds when it starts.
 
-Its shell has read the files' own words (wire/page_files.py) and believes of them what their checksums bear out; whether
-a page's bytes are still right is found out when somebody wants them. What was purged is gone, as far as `tombstones`
-say; of later ones the coordinator tells every shard that begins.
+The shell has read the heads and records of the files (wire/page_files.py) and kept those whose checksums match. The
+bytes of a page are verified only when a reader asks for it. Pages purged by `tombstones` have been erased; the
+coordinator sends every shard that starts the tombstones of later purges.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class RecoveredPage(NamedTuple):
 
     @classmethod
     def of(cls, move: PageMove) -> RecoveredPage:
-        """As a page will be found that is moved to a store so."""
+        """Returns what recovery will find of the page that this move writes to a store."""
         to = move.target
         named = (move.namespace, to.key, move.parent, move.depth)
         return cls(*named, to.loss, to.codec, to.nbytes, move.source.sums, to.offset)
@@ -42,9 +41,9 @@ class RecoveredPage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecoveredPages:
-    """All of one store. `specs` name the namespaces of `pages`. `capacity_bytes` and `file_bytes` make the tier's
-    allocator (tiers.py); where the store cannot be used they are 0, and `why_none` says why: the shard runs without
-    that tier then."""
+    """Everything found in one store. `specs` name the namespaces of `pages`. `capacity_bytes` and `file_bytes` make the
+    tier's allocator (tiers.py). If the store cannot be used, they are 0, `why_none` says why, and the shard runs
+    without that tier."""
 
     capacity_bytes: int = 0
     file_bytes: int = 0
@@ -54,7 +53,7 @@ class RecoveredPages:
     why_none: str = ""
 
     def by_namespace(self) -> dict[NamespaceId, list[RecoveredPage]]:
-        """The pages of each."""
+        """Returns the pages of each namespace."""
         pages: dict[NamespaceId, list[RecoveredPage]] = {}
         for page in self.pages:
             pages.setdefault(page.namespace, []).append(page)
@@ -62,11 +61,11 @@ class RecoveredPages:
 
 
 NO_STORE = RecoveredPages()
-"""Of a tier that is not configured."""
+"""For a tier that is not configured."""
 
 
 def carried_out(found: Iterable[RecoveredPages]) -> tuple[Tombstone, ...]:
-    """The tombstones that every one of these stores has carried out, as far as they could be opened: of any other the
-    shard is told again."""
+    """Returns the tombstones that every store which could be opened has carried out. The coordinator sends the shard
+    all others again."""
     opened = [there.tombstones for there in found if there.capacity_bytes]
     return tuple(stone for stone in (opened or [()])[0] if all(stone in stones for stones in opened))

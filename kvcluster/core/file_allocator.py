@@ -1,14 +1,14 @@
 """The allocator of the disk tier: bookkeeping of files of one size. It owns no bytes and opens no file.
 
 A file holds pages of one namespace and of one shape until its last page is gone; then it may hold others. It begins
-with a head that says whose pages these are, so that a file that is found can be understood alone, or dropped alone:
+with a head that names the namespace of its pages, so that recovery can read or drop each file on its own:
 
     head (HEAD_BYTES) | a record for each slot, filled up to a sector | slots, each a whole number of sectors
 
-Where no file is left for pages of another kind, although there is room in files that are half empty, whoever wants it
-may give up the pages of the emptiest (`sparsest`).
+If no file is free for pages of another kind, although partly filled files have room, the caller may evict the pages
+of the emptiest file (`sparsest`).
 
-The invariant: used bytes + free slots + free files + what heads, records and rests take == capacity.
+The invariant: used bytes + free slots + free files + bytes of heads, records and rests == capacity.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from kvcluster.core.page_key import PageKey
 from kvcluster.errors import ConfigError
 
 HEAD_BYTES = 16 * 1024
-"""A spec (limits.SPEC_BYTES), a tenant, and what else a head says."""
+"""Room for a spec (limits.SPEC_BYTES), a tenant, and the other fields of a head."""
 
 SECTOR_BYTES = 4_096
-"""What file systems and drives read at a time."""
+"""The unit in which file systems and drives read."""
 
 RECORD_BYTES = 104
-"""What a record says of a page, but for its checksums, of which each layer has one."""
+"""Size of a page's record without its checksums, one per layer."""
 
 MAX_FILES = 4_096
-"""Bounds what is kept by file, and how many are opened when a shard starts."""
+"""Bounds the state kept per file, and the number of files opened when a shard starts."""
 
 _FILES_AIMED_AT = 256
 _LEAST_FILE_BYTES = 16 * 2**20
 
 Owner = tuple[NamespaceId, PageKey]
-"""Whose page lies in a slot."""
+"""The page in a slot: its namespace and key."""
 
 
 class Shape(NamedTuple):
-    """What the pages of one file have in common: their bytes, and of how many layers they are."""
+    """What the pages of one file have in common: their bytes and their number of layers."""
 
     nbytes: int
     layers: int
@@ -55,29 +55,30 @@ class Shape(NamedTuple):
         return RECORD_BYTES + self.layers * SUM_BYTES
 
     def slots(self, file_bytes: int) -> int:
-        """How many pages a file of that size holds."""
+        """Returns the number of pages that a file of `file_bytes` holds."""
         slots = (file_bytes - HEAD_BYTES) // (self.slot_bytes + self.record_bytes)
         while slots > 0 and self.first_slot(slots) + slots * self.slot_bytes > file_bytes:
             slots -= 1
         return max(0, slots)
 
     def first_slot(self, slots: int) -> int:
-        """Where in a file of so many slots the first one begins."""
+        """Returns the offset of the first slot in a file of that many slots."""
         return HEAD_BYTES + _sectors(slots * self.record_bytes)
 
     def slot_at(self, inside: int, slots: int) -> tuple[int, int]:
-        """Which slot of such a file that place lies in, and how far."""
+        """Returns the slot that contains offset `inside` of a file of that many slots, and the offset within the
+        slot."""
         return divmod(inside - self.first_slot(slots), self.slot_bytes)
 
 
 def default_file_bytes(capacity_bytes: int) -> int:
-    """The power of two that cuts the tier into 256 to 511 files, at least 16 MiB."""
+    """Returns the power of two, at least 16 MiB, that cuts the tier into 256 to 511 files."""
     return 1 << (max(capacity_bytes // _FILES_AIMED_AT, _LEAST_FILE_BYTES).bit_length() - 1)
 
 
 @dataclass(slots=True)
 class _File:
-    """One that holds something."""
+    """A file that holds at least one page."""
 
     number: int
     space: NamespaceId
@@ -88,8 +89,8 @@ class _File:
 
 
 class FileAllocator:
-    """Gives out slots of files of `file_bytes` (0: a default by capacity), as many as fit `capacity_bytes`. An offset
-    counts as if the files lay one behind the other. Raises ConfigError where not even one fits, or they are too
+    """Allocates slots in files of `file_bytes` (0: a default by capacity), as many files as fit `capacity_bytes`.
+    Offsets count as if the files were concatenated. Raises ConfigError if not even one file fits, or if there are too
     many."""
 
     def __init__(self, capacity_bytes: int, file_bytes: int = 0) -> None:
@@ -109,14 +110,14 @@ class FileAllocator:
         self.files = files
         self.capacity_bytes = files * file_bytes
         self.used_bytes = 0
-        self._slot_bytes = 0  # free slots of files that hold something
+        self._slot_bytes = 0  # free slots of files that hold pages
         self._empty = list(range(files - 1, -1, -1))  # the next one last
         self._files: list[_File | None] = [None] * files
         self._partial: dict[tuple[NamespaceId, Shape], list[int]] = {}  # files with a free slot, ascending
 
     @property
     def free_bytes(self) -> int:
-        """Empty files and free slots. Which of it serves pages of a given kind is another question."""
+        """Bytes of empty files and free slots. A page of a given kind may still find no slot: call `reserve`."""
         return len(self._empty) * self.file_bytes + self._slot_bytes
 
     def size_class(self, nbytes: int) -> int:
@@ -124,7 +125,7 @@ class FileAllocator:
         return _sectors(nbytes)
 
     def reserve(self, nbytes: int, owner: Owner) -> int | None:
-        """The offset of a slot for that page; None where there is none."""
+        """Reserves a slot for that page and returns its offset; None if there is none."""
         shape = Shape(nbytes, owner[1].part.layers)
         partial = self._partial.get((owner[0], shape))
         if partial:
@@ -137,7 +138,7 @@ class FileAllocator:
         return self._take(file, file.free[0], owner)
 
     def adopt(self, offset: int, nbytes: int, owner: Owner) -> bool:
-        """Takes the slot in which that page was found. False where it cannot lie there."""
+        """Reserves the slot at `offset`, in which recovery found that page. Returns False if it cannot be there."""
         shape = Shape(nbytes, owner[1].part.layers)
         number, inside = divmod(offset, self.file_bytes)
         slots = shape.slots(self.file_bytes)
@@ -154,7 +155,7 @@ class FileAllocator:
         return True
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Gives back what `reserve` returned for `nbytes`."""
+        """Frees the slot that `reserve` returned for `nbytes`."""
         number, inside = divmod(offset, self.file_bytes)
         file = self._files[number]
         assert file is not None and file.shape.nbytes == nbytes, "nothing of this size was reserved there"
@@ -171,8 +172,9 @@ class FileAllocator:
             self._close(file)
 
     def sparsest(self, nbytes: int, owner: Owner) -> list[tuple[Owner, int]]:
-        """The pages of the file that holds the fewest bytes, which could be given up for that page, and their offsets;
-        none where an empty file is left, no file holds such a page, or there is no room anywhere."""
+        """Returns the pages of the file that holds the fewest bytes, with their offsets: evicting them makes room for
+        that page. Returns [] if a file is empty, if a file cannot hold such a page, or if less than one slot is
+        free."""
         shape = Shape(nbytes, owner[1].part.layers)
         if self._empty or self._slot_bytes < shape.slot_bytes or not shape.slots(self.file_bytes):
             return []
@@ -181,7 +183,7 @@ class FileAllocator:
         return [(owner, self._offset(file, slot)) for slot, owner in file.taken.items()]
 
     def check(self) -> None:
-        """Conservation, file by file; for whoever wants to be sure."""
+        """Asserts conservation, file by file. For tests and invariants.py."""
         used = slots = 0
         for file in self._files:
             if file is not None:

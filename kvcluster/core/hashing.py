@@ -1,11 +1,11 @@
-"""Block hashes: the chained digest by which every process knows a block.
+"""Block hashes: the chained digest that identifies a block in every process.
 
     h(-1) = SHA-256(domain | namespace | salt)
     h(i)  = SHA-256(h(i-1) | extra | tokens)      tokens as little-endian uint32, extra length-framed
 
 The root carries the namespace, so that a hash of one model, adapter, weights or tenant is never a hash of
-another. Nothing is seeded per process: the same tokens hash alike everywhere, for ever (golden vectors in
-the tests hold it). SHA-256 because the hash is what stands between a request and somebody else's KV.
+another. Nothing is seeded per process: the same tokens have the same hash in every process and release
+(golden vectors in the tests check it). SHA-256, because only the hash separates a request from another tenant's KV.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvcluster.errors import CallerError
 _ROOT = b"kvcluster-root-v1"
 _FOREIGN = b"kvcluster-foreign-v1"
 MIN_FOREIGN_BYTES = 16
-"""An engine's own hash shorter than 128 bits collides within reach of a large cache."""
+"""An engine's own hash shorter than 128 bits is likely to collide in a large cache."""
 
 
 def root(namespace: NamespaceId, salt: bytes = b"") -> BlockHash:
-    """The parent of a sequence's first block. `salt` keeps requests apart that must not share."""
+    """Returns the parent of a sequence's first block. Requests with different `salt` share no blocks."""
     return BlockHash(hashlib.sha256(_ROOT + namespace + _frame(salt)).digest())
 
 
@@ -35,10 +35,11 @@ def chain(
     block_tokens: int,
     extra_keys: Mapping[int, bytes] | None = None,
 ) -> list[BlockHash]:
-    """Hashes of the full blocks of `token_ids`, which follow the block `parent`; a rest is left out.
+    """Returns the hashes of the full blocks of `token_ids`, which follow the block `parent`. Tokens that fill no block
+    are ignored.
 
     `extra_keys` maps the index of a block to the content hash and offset of each image, audio or
-    embedding span that touches it. Raises CallerError where a token id is no unsigned 32-bit integer.
+    embedding span that overlaps it. Raises CallerError if a token id is not an unsigned 32-bit integer.
     """
     data = token_bytes(token_ids)
     step = 4 * block_tokens
@@ -56,8 +57,8 @@ def chain(
 def foreign(namespace: NamespaceId, engine_hashes: Iterable[bytes]) -> list[BlockHash]:
     """Re-roots an engine's own chained cryptographic hashes in the namespace.
 
-    The engine's hash already covers its parents, so each is bound on its own. Raises CallerError for
-    hashes under 16 bytes: those of a non-cryptographic or seeded function must not be shared.
+    An engine's hash already covers its parents, so each is hashed with the namespace on its own. Raises CallerError
+    for hashes under 16 bytes: those of a non-cryptographic or seeded function must not be shared.
     """
     out: list[BlockHash] = []
     for engine_hash in engine_hashes:
@@ -71,9 +72,9 @@ def foreign(namespace: NamespaceId, engine_hashes: Iterable[bytes]) -> list[Bloc
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian uint32. Raises CallerError naming the first that does not fit."""
+    """Returns the token ids as little-endian uint32. Raises CallerError that names the first invalid one."""
     try:
-        # An array would take bytes for machine words, and a mask for the tokens 0 and 1.
+        # array() would accept bytes as machine words, and a boolean mask as the tokens 0 and 1.
         if isinstance(token_ids, (bytes, bytearray)) or (len(token_ids) and type(token_ids[0]) is bool):
             raise TypeError
         tokens = array("I", token_ids)
@@ -89,7 +90,7 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
 
 
 def _culprit(token_ids: object) -> object:
-    """The first element that is no token id; all of it where it is no sequence."""
+    """Returns the first element that is not a token id, or `token_ids` itself if it is not a sequence."""
     if not isinstance(token_ids, Iterable) or isinstance(token_ids, (bytes, bytearray)):
         return token_ids
     return next((t for t in token_ids if type(t) is not int or not 0 <= t < 2**32), token_ids)

@@ -1,4 +1,4 @@
-"""Names for the identifiers that travel through the core, so that a type checker tells them apart.
+"""Types of the identifiers in the core, so that a type checker tells them apart.
 
 Hashes, namespaces and holders are raw bytes: they are compared and looked up, never computed with.
 Time is integer nanoseconds on the clock of the process that reads it; it never crosses machines.
@@ -16,13 +16,13 @@ NamespaceId = NewType("NamespaceId", bytes)
 """32 bytes: the digest of a KVSpec and the tenant that owns it (see spec.py)."""
 
 Tenant = NewType("Tenant", str)
-"""Taken by the server from the caller's credential, never from the caller's word."""
+"""Derived by the server from the caller's credential, never read from the caller's message."""
 
 CLUSTER = Tenant("")
-"""The tenant of a shard of this cluster, which speaks for every tenant. No credential stands for it."""
+"""The tenant of requests from a shard of this cluster, which acts for every tenant. No client credential maps to it."""
 
 ShardId = NewType("ShardId", str)
-"""A shard's name; it survives restarts, which its epoch counts."""
+"""A shard's name. It stays the same across restarts; the epoch counts those."""
 
 Epoch = NewType("Epoch", int)
 """An actor's incarnation: later incarnations are larger."""
@@ -31,18 +31,18 @@ Holder = NewType("Holder", bytes)
 """16 random bytes: one incarnation of a client."""
 
 CallId = NewType("CallId", int)
-"""Names a question inside one process, so that an effect can answer it."""
+"""Identifies a request within one process, so that an effect can answer it."""
 
 HASH_BYTES = 32
 SUM_BYTES = 8
-"""A checksum, of which each layer of a page has one."""
+"""The size of a checksum; each layer of a page has one."""
 
 HOLDER_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Attempt:
-    """One try of one client. A completion names its attempt; a late one is counted and dropped."""
+    """One attempt of one client. A completion names its attempt; a late completion is counted and dropped."""
 
     holder: Holder
     counter: int

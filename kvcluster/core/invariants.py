@@ -1,6 +1,6 @@
-"""What must hold between any two steps: checked by tests, the simulator, and whoever doubts.
+"""Invariants that must hold between any two steps, for tests, the simulator and debugging.
 
-Each function raises AssertionError with a sentence. They read; they change nothing.
+Each function raises AssertionError with a message that names the violation. It changes nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from kvcluster.core.tiers import FASTEST, Takes
 
 
 def check_shard(shard: Shard) -> None:
-    """Conservation of room, no two pages in one place, and every pin and every page being written has its lease."""
+    """Checks conservation of space, that no two pages overlap, and that every pin and every WRITING page has a
+    lease."""
     pool = shard.pool
     pool.check()
     pins: dict[int, int] = {}
@@ -40,19 +41,20 @@ def check_shard(shard: Shard) -> None:
     for tier, allocator in pool.stores.items():
         assert end[tier] <= allocator.capacity_bytes, "a page lies beyond the end of its store"
     for page in pool.ready():
-        assert pool.below_of(page) is not None or not page.decoded, "what was decoded lies there without its twin"
-        assert page.tier.spec.takes is not Takes.RAW or page.codec is Codec.RAW, "an encoded page where raw ones lie"
-        assert page.loss >= page.codec.loss, "a codec without its loss"
+        assert pool.below_of(page) is not None or not page.decoded, "a decoded page has no twin in a tier below"
+        assert page.tier.spec.takes is not Takes.RAW or page.codec is Codec.RAW, "an encoded page in a raw tier"
+        assert page.loss >= page.codec.loss, "a page's loss is less than that of its codec"
     assert not pins and not writing, "a lease holds pages that are gone"
     own = shard.own_attempts
-    assert all(attempt in shard.leases for attempt in own), "it reads or pulls without a lease"
-    assert len(set(own)) == len(own), "one lease for two things"
+    assert all(attempt in shard.leases for attempt in own), "an own attempt of the shard has no lease"
+    assert len(set(own)) == len(own), "two operations of the shard share a lease"
     accepted, running = shard.order_progress
     assert all(number <= accepted for number in running), "an order runs that was not accepted"
 
 
 def check_coordinator(coordinator: Coordinator) -> None:
-    """Every record is reachable by its hash, says something, and goes in its turn; members and slots agree."""
+    """Checks that every record is reachable by its hash, has replicas and can be evicted, and that members and slots
+    agree."""
     book = coordinator.book
     members = coordinator.members.all()
     slots = dict.fromkeys(member.slot for member in members)
@@ -66,7 +68,7 @@ def check_coordinator(coordinator: Coordinator) -> None:
             assert record.space == space.id
             assert record.copies.entries, "a record without copies"
             for slot, tier in dict.fromkeys((copy.slot, copy.tier) for copy in record.copies.entries):
-                assert sweeping or slot in slots, "a record names a lost shard, and nobody will sweep it"
+                assert sweeping or slot in slots, "a record names a lost shard, and no sweep is due"
                 if slot in slots:
                     recorded[slot, tier] += 1
         assert all(space.index.get(block) is not None for block in space.pinned), "a pin of a block that is gone"
@@ -78,16 +80,16 @@ def check_coordinator(coordinator: Coordinator) -> None:
         for leaves in (member.info.above(one.to) for one in (move.moves if move is not None else ())):
             if leaves is not None:
                 ordered[leaves] += 1
-        assert not len(member.orders) or not coordinator.rebuilding, "an order of a coordinator that knows too little"
+        assert not len(member.orders) or not coordinator.rebuilding, "a rebuilding coordinator has given an order"
         for tier, cold in member.cold.items():
             cold.check()
-            assert len(cold) <= recorded[member.slot, tier], "a queue has what the index does not"
-            assert recorded[member.slot, tier] <= len(cold) + ordered[tier], "a record that nobody would ever evict"
+            assert len(cold) <= recorded[member.slot, tier], "a queue has records that the index does not have"
+            assert recorded[member.slot, tier] <= len(cold) + ordered[tier], "a record that is never evicted"
     coordinator.replicator.check()
     for space in coordinator.directory:
         latest = coordinator.tombstones.latest(space.tenant, space.spec)
-        assert space.purged == latest, "a namespace has not heard of its purge"
+        assert space.purged == latest, "a namespace's latest purge is not recorded in it"
         for member in members:
             if member.purged < latest:
                 told = any(record.copies.on(member.slot) for record in space.index)
-                assert not told, "what was purged is found again on a shard that has not heard of it"
+                assert not told, "a purged block is recorded on a shard that has not applied the purge"

@@ -1,8 +1,8 @@
-"""What an inventory tells: the pages that were READY when it began, each turned into an event when its chunk goes out.
+"""The contents of an inventory: the pages that were READY when it began. Each becomes an event when its chunk is sent.
 
-A million events take a second to make, and a list of as many pages some hundredths of one. What an event says of a page
-never changes while the page is READY, so a page that has been withdrawn by then is told as it was, and the stream tells
-of its end.
+Making a million events takes a second; listing as many pages takes some hundredths of a second. The event of a page
+does not change while the page is READY, so a page that was withdrawn before its chunk is sent is still listed as it
+was, and the report stream carries its GoneEvent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvcluster.core.pool import Page
 
 
 class Inventoried:
-    """These pages, in their order."""
+    """The events of these pages, in the same order."""
 
     def __init__(self, pages: Sequence[Page]) -> None:
         self._pages = pages

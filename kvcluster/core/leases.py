@@ -1,11 +1,11 @@
-"""Pin leases: who may read or write which pages, until when, on the shard's own clock.
+"""Pin leases: which attempt may read or write which pages, until when, on the shard's own clock.
 
-A lease belongs to one attempt of one holder. Its holder shows that it lives by moving bytes or by Renew.
-When it does not, the lease is *revoked*: it can no longer be renewed or committed, and whoever moves its bytes
-for it is told to stop. Its pages are given back only when that has stopped and said so (Unpin, Abort): time
-alone never frees a page that somebody might still be writing to or reading from.
+A lease belongs to one attempt of one holder. The holder keeps it alive by moving bytes or by Renew. When the lease
+expires it is *revoked*: it can no longer be renewed or committed, and the shell's transfer under it is ordered to
+stop (Revoke). Its pages are freed only when that transfer has stopped and the shell has confirmed it (Unpin, Abort):
+time alone never frees a page that a transfer might still be writing or reading.
 
-All leases of a book run equally long, so that the order of renewal is the order of expiry.
+All leases of a book have the same duration, so that the order of renewal is the order of expiry.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvcluster.core.pool import Page
 
 
 class LeaseKind(Enum):
-    """What a lease is for."""
+    """The purpose of a lease."""
 
     READ = "read"
     WRITE = "write"
 
 
 class Lease:
-    """Pages that an attempt reads or writes. `pages` is as long as what was asked for, None where refused."""
+    """The pages that an attempt reads or writes. `pages` has one entry per requested page, None if it was refused."""
 
     __slots__ = ("attempt", "expires_at", "kind", "pages")
 
@@ -39,7 +39,7 @@ class Lease:
 
 
 class OwnAttempts:
-    """Names what a shard incarnation does by itself: it is a holder of leases like any other."""
+    """Draws attempts for the leases that a shard incarnation takes itself, as a holder like any other."""
 
     def __init__(self, shard: ShardId, epoch: Epoch) -> None:
         self._holder = Holder(hashlib.sha256(f"{shard} {epoch}".encode()).digest()[:HOLDER_BYTES])
@@ -50,7 +50,8 @@ class OwnAttempts:
         return Attempt(self._holder, self._counter)
 
     def owns(self, attempt: Attempt) -> bool:
-        """Would this be one of them? A worker that says so lies: the name is no secret."""
+        """Whether `attempt` has this shard's holder. Workers must be refused it: the holder can be computed by
+        anyone."""
         return attempt.holder == self._holder
 
 
@@ -75,25 +76,25 @@ class LeaseBook:
         return next(iter(self._running.values())).expires_at if self._running else None
 
     def all(self) -> list[Lease]:
-        """Running and revoked ones."""
+        """Returns the running and the revoked leases."""
         return [*self._running.values(), *self._revoked.values()]
 
     def full(self, holder: Holder) -> bool:
-        """Does this holder have as many as one may, or are there too many holders or leases?"""
+        """Whether the limit of leases of this holder, of all holders, or of the number of holders is reached."""
         if len(self) >= limits.LEASES:
             return True
         held = self._held.get(holder)
         return held >= limits.LEASES_PER_HOLDER if held is not None else len(self._held) >= limits.HOLDERS
 
     def grant(self, attempt: Attempt, kind: LeaseKind, pages: list[Page | None], now: int) -> Lease:
-        assert attempt not in self, "one lease an attempt"
+        assert attempt not in self, "one lease per attempt"
         lease = Lease(attempt, kind, pages, now + self.ttl_ns)
         self._running[attempt] = lease
         self._held[attempt.holder] = self._held.get(attempt.holder, 0) + 1
         return lease
 
     def renew(self, attempt: Attempt, now: int) -> bool:
-        """False where it has been revoked or ended: too late."""
+        """Restarts the lease's duration. Returns False if it was revoked or has ended."""
         lease = self._running.pop(attempt, None)
         if lease is None:
             return False
@@ -105,11 +106,11 @@ class LeaseBook:
         return attempt in self._running
 
     def holds(self, lease: Lease) -> bool:
-        """Does this very lease run still?"""
+        """Whether this lease itself, not another of the same attempt, is still running."""
         return self._running.get(lease.attempt) is lease
 
     def end(self, attempt: Attempt) -> Lease | None:
-        """Its holder has stopped: the lease, whose pages the caller now gives back."""
+        """Removes the lease of an attempt that has stopped and returns it, or None. The caller frees its pages."""
         lease = self._running.pop(attempt, None) or self._revoked.pop(attempt, None)
         if lease is not None:
             left = self._held[attempt.holder] - 1
@@ -120,7 +121,7 @@ class LeaseBook:
         return lease
 
     def revoke_expired(self, now: int) -> list[Attempt]:
-        """Those that ran out just now."""
+        """Revokes the leases that have expired by `now` and returns their attempts."""
         out: list[Attempt] = []
         for attempt, lease in self._running.items():
             if lease.expires_at > now:
@@ -129,21 +130,21 @@ class LeaseBook:
         return self.revoke(out)
 
     def revoke(self, attempts: Iterable[Attempt]) -> list[Attempt]:
-        """Ends these running ones before their time."""
+        """Revokes these running leases and returns their attempts."""
         out = list(attempts)
         for attempt in out:
             self._revoked[attempt] = self._running.pop(attempt)
         return out
 
     def revoke_all(self) -> list[Attempt]:
-        """All that still run."""
+        """Revokes all running leases and returns their attempts."""
         return self.revoke(list(self._running))
 
     def writers(self) -> list[Lease]:
-        """The running leases under which something is written."""
+        """Returns the running leases of kind WRITE."""
         return [lease for lease in self._running.values() if lease.kind is LeaseKind.WRITE]
 
     def extend(self, late_ns: int) -> None:
-        """This process stood still: renewals that arrived meanwhile could not be heard."""
+        """Extends all running leases by `late_ns`: the process was stalled and could not process renewals."""
         for lease in self._running.values():
             lease.expires_at += late_ns

@@ -3,152 +3,153 @@
 from __future__ import annotations
 
 BLOCKS_PER_CALL = 8_192
-"""131,072 tokens of 16-token blocks: the longest context in wide use, in one prepare."""
+"""131,072 tokens in blocks of 16: the longest context in wide use, in one prepare."""
 
 PARTS_PER_BLOCK = 256
 """Different parts of a namespace at one shard: 16 pipeline ranks times 8 tensor ranks (a model has few more KV heads)
-times two groups, or 8 times 8 times 4. What is done to a block is done to each of them."""
+times two groups, or 8 times 8 times 4. An operation on a block is applied to each of them."""
 
 PAGE_SIZES = 8_192
-"""Sizes of pages of one namespace that are remembered, by part and codec: those of many shards with odd parts."""
+"""Cached page sizes of one namespace, by part and codec: enough for many shards with unusual parts."""
 
 PARTS_COMPARED = 2 * PARTS_PER_BLOCK
-"""Parts of a group that are looked at for the pages that together hold what a reader wants: those of two layouts."""
+"""Parts of a group that are searched for pages that together hold what a reader needs: those of two layouts."""
 
 PAGES_PER_CALL = BLOCKS_PER_CALL * 8
 """Groups and parts multiply the pages of a call; eight is a hybrid model with four groups under TP 2."""
 
 PARTS_PER_LOOKUP = BLOCKS_PER_CALL * 16
-"""Blocks times groups that one lookup asks for: sixteen groups of the longest context."""
+"""Blocks times groups of one lookup: sixteen groups of the longest context."""
 
 COVER_WORK = 131_072
-"""What one call may spend on finding the pages that serve its blocks, about half a microsecond each: 32 for a block
-that lies unlike the others, one for a copy that is looked at, and one for 4,096 cells of layers and heads that it is
-compared by."""
+"""Units of work, about half a microsecond each, that one call may spend to find the pages that serve its blocks: 32 for
+a block whose placement differs from the others, one for each replica that is examined, and one for 4,096 cells of
+layers and heads by which it is compared."""
 
 ANCESTORS = 262_144
-"""Blocks of a chain that are marked as used when one is added to it: four million tokens of 16-token blocks."""
+"""Blocks of a chain that are marked as used when a block is appended to it: four million tokens in blocks of 16."""
 
 TICKETS_PER_HOLDER = 256
 """A worker prepares for the requests that it schedules next; engines run a few hundred at once."""
 
 LEASES_PER_HOLDER = 1_024
-"""One a transfer and shard; a transfer of TICKETS_PER_HOLDER may touch a few shards."""
+"""One lease per transfer and shard. A holder has up to TICKETS_PER_HOLDER transfers, each on a few shards."""
 
 HOLDERS = 4_096
-"""Workers of a cluster. Beyond it the one longest unheard of is forgotten, which costs it a retry."""
+"""Workers of a cluster. Beyond it the least recently active one is forgotten, which costs it a retry."""
 
 LEASES = 65_536
-"""Of all holders of one shard: sixteen for each of as many workers as may be. All may run out in one step."""
+"""Leases of all holders of one shard: sixteen for each of HOLDERS workers. All may expire in one step."""
 
 TICKETS = 65_536
-"""Of all holders, as LEASES. One load more goes without a promise."""
+"""Tickets of all holders, as LEASES. A load beyond it gets no ticket, so its blocks are not protected from eviction."""
 
 FLUSHES = 4_096
-"""Calls that wait at one shard until the coordinator knows all: one a worker. One more is told No at once."""
+"""Flush calls waiting at one shard for the coordinator to acknowledge all events: one per worker. One more is answered
+Done(False) at once."""
 
 NAMESPACES_PER_TENANT = 1_024
-"""Models times adapters times weights in use by one tenant; `explain` compares with each."""
+"""Models times adapters times weights that one tenant uses; `explain` compares with each."""
 
 NAMESPACES = 65_536
-"""Of all tenants, at one coordinator and in one message."""
+"""Namespaces of all tenants, at one coordinator and in one message."""
 
 SEQUENCES_PER_HOLDER = 4_096
 """Open sequences of one worker, forks included."""
 
 ENGINES = 4_096
-"""Engines that are known to live, of all tenants; one more is served and not listed."""
+"""Live engines of all tenants that are listed. One more is served but not listed."""
 
 ENGINE_FACTS = 32
-"""What one engine tells of itself."""
+"""Facts that one engine reports about itself."""
 
 LISTED_ENGINES = 256
 """As LISTED_NAMESPACES, of engines."""
 
 LISTED_NAMESPACES = 256
-"""In one answer to a person: specs take some hundred bytes each, and nobody reads more."""
+"""Namespaces in one listing for an operator: a spec takes some hundred bytes, and a longer list is not readable."""
 
 TOKENS_PER_SEQUENCE = 16 * 1024 * 1024
 """Above the longest context any published model claims; bounds a block table."""
 
 INVENTORY_CHUNK = 4_096
-"""Pages a message of an inventory: about 1 MiB on the wire, under gRPC's default of 4 MiB."""
+"""Pages per message of an inventory: about 1 MiB on the wire, under gRPC's default limit of 4 MiB."""
 
 STREAM_BACKLOG = 65_536
-"""Unacknowledged reports of a shard. Beyond it the shard forgets them and offers an inventory."""
+"""Unacknowledged events of a shard. Beyond it the shard drops them and sends an inventory."""
 
 REPORTS_PER_MESSAGE = 4_096
 """As INVENTORY_CHUNK."""
 
 EVICTED_FINGERPRINTS = 262_144
-"""Cells for evicted blocks whose age `explain` can still tell: 16 bytes each, 4 MiB."""
+"""Cells for evicted blocks whose eviction time `explain` can still report: 16 bytes each, 4 MiB."""
 
 EVICTIONS_PER_ORDER = 1_024
-"""Blocks that one order may condemn, or move to another tier, so that a step of the shard stays short."""
+"""Blocks that one order may evict, or move to another tier, so that a step of the shard stays short."""
 
 MOVES_PER_ORDER = 2 * EVICTIONS_PER_ORDER
-"""As EVICTIONS_PER_ORDER, out of each of two tiers."""
+"""EVICTIONS_PER_ORDER from each of two tiers."""
 
 ORDERS_IN_FLIGHT = 16
-"""Orders of one shard that have not ended. The coordinator gives one of each kind at a time, for which the shard's last
-report is what the next is worked out from; a shard may still be at some that the coordinator has withdrawn."""
+"""Unfinished orders of one shard. The coordinator gives one of each kind at a time, because it computes the next one
+from the shard's last report; a shard may still be executing some that the coordinator has withdrawn."""
 
 MOVED_PAGES = EVICTIONS_PER_ORDER
-"""Pages of one batch that changes its tier, as far as whole blocks go: small pages are many in few bytes."""
+"""Pages of one batch that changes its tier, rounded up to whole blocks: many small pages fit in few bytes."""
 
 REPLICAS = 64
-"""Shards that one block may lie on: beyond it a copy costs room and spares no reader a wait."""
+"""Replicas of one block: beyond it another replica takes space and makes no read faster."""
 
 AVOIDED_SHARDS = 256
-"""Shards that one load names as failed. Where more have failed, there is no other replica to find."""
+"""Shards that one load names as failed. If more have failed, no other replica is left to find."""
 
 SUSPECTS_PER_CALL = 256
-"""Pages that a reader reports at once. Each costs the shard a read of the whole page."""
+"""Pages that a reader reports in one call. Each costs the shard a read of the whole page."""
 
 WAITING_WRITES = 1_024
-"""Reservations that wait for room at a shard; one more is answered `full`."""
+"""Reservations that wait for space at a shard. One more does not wait: it is answered `full`."""
 
 WAITING_PAGES = PAGES_PER_CALL
-"""Pages of all reservations that wait, which a shard looks at for what its coordinator is to make room for."""
+"""Pages of all waiting reservations: a shard goes through them to compute how much space it lacks."""
 
 PINS_FROM_DISK = 256
-"""Loads that wait for pages from disk at one shard. One more is a miss: a second of reading waits already."""
+"""Loads that wait for pages from disk at one shard. One more is a miss: about a second of reads is queued already."""
 
 SUSPECTS = 1_024
-"""Pages that readers suspect and the shard has yet to read. The round of the scrubber finds what is beyond it."""
+"""Pages that readers suspect and the shard has not read again yet. The scrubber's regular round covers any others."""
 
 BURIED_PAGES = 8_192
-"""Pages that a shard condemns in one step because of a purge. It goes on with the next answer of its coordinator."""
+"""Pages that a shard condemns in one step because of a purge. It continues with the coordinator's next answer."""
 
 TOMBSTONES_PER_TENANT = 64
-"""Different purges that are remembered of one tenant. One that covers others takes their place."""
+"""Different purges that are kept for one tenant. One that covers others replaces them."""
 
 TOMBSTONES = 1_024
-"""All of them, in one message."""
+"""Tombstones of all tenants, which travel in one message."""
 
 PAST_SHARDS = 1_024
-"""Shards that are remembered as lost, and as drained. A drained one that is forgotten and speaks is drained again."""
+"""Shards that are remembered as lost, and as drained. A forgotten drained shard that reports again is drained again."""
 
 WISHES = 65_536
-"""Blocks that are to get another copy: 1,024 hot runs. One more is forgotten, until it is hot again."""
+"""Blocks that wait for another replica: 1,024 hot runs. One more is dropped, until it is hot again."""
 
 SAMPLES = 256
-"""Of what pages lose by their codec, in one report: more than a namespace needs to be judged."""
+"""Samples of the codec error of pages in one report: more than are needed to judge a namespace."""
 
 PROMOTIONS = 4_096
-"""Blocks of one shard that wait to be promoted; one more is noticed when it is hot again."""
+"""Blocks of one shard that wait to be promoted. One more is dropped, until it is hot again."""
 
 PULL_PAGES = 1_024
-"""Pages that one order has a shard fetch from another."""
+"""Pages that a shard fetches from another for one order."""
 
 PULL_BYTES = 64 * 1024 * 1024
-"""As PULL_PAGES: a second of a slow network, so that a shard is soon free for the next order."""
+"""Bytes of one such order: a second on a slow network, so that a shard is soon free for the next order."""
 
 HOT_RUNS = 65_536
-"""Runs whose loads are counted within one window; one more is not."""
+"""Runs whose loads are counted within one window. Further runs are not counted."""
 
 TOKEN_BLOCKS_REMEMBERED = 65_536
-"""Blocks that are being stored, whose token ids wait to be told to outsiders: some 20 MiB with blocks of 16 tokens."""
+"""Blocks being stored whose token ids are kept for KV events: some 20 MiB with blocks of 16 tokens."""
 
 SPEC_BYTES = 8 * 1024
 """Canonical bytes of a KVSpec: several hundred layers in a dozen groups fit, and a chunk of an inventory in which every
@@ -161,46 +162,49 @@ LAYER_BYTES = 32 * 1024 * 1024
 """One layer of a page travels in one frame; with its header it must fit MESSAGE_BYTES."""
 
 MESSAGE_BYTES = 64 * 1024 * 1024
-"""What a gRPC endpoint accepts in one message."""
+"""The largest message that a gRPC endpoint accepts."""
 
 FRAME_BYTES = 1024 * 1024
-"""What a sender aims at for one frame of pages: gRPC is fastest between one and two MiB."""
+"""Target size of one frame of pages: gRPC is fastest between one and two MiB."""
 
 RECORD_BYTES = 512 * 1024
-"""What a sender aims at for one run of layers of one page: each costs some microseconds of Python at either end, and
-the smaller they are, the sooner the first layers of all pages of a load are there."""
+"""Target size of one run of layers of one page. Each run costs some microseconds of Python at either end; the smaller
+they are, the sooner the first layers of all pages of a load arrive."""
 
 CHUNK_BYTES = 256 * 1024
-"""What is copied before it is verified: small enough to be in the cache still."""
+"""Bytes that are copied before they are verified: few enough to still be in the CPU cache."""
 
 STREAM_BYTES = 4 * 1024 * 1024
-"""What each of several exchanges with one shard must have to move before a transfer is divided among them: a request, a
-lease and its end cost some tenths of a millisecond, which are less than a tenth of moving this much."""
+"""A transfer with one shard is split into several exchanges only if each moves at least this much. A request, a lease
+and its end cost some tenths of a millisecond, less than a tenth of the time that moving this much takes."""
 
 STORES_QUEUED = TICKETS_PER_HOLDER
-"""Stores of one client that are under way or wait: one for each request that an engine runs. One more is a miss."""
+"""Stores of one client that are running or queued: one per request that an engine runs. One more is a miss."""
 
 STORES_QUEUED_BYTES = 4 * 1024 * 1024 * 1024
-"""All that they are to move: a few seconds of a fast network. Whoever stores faster than that for long wants to have
-its memory back, and not in minutes. One store alone may have more."""
+"""Total bytes of these stores: a few seconds on a fast network. A worker that stores faster than that for long needs
+its memory back sooner than a longer queue could release it. A single store may be larger."""
 
 TOKEN_BYTES = 4_096
-"""One credential, as it opens a stream: more than any that is made, and little to read from a stranger."""
+"""One credential, as sent at the start of a stream: longer than any that is issued, and cheap to read from an
+unauthenticated peer."""
 
 WORDS_BYTES = 4_096
-"""What a stream says of its failure before it ends."""
+"""The error message that a stream sends before it ends."""
 
 STREAMS = 256
-"""Connections that a shard keeps open besides gRPC's: each has a thread. Two of each of a hundred workers, and more."""
+"""Connections that a shard keeps open besides those of gRPC; each has a thread. Two for each of a hundred workers, and
+some more."""
 
 POLICIES = 64
-"""Settings of the tiers in one message: many times as many as there are."""
+"""Settings of the tiers in one message: many times the number that exist."""
 
 TRANSPORTS = 16
-"""What a shard says of, offered or not: four times as many as there are."""
+"""Transports that a shard lists, offered or refused: four times the number that exist."""
 
 OFFER_BYTES = 64 * 1024
-"""What the halves of one transport tell each other before they connect: the metadata of a NIC's agent has some KiB."""
+"""Details of an offer, which both ends of a transport exchange before they connect: the metadata of a NIC's agent takes
+some KiB."""
 
 TOKEN_FILE_BYTES = 1024 * 1024
 """Ten thousand credentials."""

@@ -1,4 +1,4 @@
-"""Why a block missed, and how much its KV has lost: the two enums that every answer is told in."""
+"""Why a block missed, and how much precision its KV has lost: two enums that every answer uses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum, IntEnum
 
 
 class Loss(IntEnum):
-    """The worst coding in a block's own history, its prefix included. Larger is worse."""
+    """The most lossy codec that a block or its prefix has ever passed through. Larger is worse."""
 
     EXACT = 0
     Q8 = 1
@@ -35,7 +35,7 @@ class MissReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A miss as a value: its reason, and what a person should know beside it."""
+    """A miss as a value: its reason, and a detail for people."""
 
     reason: MissReason
     detail: str = ""

@@ -1,8 +1,8 @@
-"""What a shard does because the coordinator says so: carry out orders, apply the tombstones of purges, drain.
+"""Executes what the coordinator asks of a shard: carries out orders, applies the tombstones of purges, drains.
 
-Each order of the stream (order_stream.py) is accepted once and handed to the executor of its kind: evictions are
-carried out here and at once, moves between tiers by tier_mover.py, pulls by puller.py. Tombstones and drains are no
-orders (docs/adr/0036). In one answer tombstones come first: what it orders was ordered after the purge.
+Each order of the stream (order_stream.py) is accepted once and passed to the executor of its kind: evictions are
+carried out here at once, moves between tiers by tier_mover.py, pulls by puller.py. Tombstones and drains are not
+orders (docs/adr/0036). The tombstones of an answer are applied before its orders, which were given after the purge.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvcluster.core.withdrawal import Withdrawal
 
 
 class OrderExecutor:
-    """Hears what the coordinator answers. A further kind of order has its executor in `_executors`."""
+    """Handles the coordinator's answers to reports. A new kind of order gets an executor in `_executors`."""
 
     def __init__(
         self,
@@ -74,13 +74,13 @@ class OrderExecutor:
         self.draining = False
 
     def reset(self) -> None:
-        """Another coordinator gives the orders from now on."""
+        """Forgets the orders of the last coordinator; another one gives them from now on."""
         self._cursor.reset()
         self._tier_mover.reset()
         self._puller.reset()
 
     def carry_out(self, ack: ReportAck, now: int) -> list[Effect]:
-        """What the coordinator's answer asks for, as far as it is not done."""
+        """Carries out what the coordinator's answer asks for and is not done yet. Returns the effects."""
         if ack.drain and not self.draining:
             self.draining = True
             self._report_sender.say_soon()
@@ -88,7 +88,7 @@ class OrderExecutor:
         stones = [stone for stone in ack.tombstones if stone.number > self.tombstones.highest]
         if stones:
             named = self._named(stones)
-            if not self._drop(named):  # the coordinator repeats itself until all is done
+            if not self._drop(named):  # the coordinator repeats its answer until all is done
                 self._report_sender.say_soon()
                 return []
             effects += self._apply_tombstones(stones, named)
@@ -101,7 +101,7 @@ class OrderExecutor:
             space = self._namespaces.known(namespace)
             if space is None:
                 continue
-            for group, part in space.parts:  # the parts of a block go together
+            for group, part in space.parts:  # all parts of a block are evicted together
                 page = self._pool.on(order.tier, namespace, PageKey(block, group, part))
                 if page is not None and page.state is PageState.READY:
                     self._withdraw(page)
@@ -109,7 +109,7 @@ class OrderExecutor:
         self._cursor.ended(order)
 
     def _named(self, stones: Sequence[Tombstone]) -> dict[NamespaceId, None]:
-        """The namespaces that any of these tombstones names."""
+        """Returns the namespaces that any of these tombstones names."""
         of_tenant: dict[Tenant, list[Tombstone]] = {}
         for stone in stones:
             of_tenant.setdefault(stone.tenant, []).append(stone)
@@ -120,7 +120,7 @@ class OrderExecutor:
         }
 
     def _drop(self, spaces: dict[NamespaceId, None]) -> bool:
-        """Condemns pages of these namespaces, as many as one step may. True where no READY one is left."""
+        """Condemns pages of these namespaces, at most BURIED_PAGES. Returns True if no READY one is left."""
         pages: list[Page] = []
         if any(self._pool.parts(space) for space in spaces):
             found = (page for page in self._pool.ready() if page.space in spaces)
@@ -131,7 +131,8 @@ class OrderExecutor:
         return len(pages) <= limits.BURIED_PAGES
 
     def _apply_tombstones(self, stones: Sequence[Tombstone], named: dict[NamespaceId, None]) -> list[Effect]:
-        """What these tombstones name is gone: what is being written of before goes too, and both sides remember it."""
+        """Ends all writes that these tombstones cover, records the tombstones, and reports them to the coordinator as
+        applied. Called when no READY page that they cover is left."""
         effects = self._stop_writers(named)
         for stone in stones:
             self._puller.purge(stone)

@@ -1,4 +1,4 @@
-"""What names a page within a namespace."""
+"""The key of a page within a namespace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvcluster.core.spec import Part
 
 
 class PageKey(NamedTuple):
-    """One block's bytes of one group and part."""
+    """A page: the bytes of one block for one group and part."""
 
     hash: BlockHash
     group: int

@@ -1,15 +1,15 @@
-"""Who reads which pages: pins what is READY, and has what lies in a store brought into memory first.
+"""Pins for readers: pins READY pages, and has pages that lie in a store read into memory first.
 
-Readers are shown addressable tiers and nothing else. A page of any other (on disk) is read into a private copy in the
-staging tier, verified there, and then lent to the one reader that waits for it; it ends with his lease, and the page
-stays where it was. What is read again and again is brought up for good by heat (tiering.py). A page that is not what
-was committed any more is a miss like any other.
+Readers see only addressable tiers. A page of any other tier (disk) is read into a private copy in the staging tier,
+verified there, and lent to the one reader that waits for it. The copy is freed when the reader's lease ends; the page
+stays where it was. Pages that are read often are promoted (tiering.py). A page whose bytes no longer match its
+checksums is a miss like any other.
 
-Where the staging tier has no room for the copies, the shard says so with its next report, and the coordinator relieves
-it (docs/adr/0026). Readers wait for that in order of arrival, and not for long: then they get what fits.
+If the staging tier has no room for the copies, the shard reports that, and the coordinator makes room (docs/adr/0026).
+Readers wait for it in order of arrival, at most ROOM_NS; then they get what fits.
 
-The reader's lease runs from when his copies have room, and holds the pages on disk until the copies take their place.
-It does not run out while they are read, however slow the drive: who waits for us cannot show that he lives.
+The reader's lease starts when its copies have room, and pins the pages on disk until the copies replace them. It does
+not expire while they are read, however slow the drive: a reader that waits for the shard cannot renew it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kvcluster.core.tiers import STAGING
 from kvcluster.core.withdrawal import Withdrawal
 
 ROOM_NS = 500_000_000
-"""How long a reader waits for room: a report, its answer and a batch of moves, several times over."""
+"""How long a reader waits for room: several times a report, its answer and a batch of moves."""
 
 
 @dataclass(slots=True)
 class _WaitingPin:
-    """A pin that waits for room, until when, and the bytes that it lacked when the pool had changed so many times."""
+    """A pin that waits for room until `until`. It lacked `lacked` bytes when `pool.changes` was `changes`."""
 
     request: Request[Pin]
     space: ShardNamespace
@@ -46,7 +46,7 @@ class _WaitingPin:
 
 @dataclass(frozen=True, slots=True)
 class _Staging:
-    """A pin whose pages are being read. `copies`: by the page's place in the pin."""
+    """A pin whose pages are being read from a store. `copies`: by the page's index in the pin."""
 
     request: Request[Pin]
     lease: Lease
@@ -77,17 +77,17 @@ class PinHandler:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """Under which pages are being read."""
+        """The shard's own attempts under which pages are being read from a store."""
         return list(self._staging)
 
     @property
     def next_deadline(self) -> int | None:
-        """When somebody has waited long enough for room."""
+        """When the first waiting reader stops waiting for room; None if none waits."""
         return next((waiting.until for waiting in self._waiting.values()), None)
 
     @property
     def wanted_bytes(self) -> int:
-        """Of the staging tier: what all who wait want and did not find."""
+        """Bytes of the staging tier that all waiting readers lack."""
         return sum(waiting.lacked for waiting in self._waiting.values())
 
     def waits(self, attempt: Attempt) -> bool:
@@ -97,7 +97,8 @@ class PinHandler:
         return [waiting.space.id for waiting in self._waiting.values()]
 
     def pin(self, request: Request[Pin], space: ShardNamespace, now: int) -> list[Effect]:
-        """A lease over what of it is READY. The answer comes at once, or when all that lies on disk is there."""
+        """Grants a lease over the READY pages of the request. Answers at once, or when all its pages on disk have been
+        read."""
         found = self._find(request, space)
         may_wait = len(self._waiting) < limits.PINS_FROM_DISK
         copies, lacked = self._copies(found, whole=may_wait, behind_others=bool(self._waiting))
@@ -108,14 +109,15 @@ class PinHandler:
         return self._grant(request, space, found, copies, now)
 
     def serve(self, now: int, *, may_grant: bool) -> list[Effect]:
-        """Those who find room by now, in order of arrival, or have waited long enough."""
+        """Grants the waiting pins that now find room or have waited long enough, in order of arrival. Refuses all if
+        the shard may not grant pins."""
         if self._waiting and not may_grant:
             return self._dismiss([waiting.request for waiting in self._waiting.values()], _LOST)
         effects: list[Effect] = []
         while self._waiting:
             waiting = next(iter(self._waiting.values()))
             if now < waiting.until and waiting.changes == self._pool.changes:
-                break  # each step asks, and a pin has many pages
+                break  # called in each step, and a pin has many pages
             found = self._find(waiting.request, waiting.space)
             copies, waiting.lacked = self._copies(found, whole=now < waiting.until)
             if waiting.lacked and now < waiting.until:
@@ -126,16 +128,16 @@ class PinHandler:
         return effects
 
     def withdraw(self, attempt: Attempt) -> list[Effect]:
-        """A reader who waited has gone."""
+        """Answers the waiting pin of an attempt that has ended."""
         requests = [waiting.request for waiting in self._waiting.values()]
         return self._dismiss([request for request in requests if request.question.attempt == attempt], _TOO_LATE)
 
     def staged(self, m: Staged, *, may_grant: bool) -> list[Effect]:
-        """What was to be read is there, or is not."""
+        """Takes the result of a Stage: answers its pin with the copies that verified, and condemns corrupt pages."""
         staging = self._staging.pop(m.attempt, None)
         own = self._leases.end(m.attempt)
-        assert own is not None, "an end of what never began"
-        if staging is None:  # the shard is over, and has said so
+        assert own is not None, "the end of a read that was never begun"
+        if staging is None:  # the shard has left, and has answered the pin
             for copy in own.pages:
                 assert copy is not None
                 self._pool.abort(copy)
@@ -152,14 +154,15 @@ class PinHandler:
         return [Answer(staging.request.call, PinGrant(tuple(staging.told)))]
 
     def renew(self, now: int) -> None:
-        """The leases of those that wait for the drive, and of what is read for them."""
+        """Renews the leases of readers that wait for the drive, and those under which their pages are read."""
         for attempt, staging in self._staging.items():
             self._leases.renew(attempt, now)
             if self._leases.holds(staging.lease):
                 self._leases.renew(staging.lease.attempt, now)
 
     def give_up(self) -> list[Effect]:
-        """Nothing is read from this shard any more. What is under way comes to its end, and nobody waits for it."""
+        """Answers all waiting pins with SHARD_LOST, because the shard is leaving. Reads under way end without a
+        reader."""
         pins = [waiting.request for waiting in self._waiting.values()]
         pins += [staging.request for staging in self._staging.values()]
         self._staging.clear()
@@ -175,7 +178,7 @@ class PinHandler:
         self, found: Sequence[Page | Miss], *, whole: bool, behind_others: bool = False
     ) -> tuple[dict[int, Page], int]:
         """Reserves a private copy of each page that is not addressable. Returns the copies by index, and the bytes that
-        found no room. `whole`: all of them or none; but no reader waits for more than the staging tier has in all."""
+        found no room. `whole`: all of them or none; but no reader waits for more than the staging tier's capacity."""
         stored = {at: page for at, page in enumerate(found) if isinstance(page, Page) and _is_stored(page)}
         if not stored or len(self._staging) >= limits.PINS_FROM_DISK:
             return {}, 0
@@ -224,7 +227,8 @@ class PinHandler:
         return [_stage(attempt, space, lease, copies)]
 
     def _replace(self, staging: _Staging, index: int, copy: Page | None) -> None:
-        """Puts the copy in the place of its page, or nothing where that is not what it was."""
+        """Replaces the page by its copy in the lease and in the answer; by a miss if the page is corrupt (`copy` is
+        None)."""
         page, staging.lease.pages[index] = staging.lease.pages[index], copy
         assert page is not None
         if copy is not None:
@@ -253,6 +257,6 @@ def _is_stored(page: Page) -> bool:
     return not page.tier.spec.addressable
 
 
-_NO_ROOM = Miss(MissReason.FULL, "the host tier has no room to read it from disk at present; raise host_bytes")
+_NO_ROOM = Miss(MissReason.FULL, "the host tier has no room to read it from disk now; raise host_bytes")
 _LOST = Miss(MissReason.SHARD_LOST, "the shard has no coordinator, or is leaving")
-_TOO_LATE = Miss(MissReason.DEADLINE, "it was not read from disk in time")
+_TOO_LATE = Miss(MissReason.DEADLINE, "the page was not read from disk in time")

@@ -4,13 +4,13 @@
                     WRITING -abort--> FREE
     a private copy: WRITING -lend-> CONDEMNED
 
-A free page is no object here: it is room in the allocator. The invariant that matters: bytes of a page are
-given to a reader only in READY, are written only in WRITING, and are given back only when no pin is left.
-A condemned page keeps its bytes for the readers that it has and is found by no new one. Each reservation
-gets a generation that no other ever had. This module owns no bytes and knows no time.
+A free page is not an object: it is space in the allocator. The invariant that matters: bytes of a page are given to a
+reader only in READY, are written only in WRITING, and are freed only when no pin is left. A condemned page keeps its
+bytes for its current readers, and new readers do not find it. Each reservation gets a new generation, which is never
+reused. This module owns no bytes and knows no time.
 
 A block may lie in two tiers at once, as twins: encoded below, and decoded above. The pages of a tier that is not
-addressable are not read where they lie: each reader gets a private copy in the staging tier, which ends with his lease.
+addressable are not read in place: each reader gets a private copy in the staging tier, which is freed with its lease.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, StoreAllocator, 
 
 
 class PageState(Enum):
-    """Where a page stands; see the module's drawing."""
+    """The state of a page; see the module's diagram."""
 
     WRITING = "writing"
     READY = "ready"
@@ -40,7 +40,7 @@ class PageState(Enum):
 
 
 class PageAction(Enum):
-    """What can be done to a page."""
+    """The actions that change a page's state."""
 
     COMMIT = "commit"
     ABORT = "abort"
@@ -59,18 +59,18 @@ TRANSITIONS: dict[tuple[PageState, PageAction], PageState] = {
 
 
 class IllegalTransition(AssertionError):
-    """A page was told to do what its state does not allow: our own mistake, never a caller's."""
+    """An action that the page's state does not allow: a bug of this package, never a caller's error."""
 
 
 class PoolKey(NamedTuple):
-    """A page's name within a tier."""
+    """The key of a page within a tier."""
 
     space: NamespaceId
     key: PageKey
 
 
 class Page:
-    """A reservation: where it lies and what it holds."""
+    """A reservation: where the page lies and what it holds."""
 
     __slots__ = (
         *("codec", "decoded", "depth", "generation", "key", "loss", "nbytes", "offset", "parent", "pins"),
@@ -101,30 +101,30 @@ class Page:
         self.loss = loss
         self.tier = tier
         self.codec = codec
-        self.decoded = False  # from its twin below, without which it does not stay: it is never encoded again
-        self.stays_raw = False  # it holds what no codec encodes
+        self.decoded = False  # from a twin below; not kept without one, so that it is never encoded again
+        self.stays_raw = False  # its bytes cannot be encoded
         self.state = PageState.WRITING
         self.pins = 0
         self.sums = b""
 
     def slot(self) -> PageSlot:
-        """What a holder of a lease gets to know."""
+        """Returns what the holder of a lease is told about the page."""
         return PageSlot(
             self.key, self.offset, self.nbytes, self.generation, self.loss, self.sums, self.codec, self.tier
         )
 
     def new(self) -> NewPage:
-        """As somebody asked for it who wanted to write it."""
+        """Returns the page as a writer requests it."""
         return NewPage(self.key, self.parent, self.depth, self.loss)
 
     def event(self) -> PageEvent:
-        """What the coordinator gets to know."""
+        """Returns what the coordinator is told about the page."""
         return PageEvent(self.space, self.key, self.parent, self.depth, self.tier, self.loss, self.codec)
 
 
 class PagePool:
-    """Pages by tier and key, over an allocator for each tier. `below` are those of the other addressable tiers,
-    `stores` those of the rest."""
+    """Pages by tier and key, over an allocator for each tier. `below` are the allocators of the other addressable
+    tiers, `stores` those of the rest."""
 
     def __init__(
         self,
@@ -142,14 +142,14 @@ class PagePool:
         self._pages: dict[Tier, dict[PoolKey, Page]] = {tier: {} for tier in self.allocators}
         self._condemned: dict[int, Page] = {}  # by generation: their keys may be taken again; and private copies
         self._generation = 0
-        self._held: dict[NamespaceId, dict[tuple[int, Part], int]] = {}  # how many pages of each part take room
+        self._held: dict[NamespaceId, dict[tuple[int, Part], int]] = {}  # number of pages of each part that take space
         self.changes = 0
-        """Grows whenever a page is reserved or changes its state."""
+        """Incremented whenever a page is reserved or changes its state."""
 
     @classmethod
     def of(cls, config: ShardConfig, found: Mapping[Tier, RecoveredPages] | None = None) -> PagePool:
-        """The addressable tiers that are configured, one behind the other in one arena; and those whose stores could be
-        opened, where there is a staging tier to read them through."""
+        """Builds the pool of the configured addressable tiers, one behind the other in one arena, and of the tiers
+        whose stores could be opened, if there is a staging tier to read them through."""
         first = PageAllocator(FASTEST.spec.nbytes(config), config.extent_bytes)
         below: dict[Tier, PageAllocator] = {}
         stores: dict[Tier, StoreAllocator] = {}
@@ -168,11 +168,12 @@ class PagePool:
         return sum(map(len, self._pages.values()))
 
     def count(self, tier: Tier) -> int:
-        """How many pages are WRITING or READY in that tier."""
+        """Returns the number of pages that are WRITING or READY in that tier."""
         return len(self._pages[tier])
 
     def below(self, wanted_bytes: int = 0) -> tuple[TierUse, ...]:
-        """What there is of each tier below the first; readers wait for `wanted_bytes` of the staging tier."""
+        """Returns the use of each tier below the first. `wanted_bytes`: bytes of the staging tier that readers wait
+        for."""
         wanted = {STAGING: wanted_bytes}
         return tuple(
             TierUse(tier, allocator.capacity_bytes, allocator.free_bytes, self.count(tier), wanted.get(tier, 0))
@@ -181,16 +182,16 @@ class PagePool:
         )
 
     def above(self, tier: Tier) -> Tier | None:
-        """The tier that pages are demoted from into that one."""
+        """Returns the tier from which pages are demoted into that one."""
         return above(tier, self.tiers)
 
     @property
     def arena_bytes(self) -> int:
-        """Of the arena that all addressable tiers share."""
+        """Bytes of the arena that all addressable tiers share."""
         return sum(allocator.capacity_bytes for allocator in self.memory.values())
 
     def parts(self, space: NamespaceId) -> Collection[tuple[int, Part]]:
-        """The groups and parts of this namespace of which any page takes room."""
+        """Returns the (group, part) pairs of this namespace that have pages in this pool."""
         return self._held.get(space, {}).keys()
 
     @property
@@ -198,7 +199,8 @@ class PagePool:
         return len(self._condemned)
 
     def get(self, space: NamespaceId, key: PageKey) -> Page | None:
-        """The READY page for this key, of twins the upper one; else one that is WRITING."""
+        """Returns the READY page for this key, of twins the upper one; otherwise one that is WRITING; otherwise
+        None."""
         pool_key = PoolKey(space, key)
         writing: Page | None = None
         for pages in self._pages.values():
@@ -210,8 +212,8 @@ class PagePool:
         return writing
 
     def find(self, space: NamespaceId, key: PageKey, accept: Loss, *, encoded: bool = False) -> Page | Miss:
-        """The page for a reader who accepts that loss, or why he gets none. `encoded`: of twins the lower one, from
-        which a copy is made that will never be encoded again."""
+        """Returns the page for a reader that accepts that loss, or the miss. `encoded`: of twins the lower one, because
+        a copy of the decoded one could be encoded a second time."""
         page = self.get(space, key)
         if encoded and page is not None and page.decoded:
             page = self.below_of(page)
@@ -224,28 +226,29 @@ class PagePool:
         return page
 
     def on(self, tier: Tier, space: NamespaceId, key: PageKey) -> Page | None:
-        """The page that is WRITING or READY for this key in that tier."""
+        """Returns the page that is WRITING or READY for this key in that tier, or None."""
         pages = self._pages.get(tier)
         return pages.get(PoolKey(space, key)) if pages is not None else None
 
     def below_of(self, page: Page) -> Page | None:
-        """Its READY twin in a tier below, of two the upper one."""
+        """Returns the page's READY twin in a tier below, the upper one of two; None if there is none."""
         below = (self.on(tier, page.space, page.key) for tier in self.allocators if tier > page.tier)
         return next((twin for twin in below if twin is not None and twin.state is PageState.READY), None)
 
     def ready(self) -> Iterator[Page]:
-        """Every READY page, the fastest tier first, in each the oldest reservation first."""
+        """Yields every READY page: the fastest tier first, and within a tier the oldest reservation first."""
         return (page for pages in self._pages.values() for page in pages.values() if page.state is PageState.READY)
 
     def everything(self) -> Iterator[Page]:
-        """Every page that takes room, for whoever checks that nothing leaks."""
+        """Yields every page that takes space, for checks that nothing leaks."""
         for pages in self._pages.values():
             yield from pages.values()
         yield from self._condemned.values()
 
     def taken(self, space: NamespaceId, new: NewPage, into: Tier = FASTEST) -> Written | None:
-        """What becomes of the wish to write this page in that tier, where somebody has it, with no more loss, or writes
-        it. What is being written elsewhere, and loses more, gives way when this one is there."""
+        """Returns why this page need not be written in tier `into`: DUPLICATE if a READY page has no more loss, PENDING
+        if one is being written in that tier, or with no more loss in another. Otherwise None: a page that is being
+        written in another tier with more loss is dropped once this one is READY."""
         pool_key = PoolKey(space, new.key)
         there = [page for pages in self._pages.values() if (page := pages.get(pool_key)) is not None]
         if not there:
@@ -267,7 +270,7 @@ class PagePool:
         tier: Tier = FASTEST,
         codec: Codec = Codec.RAW,
     ) -> Page | None:
-        """A page to write, or None where there is no room for it."""
+        """Returns a page to write, or None if there is no room for it."""
         pool_key = PoolKey(space, key)
         assert pool_key not in self._pages[tier], "one writer a page"
         offset = self.allocators[tier].reserve(nbytes, pool_key)
@@ -277,7 +280,8 @@ class PagePool:
         return page
 
     def adopt(self, tier: Tier, found: RecoveredPage) -> bool:
-        """A page of that tier that was there before this pool, READY again. False where it cannot be."""
+        """Adds a recovered page of that tier as READY. Returns False if its key is taken or it cannot lie at its
+        offset."""
         pool_key = PoolKey(found.namespace, found.key)
         pages = self._pages[tier]
         if pool_key in pages or not self.stores[tier].adopt(found.offset, found.nbytes, pool_key):
@@ -288,7 +292,8 @@ class PagePool:
         return True
 
     def private(self, page: Page) -> Page | None:
-        """Room in the staging tier for a copy of this page that `find` does not find; None where there is none."""
+        """Reserves a private copy of this page in the staging tier, which `find` does not return; None if there is no
+        room."""
         pool_key = PoolKey(page.space, page.key)
         offset = self.memory[STAGING].reserve(page.nbytes, pool_key)
         if offset is None:
@@ -299,19 +304,19 @@ class PagePool:
         return copy
 
     def lend(self, copy: Page, sums: bytes) -> None:
-        """The bytes of a private copy are whole and verified: its one reader has it, until he is done."""
+        """Gives a private copy, whose bytes are complete and verified, to its one reader, until that unpins it."""
         self._act(copy, PageAction.LEND)
-        assert copy.generation in self._condemned, "a page that others find"
+        assert copy.generation in self._condemned, "not a private copy"
         copy.sums = sums
         copy.pins = 1
 
     def commit(self, page: Page, sums: bytes) -> None:
-        """The bytes are whole and verified: readers may have them."""
+        """Makes the page READY: its bytes are complete and verified."""
         self._act(page, PageAction.COMMIT)
         page.sums = sums
 
     def abort(self, page: Page) -> None:
-        """Its writer has stopped: the room is free."""
+        """Frees a page whose writer has stopped."""
         self._act(page, PageAction.ABORT)
         if self._condemned.pop(page.generation, None) is None:
             del self._pages[page.tier][PoolKey(page.space, page.key)]
@@ -323,27 +328,27 @@ class PagePool:
         page.pins += 1
 
     def unpin(self, page: Page) -> bool:
-        """One reader less. True where that gave the room back."""
+        """Removes one reader's pin. Returns True if that freed the page."""
         assert page.pins > 0, "an unpin without its pin"
         page.pins -= 1
         return self._free_if_unread(page)
 
     def condemn(self, page: Page) -> bool:
-        """No new readers. True where the room is free at once."""
+        """Admits no new readers. Returns True if the page had no readers and was freed at once."""
         self._act(page, PageAction.CONDEMN)
         del self._pages[page.tier][PoolKey(page.space, page.key)]
         self._condemned[page.generation] = page
         return self._free_if_unread(page)
 
     def check(self) -> None:
-        """Conservation: what the allocators gave out is what pages hold."""
+        """Asserts conservation: the bytes that the allocators have reserved are those that pages hold."""
         for tier, allocator in self.allocators.items():
             held = sum(allocator.size_class(page.nbytes) for page in self.everything() if page.tier is tier)
             assert held == allocator.used_bytes, f"pages hold {held}, the allocator gave {allocator.used_bytes}"
         counted = sum(sum(held.values()) for held in self._held.values())
-        assert counted == sum(1 for _ in self.everything()), "parts that are held are counted otherwise"
+        assert counted == sum(1 for _ in self.everything()), "the number of pages by part is wrong"
         unread = [page for page in self._condemned.values() if not page.pins]
-        assert all(page.state is PageState.WRITING for page in unread), "a condemned page without readers takes room"
+        assert all(page.state is PageState.WRITING for page in unread), "a condemned page without readers takes space"
 
     def _page(
         self,

@@ -2,8 +2,8 @@
 
 The shard reserves the pages under a write lease of its own and the shell fills them (Fetch). The Commit or Abort of
 that lease ends the order, as for any writer. An order that comes while another runs waits: the shell fetches for one at
-a time, and the lease of a second would run out meanwhile. One that comes while another waits takes its place: the
-coordinator gives one at a time, and has withdrawn what came before.
+a time, and the lease of a second would expire meanwhile. An order that comes while another waits replaces it: the
+coordinator gives one at a time, and has withdrawn the earlier one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Pull(NamedTuple):
 
 
 class Puller:
-    """The pull under way, and the one that waits for its end."""
+    """The pull under way, and the order that waits for its end."""
 
     def __init__(
         self,
@@ -49,25 +49,27 @@ class Puller:
 
     @property
     def attempt(self) -> Attempt | None:
-        """Under which pages are being pulled."""
+        """The attempt under which pages are being pulled, or None."""
         return self._running.attempt if self._running is not None else None
 
     def reset(self) -> None:
-        """Another coordinator gives the orders: what waits is not begun. What runs ends by itself."""
+        """Drops the waiting order, because another coordinator gives the orders now. The running pull ends by
+        itself."""
         self._next = None
 
     def take(self, order: PullOrder) -> None:
-        """A new order."""
+        """Queues a new order in place of one that waits."""
         self._drop_waiting()
         self._next = order
 
     def purge(self, stone: Tombstone) -> None:
-        """What the tombstone names is not begun: the source may not have heard of the purge."""
+        """Drops the waiting order if the tombstone covers it: the source may not have applied the purge yet."""
         if self._next is not None and stone.names(self._next.tenant, self._next.spec):
             self._drop_waiting()
 
     def begin(self, now: int) -> list[Effect]:
-        """Begins the pull that waits, if none is under way. Where nothing of it is to be fetched, it has ended."""
+        """Begins the waiting pull if none is under way. The order ends at once if none of its pages is to be
+        fetched."""
         if self._running is not None or self._next is None:
             return []
         order, self._next = self._next, None
@@ -77,7 +79,8 @@ class Puller:
         return effects
 
     def ended(self, attempt: Attempt, committed: int = 0) -> None:
-        """The lease of this attempt has ended, perhaps that of a pull, with so many pages that came."""
+        """Ends the running pull if the attempt whose lease has ended is its own. `committed`: pages that were
+        fetched."""
         if self._running is not None and self._running.attempt == attempt:
             self._counters["pulled"] += committed
             self._cursor.ended(self._running.order)

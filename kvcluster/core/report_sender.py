@@ -1,9 +1,9 @@
-"""A shard's conversation with the coordinator: reports out, acknowledgements in, and the term of its membership.
+"""A shard's reports to the coordinator, their acknowledgements, and the term of the shard's membership.
 
-One message is under way at a time. It goes out when there is news, when something was done that was ordered, or
-when a heartbeat is due; where the last one failed, the next waits, however urgent. The membership term is counted
-from before a message was sent whose answer came, less a margin for clocks that drift: the coordinator counts from
-after it heard, so the shard's own term always ends first.
+One message is in flight at a time. It is sent when there are new events, when an order has been carried out or space is
+wanted, or when a heartbeat is due; after a failure the next one waits, however urgent. The membership term of an
+answered message starts before the message was sent and is shortened by a margin for clock drift. The coordinator's term
+starts after it received the message, so the shard's own term always ends first.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ MS = 1_000_000
 
 
 class ReportSender:
-    """The sending end. `everything` lists all READY pages at the moment of the call."""
+    """The sending end. `everything` returns all READY pages at the time of the call."""
 
     def __init__(self, config: ShardConfig, *, membership_ttl_ms: int, everything: Callable[[], Everything]) -> None:
         self._interval = config.report_interval_ms * MS
         self._retry = config.report_retry_ms * MS
-        self._term = membership_ttl_ms * MS - membership_ttl_ms * MS // 50  # a clock that drifts by 2 % is broken
+        self._term = membership_ttl_ms * MS - membership_ttl_ms * MS // 50  # the margin: no working clock drifts by 2 %
         self._stream = ReportStream(everything)
         self._in_flight: tuple[StreamPiece, int] | None = None  # (content, sent at)
         self._flushes: dict[CallId, tuple[int, int]] = {}  # (stream number to be acknowledged, when to give up)
         self._next_report = 0
         self._holdoff = False  # the last report failed: the next waits, however urgent
         self._member_until = 0
-        self._unsaid = False  # something ordered was done, or room is wanted, and no report has told it yet
+        self._unsaid = False  # an order was carried out, or space is wanted, and it is not reported yet
         self.coordinator = Epoch(0)
 
     def member(self, now: int) -> bool:
-        """Is a coordinator known to know this shard?"""
+        """Whether the membership term runs: a coordinator counts this shard as a member."""
         return now < self._member_until
 
     @property
@@ -57,22 +57,22 @@ class ReportSender:
         return min(due, default=None)
 
     def tell(self, event: StreamEvent) -> None:
-        """One more event for the stream."""
+        """Appends an event to the stream."""
         self._stream.append(event)
 
     def say_soon(self) -> None:
-        """Something other than the stream has changed that the coordinator waits for."""
+        """Requests a report soon: something outside the stream has changed that the coordinator waits for."""
         self._unsaid = True
 
     def due(self, now: int) -> bool:
-        """Is a message to go out now?"""
+        """Whether a message is to be sent now."""
         if self._in_flight is not None:
             return False
         urgent = (self._stream.has_news or self._unsaid) and not self._holdoff
         return urgent or now >= self._next_report
 
     def compose(self, build: Callable[[StreamPiece], Report | Inventory], now: int) -> Report | Inventory:
-        """The next message; `build` adds to its piece of the stream what else the shard has to say."""
+        """Returns the next message. `build` makes it of a piece of the stream and the shard's other state."""
         piece = self._stream.next_piece()
         self._in_flight = (piece, now)
         if not piece.inventory:
@@ -80,37 +80,38 @@ class ReportSender:
         return build(piece)
 
     def answered(self, ack: ReportAck, now: int) -> bool:
-        """Takes note of an answer. True where it is the present coordinator's, whose orders count."""
+        """Processes an answer. Returns True if it is from the current coordinator, whose orders are to be carried
+        out."""
         assert self._in_flight is not None, "an answer without its report"
         piece, sent_at = self._in_flight
         self._in_flight = None
         if ack.leave is not None:
             return True
-        if ack.epoch < self.coordinator:  # an older coordinator that does not know yet that it is over
+        if ack.epoch < self.coordinator:  # an older coordinator that does not know yet that it was replaced
             self._wait(now)
             return False
         if ack.epoch > self.coordinator:
             self.coordinator = ack.epoch
             self._stream.reset()
-            # What was flushed before is in the inventory that now begins.
+            # What the flushes wait for is in the inventory that now begins.
             self._flushes = {call: (0, until) for call, (_, until) in self._flushes.items()}
             self._next_report = now
             self._holdoff = False
             return False
         self._member_until = sent_at + self._term
-        # From when it was asked, as the term is: after an answer that came late the next must not.
+        # Counted from when the message was sent, as the term is: a late answer must not delay the next report.
         self._next_report = max(now, sent_at + self._interval)
         self._holdoff = False
         if ack.inventory:
             self._stream.owe_inventory()
-            if piece.inventory:  # it refuses what it asked for: no haste
+            if piece.inventory:  # the coordinator refuses the inventory that it asked for: do not hurry
                 self._wait(now)
         else:
             self._stream.answered(piece, ack.acked)
         return True
 
     def failed(self, now: int) -> None:
-        """The message did not arrive, or its answer did not."""
+        """The message or its answer was lost. The next message waits for the retry interval."""
         self._in_flight = None
         self._wait(now)
 
@@ -131,7 +132,7 @@ class ReportSender:
         return done
 
     def end(self) -> list[Effect]:
-        """Nothing is told any more: whoever waits for that learns so."""
+        """Ends the membership and all reports. Answers waiting flushes with Done(False)."""
         self._member_until = 0
         left: list[Effect] = [Answer(call, Done(False)) for call in self._flushes]
         self._flushes.clear()

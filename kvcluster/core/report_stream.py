@@ -1,10 +1,10 @@
 """The report stream: what a shard tells the coordinator, numbered, acknowledged and bounded.
 
-Numbers belong to one pair of (shard epoch, coordinator epoch) and begin at 1. The sender keeps what is not
-yet acknowledged and sends it again; the receiver skips what it has and asks for an inventory where a number
-is missing. Where the sender had to forget (too much unacknowledged, a new coordinator), it offers an
-inventory by itself: everything it holds, in chunks, marked with the number up to which it is true. Events
-that happen meanwhile have higher numbers and follow. One message is under way at a time.
+Numbers belong to one pair of (shard epoch, coordinator epoch) and begin at 1. The sender keeps unacknowledged
+events and sends them again; the receiver skips those that it has, and asks for an inventory if a number is missing.
+If the sender had to drop events (too many unacknowledged, or a new coordinator), it sends an inventory unasked:
+everything it holds, in chunks, marked with the number of the last event that it includes. Later events have higher
+numbers and follow. One message is in flight at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcluster.core.messages import PageEvent, StreamEvent
 
 @dataclass(frozen=True, slots=True)
 class StreamPiece:
-    """What goes into the next message: events from number `first`, or one chunk of an inventory."""
+    """The content of the next message: events from number `first` on, or one chunk of an inventory."""
 
     first: int = 0
     events: tuple[StreamEvent, ...] = ()
@@ -33,7 +33,7 @@ class StreamPiece:
 
 
 class Everything(Protocol):
-    """What an inventory has to tell, so many pages, of which a chunk at a time is asked for."""
+    """The events of an inventory, of known length, read one chunk at a time."""
 
     def __len__(self) -> int: ...
 
@@ -41,7 +41,7 @@ class Everything(Protocol):
 
 
 class ReportStream:
-    """The sending half. `everything` lists all READY pages at the moment of the call."""
+    """The sending half. `everything` returns all READY pages at the time of the call."""
 
     def __init__(self, everything: Callable[[], Everything]) -> None:
         self._everything = everything
@@ -50,7 +50,7 @@ class ReportStream:
         self._inventory: Everything | None = None
         self._upto = 0
         self._chunk = 0
-        self._owed = True  # a coordinator that knows nothing of us is owed an inventory
+        self._owed = True  # a new coordinator knows nothing of this shard
 
     @property
     def last(self) -> int:
@@ -59,7 +59,7 @@ class ReportStream:
 
     @property
     def acked(self) -> int:
-        """Everything up to this number is known to the coordinator; -1 while it is owed an inventory."""
+        """The coordinator has all events up to this number; -1 while it is owed an inventory."""
         return -1 if self._owed else self._acked
 
     @property
@@ -72,26 +72,26 @@ class ReportStream:
         self._backlog.append(event)
 
     def reset(self) -> None:
-        """Another coordinator listens: numbers begin again, with an inventory."""
+        """Restarts the numbers for another coordinator, with an inventory first."""
         self._backlog.clear()
         self._acked = 0
         self._inventory = None
         self._owed = True
 
     def owe_inventory(self) -> None:
-        """Events were lost on either side: all that we hold is to be told again."""
+        """Drops the backlog and restarts with an inventory, because events were lost on either side."""
         self._acked += len(self._backlog)
         self._backlog.clear()
         self._inventory = None
         self._owed = True
 
     def next_piece(self) -> StreamPiece:
-        """The next message's content; the same again until `answered`."""
+        """Returns the next message's content; the same again until `answered`."""
         if not self._owed:
             events = tuple(islice(self._backlog, limits.REPORTS_PER_MESSAGE))
             return StreamPiece(first=self._acked + 1, events=events)
         if self._inventory is None:
-            # What is in the backlog is in the snapshot too.
+            # The snapshot includes the events of the backlog.
             self._acked += len(self._backlog)
             self._backlog.clear()
             self._inventory = self._everything()
@@ -103,10 +103,10 @@ class ReportStream:
         return StreamPiece(inventory=True, upto=self._upto, chunk=self._chunk, last=last, pages=pages)
 
     def answered(self, piece: StreamPiece, acked: int) -> None:
-        """The coordinator has `piece`, and everything up to `acked`."""
+        """Records that the coordinator has `piece`, and all events up to `acked`."""
         if piece.inventory:
             if self._inventory is None or piece.chunk != self._chunk:
-                return  # an older inventory than the one we now owe
+                return  # of an older inventory than the one now owed
             self._chunk += 1
             if piece.last:
                 self._owed = False
@@ -118,12 +118,12 @@ class ReportStream:
 
 
 class ReportCursor:
-    """The receiving half: what the coordinator has heard of one shard incarnation."""
+    """The receiving half: how much of one shard incarnation's stream the coordinator has received."""
 
     def __init__(self) -> None:
         self._next = 0  # 0: an inventory has to come first
         self._next_chunk = 0
-        self._upto = 0  # of the inventory that came last: a chunk of another, overtaken on its way, is none of it
+        self._upto = 0  # of the latest inventory: a delayed chunk of an earlier one does not belong to it
 
     @property
     def acked(self) -> int:
@@ -131,11 +131,11 @@ class ReportCursor:
 
     @property
     def current(self) -> bool:
-        """Is all known that was sent so far?"""
+        """Whether everything that was sent so far has been received."""
         return self._next > 0
 
     def news(self, first: int, events: Sequence[StreamEvent]) -> Sequence[StreamEvent] | None:
-        """The events not heard before, or None where some are missing and an inventory is needed."""
+        """Returns the events not received before, or None if some are missing and an inventory is needed."""
         if self._next == 0:
             return None
         if first > self._next:
@@ -146,10 +146,10 @@ class ReportCursor:
         return fresh
 
     def chunk(self, chunk: int, *, upto: int, last: bool) -> bool:
-        """Takes note of an inventory chunk; False where it is not the one that comes next.
+        """Records an inventory chunk. Returns False if it is not the expected one.
 
-        The one before it counts again, unless news came after it: its answer was lost, and to begin anew for
-        that would never end where many chunks meet a network that loses a few answers.
+        A repetition of the previous chunk is accepted, unless events came after it: its answer was lost. Restarting the
+        inventory for that would never finish if there are many chunks and the network loses a few answers.
         """
         if chunk == 0:
             self._next = self._next_chunk = 0

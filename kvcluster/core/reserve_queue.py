@@ -1,8 +1,8 @@
-"""Reservations that wait for room: who wants how much, in which order, until when.
+"""The queue of reservations that wait for space.
 
-A shard that is full says so with its next report, and the coordinator orders evictions (docs/adr/0008). Writers
-wait in order of arrival, so that a large store is not overtaken for ever by small ones; each waits for a time of
-its own, after which it gets what fits.
+A full shard reports the bytes that it lacks, and the coordinator orders evictions (docs/adr/0008). Writers wait in
+order of arrival, so that small stores do not starve a large one. Each has its own time limit, after which it gets
+what fits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcluster.core.shard_namespaces import ShardNamespace
 
 @dataclass(slots=True)
 class _WaitingWrite:
-    """A reservation that waits until then, and the bytes that it lacked when the pool had changed so many times."""
+    """A reservation that waits until `until`. It lacked `lacked` bytes when `pool.changes` was `changes`."""
 
     request: Request[Reserve]
     space: ShardNamespace
@@ -45,11 +45,11 @@ class ReserveQueue:
 
     @property
     def pressure_bytes(self) -> int:
-        """What all of them want and do not find."""
+        """The bytes that all waiting reservations lack."""
         return sum(map(self._lacked, self._waiting.values()))
 
     def must_wait(self, m: Reserve, space: ShardNamespace) -> bool:
-        """Is there no room for it, or somebody before it? Where too many wait already, nobody does."""
+        """Whether `m` must queue: there is no room for it, or others wait. False if the queue is full."""
         room = len(self._waiting) < limits.WAITING_WRITES and self._pages + len(m.pages) <= limits.WAITING_PAGES
         return room and bool(self._waiting or self.lacking(m, space))
 
@@ -64,7 +64,7 @@ class ReserveQueue:
         return [waiting.space.id for waiting in self._waiting.values()]
 
     def withdraw(self, attempt: Attempt) -> list[Request[Reserve]]:
-        """Its writer has gone, and with it the wish."""
+        """Removes and returns the reservations of an attempt whose writer has gone."""
         requests = [waiting.request for waiting in self._waiting.values()]
         return self._take([request for request in requests if request.question.attempt == attempt])
 
@@ -72,19 +72,19 @@ class ReserveQueue:
         return self._take([waiting.request for waiting in self._waiting.values() if waiting.space.id in namespaces])
 
     def next_served(self, now: int) -> tuple[Request[Reserve], ShardNamespace] | None:
-        """The next that is to be granted what fits, taken out, and its namespace: the first one, once there is room for
-        it, or any that has waited long enough."""
+        """Removes and returns the next reservation to be granted what fits, with its namespace: the first one if there
+        is room for it, or any that has waited long enough. None if there is none."""
         for at, waiting in enumerate(self._waiting.values()):
             if now >= waiting.until or (at == 0 and not self._lacked(waiting)):
                 return self._take([waiting.request])[0], waiting.space
         return None
 
     def everyone(self) -> list[Request[Reserve]]:
-        """All of them, taken out."""
+        """Removes and returns all reservations."""
         return self._take([waiting.request for waiting in self._waiting.values()])
 
     def lacking(self, m: Reserve, space: ShardNamespace) -> int:
-        """Bytes that `m` would want and does not find. What can never fit is not waited for."""
+        """Returns the bytes that `m` lacks. Pages beyond the capacity are not counted, since waiting would not help."""
         wanted: dict[int, int] = {}
         for new in m.pages:
             if self._pool.taken(space.id, new) is None:
@@ -96,7 +96,7 @@ class ReserveQueue:
         lacking = sum(
             max(0, count - allocator.room(nbytes)) * allocator.size_class(nbytes) for nbytes, count in wanted.items()
         )
-        if len(wanted) > 1:  # what each size finds for itself, they may not find together
+        if len(wanted) > 1:  # sizes that fit alone may not fit together
             lacking = max(lacking, allocator.extents_lacking(wanted) * allocator.extent_bytes)
         return min(lacking, most)
 
@@ -107,7 +107,7 @@ class ReserveQueue:
         return those
 
     def _lacked(self, waiting: _WaitingWrite) -> int:
-        """What it lacks now. It is worked out again only where pages have changed: each step asks."""
+        """Returns the bytes that it lacks now. Computed only if pages have changed, since each step calls this."""
         if waiting.changes != self._pool.changes:
             waiting.lacked = self.lacking(waiting.request.question, waiting.space)
             waiting.changes = self._pool.changes
@@ -115,5 +115,5 @@ class ReserveQueue:
 
 
 def lost(request: Request[Reserve]) -> Answer:
-    """Nothing of this reservation may be written here, or nobody is left to write it."""
+    """Returns the answer LOST for all pages: they may not be written here, or the writer has gone."""
     return Answer(request.call, WriteGrant((Written.LOST,) * len(request.question.pages)))

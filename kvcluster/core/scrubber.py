@@ -1,9 +1,9 @@
-"""Which pages a shard reads again, and what that shows: the pages that a reader suspects at once, and all others in
-turn at a bounded rate, so that a page that rots while nobody reads it is found before somebody does.
+"""The scrubber: chooses the pages that a shard verifies again. Pages that a reader suspects come first, and all others
+in turn at a bounded rate, so that silent corruption is found before a reader needs the page.
 
-A reader's mismatch is no verdict. Its network may have flipped the bit, or it may lie; what condemns a page is that
-the shard itself, reading its own memory, finds other bytes than were committed. One batch is read at a time, by the
-shell, under a read lease: a page cannot be given to another block while it is being judged.
+A reader's mismatch does not condemn a page: its network may have flipped the bit, or it may lie. A page is condemned
+only if the shard, reading its own memory, finds other bytes than were committed. The shell reads one batch at a time,
+under a read lease, so that no page is reused for another block while it is being verified.
 """
 
 from __future__ import annotations
@@ -16,28 +16,29 @@ from kvcluster.core.pool import Page, PagePool, PageState
 
 SECOND = 1_000_000_000
 BATCH_BYTES = 4 * 2**20
-"""What one Verify asks for, about: a millisecond of a checksum's time, so that a suspect waits for little."""
+"""Approximate size of one Verify: a millisecond of checksums, so that a suspect page does not wait long."""
 
 ROUND_NS = 10 * SECOND
-"""A round begins no sooner than this after the last: a small pool is not to be read all the time."""
+"""The shortest time between the starts of two rounds, so that a small pool is not read continuously."""
 
 
 class Scrubber:
-    """Chooses; the shard grants the lease and says Verify. `scrub_bytes`: a second, of the round; 0 for none."""
+    """Chooses the pages; the shard grants the lease and emits Verify. `scrub_bytes`: bytes per second of the regular
+    round; 0 for no round."""
 
     def __init__(self, pool: PagePool, scrub_bytes: int) -> None:
         self._pool = pool
         self._rate = scrub_bytes
-        self._round: deque[Page] = deque()  # in order of last reading; some are gone by now
+        self._round: deque[Page] = deque()  # least recently read first; some are no longer READY
         self._suspects: dict[int, Page] = {}  # by generation
         self._reading: tuple[Attempt, list[Page]] | None = None
         self._next_scrub = 0
         self._round_began = 0
-        self._left = 0  # pages of this round that have not had their turn
+        self._left = 0  # pages of this round that are still to be read
 
     @property
     def next_deadline(self) -> int | None:
-        """When the round goes on; None while a batch is being read, whose end is a message."""
+        """When the next batch is due; None while a batch is being read, whose end is a message."""
         if self._reading is not None:
             return None
         if self._suspects:
@@ -46,24 +47,24 @@ class Scrubber:
 
     @property
     def attempt(self) -> Attempt | None:
-        """Under which a batch is being read."""
+        """The attempt under which a batch is being read, or None."""
         return self._reading[0] if self._reading is not None else None
 
     def committed(self, page: Page) -> None:
-        """It takes part in the round from now on."""
+        """Adds a committed page to the round."""
         if self._rate:
             self._round.append(page)
-            if len(self._round) > 2 * len(self._pool) + 1_024:  # most are gone: they are not to be kept for a round
+            if len(self._round) > 2 * len(self._pool) + 1_024:  # most are gone: do not keep them until their turn
                 self._round = deque(page for page in self._round if page.state is PageState.READY)
                 self._left = min(self._left, len(self._round))
 
     def suspect(self, page: Page) -> None:
-        """A reader got other bytes. More suspects than can be remembered are found by the round."""
+        """Queues a page whose bytes did not match for a reader. Beyond limits.SUSPECTS it is left to the round."""
         if len(self._suspects) < limits.SUSPECTS:
             self._suspects[page.generation] = page
 
     def choose(self, now: int) -> list[Page]:
-        """The pages to be read now; empty where there are none, or a batch is being read."""
+        """Returns the pages to be read now; [] if there are none, or a batch is being read."""
         if self._reading is not None:
             return []
         batch: list[Page] = []
@@ -92,13 +93,13 @@ class Scrubber:
         return batch
 
     def reading(self, attempt: Attempt, pages: list[Page]) -> None:
-        """The shell has been asked to read these."""
+        """Records that the shell has been asked to read these pages."""
         assert self._reading is None, "one batch at a time"
         self._reading = (attempt, pages)
 
     def verified(self, attempt: Attempt) -> list[Page]:
-        """The pages that were read under `attempt`, in the order of the Verify."""
-        assert self._reading is not None and self._reading[0] == attempt, "a verdict that nobody asked for"
+        """Ends the batch and returns the pages that were read under `attempt`, in the order of the Verify."""
+        assert self._reading is not None and self._reading[0] == attempt, "a result of a batch that is not under way"
         pages = self._reading[1]
         self._reading = None
         return pages

@@ -1,11 +1,11 @@
-"""A shard: the owner of pages and of the truth about them.
+"""A shard: the owner of pages, and the authority on their state.
 
-It allocates. Nobody else knows a page number: a worker asks by (namespace, hash, group, part) under the shard's epoch,
-and gets a page under a lease or a miss. What becomes readable or stops being so is told to the coordinator on the
-report stream (report_sender.py); what the coordinator wants done comes with its answers (order_executor.py).
+Only the shard allocates and knows where pages lie: a worker asks by (namespace, hash, group, part) under the shard's
+epoch, and gets a page under a lease, or a miss. The shard reports pages that become readable or cease to be so to the
+coordinator on the report stream (report_sender.py); the coordinator's orders come with its answers (order_executor.py).
 
-Without a coordinator for `membership_ttl` it grants no pin and commits nothing: it may have been replaced. When a
-newer incarnation of itself is known, or it has been drained, it is over.
+A shard that has had no coordinator for `membership_ttl` grants no pins and commits nothing: it may have been replaced.
+It leaves when the coordinator knows a newer incarnation of it, or when it has been drained.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ class Shard:
         host: str,
         found: Mapping[Tier, RecoveredPages] | None = None,
     ) -> None:
-        """`found`: of each tier with a store that is configured, what lies in that."""
+        """`found`: what recovery found in the store of each configured tier that has one."""
         found = found or {}
         self._shard = shard
         self.epoch = epoch
         self.offers = Offers(epoch)
-        """What its shell serves, told before the first step. It means nothing here."""
+        """The transports that the shell serves. The shell sets it before the first step; the core only passes it on."""
         self._address = address
         self._host = host
         self._pool = PagePool.of(config, found)
@@ -129,16 +129,16 @@ class Shard:
         )
         for tier in self._pool.stores:
             self._namespaces.adopt(tier, found[tier], self._pool)
-        self._inventoried: tuple[Tombstone, ...] = ()  # what was carried out before the inventory under way began
+        self._inventoried: tuple[Tombstone, ...] = ()  # tombstones carried out before the inventory under way began
         self._trouble = "; ".join(there.why_none for there in found.values() if there.why_none)
         self._over = False
-        self._pressed = False  # the last report told of somebody who waits for room
+        self._pressed = False  # the last report said that writers wait for space
         self._dispatcher = self._handlers()
 
     # ------------------------------------------------------------------------------------- the machine
 
     def _handlers(self) -> Dispatcher[ShardNamespace]:
-        """What steps each type of message. The parts that it names must have been built."""
+        """Returns the dispatcher with a handler for each type of message. The parts it uses must exist already."""
         return Dispatcher(
             self._namespaces.find,
             _UNKNOWN,
@@ -164,39 +164,40 @@ class Shard:
         )
 
     def step(self, message: ShardMessage, now: int) -> list[Effect]:
-        """Takes one message and returns what is to be done, in order."""
+        """Processes one message and returns the effects, in the order in which they are to be executed."""
         effects = self._dispatcher.step(message, now)
         effects += [*self._serve_waiting(now), *self._pins.serve(now, may_grant=self.member(now))]
         effects += self._verify(now)
-        if self._pressed and not self._queue:  # else this shard counts as full until its next heartbeat
+        if self._pressed and not self._queue:  # otherwise it counts as full until its next heartbeat
             self._pressed = False
             self._sender.say_soon()
         effects += self._report(now)
         return effects
 
     def next_deadline(self) -> int | None:
-        """When a Tick is due."""
+        """Returns when the next Tick is due, or None."""
         due = [self._queue.next_deadline, self._pins.next_deadline, self._leases.next_expiry]
         if not self._over:
             due += [self._sender.next_deadline, self._scrubber.next_deadline]
         return min((at for at in due if at is not None), default=None)
 
     def member(self, now: int) -> bool:
-        """May it grant pins and commit? Only while a coordinator is known to know it."""
+        """Whether it may grant pins and commit: only while a coordinator counts it as a member."""
         return not self._over and self._sender.member(now)
 
     @property
     def order_progress(self) -> OrderProgress:
-        """How far it is with the orders of its coordinator, as the next report tells it."""
+        """Its progress with the coordinator's orders, for the next report."""
         return self._order_cursor.progress
 
     def _takes_writes(self, now: int) -> bool:
-        """May writes begin? Not once it is drained: what was committed after its last word would go with it."""
+        """Whether writes may begin. Not while it is draining: pages committed after its last report would be lost with
+        it."""
         return self.member(now) and not self._orders.draining
 
     @property
     def pool(self) -> PagePool:
-        """Its pages, for whoever checks that nothing leaks."""
+        """Its pages, for checks that nothing leaks."""
         return self._pool
 
     @property
@@ -205,7 +206,8 @@ class Shard:
 
     @property
     def own_attempts(self) -> list[Attempt]:
-        """Under which it reads its pages again, moves them between its tiers, or pulls others, at present."""
+        """The attempts under which it currently verifies pages, moves or stages them between its tiers, or pulls
+        others."""
         attempts = (
             self._scrubber.attempt,
             self._puller.attempt,
@@ -234,7 +236,7 @@ class Shard:
 
     def _reserve(self, request: Request[Reserve], space: ShardNamespace, now: int) -> list[Effect]:
         m = request.question
-        if request.tenant == CLUSTER:  # another shard reads for all tenants, and writes for none
+        if request.tenant == CLUSTER:  # another shard may read for all tenants, but may not write
             return [Answer(request.call, _UNKNOWN)]
         refused = self._check(m) or self._check_parts(m, space)
         if refused is not None:
@@ -271,7 +273,7 @@ class Shard:
                 outcome.append(Written.LOST)
                 continue
             lease.pages[index] = None
-            if self._pool.taken(page.space, page.new()) is Written.DUPLICATE:  # by one that came into another tier
+            if self._pool.taken(page.space, page.new()) is Written.DUPLICATE:  # in another tier, committed first
                 self._pool.abort(page)
                 outcome.append(Written.DUPLICATE)
                 continue
@@ -284,8 +286,8 @@ class Shard:
         return [Answer(request.call, CommitGrant(tuple(outcome)))]
 
     def _committed(self, page: Page) -> None:
-        """It is READY from now on, in place of those that have lost more."""
-        if page.tier.spec.addressable:  # what lies in a store is verified when it is read
+        """Registers a page that is now READY, and withdraws its copies in other tiers that have more loss."""
+        if page.tier.spec.addressable:  # a page in a store is verified when it is read
             self._scrubber.committed(page)
         self._sender.tell(page.event())
         for tier in self._pool.allocators:
@@ -306,7 +308,7 @@ class Shard:
     def _suspect(self, request: Request[Suspect], space: ShardNamespace, now: int) -> list[Effect]:
         m = request.question
         for key in m.keys if m.epoch == self.epoch else ():
-            for tier in self._pool.allocators:  # which of twins the reader had, he does not know
+            for tier in self._pool.allocators:  # a reader does not know which of the twins it read
                 page = self._pool.on(tier, space.id, key)
                 if page is not None and page.state is PageState.READY:
                     self._counters["suspected"] += 1
@@ -314,13 +316,13 @@ class Shard:
         return [Answer(request.call, Done())]
 
     def _check(self, m: Pin | Reserve) -> Refused | None:
-        """What makes a question of a worker unanswerable, though it may see the namespace."""
+        """Returns why a worker's Pin or Reserve is refused, although it may see the namespace; None if it is not."""
         if m.epoch != self.epoch:
             return Refused(RefusedKind.STALE, f"this is epoch {self.epoch}, not {m.epoch}")
         if self._own.owns(m.attempt):
-            return Refused(RefusedKind.BAD, f"attempt {m.attempt} is this shard's own; draw a holder at random")
+            return Refused(RefusedKind.BAD, f"attempt {m.attempt} uses this shard's holder; draw a holder at random")
         if m.attempt in self._leases or self._queue.waits(m.attempt) or self._pins.waits(m.attempt):
-            return Refused(RefusedKind.BAD, f"attempt {m.attempt} has a lease already, or waits for one")
+            return Refused(RefusedKind.BAD, f"attempt {m.attempt} already has a lease, or waits for one")
         if self._leases.full(m.attempt.holder):
             return Refused(RefusedKind.LIMIT, f"{limits.LEASES_PER_HOLDER} leases are held already; release some")
         return None
@@ -348,7 +350,8 @@ class Shard:
         return offer
 
     def _serve_waiting(self, now: int) -> list[Effect]:
-        """Reservations that now find room, in order of arrival; and whoever has waited long enough gets what fits."""
+        """Grants waiting reservations: those that now find room, in order of arrival, and what fits to those that have
+        waited long enough."""
         if not self._takes_writes(now):
             return [lost(request) for request in self._queue.everyone()]
         effects: list[Effect] = []
@@ -357,7 +360,7 @@ class Shard:
         return effects
 
     def _give_back(self, lease: Lease) -> None:
-        """Ends what is left of a lease whose holder has stopped."""
+        """Unpins or aborts the remaining pages of a lease whose holder has stopped."""
         for page in lease.pages:
             if page is None:
                 continue
@@ -370,7 +373,7 @@ class Shard:
     # ------------------------------------------------------------------------------------------ integrity
 
     def _verify(self, now: int) -> list[Effect]:
-        """What is to be read again now, if anything."""
+        """Begins the next batch of the scrubber, if one is due."""
         pages = [] if self._over else self._scrubber.choose(now)
         if not pages:
             return []
@@ -389,14 +392,14 @@ class Shard:
                 self._counters["corrupt"] += 1
                 self._withdraw(pages[index], corrupt=True)
         lease = self._leases.end(m.attempt)
-        assert lease is not None, "a verdict without its lease"
+        assert lease is not None, "a verification without its lease"
         self._give_back(lease)
         return []
 
     # ---------------------------------------------------------------------------------------------- tiers
 
     def _move(self, now: int) -> list[Effect]:
-        """The next pages that change their tier, if any are to."""
+        """Begins the next batch of moves between tiers, if there is one."""
         return self._tier_mover.begin(now) if self.member(now) else []
 
     def _moved(self, m: Moved, now: int) -> list[Effect]:
@@ -406,14 +409,14 @@ class Shard:
     # ------------------------------------------------------------------------------------- the coordinator
 
     def _report(self, now: int) -> list[Effect]:
-        """The next message to the coordinator, if one is due and none is under way."""
+        """Sends the next message to the coordinator, if one is due and none is in flight."""
         if self._over or not self._sender.due(now):
             return []
         return [Send(self._sender.compose(self._message, now))]
 
     def _message(self, piece: StreamPiece) -> Report | Inventory:
-        # It carries the specs of its own pages, so that it is understood by a coordinator that knows nothing. Where a
-        # namespace has been forgotten since, so were its pages, and the stream goes on to say so.
+        # It carries the specs of its own pages, so that a coordinator that has just started understands it. If a
+        # namespace has been forgotten since, its pages are gone, and later events of the stream say so.
         named = (event.namespace for event in (*piece.pages, *piece.events) if isinstance(event, PageEvent))
         known = (self._namespaces.known(space) for space in dict.fromkeys(named))
         specs = tuple((space.tenant, space.spec) for space in known if space is not None)
@@ -441,7 +444,7 @@ class Shard:
         return []
 
     def _leave(self, farewell: Farewell, now: int) -> list[Effect]:
-        """Nothing is served from this incarnation any more."""
+        """Ends this incarnation: revokes all leases, and answers all waiting requests."""
         self._over = True
         effects: list[Effect] = [Revoke(attempt) for attempt in self._leases.revoke_all()]
         effects += [*self._serve_waiting(now), *self._pins.give_up()]
@@ -464,7 +467,7 @@ class Shard:
     # ------------------------------------------------------------------------------------------- reports
 
     def _inventory(self) -> Inventoried:
-        # The chunks are sent one by one, and a purge that comes between them is none that these pages have survived.
+        # The chunks are sent one by one. A purge that comes between them has not been applied to these pages.
         self._inventoried = self._orders.tombstones.all()
         return Inventoried(list(self._pool.ready()))
 
@@ -481,7 +484,7 @@ class Shard:
             capacity_bytes=allocator.capacity_bytes,
             free_bytes=allocator.free_bytes,
             pages=self._pool.count(FASTEST),
-            # Nobody waits for what it reads and moves by itself.
+            # Leases for its own reads and moves are not counted: no client waits for them.
             leases=len(self._leases) - len(self.own_attempts) + (self._puller.attempt is not None),
             counters=tuple(self._counters.items()),
             draining=self._orders.draining,

@@ -1,7 +1,7 @@
-"""The namespaces that a shard knows: whose each is, what KV looks like in it, and which parts it has held.
+"""The namespaces that a shard knows: the tenant and the spec of each, and the parts that it has held.
 
-A namespace is found only together with its tenant; a shard of the same cluster, which asks for all of them
-(ids.CLUSTER), finds each.
+A namespace is found only by its own tenant, and by other shards of the cluster, which ask for all tenants
+(ids.CLUSTER).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from kvcluster.core.withdrawal import Withdraw
 
 
 class ShardNamespace:
-    """One namespace. `parts`: the (group, part) pairs that were ever reserved here, and the bytes of a raw page of
-    each."""
+    """One namespace. `parts`: the (group, part) pairs that were reserved here, and the bytes of a raw page of each."""
 
     __slots__ = ("_coded", "id", "parts", "spec", "tenant")
 
@@ -40,9 +39,9 @@ class ShardNamespace:
         codec: Codec = Codec.RAW,
         tier: Tier = FASTEST,
     ) -> Page | Written:
-        """A page of this namespace to write, or what became of the wish for one: somebody has it or writes it, or there
-        is no room. One that has lost more gives way."""
-        assert codec is Codec.RAW or tier.spec.takes is not Takes.RAW, "an encoded page where raw ones lie"
+        """Reserves a page of this namespace to write. Returns it, or why not: it exists already (DUPLICATE), it is
+        being written (PENDING), or there is no room (FULL). An existing page with more loss is withdrawn."""
+        assert codec is Codec.RAW or tier.spec.takes is not Takes.RAW, "an encoded page in a raw tier"
         group, part = new.key.group, new.key.part
         taken = pool.taken(self.id, new, tier)
         if taken is not None:
@@ -69,17 +68,18 @@ class ShardNamespace:
         return page
 
     def takes(self, group: int, part: Part) -> bool:
-        """May pages of this part be here? What is done to a block is done to each part that its namespace has had."""
+        """Whether pages of this part may be held. The number of parts is limited, because an operation on a block is
+        applied to each part that its namespace has had."""
         return (group, part) in self.parts or len(self.parts) < limits.PARTS_PER_BLOCK
 
     def refusal(self, pool: PagePool, parts: Iterable[tuple[int, Part]]) -> Refused | None:
-        """Why pages of these (group, part) pairs can never be written to this pool; None where they can."""
+        """Returns why pages of these (group, part) pairs cannot be written to this pool; None if they can."""
         for group, part in parts:
             if group >= len(self.spec.groups) or self.spec.whole(group).intersect(part) != part:
                 return Refused(RefusedKind.BAD, f"group {group} of this spec has no part ({part})")
             if not self.takes(group, part):
                 return Refused(
-                    RefusedKind.LIMIT, f"{limits.PARTS_PER_BLOCK} other parts of this namespace are held here"
+                    RefusedKind.LIMIT, f"{limits.PARTS_PER_BLOCK} other parts of this namespace are held already"
                 )
             nbytes = self.spec.page_bytes(group, part)
             if not pool.allocator.fits_ever(nbytes):
@@ -91,17 +91,17 @@ class ShardNamespace:
         return None
 
     def forget_unused(self, pool: PagePool) -> None:
-        """Where there are as many parts as may be, those of which there is no page any more make room for others."""
+        """Drops parts without pages, if the limit of parts is reached, to make room for others."""
         if len(self.parts) >= limits.PARTS_PER_BLOCK:
             held = pool.parts(self.id)
             self.parts = {name: nbytes for name, nbytes in self.parts.items() if name in held}
 
     def hold(self, group: int, part: Part) -> None:
-        """Pages of this part are here, or have been."""
+        """Records that this part has pages."""
         self.parts.setdefault((group, part), self.page_bytes(group, part))
 
     def page_bytes(self, group: int, part: Part, codec: Codec = Codec.RAW) -> int:
-        """Of a page in that codec. Asked for with every page that is to be written."""
+        """Returns the bytes of a page in that codec. Cached, since it is called for every page to be written."""
         if codec is Codec.RAW:
             return self.parts.get((group, part)) or self.spec.page_bytes(group, part)
         nbytes = self._coded.get((group, part, codec))
@@ -110,12 +110,12 @@ class ShardNamespace:
         return nbytes
 
     def fitting(self, group: int, part: Part, codec: Codec) -> Codec:
-        """That codec, where it makes pages of this part any smaller."""
+        """Returns `codec` if it makes pages of this part smaller, otherwise RAW."""
         return codec if self.page_bytes(group, part, codec) < self.page_bytes(group, part) else Codec.RAW
 
 
 class ShardNamespaces:
-    """Namespaces by id. What `is_used` is never forgotten."""
+    """Namespaces by id. A namespace for which `is_used` is true is never forgotten."""
 
     def __init__(self, is_used: Callable[[NamespaceId], bool]) -> None:
         self._is_used = is_used
@@ -126,7 +126,8 @@ class ShardNamespaces:
         return iter(self._spaces.values())
 
     def attach(self, tenant: Tenant, spec: KVSpec) -> ShardNamespace | None:
-        """The namespace of this spec; None where the tenant has as many as it may."""
+        """Returns the namespace of this spec, new or known; None if the tenant's limit is reached and all are in
+        use."""
         space_id = spec.namespace(tenant)
         space = self._spaces.get(space_id)
         if space is None:
@@ -138,8 +139,8 @@ class ShardNamespaces:
         return space
 
     def adopt(self, tier: Tier, found: RecoveredPages, pool: PagePool) -> None:
-        """Puts the pages that were found in that tier's store into the pool again, but for namespaces beyond what their
-        tenant may have."""
+        """Adds the pages that recovery found in that tier's store to the pool, except those of namespaces beyond their
+        tenant's limit."""
         pages = found.by_namespace()
         for tenant, spec in found.specs:
             space = self.attach(tenant, spec)
@@ -154,11 +155,12 @@ class ShardNamespaces:
         return space if space is not None and tenant in (space.tenant, CLUSTER) else None
 
     def known(self, space_id: NamespaceId) -> ShardNamespace | None:
-        """For the shard's own work, whoever's namespace it is."""
+        """Returns the namespace of any tenant, for the shard's own work; None if it is not known."""
         return self._spaces.get(space_id)
 
     def _forget_bare(self, tenant: Tenant) -> bool:
-        """Makes room by forgetting a namespace of which nothing is here. Its workers attach again."""
+        """Forgets one unused namespace of the tenant. Returns False if all are in use. Its workers must attach
+        again."""
         bare = next((space for space in self._owned[tenant] if not self._is_used(space)), None)
         if bare is not None:
             del self._spaces[bare], self._owned[tenant][bare]

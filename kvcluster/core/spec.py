@@ -1,8 +1,8 @@
-"""What KV is: the spec that names a namespace, and the geometry that everything else derives from it.
+"""KVSpec: the description of KV that identifies a namespace, and the geometry derived from it.
 
-Two blocks may stand for one another only if everything here is equal: model, weights, adapter, block
-size, rotary settings, groups of layers and their planes, and the tenant. The digest of all that roots
-every block hash (hashing.py), so KV of another model or tenant is not refused but simply never found.
+Blocks are interchangeable only if all of this is equal: model, weights, adapter, block size, rotary settings,
+groups of layers and their planes, and the tenant. The digest of all that is the root of every block hash
+(hashing.py), so KV of another model or tenant is not refused: it is never found.
 
 A *group* is a set of layers with one block table; a *plane* is one tensor kind of a group (K, V, a
 latent); a *part* is the rectangle of layers and heads of a group that one rank holds. Layers of a part
@@ -48,19 +48,19 @@ def _check_text(value: object) -> None:
             raise SpecError(f"model, weights, adapter, rope, extra and packing are text, not {value!r}")
         value.encode()
     except UnicodeEncodeError:
-        raise SpecError(f"{value!r} is no text that could be sent to anybody") from None
+        raise SpecError(f"{value!r} cannot be encoded as UTF-8") from None
 
 
 PRIVATE_WEIGHTS = "private:"
-"""What the weights of an engine begin with that shares with nobody, before a random id."""
+"""The prefix of the weights of an engine that shares its KV with no other engine; a random id follows it."""
 
 
 def check_weights(weights: str) -> None:
-    """Raises SpecError for what names weights and does not pin them."""
+    """Raises SpecError if `weights` is a name that can change its meaning, such as "main"."""
     if not weights or weights.strip().lower() in _MUTABLE_WEIGHTS:
         raise SpecError(
             f"weights={weights!r} does not pin the weights: give a digest or commit, such as 'sha256:...'; "
-            "a name that can move would let stale KV be taken for fresh"
+            "under a name that can move, stale KV would be used as if it were current"
         )
 
 
@@ -68,10 +68,10 @@ def check_weights(weights: str) -> None:
 class Plane:
     """One tensor kind of a group. `heads` and `dim` are those of the whole model, not of a rank.
 
-    A plane that is not interpreted is `Plane.opaque(name, nbytes)`: one run of bytes a layer, block and head,
-    whatever the number of tokens. Recurrent state is opaque, and so is KV that an attention kernel packs in an order
-    of its own: then `packing` names that order, and only engines that pack alike share a namespace. All other planes
-    lie in page layout, and their `packing` is "".
+    A plane that is not interpreted is `Plane.opaque(name, nbytes)`: one run of bytes per layer, block and head,
+    whatever the number of tokens. Recurrent state is opaque, and so is KV that an attention kernel packs in its own
+    order: then `packing` names that order, and only engines with the same packing share a namespace. All other planes
+    are in page layout, and their `packing` is "".
     """
 
     name: str
@@ -96,7 +96,7 @@ class Plane:
 
     @classmethod
     def opaque(cls, name: str, nbytes: int, *, heads: int = 1, packing: str = "") -> Plane:
-        """A plane of `nbytes` uninterpreted bytes a layer, block and head."""
+        """Returns a plane of `nbytes` uninterpreted bytes per layer, block and head."""
         return cls(name, heads, nbytes, "opaque", packing)
 
     def nbytes(self, *, block_tokens: int, heads: int) -> int:
@@ -108,7 +108,7 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Which blocks before a boundary a group needs in order to go on from it.
+    """Which blocks before a boundary a group needs in order to continue from it.
 
     `prefix`: every one. `window`: those that hold the last `tokens` - 1 tokens. `last`: only the last.
     """
@@ -124,7 +124,7 @@ class Reuse:
             raise SpecError("reuse 'window' needs its number of tokens; the others take none")
 
     def blocks_needed(self, boundary: int, block_tokens: int) -> int:
-        """How many blocks right before block number `boundary` must be there."""
+        """Returns the number of blocks immediately before block number `boundary` that are needed."""
         if self.kind == "prefix":
             return boundary
         if self.kind == "last":
@@ -188,7 +188,7 @@ class Part(NamedTuple):
         return self.head_stop - self.head_start
 
     def intersect(self, other: Part) -> Part | None:
-        """The rectangle that both hold, or None."""
+        """Returns the rectangle that both contain, or None."""
         both = Part(
             max(self.layer_start, other.layer_start),
             min(self.layer_stop, other.layer_stop),
@@ -284,7 +284,7 @@ class KVSpec:
         return Part(0, len(self.groups[group].layers), 0, self.groups[group].heads)
 
     def check_part(self, group: int, part: Part) -> None:
-        """Raises SpecError where `part` is no rectangle within `group`."""
+        """Raises SpecError if `part` does not lie within `group`."""
         if not 0 <= group < len(self.groups):
             raise SpecError(f"group {group} does not exist; the spec has {len(self.groups)}")
         whole = self.whole(group)
@@ -301,11 +301,11 @@ class KVSpec:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes of KV a token, over all groups: what breaks even or not."""
+        """Bytes of KV per token, over all groups; the break-even calculation uses it."""
         return sum(self.page_bytes(i, self.whole(i)) for i in range(len(self.groups))) / self.block_tokens
 
     def canonical(self) -> bytes:
-        """Bytes that are equal exactly when the specs are: length-framed fields in declared order."""
+        """Returns bytes that are equal exactly if the specs are: length-framed fields in declared order."""
         out = [_CANONICAL_VERSION]
         out += [_text(self.model), _text(self.weights), _text(self.adapter), _text(self.rope)]
         out += [_number(self.block_tokens), _number(len(self.groups))]
@@ -326,16 +326,16 @@ class KVSpec:
         return _namespace(self, tenant)
 
 
-@lru_cache(maxsize=1_024)  # asked for with each attach and for each spec in a report, and always the same few
+@lru_cache(maxsize=1_024)  # called for each attach and each spec in a report, with few distinct specs
 def _namespace(spec: KVSpec, tenant: Tenant) -> NamespaceId:
     return NamespaceId(hashlib.sha256(spec.canonical() + _text(tenant)).digest())
 
 
 def differing_fields(one: KVSpec, other: KVSpec) -> tuple[str, ...]:
-    """Names of what differs between two specs, as a person would say it: `weights`, `dtype`, `extra.engine`...
+    """Returns the names of the differences between two specs, for people: `weights`, `dtype`, `extra.engine`...
 
-    `extra.KEY` is one pair of `extra`; `packing` is the order in which an attention kernel packs KV, also where only
-    one of the two packs it; `dtype` is the planes' number format; `layout` is any other difference of groups.
+    `extra.KEY` is one pair of `extra`; `packing` is the order in which an attention kernel packs KV, also if only one
+    of the two packs it; `dtype` is the planes' number format; `layout` is any other difference of groups.
     """
     names = [
         field.name

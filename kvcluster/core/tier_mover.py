@@ -1,16 +1,16 @@
-"""A shard's pages on their way between its tiers: demoted by being encoded below, promoted by being decoded above. The
-tier that a page comes into says in which codec it lies there (tiers.Takes); into a store it goes as it is.
+"""Moves a shard's pages between its tiers: demotion encodes a page into a lower tier, promotion decodes it into the
+first. The target tier determines the codec (tiers.Takes); a page moves into a store unchanged.
 
-What is to move the coordinator has ordered (MoveOrder); the shell does it, a batch at a time, beside everything else,
-and says what came of it. Meanwhile the source is read like before and the target is nobody's: a batch is a read lease
-and a write lease of the shard's own, so that whatever ends leases ends it too. A source that was withdrawn or replaced
-meanwhile takes its target with it.
+The coordinator orders the moves (MoveOrder). The shell carries them out, one batch at a time, concurrently with all
+other work, and reports the result (Moved). During the move the source can be read as before, and the target cannot be
+read. A batch holds a read lease and a write lease of the shard's own, so that whatever revokes leases revokes it too.
+If the source was withdrawn or replaced during the move, the target is aborted.
 
-What is demoted leaves its tier in any case. Where its twin lies below already it is not encoded again, and where there
-is no room below, which the coordinator has tried to make, it is evicted, as it would be without a tier below; likewise
-what cannot be written to a store. What was to stay raw goes encoded where only that has room. Where a store has
-room, but none for pages of this kind, the pages that its allocator names are evicted (StoreAllocator.sparsest), once a
-batch.
+A demoted page leaves its tier in any case. If its twin already lies below, it is not encoded again. If there is no room
+below, although the coordinator has tried to make some, or if it cannot be written to a store, it is evicted, as it
+would be without a tier below. A page that was to stay raw is encoded if only an encoded page finds room. If a store has
+room, but none for pages of this kind, the pages that its allocator names are evicted (StoreAllocator.sparsest), once
+per batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvcluster.core.tiers import Takes
 from kvcluster.core.withdrawal import Withdrawal
 
 BATCH_BYTES = 8 * 2**20
-"""What one batch reads, about: some milliseconds of encoding, after which those who wait for room get it."""
+"""Approximate bytes read per batch: some milliseconds of encoding, after which callers that wait for space get it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class _MoveBatch:
 
 
 class TierMover:
-    """Carries out move orders, the first first."""
+    """Carries out move orders in the order of arrival."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class TierMover:
         *,
         sampled: float,
     ) -> None:
-        """`sampled`: of what is encoded in q4, this share is looked at for what it loses. `committed` is told of each
-        page that is READY in its new place, before it leaves its old one."""
+        """`sampled`: the fraction of pages encoded in q4 whose error is measured. `committed` is called with each page
+        that is READY in its new tier, before it is withdrawn from its old one."""
         self._pool = pool
         self._leases = leases
         self._namespaces = spaces
@@ -70,33 +70,34 @@ class TierMover:
         self._counters = counters
         self._sampled = int(sampled * 2**32)
         self._samples: list[tuple[NamespaceId, int]] = []
-        self._orders: list[MoveOrder] = []  # that have moves left, or in the batch
+        self._orders: list[MoveOrder] = []  # with moves that are left or in the batch
         self._left: deque[Move] = deque()
         self._batch: _MoveBatch | None = None
-        self._gave_up = False  # in the batch that is being put together
+        self._gave_up = False  # pages of a store were evicted for the batch being built
 
     @property
     def attempts(self) -> list[Attempt]:
-        """The leases of the batch that is under way."""
+        """The attempts of the two leases of the batch under way."""
         return [self._batch.reading, self._batch.writing] if self._batch is not None else []
 
     def reset(self) -> None:
-        """Another coordinator gives the orders. What the last one ordered ends with its batch."""
+        """Drops all orders, because another coordinator gives them now. The batch under way ends by itself."""
         self._orders.clear()
         self._left.clear()
 
     def samples(self) -> tuple[tuple[NamespaceId, int], ...]:
-        """What was found since the last call, for the next report. One that is lost on its way is no loss."""
+        """Returns the errors measured since the last call, for the next report. Losing a report of them does no
+        harm."""
         samples, self._samples = self._samples, []
         return tuple(samples)
 
     def take(self, order: MoveOrder) -> None:
-        """A new order."""
+        """Queues a new order."""
         self._orders.append(order)
         self._left.extend(order.moves)
 
     def begin(self, now: int) -> list[Effect]:
-        """The next batch, if none is under way and anything is left to move."""
+        """Begins the next batch if none is under way. Ends the orders if nothing is left to move."""
         if self._batch is not None:
             return []
         pairs: list[tuple[Page, Page]] = []
@@ -104,11 +105,11 @@ class TierMover:
         self._gave_up = False
         while self._left and nbytes < BATCH_BYTES and len(pairs) < limits.MOVED_PAGES:
             if pairs and self._left[0].to is not pairs[0][1].tier:
-                break  # it may want the room that this batch makes at its end
+                break  # it may need the space that the end of this batch frees
             move = self._left.popleft()
             space = self._namespaces.known(move.namespace)
             if space is not None and move.to in self._pool.allocators:
-                for group, part in space.parts:  # the parts of a block go together
+                for group, part in space.parts:  # all parts of a block move together
                     pair = self._pair(move, space, group, part)
                     if pair is not None:
                         pairs.append(pair)
@@ -126,9 +127,9 @@ class TierMover:
         return [MovePages(batch.writing, tuple(map(self._page_move, pairs)))]
 
     def end(self, m: Moved, *, may_commit: bool) -> None:
-        """The batch has come to its end."""
+        """Ends the batch: commits the targets that were written and verified, and aborts the others."""
         batch, self._batch = self._batch, None
-        assert batch is not None and batch.writing == m.attempt, "an end of what never began"
+        assert batch is not None and batch.writing == m.attempt, "the end of a batch that is not under way"
         for index, error in m.errors[: limits.SAMPLES - len(self._samples)]:
             self._samples.append((batch.pairs[index][0].space, error))
         commits = may_commit and self._leases.running(batch.writing)
@@ -146,7 +147,7 @@ class TierMover:
                 elif alive and sums is None and not target.tier.spec.addressable:
                     self._evict(source)
                 elif alive and sums is None and target.tier > source.tier and not source.stays_raw:
-                    source.stays_raw = True  # it goes as it is, by the next batch
+                    source.stays_raw = True  # it cannot be encoded: the next batch moves it raw
                     self._left.appendleft(Move(source.space, source.key.hash, target.tier))
             self._pool.unpin(source)
 
@@ -162,7 +163,8 @@ class TierMover:
             self._counters["promoted"] += 1
 
     def _pair(self, move: Move, space: ShardNamespace, group: int, part: Part) -> tuple[Page, Page] | None:
-        """A page that is to be moved, and its target, reserved. What is done at once is done."""
+        """Returns the page to move and its reserved target. Returns None if there is nothing to move, or if the page
+        was withdrawn or evicted instead."""
         key = PageKey(move.hash, group, part)
         leaves = self._pool.above(move.to)
         down = leaves is not None
@@ -184,7 +186,7 @@ class TierMover:
         return source, target
 
     def _codecs(self, move: Move, source: Page) -> list[Codec]:
-        """In which it may go there, the best first."""
+        """Returns the codecs in which the page may lie in the target tier, the preferred one first."""
         takes = move.to.spec.takes
         if takes is Takes.UNCHANGED:
             return [source.codec]
@@ -222,7 +224,8 @@ class TierMover:
         )
 
     def _source(self, move: Move, leaves: Tier | None, space: NamespaceId, key: PageKey) -> Page | None:
-        """What is READY of it where it comes from: in the tier that it leaves, or in the first below that has it."""
+        """Returns the READY page to move: in the tier that a demotion leaves, or in the first tier below that has
+        it."""
         below = [tier for tier in self._pool.allocators if tier > move.to]
         for tier in [leaves] if leaves is not None else below:
             page = self._pool.on(tier, space, key)
@@ -240,5 +243,5 @@ class TierMover:
 
 
 def page_move(space: ShardNamespace, source: Page, target: Page) -> PageMove:
-    """What the shell is to know of it."""
+    """Returns what the shell needs to move a page from `source` to `target`."""
     return PageMove(space.id, space.tenant, space.spec, source.parent, source.depth, source.slot(), target.slot())

@@ -1,12 +1,12 @@
-"""The tiers of a shard, the fastest first: what each is, in one row. No other module names one.
+"""The tiers of a shard, the fastest first, one row each. No other module names a tier.
 
-A tier is *addressable* where a reader is given its pages where they lie; such tiers share the shard's arena, one behind
-the other. The pages of any other tier lie in a store (runtime/tier_store.py): a reader gets a copy of them in the
-staging tier, and nothing but a demotion writes there. A tier is *durable* where its pages survive a restart: they are
-recovered when the shard starts, and what is purged is erased there too.
+A tier is *addressable* if readers read its pages in place; such tiers share the shard's arena, one behind the other.
+The pages of any other tier lie in a store (runtime/tier_store.py): a reader gets a copy of them in the staging tier,
+and only demotions write there. A tier is *durable* if its pages survive a restart: they are recovered when the shard
+starts, and a purge erases them from the store too.
 
-A shard has the first tier, and of the others those that its configuration gives bytes. Pages are demoted from each into
-the next one that the shard has, and promoted into the first; only from the last they are evicted.
+A shard has the first tier, and those others that its configuration gives bytes. Pages are demoted from each tier into
+the next one that the shard has, promoted into the first, and evicted only from the last.
 
 To add a tier: a row here, a module with its store, a member of the same name in the wire's enum, and its settings in
 config.py (docs/architecture.md).
@@ -24,15 +24,15 @@ from kvcluster.core.file_allocator import FileAllocator, Owner
 
 
 class Takes(Enum):
-    """In which codec a page lies in a tier that it is moved into."""
+    """The codec of a page in a tier that it is moved into."""
 
     RAW = "raw"  # decoded
     ENCODED = "encoded"  # as the order says
-    UNCHANGED = "unchanged"  # as it lay in the tier that it comes from
+    UNCHANGED = "unchanged"  # as in the tier that it comes from
 
 
 class TierAllocator(Protocol):
-    """Gives out ranges of a tier's bytes, by offset. It owns no bytes.
+    """Allocates ranges of a tier's bytes, by offset. It owns no bytes.
 
     The invariant: reserved ranges do not overlap, and `used_bytes` is the sum of their size classes.
     """
@@ -45,39 +45,39 @@ class TierAllocator(Protocol):
 
     @property
     def free_bytes(self) -> int:
-        """What is not reserved. A single page may find less: ask `reserve`."""
+        """Bytes that are not reserved. A page may still find no room: call `reserve`."""
 
     def size_class(self, nbytes: int) -> int:
-        """The bytes that a page of `nbytes` takes."""
+        """Returns the bytes that a page of `nbytes` takes."""
 
     def reserve(self, nbytes: int, owner: Owner) -> int | None:
-        """The offset of a range for that page; None where there is no room for it."""
+        """Reserves a range for that page and returns its offset; None if there is no room for it."""
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Gives back what `reserve` returned for `nbytes`."""
+        """Frees the range that `reserve` returned for `nbytes`."""
 
     def check(self) -> None:
-        """Raises AssertionError where the invariant does not hold."""
+        """Raises AssertionError if the invariant does not hold."""
 
 
 class StoreAllocator(TierAllocator, Protocol):
     """The allocator of a tier that is not addressable."""
 
     def adopt(self, offset: int, nbytes: int, owner: Owner) -> bool:
-        """Reserves the range in which that page was found. False where it cannot lie there."""
+        """Reserves the range in which recovery found that page. Returns False if it cannot lie there."""
 
     def sparsest(self, nbytes: int, owner: Owner) -> list[tuple[Owner, int]]:
-        """Where there is room, but not for that page: the pages, with their offsets, whose eviction makes room for it.
-        [] where eviction makes none, or `reserve` needs none."""
+        """Returns the pages, with their offsets, whose eviction makes room for that page, if free space exists but not
+        for pages of its kind. [] if eviction does not help, or `reserve` does not need it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """One tier. `medium`: what KV events call it. `nbytes`: how much of it a configuration asks for, 0 for none.
+    """One tier. `medium`: its name in KV events. `nbytes`: returns its configured bytes, 0 for none.
 
-    Of a tier that is not addressable, `allocator` makes its allocator out of what its store has found
-    (Found.capacity_bytes, Found.file_bytes), and `store` is where the function lies that opens the store
-    (runtime/tier_store.py, OpenStore). It is named and not imported, since the core knows no I/O.
+    For a tier that is not addressable, `allocator` makes its allocator from `RecoveredPages.capacity_bytes` and
+    `RecoveredPages.file_bytes`, and `store` names the function that opens the store (runtime/tier_store.py, OpenStore).
+    That is a name and not an import, since the core does no I/O.
     """
 
     takes: Takes
@@ -117,17 +117,17 @@ FASTEST = Tier.DEVICE
 """The tier that workers write into. Every shard has it, and its pages are raw."""
 
 ADDRESSABLE = tuple(tier for tier in Tier if tier.spec.addressable)
-"""The tiers that readers are shown, and that replicas come into."""
+"""The tiers that readers read from, and that replicas are pulled into."""
 
 STAGING = ADDRESSABLE[-1]
-"""The tier in which a reader's private copies of pages lie that are not addressable: it takes every codec."""
+"""The tier that holds readers' private copies of pages that are not addressable. It takes every codec."""
 
 STORED = tuple(tier for tier in Tier if not tier.spec.addressable)
 """The tiers whose pages lie in a store."""
 
 
 def above(tier: Tier, tiers: Sequence[Tier]) -> Tier | None:
-    """The tier from which a shard that has these `tiers`, the fastest first, demotes pages into `tier`. None for the
-    first, and for one that it does not have."""
+    """Returns the tier from which a shard with these `tiers`, the fastest first, demotes pages into `tier`. None for
+    the first tier, and for one that it does not have."""
     at = tiers.index(tier) if tier in tiers else 0
     return tiers[at - 1] if at else None

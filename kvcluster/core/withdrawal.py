@@ -1,7 +1,7 @@
-"""Withdrawing a page: nobody new reads it, and the coordinator is told.
+"""Withdrawing a page: it gets no new readers, and the coordinator is told.
 
-What was decoded from it goes with it, be it read a thousand times a second, unless it lies encoded in another tier too.
-Alone it would be encoded again some day, and lose more each time.
+The decoded twin of a withdrawn page is withdrawn too, however hot it is, unless an encoded twin lies in another tier.
+Without an encoded twin it would be encoded again later, and lose more precision each time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Withdraw = Callable[[Page], None]
 
 
 class Withdrawal:
-    """Of the pages of one shard. Its room is free when the last reader has ended."""
+    """Withdraws pages of one shard. A withdrawn page is freed when its last reader has ended."""
 
     def __init__(self, pool: PagePool, report_sender: ReportSender) -> None:
         self._pool = pool

@@ -1,13 +1,12 @@
 """Arena: the region of memory that a shard's pages lie in. It owns the bytes and knows nothing of pages.
 
-One mapping, made once and populated at once where the platform can: copying into cold memory is several times
-slower, and a pool that does not fit should fail at the start, not under load. It begins on a page of the
-system's, so that the allocator's aligned offsets are aligned addresses. Which range is whose is the allocator's
-business.
+One mapping, made once and populated at once if the platform supports it: copying into unpopulated memory is several
+times slower, and a pool that does not fit should fail at the start, not under load. It begins at a page boundary of
+the system, so that the allocator's aligned offsets are aligned addresses. The allocator decides how ranges are used.
 
-Where the system has memory files, the memory is one: it has no name and lies in no directory, other processes of
-this host map it by a descriptor that they are handed (mapping.py), and it goes with the last of them. Its size is
-sealed, so that nobody who maps it can find it gone under his feet. Elsewhere it is this process's own.
+If the system has memory files (memfd), the memory is one: it has no name and lies in no directory, other processes of
+this host map it by a descriptor that they receive (mapping.py), and it is freed with the last of them. Its size is
+sealed, so that it cannot shrink under a process that maps it. Otherwise it is private to this process.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from kvcluster.errors import ConfigError
 from kvcluster.pages.region import HostRegion, RegionKind, address_of
 
 FILE_NAME = "kvcluster-arena"
-"""As /proc shows it among the mappings of a process."""
+"""The name that /proc shows in the mappings of a process."""
 
 _CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class Arena(HostRegion):
-    """`nbytes` of zeroed memory: SHARED and mappable where it is a memory file, else HOST. Raises ConfigError where the
-    machine or container cannot give that much.
+    """`nbytes` of zeroed memory: SHARED and mappable if it is a memory file, otherwise HOST. Raises ConfigError if the
+    machine or container does not have that much.
 
-    `close`, or leaving the `with` block, makes further views a ValueError. Views given out before stay
-    valid, and the memory goes back to the system with the last of them.
+    After `close`, or after leaving the `with` block, `view` raises ValueError. Earlier views stay valid, and the
+    memory is freed with the last of them.
     """
 
     def __init__(self, nbytes: int) -> None:
         if nbytes < 1:
             raise ConfigError(f"an arena of {nbytes} bytes cannot hold a page; give device_bytes a size, such as 1GiB")
-        # Asked before mapping, because populating past a container's limit kills the process without a word.
+        # Checked before mapping, because populating beyond a container's limit kills the process without an error.
         limit = _memory_bytes()
         if nbytes > limit:
             raise ConfigError(_refusal(nbytes, f"this machine or container has {limit >> 20} MiB in all"))
@@ -54,13 +53,13 @@ class Arena(HostRegion):
         super().__init__(whole, address_of(whole), kind, mappable=shared)
 
     def read_only_view(self, offset: int, nbytes: int) -> memoryview:
-        """As `view`, but nothing can be written through it."""
+        """As `view`, but read-only."""
         return self.view(offset, nbytes).toreadonly()
 
     def open(self, *, writable: bool) -> int:
-        """A new descriptor by which another process maps this memory; the caller closes it.
+        """Returns a new descriptor by which another process can map this memory; the caller closes it.
 
-        What was opened for reading cannot be mapped for writing. Raises ConfigError where this is no memory file.
+        A descriptor opened for reading cannot be mapped for writing. Raises ConfigError if this is not a memory file.
         """
         if self._file is None:
             raise ConfigError("this arena cannot be shared: the system has no memory files, or it is closed")
@@ -71,10 +70,10 @@ class Arena(HostRegion):
             raise ConfigError(f"this arena cannot be shared: {error.strerror} (is /proc mounted?)") from None
 
     def close(self) -> None:
-        """Gives the memory back, or leaves that to the last view still in use. May be called again."""
+        """Frees the memory, or leaves that to the last view still in use. May be called again."""
         self._close_file()
         super().close()
-        with contextlib.suppress(BufferError):  # views are out: the mapping goes when they do
+        with contextlib.suppress(BufferError):  # views are in use: the last one frees the mapping
             self._map.close()
 
     def _close_file(self) -> None:
@@ -92,27 +91,27 @@ class Arena(HostRegion):
 
 
 def _memory_file() -> int | None:
-    """A file of this name that lies in memory alone, or None where the system has no such thing, or refuses it."""
+    """Returns a memory file, or None if the system has none or refuses to create one."""
     with contextlib.suppress(AttributeError, OSError):
         return os.memfd_create(FILE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     return None
 
 
 def _mapped(file: int | None, nbytes: int) -> mmap.mmap:
-    """So much memory, populated. Raises OSError."""
+    """Returns a populated mapping of `nbytes`. Raises OSError."""
     populate = getattr(mmap, "MAP_POPULATE", 0)
     if file is None:
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | populate)
     os.ftruncate(file, nbytes)
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     memory = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED | populate)
-    # What could not be populated says nothing until it is touched, and then the process dies of it.
+    # MAP_POPULATE reports no failure: touching a page that could not be populated would kill the process.
     os.posix_fallocate(file, 0, nbytes)
     return memory
 
 
 def _memory_bytes() -> int:
-    """What this process may ever use: the machine's memory, or its container's share of it."""
+    """Returns the memory that this process may use at most: the machine's, or the limit of its container."""
     limit = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     for path in _CONTAINER_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # not this kind of container, or "max"
@@ -121,4 +120,4 @@ def _memory_bytes() -> int:
 
 
 def _refusal(nbytes: int, why: str) -> str:
-    return f"an arena of {nbytes >> 20} MiB cannot be had ({why}); lower device_bytes, or give this shard more memory"
+    return f"an arena of {nbytes >> 20} MiB cannot be allocated ({why}); lower device_bytes, or provide more memory"

@@ -1,24 +1,24 @@
-"""Checksums: what lets a reader take a layer of a page for the one that it asked for.
+"""Checksums: they let a reader verify that the bytes it received are those of the layer that it asked for.
 
-    identity = xxh3_64(domain | namespace | block hash | group | part | codec)      once a page
-    seed     = identity + layer * A + length * B     mod 2**64; A, B odd            once a layer
+    identity = xxh3_64(domain | namespace | block hash | group | part | codec)      once per page
+    seed     = identity + layer * A + length * B     mod 2**64; A, B odd            once per layer
     sum      = xxh3_64(encoded bytes of the layer, seed)
 
-The writer makes the sums and every reader checks them, over its private copy, from the hash that *it* asked
-for; nothing that the other side says enters an identity. So bytes that are torn, rotten, shifted by a layer,
-in another codec, or of another block, part, model or tenant do not verify.
+The writer makes the sums. Every reader checks them over its private copy, with an identity computed from the hash that
+*it* asked for; no data from the other side enters an identity. So bytes that are torn, corrupt, shifted by a layer, in
+another codec, or of another block, part, model or tenant do not verify.
 
 Why a seed binds the fields as well as hashing them with the bytes would: XXH3 adds its seed to, and
 subtracts it from, the secret that every lane of input is mixed with before it is multiplied, so each seed is
-another hash function, and the same bytes under two seeds agree no oftener than chance, 2**-64. Different
-seeds is what different fields get. Identities are hashes of fixed-width fields, so two pages have the same
+another hash function, and the same bytes under two seeds agree no more often than by chance, 2**-64. Different
+fields get different seeds. Identities are hashes of fixed-width fields, so two pages have the same
 seed with that same chance. Within one page, layers of one length never do, because multiplying by an odd
 number is a bijection; and layers of two lengths are told apart by XXH3 itself, which hashes the length too.
 A and B are large and irregular, so that no small difference of the bytes undoes a difference of seeds, even
 in layers of a few bytes where XXH3 mixes little. Hashing a header with the bytes would need a copy of them
-or a streaming hash, several calls a layer; two multiplications are lost beside the one call that is needed.
+or a streaming hash, several calls per layer; two multiplications are negligible beside the one call that is needed.
 
-This guards against accidents. It is no signature: who may reach a page is a matter of credentials.
+This guards against accidents. It is not a signature: access to pages is controlled by credentials.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ _MASK = 2**64 - 1
 
 
 def identity(namespace: NamespaceId, key: PageKey, codec: int) -> int:
-    """64 bits of who a page is: namespace, block hash, group, part, and codec with its version (see codec.py)."""
+    """Returns 64 bits that identify a page: a hash of namespace, block hash, group, part, and codec with its
+    version."""
     assert len(namespace) == HASH_BYTES and len(key.hash) == HASH_BYTES  # struct would cut or pad them silently
     return xxh3_64_intdigest(_IDENTITY.pack(_DOMAIN, namespace, key.hash, key.group, *key.part, codec))
 
 
 def layer_sum(identity: int, layer: int, data: memoryview | bytes) -> int:
-    """The checksum of one layer's encoded bytes. `layer` is counted from the page's own first layer."""
+    """Returns the checksum of one layer's encoded bytes. `layer` counts from the page's own first layer."""
     return xxh3_64_intdigest(data, _seed(identity, layer, len(data)))
 
 
 def layer_sums(identity: int, first_layer: int, layers: int, data: memoryview) -> tuple[int, ...]:
-    """The checksums of `layers` layers of equal length, which `data`, flat bytes, holds one after the other."""
+    """Returns the checksums of `layers` layers of equal length, which `data` (flat bytes) holds one after the other."""
     step = _layer_bytes(layers, data)
     seed = _seed(identity, first_layer, step)
     if native.KERNELS is not None and step >= native.LEAST_LAYER_BYTES:
@@ -67,8 +68,8 @@ def layer_sums(identity: int, first_layer: int, layers: int, data: memoryview) -
 
 
 def copy_sums(identity: int, first_layer: int, layers: int, into: memoryview, data: memoryview) -> tuple[int, ...]:
-    """Copies `data` to `into`, which is as long and lies elsewhere. Returns the checksums of what was written there,
-    as `layer_sums` has them, whatever becomes of `data` meanwhile."""
+    """Copies `data` to `into`, which has the same length and does not overlap it. Returns the checksums, as
+    `layer_sums` does, of the bytes that were written, even if `data` changes during the copy."""
     step = _layer_bytes(layers, data)
     if native.KERNELS is not None and step >= native.LEAST_LAYER_BYTES:
         return native.KERNELS.copy_sums(into, data, layers, _seed(identity, first_layer, step), _A)
@@ -83,10 +84,10 @@ def copy_sums(identity: int, first_layer: int, layers: int, into: memoryview, da
 
 
 def first_mismatch(identity: int, first_layer: int, sums: Sequence[int], data: memoryview) -> int | None:
-    """The first layer whose bytes are not what its sum says, or None where all of `data` verifies.
+    """Returns the first layer whose bytes do not match its sum, or None if all of `data` verifies.
 
-    `data` holds len(sums) layers from `first_layer` on; the answer is counted as `first_layer` is, from
-    the page's own first layer.
+    `data` holds len(sums) layers from `first_layer` on. Like `first_layer`, the result counts from the page's own first
+    layer.
     """
     here = layer_sums(identity, first_layer, len(sums), data)
     if here == tuple(sums):
@@ -95,12 +96,12 @@ def first_mismatch(identity: int, first_layer: int, sums: Sequence[int], data: m
 
 
 def pack_sums(sums: Sequence[int]) -> bytes:
-    """Sums as they are kept and travel: little-endian uint64, eight bytes a layer."""
+    """Returns the sums as they are stored and sent: little-endian uint64, eight bytes per layer."""
     return struct.pack(f"<{len(sums)}Q", *sums)
 
 
 def unpack_sums(packed: bytes | memoryview) -> tuple[int, ...]:
-    """The inverse of `pack_sums`. The length is a multiple of 8: the wire has seen to that."""
+    """The inverse of `pack_sums`. The length must be a multiple of 8, which the wire has checked."""
     assert len(packed) % SUM_BYTES == 0
     return struct.unpack(f"<{len(packed) // SUM_BYTES}Q", packed)
 

@@ -1,8 +1,8 @@
-"""Encoding and decoding the layers of pages: with the native core where this process has it, else with torch.
+"""Encoding and decoding the layers of pages: with the native core if this process has it, otherwise with torch.
 
-core/codecs.py says which codecs there are and how large what they make is, and docs/codecs.md draws the bytes. What
-both make is the same, bit for bit. A process that has neither, as a light client may, can decode nothing: to it an
-encoded page is a miss.
+core/codecs.py lists the codecs and their encoded sizes, and docs/codecs.md draws the bytes. Both implementations
+produce the same bytes. A process that has neither, such as a light client, cannot decode: for it an encoded page is a
+miss.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ class Coder(Protocol):
     """One codec for layers of one shape. Thread-safe."""
 
     def encode(self, data: memoryview, into: memoryview, layers: int) -> bool:
-        """`layers` raw layers, flat bytes in page layout, into as many encoded ones.
+        """Encodes `layers` raw layers, flat bytes in page layout, from `data` into `into`.
 
-        False where a plane that is encoded holds NaN, an infinity or what is too large (docs/codecs.md): the page stays
-        raw, and `into` holds anything.
+        Returns False if a plane to be encoded holds NaN, an infinity or a number that is too large (docs/codecs.md):
+        the page stays raw, and the content of `into` is undefined.
         """
         ...
 
     def decode(self, data: memoryview, into: memoryview, layers: int) -> None:
-        """Encoded layers, that have been verified, into as many raw ones."""
+        """Decodes `layers` encoded layers, which must have been verified, from `data` into `into`."""
 
     def error(self, data: memoryview, coded: memoryview, layers: int) -> float:
-        """What raw layers have lost by being encoded: the norm of the difference by that of the numbers, of the plane
-        that has lost most; 0 where no plane is encoded, or all are zero."""
+        """Returns the error of encoding the raw layers `data` as `coded`: the norm of the difference divided by the
+        norm of the numbers, of the plane with the largest error; 0 if no plane is encoded, or all numbers are zero."""
         ...
 
 
 def check_codec(codec: int) -> str | None:
-    """None where this process can decode `codec`; otherwise why not, as the detail of a miss."""
+    """Returns None if this process can decode `codec`; otherwise why not, as the detail of a miss."""
     if codec not in _KNOWN:
         return (
             f"encoded by codec {codec >> 8} version {codec & 0xFF}, which this kvcluster does not know: upgrade it here"
@@ -53,7 +53,7 @@ def check_codec(codec: int) -> str | None:
 
 
 def implementation() -> str | None:
-    """What encodes and decodes in this process: "native", "torch", or nothing."""
+    """Returns the implementation in this process: "native", "torch", or None."""
     if native.KERNELS is not None:
         return "native"
     return "torch" if find_spec("torch") is not None else None
@@ -61,7 +61,8 @@ def implementation() -> str | None:
 
 @lru_cache(maxsize=256)
 def coder(codec: Codec, group: Group, *, block_tokens: int, heads: int) -> Coder:
-    """The coder for layers of that group and so many of its heads, for a codec that `check_codec` has passed."""
+    """Returns the coder for layers of `group` with `heads` of its heads, for a codec that `check_codec` has
+    accepted."""
     if native.KERNELS is None:
         from kvcluster.pages.codec_torch import TorchCoder
 

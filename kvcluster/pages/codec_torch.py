@@ -1,7 +1,7 @@
-"""What q8 and q4 mean, in plain torch: the definition that every other implementation is held to, and the fallback.
+"""The reference implementation of q8 and q4 in plain torch: it defines the bytes for all others, and is the fallback.
 
-All arithmetic is float32, in the order that is written here, rounded to nearest with ties to even; nothing is fused. So
-an implementation that does the same steps has the same bytes (native/codecs.cpp). docs/codecs.md draws them.
+All arithmetic is float32, in the order written here, rounded to nearest with ties to even; nothing is fused. So an
+implementation that does the same steps produces the same bytes (native/codecs.cpp). docs/codecs.md draws them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TorchCoder:
         self._planes = [_PlaneCoder(codec, plane, block_tokens, heads) for plane in group.planes]
 
     def encode(self, data: memoryview, into: memoryview, layers: int) -> bool:
-        """Raw layers -> encoded layers. False where they hold what cannot be encoded; `into` is undefined then."""
+        """Encodes raw layers. Returns False if they hold numbers that cannot be encoded; `into` is undefined then."""
         raw, coded = _tensor(data).view(layers, -1), _tensor(into).view(layers, -1)
         at = to = 0
         for plane in self._planes:
@@ -46,7 +46,7 @@ class TorchCoder:
             at, to = at + plane.coded_bytes, to + plane.raw_bytes
 
     def error(self, data: memoryview, coded: memoryview, layers: int) -> float:
-        """The norm of what was lost by that of what there was, of the plane that has lost most."""
+        """Returns the norm of the difference divided by that of the numbers, of the plane with the largest error."""
         back = memoryview(bytearray(data.nbytes))
         self.decode(coded, back, layers)
         before, after = _tensor(data).view(layers, -1), _tensor(back).view(layers, -1)
@@ -73,7 +73,7 @@ class _PlaneCoder:
         self._shape = (-1, block_tokens, heads, plane.dim)
 
     def numbers(self, raw: torch.Tensor) -> torch.Tensor:
-        """float64, those of an encoded plane; none of one that stays raw."""
+        """Returns the numbers of an encoded plane as float64; an empty tensor for a plane that stays raw."""
         return _aligned(raw).view(self._dtype).double() if self._coding is not Coding.RAW else torch.zeros(0)
 
     def encode(self, raw: torch.Tensor) -> torch.Tensor | None:
@@ -82,7 +82,7 @@ class _PlaneCoder:
         stored = _aligned(raw).view(self._dtype).view(self._shape)
         most = torch.finfo(self._dtype).max / 4
         numbers = stored.float()
-        if not bool((numbers.abs() <= most).all()):  # neither is NaN
+        if not bool((numbers.abs() <= most).all()):  # false for NaN too
             return None
         parts = _ENCODE[self._coding](numbers)
         return None if parts is None else torch.cat([part.reshape(len(raw), -1) for part in parts], dim=1)
@@ -121,14 +121,14 @@ def _bfloat16(data: torch.Tensor) -> torch.Tensor:
 
 
 def _bfloat16_below(x: torch.Tensor) -> torch.Tensor:
-    """Rounded towards minus infinity; zero where it is tiny, and never minus zero."""
+    """Rounds towards minus infinity; tiny values become zero, never minus zero."""
     bits = x.contiguous().view(torch.int32)
     halves = (bits >> 16) + ((bits < 0) & (bits & 0xFFFF != 0)).int()
     return torch.where(x.abs() < _TINY, 0, halves).to(torch.int16).view(torch.bfloat16)
 
 
 def _bfloat16_above(x: torch.Tensor) -> torch.Tensor:
-    """Of what is not negative: rounded up; zero where it is tiny."""
+    """Rounds non-negative values up; tiny values become zero."""
     bits = x.contiguous().view(torch.int32)
     halves = (bits >> 16) + (bits & 0xFFFF != 0).int()
     return torch.where(x < _TINY, 0, halves).to(torch.int16).view(torch.bfloat16)
@@ -161,7 +161,7 @@ def _decode_groups(coded: torch.Tensor, tokens: int, heads: int, dim: int) -> to
 
 
 def _steps(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """How each range is cut into fifteen steps: scale codes and zero points, int32. None where a scale would be too
+    """Returns scale codes and zero points (int32) that cut each range into fifteen steps. None if a scale would be too
     large."""
     span = (high - low) / 15
     far = torch.maximum(high, -low) / 127
@@ -207,7 +207,7 @@ def _decoded(
 
 
 def _spread(step: torch.Tensor, dim: int) -> torch.Tensor:
-    """What holds for a group, for each of its channels; what holds for each channel, as it is."""
+    """Repeats a value per group for each of the group's channels; a value per channel is returned as it is."""
     return step if step.shape[-1] == dim else step.repeat_interleave(GROUP_CHANNELS, dim=-1)[..., :dim]
 
 
@@ -224,11 +224,11 @@ _DECODE: dict[Coding, Callable[[torch.Tensor, int, int, int], torch.Tensor]] = {
 
 
 def _aligned(data: torch.Tensor) -> torch.Tensor:
-    """As numbers can be viewed in: a single layer that begins behind an opaque plane of 7 bytes passes for
-    contiguous."""
+    """Copies `data` to memory aligned for views of wider dtypes. Always copies, because a single layer that begins
+    behind an opaque plane of 7 bytes counts as contiguous."""
     return data.clone(memory_format=torch.contiguous_format)
 
 
 def _tensor(data: memoryview) -> torch.Tensor:
-    # torch complains of what is read-only, whether it is written or not.
+    # torch warns about read-only buffers even if they are never written.
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)

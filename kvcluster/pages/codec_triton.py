@@ -1,14 +1,14 @@
 """q8 and q4 on GPUs: the steps of codec_torch.py as Triton kernels, for pages that lie in a GPU's memory.
 
-Three things make the bytes those of the definition. No product is fused with a sum (`enable_fp_fusion`). Division is
-the one that IEEE 754 rounds (`div_rn`); Triton 3.4 flushes denormals there, which changes nothing, since a range so
-small has the scale 0 or the smallest one either way. And bfloat16 is read and written as its bits: Triton's
-interpreter, which runs the same kernels on a CPU and so holds them to the definition, truncates where it should round
-(docs/adr/0024). Triton comes with torch for GPUs, and only a process that has it imports this module.
+Three things make the bytes equal to the reference. No product is fused with a sum (`enable_fp_fusion`). Division is
+correctly rounded (`div_rn`); Triton 3.4 flushes denormals there, which changes nothing, since so small a range has the
+scale 0 or the smallest one either way. And bfloat16 is read and written as its bits: Triton's interpreter, which the
+tests use to compare the kernels with the reference on a CPU, truncates instead of rounding (docs/adr/0024). Triton
+comes with torch for GPUs, and only a process that has it imports this module.
 
 Every kernel works on one plane of several layers. `numbers` and `coded` point at the plane of the first layer, and
-`numbers_step` and `coded_step` lead to the next. Layers are the first axis of a grid. The second, which has room for
-65,535, are pieces of one: at most 32,768, by limits.LAYER_BYTES, where a block has four tokens or more.
+`numbers_step` and `coded_step` are the distances to the next. The first axis of a grid is layers. The second, whose
+limit is 65,535, is pieces of one layer: at most 32,768, by limits.LAYER_BYTES, if a block has four tokens or more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvcluster.core.spec import Group, Plane
 _STORED_AS = {"bfloat16": torch.int16, "float16": torch.float16, "float32": torch.float32}
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
-# What one program works on: 2,048 numbers, which are 16 for each of 128 threads.
+# One program works on 2,048 numbers, 16 for each of 128 threads.
 _NUMBERS = 2_048
 _RUNS = _NUMBERS // GROUP_CHANNELS
 _BYTES, _TOKENS = 64, 16
@@ -42,9 +42,10 @@ class TritonCoder:
         self._planes = [_TritonPlaneCoder(codec, plane, block_tokens, heads) for plane in group.planes]
 
     def encode(self, data: torch.Tensor, into: torch.Tensor, layers: int) -> bool:
-        """Raw layers, flat uint8 in page layout, into as many encoded ones on the same device.
+        """Encodes raw layers, flat uint8 in page layout, into as many encoded ones on the same device. Waits for the
+        GPU.
 
-        False where they hold what cannot be encoded; `into` is undefined then. To know that, it waits for the GPU.
+        Returns False if they hold numbers that cannot be encoded; `into` is undefined then.
         """
         raw, coded = data.view(layers, -1), into.view(layers, -1)
         refused = torch.zeros(1, dtype=torch.int32, device=data.device)
@@ -56,7 +57,7 @@ class TritonCoder:
         return not refused.item()
 
     def decode(self, data: torch.Tensor, into: torch.Tensor, layers: int) -> None:
-        """The inverse. It is queued on the current stream, and nobody waits for it."""
+        """The inverse. Queued on the current stream; does not wait for the GPU."""
         coded, raw = data.view(layers, -1), into.view(layers, -1)
         at = to = 0
         with torch.cuda.device(data.get_device()):  # none if it is the CPU
@@ -83,7 +84,7 @@ class _TritonPlaneCoder:
         self._block = max(1, _NUMBERS // self._width)
 
     def encode(self, raw: torch.Tensor, coded: torch.Tensor, refused: torch.Tensor) -> None:
-        """Sets `refused`, int32 `[1]`, where a number cannot be encoded."""
+        """Encodes the plane. Sets `refused`, int32 `[1]`, if a number cannot be encoded."""
         if self._coding is Coding.RAW:
             coded.copy_(raw)
             return
@@ -97,7 +98,7 @@ class _TritonPlaneCoder:
         elif self._coding is Coding.CHANNELS:
             grid = (layers, triton.cdiv(self._heads * dim // 2, _BYTES))
             shape = (self._tokens, self._heads, most, dim, _TOKENS, _BYTES)
-            # One warp: whatever threads share a channel, each of them divides for it.
+            # One warp, because all threads that share a channel repeat its divisions.
             _launch(_encode_channels, grid, *places, *shape, warps=1)
         else:
             grid = (layers, triton.cdiv(self._runs, _RUNS))
@@ -124,13 +125,13 @@ class _TritonPlaneCoder:
             raw.copy_(target)
 
     def _aligned(self, part: torch.Tensor) -> bool:
-        """Can numbers lie there? Not behind an opaque plane of 7 bytes."""
+        """Whether `part` is aligned for its numbers. It is not, for example, behind an opaque plane of 7 bytes."""
         places = (part.data_ptr(), part.storage_offset(), part.stride(0))
         return all(place % self._stored_as.itemsize == 0 for place in places)
 
 
 def _launch(kernel: triton.JITFunction, grid: tuple[int, int], *arguments: object, warps: int = 4) -> None:
-    # A product is fused with a sum where nobody says otherwise.
+    # Triton fuses products with sums by default.
     kernel[grid](*arguments, num_warps=warps, enable_fp_fusion=False)
 
 
@@ -149,13 +150,13 @@ def _of_bits(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _wide(stored: tl.tensor) -> tl.tensor:
-    """What a plane holds -> float32. int16 are the bits of bfloat16."""
+    """Stored numbers -> float32. int16 are the bits of bfloat16."""
     return _of_bits(stored.to(tl.int32) << 16) if stored.dtype == tl.int16 else stored.to(tl.float32)
 
 
 @triton.jit
 def _narrow(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """float32 -> what a plane holds, to nearest, ties to even."""
+    """float32 -> stored numbers, rounded to nearest, ties to even."""
     if dtype == tl.int16:
         bits = _bits(x)
         halves = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -167,7 +168,8 @@ def _narrow(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _encodable(stored: tl.tensor, most: tl.constexpr) -> tl.tensor:
-    """float32; infinity for NaN and what is too large, so that whoever knows the largest number knows of them."""
+    """Stored numbers -> float32; infinity for NaN and numbers that are too large, so that a check of the maximum
+    detects them."""
     x = _wide(stored)
     return tl.where(tl.abs(x) <= most, x, float("inf"))
 
@@ -176,8 +178,8 @@ def _encodable(stored: tl.tensor, most: tl.constexpr) -> tl.tensor:
 def _nearest(x: tl.tensor, low: tl.constexpr, high: tl.constexpr) -> tl.tensor:
     """float32, clamped and rounded to nearest with ties to even, as int32.
 
-    1.5 * 2**23 is so large that its sum with x is rounded to a whole number, which then stands in the lowest bits.
-    Triton has no other rounding to even but `rint` of each vendor's library, which the interpreter does not know.
+    1.5 * 2**23 is so large that its sum with x is rounded to a whole number, held in its lowest bits. Triton's
+    only other rounding to even is `rint` of each vendor's library, which the interpreter does not have.
     """
     return _bits(tl.minimum(tl.maximum(x, low), high) + 12582912.0) - 0x4B400000
 
@@ -252,7 +254,7 @@ def _decode_rows(
 
 @triton.jit
 def _bfloat16_below(x: tl.tensor) -> tl.tensor:
-    """float32 -> bits of bfloat16, towards minus infinity; zero where it is tiny, and never minus zero."""
+    """float32 -> bits of bfloat16, rounded towards minus infinity; tiny values become zero, never minus zero."""
     bits = _bits(x)
     halves = (bits >> 16) + ((bits < 0) & ((bits & 0xFFFF) != 0)).to(tl.int32)
     return tl.where(tl.abs(x) < _TINY, 0, halves).to(tl.int16)
@@ -260,7 +262,7 @@ def _bfloat16_below(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _bfloat16_above(x: tl.tensor) -> tl.tensor:
-    """Of what is not negative: rounded up; zero where it is tiny."""
+    """Non-negative float32 -> bits of bfloat16, rounded up; tiny values become zero."""
     bits = _bits(x)
     halves = (bits >> 16) + ((bits & 0xFFFF) != 0).to(tl.int32)
     return tl.where(x < _TINY, 0, halves).to(tl.int16)
@@ -291,8 +293,8 @@ def _encode_channels(
     ours = byte < channels // 2
     low, high = _channels_of(byte, dim)
 
-    # Twice over the tokens: first for the range of each channel, then for the codes. The last token stands in for those
-    # that are not there, which changes no range.
+    # Two passes over the tokens: first for the range of each channel, then for the codes. The last token replaces
+    # missing ones, which changes no range.
     low_least = tl.full([block], float("inf"), tl.float32)
     low_most = tl.full([block], float("-inf"), tl.float32)
     high_least = tl.full([block], float("inf"), tl.float32)
@@ -387,8 +389,9 @@ def _decode_nibbles(
 def _places(
     run: tl.tensor, runs: tl.tensor, dim: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Runs, counted over all rows -> of each byte of their codes: row, channel of its low nibble, how many channels
-    further that of the high one is, which byte of the codes it is, and is it there? All spread to `[runs, 16]`."""
+    """Runs, counted over all rows -> for each byte of their codes: its row, the channel of its low nibble, the distance
+    in channels to that of its high nibble, its index among the codes, and whether it exists. All spread to `[runs,
+    16]`."""
     row = (run // ((dim + _RUN - 1) // _RUN))[:, None]
     within = (run % ((dim + _RUN - 1) // _RUN))[:, None]
     half = tl.minimum((dim - within * _RUN) // 2, _HALF)
@@ -399,7 +402,7 @@ def _places(
 
 @triton.jit
 def _channels_of(byte: tl.tensor, dim: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Which channels a byte of a token's codes has in its low nibble and in its high one, counted over all heads."""
+    """Byte of a token's codes -> channels of its low and of its high nibble, counted over all heads."""
     within = byte % (dim // 2)
     run = within // _HALF
     low = byte // (dim // 2) * dim + within + run * _HALF
@@ -410,13 +413,13 @@ def _channels_of(byte: tl.tensor, dim: tl.constexpr) -> tuple[tl.tensor, tl.tens
 def _steps(
     low: tl.tensor, high: tl.tensor, scales: tl.tensor, zeros: tl.tensor, refused: tl.tensor, ours: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """How each range is cut into fifteen steps: what numbers are multiplied with, and what is added then, to be codes.
+    """Cuts each range into fifteen steps. Returns the factor and the summand that turn numbers into codes.
 
-    Stores scales and zero points, and sets `refused` where a scale would be too large.
+    Stores scales and zero points, and sets `refused` if a scale would be too large.
     """
     span = tl.div_rn(high - low, 15.0)
     far = tl.div_rn(tl.maximum(high, -low), 127.0)
-    bits = _bits(tl.maximum(span, far))  # of minus zero the lowest of integers: its code is 0 as well
+    bits = _bits(tl.maximum(span, far))  # minus zero has the lowest integer as its bits: its code is 0 as well
     found = (bits >> 20) + ((bits & 0xFFFFF) != 0).to(tl.int32) - (_SCALE_BIAS << 3)
     tl.store(refused + tl.zeros_like(found), 1, mask=ours & (found > 255))
     code = tl.minimum(tl.maximum(found, 0), 255)
@@ -440,7 +443,7 @@ def _code(x: tl.tensor, reciprocal: tl.tensor, zero: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _scale_and_offset(scales: tl.tensor, zeros: tl.tensor, inside: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """What codes are multiplied with, and what is subtracted then."""
+    """Returns the factor for codes, and the offset to subtract from the product."""
     scale = _scale_of(tl.load(scales, mask=inside, other=0).to(tl.int32))
     zero = tl.load(zeros, mask=inside, other=0).to(tl.int8, bitcast=True)
     return scale, scale * zero.to(tl.float32)

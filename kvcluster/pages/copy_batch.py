@@ -1,11 +1,11 @@
-"""A batch of copies: what a data path moves, described so that a native executor, a GPU's streams or a NIC carries it
-out as a whole. Pure data: packed arrays, no torch, nothing of shards and leases. docs/copies.md puts it to five data
-paths.
+"""A batch of copies: the copies of a data path, described so that a native executor, a GPU's streams or a NIC can carry
+them out as a whole. Pure data: packed arrays, no torch, no knowledge of shards or leases. docs/copies.md applies it to
+five data paths.
 
-Page bytes lie at offsets of one endpoint, in page layout; blocks lie at the other, where a BlockGeometry says. A LOAD
-goes from pages to blocks and has the sums that are expected; a STORE goes from blocks to pages and produces them. A
-record is a run of layers of one page. Records stand in their order of use, and every record is at most
-limits.RECORD_BYTES, or one layer: that much may still be written after a cancel.
+Page bytes lie at offsets of one endpoint, in page layout; blocks lie in the other, at the addresses of a BlockGeometry.
+A LOAD copies pages to blocks and carries the expected sums; a STORE copies blocks to pages and produces the sums. A
+record is a run of layers of one page. Records are in their order of use, and a record is at most limits.RECORD_BYTES,
+or one layer: that much may still be written after a cancel.
 
     PENDING -> DONE | MISMATCH | UNREADABLE | STOPPED
 
@@ -42,24 +42,24 @@ class CopyDirection(Enum):
 
 
 class CopyStatus(IntEnum):
-    """What became of a record."""
+    """The status of a record."""
 
     PENDING = 0  # not begun
-    DONE = 1  # what was written is what the sums say
-    MISMATCH = 2  # what was written is not what was expected
+    DONE = 1  # the bytes that were written match the sums
+    MISMATCH = 2  # the bytes that were written do not match the expected sums
     UNREADABLE = 3  # this process cannot decode it, or the source cannot be read
-    STOPPED = 4  # cancelled, dropped or too late before it began
+    STOPPED = 4  # not begun: cancelled, dropped, or past the deadline
 
 
 class CopyEvent(Protocol):
     """Orders a batch against other work: a CUDA event, an eventfd, a condition."""
 
     def wait(self, deadline_ns: int) -> bool:
-        """Until it was signalled; False where the deadline comes first."""
+        """Waits until it is signalled. Returns False if the deadline comes first."""
         ...
 
     def signal(self) -> None:
-        """What waits for it goes on."""
+        """Releases all waiters."""
 
 
 # ----------------------------------------------------------------------------------------------- the batch
@@ -67,8 +67,8 @@ class CopyEvent(Protocol):
 
 @dataclass(slots=True, eq=False)
 class CopyItems:
-    """The pages of one exchange, a row each: which block of which geometry a page is of, the page's own part, and which
-    heads of it are filled. Made once an exchange and shared by its batches."""
+    """The pages of one exchange, one row per page: its block and that block's geometry, the page's own part, and the
+    heads that are filled. Made once per exchange and shared by its batches."""
 
     geometries: Sequence[BlockGeometry | None]
     groups: array[int] = field(default_factory=lambda: array("I"))
@@ -85,8 +85,8 @@ class CopyItems:
         return len(self.groups)
 
     def add(self, group: int, block: int, part: Part, heads: tuple[int, int] | None = None) -> None:
-        """One more item: a page of `part`, whose block lies at that row of the geometry. Of it the heads from
-        `heads[0]` to `heads[1]` are filled, counted in the group; all of them where that is None."""
+        """Appends an item: a page of `part`, whose block is row `block` of the group's geometry. Its heads from
+        `heads[0]` to `heads[1]`, counted in the group, are filled; all of them if `heads` is None."""
         fill_start, fill_stop = heads or (part.head_start, part.head_stop)
         self.groups.append(group)
         self.blocks.append(block)
@@ -98,14 +98,14 @@ class CopyItems:
         self.fill_stops.append(fill_stop)
 
     def geometry(self, item: int) -> BlockGeometry:
-        """Of that item's group."""
+        """Returns the geometry of that item's group."""
         geometry = self.geometries[self.groups[item]]
         assert geometry is not None
         return geometry
 
     def check(self) -> None:
-        """Raises BadBatch unless every item fills heads that its page and its memory have, in a block that there is.
-        Items that were checked before are not looked at again."""
+        """Raises BadBatch unless every item fills heads that its page and its memory have, in a block that exists.
+        Items that were checked before are skipped."""
         for item, row in enumerate(islice(self.rows(), self.checked, None), self.checked):
             group, block, _, _, head_start, head_stop, fill_start, fill_stop = row
             geometry = self.geometries[group] if group < len(self.geometries) else None
@@ -119,15 +119,15 @@ class CopyItems:
         self.checked = len(self)
 
     def rows(self) -> Iterator[tuple[int, ...]]:
-        """The columns side by side, in the order in which they are declared."""
+        """Yields one tuple per item: its value in each column, in the order in which they are declared."""
         heads = self.head_starts, self.head_stops, self.fill_starts, self.fill_stops
         return zip(self.groups, self.blocks, self.layer_starts, self.layer_stops, *heads, strict=True)
 
 
 @dataclass(slots=True, eq=False)
 class CopyRecords:
-    """Runs of layers, in order of use: record i is `counts[i]` layers of `items[i]`, from its page's layer `layers[i]`
-    on, `nbytes[i]` bytes at `offsets[i]`; its sums are those from `sum_starts[i]` on."""
+    """Runs of layers, in order of use. Record i is `counts[i]` layers of item `items[i]`, from its page's layer
+    `layers[i]` on: `nbytes[i]` bytes at `offsets[i]`. Its sums begin at `sums[sum_starts[i]]`."""
 
     items: array[int] = field(default_factory=lambda: array("I"))
     layers: array[int] = field(default_factory=lambda: array("I"))
@@ -142,7 +142,7 @@ class CopyRecords:
         return len(self.items)
 
     def add(self, item: int, layer: int, offset: int, nbytes: int, codec: int, sums: Sequence[int]) -> None:
-        """One more record, of len(sums) layers."""
+        """Appends a record of len(sums) layers."""
         self.items.append(item)
         self.layers.append(layer)
         self.counts.append(len(sums))
@@ -153,19 +153,19 @@ class CopyRecords:
         self.sums.extend(sums)
 
     def sums_of(self, at: int) -> tuple[int, ...]:
-        """The sums of one record."""
+        """Returns the sums of one record."""
         first = self.sum_starts[at]
         return tuple(self.sums[first : first + self.counts[at]])
 
     def set_sums(self, at: int, sums: Sequence[int]) -> None:
-        """What a store produced of one record, a sum for each of its layers."""
+        """Sets the sums that a store produced for one record, one for each of its layers."""
         first = self.sum_starts[at]
         assert len(sums) == self.counts[at]
         self.sums[first : first + len(sums)] = array("Q", sums)
 
     def ended_items(self, start: int, stop: int) -> Iterator[tuple[int, Sequence[int]]]:
-        """The items whose last record is one from `start` to `stop`, each with the sums of all its records, where
-        those of an item follow one another."""
+        """Yields the items whose last record is in range(start, stop), each with the sums of all its records. The
+        records of an item must be consecutive."""
         for at in range(start, stop):
             item = self.items[at]
             if at + 1 == len(self) or self.items[at + 1] != item:
@@ -175,7 +175,8 @@ class CopyRecords:
                 yield item, self.sums[self.sum_starts[first] : self.sum_starts[at] + self.counts[at]]
 
     def slices(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Ranges of records that together are all, each of about so many bytes and at least one record."""
+        """Splits the records into consecutive ranges of at most `nbytes` each; a single larger record is its own
+        range."""
         start = total = 0
         for at, size in enumerate(self.nbytes):
             if at > start and total + size > nbytes:
@@ -188,11 +189,12 @@ class CopyRecords:
 
 @dataclass(slots=True, eq=False)
 class CopyBatch:
-    """Records between two endpoints. `identities` has for each record that of its page in its codec (checksum.py).
+    """Records between two endpoints. `identities` has for each record the identity of its page in its codec
+    (checksum.py).
 
-    The owner stops what has not begun: all of it by `cancel[0]`, one item by `dropped[item]`. `waits` are waited for
-    before the first record; `signals` are signalled after the last one, and never where the batch is not run to its
-    end. `keeps` refers to all memory that the endpoints and the geometries only address.
+    The owner stops records that have not begun: all by `cancel[0]`, those of one item by `dropped[item]`. The executor
+    waits for `waits` before the first record, and signals `signals` after the last one; never if the batch is not run
+    to its end. `keeps` holds references to all memory that the endpoints and the geometries address.
     """
 
     direction: CopyDirection
@@ -210,11 +212,12 @@ class CopyBatch:
     keeps: Sequence[object] = ()
 
     def is_stopped(self, at: int, now: int) -> bool:
-        """Must this record not be begun any more?"""
+        """Whether this record must not be begun any more."""
         return bool(self.cancel[0] or self.dropped[self.records.items[at]]) or now >= self.deadline_ns
 
     def check(self) -> None:
-        """Raises BadBatch unless executors may trust every number of the pending records."""
+        """Raises BadBatch unless every number of the pending records is valid, so that executors need not check
+        them."""
         records, pages = self.records, self.source if self.direction is CopyDirection.LOAD else self.target
         _check_columns(self)
         pending = [at for at, status in enumerate(self.status) if status == CopyStatus.PENDING]
@@ -224,29 +227,30 @@ class CopyBatch:
         _check_places(records, self.items, pending)
         _check_offsets(records, pages, pending)
         if self.direction is CopyDirection.LOAD and self.source.may_change and not records.sums:
-            raise BadBatch("what may change while it is copied has no sums to be held to")
+            raise BadBatch("a source that may change during the copy needs expected sums")
 
 
 def _check_columns(batch: CopyBatch) -> None:
     records, items, count = batch.records, batch.items, len(batch.records)
     columns = [records.layers, records.counts, records.offsets, records.nbytes, records.codecs, records.sum_starts]
     if any(len(column) != count for column in [*columns, batch.identities, batch.status]):
-        raise BadBatch(f"there are {count} records, and columns of other lengths")
+        raise BadBatch(f"there are {count} records, but columns of other lengths")
     of_items = [items.blocks, items.layer_starts, items.layer_stops, items.head_starts, items.head_stops]
     if any(len(column) != len(items) for column in [*of_items, items.fill_starts, items.fill_stops, batch.dropped]):
-        raise BadBatch(f"there are {len(items)} items, and columns of other lengths")
+        raise BadBatch(f"there are {len(items)} items, but columns of other lengths")
     if len(batch.cancel) != 1:
-        raise BadBatch("a cancel is one word")
+        raise BadBatch("`cancel` must have one element")
     if not records.sums:
         return
     starts = list(records.sum_starts)
     ends = [start + layers for start, layers in zip(starts, records.counts, strict=True)]
     if [0, *ends][:-1] != starts[:count] or (ends and ends[-1] != len(records.sums)):
-        raise BadBatch(f"there is not one sum for each layer: {len(records.sums)} for {sum(records.counts)}")
+        raise BadBatch(f"there must be one sum for each layer: {len(records.sums)} for {sum(records.counts)}")
 
 
 def _check_places(records: CopyRecords, items: CopyItems, pending: Sequence[int]) -> None:
-    """Layers that page and memory have, as many bytes as they take, and no place twice."""
+    """Raises BadBatch unless the pending records have layers that page and memory have, the right sizes, and no
+    overlap."""
     rows = list(items.rows())
     parts = [None if geometry is None else geometry.part for geometry in items.geometries]
     sizes: dict[tuple[int, int, int], int] = {}
@@ -255,12 +259,12 @@ def _check_places(records: CopyRecords, items: CopyItems, pending: Sequence[int]
     for at in pending:
         item, layer, count, nbytes, codec = columns[at]
         if item >= len(rows):
-            raise BadBatch(f"record {at} names an item that is not among the {len(rows)} there are")
+            raise BadBatch(f"record {at} names item {item}; there are {len(rows)}")
         group, block, first, end, head_start, head_stop, _, _ = rows[item]
         part, start, stop = parts[group], first + layer, first + layer + count
         assert part is not None
         if not count or stop > end or start < part.layer_start or stop > part.layer_stop:
-            raise BadBatch(f"record {at} has layers {start} to {stop} of a page, which its page or memory has not")
+            raise BadBatch(f"record {at} has layers {start} to {stop}, which its page or its memory does not have")
         form = group, codec, head_stop - head_start
         size = sizes.get(form)
         if size is None:
@@ -268,15 +272,15 @@ def _check_places(records: CopyRecords, items: CopyItems, pending: Sequence[int]
         if nbytes != count * size:
             raise BadBatch(f"record {at} has {nbytes} bytes for {count} layers of {size}")
         if nbytes > limits.RECORD_BYTES and count > 1:
-            raise BadBatch(f"record {at} has {nbytes} bytes, more than may follow a cancel")
+            raise BadBatch(f"record {at} has {nbytes} bytes, more than may still be written after a cancel")
         places.append((group, block, item, start, stop, at))
     _check_overlaps(places, items)
 
 
 def _check_overlaps(places: list[tuple[int, ...]], items: CopyItems) -> None:
-    """`places` are (group, block, item, first layer, last layer, record)."""
+    """Raises BadBatch if records overlap. `places`: (group, block, item, first layer, layer after the last, record)."""
     places.sort()
-    shared: dict[tuple[int, ...], None] = {}  # blocks of several items, each of them other heads or layers
+    shared: dict[tuple[int, ...], None] = {}  # blocks of several items, each with other heads or layers
     for before, after in pairwise(places):
         if before[1] == after[1] and before[0] == after[0]:
             if before[2] != after[2]:
@@ -293,7 +297,8 @@ def _check_overlaps(places: list[tuple[int, ...]], items: CopyItems) -> None:
 
 
 def encoded_layer_bytes(geometry: BlockGeometry, codec: int, heads: int) -> int:
-    """Bytes of one layer of a page of so many heads in that codec. Raises BadBatch for a codec that is not known."""
+    """Returns the bytes of one layer of a page with `heads` heads in `codec`. Raises BadBatch if the codec is not
+    known."""
     try:
         known = Codec(codec)
     except ValueError:
@@ -306,6 +311,6 @@ def _check_offsets(records: CopyRecords, pages: CopyEndpoint, pending: Sequence[
     if pages.nbytes is not None and max(ends[at] for at in pending) > pages.nbytes:
         raise BadBatch(f"a record reaches to {max(ends)}, beyond the {pages.nbytes} bytes of its pages")
     if isinstance(pages, RecordStream) and list(records.offsets) != [0, *ends[:-1]]:
-        raise BadBatch("the records of a stream follow one another without gaps")
+        raise BadBatch("the records of a stream must follow one another without gaps")
     if isinstance(pages, FileRange) and any(records.offsets[at] % pages.alignment for at in pending):
         raise BadBatch(f"a record does not begin at a multiple of {pages.alignment}")

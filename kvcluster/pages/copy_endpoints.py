@@ -1,5 +1,5 @@
-"""Copy endpoints: what a batch of copies reads and writes. Each says how many bytes it has, if that is known, and
-whether others may write them during the copy. Those that the CPU addresses give views.
+"""Copy endpoints: the memory, files and sockets that a batch of copies reads and writes. Each has its size in bytes, if
+that is known, and whether other writers may change it during the copy. Those that the CPU addresses provide views.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kvcluster.pages.region import Region, RegionKind, bytes_at
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MappedMemory:
-    """A region that the CPU addresses, such as a mapped arena or pinned staging. Offsets count in the region."""
+    """A region that the CPU addresses, such as a mapped arena or pinned staging. Offsets count from its start."""
 
     region: Region
 
@@ -21,7 +21,8 @@ class MappedMemory:
 
     @property
     def may_change(self) -> bool:
-        """May others write it during the copy? Then sums are made of what was written to the target."""
+        """Whether other processes may write it during the copy. Then sums are made of what was written to the
+        target."""
         return self.region.kind is RegionKind.SHARED
 
     def view(self, offset: int, nbytes: int) -> memoryview:
@@ -31,8 +32,8 @@ class MappedMemory:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory of this process by its addresses: those of a geometry, or offsets that are addresses. The batch keeps it
-    alive (`CopyBatch.keeps`)."""
+    """Memory of this process, by address: the addresses of a geometry, or offsets that are addresses. The batch keeps
+    it alive (`CopyBatch.keeps`)."""
 
     may_change: bool = False
     nbytes: int | None = None
@@ -44,7 +45,7 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """The first `nbytes` of an open file. `alignment` divides every offset; 1 where the file is buffered."""
+    """The first `nbytes` of an open file. `alignment` divides every offset; 1 if the file is buffered."""
 
     fd: int
     nbytes: int | None
@@ -55,7 +56,7 @@ class FileRange:
 @dataclass(frozen=True, slots=True)
 class RecordStream:
     """A socket whose next bytes are those of the records, in order, without gaps. Offsets count from the first of them.
-    What is not taken is read and thrown away, so that the stream stays usable."""
+    Bytes of records that are not used are read and discarded, so that the stream stays usable."""
 
     fd: int
     nbytes: int | None
@@ -64,7 +65,8 @@ class RecordStream:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory of a device, touched in the order of one of its streams. The addresses of a geometry are its pointers."""
+    """Memory of a device, accessed in the order of one of its streams. The addresses of a geometry are device
+    pointers."""
 
     pointer: int
     nbytes: int | None

@@ -5,9 +5,9 @@ A native executor, a GPU kernel or a NIC computes every address from it and call
     address(layer, plane, block, token, head, element) = bases[i] + rows[block] * row_strides[i]
         + token * token_strides[i] + head * head_strides[i] + element * element_strides[i]
 
-with i = layer * planes + plane. Layers and heads count from the first of `part`. `rows` holds block indices where
-blocks are rows of a tensor, and addresses where each block is a buffer of its own (the row stride is then 1, and a base
-an offset within the buffer): one formula for both. The geometry owns nothing: a batch keeps alive what it addresses.
+with i = layer * planes + plane. Layers and heads count from the first of `part`. `rows` holds block indices if blocks
+are rows of a tensor, and addresses if each block is a separate buffer (then the row stride is 1, and a base is an
+offset within the buffer): one formula for both. The geometry owns no memory: a batch keeps alive what it addresses.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from kvcluster.core.spec import DTYPE_BYTES, Group, Part
 
 
 class PlaneShape(NamedTuple):
-    """Of one plane of one block and layer: its tokens, and the values of one head of one token.
+    """The shape of one plane of one block and layer: its tokens, and the values of one head of one token.
 
-    `elements` values of `element_bytes` each; one element of all the bytes where these lie together in every layer.
+    There are `elements` values of `element_bytes` each; or one element of all the bytes, if these are contiguous in
+    every layer.
     """
 
     tokens: int
@@ -33,10 +34,11 @@ class PlaneShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockGeometry:
-    """The table of one group. All strides are bytes; the five columns have layers x planes entries.
+    """The table of one group. All strides are in bytes; `bases` and the four stride columns have layers x planes
+    entries.
 
-    `page_layout`: the layers of a block lie one after the other as in a page, so that some layers of it, with all heads
-    of `part`, are one run of bytes from `bases[first layer * planes]` on.
+    `page_layout`: the layers of a block lie one after the other as in a page, so that consecutive layers, with all
+    heads of `part`, are one run of bytes from `bases[first layer * planes]` on.
     """
 
     group: Group
@@ -57,7 +59,7 @@ class BlockGeometry:
         return self.group.layer_bytes(block_tokens=self.block_tokens, heads=1)
 
     def address(self, layer: int, plane: int, block: int, *, token: int = 0, head: int = 0, element: int = 0) -> int:
-        """Where that element begins."""
+        """Returns the address of that element."""
         at = layer * len(self.planes) + plane
         start = self.bases[at] + self.rows[block] * self.row_strides[at]
         inner = token * self.token_strides[at] + head * self.head_strides[at]
@@ -65,7 +67,7 @@ class BlockGeometry:
 
 
 class PlaneLayout(NamedTuple):
-    """Of one plane of one layer: the address of row 0, and the strides in bytes."""
+    """The layout of one plane of one layer: the address of row 0, and the strides in bytes."""
 
     base: int
     row: int
@@ -77,7 +79,8 @@ class PlaneLayout(NamedTuple):
 def strided(
     group: Group, block_tokens: int, part: Part, rows: Sequence[int], layouts: Sequence[Sequence[PlaneLayout]]
 ) -> BlockGeometry:
-    """Of blocks that are rows of tensors: `layouts` has for each layer of `part` one entry a plane."""
+    """Returns the geometry of blocks that are rows of tensors. `layouts`: for each layer of `part`, one entry per
+    plane."""
     shapes = []
     for number, plane in enumerate(group.planes):
         size = DTYPE_BYTES[plane.dtype]
@@ -89,7 +92,7 @@ def strided(
 
 
 def page_layout(group: Group, block_tokens: int, part: Part, addresses: Sequence[int]) -> BlockGeometry:
-    """Of blocks that lie each as a page of `part` does, at these addresses."""
+    """Returns the geometry of blocks at these addresses, each in the layout of a page of `part`."""
     shapes, layouts, at = [], [], 0
     for number, plane in enumerate(group.planes):
         row = plane.dim * DTYPE_BYTES[plane.dtype]
@@ -102,7 +105,7 @@ def page_layout(group: Group, block_tokens: int, part: Part, addresses: Sequence
 
 
 def _tokens(group: Group, plane: int, block_tokens: int) -> int:
-    """Rows of a head in one block: opaque bytes are one, whatever the number of tokens."""
+    """Returns the rows of a head in one block: 1 for opaque bytes, whatever the number of tokens."""
     return 1 if group.planes[plane].dtype == "opaque" else block_tokens
 
 

@@ -1,12 +1,12 @@
 """Mapping: another process's arena, as a region of this process. It owns addresses and knows nothing of pages, leases
 or sockets.
 
-It lives as long as something refers to it or to a view of it, and keeps no descriptor: when the last view is gone, so
-is this process's share of the memory. A view that somebody still has stays readable for ever, though the other process
-have ended long ago; whether it still shows what it showed is a matter of leases.
+It lives as long as something refers to it or to a view of it, and keeps no descriptor: this process's mapping goes with
+the last view. A view stays readable as long as it exists, even if the other process has ended; whether its content is
+still that of the page depends on the lease.
 
-A child that is forked has no mapping: who may write a page is the process that was granted it and no other. Views that
-a child inherits must not be touched there.
+A forked child does not inherit the mapping: only the process that was granted a page may write it. The child must not
+touch views that it inherits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from kvcluster.errors import ProtocolError
 from kvcluster.pages.region import HostRegion, RegionKind
 
 _POPULATE_S = 0.25
-"""How long a mapping may be populated: enough for some GiB. What is left is slower once, when it is first touched."""
+"""Time limit for populating a mapping: enough for some GiB. The rest is populated by the first access, which is
+slower."""
 
 _SLICE_BYTES = 64 * 2**20
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; Python does not name them
@@ -30,10 +31,9 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Mapping(HostRegion):
-    """`nbytes` of the memory file `fd`, which stays the caller's.
+    """Maps `nbytes` of the memory file `fd`, which the caller still owns and closes.
 
-    Raises ProtocolError where that is no sealed memory file of at least that size, and OSError where it cannot be
-    mapped.
+    Raises ProtocolError if that is not a sealed memory file of at least that size, and OSError if it cannot be mapped.
     """
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool) -> None:
@@ -42,7 +42,7 @@ class Mapping(HostRegion):
         address = _LIBC.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
         if address in (None, _MAP_FAILED):
             raise _error("an arena cannot be mapped")
-        # Python's own mmap would keep a descriptor, and a forked child with it all of the memory.
+        # Python's own mmap would keep a descriptor, by which a forked child would keep all of the memory.
         memory = (ctypes.c_ubyte * nbytes).from_address(address)
         weakref.finalize(memory, _unmap, address, nbytes, os.getpid()).atexit = False
         if _LIBC.madvise(address, nbytes, mmap.MADV_DONTFORK):
@@ -56,17 +56,17 @@ def _check_file(fd: int, nbytes: int) -> None:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
-        raise ProtocolError("what came as an arena is no memory file") from None
+        raise ProtocolError("the received arena is not a memory file") from None
     size = os.fstat(fd).st_size
-    if not seals & fcntl.F_SEAL_SHRINK:  # whoever shrinks it would end this process
-        raise ProtocolError("what came as an arena may shrink")
+    if not seals & fcntl.F_SEAL_SHRINK:  # shrinking it would kill this process
+        raise ProtocolError("the received arena is not sealed against shrinking")
     if not 0 < nbytes <= size:
-        raise ProtocolError(f"what came as an arena of {nbytes} bytes has {size}")
+        raise ProtocolError(f"the received arena of {nbytes} bytes has {size}")
 
 
 def _populate(address: int, nbytes: int, advice: int) -> None:
-    """Has the system enter the pages, which are in memory already, into this process's tables: as many as time allows,
-    and where it knows how."""
+    """Has the kernel add the memory's pages, which are resident already, to this process's page tables: as many as time
+    allows, if the kernel supports it."""
     enough = time.monotonic() + _POPULATE_S
     for at in range(0, nbytes, _SLICE_BYTES):
         failed = _LIBC.madvise(address + at, min(_SLICE_BYTES, nbytes - at), advice)
@@ -75,7 +75,7 @@ def _populate(address: int, nbytes: int, advice: int) -> None:
 
 
 def _unmap(address: int, nbytes: int, owner: int) -> None:
-    if os.getpid() == owner:  # in a child something else may lie there
+    if os.getpid() == owner:  # in a child other memory may be mapped there
         _LIBC.munmap(address, nbytes)
 
 

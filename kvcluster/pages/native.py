@@ -1,7 +1,7 @@
-"""The native core: which of its kernels this process has, if any. Nothing needs it, and with it bytes move faster.
+"""The native core: the compiled kernels of this process, if it has any. It is optional, and makes moving bytes faster.
 
-It is built when the package is installed (native/, docs/adr/0022-a-native-core.md). Where no compiler was, or the
-machine has none of the instruction sets that it is compiled for, everything does the same in Python.
+It is built when the package is installed (native/, docs/adr/0022-a-native-core.md). Without a compiler, or on a machine
+that has none of the instruction sets that it is compiled for, Python does the same work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Kernels(Protocol):
-    """The extension module: _native.pyi says what each does."""
+    """The extension module; _native.pyi documents its functions."""
 
     def sums(self, data: Buffer, layers: int, seed: int, step: int) -> tuple[int, ...]: ...
 
@@ -41,9 +41,9 @@ def _load() -> Kernels | None:
 KERNELS = _load()
 
 LEAST_LAYER_BYTES = 241
-"""It sums no layers that are shorter: XXH3 hashes them in other ways."""
+"""The shortest layer that the kernels sum: XXH3 hashes shorter input in other ways."""
 
 
 def name() -> str:
-    """The instruction set that its kernels were compiled for, or "python" where there are none."""
+    """Returns the instruction set of the kernels in use, or "python" if there are none."""
     return "python" if KERNELS is None else KERNELS.chosen()

@@ -1,15 +1,15 @@
 """Region: a contiguous range of memory of one kind, and what may read and write it.
 
 Arenas, mappings of another process's arena, staging buffers, and the sources and destinations of loads and stores are
-regions. A copy names places in two regions as (offset, nbytes); their kinds decide what carries it out: the CPU where
-both are host-addressable, else the copy engine of the device.
+regions. A copy names ranges in two regions as (offset, nbytes). Their kinds decide what executes it: the CPU if both
+are host-addressable, otherwise the copy engine of the device.
 
-| kind | what may touch it, and when |
+| kind | what may access it, and when |
 |---|---|
 | HOST | the threads of this process, at any time |
 | SHARED | also other processes of this host that mapped it: each of them only the pages of a lease that it holds |
 | PINNED | also the copy engines of devices, from when a copy is submitted until that copy has completed |
-| DEVICE | kernels and copy engines of one device alone, in the order of their streams; the CPU never |
+| DEVICE | only kernels and copy engines of one device, in the order of their streams; never the CPU |
 
 A region orders nothing: the code that submits a copy keeps others off its range until the copy has completed. It knows
 nothing of pages and leases: the core (core/pool.py, core/leases.py) decides which range belongs to which holder.
@@ -24,7 +24,7 @@ from typing import Protocol
 
 
 class RegionKind(Enum):
-    """What may touch the memory; see the module's table."""
+    """What may access the memory; see the module's table."""
 
     HOST = "host"
     SHARED = "shared"
@@ -33,7 +33,7 @@ class RegionKind(Enum):
 
     @property
     def host_addressable(self) -> bool:
-        """Whether the CPU can read and write it, so that `Region.view` gives views."""
+        """Whether the CPU can read and write it, so that `Region.view` returns views."""
         return self is not RegionKind.DEVICE
 
 
@@ -48,31 +48,33 @@ class Region(Protocol):
 
     @property
     def address(self) -> int:
-        """Of the first byte: a virtual address of this process, or for DEVICE a pointer of that device."""
+        """The address of the first byte: a virtual address of this process, or for DEVICE a pointer of that device."""
 
     @property
     def alignment(self) -> int:
-        """A power of two that divides `address`: an offset that it divides too is an address so aligned."""
+        """A power of two that divides `address`: any multiple of it as an offset is an address with that alignment."""
 
     @property
     def mappable(self) -> bool:
         """Whether other processes of this host can map it by a descriptor."""
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """That range, which must lie within the region. ValueError once it is closed, BufferError for DEVICE."""
+        """Returns a view of that range, which must lie within the region. Raises ValueError once it is closed, and
+        BufferError for DEVICE."""
 
     def close(self) -> None:
-        """Gives no further views; the memory goes back with the last of those given. May be called again."""
+        """Ends the region: `view` raises ValueError from now on, and the memory is freed with the last view. May be
+        called again."""
 
 
 class HostRegion:
-    """A region that the CPU addresses: `whole`, which begins at `address`. It keeps `whole` alive, and a view of it
-    keeps the memory; views are writable where `whole` is. `close` makes further views a ValueError."""
+    """A region that the CPU addresses: `whole`, which begins at `address`. It keeps `whole` alive, and each view keeps
+    the memory alive; views are writable if `whole` is. After `close`, `view` raises ValueError."""
 
     def __init__(
         self, whole: memoryview, address: int, kind: RegionKind = RegionKind.HOST, *, mappable: bool = False
     ) -> None:
-        assert kind.host_addressable, "no view of it can be had"
+        assert kind.host_addressable, "a region without host addresses has no views"
         self._whole = whole
         self.kind = kind
         self.nbytes = whole.nbytes
@@ -81,7 +83,7 @@ class HostRegion:
 
     @property
     def alignment(self) -> int:
-        """As in `Region`: at most a page of the system's, which is as much as an arena needs."""
+        """As in `Region`: at most the system's page size, which is enough for an arena."""
         return min(self.address & -self.address, mmap.PAGESIZE)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
@@ -90,16 +92,17 @@ class HostRegion:
         return self._whole[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Gives no further views. May be called again."""
+        """Ends the region: `view` raises ValueError from now on. May be called again."""
         self._whole.release()
 
 
 def address_of(writable: memoryview) -> int:
-    """Where these bytes begin, in this process. TypeError where they are read-only, ValueError where there are none."""
+    """Returns the address of these bytes in this process. Raises TypeError if they are read-only, ValueError if
+    empty."""
     return ctypes.addressof(ctypes.c_char.from_buffer(writable))
 
 
-# A function object of our own: setting types on the shared one would change it for every other user of ctypes.
+# A separate function object: setting types on the shared one would change it for every other user of ctypes.
 _memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
@@ -107,6 +110,7 @@ _PYBUF_WRITE = 0x200
 
 
 def bytes_at(address: int, nbytes: int) -> memoryview:
-    """Writable bytes at an address of this process. They keep nothing alive: their user holds the owner."""
+    """Returns writable bytes at an address of this process. The view keeps nothing alive: the caller keeps the
+    owner."""
     view: memoryview = _memory_at(address, nbytes, _PYBUF_WRITE)
     return view

@@ -1,4 +1,4 @@
-"""What the coordinator answers. Replies share one envelope, since any may be a refusal instead."""
+"""The coordinator's replies. They share one envelope, since each may be a refusal instead."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DECISION: EnumCodec[Decision, pb.Decision] = EnumCodec(Decision, pb.Decision, "D
 
 
 def encode_reply(reply: Reply) -> bytes:
-    """Any answer of the coordinator."""
+    """Encodes any reply of the coordinator."""
     match reply:
         case Refused():
             m = pb.CoordinatorReply(refused=common.encode_refusal(reply))
@@ -72,7 +72,7 @@ def encode_reply(reply: Reply) -> bytes:
         case ReportAck():
             m = pb.CoordinatorReply(report_ack=orders.encode_ack(reply))
         case _:
-            raise AssertionError(f"{type(reply).__name__} is no answer of a coordinator")
+            raise AssertionError(f"{type(reply).__name__} is not a reply of a coordinator")
     return m.SerializeToString()
 
 
@@ -118,7 +118,7 @@ def _encode_attached(reply: Attached) -> pb.Attached:
 def _decode_attached(m: pb.Attached) -> Attached:
     common.check_version(m.protocol_version)
     if not m.run_blocks:
-        raise ProtocolError("a run has at least one block")
+        raise ProtocolError("a run must have at least one block")
     return Attached(
         namespace=common.decode_namespace(m.namespace),
         epoch=common.epoch(m.epoch),
@@ -169,7 +169,7 @@ def _decode_store_grant(m: pb.StoreGrant) -> StoreGrant:
     misses = common.decode_misses(m.misses, m.miss_of)
     for decision, shard in zip(decisions, shards, strict=True):
         if (decision is Decision.WRITE) != (shard is not None):
-            raise ProtocolError("a shard is named for what is to be written, and for nothing else")
+            raise ProtocolError("a run must name a shard if it is to be written, and only then")
     return StoreGrant(tuple(map(StoreRun, counts, decisions, shards, misses)))
 
 
@@ -192,7 +192,7 @@ def _decode_explained(m: pb.Explained) -> Explained:
     misses = common.decode_misses(m.misses, m.miss_of)
     for plan, miss in zip(plans, misses, strict=True):
         if (plan is None) == (miss is None):
-            raise ProtocolError("a block has either a plan or a reason why there is none")
+            raise ProtocolError("a block must have either a plan or a miss")
     return Explained(tuple(map(BlockFate, counts, plans, misses)))
 
 

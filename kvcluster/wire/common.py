@@ -1,11 +1,11 @@
-"""What all messages share, on the way out and on the way in: hashes, parts, specs, misses, plans.
+"""Encoders and decoders that all messages share: hashes, parts, specs, misses, plans.
 
-Pairs of functions `encode_x` and `decode_x`. Encoding trusts the core's own values. Decoding trusts nothing:
-it looks at a size before it makes anything of that size, and at every number before anybody counts with it.
+Pairs of functions `encode_x` and `decode_x`. Encoding trusts the core's own values. Decoding trusts nothing: it checks
+a size before it allocates anything of that size, and every number before it is used.
 
-Three devices keep messages small and quick. Hashes are packed into one `bytes`. What repeats is *interned*: it
-stands once in a table of its message, so that decoding builds it once and all references share one object. And
-what belongs together travels as parallel lists of numbers instead of a list of messages.
+Three techniques keep messages small and fast. Hashes are packed into one `bytes`. Repeated values are *interned*: each
+is stored once in a table of its message, so that decoding builds it once and all references share one object. And
+lists of records travel as parallel lists of numbers instead of a list of messages.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ P = TypeVar("P", bound=int)
 T = TypeVar("T")
 
 INDEX_MAX = 65_535
-"""Layers and heads of a part: frames count layers in 16 bits, and no model comes near."""
+"""Layers and heads of a part: frames count layers in 16 bits, and no model has nearly as many."""
 
 QUANTITY_MAX = 2**62
 """Durations, epochs, stream numbers, bytes: a sum of two still fits the wire's 64 bits."""
 
 TEXT_CHARS = 1_024
-"""A name of a shard, host, tenant, counter or state, or an address: DNS allows 253."""
+"""The name of a shard, host, tenant, counter or state, or an address: DNS allows 253."""
 
 _CHUNK = struct.Struct(f"{HASH_BYTES}s" * 64)
-"""Hashes are split so many at a time: a fifth of the time that a slice for each takes."""
+"""Splits 64 hashes at a time: a fifth of the time of one slice per hash."""
 
-# ----------------------------------------------------------------------------------- what is checked
+# -------------------------------------------------------------------------------------------- checks
 
 
 def check_opening(magic: int, version: int, *, own: tuple[int, int], of: str) -> None:
-    """What opens a frame is of our own protocol and version, `own`."""
+    """Raises ProtocolError unless a frame begins with our own magic and version, `own`."""
     if magic != own[0]:
-        raise ProtocolError(f"no frame of kvcluster begins with {magic:#06x}; is this another service?")
+        raise ProtocolError(f"a frame begins with {magic:#06x}, not kvcluster's magic; is this another service?")
     if version != own[1]:
         raise ProtocolError(
             f"this side speaks version {own[1]} of kvcluster's {of}, the other side version {version}: "
@@ -71,11 +71,11 @@ def check_opening(magic: int, version: int, *, own: tuple[int, int], of: str) ->
 def parse(kind: type[M], data: bytes) -> M:
     """The protobuf message in `data`. Raises LimitError or ProtocolError."""
     if len(data) > limits.MESSAGE_BYTES:
-        raise LimitError(f"a message of {len(data)} bytes; at most {limits.MESSAGE_BYTES} are read")
+        raise LimitError(f"message bytes: {len(data)} exceeds the limit of {limits.MESSAGE_BYTES}")
     try:
         return kind.FromString(data)
-    except (DecodeError, UnicodeDecodeError) as error:  # the latter where protobuf runs without its C core
-        raise ProtocolError(f"these bytes are no {kind.DESCRIPTOR.name} of kvcluster: {error}") from None
+    except (DecodeError, UnicodeDecodeError) as error:  # the latter if protobuf runs without its C core
+        raise ProtocolError(f"these bytes are not a valid {kind.DESCRIPTOR.name} of kvcluster: {error}") from None
 
 
 def check_version(theirs: int) -> None:
@@ -88,36 +88,36 @@ def check_version(theirs: int) -> None:
 
 
 def at_most(value: int, most: int, what: str) -> int:
-    """`value`, or LimitError."""
+    """Returns `value`. Raises LimitError that names `what` if it is more than `most`."""
     if value > most:
-        raise LimitError(f"{value} {what}; at most {most} may be")
+        raise LimitError(f"{what}: {value} exceeds the limit of {most}")
     return value
 
 
 def quantity(value: int, what: str) -> int:
-    """`value`, if it can be counted with."""
+    """Returns `value` if it is at most QUANTITY_MAX, so that sums do not overflow. Otherwise raises LimitError."""
     return at_most(value, QUANTITY_MAX, what)
 
 
 def epoch(value: int) -> Epoch:
-    """An incarnation."""
-    return Epoch(quantity(value, "as an epoch"))
+    """Returns `value` as an epoch. Raises LimitError."""
+    return Epoch(quantity(value, "epoch"))
 
 
 def text(value: str, what: str) -> str:
-    """`value`, if it is short enough for a name."""
+    """Returns `value` if it has at most TEXT_CHARS characters. Otherwise raises LimitError."""
     at_most(len(value), TEXT_CHARS, f"characters of {what}")
     return value
 
 
 def numbers(field: Collection[int], most: int, what: str) -> list[int]:
-    """A list of numbers, looked at only after its length."""
+    """Returns the numbers as a list. Raises LimitError, before copying them, if there are more than `most`."""
     at_most(len(field), most, what)
     return list(field)
 
 
 def agree(what: str, *lists: Collection[object]) -> int:
-    """The one length of parallel lists, or ProtocolError."""
+    """Returns the common length of parallel lists. Raises ProtocolError if their lengths differ."""
     lengths = [len(one) for one in lists]
     if len(set(lengths)) > 1:
         raise ProtocolError(f"the lists of {what} must be equally long, not {lengths}")
@@ -125,7 +125,7 @@ def agree(what: str, *lists: Collection[object]) -> int:
 
 
 def pick(table: Sequence[T], indices: Iterable[int], what: str) -> list[T]:
-    """The entries that `indices` (unsigned, from 0) refer to, or ProtocolError."""
+    """Returns the entries of `table` at `indices` (unsigned, from 0). Raises ProtocolError if one is out of range."""
     try:
         return [table[index] for index in indices]
     except IndexError:
@@ -133,7 +133,7 @@ def pick(table: Sequence[T], indices: Iterable[int], what: str) -> list[T]:
 
 
 class Interned(dict[T, int]):
-    """A table in the making: `table[value]` is the value's index in it, `list(table)` its entries."""
+    """A table being built: `table[value]` is the value's index in it, `list(table)` its entries."""
 
     def __missing__(self, value: T) -> int:
         index = self[value] = len(self)
@@ -141,12 +141,12 @@ class Interned(dict[T, int]):
 
 
 def reference(table: Interned[T], value: T | None) -> int:
-    """Index + 1 into the table, 0 for none."""
+    """Returns index + 1 into the table, 0 for None."""
     return 0 if value is None else table[value] + 1
 
 
 class EnumCodec(Generic[E, P]):
-    """One enum in both worlds, where members are named alike. A member that protobuf lacks fails at import."""
+    """Maps an enum of the core to the protobuf enum with the same member names. A missing member fails at import."""
 
     def __init__(self, ours: type[E], theirs: EnumTypeWrapper, prefix: str) -> None:
         self.encode: dict[E, P] = {member: cast("P", theirs.Value(prefix + member.name)) for member in ours}
@@ -154,11 +154,11 @@ class EnumCodec(Generic[E, P]):
         self._name = ours.__name__
 
     def decode(self, number: int) -> E:
-        """The member, or ProtocolError."""
+        """Returns the member. Raises ProtocolError if it is not known."""
         return self.decode_all((number,))[0]
 
     def decode_all(self, numbers: Iterable[int]) -> list[E]:
-        """The members, or ProtocolError."""
+        """Returns the members. Raises ProtocolError if one is not known."""
         members = self._members
         try:
             return [members[number] for number in numbers]
@@ -178,7 +178,7 @@ _REFUSED: EnumCodec[RefusedKind, pb.RefusedKind] = EnumCodec(RefusedKind, pb.Ref
 
 
 def decode_hashes(packed: bytes, most: int, what: str) -> tuple[BlockHash, ...]:
-    """Splits 32 * n bytes into n hashes."""
+    """Splits 32 * n bytes into n hashes. Raises ProtocolError or LimitError."""
     count, rest = divmod(len(packed), HASH_BYTES)
     if rest:
         raise ProtocolError(f"{what} take {HASH_BYTES} bytes each; {len(packed)} bytes came")
@@ -192,27 +192,27 @@ def decode_hashes(packed: bytes, most: int, what: str) -> tuple[BlockHash, ...]:
 
 
 def decode_blocks(packed: bytes) -> tuple[BlockHash, ...]:
-    """The hashes of a call."""
+    """Decodes the block hashes of a call."""
     return decode_hashes(packed, limits.BLOCKS_PER_CALL, "block hashes in a call")
 
 
 def decode_hash(data: bytes) -> BlockHash:
-    """One block hash."""
+    """Decodes one block hash."""
     return BlockHash(_exactly(data, HASH_BYTES, "a block hash"))
 
 
 def decode_namespace(data: bytes) -> NamespaceId:
-    """One namespace."""
+    """Decodes one namespace id."""
     return NamespaceId(_exactly(data, HASH_BYTES, "a namespace"))
 
 
 def decode_namespaces(packed: bytes, most: int) -> list[NamespaceId]:
-    """A packed table of namespaces."""
+    """Decodes a packed table of namespace ids."""
     return [NamespaceId(digest) for digest in decode_hashes(packed, most, "namespaces in a message")]
 
 
 def decode_attempt(holder: bytes, counter: int) -> Attempt:
-    """One try of one client."""
+    """Decodes an attempt of a client."""
     return Attempt(Holder(_exactly(holder, HOLDER_BYTES, "a holder")), counter)
 
 
@@ -223,7 +223,7 @@ def _exactly(data: bytes, length: int, what: str) -> bytes:
 
 
 def encode_address(address: ShardAddress) -> pb.ShardAddress:
-    """Where a shard is."""
+    """Encodes the address of a shard."""
     return pb.ShardAddress(shard=address.shard, epoch=address.epoch, address=address.address, host=address.host)
 
 
@@ -237,12 +237,12 @@ def decode_address(m: pb.ShardAddress) -> ShardAddress:
 
 
 def encode_parts(parts: Iterable[tuple[int, Part]]) -> list[int]:
-    """Five numbers for each (group, part)."""
+    """Encodes each (group, part) as five numbers."""
     return [number for group, part in parts for number in (group, *part)]
 
 
 def decode_parts(flat: Collection[int], most: int = limits.PARTS_PER_BLOCK) -> list[tuple[int, Part]]:
-    """The inverse. Whether a spec has such parts only the core can say."""
+    """The inverse. Does not check whether a spec has these parts; the core does."""
     count, rest = divmod(len(flat), 5)
     if rest:
         raise ProtocolError(f"parts take five numbers each; {len(flat)} came")
@@ -252,15 +252,15 @@ def decode_parts(flat: Collection[int], most: int = limits.PARTS_PER_BLOCK) -> l
     for group, *bounds in zip(fives, fives, fives, fives, fives, strict=True):
         part = Part(*bounds)
         if not (part.layer_start < part.layer_stop <= INDEX_MAX and part.head_start < part.head_stop <= INDEX_MAX):
-            raise ProtocolError(f"{part} is no part: each range must hold something and end at {INDEX_MAX} or before")
+            raise ProtocolError(f"{part} is not a part: each range must be non-empty and end at {INDEX_MAX} or before")
         if group >= limits.PARTS_PER_BLOCK:
-            raise LimitError(f"group {group}; a spec may use {limits.PARTS_PER_BLOCK}")
+            raise LimitError(f"group {group} of a part; a spec may have {limits.PARTS_PER_BLOCK} groups")
         parts.append((group, part))
     return parts
 
 
 def decode_codec(number: int) -> Codec:
-    """A codec that is known here."""
+    """Decodes a codec. Raises ProtocolError if it is not known."""
     codec = _CODECS.get(number)
     if codec is None:
         raise ProtocolError(f"codec {number >> 8} version {number & 0xFF} is not known here: upgrade this side")
@@ -268,12 +268,12 @@ def decode_codec(number: int) -> Codec:
 
 
 def decode_codecs(values: Sequence[int]) -> list[Codec]:
-    """As `decode_codec`, of many."""
+    """As `decode_codec`, for many."""
     return [_CODECS.get(value) or decode_codec(value) for value in values]
 
 
 def encode_need(need: Need) -> pb.Need:
-    """What a load needs of each group."""
+    """Encodes what a load needs of each group."""
     parts = [(group, part) for group, part in enumerate(need.parts) if part is not None]
     return pb.Need(groups=len(need.parts), parts=encode_parts(parts), accept=LOSS.encode[need.accept], avoid=need.avoid)
 
@@ -285,7 +285,7 @@ def decode_need(m: pb.Need) -> Need:
     expected = 0
     for group, part in decode_parts(m.parts):
         if not expected <= group < m.groups:
-            raise ProtocolError(f"group {group} of a need of {m.groups} groups: each is named once at most, in order")
+            raise ProtocolError(f"group {group} of a need of {m.groups} groups: each at most once, in ascending order")
         parts[group] = part
         expected = group + 1
     at_most(len(m.avoid), limits.AVOIDED_SHARDS, "shards to avoid")
@@ -297,7 +297,7 @@ def decode_need(m: pb.Need) -> Need:
 
 
 def encode_spec(spec: KVSpec) -> bytes:
-    """A spec as it travels, within messages of its own size limit."""
+    """Encodes a spec, as bytes, so that its size can be checked before it is parsed."""
     groups = [
         pb.Group(
             layers=group.layers,
@@ -321,7 +321,7 @@ def encode_spec(spec: KVSpec) -> bytes:
 
 
 def decode_spec(data: bytes) -> KVSpec:
-    """The inverse. Raises SpecError for what no KVSpec can be."""
+    """The inverse. Raises SpecError for an invalid spec."""
     at_most(len(data), limits.SPEC_BYTES, "bytes of a spec")
     m = parse(pb.Spec, data)
     groups = [
@@ -347,12 +347,12 @@ def decode_spec(data: bytes) -> KVSpec:
 
 
 def encode_miss(miss: Miss | None) -> pb.Miss | None:
-    """A miss; None stays none, as an absent field."""
+    """Encodes a miss; None as an absent field."""
     return None if miss is None else pb.Miss(reason=_REASON.encode[miss.reason], detail=miss.detail)
 
 
 def encode_misses(misses: Iterable[Miss]) -> list[pb.Miss]:
-    """A table of misses."""
+    """Encodes a table of misses."""
     return [pb.Miss(reason=_REASON.encode[miss.reason], detail=miss.detail) for miss in misses]
 
 
@@ -362,13 +362,13 @@ def decode_miss(m: pb.Miss) -> Miss:
 
 
 def decode_misses(table: Collection[pb.Miss], miss_of: Iterable[int]) -> list[Miss | None]:
-    """For each reference (index + 1, or 0) its miss or None."""
+    """Returns for each reference (index + 1, or 0) its miss or None."""
     at_most(len(table), limits.PAGES_PER_CALL, "misses in a message")
     return pick([None, *map(decode_miss, table)], miss_of, "a miss")
 
 
 def encode_refusal(refused: Refused) -> pb.Refused:
-    """Why a question cannot be answered."""
+    """Encodes a refusal."""
     return pb.Refused(kind=_REFUSED.encode[refused.kind], detail=refused.detail)
 
 
@@ -381,7 +381,7 @@ def decode_refusal(m: pb.Refused) -> Refused:
 
 
 def encode_plans(plans: Iterable[Plan]) -> pb.Plans:
-    """Plans, with each source and each shard once."""
+    """Encodes plans, with each source and each shard once."""
     sources: Interned[Source] = Interned()
     shards: Interned[ShardAddress] = Interned()
     groups = [
@@ -427,31 +427,32 @@ def _decode_plan(m: pb.Plan, sources: Sequence[Source]) -> Plan:
         at_most(len(cover.sources), limits.PARTS_PER_BLOCK, "sources for one group")
         found = tuple(pick(sources, cover.sources, "a source"))
         if (cover.absent and found) or any(source.group != group for source in found):
-            raise ProtocolError(f"a plan serves group {group} from sources that cannot")
+            raise ProtocolError(f"a plan serves group {group} from sources that do not belong to it")
         plan.append(None if cover.absent else found)
     return tuple(plan)
 
 
 def encode_runs(runs: Iterable[Run]) -> pb.Runs:
-    """Consecutive blocks with one plan each."""
+    """Encodes runs: consecutive blocks that share a plan."""
     plans: Interned[Plan] = Interned()
     pairs = [(run.count, plans[run.plan]) for run in runs]
     return pb.Runs(plans=encode_plans(plans), counts=[count for count, _ in pairs], plan_of=[plan for _, plan in pairs])
 
 
 def decode_runs(m: pb.Runs, *, blocks: int) -> tuple[Run, ...]:
-    """The inverse, for runs that have to cover so many blocks."""
+    """The inverse. Raises ProtocolError unless the runs cover exactly `blocks` blocks."""
     counts = decode_counts(m.counts)
     agree("runs", counts, m.plan_of)
     if sum(counts) != blocks:
-        raise ProtocolError(f"runs cover {sum(counts)} blocks where {blocks} are meant")
+        raise ProtocolError(f"runs cover {sum(counts)} blocks instead of {blocks}")
     return tuple(map(Run, counts, pick(decode_plans(m.plans), m.plan_of, "a plan")))
 
 
 def decode_counts(field: Collection[int]) -> list[int]:
-    """How many blocks each run has: at least one, and no more together than a call may have."""
+    """Returns the number of blocks of each run. Raises unless each is at least one and the sum is within a call's
+    limit."""
     counts = numbers(field, limits.BLOCKS_PER_CALL, "runs in a message")
     if 0 in counts:
-        raise ProtocolError("a run has at least one block")
+        raise ProtocolError("a run must have at least one block")
     at_most(sum(counts), limits.BLOCKS_PER_CALL, "blocks in the runs of a message")
     return counts

@@ -1,7 +1,7 @@
-"""What workers ask of the coordinator. Its answers are in wire/answers.py.
+"""The questions of workers to the coordinator. Its replies are in wire/answers.py.
 
-These are codecs of questions (payloads), and of the namespace where a question is about one. Of the envelope
-(core/messages/request.py) nothing else travels: call and tenant are the server's own knowledge.
+These are codecs of the questions (payloads), and of the namespace if a question is about one. Nothing else of the
+envelope (core/messages/request.py) is sent: the server sets call and tenant.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 
 def encode_attach(question: Attach | AttachShard) -> bytes:
-    """The request of both services' Attach."""
+    """Encodes the Attach request of both services."""
     spec = common.encode_spec(question.spec)
     return pb.AttachRequest(protocol_version=PROTOCOL_VERSION, spec=spec).SerializeToString()
 
@@ -51,12 +51,12 @@ def decode_attach_spec(data: bytes) -> KVSpec:
 
 
 def decode_attach(data: bytes) -> Attach:
-    """A worker names its spec."""
+    """Decodes an Attach request to the coordinator."""
     return Attach(decode_attach_spec(data))
 
 
 def encode_prepare_load(question: PrepareLoad, namespace: NamespaceId) -> bytes:
-    """How far can these blocks be restored?"""
+    """Encodes the question how many of these blocks can be loaded, and from where."""
     return pb.PrepareLoadRequest(
         namespace=namespace,
         holder=question.attempt.holder,
@@ -79,14 +79,14 @@ def decode_prepare_load(data: bytes) -> tuple[NamespaceId, PrepareLoad]:
 
 
 def _decode_need(m: common_pb2.Need, blocks: int) -> Need:
-    """A need of so many blocks."""
+    """Decodes a need for `blocks` blocks. Raises LimitError if the lookup is too large."""
     need = common.decode_need(m)
     at_most(blocks * sum(part is not None for part in need.parts), limits.PARTS_PER_LOOKUP, "parts in a lookup")
     return need
 
 
 def encode_prepare_store(question: PrepareStore, namespace: NamespaceId) -> bytes:
-    """Which of these blocks are worth writing?"""
+    """Encodes the question which of these blocks are to be written."""
     return pb.PrepareStoreRequest(
         namespace=namespace,
         holder=question.attempt.holder,
@@ -125,22 +125,22 @@ def decode_prepare_store(data: bytes) -> tuple[NamespaceId, PrepareStore]:
 def _decode_tokens(field: Collection[int], blocks: int) -> tuple[int, ...]:
     tokens = numbers(field, limits.TOKENS_PER_SEQUENCE, "token ids")
     if tokens and (not blocks or len(tokens) % blocks):
-        raise ProtocolError(f"{len(tokens)} token ids are not those of {blocks} blocks")
+        raise ProtocolError(f"{len(tokens)} token ids are not a multiple of {blocks} blocks")
     return tuple(tokens)
 
 
 def encode_ticket_end(question: RenewTicket | EndTicket) -> bytes:
-    """The request of both that name a ticket."""
+    """Encodes the request of RenewTicket and EndTicket."""
     return pb.TicketRequest(holder=question.attempt.holder, attempt=question.attempt.counter).SerializeToString()
 
 
 def decode_renew_ticket(data: bytes) -> RenewTicket:
-    """A ticket is still wanted."""
+    """Decodes a request to renew a ticket."""
     return RenewTicket(_decode_attempt(data))
 
 
 def decode_end_ticket(data: bytes) -> EndTicket:
-    """A ticket is no longer wanted."""
+    """Decodes a request to end a ticket."""
     return EndTicket(_decode_attempt(data))
 
 
@@ -150,7 +150,7 @@ def _decode_attempt(data: bytes) -> Attempt:
 
 
 def encode_explain(question: Explain, namespace: NamespaceId) -> bytes:
-    """Where is each of these blocks, or why is it not?"""
+    """Encodes the question where each of these blocks is, or why it is missing."""
     return pb.ExplainRequest(
         namespace=namespace, hashes=b"".join(question.hashes), need=common.encode_need(question.need)
     ).SerializeToString()
@@ -164,7 +164,7 @@ def decode_explain(data: bytes) -> tuple[NamespaceId, Explain]:
 
 
 def encode_siblings(question: Siblings, namespace: NamespaceId) -> bytes:
-    """Which other namespaces has this tenant?"""
+    """Encodes the question for the tenant's other namespaces."""
     return pb.SiblingsRequest(namespace=namespace).SerializeToString()
 
 
@@ -174,7 +174,7 @@ def decode_siblings(data: bytes) -> tuple[NamespaceId, Siblings]:
 
 
 def encode_get_namespaces(question: GetNamespaces) -> bytes:
-    """Which namespaces has this tenant?"""
+    """Encodes the question for the tenant's namespaces."""
     return pb.GetNamespacesRequest().SerializeToString()
 
 
@@ -185,7 +185,7 @@ def decode_get_namespaces(data: bytes) -> GetNamespaces:
 
 
 def encode_pin_blocks(question: PinBlocks, namespace: NamespaceId) -> bytes:
-    """Spare these blocks for a while."""
+    """Encodes a request to protect these blocks from eviction for a time."""
     return pb.PinBlocksRequest(
         namespace=namespace,
         hashes=b"".join(question.hashes),
@@ -198,7 +198,7 @@ def decode_pin_blocks(data: bytes) -> tuple[NamespaceId, PinBlocks]:
     """The inverse."""
     m = common.parse(pb.PinBlocksRequest, data)
     if not m.replicas:
-        raise ProtocolError("a pinned block lies on one shard at least")
+        raise ProtocolError("a pinned block must have at least one replica")
     return common.decode_namespace(m.namespace), PinBlocks(
         hashes=common.decode_blocks(m.hashes),
         ttl_ns=quantity(m.ttl_ns, "nanoseconds"),
@@ -207,7 +207,7 @@ def decode_pin_blocks(data: bytes) -> tuple[NamespaceId, PinBlocks]:
 
 
 def encode_unpin_blocks(question: UnpinBlocks, namespace: NamespaceId) -> bytes:
-    """Let these blocks be evicted again."""
+    """Encodes a request to let these blocks be evicted again."""
     return pb.UnpinBlocksRequest(namespace=namespace, hashes=b"".join(question.hashes)).SerializeToString()
 
 
@@ -218,7 +218,7 @@ def decode_unpin_blocks(data: bytes) -> tuple[NamespaceId, UnpinBlocks]:
 
 
 def encode_purge(question: Purge) -> bytes:
-    """Forget every block of the namespaces that have these values."""
+    """Encodes a request to purge every block of the namespaces that have these values."""
     m = pb.PurgeRequest(model=question.model, weights=question.weights, adapter=question.adapter)
     return m.SerializeToString()
 
@@ -229,14 +229,14 @@ def decode_purge(data: bytes) -> Purge:
     model = m.model if m.HasField("model") else None
     weights = m.weights if m.HasField("weights") else None
     adapter = m.adapter if m.HasField("adapter") else None
-    # What is longer than a whole spec is in none, and a tombstone would carry it to every shard.
+    # Values longer than a whole spec match none, and a tombstone would carry them to every shard.
     named = sum(len(value.encode()) for value in (model, weights, adapter) if value is not None)
     at_most(named, limits.SPEC_BYTES, "bytes of model, weights and adapter")
     return Purge(model, weights, adapter)
 
 
 def encode_drain(question: Drain) -> bytes:
-    """Empty this shard and let it go."""
+    """Encodes a request to drain this shard."""
     return pb.DrainRequest(shard=question.shard).SerializeToString()
 
 
@@ -246,7 +246,7 @@ def decode_drain(data: bytes) -> Drain:
 
 
 def encode_set_policy(question: SetPolicy) -> bytes:
-    """Other settings of the tiers."""
+    """Encodes new settings of the tiers."""
     names, values = zip(*question.settings, strict=True) if question.settings else ((), ())
     return pb.SetPolicyRequest(names=names, values=values).SerializeToString()
 
@@ -258,14 +258,14 @@ def decode_set_policy(data: bytes) -> SetPolicy:
 
 
 def decode_policy(names: Sequence[str], values: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Settings, as they are set and as a status tells them."""
+    """Decodes settings of the tiers, of SetPolicy and of a status."""
     at_most(agree("settings", names, values), limits.POLICIES, "settings of a policy")
     known = [text(name, "a policy's name") for name in names]
     return tuple(zip(known, [text(value, "a policy's value") for value in values], strict=True))
 
 
 def encode_get_status(question: GetStatus) -> bytes:
-    """What is there?"""
+    """Encodes a status request."""
     return pb.GetStatusRequest().SerializeToString()
 
 

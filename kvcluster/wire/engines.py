@@ -1,4 +1,4 @@
-"""Engines, as they register and are listed."""
+"""Codecs of engine registration and of the list of engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 
 def encode_register_engine(question: RegisterEngine) -> bytes:
-    """An engine lives."""
+    """Encodes the registration of a live engine."""
     return pb.RegisterEngineRequest(engine=_encode_info(question.info)).SerializeToString()
 
 
@@ -22,7 +22,7 @@ def decode_register_engine(data: bytes) -> RegisterEngine:
 
 
 def encode_get_engines(question: GetEngines) -> bytes:
-    """Which engines live?"""
+    """Encodes the question for the live engines."""
     return pb.GetEnginesRequest().SerializeToString()
 
 
@@ -33,13 +33,13 @@ def decode_get_engines(data: bytes) -> GetEngines:
 
 
 def encode_set_weights(question: SetWeights) -> bytes:
-    """What private engines are to cache under."""
+    """Encodes the weights under which private engines are to cache."""
     m = pb.SetWeightsRequest(model=question.model, weights=question.weights, engine=question.engine)
     return m.SerializeToString()
 
 
 def decode_set_weights(data: bytes) -> SetWeights:
-    """The inverse. Weights that pin nothing are refused, as in a spec."""
+    """The inverse. Raises ProtocolError for weights that are not pinned, as a spec does."""
     m = common.parse(pb.SetWeightsRequest, data)
     weights = text(m.weights, "weights")
     try:
@@ -50,12 +50,12 @@ def decode_set_weights(data: bytes) -> SetWeights:
 
 
 def decode_registered(m: pb.Registered) -> Registered:
-    """An engine is known, and may be told something."""
+    """Decodes the answer to a registration."""
     return Registered(quantity(m.ttl_ns, "nanoseconds"), text(m.weights, "weights"))
 
 
 def encode_engines(reply: Engines) -> pb.Engines:
-    """Those that live."""
+    """Encodes the live engines."""
     return pb.Engines(
         engines=[_encode_info(info) for info, _ in reply.known], seen_ns_ago=[ago for _, ago in reply.known]
     )
@@ -87,7 +87,7 @@ def _decode_info(m: pb.Engine) -> EngineInfo:
     names = [text(name, "a fact") for name in m.fact_names]
     values = [text(value, "a fact") for value in m.fact_values]
     if not m.engine:
-        raise ProtocolError("an engine has an id")
+        raise ProtocolError("an engine must have an id")
     return EngineInfo(
         engine=text(m.engine, "an engine"),
         name=text(m.name, "a name"),

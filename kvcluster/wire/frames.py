@@ -1,12 +1,12 @@
-"""Frames: the messages of Read and Write, and what travels outside gRPC altogether, tickets.
+"""Frames: the messages of Read and Write; and tickets, which travel outside gRPC.
 
 A frame is a header and either one protobuf message or whole layers of pages (shard.proto draws it to the byte).
 The bytes of pages never pass through protobuf, which would copy them once more on each side: `pack` joins buffers
-of any owner in one copy, `parse` gives views of the message that arrived. This module knows sizes, never content:
-whoever receives checks what a layer is against its checksum.
+of any owner in one copy, `parse` gives views of the message that arrived. This module knows sizes, not content:
+the receiver verifies each layer against its checksum.
 
-Everything here raises ProtocolError or LimitError for what is not as it should be. Where a shard may refuse,
-the answer is the Refused itself.
+Every decoder raises ProtocolError or LimitError for malformed input. Where a shard may refuse, it returns the Refused
+itself.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class Record(NamedTuple):
 
 
 def pack(records: Sequence[Record]) -> bytes:
-    """A frame of pages. The payloads are copied once, into the frame."""
+    """Returns a frame of pages. The payloads are copied once, into the frame."""
     heads = [encode_head(record) for record in records]
     pieces: list[bytes | memoryview] = [_HEADER.pack(MAGIC, FRAME_VERSION, DATA, len(records)), *heads]
     pieces += [record.data for record in records]
     frame = b"".join(pieces)
-    assert len(frame) <= limits.MESSAGE_BYTES, "a frame that nobody would take"
+    assert len(frame) <= limits.MESSAGE_BYTES, "a frame that exceeds MESSAGE_BYTES"
     return frame
 
 
 def parse(data: bytes) -> list[Record]:
-    """The records of a frame of pages. Their `data` are views of this message: nothing is copied."""
+    """Returns the records of a frame of pages. Their `data` are views of this message: nothing is copied."""
     heads, at = decode_heads(data, _HEADER.size, _records(data, DATA))
     end = at + sum(head.nbytes for head in heads)
     if end != len(data):
@@ -73,7 +73,7 @@ def parse(data: bytes) -> list[Record]:
 
 
 class RecordHead(NamedTuple):
-    """What is said of a record before its `nbytes` bytes come."""
+    """The header of a record, which precedes its `nbytes` bytes."""
 
     item: int
     layer: int
@@ -83,7 +83,7 @@ class RecordHead(NamedTuple):
 
 
 def encode_head(record: Record) -> bytes:
-    """The header of a record."""
+    """Encodes the header of a record."""
     item, layer, codec, sums, data = record
     layers, nbytes = len(sums), data.nbytes
     assert layers > 0 and nbytes % layers == 0, "whole layers only"
@@ -91,9 +91,9 @@ def encode_head(record: Record) -> bytes:
 
 
 def decode_heads(data: bytes, at: int, count: int) -> tuple[list[RecordHead], int]:
-    """So many headers of records, which begin at `at`, and where they end."""
+    """Returns the `count` record headers that begin at `at`, and the offset at which they end."""
     size = len(data)
-    # Each takes this much, so that a lie about their number is found before it costs anything.
+    # The minimum size of each, so that a false count is detected before it costs anything.
     if count * (_RECORD.size + SUM_BYTES) > size - at:
         raise ProtocolError(f"a frame of {size} bytes cannot hold {count} records")
     heads = []
@@ -103,9 +103,9 @@ def decode_heads(data: bytes, at: int, count: int) -> tuple[list[RecordHead], in
         item, layer, layers, codec, reserved, nbytes = _RECORD.unpack_from(data, at)
         at += _RECORD.size
         if reserved or not layers or layer + layers > common.INDEX_MAX or nbytes % layers:
-            raise ProtocolError(f"a record of {nbytes} bytes for {layers} layers from {layer} on cannot be")
+            raise ProtocolError(f"a record of {nbytes} bytes for {layers} layers from {layer} on is invalid")
         if nbytes > limits.LAYER_BYTES * layers or at + SUM_BYTES * layers > size:
-            raise ProtocolError(f"a record of {nbytes} bytes for {layers} layers is larger than may be")
+            raise ProtocolError(f"a record of {nbytes} bytes for {layers} layers exceeds the limit")
         heads.append(RecordHead(item, layer, codec, struct.unpack_from(f"<{layers}Q", data, at), nbytes))
         at += SUM_BYTES * layers
     return heads, at
@@ -115,7 +115,7 @@ def decode_heads(data: bytes, at: int, count: int) -> tuple[list[RecordHead], in
 
 
 def encode_read_request(request: ReadRequest) -> bytes:
-    """What opens a Read."""
+    """Encodes the first message of a client in a Read."""
     return _frame(HEAD, shard.encode_read_request(request))
 
 
@@ -125,7 +125,7 @@ def decode_read_request(data: bytes) -> ReadRequest:
 
 
 def encode_read_head(outcome: Iterable[Miss | None]) -> bytes:
-    """A shard's first message in a Read: for each want None where its layers follow, else why not."""
+    """Encodes a shard's first message in a Read: for each want None if its layers follow, otherwise the miss."""
     return _frame(HEAD, shard.encode_read_head(outcome))
 
 
@@ -135,7 +135,7 @@ def decode_read_head(data: bytes) -> list[Miss | None] | Refused:
 
 
 def encode_write_request(request: WriteRequest) -> bytes:
-    """What opens a Write."""
+    """Encodes the first message of a client in a Write."""
     return _frame(HEAD, shard.encode_write_request(request))
 
 
@@ -145,7 +145,7 @@ def decode_write_request(data: bytes) -> WriteRequest:
 
 
 def encode_write_head(outcome: Iterable[Written | None]) -> bytes:
-    """A shard's first message in a Write: for each page None where it is to be sent, else what became of it."""
+    """Encodes a shard's first message in a Write: for each page None if it is to be sent, otherwise its outcome."""
     return _frame(HEAD, shard.encode_write_head(outcome))
 
 
@@ -155,7 +155,7 @@ def decode_write_head(data: bytes) -> list[Written | None] | Refused:
 
 
 def encode_write_tail(outcome: Iterable[Written]) -> bytes:
-    """A shard's last message in a Write: what became of each page."""
+    """Encodes a shard's last message in a Write: the outcome of each page."""
     return _frame(TAIL, shard.encode_write_tail(outcome))
 
 
@@ -165,7 +165,7 @@ def decode_write_tail(data: bytes) -> list[Written] | Refused:
 
 
 def encode_refused(refused: Refused) -> bytes:
-    """What a shard sends in place of a head or tail, and with it ends the stream."""
+    """Encodes a refusal, which a shard sends instead of a head or tail to end the stream."""
     return _frame(REFUSED, common.encode_refusal(refused).SerializeToString())
 
 
@@ -179,7 +179,7 @@ def _unless_refused(data: bytes, kind: int, decode: Callable[[bytes], T]) -> T |
 
 
 def encode_ticket(ticket: TicketBody) -> bytes:
-    """A ticket as bytes that stand for themselves, for another process of the same credential."""
+    """Encodes a ticket as self-contained bytes, for another process with the same credential."""
     body = pb.TicketBody(
         namespace=ticket.namespace,
         holder=ticket.attempt.holder,
@@ -196,8 +196,8 @@ def decode_ticket(data: bytes) -> TicketBody:
     if not data or data[0] != TICKET_VERSION:
         found = f"of version {data[0]}" if data else "empty"
         raise ProtocolError(
-            f"this ticket is {found}, and version {TICKET_VERSION} is read here: pass bytes(ticket) on unchanged, and "
-            "install the same release of kvcluster in both processes"
+            f"this ticket is {found}, but this side reads version {TICKET_VERSION}: pass bytes(ticket) on unchanged, "
+            "and install the same release of kvcluster in both processes"
         )
     m = common.parse(pb.TicketBody, data[1:])
     hashes = common.decode_blocks(m.hashes)
@@ -218,14 +218,14 @@ def _frame(kind: int, body: bytes) -> bytes:
 
 
 def _body(data: bytes, kind: int) -> bytes:
-    """The protobuf message in a frame that has to be of this kind."""
+    """Returns the protobuf message in a frame. Raises ProtocolError unless the frame is of this kind."""
     if _records(data, kind):
         raise ProtocolError(f"a frame of kind {_NAMES[kind]} has no records")
     return data[_HEADER.size :]
 
 
 def _records(data: bytes, expected: int) -> int:
-    """How many records are announced in a frame that has to be of the expected kind."""
+    """Returns the number of records that a frame announces. Raises ProtocolError unless it is of the expected kind."""
     kind = _kind(data)
     if kind != expected:
         raise ProtocolError(
@@ -236,9 +236,9 @@ def _records(data: bytes, expected: int) -> int:
 
 
 def _kind(data: bytes) -> int:
-    """The kind of a frame of our own version."""
+    """Returns the kind of a frame. Raises ProtocolError unless its size, magic and version are right."""
     if not _HEADER.size <= len(data) <= limits.MESSAGE_BYTES:
-        raise ProtocolError(f"{len(data)} bytes are no frame: those have {_HEADER.size} to {limits.MESSAGE_BYTES}")
+        raise ProtocolError(f"a frame has {len(data)} bytes; {_HEADER.size} to {limits.MESSAGE_BYTES} are valid")
     magic, version, kind, _ = _HEADER.unpack_from(data)
     common.check_opening(magic, version, own=(MAGIC, FRAME_VERSION), of="frames")
     return int(kind)

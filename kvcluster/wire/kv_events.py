@@ -1,25 +1,26 @@
-"""KV events in vLLM's words: what a coordinator tells outsiders, and what an engine of vLLM's kind tells us.
+"""KV events in vLLM's format: those that a coordinator publishes, and those that an engine in this format publishes.
 
-A message is three frames: topic, sequence (u64, big-endian), payload. The payload is msgpack, as vLLM's
-`vllm/distributed/kv_events.py` has it, so that whoever listens to vLLM understands it:
+A message is three frames: topic, sequence (u64, big-endian), payload. The payload is msgpack, as in vLLM's
+`vllm/distributed/kv_events.py`, so that subscribers to vLLM can read it:
 
-    [time in s, [event...], data-parallel rank]     a batch; what follows the events is not looked at
-    event     a map with its name under "type", or an array that begins with it, as vLLM wrote it until it took to maps
+    [time in s, [event...], data-parallel rank]     a batch; fields after the events are ignored when read
+    event     a map with its name under "type", or an array that begins with it, as older versions of vLLM write it
     BlockStored        block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name ...
     BlockRemoved       block_hashes, medium ...
     AllBlocksCleared
 
-    replay    a request is an empty frame, the first sequence wanted, and for us a topic where only that is wanted. The
-              answer is a message for each batch, an empty frame first, and ends with one whose sequence is END
+    replay    a request is an empty frame, the first sequence wanted, and, only in kvcluster, an optional topic. The
+    answer
+              is a message for each batch, an empty frame first, and ends with one whose sequence is END
 
-Our hashes are the 32 bytes that name a block everywhere else. Other engines may send any bytes, or an integer of 64
-bits, which is read as its 8 bytes, big-endian, a negative one as its two's complement: it is equal where they were
-equal, and vLLM, which makes such integers of the end of a hash, is understood. `medium` is "GPU", "CPU" or "STORAGE",
-in capitals or not; none is the engine's own memory. What lies in a medium that is unknown here is passed over, as are
-fields beyond those above. Groups are not told apart: a block is in a tier as far as some group of it is.
+Our hashes are the 32 bytes that identify a block everywhere else. Other engines may send any bytes, or an integer of 64
+bits, which is read as its 8 bytes, big-endian, a negative one as its two's complement: equal integers give equal
+hashes, and this covers vLLM, which makes such integers of the end of a hash. `medium` is "GPU", "CPU" or "STORAGE", in
+any case; none means the engine's own memory. Blocks in a medium that is unknown here are skipped, and fields beyond
+those above are ignored. Groups are not distinguished: a block is in a tier if at least one of its groups is.
 
-Everything that is read raises ProtocolError or LimitError for what is not as it should be, an event of an unknown name
-included: what it did to the picture of whoever listens cannot be guessed.
+Every decoder raises ProtocolError or LimitError for malformed input, including an event of an unknown name: its effect
+on a subscriber's state cannot be guessed.
 """
 
 from __future__ import annotations
@@ -39,35 +40,35 @@ from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.wire import common
 
 BATCH_BYTES = 16 * 1024 * 1024
-"""A step of an engine makes a million tokens at most, of five bytes each."""
+"""A step of an engine produces at most a million tokens of five bytes each."""
 
 BATCH_EVENTS = 65_536
-"""In one batch: one for each block of a million tokens, where no two belong together."""
+"""Events of one batch: one for each block of a million tokens, if no two blocks share an event."""
 
 EVENT_HASHES = 65_536
-"""In one event: as BATCH_EVENTS."""
+"""Hashes of one event: as BATCH_EVENTS."""
 
 EVENT_TOKENS = 2**21
-"""In one event: twice the longest context in use."""
+"""Token ids of one event: twice the longest context in use."""
 
 HASH_BYTES_MOST = 64
-"""Of a foreign hash: SHA-512, the longest that anybody uses."""
+"""Size of a foreign hash: SHA-512, the longest in use."""
 
 TOPIC_BYTES = 4 * common.TEXT_CHARS
-"""A name of a model, in UTF-8."""
+"""The name of a model, in UTF-8."""
 
 NAMESPACE_DIGITS = 16
-"""Of a namespace, in a topic: 64 bits, which no two namespaces of a cluster share by chance."""
+"""Hex digits of a namespace in a topic: 64 bits, which no two namespaces of a cluster share by chance."""
 
 OWNERSHIP = "kvcluster"
 END = b"\xff" * 8
-"""In place of a sequence, after the last batch of a replay: -1, as vLLM has it."""
+"""The sequence after the last batch of a replay: -1, as in vLLM."""
 
 _SEQUENCE = struct.Struct(">Q")
 _OURS = re.compile(rf"kv@([0-9a-f]{{{NAMESPACE_DIGITS}}})@(.*)", re.DOTALL)
 _TIERS = {tier.spec.medium: tier for tier in Tier}
 
-# -------------------------------------------------------------------------------------------- what is read
+# -------------------------------------------------------------------------------------------- input
 
 _Hash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=HASH_BYTES_MOST)] | int
 _Hashes = Annotated[list[_Hash], msgspec.Meta(max_length=EVENT_HASHES)]
@@ -114,7 +115,7 @@ _BATCH = msgspec.msgpack.Decoder(_Batch)
 _MAP = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
 _ROW = msgspec.msgpack.Decoder(_StoredRow | _RemovedRow | _ClearedRow)
 _ROWS = (*range(0x90, 0xA0), 0xDC, 0xDD)
-"""How an array of msgpack begins."""
+"""The possible first bytes of a msgpack array."""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -122,20 +123,21 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(stream: EventStream, events: Sequence[KVEvent], at_s: float) -> bytes:
-    """The payload that tells these events of that stream. `at_s` is seconds since 1970, on the clock of whoever
-    publishes; nobody should compute with it."""
+    """Returns the payload with these events of that stream. `at_s` is seconds since 1970 on the publisher's clock;
+    subscribers should not compute with it."""
     return _encoder.encode((at_s, [_words(stream, event) for event in events], 0))  # rank 0: as a vLLM of one rank
 
 
 def decode(payload: bytes) -> list[KVEvent]:
-    """The events of a batch of ours, of vLLM or of an engine with its words, in order. Token ids that are not
-    `block_size` for each hash are left out: vLLM tells all of a range, of which it may have cached a part."""
+    """Returns the events of a batch from kvcluster, vLLM or an engine with its format, in order. Token ids are left out
+    unless there are `block_size` for each hash: vLLM sends those of a whole range, of which it may have cached a
+    part."""
     common.at_most(len(payload), BATCH_BYTES, "bytes in a batch of KV events")
     try:
         batch = _BATCH.decode(payload)
         found = [(_ROW if memoryview(raw)[0] in _ROWS else _MAP).decode(raw) for raw in batch.events]
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolError(f"this is no batch of KV events: {error}") from None
+        raise ProtocolError(f"this is not a batch of KV events: {error}") from None
     events = [_event(one) for one in found]
     return [event for event in events if event is not None]
 
@@ -160,7 +162,7 @@ def _words(stream: EventStream, event: KVEvent) -> dict[str, object]:
 
 
 def _event(found: _Stored | _Removed | _Cleared) -> KVEvent | None:
-    """None where there is nothing in it that is known here."""
+    """Returns the event, or None if it has no hashes or its medium is not known here."""
     if isinstance(found, _Cleared):
         return AllBlocksCleared()
     tier = _TIERS.get((found.medium or "GPU").upper())
@@ -182,24 +184,25 @@ def _hash(word: bytes | int) -> BlockHash:
 
 
 def topic_of(stream: EventStream) -> str:
-    """Of the stream of one namespace: `kv@NAMESPACE@MODEL`, where llm-d has a pod in place of the namespace."""
+    """Returns the topic of the stream of one namespace: `kv@NAMESPACE@MODEL`. llm-d has a pod in place of the
+    namespace."""
     return f"kv@{stream.namespace.hex()[:NAMESPACE_DIGITS]}@{stream.model}"
 
 
 def parse_topic(topic: str) -> tuple[str, str] | None:
-    """The first digits of the namespace, and the model, where it is a topic of ours."""
+    """Returns the first digits of the namespace, and the model; None if it is not a topic of kvcluster."""
     ours = _OURS.fullmatch(topic)
     return None if ours is None else (ours[1], ours[2])
 
 
 def encode_topic(topic: str) -> bytes:
-    """The first frame of a message. A topic that begins with what was subscribed to is heard."""
+    """Returns the first frame of a message. Subscribers receive all topics that begin with their subscription."""
     return topic.encode()
 
 
 def _topic(frame: bytes) -> str:
     if len(frame) > TOPIC_BYTES:
-        raise LimitError(f"a topic of {len(frame)} bytes; at most {TOPIC_BYTES} are read")
+        raise LimitError(f"topic bytes: {len(frame)} exceeds the limit of {TOPIC_BYTES}")
     try:
         return frame.decode()
     except UnicodeDecodeError:
@@ -211,7 +214,7 @@ def _topic(frame: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One message: the batch of a topic with that number. What it holds is for `decode`."""
+    """One message: the batch of a topic with that sequence number. `decode` reads its payload."""
 
     topic: str
     sequence: int
@@ -220,14 +223,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class ReplayRequest:
-    """Every batch from the number `start` on: of one topic, or of all."""
+    """Asks for every batch from the number `start` on: of one topic, or of all."""
 
     start: int
     topic: str | None = None
 
 
 def encode_batch(batch: Batch) -> list[bytes]:
-    """Its three frames."""
+    """Returns its three frames."""
     return [encode_topic(batch.topic), _SEQUENCE.pack(batch.sequence), batch.payload]
 
 
@@ -236,12 +239,12 @@ def decode_batch(frames: Sequence[bytes]) -> Batch:
     if len(frames) != 3:
         raise ProtocolError(f"a message of KV events has 3 frames, not {len(frames)}")
     if frames[1] == END:
-        raise ProtocolError("a batch of KV events has the number that ends a replay")
+        raise ProtocolError("a batch of KV events has the sequence number that ends a replay")
     return Batch(_topic(frames[0]), _sequence(frames[1]), frames[2])
 
 
 def encode_answer(batch: Batch | None) -> list[bytes]:
-    """One message of a replay; None ends it."""
+    """Encodes one message of a replay; None as the one that ends it."""
     return [b"", b"", END, b""] if batch is None else [b"", *encode_batch(batch)]
 
 
@@ -253,7 +256,7 @@ def decode_answer(frames: Sequence[bytes]) -> Batch | None:
 
 
 def encode_request(request: ReplayRequest) -> list[bytes]:
-    """What asks for a replay. vLLM answers requests without a topic only."""
+    """Encodes a request for a replay. vLLM answers only requests without a topic."""
     frames = [b"", _SEQUENCE.pack(request.start)]
     return frames if request.topic is None else [*frames, encode_topic(request.topic)]
 

@@ -1,13 +1,13 @@
-"""The unary methods of both services, as tables: everything that a server or client needs in order to speak.
+"""The unary methods of both services, as tables: everything that a server or client needs to use the protocol.
 
-    data = method.encode_request(question, namespace)   a worker or shard asks; a namespace where the method has one
-    request = method.decode_request(data, call, tenant) a server reads; call and tenant are its own knowledge
-    data = method.encode_reply(reply)                   it answers, perhaps with Refused
-    reply = method.decode_reply(data)                   the asker reads
+    data = method.encode_request(question, namespace)   a worker or shard asks; a namespace if the method has one
+    request = method.decode_request(data, call, tenant) the server decodes; it sets call and tenant itself
+    data = method.encode_reply(reply)                   the server answers, possibly with Refused
+    reply = method.decode_reply(data)                   the client decodes
 
-gRPC sees only bytes. `Read` and `Write` of a shard are streams of frames instead (frames.py). A row of a table is
-a name, which is that of the question in the core, the codecs of the question, and which reply of its service belongs
-to it; Refused may come instead. A question about one namespace has codecs that carry that too.
+gRPC sees only bytes. `Read` and `Write` of a shard are streams of frames instead (frames.py). A row of a table is the
+method's name, which is that of the question in the core; the codecs of the question; and the type of its reply. Refused
+may come instead of that. The codecs of a question about one namespace carry the namespace too.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ SHARD_SERVICE = "kvcluster.v1.Shard"
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One RPC. Every decode raises ProtocolError, LimitError or SpecError for what is not as it should be.
+    """One RPC. Every decode raises ProtocolError, LimitError or SpecError for malformed input.
 
-    `Ping` alone asks nothing: its question is None, its bytes are empty, and its server answers Done.
+    Only `Ping` has no question: its question is None, its bytes are empty, and the server answers Done.
     """
 
     name: str
@@ -89,18 +89,18 @@ class Method:
     decode_reply: Callable[[bytes], Reply]
 
     def encode_request(self, question: Question | None, namespace: NamespaceId | None = None) -> bytes:
-        """What an asker sends. A namespace is given exactly where the question is about one."""
+        """Returns the bytes that a client sends. A namespace is given if and only if the question is about one."""
         return self.encode_question(question, namespace)
 
     def decode_request(self, data: bytes, call: CallId, tenant: Tenant) -> Request[Question | None]:
-        """What a core steps, of a caller of that tenant."""
+        """Returns the request for the core, from a caller of that tenant."""
         namespace, question = self.decode_question(data)
         return Request(call, tenant, namespace, question)
 
 
 @dataclass(frozen=True, slots=True)
 class _Service:
-    """What the methods of one service share."""
+    """What all methods of one service share."""
 
     path: str
     encode_reply: Callable[[Reply], bytes]
@@ -114,7 +114,7 @@ class _Service:
         encode: Callable[[Q], bytes],
         decode: Callable[[bytes], Q],
     ) -> Method:
-        """A question that is not about one namespace."""
+        """Returns the method of a question that is not about one namespace."""
 
         def encode_question(question: Question | None, namespace: NamespaceId | None) -> bytes:
             assert isinstance(question, kind), f"{name} asks a {kind.__name__}"
@@ -134,7 +134,7 @@ class _Service:
         encode: Callable[[Q, NamespaceId], bytes],
         decode: Callable[[bytes], tuple[NamespaceId, Q]],
     ) -> Method:
-        """A question about one namespace."""
+        """Returns the method of a question about one namespace."""
 
         def encode_question(question: Question | None, namespace: NamespaceId | None) -> bytes:
             assert isinstance(question, kind), f"{name} asks a {kind.__name__}"
@@ -144,7 +144,7 @@ class _Service:
         return self._answered_by(name, answer, encode_question, decode)
 
     def ping(self) -> Method:
-        """A question without content, which shows that somebody listens, and what an empty call costs."""
+        """Returns a method without content, to check that the server answers, and to measure an empty call."""
 
         def encode_question(question: Question | None, namespace: NamespaceId | None) -> bytes:
             assert question is None and namespace is None, "Ping asks nothing"
@@ -223,8 +223,8 @@ COORDINATOR: Mapping[str, Method] = _table(
         _C.ping(),
     ]
 )
-"""What the coordinator answers, by name. `Report` and `Inventory` are for shards of the cluster alone, `Drain` and
-`SetPolicy` for its operators."""
+"""The methods of the coordinator, by name. Only shards of the cluster may call `Report` and `Inventory`, only operators
+`Drain` and `SetPolicy`."""
 
 SHARD: Mapping[str, Method] = _table(
     [
@@ -235,12 +235,13 @@ SHARD: Mapping[str, Method] = _table(
         _S.ping(),
     ]
 )
-"""What a shard answers, by name, beside Read and Write."""
+"""The methods of a shard, by name, besides Read and Write."""
 
 
 def version_question() -> Method:
-    """Attach, naming nothing: a coordinator that speaks this version of the protocol answers CallerError, any other
-    ProtocolError, since versions are compared before anything else is read; and nothing of it is kept."""
+    """Returns an Attach without a spec, to check the protocol version. A coordinator of this version answers
+    CallerError, any other ProtocolError, since versions are compared before anything else is read. The coordinator
+    keeps no state of it."""
 
     def encode_question(question: Question | None, namespace: NamespaceId | None) -> bytes:
         assert question is None, "it names nothing"

@@ -1,6 +1,6 @@
-"""What the coordinator answers to a report: how far it has heard, and what the shard is to do.
+"""The coordinator's answer to a report: the events that it has received, and the orders for the shard.
 
-A further kind of order is one more row of `_KINDS`, and an alternative of the protocol's `Order`.
+To add a kind of order: a row of `_KINDS`, and an alternative of the protocol's `Order`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FAREWELL: EnumCodec[Farewell, pb.Farewell] = EnumCodec(Farewell, pb.Farewell, "F
 
 
 def encode_ack(ack: ReportAck) -> pb.ReportAck:
-    """The answer to a report."""
+    """Encodes the answer to a report."""
     return pb.ReportAck(
         epoch=ack.epoch,
         acked=ack.acked,
@@ -39,7 +39,7 @@ def decode_ack(m: pb.ReportAck) -> ReportAck:
     """The inverse."""
     return ReportAck(
         epoch=common.epoch(m.epoch),
-        acked=quantity(m.acked, "as a stream number"),
+        acked=quantity(m.acked, "stream number"),
         inventory=m.inventory,
         orders=_decode_orders(m.orders),
         tombstones=decode_tombstones(m.tombstones),
@@ -66,7 +66,7 @@ def _decode_order(m: pb.Order) -> Order:
     kind = next((kind for kind in _KINDS if kind.field == m.WhichOneof("kind")), None)
     if kind is None:
         raise ProtocolError("this kind of order is not known here; a newer kvcluster sent it: upgrade this side")
-    return kind.decode(quantity(m.number, "as an order's number"), getattr(m, kind.field))
+    return kind.decode(quantity(m.number, "order number"), getattr(m, kind.field))
 
 
 def _encode_evict(order: EvictOrder) -> pb.EvictOrder:
@@ -123,9 +123,9 @@ def _encode_pull(pull: PullOrder) -> pb.PullOrder:
 def _decode_pull(number: int, m: pb.PullOrder) -> PullOrder:
     into = common.TIER.decode(m.into)
     if common.decode_codec(m.codec) is not Codec.RAW and into.spec.takes is Takes.RAW:
-        raise ProtocolError(f"encoded pages do not lie in the {into.name.lower()} tier")
+        raise ProtocolError(f"encoded pages cannot be pulled into the {into.name.lower()} tier")
     if not into.spec.addressable:
-        raise ProtocolError(f"pages come to the {into.name.lower()} tier from the one above it alone")
+        raise ProtocolError(f"pages cannot be pulled into the {into.name.lower()} tier, only demoted into it")
     return PullOrder(
         number=number,
         source=common.decode_address(m.source),
@@ -138,7 +138,7 @@ def _decode_pull(number: int, m: pb.PullOrder) -> PullOrder:
 
 
 class _OrderCodec(NamedTuple):
-    """How one kind of order travels: its class, its field in the protocol's `Order`, its encoder and its decoder."""
+    """The codec of one kind of order: its class, its field in the protocol's `Order`, its encoder and its decoder."""
 
     message: type[Order]
     field: str

@@ -1,4 +1,4 @@
-"""Files of pages on disk, version 1: what each says of itself, for a shard that finds them and knows nothing.
+"""Files of pages on disk, version 1: each describes itself, so that a shard can recover it without other state.
 
     head at 0           "kvcluster-pages\\0" | version u32 | body's bytes u32 | xxh3_64 of the body u64 | body
         body            life 16 | file_bytes u64 | page bytes u64 | layers u32 | tenant's bytes u16 | tenant | Spec
@@ -6,10 +6,10 @@
                         | a u64 a layer: its checksum | xxh3_64 of all that and the life, seeded by i, u64
     slots               core/file_allocator.py says where records and slots lie
 
-Little-endian. The life is drawn when a file begins to hold pages of another kind, so that a record of an earlier life
-is none. A page's bytes are those of its codec (docs/codecs.md). What cannot be understood is passed over, be it rotten,
-torn or of a later version: what is lost by that is a page that is computed again. A record that is whole still promises
-nothing of its page: a reader verifies that with the checksums.
+Little-endian. The life is drawn at random when a file begins to hold pages of another kind, so that records of an
+earlier life are invalid. A page's bytes are those of its codec (docs/codecs.md). Records that are corrupt, torn or of a
+later version are skipped; the only loss is that their pages are computed again. A valid record does not mean that its
+page is intact: a reader verifies that with the checksums.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvcluster.wire import common
 VERSION = 1
 LIFE_BYTES = 16
 NO_HEAD = bytes(HEAD_BYTES)
-"""In place of a head: this file holds nothing."""
+"""The head of a file that holds no pages."""
 
 _MAGIC = b"kvcluster-pages\0"
 _OPENING = struct.Struct("<16sIIQ")
@@ -49,7 +49,7 @@ assert _RECORD.size + _CHECK.size == RECORD_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Whose pages a file holds, and how long each is."""
+    """The head of a file: the tenant, spec and size of its pages."""
 
     life: bytes
     file_bytes: int
@@ -67,38 +67,38 @@ class Head:
 
     @property
     def records_bytes(self) -> int:
-        """Of all records together, which begin at HEAD_BYTES."""
+        """Bytes of all records together, which begin at HEAD_BYTES."""
         return self.slots * self.shape.record_bytes
 
     def slot_at(self, inside: int) -> int:
-        """Which slot begins there in its file."""
+        """Returns the slot that begins at offset `inside` of its file."""
         return self.shape.slot_at(inside, self.slots)[0]
 
     def record_at(self, slot: int) -> int:
-        """Where in the file its record lies."""
+        """Returns the offset of the slot's record in the file."""
         return HEAD_BYTES + slot * self.shape.record_bytes
 
 
 def encode_head(head: Head) -> bytes:
-    """HEAD_BYTES of them."""
+    """Encodes a head as HEAD_BYTES bytes."""
     tenant = head.tenant.encode()
     fixed = _BODY.pack(head.life, head.file_bytes, *head.shape, len(tenant))
     body = fixed + tenant + common.encode_spec(head.spec)
     data = _OPENING.pack(_MAGIC, VERSION, len(body), xxh3_64_intdigest(body)) + body
-    assert len(data) <= HEAD_BYTES, "limits bound what a spec and a tenant take"
+    assert len(data) <= HEAD_BYTES, "limits.py bounds the size of a spec and a tenant"
     return data + bytes(HEAD_BYTES - len(data))
 
 
 def decode_head(data: bytes) -> Head:
     """The inverse. Raises ProtocolError for anything that `encode_head` did not write."""
     if len(data) < _OPENING.size:
-        raise ProtocolError("a file of pages is cut off within its head")
+        raise ProtocolError("a page file is truncated within its head")
     magic, version, length, check = _OPENING.unpack_from(data)
     if magic != _MAGIC or version != VERSION:
-        raise ProtocolError("a file does not begin as one of pages of version 1 does")
+        raise ProtocolError("a file does not begin like a page file of version 1")
     body = data[_OPENING.size : _OPENING.size + length]
     if len(body) < max(length, _BODY.size) or xxh3_64_intdigest(body) != check:
-        raise ProtocolError("a file's head is not what its checksum says")
+        raise ProtocolError("the head of a page file does not match its checksum")
     life, file_bytes, nbytes, layers, tenant_bytes = _BODY.unpack_from(body)
     shape = Shape(common.at_most(nbytes, _MOST_PAGE_BYTES, "bytes of a page"), layers)
     common.at_most(layers, _MOST_LAYERS, "layers of a page")
@@ -106,23 +106,23 @@ def decode_head(data: bytes) -> Head:
     try:
         tenant = Tenant(body[_BODY.size : _BODY.size + tenant_bytes].decode())
     except UnicodeDecodeError:
-        raise ProtocolError("a file's tenant is no text") from None
+        raise ProtocolError("the tenant of a page file is not UTF-8") from None
     spec = common.decode_spec(body[_BODY.size + tenant_bytes :])
     if not nbytes or not layers:
-        raise ProtocolError("a file is of pages of nothing")
+        raise ProtocolError("a page file has pages without bytes or layers")
     return Head(life, file_bytes, shape, tenant, spec)
 
 
 def encode_record(head: Head, slot: int, page: RecoveredPage) -> bytes:
-    """The record of that page in that slot."""
+    """Encodes the record of that page in that slot."""
     fixed = _RECORD.pack(page.key.hash, page.parent, page.depth, page.key.group, *page.key.part, page.codec, page.loss)
     assert len(page.sums) == head.shape.layers * SUM_BYTES
     return fixed + page.sums + _CHECK.pack(_check(head, slot, fixed + page.sums))
 
 
 def decode_records(head: Head, namespace: NamespaceId, data: bytes, at: int) -> list[RecoveredPage]:
-    """The pages of those records in `data`, which begins with the first, that are whole; `namespace` is the head's, and
-    `at` where the file begins."""
+    """Returns the pages of the valid records in `data`, which begins with the first record. `namespace` is that of the
+    head, and `at` the offset of the file in its tier."""
     found: list[RecoveredPage] = []
     size, slots = head.shape.record_bytes, head.slots
     first = at + head.shape.first_slot(slots)
@@ -133,7 +133,7 @@ def decode_records(head: Head, namespace: NamespaceId, data: bytes, at: int) -> 
         if check == _check(head, slot, content):
             try:
                 found.append(_page(head, namespace, content, first + slot * head.shape.slot_bytes))
-            except (KVClusterError, ValueError):  # of a later version, which knew more codecs, or other bounds
+            except (KVClusterError, ValueError):  # of a later version, with more codecs or other limits
                 continue
     return found
 
@@ -143,10 +143,10 @@ def _page(head: Head, namespace: NamespaceId, content: bytes, offset: int) -> Re
     block, parent, depth, group, *bounds, codec_number, loss = values
     codec, part = Codec(codec_number), Part(*bounds)
     if depth > limits.TOKENS_PER_SEQUENCE or group >= len(head.spec.groups):
-        raise ProtocolError("a record names what its spec does not have")
+        raise ProtocolError("a record's group or depth is out of range")
     head.spec.check_part(group, part)
     if Shape(codecs.page_bytes(codec, head.spec, group, part), part.layers) != head.shape or loss < codec.loss:
-        raise ProtocolError("a record is of another page than its file holds")
+        raise ProtocolError("a record does not match the page size of its file")
     key = PageKey(BlockHash(block), group, part)
     sums = content[_RECORD.size :]
     return RecoveredPage(

@@ -1,7 +1,7 @@
-"""Pages as messages name them: what is in them, and, where they are to be written, their place in a chain.
+"""Codecs of page keys and, for pages to be written, of their positions in a chain.
 
-The pages of a message have few blocks and fewer parts between them, so both stand in tables, and parents share
-that of the blocks: in a chain the parent of one is the block of another.
+The pages of a message share few blocks and even fewer parts, so both are interned in tables. Parents are in the table
+of blocks: in a chain the parent of one block is another block.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kvcluster.wire.v1 import common_pb2 as pb
 
 
 def encode_keys(keys: Collection[PageKey]) -> pb.PageKeys:
-    """Which pages are meant."""
+    """Encodes the keys of pages."""
     return _encode_keys(keys, Interned())
 
 
 def decode_keys(m: pb.PageKeys, most: int, what: str) -> list[PageKey]:
-    """The inverse, for at most so many of `what`."""
+    """The inverse. Raises LimitError that names `what` if there are more than `most`."""
     at_most(agree("pages", m.hash_of, m.part_of), most, what)
     blocks = pick(_decode_table(m, most), m.hash_of, "a hash")
     places = pick(common.decode_parts(m.parts), m.part_of, "a part")
@@ -31,7 +31,7 @@ def decode_keys(m: pb.PageKeys, most: int, what: str) -> list[PageKey]:
 
 
 def encode_new_pages(pages: Collection[NewPage]) -> pb.NewPages:
-    """Which pages are to be written."""
+    """Encodes pages to be written."""
     hashes: Interned[BlockHash] = Interned()
     return pb.NewPages(
         parent_of=[hashes[page.parent] for page in pages],
@@ -42,16 +42,16 @@ def encode_new_pages(pages: Collection[NewPage]) -> pb.NewPages:
 
 
 def decode_new_pages(m: pb.NewPages, most: int, what: str) -> tuple[NewPage, ...]:
-    """The inverse, for at most so many of `what`."""
+    """The inverse. Raises LimitError that names `what` if there are more than `most`."""
     keys = decode_keys(m.keys, most, what)
     agree("pages", keys, m.parent_of, m.depths, m.losses)
     parents = pick(_decode_table(m.keys, most), m.parent_of, "a parent")
-    at_most(max(m.depths, default=0), limits.TOKENS_PER_SEQUENCE, "as a depth")
+    at_most(max(m.depths, default=0), limits.TOKENS_PER_SEQUENCE, "depth")
     return tuple(map(NewPage, keys, parents, m.depths, common.LOSS.decode_all(m.losses)))
 
 
 def _encode_keys(keys: Iterable[PageKey], hashes: Interned[BlockHash]) -> pb.PageKeys:
-    """`hashes` may hold parents already; what it holds in the end is the table."""
+    """Encodes keys. `hashes` may contain parents already; all its entries become the table."""
     parts: Interned[tuple[int, Part]] = Interned()
     pairs = [(hashes[key.hash], parts[key.group, key.part]) for key in keys]
     return pb.PageKeys(
@@ -63,5 +63,5 @@ def _encode_keys(keys: Iterable[PageKey], hashes: Interned[BlockHash]) -> pb.Pag
 
 
 def _decode_table(m: pb.PageKeys, most: int) -> tuple[BlockHash, ...]:
-    """Blocks, and parents, of which a page has one each."""
+    """Decodes the table of blocks and parents; each page has at most one of each."""
     return common.decode_hashes(m.hashes, 2 * most, "hashes in a table")

@@ -1,8 +1,8 @@
-"""What shards tell the coordinator: reports and inventories. What it answers is in orders.py.
+"""Messages of shards to the coordinator: reports and inventories. Its answers are in orders.py.
 
-Thousands of events travel in a message, so they are parallel lists: a kind for each; hash, namespace and part for
-each that speaks of a page; parent, depth, tier, loss and codec for each page that became readable. Their order is kept,
-for a page may come and go within one message.
+A message carries thousands of events, so they are parallel lists: the kind of each; hash, namespace and part of each
+that is about a page; parent, depth, tier, loss and codec of each page that became readable. Their order is kept,
+because a page may come and go within one message.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from kvcluster.wire.common import Interned, agree, at_most, numbers, pick, quant
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 COUNTERS = 256
-"""Names of counters that one process keeps; there are some twenty."""
+"""Limit of the counters of one process; there are some twenty."""
 
 # ------------------------------------------------------------------------------------------ requests
 
 
 def encode_report(report: Report) -> bytes:
-    """News of a shard."""
+    """Encodes a report of a shard."""
     return pb.ReportRequest(
         info=encode_info(report.info),
         coordinator=report.coordinator,
@@ -59,7 +59,7 @@ def decode_report(data: bytes) -> Report:
     return Report(
         info=decode_info(m.info),
         coordinator=common.epoch(m.coordinator),
-        first=quantity(m.first, "as a stream number"),
+        first=quantity(m.first, "stream number"),
         events=_decode_events(m.events, limits.REPORTS_PER_MESSAGE),
         specs=_decode_specs(m.specs),
         pressure_bytes=quantity(m.pressure_bytes, "bytes wanted"),
@@ -69,32 +69,32 @@ def decode_report(data: bytes) -> Report:
 
 
 def _decode_progress(m: pb.OrderProgress) -> OrderProgress:
-    accepted = quantity(m.accepted, "as an order's number")
-    running = tuple(numbers(m.running, limits.ORDERS_IN_FLIGHT, "orders that run"))
+    accepted = quantity(m.accepted, "order number")
+    running = tuple(numbers(m.running, limits.ORDERS_IN_FLIGHT, "running orders"))
     ascending(running)
     if max(running, default=0) > accepted:
-        raise ProtocolError("an order runs that was not accepted")
+        raise ProtocolError("a running order was not accepted")
     return OrderProgress(accepted, running)
 
 
 def ascending(order_numbers: Iterable[int]) -> None:
-    """Raises ProtocolError where a number of an order is not above the one before it; the first is at least 1."""
+    """Raises ProtocolError unless the order numbers are strictly ascending and the first is at least 1."""
     before = 0
     for number in order_numbers:
         if number <= before:
-            raise ProtocolError("orders have ascending numbers, from 1 on")
+            raise ProtocolError("order numbers must be ascending, from 1 on")
         before = number
 
 
 def decode_errors(namespaces: bytes, errors: Sequence[int], most: int) -> tuple[tuple[NamespaceId, int], ...]:
-    """What namespaces have lost, in millionths."""
+    """Decodes the codec errors of namespaces, in millionths."""
     known = common.decode_namespaces(namespaces, most)
     agree("errors", known, errors)
     return tuple(zip(known, [quantity(error, "millionths") for error in errors], strict=True))
 
 
 def encode_inventory(inventory: Inventory) -> bytes:
-    """A chunk of what a shard holds."""
+    """Encodes a chunk of a shard's inventory."""
     return pb.InventoryRequest(
         info=encode_info(inventory.info),
         coordinator=inventory.coordinator,
@@ -112,11 +112,11 @@ def decode_inventory(data: bytes) -> Inventory:
     m = common.parse(pb.InventoryRequest, data)
     pages = _decode_events(m.pages, limits.INVENTORY_CHUNK)
     if not all(isinstance(page, PageEvent) for page in pages):
-        raise ProtocolError("an inventory lists pages that are there, not such as are gone")
+        raise ProtocolError("an inventory may list only pages that exist")
     return Inventory(
         info=decode_info(m.info),
         coordinator=common.epoch(m.coordinator),
-        upto=quantity(m.upto, "as a stream number"),
+        upto=quantity(m.upto, "stream number"),
         chunk=m.chunk,
         last=m.last,
         pages=cast("tuple[PageEvent, ...]", pages),
@@ -187,12 +187,12 @@ def _decode_events(m: pb.Events, most: int) -> tuple[StreamEvent, ...]:
     parts = pick(common.decode_parts(m.parts, most), m.part_of, "a part")
     tiers = common.TIER.decode_all(m.tiers)
     losses = common.LOSS.decode_all(m.losses)
-    at_most(max(m.depths, default=0), limits.TOKENS_PER_SEQUENCE, "as a depth")
+    at_most(max(m.depths, default=0), limits.TOKENS_PER_SEQUENCE, "depth")
     keys = map(_event_key, namespaces, hashes, parts)
     ready = zip(parents, m.depths, tiers, losses, common.decode_codecs(m.codecs), strict=True)
     gone_tiers = iter(common.TIER.decode_all(m.gone_tiers))
     purges = iter(m.purges)
-    # Each list has been counted against the kinds, so none runs out.
+    # The length of each list has been checked against the kinds, so none runs out.
     events: list[StreamEvent] = []
     for kind in kinds:
         if kind == pb.EVENT_KIND_PAGE:
@@ -228,7 +228,7 @@ def _decode_specs(m: pb.Specs) -> tuple[tuple[Tenant, KVSpec], ...]:
 
 
 def encode_tombstones(stones: Iterable[Tombstone]) -> pb.Tombstones:
-    """What purges leave behind."""
+    """Encodes tombstones of purges."""
     texts: Interned[str] = Interned()
     m = pb.Tombstones()
     for stone in stones:
@@ -261,14 +261,14 @@ def decode_tombstones(m: pb.Tombstones) -> tuple[Tombstone, ...]:
 
 
 def _stone_number(value: int) -> int:
-    return quantity(value, "as a tombstone's number")
+    return quantity(value, "tombstone number")
 
 
 # ---------------------------------------------------------------------------------- infos and answers
 
 
 def encode_info(info: ShardInfo) -> pb.ShardInfo:
-    """What a shard says of itself."""
+    """Encodes the state of a shard."""
     return pb.ShardInfo(
         shard=info.shard,
         epoch=info.epoch,
@@ -303,7 +303,7 @@ def decode_info(m: pb.ShardInfo) -> ShardInfo:
         counters=decode_counters(m.counters),
         draining=m.draining,
         below=_decode_below(m),
-        trouble=text(m.trouble, "what is wrong"),
+        trouble=text(m.trouble, "a shard's trouble"),
     )
 
 
@@ -311,7 +311,7 @@ def _decode_below(m: pb.ShardInfo) -> tuple[TierUse, ...]:
     agree("tiers", m.below, m.below_capacity_bytes, m.below_free_bytes, m.below_pages, m.below_wanted_bytes)
     tiers = common.TIER.decode_all(m.below)
     if any(lower <= upper for upper, lower in zip([FASTEST, *tiers], tiers, strict=False)):
-        raise ProtocolError("the tiers below the device tier are to be told once each, the fastest first")
+        raise ProtocolError("each tier below the device tier must be listed once, the fastest first")
     capacities = [quantity(value, "bytes of capacity") for value in m.below_capacity_bytes]
     free = [quantity(value, "free bytes") for value in m.below_free_bytes]
     counts = [quantity(value, "pages") for value in m.below_pages]
@@ -320,7 +320,7 @@ def _decode_below(m: pb.ShardInfo) -> tuple[TierUse, ...]:
 
 
 def encode_counters(counters: tuple[tuple[str, int], ...]) -> pb.Counters:
-    """Numbers that only grow, by name."""
+    """Encodes counters, which only grow, by name."""
     return pb.Counters(names=[name for name, _ in counters], values=[value for _, value in counters])
 
 

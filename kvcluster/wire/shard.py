@@ -1,6 +1,6 @@
-"""What workers ask of a shard, and its answers: questions, and the messages that head and tail a stream of pages.
+"""Questions of workers to a shard and its replies, and the first and last messages of a stream of pages.
 
-How those messages are framed is for frames.py to know; what a page's bytes are is for pages/.
+frames.py frames those messages; pages/ knows the bytes of pages.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ WRITTEN: EnumCodec[Written, pb.Written] = EnumCodec(Written, pb.Written, "WRITTE
 
 
 def decode_attach(data: bytes) -> AttachShard:
-    """A worker names its spec."""
+    """Decodes an Attach request to a shard."""
     return AttachShard(decode_attach_spec(data))
 
 
 def encode_flush(question: Flush) -> bytes:
-    """Has the coordinator heard of everything?"""
+    """Encodes the question whether the coordinator has received all events."""
     return pb.FlushRequest(wait_ns=question.wait_ns).SerializeToString()
 
 
@@ -55,7 +55,7 @@ def decode_flush(data: bytes) -> Flush:
 
 
 def encode_get_offers(question: GetOffers) -> bytes:
-    """Which transports?"""
+    """Encodes the question for the shard's transports."""
     return pb.GetOffersRequest().SerializeToString()
 
 
@@ -66,7 +66,7 @@ def decode_get_offers(data: bytes) -> GetOffers:
 
 
 def encode_suspect(question: Suspect, namespace: NamespaceId) -> bytes:
-    """Bytes of these pages did not match."""
+    """Encodes a reader's report that the bytes of these pages did not match their checksums."""
     return pb.SuspectRequest(
         namespace=namespace, epoch=question.epoch, keys=pages.encode_keys(question.keys)
     ).SerializeToString()
@@ -80,7 +80,7 @@ def decode_suspect(data: bytes) -> tuple[NamespaceId, Suspect]:
 
 
 def encode_reply(reply: Reply) -> bytes:
-    """Any answer of a shard to a question. What it grants to a transport stays in its process."""
+    """Encodes any reply of a shard to a question. Grants to a transport are not encoded: they stay in the process."""
     match reply:
         case Refused():
             m = pb.ShardReply(refused=common.encode_refusal(reply))
@@ -107,7 +107,7 @@ def encode_reply(reply: Reply) -> bytes:
             )
             m = pb.ShardReply(offers=offers)
         case _:
-            raise AssertionError(f"{type(reply).__name__} is no answer that a shard sends")
+            raise AssertionError(f"{type(reply).__name__} is not a reply that a shard sends")
     return m.SerializeToString()
 
 
@@ -148,7 +148,7 @@ def _decode_offers(m: pb.Offers) -> Offers:
 
 
 def encode_read_request(request: ReadRequest) -> bytes:
-    """Which layers of which pages are wanted."""
+    """Encodes the layers and pages that a load wants."""
     wants = request.wants
     return pb.ReadRequest(
         namespace=request.namespace,
@@ -181,7 +181,7 @@ def decode_read_request(data: bytes) -> ReadRequest:
 
 
 def encode_read_head(outcome: Iterable[Miss | None]) -> bytes:
-    """For each wanted page None where it is sent, else why not."""
+    """Encodes for each wanted page None if it is sent, otherwise its miss."""
     misses: Interned[Miss] = Interned()
     miss_of = [0 if miss is None else misses[miss] + 1 for miss in outcome]
     return pb.ReadHead(miss_of=miss_of, misses=common.encode_misses(misses)).SerializeToString()
@@ -197,7 +197,7 @@ def decode_read_head(data: bytes) -> list[Miss | None]:
 
 
 def encode_write_request(request: WriteRequest) -> bytes:
-    """Which pages are to be written."""
+    """Encodes the pages that a store wants to write."""
     return pb.WriteRequest(
         namespace=request.namespace,
         holder=request.attempt.holder,
@@ -221,7 +221,7 @@ def decode_write_request(data: bytes) -> WriteRequest:
 
 
 def encode_write_head(outcome: Iterable[Written | None]) -> bytes:
-    """For each page None where it is to be sent, else why not."""
+    """Encodes for each page None if it is to be sent, otherwise its outcome."""
     outcomes = [pb.WRITTEN_UNSPECIFIED if one is None else WRITTEN.encode[one] for one in outcome]
     return pb.WriteHead(outcomes=outcomes).SerializeToString()
 
@@ -233,7 +233,7 @@ def decode_write_head(data: bytes) -> list[Written | None]:
 
 
 def encode_write_tail(outcome: Iterable[Written]) -> bytes:
-    """What became of each page."""
+    """Encodes the outcome of each page."""
     return pb.WriteTail(outcomes=[WRITTEN.encode[one] for one in outcome]).SerializeToString()
 
 

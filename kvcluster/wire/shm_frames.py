@@ -1,16 +1,16 @@
-"""What the frames of shm hold that others have not: where granted pages lie in the arena, and what was written there.
+"""The frames that only shm has: where granted pages lie in the arena, and which pages were written there.
 
-A grant names thousands of pages, so it is arrays: little-endian, one entry a page that was granted, in order.
+A grant names thousands of pages, so it consists of arrays: little-endian, one entry per granted page, in order.
 
     WELCOME   arena bytes u64, ns that a lease runs u64; the descriptor of the arena comes with it
     GRANT     bytes of the head u32, the head (ReadHead or WriteHead), offsets u64[], page bytes u64[];
               after a READ, the codecs u64[], and the checksums u64[] of the layers that each page was asked for
-    WRITTEN   the processor that the writer runs on u16, its complement u16, so that no bit here turns unnoticed;
+    WRITTEN   the processor that the writer runs on u16, its complement u16, so that a flipped bit is detected;
               pages u32, their places among the pages of the request u32[], the checksums u64[] of all their layers
-    RENEW     u8, 1 where an answer is wanted: RENEW, u8 1
+    RENEW     u8, 1 if an answer is wanted: RENEW, u8 1
 
-A worker knows its arena only by what it has mapped: what does not lie within that, or is no page of the layers that it
-asked for, is refused. Everything here raises ProtocolError or LimitError for what is not as it should be.
+A worker has mapped only its shard's arena: a place outside that, or of a size that does not fit the layers it asked
+for, is refused. Every decoder raises ProtocolError or LimitError for malformed input.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ NO_PROCESSOR = 2**16 - 1
 
 
 class Welcome(NamedTuple):
-    """What a shard tells of itself: how large its arena is, and how long a lease runs that is not renewed."""
+    """A shard's answer to HELLO: the size of its arena, and how long a lease lasts without renewal."""
 
     arena_bytes: int
     lease_ttl_ns: int
 
 
 class Place(NamedTuple):
-    """Where a page lies in the arena, how many bytes each of its layers has, and, of what is to be read, its codec and
-    the sums of the layers asked for."""
+    """The offset of a page in the arena, and the bytes of each of its layers; for a page to be read also its codec and
+    the sums of the requested layers."""
 
     offset: int
     layer_bytes: int
@@ -57,14 +57,14 @@ class Place(NamedTuple):
 
 
 def encode_welcome(welcome: Welcome) -> bytes:
-    """The body of a WELCOME."""
+    """Encodes the body of a WELCOME."""
     return _WELCOME.pack(*welcome)
 
 
 def decode_welcome(body: bytes) -> Welcome:
     """The inverse."""
     if len(body) != _WELCOME.size:
-        raise ProtocolError(f"a WELCOME of {len(body)} bytes tells nothing of an arena")
+        raise ProtocolError(f"a WELCOME has {len(body)} bytes, not {_WELCOME.size}")
     arena_bytes, lease_ttl_ns = _WELCOME.unpack(body)
     return Welcome(quantity(arena_bytes, "bytes"), quantity(lease_ttl_ns, "nanoseconds"))
 
@@ -75,7 +75,7 @@ def decode_welcome(body: bytes) -> Welcome:
 def encode_read_grant(
     wants: Sequence[PageWant], outcome: Sequence[Miss | None], granted: Mapping[int, PageSlot]
 ) -> bytes:
-    """Where each page lies that is not a miss. Raises LimitError where that is more than a frame may hold."""
+    """Encodes where each page lies that is not a miss. Raises LimitError if that does not fit a frame."""
     sums = [
         granted[item].sums[SUM_BYTES * want.layer_start : SUM_BYTES * want.layer_stop]
         for item, want in enumerate(wants)
@@ -88,7 +88,8 @@ def encode_read_grant(
 def decode_read_grant(
     body: bytes, wants: Sequence[PageWant], arena_bytes: int
 ) -> tuple[list[Miss | None], dict[int, Place]]:
-    """The inverse: the outcome for each want, and where those lie that were granted, by their place among the wants."""
+    """The inverse. Returns the outcome for each want, and the places of the granted ones by their index among the
+    wants."""
     head, at = _head(body)
     outcome = _of_length(shard.decode_read_head(head), len(wants))
     items = [item for item, miss in enumerate(outcome) if miss is None]
@@ -105,7 +106,7 @@ def decode_read_grant(
 
 
 def encode_write_grant(outcome: Sequence[Written | None], granted: Mapping[int, PageSlot]) -> bytes:
-    """Where each page is to be written that is not answered already. Raises as `encode_read_grant`."""
+    """Encodes where each page without an outcome is to be written. Raises as `encode_read_grant`."""
     return _grant(shard.encode_write_head(outcome), granted.values(), ())
 
 
@@ -131,7 +132,7 @@ def _grant(head: bytes, slots: Iterable[PageSlot], sums: Iterable[bytes]) -> byt
 
 
 def _head(body: bytes) -> tuple[bytes, int]:
-    """The message in a grant, and where its arrays begin."""
+    """Returns the message in a grant, and the offset of its arrays."""
     nbytes = _COUNT.unpack_from(body)[0] if len(body) >= _COUNT.size else len(body)
     at = _COUNT.size + nbytes
     if at > len(body):
@@ -140,7 +141,7 @@ def _head(body: bytes) -> tuple[bytes, int]:
 
 
 def _spots(body: bytes, at: int, keys: Sequence[PageKey], arena_bytes: int) -> tuple[list[tuple[int, int]], int]:
-    """Offset and bytes of a layer of each of these pages, and where what follows them begins."""
+    """Returns the offset and the bytes per layer of each of these pages, and the offset of what follows in the body."""
     end = at + _PAGE_BYTES * len(keys)
     if end > len(body):
         raise ProtocolError(f"a GRANT of {len(body)} bytes cannot say where {len(keys)} pages lie")
@@ -149,7 +150,7 @@ def _spots(body: bytes, at: int, keys: Sequence[PageKey], arena_bytes: int) -> t
     for key, offset, nbytes in zip(keys, numbers[: len(keys)], numbers[len(keys) :], strict=True):
         layers = key.part.layer_stop - key.part.layer_start
         if not nbytes or nbytes % layers or nbytes > limits.LAYER_BYTES * layers:
-            raise ProtocolError(f"a page of {nbytes} bytes for {layers} layers cannot be")
+            raise ProtocolError(f"a page of {nbytes} bytes for {layers} layers is invalid")
         if offset + nbytes > arena_bytes:
             raise ProtocolError(f"a page at {offset} of {nbytes} bytes is outside an arena of {arena_bytes}")
         spots.append((offset, nbytes // layers))
@@ -171,15 +172,15 @@ def _check_end(body: bytes, end: int) -> None:
 
 
 class Progress(NamedTuple):
-    """Of a store: pages that are whole, by their place in the request, each with the checksums of all its layers; and
-    the processor that the writer runs on, NO_PROCESSOR where it does not know."""
+    """Progress of a store: the completed pages, by their index in the request, each with the checksums of all its
+    layers; and the processor that the writer runs on, NO_PROCESSOR if it does not know."""
 
     pages: Sequence[tuple[int, Sequence[int]]]
     processor: int
 
 
 def encode_written(progress: Progress) -> bytes:
-    """The body of a WRITTEN."""
+    """Encodes the body of a WRITTEN."""
     items = [item for item, _ in progress.pages]
     sums = [layer_sum for _, sums in progress.pages for layer_sum in sums]
     head = _PROGRESS.pack(progress.processor, NO_PROCESSOR - progress.processor, len(items))
@@ -189,7 +190,7 @@ def encode_written(progress: Progress) -> bytes:
 def decode_written(body: bytes, pages: Sequence[NewPage]) -> Progress:
     """The inverse, for a request of these pages."""
     if len(body) < _PROGRESS.size:
-        raise ProtocolError(f"a WRITTEN of {len(body)} bytes names no pages")
+        raise ProtocolError(f"a WRITTEN of {len(body)} bytes is too short")
     processor, complement, count = _PROGRESS.unpack_from(body)
     if processor + complement != NO_PROCESSOR:
         raise ProtocolError(f"a WRITTEN names processor {processor}, and {complement} as its complement")
@@ -201,7 +202,7 @@ def decode_written(body: bytes, pages: Sequence[NewPage]) -> Progress:
         raise ProtocolError(f"a WRITTEN names a page beyond the {len(pages)} of its request")
     layers = [pages[item].key.part.layers for item in items]
     if at + SUM_BYTES * sum(layers) != len(body):
-        raise ProtocolError(f"a WRITTEN of {len(body)} bytes has not one sum for each of {sum(layers)} layers")
+        raise ProtocolError(f"a WRITTEN of {len(body)} bytes must have one sum for each of {sum(layers)} layers")
     written = []
     for item, count in zip(items, layers, strict=True):
         written.append((item, struct.unpack_from(f"<{count}Q", body, at)))
@@ -213,12 +214,12 @@ def decode_written(body: bytes, pages: Sequence[NewPage]) -> Progress:
 
 
 def encode_renew(*, answer: bool) -> bytes:
-    """A worker lives; or, from a shard, its lease does."""
+    """Encodes a RENEW: from a worker, that it is alive; from a shard, that its lease is."""
     return bytes([answer])
 
 
 def decode_renew(body: bytes) -> bool:
-    """Is an answer wanted?"""
+    """Returns whether an answer is wanted."""
     if body not in (b"\0", b"\1"):
-        raise ProtocolError("a RENEW says whether an answer is wanted, and nothing else")
+        raise ProtocolError("the body of a RENEW must be one byte, 0 or 1: whether an answer is wanted")
     return body == b"\1"

@@ -1,21 +1,21 @@
-"""Streams: frames on a plain socket, for the transports that do without gRPC.
+"""Streams: frames on a plain socket, for the transports that do not use gRPC.
 
-A frame is a header and a body whose length it gives. What the bodies of READ, WRITE, HEAD and TAIL hold is protobuf, as
-in a gRPC stream (frames.py); PAGES holds the headers of records, and their bytes follow the frame, so that they are
-sent out of, and received into, the memory where they lie. Little-endian:
+A frame is a header and a body whose length it gives. The bodies of READ, WRITE, HEAD and TAIL are protobuf, as in a
+gRPC stream (frames.py). PAGES holds the headers of records; their bytes follow the frame, so that they can be sent
+from, and received into, their final memory. Little-endian:
 
     header    magic u16 = 0x534b, version u8 = 1, kind u8, body bytes u32
-    HELLO     the token, UTF-8                  the first frame of whoever connects
-    WELCOME   what that transport has to tell   the answer
-    READ      remaining time in ns u64, ReadRequest        WRITE likewise, with a WriteRequest
+    HELLO     the token, UTF-8                  the client's first frame
+    WELCOME   depends on the transport          the answer
+    READ      remaining time in ns u64, ReadRequest        WRITE the same, with a WriteRequest
     HEAD, TAIL, REFUSED                         as in frames.py: what wire/shard.py encodes
     PAGES     records u32, a header for each; the bytes of all records follow
-    DONE      nothing: the last frame of a side that has no more to say in this exchange
-    FAILED    code u8, words in UTF-8           instead of any answer; the connection is closed then
-    GRANT, WRITTEN, RENEW                       of shm alone (shm_frames.py)
-    ABORT     nothing: in shm, a worker has stopped writing, and what it wrote is not to be kept
+    DONE      empty: the last frame of a side in this exchange
+    FAILED    code u8, message in UTF-8         instead of any answer; the connection is closed then
+    GRANT, WRITTEN, RENEW                       only in shm (shm_frames.py)
+    ABORT     empty: in shm, a worker has stopped writing, and its pages are to be discarded
 
-Everything here raises ProtocolError or LimitError for what is not as it should be.
+Every decoder raises ProtocolError or LimitError for malformed input.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TIME = struct.Struct("<Q")
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     HELLO = 1
     WELCOME = 2
@@ -62,12 +62,13 @@ _MOST = {Kind.HELLO: limits.TOKEN_BYTES, Kind.FAILED: limits.WORDS_BYTES, Kind.D
 
 
 def encode_header(kind: Kind, nbytes: int) -> bytes:
-    """The header of a frame whose body has so many bytes."""
+    """Encodes the header of a frame whose body has `nbytes` bytes."""
     return HEADER.pack(MAGIC, STREAM_VERSION, kind, nbytes)
 
 
 def decode_header(data: bytes) -> tuple[Kind, int]:
-    """Kind and body bytes. What claims more than its kind may have is refused before anything is made room for."""
+    """Returns the kind and the body bytes. Raises ProtocolError, before anything is allocated, if the body is larger
+    than its kind allows."""
     if len(data) != HEADER.size:
         raise ProtocolError(f"the header of a frame has {HEADER.size} bytes, not {len(data)}")
     magic, version, kind, nbytes = HEADER.unpack(data)
@@ -77,7 +78,7 @@ def decode_header(data: bytes) -> tuple[Kind, int]:
     except ValueError:
         raise ProtocolError(f"a frame of kind {kind} is not known here") from None
     if nbytes > _MOST.get(known, limits.MESSAGE_BYTES):
-        raise ProtocolError(f"a {known.name} frame of {nbytes} bytes is larger than may be")
+        raise ProtocolError(f"a {known.name} frame of {nbytes} bytes exceeds the limit")
     return known, nbytes
 
 
@@ -85,7 +86,7 @@ def decode_header(data: bytes) -> tuple[Kind, int]:
 
 
 def encode_read(request: ReadRequest, remaining_ns: int) -> bytes:
-    """What opens a load."""
+    """Encodes the request of a load."""
     return _TIME.pack(remaining_ns) + shard.encode_read_request(request)
 
 
@@ -96,7 +97,7 @@ def decode_read(body: bytes) -> tuple[ReadRequest, int]:
 
 
 def encode_write(request: WriteRequest, remaining_ns: int) -> bytes:
-    """What opens a store."""
+    """Encodes the request of a store."""
     return _TIME.pack(remaining_ns) + shard.encode_write_request(request)
 
 
@@ -108,7 +109,7 @@ def decode_write(body: bytes) -> tuple[WriteRequest, int]:
 
 def _remaining_ns(body: bytes) -> int:
     if len(body) < _TIME.size:
-        raise ProtocolError("a request ends before it says how long its caller waits")
+        raise ProtocolError("a request ends before its remaining time")
     remaining: int = _TIME.unpack_from(body)[0]
     return common.quantity(remaining, "nanoseconds")
 
@@ -117,7 +118,7 @@ def _remaining_ns(body: bytes) -> int:
 
 
 def encode_refused(refused: Refused) -> bytes:
-    """In place of a head or tail."""
+    """Encodes a refusal, which is sent instead of a head or tail."""
     return common.encode_refusal(refused).SerializeToString()
 
 
@@ -130,14 +131,14 @@ def decode_refused(body: bytes) -> Refused:
 
 
 def encode_pages(records: Sequence[Record]) -> bytes:
-    """The body of a PAGES frame. The bytes of the records follow it."""
+    """Encodes the body of a PAGES frame. The bytes of the records follow it."""
     return b"".join([_COUNT.pack(len(records)), *map(encode_head, records)])
 
 
 def decode_pages(body: bytes) -> list[RecordHead]:
     """The inverse."""
     if len(body) < _COUNT.size:
-        raise ProtocolError("a PAGES frame ends before it says how many records it has")
+        raise ProtocolError("a PAGES frame ends before its number of records")
     heads, end = decode_heads(body, _COUNT.size, _COUNT.unpack_from(body)[0])
     if end != len(body):
         raise ProtocolError(f"a PAGES frame of {len(body)} bytes was announced as one of {end}")
@@ -148,11 +149,11 @@ def decode_pages(body: bytes) -> list[RecordHead]:
 
 _CODES: list[type[KVClusterError]] = [ProtocolError, CallerError, LimitError, CredentialError]
 _DEADLINE, _LOST = 16, 17
-"""Trouble, which is the transport's own: codes of its two kinds."""
+"""The codes of the two kinds of Trouble, which the transport defines."""
 
 
 class Broken(Unreachable):
-    """The other side had trouble: as a miss."""
+    """The other side failed; `miss` says how."""
 
     def __init__(self, miss: Miss) -> None:
         super().__init__(str(miss))
@@ -160,7 +161,8 @@ class Broken(Unreachable):
 
 
 def encode_failure(error: KVClusterError) -> bytes:
-    """An error of our own tree. One that has a `miss` is trouble, of which the deadline is one kind."""
+    """Encodes an error of errors.py. One that has a `miss` is Trouble: with a code for the deadline, and one for all
+    else."""
     miss = getattr(error, "miss", None)
     if isinstance(miss, Miss):
         code, words = (_DEADLINE if miss.reason is MissReason.DEADLINE else _LOST), miss.detail
@@ -171,7 +173,7 @@ def encode_failure(error: KVClusterError) -> bytes:
 
 
 def decode_failure(body: bytes) -> KVClusterError:
-    """The inverse: an error to raise, `Broken` for trouble."""
+    """The inverse. Returns the error to raise, `Broken` for Trouble."""
     if not body:
         raise ProtocolError("a FAILED frame is empty")
     words = body[1:].decode("utf-8", "replace")

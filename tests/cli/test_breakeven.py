@@ -159,7 +159,7 @@ def test_a_person_reads_a_line_for_each_path_and_a_verdict(
     assert main(arguments) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == f"{model}: 4 layers of k [2 x 64, bfloat16] and v [2 x 64, bfloat16]"
-    assert said[1] == "  head_dim is not given: hidden_size by num_attention_heads"
+    assert said[1] == "  head_dim is not given: hidden_size / num_attention_heads is assumed"
     assert said[2] == "2.0 KiB a token, 32.0 KiB a block of 16; computed: 1 tokens/s, as given"
     assert [line.split()[0] for line in said if line.startswith(TRANSPORTS)] == list(TRANSPORTS)
     assert said[-1].startswith("a client here takes ")

@@ -287,7 +287,7 @@ def test_a_batch_that_cannot_be_read_is_one_missed(scripted: Scripted, payload: 
         assert block_numbers([following(subscriber)]) == [0]
         missed = following(subscriber)
         assert missed.event == AllBlocksCleared()
-        assert missed.why.startswith("batch 1 cannot be read: this is no batch of KV events")
+        assert missed.why.startswith("batch 1 cannot be read: this is not a batch of KV events")
         assert block_numbers([following(subscriber)]) == [2]
         assert subscriber.counters() == {"malformed": 1, "resets": 1, "replays": 1}
 

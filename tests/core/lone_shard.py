@@ -288,7 +288,7 @@ class LoneShard(CoreStepper):
         return self.ask(CommitGrant, ours(Commit(of, indices, sums))).pages
 
     def store(self, of: Attempt, *pages: PageKey | BlockHash, loss: Loss = Loss.EXACT) -> None:
-        """Reserves and commits blocks that nobody has, and has the coordinator know of them."""
+        """Reserves and commits new blocks, and has the coordinator know of them."""
         assert all(isinstance(page, PageSlot) for page in self.reserve(of, *pages, loss=loss))
         assert self.commit(of, *range(len(pages))) == (Written.COMMITTED,) * len(pages)
         self.settle()

@@ -363,7 +363,7 @@ def test_one_batch_gives_up_one_file_and_what_would_have_needed_another_is_evict
     assert counters(shard)["evicted"] == 2
 
 
-def test_a_file_that_is_given_up_while_somebody_reads_from_it_has_no_room_yet() -> None:
+def test_a_file_that_is_given_up_while_a_reader_uses_it_has_no_room_yet() -> None:
     shard = on_disk(A, found=disk(files=1))
     shard.call(ours(Pin(attempt(2), shard.epoch, (key(A),), Loss.Q8), shard.space))
     bring_to_disk(shard, B, Codec.Q4)

@@ -44,7 +44,7 @@ FILES = 4
 
 
 class DiskShard(LoneShard):
-    """A shard with a disk tier. The test plays the drive too, which reads for whoever waits."""
+    """A shard with a disk tier. The test also plays the drive, which reads for waiting readers."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ def test_what_is_found_is_no_news_after_the_inventory_and_nothing_that_this_shar
     assert shard.settle() == []
 
 
-def test_what_is_found_is_read_by_whoever_wants_it_as_its_record_says() -> None:
+def test_a_recovered_page_is_read_as_its_record_says() -> None:
     [page] = lying(A)
     shard = DiskShard.knowing(found(page))
     call = shard.pinning(attempt(1), A)
@@ -329,14 +329,14 @@ def scrubs_nothing_but(shard: DiskShard, block: BlockHash) -> None:
         shard.verdict()
 
 
-def test_what_was_found_is_not_read_until_somebody_wants_it() -> None:
+def test_a_recovered_page_is_not_read_until_a_reader_wants_it() -> None:
     shard = DiskShard.knowing(found(*lying(A)), scrub_bytes=2**20)
     shard.store(attempt(1), B)
     scrubs_nothing_but(shard, B)
     assert shard.stages == []
 
 
-def test_what_went_down_to_disk_is_not_read_until_somebody_wants_it() -> None:
+def test_a_page_demoted_to_disk_is_not_read_until_a_reader_wants_it() -> None:
     shard = DiskShard.knowing(found(), scrub_bytes=2**20)
     shard.store(attempt(1), A, B)
     for tier in (Tier.HOST, Tier.DISK):

@@ -184,7 +184,7 @@ def test_more_holders_than_may_be_get_no_lease(monkeypatch: pytest.MonkeyPatch) 
 def test_an_attempt_has_one_lease() -> None:
     book = LeaseBook(TTL)
     book.grant(attempt(1), LeaseKind.READ, [], now=0)
-    with pytest.raises(AssertionError, match="one lease an attempt"):
+    with pytest.raises(AssertionError, match="one lease per attempt"):
         book.grant(attempt(1), LeaseKind.WRITE, [], now=1)
 
 

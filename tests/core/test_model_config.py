@@ -51,7 +51,7 @@ def test_grouped_heads_take_their_own_number() -> None:
     read = read_kv(LLAMA)
     assert read.groups == (Group(tuple(range(32)), kv(8, 128)),)
     assert token_bytes(read.groups) == 128 * 1024
-    assert read.assumed == ("head_dim is not given: hidden_size by num_attention_heads",)
+    assert read.assumed == ("head_dim is not given: hidden_size / num_attention_heads is assumed",)
 
 
 def test_a_head_dim_that_is_given_is_taken_as_it_is() -> None:
@@ -63,7 +63,7 @@ def test_a_head_dim_that_is_given_is_taken_as_it_is() -> None:
 def test_without_kv_heads_every_query_head_has_its_own_and_it_is_said() -> None:
     read = read_kv(without(LLAMA, "num_key_value_heads"))
     assert read.groups[0].planes == kv(32, 128)
-    assert "num_key_value_heads is not given: as many as num_attention_heads" in read.assumed
+    assert "num_key_value_heads is not given: num_attention_heads is assumed" in read.assumed
 
 
 def test_null_stands_for_a_setting_that_is_not_given() -> None:

@@ -90,7 +90,7 @@ def test_an_order_takes_all_parts_of_a_block_and_leaves_what_is_being_written() 
     assert counters(shard)["evicted"] == 2
 
 
-def test_an_order_for_a_namespace_that_nobody_attached_here_is_carried_out() -> None:
+def test_an_order_for_a_namespace_that_no_worker_attached_here_is_carried_out() -> None:
     shard = LoneShard.joined()
     shard.order(lambda number: EvictOrder(number, ((SPEC.namespace(THEIRS), A),)))
     assert is_done(shard)

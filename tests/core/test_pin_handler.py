@@ -33,8 +33,8 @@ from tests.core.test_disk_recovery import DiskShard, event, found, lying, on_dis
 
 RAW, Q8 = CODED.page_bytes(0, CODED.whole(0)), 192
 TTL = 10 * SECOND
-NO_ROOM = Miss(MissReason.FULL, "the host tier has no room to read it from disk at present; raise host_bytes")
-TOO_LATE = Miss(MissReason.DEADLINE, "it was not read from disk in time")
+NO_ROOM = Miss(MissReason.FULL, "the host tier has no room to read it from disk now; raise host_bytes")
+TOO_LATE = Miss(MissReason.DEADLINE, "the page was not read from disk in time")
 
 
 def having(*blocks: BlockHash, **config: int) -> DiskShard:
@@ -176,7 +176,7 @@ def test_a_key_that_is_named_twice_is_read_twice() -> None:
     assert nothing_is_left(shard)
 
 
-def test_a_copy_is_its_reader_s_until_he_is_done_and_nobody_else_s() -> None:
+def test_a_copy_belongs_to_its_one_reader_until_that_is_done() -> None:
     shard = having(A)
     shard.pinning(attempt(1), A)
     shard.read()
@@ -603,7 +603,7 @@ def test_who_has_gone_meanwhile_is_not_held_on_to() -> None:
     assert nothing_is_left(shard, on_disk=1)
 
 
-def test_what_is_read_when_no_coordinator_is_there_any_more_is_given_to_nobody() -> None:
+def test_a_page_read_after_the_coordinator_was_lost_is_given_to_no_reader() -> None:
     shard = having(A)
     shard.store(attempt(9), B)
     call = shard.pinning(attempt(1), A, B)
@@ -618,7 +618,7 @@ def test_what_is_read_when_no_coordinator_is_there_any_more_is_given_to_nobody()
     assert not len(shard.core.leases)
 
 
-def test_a_corrupt_page_is_found_another_time_where_nobody_waits_for_it_any_more() -> None:
+def test_a_corrupt_page_is_found_by_a_later_read_if_no_reader_waits_for_it_any_more() -> None:
     shard = having(A)
     shard.pinning(attempt(1), A)
     shard.settle()
@@ -688,7 +688,7 @@ def test_an_evicted_page_that_its_last_reader_finds_corrupt_is_told_of_no_more()
     assert nothing_is_left(shard)
 
 
-def test_a_slot_on_disk_is_not_given_to_another_page_while_somebody_reads_it() -> None:
+def test_a_slot_on_disk_is_not_given_to_another_page_while_it_is_being_read() -> None:
     shard = DiskShard.knowing(found(*lying(A), files=1))
     shard.pinning(attempt(1), A)
     [move] = shard.stages[0].pages
@@ -704,7 +704,7 @@ def test_a_slot_on_disk_is_not_given_to_another_page_while_somebody_reads_it() -
     assert [page.key for page in on_disk(shard)] == [key(B)]
 
 
-def test_a_reader_of_before_a_purge_gets_his_page_and_nobody_else_does() -> None:
+def test_only_a_reader_from_before_a_purge_gets_its_page() -> None:
     shard = having(A, B)
     call = shard.pinning(attempt(1), A)
     own = shard.stages[0].attempt

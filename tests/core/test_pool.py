@@ -319,7 +319,7 @@ def test_the_check_finds_room_that_no_page_holds() -> None:
         pool.check()
 
 
-def test_the_check_finds_a_condemned_page_that_nobody_reads() -> None:
+def test_the_check_finds_a_condemned_page_without_readers() -> None:
     pool, page = page_in(PageState.CONDEMNED)
     page.pins = 0
     with pytest.raises(AssertionError, match="without readers"):
@@ -631,7 +631,7 @@ def test_a_private_copy_is_to_be_what_its_page_is_in_the_host_tier() -> None:
     assert used(pool) == [0, ALIGN_BYTES, SECTOR_BYTES]
 
 
-def test_a_private_copy_is_found_by_nobody_and_is_no_page_of_its_tier() -> None:
+def test_a_private_copy_cannot_be_found_and_is_no_page_of_its_tier() -> None:
     pool = tiers_of()
     page = ready_in(pool, Tier.DISK)
     copy = copied(pool, page)

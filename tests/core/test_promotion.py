@@ -64,7 +64,7 @@ def test_a_page_found_corrupt_on_its_way_up_is_condemned_below() -> None:
     assert (free(shard), free(shard, Tier.HOST)) == (8 * RAW, 8 * RAW)
 
 
-def test_what_is_being_promoted_or_demoted_is_written_by_nobody_else() -> None:
+def test_a_page_that_is_being_promoted_or_demoted_is_not_written_by_a_worker() -> None:
     shard = lowered(A)
     shard.promote(A)
     assert shard.reserve(attempt(2), A) == (Written.PENDING,)

@@ -54,7 +54,7 @@ class Sender:
         return self.waits_for
 
     def answered(self, number: int, ack: Ack) -> None:
-        """Takes an answer; one that nobody waits for any more is dropped, as a finished call drops it."""
+        """Takes an answer; one that no call waits for any more is dropped, as a finished call drops it."""
         if self.waits_for is None or self.waits_for.number != number:
             return
         piece, self.waits_for = self.waits_for.piece, None
@@ -349,7 +349,7 @@ def test_what_happened_before_an_inventory_is_in_it_and_told_once() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_too_much_that_nobody_acknowledged_is_forgotten_for_an_inventory() -> None:
+def test_too_many_unacknowledged_events_are_dropped_for_an_inventory() -> None:
     stream, _ = stream_of()
     cursor = ReportCursor()
     settle(stream, cursor)

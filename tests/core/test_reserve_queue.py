@@ -51,7 +51,7 @@ def test_a_waiting_reservation_is_served_when_an_order_makes_room() -> None:
     assert pinned(shard.pin(attempt(4), A))
 
 
-def test_a_shard_says_at_once_that_nobody_waits_for_room_any_more() -> None:
+def test_a_shard_reports_at_once_that_no_writer_waits_for_room_any_more() -> None:
     shard = LoneShard.joined(pages=2)
     shard.store(attempt(1), A)
     waiting = shard.reserving(attempt(2), B, C, wait_ns=SECOND)
@@ -105,7 +105,7 @@ def test_a_short_wait_ends_behind_a_long_one() -> None:
     assert deadline is None or deadline > shard.now, "nothing that is over asks for another Tick"
 
 
-def test_nobody_waits_longer_than_a_lease_runs() -> None:
+def test_no_writer_waits_longer_than_a_lease_runs() -> None:
     shard = LoneShard.joined(pages=1, lease_ttl_ms=1_000)
     shard.reserve(attempt(1), A)
     waiting = shard.reserving(attempt(2), B, wait_ns=3_600 * SECOND)
@@ -133,7 +133,7 @@ def test_a_writer_that_gives_up_waits_no_more_and_is_answered() -> None:
     assert slots(granted(shard, stays))
 
 
-def test_what_somebody_else_writes_meanwhile_is_not_waited_for() -> None:
+def test_a_page_that_another_worker_writes_meanwhile_is_not_waited_for() -> None:
     shard = LoneShard.joined(pages=2)
     shard.reserve(attempt(1), A)
     shard.reserve(attempt(2), B)

@@ -237,7 +237,7 @@ def test_whose_namespace_it_is_not_suspects_nothing_and_an_older_incarnation_s_p
     assert shard.reading is not None, "another shard of the cluster speaks for every tenant"
 
 
-def test_the_scrubber_reads_what_was_committed_and_is_nobody_s_lease() -> None:
+def test_the_scrubber_reads_committed_pages_and_is_not_counted_as_a_lease() -> None:
     shard = LoneShard.joined(scrub_bytes=PAGE)
     shard.store(of_worker(1), *BLOCKS[:2])
     read: list[bytes] = []

@@ -49,7 +49,7 @@ from tests.core.samples import LEFT, MS, OURS, SECOND, SUMS, THEIRS, WHOLE, atte
 # -------------------------------------------------------------------------------------------- what it offers
 
 
-def test_a_shard_passes_on_what_its_shell_serves_before_anybody_attaches() -> None:
+def test_a_shard_passes_on_what_its_shell_serves_before_a_worker_attaches() -> None:
     shard = LoneShard()
     assert shard.ask(Offers, ours(GetOffers())) == Offers(shard.epoch)
     told = Offers(shard.epoch, (Offer("tcp", "here:1"),), (("shm", "for some reason"),))
@@ -226,7 +226,7 @@ def test_a_commit_after_the_lease_is_lost_and_counted_and_frees_its_pages() -> N
 
 
 @pytest.mark.parametrize("kind", [Unpin, Abort])
-def test_time_alone_frees_no_page_that_somebody_may_still_touch(kind: type[Unpin | Abort]) -> None:
+def test_time_alone_frees_no_page_that_a_transfer_may_still_touch(kind: type[Unpin | Abort]) -> None:
     shard = LoneShard.joined(pages=1, lease_ttl_ms=1_000)
     if kind is Unpin:
         shard.store(attempt(1), A)

@@ -64,7 +64,7 @@ def test_attach_names_the_namespace_the_epoch_and_how_long_leases_run() -> None:
     assert shard.attach(tenant=THEIRS) == AttachedShard(SPEC.namespace(THEIRS), Epoch(7), 1_500 * MS)
 
 
-def test_a_namespace_that_nobody_attached_is_unknown() -> None:
+def test_a_namespace_that_no_worker_attached_is_unknown() -> None:
     shard = LoneShard()
     shard.settle()
     assert refusal(shard.pin(attempt(1), A)) is RefusedKind.UNKNOWN_NAMESPACE

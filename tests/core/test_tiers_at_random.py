@@ -47,7 +47,7 @@ REASONS = (
     *(MissReason.EVICTED, MissReason.PENDING, MissReason.LOSSY, MissReason.CORRUPT),
     *(MissReason.FULL, MissReason.DEADLINE, MissReason.SHARD_LOST),
 )
-"""Why somebody who has waited may get nothing."""
+"""Why a reader or writer that has waited may get nothing."""
 
 blocks = st.lists(st.sampled_from(BLOCKS[:3]), min_size=1, max_size=3, unique=True)
 names = st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True)

@@ -187,8 +187,8 @@ def test_the_native_core_makes_the_bytes_of_the_definition(
 
 @settings(deadline=None)
 @given(st.sampled_from(LOSSY), st.sampled_from([8, 24, 64, 128]), st.sampled_from(list(DTYPES)), st.randoms())
-def test_any_bytes_decode_to_the_same_whoever_decodes_them(which: Codec, dim: int, dtype: str, random: object) -> None:
-    # What was verified was encoded by somebody; but whatever it is, nobody reads or writes beyond it.
+def test_any_bytes_decode_alike_in_every_implementation(which: Codec, dim: int, dtype: str, random: object) -> None:
+    # Verified bytes were produced by an encoder; but no input makes a decoder read or write beyond its buffers.
     group = group_of(dim, dtype)
     ours = Coded(which, group, 8)
     coded = random.randbytes(ours.coded_bytes)  # type: ignore[attr-defined]

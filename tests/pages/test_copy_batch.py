@@ -91,7 +91,7 @@ def row(column: str, value: int) -> Spoil:
 
 
 SPOILT: list[tuple[str, Spoil, str]] = [
-    ("an item that is not there", more("items", BLOCKS), "an item that is not among"),
+    ("an item that is not there", more("items", BLOCKS), "names item"),
     ("layers beyond the page", more("layers", LAYERS), "has layers"),
     ("no layers", lambda batch, at: batch.records.counts.__setitem__(at, 0), "one sum for each layer|has layers"),
     ("a byte too many", more("nbytes", 1), "bytes for"),
@@ -100,11 +100,11 @@ SPOILT: list[tuple[str, Spoil, str]] = [
     ("an unknown codec", more("codecs", 7), "is not known"),
     ("sums of other layers", more("sum_starts", 1), "one sum for each layer"),
     ("a sum too many", lambda batch, _: batch.records.sums.append(1), "one sum for each layer"),
-    ("no sums of what may change", lambda batch, _: batch.records.sums.__delitem__(slice(None)), "has no sums"),
+    ("no sums of what may change", lambda batch, _: batch.records.sums.__delitem__(slice(None)), "needs expected sums"),
     ("an identity too few", lambda batch, _: batch.identities.pop(), "columns of other lengths"),
     ("a status too many", lambda batch, _: batch.status.append(0), "columns of other lengths"),
     ("a word too few", lambda batch, _: batch.dropped.pop(), "columns of other lengths"),
-    ("two cancel words", lambda batch, _: batch.cancel.append(0), "one word"),
+    ("two cancel words", lambda batch, _: batch.cancel.append(0), "one element"),
     ("a block that is not there", row("blocks", BLOCKS), "is of block"),
     ("a group without memory", row("groups", 1), "no memory"),
     ("heads beyond the page", row("fill_stops", HEADS + 1), "fills heads"),
@@ -196,7 +196,7 @@ def test_layers_that_the_memory_does_not_hold_are_refused() -> None:
 
 def test_a_record_that_would_outlast_a_cancel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "RECORD_BYTES", LAYER_BYTES)
-    refused(whole_pages(2), "more than may follow a cancel")
+    refused(whole_pages(2), "more than may still be written after a cancel")
     whole_pages(1).check()
 
 

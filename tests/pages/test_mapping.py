@@ -108,9 +108,9 @@ def test_what_is_no_arena_of_that_size_is_refused(tmp_path: Path) -> None:
     with Arena(NBYTES) as memory:
         descriptor = memory.open(writable=False)
         for fd, nbytes, says in [
-            (file, 1, "no memory file|may shrink"),
-            (reading, 1, "no memory file"),
-            (loose, NBYTES, "may shrink"),
+            (file, 1, "not a memory file|not sealed"),
+            (reading, 1, "not a memory file"),
+            (loose, NBYTES, "not sealed"),
             (descriptor, NBYTES + 1, f"has {NBYTES}"),
             (descriptor, 2**40, f"has {NBYTES}"),
             (descriptor, 0, "of 0 bytes"),

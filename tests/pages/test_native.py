@@ -80,7 +80,7 @@ machine's affair."""
 
 
 def test_a_sum_vouches_for_the_copy_though_the_original_changes_meanwhile(kernels: str) -> None:
-    """Somebody writes to the arena while it is copied, as whoever gets a page does whose reader stood still."""
+    """The arena is written while it is copied, as happens when a reader stalls and its page is reused."""
     assert native.KERNELS is not None
     original = bytearray(2**20)
     address = ctypes.addressof(ctypes.c_char.from_buffer(original))

@@ -27,7 +27,7 @@ NO_FRAMES = [
     (bytes(64), "another service"),
     (OTHER_VERSION, "install the same release"),
     (OTHER_KIND, "kind 99"),
-    (TERABYTE, "may be|belongs"),
+    (TERABYTE, "exceeds the limit|belongs"),
     (streams.encode_header(Kind.PAGES, 4), "belongs"),
 ]
 """What somebody may send in the place of a frame, and a pattern of what he is told."""

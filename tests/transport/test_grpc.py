@@ -156,7 +156,7 @@ NONSENSE = [
     (record(item=2), "was not to be sent"),
     (record(nbytes=99), "layers of 100 bytes"),
     (record(layer=1, layers=2, nbytes=200), "has 2 layers"),
-    (record(layer=65_535), "cannot be"),
+    (record(layer=65_535), "is invalid"),
     (record(in_codec=0x7F01), "codec 0x7f01"),
     (frames.encode_write_tail([Written.COMMITTED]), "tail"),
 ]

@@ -102,8 +102,8 @@ def written(*items: int, layers: int = 2, wrong: int = 0) -> bytes:
         (written(0, 0), "to be written once"),
         (written(0, layers=3), "one sum for each"),
         (written(0, wrong=1), "one sum for each"),
-        (streams.encode_header(Kind.WRITTEN, 4) + b"\xff\xff\xff\xff", "names no pages"),
-        (streams.encode_header(Kind.RENEW, 1) + b"\7", "and nothing else"),
+        (streams.encode_header(Kind.WRITTEN, 4) + b"\xff\xff\xff\xff", "is too short"),
+        (streams.encode_header(Kind.RENEW, 1) + b"\7", "must be one byte"),
         (streams.encode_header(Kind.TAIL, 0), "belongs"),
         (written(0) + streams.encode_header(Kind.DONE, 0), "before page 1 was whole"),
     ],
@@ -368,11 +368,11 @@ def test_an_arena_that_is_none_or_smaller_than_it_says_is_refused(tmp_path: Path
             (welcome, [], "0 descriptors"),
             (welcome, [good, good], "2 descriptors"),
             (welcome, [good] * 5, "more descriptors"),
-            (welcome, [file], "no memory file|may shrink"),
-            (welcome, [unsealed], "may shrink"),
+            (welcome, [file], "not a memory file|not sealed"),
+            (welcome, [unsealed], "not sealed"),
             (terabyte, [good], "has 4096"),
             (shm_frames.encode_welcome(Welcome(0, 0)), [good], "of 0 bytes"),
-            (b"", [good], "nothing of an arena"),
+            (b"", [good], "a WELCOME has"),
         ]:
             with answering(greeting(body, *files)) as way, pytest.raises(ProtocolError, match=says):
                 way.connect(soon())

@@ -103,13 +103,13 @@ TOO_MUCH = streams.encode_header(Kind.HELLO, limits.TOKEN_BYTES + 1)
 
 
 NO_REQUESTS = [
-    *((hello, *frame) for hello in (True, False) for frame in (*NO_FRAMES, (TOO_MUCH, "may be|belongs"))),
+    *((hello, *frame) for hello in (True, False) for frame in (*NO_FRAMES, (TOO_MUCH, "exceeds the limit|belongs"))),
     (False, streams.encode_header(Kind.HELLO, 2) + b"\xff\xfe", "UTF-8"),
     *(
         (True, streams.encode_header(kind, len(body)) + body, says)
         for kind in (Kind.READ, Kind.WRITE)
         for body, says in [
-            (b"", "how long"),
+            (b"", "before its remaining time"),
             (bytes(8), "a namespace is 32 bytes"),
             (bytes(8) + b"\xff\xff", "of kvcluster"),
         ]
@@ -154,8 +154,8 @@ def claiming(nbytes: int) -> bytes:
         (pages(layer=1, layers=2, nbytes=200), "has 2 layers"),
         (pages(layer=0), "has 2 layers"),
         (pages(in_codec=0x7F01), "codec 0x7f01"),
-        (claiming(2**40), "larger than may be"),
-        (streams.encode_header(Kind.PAGES, 2) + b"xx", "how many records"),
+        (claiming(2**40), "exceeds the limit"),
+        (streams.encode_header(Kind.PAGES, 2) + b"xx", "before its number of records"),
         (streams.encode_header(Kind.PAGES, 4) + b"\xff\xff\xff\xff", "cannot hold"),
         (streams.encode_header(Kind.TAIL, 0), "belongs"),
         (streams.encode_header(Kind.DONE, 0), "before page 0 was whole"),

@@ -98,18 +98,18 @@ def test_a_frame_cut_or_grown_anywhere_is_refused() -> None:
     ("message", "words"),
     [
         (_frame((0, 0, 0, 1, 0, 0), payload=bytes(8)), "0 bytes for 0 layers"),
-        (_frame((0, 0, 2, 1, 0, 3, *SUMS), payload=b"abc"), "3 bytes for 2 layers from 0 on cannot be"),
-        (_frame((0, 0, 1, 1, 1, 1, 0), payload=b"a"), "cannot be"),
-        (_frame((0, 65_534, 2, 1, 0, 2, *SUMS), payload=b"ab"), "2 layers from 65534 on cannot be"),
-        (_frame((0, 0, 1, 1, 0, limits.LAYER_BYTES + 1, 0)), "larger than may be"),
-        (_frame((0, 0, 1, 1, 0, 2**64 - 1, 0)), "larger than may be"),
-        (_frame((0, 0, 65_535, 1, 0, 65_535, 0)), "larger than may be"),
+        (_frame((0, 0, 2, 1, 0, 3, *SUMS), payload=b"abc"), "3 bytes for 2 layers from 0 on is invalid"),
+        (_frame((0, 0, 1, 1, 1, 1, 0), payload=b"a"), "is invalid"),
+        (_frame((0, 65_534, 2, 1, 0, 2, *SUMS), payload=b"ab"), "2 layers from 65534 on is invalid"),
+        (_frame((0, 0, 1, 1, 0, limits.LAYER_BYTES + 1, 0)), "exceeds the limit"),
+        (_frame((0, 0, 1, 1, 0, 2**64 - 1, 0)), "exceeds the limit"),
+        (_frame((0, 0, 65_535, 1, 0, 65_535, 0)), "exceeds the limit"),
         (_frame((0, 0, 2, 1, 0, 4, *SUMS), payload=b"abc"), "was announced as one of"),
         (_frame((0, 0, 1, 1, 0, 1, 0), payload=b"a", count=2), "cannot hold 2 records"),
         (_frame((0, 0, 4, 1, 0, 4, *SUMS, *SUMS), payload=b"abcd", count=2), "within the header of a record"),
         (_frame(count=2**32 - 1), "cannot hold 4294967295 records"),
-        (b"", "0 bytes are no frame"),
-        (b"GET / HTTP/1.1\r\n", "no frame of kvcluster begins with 0x4547"),
+        (b"", "a frame has 0 bytes"),
+        (b"GET / HTTP/1.1\r\n", "a frame begins with 0x4547"),
         (HEADER.pack(0x564B, 2, 2, 0), "version 1 of kvcluster's frames, the other side version 2: install the same"),
         (HEADER.pack(0x564B, 1, 1, 0), "a frame of kind head came where one of kind pages belongs"),
         (HEADER.pack(0x564B, 1, 9, 0), "a frame of kind 9 came"),
@@ -123,9 +123,9 @@ def test_a_frame_that_cannot_be_is_refused_in_words(message: bytes, words: str) 
 def test_a_frame_is_measured_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     message = frames.pack([Record(0, 0, 1, (1,), memoryview(b"abcd"))])
     monkeypatch.setattr(limits, "MESSAGE_BYTES", len(message) - 1)
-    with pytest.raises(ProtocolError, match="are no frame: those have 8 to"):
+    with pytest.raises(ProtocolError, match="; 8 to"):
         frames.parse(message)
-    with pytest.raises(AssertionError, match="nobody would take"):
+    with pytest.raises(AssertionError, match="exceeds MESSAGE_BYTES"):
         frames.pack([Record(0, 0, 1, (1,), memoryview(b"abcd"))])
 
 
@@ -216,7 +216,7 @@ def test_a_ticket_is_redeemed_as_it_was_granted(ticket: TicketBody) -> None:
 @given(ticket=of.tickets())
 def test_a_ticket_begins_with_its_version(ticket: TicketBody) -> None:
     data = frames.encode_ticket(ticket)
-    with pytest.raises(ProtocolError, match=r"of version 2, and version 1 is read here.*install the same release"):
+    with pytest.raises(ProtocolError, match=r"of version 2, but this side reads version 1.*install the same release"):
         frames.decode_ticket(bytes([data[0] + 1]) + data[1:])
     with pytest.raises(ProtocolError, match="this ticket is empty"):
         frames.decode_ticket(b"")
@@ -233,5 +233,5 @@ def test_a_ticket_whose_runs_do_not_cover_its_blocks_is_refused(ticket: TicketBo
 
 def test_a_ticket_of_too_many_blocks_is_refused() -> None:
     body = common_pb2.TicketBody(namespace=bytes(32), holder=bytes(16), hashes=bytes(32 * (limits.BLOCKS_PER_CALL + 1)))
-    with pytest.raises(LimitError, match="8193 block hashes in a call"):
+    with pytest.raises(LimitError, match="block hashes in a call: 8193"):
         frames.decode_ticket(b"\x01" + body.SerializeToString())

@@ -159,7 +159,7 @@ def test_what_lies_where_we_have_no_tier_is_passed_over() -> None:
     ],
 )
 def test_what_is_no_batch_is_refused(batch: Any) -> None:
-    with pytest.raises(ProtocolError, match="no batch of KV events"):
+    with pytest.raises(ProtocolError, match="not a batch of KV events"):
         kv_events.decode(pack(batch))
 
 

@@ -163,7 +163,7 @@ def test_a_shard_speaks_of_a_bounded_number_of_transports() -> None:
     large = Offer("t", "", details=bytes(limits.OFFER_BYTES + 1))
     with pytest.raises(LimitError, match="bytes of an offer's details"):
         shard.decode_reply(shard.encode_reply(Offers(Epoch(1), (large,))))
-    with pytest.raises(LimitError, match="17 transports of a shard; at most 16"):
+    with pytest.raises(LimitError, match="transports of a shard: 17 exceeds the limit of 16"):
         shard.decode_reply(shard.encode_reply(Offers(Epoch(1), offers, (("one more", "why"),))))
 
 

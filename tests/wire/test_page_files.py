@@ -83,7 +83,7 @@ def read(data: bytes, head: Head = HEAD, at: int = 0) -> list[RecoveredPage]:
 
 
 def sealed(content: bytes, slot: int = 0, head: Head = HEAD) -> bytes:
-    """A record that says this, as whoever wrote it would have sealed it."""
+    """A record with this content and a valid checksum."""
     return content + struct.pack("<Q", xxh3_64_intdigest(head.life + content, slot))
 
 
@@ -152,7 +152,7 @@ def test_records_and_pages_lie_beside_each_other_within_their_file(file: tuple[H
 
 
 def test_the_bytes_of_version_1_are_those_that_its_description_draws() -> None:
-    """Files outlive the release that wrote them: whoever changes this makes another version."""
+    """Files outlive the release that wrote them: a change of this needs a new version."""
     head = resealed(body())
     assert page_files.encode_head(HEAD) == head + bytes(HEAD_BYTES - len(head))
     assert page_files.encode_record(HEAD, 0, PAGES[0]) == sealed(saying())
@@ -198,7 +198,7 @@ def test_a_head_that_was_cut_off_is_none() -> None:
 
 def test_a_file_that_says_it_holds_nothing_has_no_head() -> None:
     assert len(page_files.NO_HEAD) == HEAD_BYTES
-    with pytest.raises(ProtocolError, match="does not begin as one of pages of version 1 does"):
+    with pytest.raises(ProtocolError, match="does not begin like a page file of version 1"):
         page_files.decode_head(page_files.NO_HEAD)
 
 
@@ -213,17 +213,17 @@ def test_a_head_of_another_version_is_not_understood_whatever_follows(version: i
 @pytest.mark.parametrize(
     ("said", "error", "words"),
     [
-        (body(nbytes=0), ProtocolError, "pages of nothing"),
-        (body(layers=0), ProtocolError, "pages of nothing"),
+        (body(nbytes=0), ProtocolError, "pages without bytes or layers"),
+        (body(layers=0), ProtocolError, "pages without bytes or layers"),
         (body(nbytes=2**40 + 1), LimitError, "bytes of a page"),
         (body(layers=2**20 + 1), LimitError, "layers of a page"),
         (body(file_bytes=2**62 + 1), LimitError, "bytes of a file"),
         (body(spec=b""), SpecError, "model must be named"),
-        (body(spec=b"\xff"), ProtocolError, "no Spec of kvcluster"),
+        (body(spec=b"\xff"), ProtocolError, "not a valid Spec of kvcluster"),
         (body(spec=bytes(limits.SPEC_BYTES + 1)), LimitError, "bytes of a spec"),
-        (body()[: BODY.size - 1], ProtocolError, "not what its checksum says"),
-        (b"", ProtocolError, "not what its checksum says"),
-        (BODY.pack(HEAD.life, HEAD.file_bytes, NBYTES, 2, 1) + b"\xff", ProtocolError, "tenant is no text"),
+        (body()[: BODY.size - 1], ProtocolError, "does not match its checksum"),
+        (b"", ProtocolError, "does not match its checksum"),
+        (BODY.pack(HEAD.life, HEAD.file_bytes, NBYTES, 2, 1) + b"\xff", ProtocolError, "is not UTF-8"),
         (BODY.pack(HEAD.life, HEAD.file_bytes, NBYTES, 2, 9_999) + TENANT.encode(), SpecError, "model must be named"),
     ],
 )

@@ -46,9 +46,9 @@ def test_the_layout_is_the_one_that_is_documented() -> None:
         (b"GET / HT", "another service"),
         (struct.pack("<HBBI", streams.MAGIC, 2, 1, 0), "version 1 of kvcluster's streams, the other side version 2"),
         (struct.pack("<HBBI", streams.MAGIC, 1, 0, 0), "kind 0"),
-        (struct.pack("<HBBI", streams.MAGIC, 1, Kind.DONE, 1), "larger than may be"),
-        (struct.pack("<HBBI", streams.MAGIC, 1, Kind.HELLO, limits.TOKEN_BYTES + 1), "larger than may be"),
-        (struct.pack("<HBBI", streams.MAGIC, 1, Kind.READ, limits.MESSAGE_BYTES + 1), "larger than may be"),
+        (struct.pack("<HBBI", streams.MAGIC, 1, Kind.DONE, 1), "exceeds the limit"),
+        (struct.pack("<HBBI", streams.MAGIC, 1, Kind.HELLO, limits.TOKEN_BYTES + 1), "exceeds the limit"),
+        (struct.pack("<HBBI", streams.MAGIC, 1, Kind.READ, limits.MESSAGE_BYTES + 1), "exceeds the limit"),
     ],
 )
 def test_a_header_that_makes_no_sense_is_refused_in_words(data: bytes, says: str) -> None:
