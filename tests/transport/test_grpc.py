@@ -207,7 +207,7 @@ def test_a_store_given_up_while_it_waits_for_room_waits_no_longer(world: World) 
     reading = read_begun(world.open(), fill(world, transport))
     with suppress(Unavailable):  # or it is told in time that the shard is full
         write(transport, new, wait_ns=int(BOUND_S * 1e9), deadline=Deadline.after_ms(50))
-    world.watched.wait_until(lambda: not world.host.core._waiting, "the wish for room goes with whoever had it")
+    world.watched.wait_until(lambda: not world.host.core._queue, "the wish for room goes with whoever had it")
     assert world.leased(reading.request.attempt), "long before whoever was in the way ran out of time"
     reading.pieces.close()
 
