@@ -360,7 +360,7 @@ def test_what_was_cut_off_cannot_be_read_and_what_lies_before_it_can(full: Drive
     whole, cut = full.all(0, 2) + full.all(1)[:2], full.all(1)[2:]
     assert [full.read(page) for page in whole] == [full.data[page.offset] for page in whole]
     for page in cut:
-        with pytest.raises(OSError, match="cut off"):
+        with pytest.raises(OSError, match="truncated"):
             full.read(page)
     assert full.stage(*whole, *cut) == Staged(ATTEMPT, corrupt=(10, 11))
 
@@ -420,7 +420,7 @@ def test_a_file_whose_head_has_rotted_is_dropped_and_the_others_are_not(
     full.close()
     flip(full.file(1), 8 * byte + byte % 8)
     assert full.found() == full.all(0, 2)
-    assert "1 files are dropped" in caplog.text
+    assert "dropped 1 unusable files" in caplog.text
     for page in full.all(1):
         del full.pages[page.offset]
     full.write(1, 2)
@@ -463,7 +463,7 @@ def test_a_folder_that_is_in_use_is_nobody_else_s_until_it_is_closed(full: Drive
     folder, found = open_disk(full.config, SHARD)
     assert folder is None
     assert found == RecoveredPages(why_none=found.why_none)
-    assert found.why_none.startswith("it runs without its disk tier: another process uses ")
+    assert found.why_none.startswith("the shard runs without its disk tier: another process uses ")
     full.close()
     folder, found = open_disk(full.config, SHARD)
     assert folder is not None and list(found.pages) == full.all()
@@ -506,7 +506,7 @@ def test_a_folder_that_cannot_be_used_is_a_reason_to_run_without(
     folder, found = open_disk(drive.config, SHARD)
     assert folder is None
     assert found.why_none in caplog.text, "its operator reads it where he looks first"
-    with pytest.raises(ConfigError, match=f"^it runs without its disk tier: {words}$"):
+    with pytest.raises(ConfigError, match=f"^the shard runs without its disk tier: {words}$"):
         raise ConfigError(found.why_none)
 
 
@@ -549,7 +549,7 @@ def test_a_tier_for_which_there_is_too_little_room_is_as_small_as_that(
     with monkeypatch.context() as patched:
         fill_up(patched, files, error)
         assert drive.open() == RecoveredPages(files * FILE_BYTES, FILE_BYTES)
-    assert f"has room for {files} files of {FILES} only" in caplog.text
+    assert f"has room for only {files} of {FILES} files" in caplog.text
     assert sorted(drive.path.glob("*.pages")) == [drive.file(number) for number in range(files)]
     drive.write(files - 1, 0)
     found = drive.open()

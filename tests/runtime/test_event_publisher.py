@@ -206,7 +206,7 @@ def test_a_thread_that_fails_says_so_and_takes_nothing_more(caplog: pytest.LogCa
         eventually(lambda: publisher.counters()["batches"] == 2)
         with caplog.at_level(logging.CRITICAL), connected(zmq.DEALER, publisher.replay_endpoint) as asking:
             asking.send_multipart(kv_events.encode_request(ReplayRequest(0)))
-            eventually(lambda: "no KV events any more" in caplog.text)
+            eventually(lambda: "no KV events until a restart" in caplog.text)
         before = publisher.counters()["dropped"]
         publisher.publish(effect(2))
         assert publisher.counters()["dropped"] == before + 1
