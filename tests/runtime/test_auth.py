@@ -61,7 +61,7 @@ def test_a_tenant_may_be_called_operator_and_is_none() -> None:
 @given(st.text())
 def test_any_text_is_a_token_file_or_a_config_error(text: str) -> None:
     try:
-        assert parse_tokens(text).tenants, "a file without tokens would let nobody in"
+        assert parse_tokens(text).tenants, "a file without tokens would admit no client"
     except ConfigError as error:
         assert "token" in str(error)
 
@@ -133,7 +133,7 @@ def test_where_there_are_tokens_one_is_wanted(token: str | None) -> None:
         Authenticator({DIGEST: Tenant("me")}, SECRET).caller(token)
 
 
-def test_whose_line_says_operator_is_one_and_nobody_else_of_the_tenant() -> None:
+def test_only_a_token_whose_line_says_operator_is_an_operator_s() -> None:
     tenants = {digest("mine"): Tenant("me"), digest("my boss's"): Tenant("me")}
     known = Authenticator(tenants, SECRET, frozenset({digest("my boss's")}))
     assert known.caller("mine") == Caller(Tenant("me"))
@@ -205,7 +205,7 @@ def test_a_token_file_that_has_no_end_is_a_config_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
-def test_on_loopback_nobody_needs_a_token(host: str) -> None:
+def test_on_loopback_no_client_needs_a_token(host: str) -> None:
     assert is_loopback(host)
     assert authenticator(ServerConfig(host=host), SECRET).caller(None) == Caller(DEFAULT_TENANT, operator=True)
 

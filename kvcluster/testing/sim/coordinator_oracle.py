@@ -107,8 +107,11 @@ class CoordinatorOracle:
     def _load_prepared(self, c: CoordinatorProcess, request: Request[PrepareLoad], reply: object, now: int) -> None:
         if isinstance(reply, LoadGrant):
             hashes = request.question.hashes
-            hold((reply.miss is None) == (reply.blocks == len(hashes)), "a miss says why not one more")
-            hold(sum(run.count for run in reply.runs) == reply.blocks, "a grant says where each block lies, once")
+            hold(
+                (reply.miss is None) == (reply.blocks == len(hashes)),
+                "a grant carries a miss exactly if it ends before the last block",
+            )
+            hold(sum(run.count for run in reply.runs) == reply.blocks, "a grant gives the location of each block, once")
             self._is_same_again(c, request, reply)
             plans = [(run.count, run.plan) for run in reply.runs]
             self._names_members(c, namespace_of(request), hashes, plans)
@@ -131,11 +134,11 @@ class CoordinatorOracle:
 
     def _ticked(self, c: CoordinatorProcess) -> None:
         heard = [entry for entry in c.backlog if entry[0] == c.receive]
-        hold(not heard, "members are judged before what has arrived meanwhile was heard")
+        hold(not heard, "members are judged before the messages that have arrived")
         for info in c.core.members.lost.values():
             shard = self._world.incarnations[info.shard, info.epoch]
             serves = shard.running and shard.coordinator is c and shard.core.member(shard.now())
-            hold(not serves, f"{info.shard} is given up for lost, and grants leases of this coordinator's term")
+            hold(not serves, f"{info.shard} is considered lost, but grants leases of this coordinator's term")
         for of, (ticket, _) in list(self._answers.items()):
             if of[0] == c.name and c.core.tickets.get(of[1]) is not ticket:
                 del self._answers[of]
@@ -153,7 +156,7 @@ class CoordinatorOracle:
         space = c.core.directory.known(namespace_of(request))
         before = self._answers.pop(of, None)
         if before is not None and space is not None and before[0].known == (c.core.book.version, space.purged):
-            hold(reply == before[1], "a prepare that is repeated gets another answer")
+            hold(reply == before[1], "a repeated prepare gets a different answer")
         ticket = c.core.tickets.get(attempt)
         if ticket is not None:
             self._answers[of] = ticket, reply

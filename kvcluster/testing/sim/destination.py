@@ -52,7 +52,7 @@ class Destination:
 
     def write(self, exchange: int, piece: Piece, layer: int, *, right: bool) -> None:
         """Records that one layer of a piece, counted as its want counts them, was written."""
-        hold(not self._told, "memory is written after the outcome of the load was told")
+        hold(not self._told, "memory is written after the outcome of the load was reported")
         for place in places(piece, layer, layer + 1):
             hold(self._owners.get(place) == exchange, "memory is written by an exchange that does not own it")
             self._right[place] = right
@@ -66,21 +66,22 @@ class Destination:
         for layer in layers:
             if self._progress.layer_left(layer) == 0:
                 hold(
-                    all(self._right[place] for place in self._of_layer(layer)), "a layer is told to have come too early"
+                    all(self._right[place] for place in self._of_layer(layer)),
+                    "a layer is reported as loaded too early",
                 )
 
     def tell(self, loaded: Loaded) -> None:
         """Judges the outcome of the load."""
-        hold(not self._owners, "the outcome of a load is told while an exchange may write")
+        hold(not self._owners, "the outcome of a load is reported while an exchange may write")
         self._told = True
-        hold(self._loss <= loaded.loss, f"a load tells {loaded.loss.name} of what has lost {self._loss.name}")
+        hold(self._loss <= loaded.loss, f"a load reports loss {loaded.loss.name} for data of loss {self._loss.name}")
         wrong = {place[0] for place, right in self._right.items() if not right}
-        hold(wrong <= loaded.failed.keys(), "a block is told to have come that has not")
+        hold(wrong <= loaded.failed.keys(), "a block is reported as loaded that was not")
         if loaded.miss is None:
-            hold(not wrong, "a load is told to be whole that is not")
+            hold(not wrong, "a load is reported as complete that is not")
         whole_prefix = all(group.reuse.kind == "prefix" for group in self._spec.groups)
         if whole_prefix:
-            hold(all(block >= loaded.blocks for block in wrong), "blocks are told to be loaded that are not right")
+            hold(all(block >= loaded.blocks for block in wrong), "blocks are reported as loaded that are not correct")
 
     def _of_layer(self, layer: int) -> Iterator[Place]:
         return (place for place in self._right if self._spec.groups[place[1]].layers[place[2]] == layer)

@@ -31,7 +31,7 @@ def _tails_first(
             continue
         parent = space.index.get(record.parent)
         if parent is not None and record.copies.on(member.slot, order.tier):
-            hold(_promised(space, record.hash, now), f"{record.parent.hex()[:6]} is ordered to go before its tail")
+            hold(_promised(space, record.hash, now), f"{record.parent.hex()[:6]} is to be evicted before its tail")
 
 
 def _promised(space: CoordinatorNamespace, block: BlockHash, now: int) -> bool:
