@@ -88,9 +88,7 @@ class ClientProcess(Process):
         breaker must have been settled."""
         self._plans -= 1
         probing = [name for name, breaker in self.policy.status(self.now()).items() if breaker["state"] == "probing"]
-        hold(
-            self._plans > 0 or not probing, f"no exchange is under way, but the breakers of {probing} wait for a probe"
-        )
+        hold(self._plans > 0 or not probing, f"no exchange is under way, but {probing} wait for a probe")
 
     # ------------------------------------------------------------------------------------------- questions
 

@@ -109,7 +109,7 @@ class CoordinatorOracle:
             hashes = request.question.hashes
             hold(
                 (reply.miss is None) == (reply.blocks == len(hashes)),
-                "a grant carries a miss exactly if it ends before the last block",
+                "a miss says why a grant ends early",
             )
             hold(sum(run.count for run in reply.runs) == reply.blocks, "a grant gives the location of each block, once")
             self._is_same_again(c, request, reply)

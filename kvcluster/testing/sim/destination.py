@@ -67,7 +67,7 @@ class Destination:
             if self._progress.layer_left(layer) == 0:
                 hold(
                     all(self._right[place] for place in self._of_layer(layer)),
-                    "a layer is reported as loaded too early",
+                    "a layer is reported too early",
                 )
 
     def tell(self, loaded: Loaded) -> None:

@@ -350,7 +350,7 @@ class ShardProcess(SimulatedCore):
         recodes = source.codec is not target.codec
         hold(
             not recodes or Codec.RAW in (source.codec, target.codec),
-            "a page is recoded directly from one codec into another",
+            "a page goes from one codec to another",
         )
         encoded_before = source.codec is Codec.RAW and source.loss is not Loss.EXACT
         hold(target.codec is Codec.RAW or not recodes or not encoded_before, "a decoded page is encoded again")
