@@ -103,8 +103,8 @@ def _homes(config: Config) -> list[dict[str, Any]]:
     for its pool.
 
     If there is not room for all, they start anywhere and claim nothing. The `memory` of a node is an estimate made when
-    it was started, unless it was configured; the arenas find out what is really there, and would not be started
-    otherwise.
+    it was started, unless it was configured: a shard that claimed too much would never be started, while its arena
+    finds out what the machine really has.
     """
     pool = config.shard.device_bytes + config.shard.host_bytes
     free = {node: int(has.get("memory", 0)) for node, has in available_resources_per_node().items()}

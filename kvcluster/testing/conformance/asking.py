@@ -49,7 +49,7 @@ def check_refused(
 
 
 class AskingClaims:
-    """Of namespaces, incarnations and visibility."""
+    """Claims about namespaces, incarnations and visibility."""
 
     def test_attaching_names_the_namespace_of_the_credential(self, world: World) -> None:
         spec = opaque_spec(1, 8)
