@@ -1,9 +1,9 @@
 """A shard's folder on a local drive: preallocated files of encoded pages, which outlive the shard.
 
 The core decides where each page goes (core/file_allocator.py); wire/page_files.py defines the headers and records of a
-file. One shard at a time owns a folder, for as long as it lives: it holds a lock in it. Stores do not wait for the
-drive to sync: a page whose record reached the drive while its bytes did not fails its checksums, and is a miss. What
-must not come back is overwritten and synced before it counts as erased (`erase`).
+file. One shard at a time owns a folder, for as long as it lives: it holds a lock in it. Writing a page does not wait
+for the drive to sync: a page whose record reached the drive while its bytes did not fails its checksums, and is a miss.
+What must not come back is overwritten and synced before it counts as erased (`erase`).
 """
 
 from __future__ import annotations
