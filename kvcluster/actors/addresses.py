@@ -1,4 +1,5 @@
-"""Under which address the servers of actors are reached, where they listen at all of a machine's."""
+"""The addresses at which servers of actors are reached from other machines, for servers that listen on all of a
+machine's addresses."""
 
 from __future__ import annotations
 
@@ -13,27 +14,28 @@ _EVERYWHERE = ("0.0.0.0", "::")
 
 
 def announced_host(host: str) -> str:
-    """Under which address others reach what listens at `host` on this node. ConfigError where nobody can tell."""
+    """Returns the address at which other machines reach a server that listens at `host` on this node. Raises
+    ConfigError if that address cannot be found out."""
     return reachable_host(host) if host in _EVERYWHERE else host
 
 
 def reachable_host(host: str) -> str:
-    """Where a shard listens whose coordinator listens at `host`: at its own node's address, once that is to be
-    reached from elsewhere."""
+    """Returns where a shard listens whose coordinator listens at `host`: loopback for loopback, otherwise its own
+    node's address. Raises ConfigError if that address cannot be found out."""
     if is_loopback(host):
         return host
     node: str = ray.util.get_node_ip_address()
     if not is_loopback(node):
         return node
-    # A Ray of our own keeps to loopback and does not know this machine's address.
+    # A Ray of our own stays on loopback and does not know this machine's address.
     if host not in _EVERYWHERE:
         return host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("198.51.100.1", 9))  # sends nothing; it only chooses the way out
+            probe.connect(("198.51.100.1", 9))  # sends nothing; it only selects the outgoing interface
         except OSError:
             raise ConfigError(
-                f"cannot tell how others reach this machine; give its address instead of {host}"
+                f"cannot find out the address at which others reach this machine; give its address instead of {host}"
             ) from None
         address: str = probe.getsockname()[0]
         return address

@@ -1,8 +1,8 @@
 """A cluster that keeps running: `up` starts it, `find` finds it again, `down` ends it.
 
-`up` starts a Ray head of its own, on loopback, as a session of processes, and writes down where it is in a folder
-that only this user can use. `down` ends that session and nothing else: other Rays of the machine are none of its
-business, and since this one keeps its files in that folder, they and `ray stop` never take it for theirs.
+`up` starts a Ray head of its own, on loopback, as a session of processes, and records its address and process id in a
+folder that only this user can write to. `down` ends that session and nothing else: it does not touch other Rays of the
+machine, and since this one keeps its files in that folder, other Rays and `ray stop` never take it for theirs.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What is written down of a running cluster. `pid`: of its session's leader. `started` tells it from a later
-    process of the same id."""
+    """The record of a running cluster. `pid`: of its session's leader. `started`: when that process began, in clock
+    ticks since boot, which tells it from a later process of the same id."""
 
     address: str
     shards: int
@@ -53,19 +53,20 @@ class Running:
 
 
 def up(config: Config, *, starting: Callable[[], object] = lambda: None) -> tuple[Running, bool]:
-    """Starts a cluster in the background; or finds the one that listens on that port, and says so with False.
+    """Starts a cluster in the background and returns it with True; returns the cluster that already runs on that port
+    with False.
 
-    `starting` is called when the settings are found to be good and the long part begins. Raises ConfigError for
-    settings that cannot be used, a port in use among them.
+    `starting` is called when the settings have been checked and the slow part begins. Raises ConfigError for settings
+    that cannot be used, such as a port in use.
     """
     port = config.server.port
     if port == 0:
-        raise ConfigError("a cluster that keeps running needs a port to be found at; give --port")
+        raise ConfigError("a cluster in the background needs a fixed port, by which it is found again; give --port")
     with _alone():
         known = find(port)
         if known is not None:
             return known, False
-        # Wrong settings are found out before anything is started.
+        # The settings are checked before anything is started.
         cluster.check(config)
         _forget(port)
         starting()
@@ -74,7 +75,7 @@ def up(config: Config, *, starting: Callable[[], object] = lambda: None) -> tupl
 
 
 def find(port: int) -> Running | None:
-    """The cluster that `up` started on that port, if it still runs."""
+    """Returns the cluster that `up` started on that port, if it still runs."""
     try:
         running = Running(**json.loads(_state(port).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -83,7 +84,7 @@ def find(port: int) -> Running | None:
 
 
 def down(port: int) -> bool:
-    """Ends the cluster that `up` started on that port. False where there is none."""
+    """Ends the cluster that `up` started on that port. Returns False if there is none."""
     with _alone():
         running = find(port)
         if running is not None:
@@ -122,16 +123,16 @@ def _start(config: Config) -> Running:
 
 
 def _start_head(port: int, folder: Path, memory: int) -> int:
-    """The process id of a new Ray head, which leads a session of its own."""
+    """Starts a Ray head that leads a session of its own. Returns its process id."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
     command += ["--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false"]
-    # Only what the actors need. They take no CPU of Ray's; for each it would keep a process ready.
+    # Only what the actors need. They take none of Ray's CPUs; for each CPU Ray would keep a process ready.
     command += ["--num-cpus=0", "--include-log-monitor=false", f"--object-store-memory={OBJECT_STORE_BYTES}"]
     command += [f"--memory={memory}"]
-    # Left to itself this takes a port that is always the same, and ends the second Ray of a machine.
+    # By default this is a fixed port, on which the second Ray of a machine would fail.
     command += [f"--ray-client-server-port={_free_port()}"]
     folder.mkdir(exist_ok=True)
-    # Not subprocess, whose objects want to see the end of what they started.
+    # Not subprocess, whose objects expect to wait for the process that they started.
     return os.posix_spawn(
         sys.executable,
         command,
@@ -147,9 +148,10 @@ def _start_head(port: int, folder: Path, memory: int) -> int:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait for the end of the block: what is begun in it is known by then, and can be ended."""
+    """Delays Ctrl-C and SIGTERM until the end of the block: a process that is started in it is known by then, and can
+    be ended."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python tells its signals to the main thread alone
+        yield  # Python delivers signals to the main thread only
         return
     came: list[int] = []
     handlers = [(sig, signal.signal(sig, lambda number, _: came.append(number))) for sig in _ENDING]
@@ -175,8 +177,8 @@ def _wait_for_head(head: int, port: int, folder: Path) -> None:
 
 
 def _end_session(leader: int) -> None:
-    """Asks all processes of a session to end, and soon insists: memory is all that they hold, and Ray's head takes
-    its time. Returns when they are gone."""
+    """Sends SIGTERM to all processes of a session, and SIGKILL soon after: they hold nothing but memory, and Ray's head
+    is slow to end. Returns when they are gone, or after _STOP_S."""
     for sig, patience_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _STOP_S)):
         for pid in _session(leader):
             with contextlib.suppress(ProcessLookupError):
@@ -191,19 +193,20 @@ def _end_session(leader: int) -> None:
 
 
 def _session(leader: int) -> list[int]:
-    """The living processes of a session. Ray gives its workers process groups of their own, but no sessions."""
+    """Returns the living processes of a session. Ray gives its workers process groups of their own, but no sessions."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in pids if (fields := _stat(pid)) is not None and int(fields[3]) == leader]
 
 
 def _started(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None where it does not exist."""
+    """Returns when a process began, in clock ticks since boot; None if it does not exist."""
     fields = _stat(pid)
     return None if fields is None else int(fields[19])
 
 
 def _stat(pid: int) -> list[str] | None:
-    """What /proc/PID/stat says behind the name, from the state on; None for what does not run (any more)."""
+    """Returns the fields of /proc/PID/stat after the name, from the state on; None if the process does not run (any
+    more)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -214,7 +217,7 @@ def _stat(pid: int) -> list[str] | None:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """One `up` or `down` of this user at a time: a second waits, and sees what the first has made of it."""
+    """Lets one `up` or `down` of this user run at a time: a second one waits, and sees the result of the first."""
     folder = os.open(_folder(), os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -228,12 +231,13 @@ def _state(port: int) -> Path:
 
 
 def _state_dir(port: int) -> Path:
-    """Where its coordinator keeps what the next one must know. It goes with the shards, which it is about."""
+    """Returns the folder in which its coordinator keeps state for the next one. It is removed with the shards that it
+    describes."""
     return _folder() / f"{port}.state"
 
 
 def _ray_folder(port: int) -> Path:
-    """Where the Ray of that cluster keeps its sockets and logs."""
+    """Returns the folder in which that cluster's Ray keeps its sockets and logs."""
     return _folder() / str(port)
 
 
@@ -242,14 +246,15 @@ def _log(folder: Path) -> Path:
 
 
 def _forget(port: int) -> None:
-    """Removes all files of a cluster that runs no more."""
+    """Removes all files of a cluster that no longer runs."""
     _state(port).unlink(missing_ok=True)
     for folder in (_ray_folder(port), _state_dir(port)):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folder() -> Path:
-    """The folder of this user's clusters. What is written there says which processes to end, so nobody else may."""
+    """Returns the folder of this user's clusters. Its files say which processes to end, so only this user may write to
+    it. Raises ConfigError if others may."""
     folder = Path(tempfile.gettempdir()) / f"kvcluster-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     about = folder.lstat()

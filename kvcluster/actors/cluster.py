@@ -1,11 +1,11 @@
 """A cluster on a running Ray: one named coordinator actor and its shards, started, found and stopped.
 
-The actors restart by themselves when their process dies: a coordinator relearns everything from the shards, a
-shard begins empty under a new epoch.
+The actors restart by themselves when their process dies: a coordinator relearns everything from the shards, a shard
+begins empty under a new epoch.
 
-The coordinator stays on the node that starts the cluster, because clients and shards know it by an address there.
-Shards spread over the nodes, and each claims its pool of Ray's `memory`: when a node is lost, its shards go where they
-fit, and wait for a node where they do not.
+The coordinator stays on the node that starts the cluster, because clients and shards know its address there. Shards are
+spread over the nodes, and each claims its pool of Ray's `memory`: when a node is lost, its shards move to nodes with
+enough room, and if there is none they wait for one.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Cluster:
 
 
 def check(config: Config) -> int:
-    """The port to listen on. Raises ConfigError where credentials or ports cannot be used: in the caller, not in an
-    actor's log."""
+    """Returns the port to listen on. Raises ConfigError if credentials or ports cannot be used: to the caller, instead
+    of only in an actor's log."""
     authenticator(config.server, "")
     port = _port(config)
     publisher = publisher_of(config.events, Epoch(0), lambda: None)
@@ -67,7 +67,7 @@ def check(config: Config) -> int:
 def start(config: Config, *, detached: bool) -> Cluster:
     """Starts the actors on the Ray that this process is connected to, and waits until every shard is up.
 
-    Raises ConfigError where the configuration or a port cannot be used.
+    Raises ConfigError if the configuration or a port cannot be used.
     """
     config = replace(config, server=replace(config.server, port=check(config)))
     secret = secrets.token_urlsafe(32)
@@ -91,7 +91,7 @@ def start(config: Config, *, detached: bool) -> Cluster:
 
 def _actor(kind: type, name: str, detached: bool, where: dict[str, Any], *arguments: Any) -> Any:
     options: dict[str, Any] = {"namespace": NAMESPACE, "num_cpus": 0, "max_restarts": _RESTARTS, **where}
-    if not ENVIRONMENT.items() <= os.environ.items():  # as it is on a Ray of our own, which hands it down
+    if not ENVIRONMENT.items() <= os.environ.items():  # a Ray of our own passes it to its actors
         options["runtime_env"] = {"env_vars": ENVIRONMENT}
     if detached:  # the others are found by their handles, so that one Ray can hold many clusters
         options |= {"lifetime": "detached", "name": name}
@@ -99,10 +99,12 @@ def _actor(kind: type, name: str, detached: bool, where: dict[str, Any], *argume
 
 
 def _homes(config: Config) -> list[dict[str, Any]]:
-    """Where each shard begins, as Ray's options: on the node that has the fewest, of those with room for its pool.
+    """Returns Ray's options that say where each shard starts: on the node with the fewest shards, among those with room
+    for its pool.
 
-    Where not all find room, they go anywhere and claim nothing. What a node says that it has is a guess from when it
-    was started, unless somebody told it; their arenas find out what there is, and would else never be asked.
+    If there is not room for all, they start anywhere and claim nothing. The `memory` of a node is an estimate made when
+    it was started, unless it was configured: a shard that claimed too much would never be started, while its arena
+    finds out what the machine really has.
     """
     pool = config.shard.device_bytes + config.shard.host_bytes
     free = {node: int(has.get("memory", 0)) for node, has in available_resources_per_node().items()}
@@ -115,13 +117,13 @@ def _homes(config: Config) -> list[dict[str, Any]]:
             return [{"scheduling_strategy": "SPREAD"}] * config.shards
         node = min(fitting, key=lambda node: (taken[node], -free[node], node))
         taken[node] += 1
-        # Soft: when the node is lost, it may begin anew on another.
+        # Soft: when the node is lost, the shard may restart on another.
         homes.append({"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True), "memory": pool})
     return homes
 
 
 def _get(method: Any) -> Any:
-    """The method's result, or what kept its actor from starting as an error of ours."""
+    """Calls a method of an actor and returns its result. Raises KVClusterError if the actor did not start."""
     try:
         return ray.get(method.remote(), timeout=_START_S)
     except ray.exceptions.RayActorError as error:
@@ -139,8 +141,8 @@ def _wait_until_up(coordinator: Any, shards: int) -> None:
 
 
 def _port(config: Config) -> int:
-    """The port to listen on. It is tried here, so that a port in use is an error of the caller and not of an actor
-    that starts again and again; a free one is chosen here, so that a restarted coordinator keeps it."""
+    """Returns the port to listen on. It is bound here once, so that a port in use is an error of the caller and not of
+    an actor that restarts again and again; a free port is chosen here, so that a restarted coordinator keeps it."""
     family = socket.AF_INET6 if ":" in config.server.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -25,9 +25,9 @@ _FOR_OPERATORS = frozenset({"Drain", "SetPolicy"})
 
 
 class CoordinatorActor:
-    """Serves from its constructor on, since that is all that Ray runs again when it restarts an actor.
+    """Serves from its constructor on, because Ray runs nothing else again when it restarts an actor.
 
-    The port is the same in every incarnation, so that shards and workers find the next one where the last was.
+    The port is the same in every incarnation, so that shards and workers find the next one at the same address.
     """
 
     def __init__(self, config: Config, secret: str) -> None:
@@ -41,11 +41,11 @@ class CoordinatorActor:
         self._server.start()
 
     def address(self) -> str:
-        """Where shards and workers find it, those of other nodes too."""
+        """Returns the address at which shards and workers reach it, from other nodes too."""
         return host_and_port(announced_host(self._server.host), self._server.port)
 
     def shards_up(self) -> int:
-        """How many shards have told all they hold."""
+        """Returns the number of shards whose whole inventory has been received."""
         up = self._host.inspect(lambda: sum(m.cursor.current for m in self._host.core.members.all()))
         assert isinstance(up, int)
         return up
@@ -54,20 +54,20 @@ class CoordinatorActor:
         return os.getpid()
 
     def stop(self) -> None:
-        """Ends serving; the process is ended by whoever asked."""
+        """Ends serving; the caller ends the process."""
         self._server.close()
         self._host.close()
         self._garbage.close()
 
 
 def end_process(leave: Leave) -> None:
-    """This incarnation is over; Ray starts the next. There is nothing to save: shards own the truth."""
+    """Ends this incarnation; Ray starts the next. There is nothing to save: the shards hold the state."""
     log.warning("ending this process: %s", leave.reason)
     os._exit(1)
 
 
 def with_state_dir(config: Config, folder: Path) -> Config:
-    """The same, with tombstones in that folder, unless the configuration names another."""
+    """Returns the configuration with `folder` as its state folder, unless it names one already."""
     if config.coordinator.state_dir:
         return config
     return replace(config, coordinator=replace(config.coordinator, state_dir=str(folder)))

@@ -33,13 +33,13 @@ class LocalCluster:
     def client(
         self, spec: KVSpec, *, token: str | None = None, part: Part | Mapping[int, Part] | None = None
     ) -> Client:
-        """A client of this cluster, closed with it."""
+        """Returns a client of this cluster, which is closed with it."""
         client = connect(self.address, spec, token=token, part=part, config=self._config)
         self._clients.append(client)
         return client
 
     def pids(self) -> list[int]:
-        """Process ids of the coordinator and the shards. A shard that was drained has none."""
+        """Returns the process ids of the coordinator and the shards. A shard that was drained has none."""
         pids: list[int] = []
         for asked in [actor.pid.remote() for actor in (self._running.coordinator, *self._running.shards)]:
             with suppress(ray.exceptions.ActorDiedError):
@@ -63,11 +63,12 @@ def local(
     port: int = 0,
     config: Mapping[str, Any] | None = None,
 ) -> Iterator[LocalCluster]:
-    """An embedded cluster: Ray on loopback, one coordinator, `shards` shards of `device_bytes` each, `host_bytes` below
-    that for what is encoded, and `disk_bytes` of files in `disk_dir` below that, which outlive the block.
+    """Runs an embedded cluster: Ray on loopback, one coordinator, and `shards` shards, each with `device_bytes` of
+    memory, `host_bytes` below that for encoded pages, and `disk_bytes` of files in `disk_dir` below that, which outlive
+    the block.
 
-    Uses the Ray that this process is connected to, if it is; else starts one and ends it with the block. `config`
-    are overrides as in config.load. Raises ConfigError where a setting cannot be used.
+    Uses the Ray that this process is connected to, if there is one; otherwise starts one and ends it with the block.
+    `config` are overrides as in config.load. Raises ConfigError if a setting cannot be used.
     """
     below = dict(config or {})
     below["shards"] = shards
@@ -75,10 +76,10 @@ def local(
     below["shard"] = {**below.get("shard", {}), **tiers, "disk_dir": str(Path(disk_dir).absolute()) if disk_dir else ""}
     below["server"] = {"port": port, **below.get("server", {})}
     settings = load(overrides=below)
-    # Wrong settings are found out before anything is started.
+    # The settings are checked before anything is started.
     cluster.check(settings)
     with ExitStack() as house:
-        # The coordinator stays on this node, so that a folder of this machine is one of its own.
+        # The coordinator stays on this node, so it can use a folder of this machine.
         folder = house.enter_context(TemporaryDirectory(prefix="kvcluster-", ignore_cleanup_errors=True))
         settings = with_state_dir(settings, Path(folder))
         if not ray.is_initialized():

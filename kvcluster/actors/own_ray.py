@@ -1,9 +1,9 @@
-"""A Ray of our own: on loopback, behind a token that no file holds, and telling nobody.
+"""A Ray of our own: on loopback, protected by a token that is not in any file, and without usage statistics.
 
-Ray listens on every address of a machine, even where it is given 127.0.0.1, which it takes for the machine's
-outward address. Only on systems that it does not support clusters on does it stay on loopback; so it is told that
-this is one. That, and whether a token is wanted, Ray reads when it is imported and not again; since this process
-may have imported it long ago, it is made to, here and when the block ends.
+Ray listens on every address of a machine, even if it is given 127.0.0.1, which it replaces by the machine's outward
+address. It stays on loopback only on systems on which it does not support clusters; so it is told that this is one. Ray
+reads that setting, and whether a token is required, when it is imported and not again; since this process may have
+imported it long ago, it is made to read them again, here and when the block ends.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from kvcluster.config import Config
 from kvcluster.runtime.malloc_env import ENVIRONMENT
 
 OBJECT_STORE_BYTES = 80 * 2**20
-"""Pages never enter Ray's object store; this is about the least that Ray accepts."""
+"""Pages never enter Ray's object store; this is about the smallest size that Ray accepts."""
 
 
 @contextmanager
 def own_ray() -> Iterator[None]:
-    """Within it, a Ray that this process starts, or connects to, is its own: others neither reach it nor are asked.
+    """Within the block, a Ray that this process starts or connects to is private: others cannot reach it, and it does
+    not contact others.
 
-    Children inherit it. Afterwards the process is as it was, and Rays of other people are within reach again.
+    Child processes inherit the settings. Afterwards the process has its old settings, and can reach other Rays again.
     """
     ours = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_urlsafe(32),
         ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray has its actors yield to everybody; but here engines wait for them, and leases run.
+        # By default Ray lowers the priority of its actors; but here engines wait for them, and leases run.
         "RAY_worker_niceness": "0",
         **ENVIRONMENT,
     }
@@ -57,12 +58,12 @@ def own_ray() -> Iterator[None]:
 
 
 def pools_bytes(config: Config) -> int:
-    """The memory that a Ray of our own has to give: as much as its shards claim. What the machine has is found out
-    by their arenas, which say it better than an actor that waits for room."""
+    """Returns the memory that a Ray of our own declares, in bytes: as much as its shards claim. Whether the machine has
+    it, the arenas find out, with a clearer error than an actor that waits for room."""
     return config.shards * (config.shard.device_bytes + config.shard.host_bytes)
 
 
 def _read_settings_again() -> None:
-    # In this order: what asks for the token in between must find it as the mode has it.
+    # In this order: reading the token depends on the mode that the first call reads.
     RayConfig.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

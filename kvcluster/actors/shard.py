@@ -1,5 +1,5 @@
-"""A shard as a Ray actor: a process with an arena, a gRPC server, servers of the faster data paths beside it, and ways
-to the coordinator and to the other shards, which carry the secret that the cluster keeps for itself."""
+"""A shard as a Ray actor: a process with an arena, a gRPC server, servers of the faster data paths beside it, and
+connections to the coordinator and to the other shards, which carry the secret that the cluster keeps for itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KILL_S = 10.0
 
 
 class ShardActor:
-    """Serves from its constructor on, since that is all that Ray runs again when it restarts an actor."""
+    """Serves from its constructor on, because Ray runs nothing else again when it restarts an actor."""
 
     def __init__(self, shard: str, coordinator: str, config: Config, secret: str) -> None:
         self._me = ray.get_runtime_context().current_actor
@@ -43,7 +43,7 @@ class ShardActor:
         self._next_attempt = own_attempts()
         auth = authenticator(config.server, secret)
         gate = Gate(auth)
-        # The server is bound before the core exists, because the core has to know the address it is reached at.
+        # The server is bound before the core exists, because the core needs to know its own address.
         handlers: dict[str, Handler] = {}
         self._server = GrpcServer(handlers, reachable_host(config.server.host), 0, config.server.threads)
         self._host = ShardHost(
@@ -73,7 +73,7 @@ class ShardActor:
         return os.getpid()
 
     def stop(self) -> None:
-        """Ends serving; the process is ended by whoever asked."""
+        """Ends serving; the caller ends the process."""
         self._server.close()
         self._paths.close()
         self._host.close()
@@ -88,12 +88,13 @@ class ShardActor:
     def _leave(self, leave: Leave) -> None:
         if not leave.for_good:
             end_process(leave)
-        # Called under the driver's lock, where nothing may take its time.
+        # Called under the driver's lock, where nothing may block.
         threading.Thread(target=self._leave_for_good, args=(leave,), name="kvcluster-leave", daemon=True).start()
 
     def _leave_for_good(self, leave: Leave) -> None:
-        """Ray starts anew what merely exits; what is killed like this, it does not."""
+        """Ends this actor by `ray.kill`: Ray restarts an actor whose process exits, but not one that was killed like
+        this."""
         log.warning("ending this shard for good: %s", leave.reason)
         ray.kill(self._me, no_restart=True)
         time.sleep(_KILL_S)
-        end_process(leave)  # Ray's head cannot be reached; it is drained all the same, and the next one starts empty
+        end_process(leave)  # Ray's head is unreachable; the shard is drained all the same, and the next starts empty

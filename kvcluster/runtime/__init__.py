@@ -1,1 +1,1 @@
-"""What runs a core: the driver, servers, credentials. Clocks and threads live here and not below."""
+"""What runs a core: the driver, servers, credentials. Clocks and threads live in this layer and not below it."""

@@ -1,9 +1,10 @@
-"""Who asks: bearer tokens and the tenants that they stand for.
+"""Authentication: bearer tokens and the tenants that they stand for.
 
-A token file has a line for each credential, `sha256:<hex digest of the token>  <tenant>`; blank lines and lines that
-begin with # are skipped. Only digests are kept, on disk and in memory. A line may end in the word `operator`: its
-bearer may also do what touches every tenant, such as to drain a shard, and still sees no block but its own tenant's.
-The actors of a cluster speak to one another with a secret of their own, which stands for no tenant.
+A token file has one line for each credential, `sha256:<hex digest of the token>  <tenant>`; blank lines and lines that
+begin with # are skipped. Only digests are kept, on disk and in memory. A line may end in the word `operator`: the
+bearer of that token may also make calls that affect every tenant, such as draining a shard, but still sees the blocks
+of its own tenant only. The actors of a cluster authenticate to one another with a secret of their own, which stands for
+no tenant.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _LINE = re.compile(rf"sha256:([0-9a-f]{{64}})\s+({_TENANT.pattern})(\s+operator)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whoever stands behind a credential. `internal`: a shard of this cluster, which speaks for all tenants.
-    `operator`: may ask for what touches all tenants."""
+    """The caller that a credential identifies. `internal`: a shard of this cluster, which acts for all tenants.
+    `operator`: may make calls that affect all tenants."""
 
     tenant: Tenant
     internal: bool = False
@@ -38,15 +39,15 @@ class Caller:
 
 
 class Tokens(NamedTuple):
-    """What a token file says: digest -> tenant, and which of the digests are operators'."""
+    """The content of a token file: digest -> tenant, and the digests that are operators'."""
 
     tenants: dict[str, Tenant]
     operators: frozenset[str]
 
 
 class Authenticator:
-    """Token -> caller. With no token file, everybody is the tenant `default`, and its operator: strangers are kept
-    out by other means (see `authenticator`)."""
+    """Maps a token to its caller. Without a token file every caller is the tenant `default`, and an operator: access is
+    then restricted by other means (see `authenticator`)."""
 
     def __init__(
         self, tenants: Mapping[str, Tenant] | None, internal_secret: str, operators: frozenset[str] = frozenset()
@@ -57,11 +58,11 @@ class Authenticator:
 
     @property
     def one_tenant(self) -> bool:
-        """Are all callers of one tenant, but for the cluster's own?"""
+        """Whether all callers, except the cluster's own shards, belong to one tenant."""
         return self._tenants is None or len(set(self._tenants.values())) == 1
 
     def caller(self, token: str | None) -> Caller:
-        """Raises CredentialError where the token is missing or unknown."""
+        """Returns the caller of this token. Raises CredentialError if the token is missing or unknown."""
         hashed = digest(token) if token else ""
         if token and hmac.compare_digest(hashed, self._internal):
             return Caller(CLUSTER, internal=True)
@@ -69,38 +70,42 @@ class Authenticator:
             return Caller(DEFAULT_TENANT, operator=True)
         if not token:
             raise CredentialError(
-                "this cluster wants a token: pass token=... (the command line takes --token or KVCLUSTER_TOKEN)"
+                "this cluster requires a token: pass token=... (the command line takes --token or KVCLUSTER_TOKEN)"
             )
         tenant = self._tenants.get(hashed)
         if tenant is None:
-            raise CredentialError("this token is not one that the cluster knows; ask its operator for another")
+            raise CredentialError("the cluster does not know this token; ask its operator for another")
         return Caller(tenant, operator=hashed in self._operators)
 
 
 def digest(token: str) -> str:
-    """What a token file holds of a token."""
+    """Returns the form in which a token file stores a token: the hex SHA-256 digest."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def new_token() -> str:
-    """A random token of 256 bits. It does not begin with a dash, which a command line would take for an option."""
+    """Returns a random token of 256 bits. It never begins with a dash, which a command line would take for an
+    option."""
     while (token := secrets.token_urlsafe(32)).startswith("-"):
-        """One of sixty-four does."""
+        """One token in sixty-four begins with a dash."""
     return token
 
 
 def token_line(token: str, tenant: str, *, operator: bool = False) -> str:
-    """The line of a token file that admits this token. Raises ConfigError where no file can hold such a tenant."""
-    # Checked by itself: `a operator` would make a good line, and an operator that nobody meant.
+    """Returns the line of a token file that admits this token. Raises ConfigError if `tenant` is not a valid tenant
+    name."""
+    # The tenant is checked separately: the tenant name `a operator` would make a valid line, and grant operator rights
+    # that were never intended.
     if not _TENANT.fullmatch(tenant):
         raise ConfigError(
-            f"{tenant!r} is no tenant's name: up to 64 letters, digits, '.', '_' and '-', the first a letter or digit"
+            f"{tenant!r} is not a valid tenant name: use up to 64 letters, digits, '.', '_' and '-', "
+            "the first a letter or digit"
         )
     return f"sha256:{digest(token)}  {tenant}" + ("  operator" if operator else "")
 
 
 def parse_tokens(text: str) -> Tokens:
-    """The tokens of a file. Raises ConfigError naming the line."""
+    """Parses the text of a token file. Raises ConfigError that names the faulty line."""
     tenants: dict[str, Tenant] = {}
     operators = set()
     for number, line in enumerate(text.splitlines(), 1):
@@ -110,21 +115,22 @@ def parse_tokens(text: str) -> Tokens:
         match = _LINE.fullmatch(line)
         if match is None:
             raise ConfigError(
-                f"token file, line {number}: expected 'sha256:<64 hex digits>  <tenant>', perhaps with '  operator'; "
-                "`kvcluster token --tenant NAME` makes one"
+                f"token file, line {number}: expected 'sha256:<64 hex digits>  <tenant>', "
+                "optionally with '  operator'; `kvcluster token --tenant NAME` makes one"
             )
         if match[1] in tenants:
-            raise ConfigError(f"token file, line {number}: this token has a line already")
+            raise ConfigError(f"token file, line {number}: this token already has a line")
         tenants[match[1]] = Tenant(match[2])
         if match[3]:
             operators.add(match[1])
     if not tenants:
-        raise ConfigError("the token file names no token, so nobody could connect; `kvcluster token` makes one")
+        raise ConfigError("the token file contains no token, so no client could connect; `kvcluster token` makes one")
     return Tokens(tenants, frozenset(operators))
 
 
 def authenticator(config: ServerConfig, internal_secret: str) -> Authenticator:
-    """From the configuration. Raises ConfigError where it would let strangers in."""
+    """Returns the Authenticator that the configuration asks for. Raises ConfigError if the token file cannot be used,
+    or if the server would accept callers from other machines without tokens."""
     if config.token_file:
         path = config.token_file
         try:
@@ -139,14 +145,14 @@ def authenticator(config: ServerConfig, internal_secret: str) -> Authenticator:
         return Authenticator(tokens.tenants, internal_secret, tokens.operators)
     if not is_loopback(config.host) and not config.insecure:
         raise ConfigError(
-            f"refusing to listen on {config.host} without a token file: anybody could read the cache. "
-            "Give server.token_file (--token-file), or say --insecure if the network itself keeps strangers out"
+            f"refusing to listen on {config.host} without a token file: any client could read the cache. "
+            "Give server.token_file (--token-file), or pass --insecure if the network itself restricts access"
         )
     return Authenticator(None, internal_secret)
 
 
 def is_loopback(host: str) -> bool:
-    """Is this an address that only processes of this machine can reach?"""
+    """Whether only processes of this machine can reach this address."""
     if host == "localhost":
         return True
     try:

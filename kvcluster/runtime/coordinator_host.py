@@ -1,4 +1,4 @@
-"""A coordinator's process without Ray: core, driver, the files of what was purged and set, and KV events."""
+"""A coordinator's process without Ray: core, driver, the files that keep tombstones and settings, and KV events."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 
 class CoordinatorHost:
-    """One coordinator incarnation. Raises ConfigError where what the last has kept cannot be read, or where what is
-    configured is not installed."""
+    """One coordinator incarnation. Raises ConfigError if the state that the last incarnation kept cannot be read, or if
+    a dependency that the configuration needs is not installed."""
 
     def __init__(self, epoch: Epoch, config: Config, *, on_end: Callable[[Leave], None]) -> None:
         file = TombstoneFile(config.coordinator.state_dir) if config.coordinator.state_dir else None
@@ -51,7 +51,7 @@ class CoordinatorHost:
         )
         settings = SettingsFile(config.coordinator.state_dir) if config.coordinator.state_dir else None
         if settings is not None and (why_not := self.core.set(settings.read())) is not None:
-            raise ConfigError(f"what was set before cannot be set now: {why_not}")
+            raise ConfigError(f"the settings kept in coordinator.state_dir cannot be applied: {why_not}")
         self._on_end = on_end
         self.publisher = publisher_of(config.events, epoch, lambda: self._driver.tell(Retell()))
         self._driver: Driver[CoordinatorMessage] = Driver(
@@ -67,7 +67,8 @@ class CoordinatorHost:
         )
 
     def start(self) -> None:
-        """Raises ConfigError where KV events are to be published and cannot be."""
+        """Starts the publisher and the driver. Raises ConfigError if KV events are configured and cannot be
+        published."""
         if self.publisher is not None:
             self.publisher.start()
         self._driver.start()
@@ -78,19 +79,20 @@ class CoordinatorHost:
             self.publisher.close()
 
     def ask(self, build: Callable[[CallId], Request[CoordinatorQuestion]], wait_s: float) -> Reply:
-        """As Driver.ask. Raises Unavailable as well where what was asked for cannot be promised for good."""
+        """As Driver.ask. Also raises Unavailable if the change that was asked for took effect but could not be made
+        durable."""
         reply = self._driver.ask(build, wait_s)
         if isinstance(reply, NotKept):
             raise Unavailable(Miss(MissReason.SHARD_LOST, reply.detail))
         return reply
 
     def inspect(self, look: Callable[[], object]) -> object:
-        """Calls `look` while the core stands still."""
+        """Calls `look` while the core is not stepped."""
         return self._driver.inspect(look)
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Publish):
-            assert self.publisher is not None, "it was told to announce"
+            assert self.publisher is not None, "the core was configured to publish events"
             self.publisher.publish(effect)
         elif isinstance(effect, Warn):
             log.warning("%s", effect.text)
@@ -100,7 +102,8 @@ class CoordinatorHost:
 
 
 def publisher_of(events: EventsConfig, epoch: Epoch, on_behind: Callable[[], None]) -> EventPublisher | None:
-    """What publishes KV events, or None where nobody is told. Raises ConfigError where what it takes is not there."""
+    """Returns the publisher of KV events, or None if none is configured. Raises ConfigError if its dependency is not
+    installed."""
     if not events.endpoint:
         return None
     try:
@@ -117,4 +120,4 @@ def publisher_of(events: EventsConfig, epoch: Epoch, on_behind: Callable[[], Non
 
 
 def _keep_nothing(what: object) -> None:
-    """Without a folder the shards alone remember what was purged, and nobody what was set."""
+    """Keeps nothing. Without a state folder only the shards remember tombstones, and settings last until a restart."""

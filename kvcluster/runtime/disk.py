@@ -1,9 +1,9 @@
-"""A shard's folder on a local drive: files of encoded pages, preallocated, which outlive the shard.
+"""A shard's folder on a local drive: preallocated files of encoded pages, which outlive the shard.
 
-Where which page goes the core decides (core/file_allocator.py); what a file says of itself is wire/page_files.py. One
-shard at a time has a folder, as long as it lives: it holds a lock in it. Nothing here waits for the drive to have
-written anything down: a page whose record is there and whose bytes are not does not match its checksums, and is a miss.
-What must not come back is overwritten, synced, and only then taken for gone (`erase`).
+The core decides where each page goes (core/file_allocator.py); wire/page_files.py defines the headers and records of a
+file. One shard at a time owns a folder, for as long as it lives: it holds a lock in it. Writing a page does not wait
+for the drive to sync: a page whose record reached the drive while its bytes did not fails its checksums, and is a miss.
+What must not come back is overwritten and synced before it counts as erased (`erase`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _OWNER_ONLY = 0o600
 
 
 class _KnownFile(NamedTuple):
-    """A file that holds something, or has: its head, and whose namespace that makes it. `nbytes`: how long it was when
-    it was opened."""
+    """A file that holds pages or once did: its header, and the namespace that the header belongs to. `nbytes`: the
+    length of the file when it was opened."""
 
     head: Head
     namespace: NamespaceId
@@ -45,20 +45,21 @@ class _KnownFile(NamedTuple):
 
 
 def open_disk(config: ShardConfig, shard: ShardId) -> tuple[DiskFolder | None, RecoveredPages]:
-    """The folder that this configuration names and what lies in it; or none, and why not."""
+    """Opens the folder that this configuration names and recovers its pages. Returns no folder if the disk tier is not
+    configured or cannot be used; `why_none` then gives the reason."""
     if not config.disk_bytes:
         return None, NO_STORE
     try:
         return DiskFolder.open(config, shard)
     except ConfigError as error:
-        why = f"it runs without its disk tier: {error}"
+        why = f"the shard runs without its disk tier: {error}"
         log.warning("%s: %s", shard, why)
         return None, RecoveredPages(why_none=why)
 
 
 class DiskFolder:
     """The store of the disk tier (tier_store.TierStore): the files of one shard, below `config.disk_dir`. Writes and
-    erasures come from one thread; reads from any."""
+    erasures come from one thread; reads may come from any thread."""
 
     def __init__(self, config: ShardConfig, shard: ShardId) -> None:
         plan = FileAllocator(config.disk_bytes, config.disk_file_bytes)
@@ -67,14 +68,14 @@ class DiskFolder:
         self._folder = Path(config.disk_dir) / shard
         self._stones = TombstoneFile(str(self._folder), "the disk tier's folder")
         self._known: dict[int, _KnownFile] = {}
-        self._unsynced: dict[int, None] = {}  # files whose last head may be back when the power goes
-        self._behind = False  # with what is to be purged, since that failed
+        self._unsynced: dict[int, None] = {}  # files whose previous header a power loss may bring back
+        self._behind = False  # the last erasure failed, so earlier ones are due again
         self._lock = self._locked()
 
     @classmethod
     def open(cls, config: ShardConfig, shard: ShardId) -> tuple[DiskFolder, RecoveredPages]:
-        """The folder, held from now on, and what was there. Raises ConfigError where it cannot be used, or another
-        process does."""
+        """Locks the folder and returns it with the pages found there. Raises ConfigError if the folder cannot be used,
+        or if another process uses it."""
         folder = cls(config, shard)
         try:
             folder._preallocate()
@@ -86,37 +87,38 @@ class DiskFolder:
             raise
 
     def close(self) -> None:
-        """Lets another process have the folder."""
+        """Releases the folder for another process."""
         os.close(self._lock)
 
     def view(self, slot: PageSlot) -> None:
-        """A page in a file lies nowhere that a reader could be shown."""
+        """Returns None: a page in a file is not addressable memory."""
 
     def read(self, slot: PageSlot, into: memoryview) -> None:
-        """The bytes of a page as they lie there, right or wrong. Raises OSError where there are not as many."""
+        """Copies the bytes of a page as they are in the file, correct or not. Raises OSError if the file is too
+        short."""
         number, at = divmod(slot.offset, self._file_bytes)
         with self._opened(number, os.O_RDONLY) as file:
             while into.nbytes:
                 count = os.preadv(file, [into], at)
                 if not count:
-                    raise OSError(errno.EIO, "a file of pages is cut off")
+                    raise OSError(errno.EIO, "a page file is truncated")
                 into, at = into[count:], at + count
 
     def write(self, move: PageMove, data: memoryview) -> None:
-        """Puts a page, of the checksums of its source, where its target says, and then its record. Raises OSError; the
-        page is not found there then."""
+        """Writes a page to the move's target, then its record with the checksums of the move's source. If it raises
+        OSError, the page is not found at the target."""
         number, at = divmod(move.target.offset, self._file_bytes)
         with self._opened(number) as file:
             head = self._head_for(file, number, move)
             slot = head.slot_at(at)
-            _write(file, bytes(head.shape.record_bytes), head.record_at(slot))  # of what lay here before
+            _write(file, bytes(head.shape.record_bytes), head.record_at(slot))  # invalidates the old page
             _write(file, data, at)
             _write(file, page_files.encode_record(head, slot, RecoveredPage.of(move)), head.record_at(slot))
 
     def erase(self, order: Erase) -> None:
-        """Carries it out. Where that fails the tombstones are not kept: it is tried again with the next, and whoever
-        starts here before is told of them again by the coordinator."""
-        stones = order.tombstones if self._behind else order.purged  # rather too many than too few
+        """Carries out an erasure. If it fails, the tombstones are not kept: the next erasure tries again, and if a
+        shard starts on this folder before that, the coordinator sends it the tombstones again."""
+        stones = order.tombstones if self._behind else order.purged  # all of them after a failure, to miss none
         self._behind = True
         try:
             for number, known in list(self._known.items()):
@@ -132,7 +134,7 @@ class DiskFolder:
     # ------------------------------------------------------------------------------------------- opening
 
     def _locked(self) -> int:
-        """A descriptor that holds the folder."""
+        """Returns a descriptor that holds the lock of the folder."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
@@ -145,13 +147,13 @@ class DiskFolder:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise ConfigError(
                     f"another process uses {self._folder}; give each cluster a disk_dir of its own, "
-                    "or restart this shard when that has ended"
+                    "or restart this shard when that process has ended"
                 ) from None
             raise self._unusable(error) from None
         return lock
 
     def _preallocate(self) -> None:
-        """As many of its files as there is room for; at least one. What is beyond them goes."""
+        """Preallocates as many files as the drive has room for, at least one, and removes the files beyond them."""
         for path in self._folder.iterdir():
             if _NAME.fullmatch(path.name) and int(path.stem) >= self._files:
                 path.unlink()
@@ -170,21 +172,22 @@ class DiskFolder:
                     self._known.pop(number, None)
                     for beyond in range(number, self._files):
                         self._path(beyond).unlink(missing_ok=True)
-                    log.warning("%s has room for %d files of %d only", self._folder, number, self._files)
+                    log.warning("%s has room for only %d of %d files", self._folder, number, self._files)
                     self._files = number
                     return
         if dropped:
-            log.warning("%s: %d files are dropped; of the first: %s", self._folder, len(dropped), dropped[0])
+            log.warning("%s: dropped %d unusable files; the first: %s", self._folder, len(dropped), dropped[0])
 
     def _why_dropped(self, file: int, number: int) -> KVClusterError | None:
-        """Keeps what a file says of itself, if that can be understood and is still so; else it says nothing more."""
+        """Keeps the header of a file if it can be decoded and matches the configured file size. Otherwise erases the
+        header and returns the reason. Returns None for a kept or empty header."""
         data = os.pread(file, HEAD_BYTES, 0)
         if not any(data):
             return None
         try:
             head = page_files.decode_head(data)
             if head.file_bytes != self._file_bytes:
-                raise ConfigError(f"it is of a tier with files of {head.file_bytes} bytes")
+                raise ConfigError(f"it belongs to a tier with files of {head.file_bytes} bytes")
         except KVClusterError as error:
             self._unsynced[number] = None
             _write(file, page_files.NO_HEAD, 0)
@@ -193,7 +196,8 @@ class DiskFolder:
         return None
 
     def _kept_tombstones(self) -> tuple[Tombstone, ...]:
-        """What has been purged here. If that cannot be read any more, nothing here is believed."""
+        """Returns the tombstones that are carried out in this folder. If they cannot be read, no page here can be
+        trusted, and the folder is emptied."""
         try:
             return self._stones.take_over()
         except NotUnderstood as error:
@@ -214,7 +218,7 @@ class DiskFolder:
                 for page in page_files.decode_records(head, namespace, records, begins):
                     if page.offset + page.nbytes <= begins + nbytes:
                         pages.append(page)
-                    else:  # it was cut off, and has been filled up with nothing since
+                    else:  # the file was truncated, and has since been extended with zeros
                         slot = head.slot_at(page.offset - begins)
                         _write(file, bytes(head.shape.record_bytes), head.record_at(slot))
             specs[namespace] = head.tenant, head.spec
@@ -224,7 +228,7 @@ class DiskFolder:
     # -------------------------------------------------------------------------------------------- writing
 
     def _head_for(self, file: int, number: int, move: PageMove) -> Head:
-        """The head under which that page can lie in this file: the one it has, or a new one."""
+        """Returns the header under which that page can be stored in this file: the current one, or a new one."""
         known = self._known.get(number)
         shape = Shape(move.target.nbytes, move.target.key.part.layers)
         if known is not None and known.namespace == move.namespace and known.head.shape == shape:
@@ -236,14 +240,14 @@ class DiskFolder:
         return head
 
     def _behead(self, number: int) -> None:
-        """Nothing is found in this file any more, once it is synced."""
+        """Erases the header, so that no page of this file is found again once the file is synced."""
         with self._opened(number) as file:
             self._unsynced[number] = None
             _write(file, page_files.NO_HEAD, 0)
         self._known.pop(number, None)
 
     def _sync(self, number: int) -> None:
-        """What was written to this file is there, whenever the power goes."""
+        """Syncs the file: what was written to it survives a power loss."""
         with self._opened(number) as file:
             os.fdatasync(file)
         del self._unsynced[number]

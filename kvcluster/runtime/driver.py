@@ -1,12 +1,12 @@
-"""The driver: mailbox -> step -> effects, for a core that knows no threads and no clock.
+"""The driver: mailbox -> step -> effects, for a core that has neither threads nor a clock.
 
-Any thread may ask. A message goes into the mailbox, and whoever gets the lock steps everything that is in it, so
-that a question which the core answers at once costs no switch of threads. One timer thread steps a Tick when the
-core's next deadline has come. Before a deadline is judged, what has arrived is stepped; and where the timer
-itself woke late by more than `stall_ns`, the process stood still, and the core is told so first.
+Any thread may ask. A message goes into the mailbox, and the thread that gets the lock steps every message in it, so
+that a question which the core answers at once costs no thread switch. One timer thread steps a Tick when the core's
+next deadline has come. Messages that have arrived are stepped before a deadline is judged; if the timer thread itself
+woke late by more than `stall_ns`, the process was stalled, and the core gets Stalled before the Tick.
 
-A core that raises has broken its own rules: its state means nothing any more. The driver answers nothing after
-that and reports the failure, so that the process ends and starts anew.
+A core that raises has broken its own rules, and its state cannot be trusted. From then on the driver answers nothing;
+it reports the failure, so that the process ends and restarts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StateMachine(Protocol[MessageT_contra]):
 
 
 class _Waiter:
-    """An asker whose answer comes in a later step."""
+    """A caller whose answer comes in a later step."""
 
     __slots__ = ("event", "reply")
 
@@ -50,7 +50,7 @@ class _Waiter:
 
 
 class Driver(Generic[M]):
-    """Runs one core. `perform` gets every effect but answers, in order, under the lock: it must not block or ask."""
+    """Runs one core. `perform` gets every effect except answers, in order, under the lock: it must not block or ask."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Driver(Generic[M]):
         self._timer = threading.Thread(target=self._run_timer, name=f"kvcluster-{name}-timer", daemon=True)
 
     def start(self) -> None:
-        """Starts the timer; the core may act from here on."""
+        """Starts the timer; from now on the core gets its ticks."""
         self._timer.start()
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class Driver(Generic[M]):
         raise Unavailable(Miss(MissReason.DEADLINE))
 
     def tell(self, message: M) -> None:
-        """Steps a message that has no answer."""
+        """Steps a message that is not answered."""
         self._mailbox.append(message)
         with self._lock:
             self._drain()
@@ -162,7 +162,7 @@ class Driver(Generic[M]):
             return None
 
     def _fail(self, what: str, error: Exception) -> None:
-        log.critical("%s broke on %s", self._name, what, exc_info=True)
+        log.critical("%s failed on %s", self._name, what, exc_info=True)
         self._failure = error
         for waiter in self._waiters.values():
             waiter.event.set()
@@ -193,7 +193,8 @@ class Driver(Generic[M]):
                 now = self._clock()
                 if deadline is not None and deadline <= now:
                     self._step(Tick())
-                    # Others wait for the lock; a core with much to do in its ticks must not keep them out.
+                    # Other threads wait for the lock; a core whose ticks follow one another closely must not keep them
+                    # out.
                     self._lock.release()
                     self._lock.acquire()
                     continue
@@ -202,6 +203,6 @@ class Driver(Generic[M]):
                 woke = self._clock()
                 if self._sleeping_until is not None and woke - self._sleeping_until > self._stall_ns:
                     late_ns = woke - self._sleeping_until
-                    log.warning("%s stood still for %.1f s", self._name, late_ns / 1e9)
+                    log.warning("%s was stalled for %.1f s", self._name, late_ns / 1e9)
                     self._step(Stalled(late_ns))
                 self._sleeping_until = None

@@ -1,12 +1,14 @@
-"""What was published of KV events: the numbering of each topic, and the last batches, for whoever missed some.
+"""The log of published KV events: the sequence numbers of each topic, and the last batches, for subscribers that missed
+some.
 
-Pure: it is given effects of the core and gives batches, and knows neither sockets nor clocks. A topic is in one of two
-states. *New*: nothing was told of it, or some of what was to be told is lost; its next batch says AllBlocksCleared, so
-that who does not look at numbers starts anew as well. *Told*: every batch follows the one before.
+Pure: it takes effects of the core and returns batches, and knows neither sockets nor clocks. A topic is in one of two
+states. *New*: no batch of it was published yet, or some of its events were lost; its next batch says AllBlocksCleared,
+so that a subscriber that ignores sequence numbers starts from scratch as well. *Told*: every batch follows the one
+before.
 
-The invariant: in one topic numbers only grow, and one that is left out was never given to anybody. Numbers begin with
-`first_sequence`, which a later publisher must choose higher than any number of an earlier one; then who listens sees a
-publisher that has restarted as a gap that nothing fills.
+The invariant: the numbers of one topic only grow, and a number that is left out was never published. Numbers begin with
+`first_sequence`, which a later publisher must choose higher than any number of an earlier one; a subscriber then sees a
+restarted publisher as a gap that no replay fills.
 """
 
 from __future__ import annotations
@@ -20,23 +22,23 @@ from kvcluster.wire import kv_events
 from kvcluster.wire.kv_events import Batch, ReplayRequest
 
 TOPICS = limits.NAMESPACES
-"""Of each a number is kept for ever. What is published of one more is dropped."""
+"""The number of topics. The next number of each is kept for ever; events of any further topic are dropped."""
 
 BUFFER_BYTES = 256 * 1024 * 1024
-"""Of payloads kept for replay, besides their number: a batch with token ids may take a MiB."""
+"""The limit of payload bytes kept for replay, besides the limit of batches: a batch with token ids may take a MiB."""
 
 BATCH_EVENTS = 4_096
-"""In one batch that is sent. An effect with more becomes several, which no reader finds too large."""
+"""The limit of events in one batch. An effect with more becomes several batches, none too large for a reader."""
 
 BATCH_WEIGHT = 65_536
-"""Events, hashes and token ids in one batch: two MiB of hashes, and no event of the core has more of them."""
+"""The limit of events, hashes and token ids in one batch: two MiB of hashes; no event of the core has more hashes."""
 
 assert limits.BLOCKS_PER_CALL < BATCH_WEIGHT
 assert BATCH_EVENTS <= kv_events.BATCH_EVENTS
 
 
 def weight(events: Sequence[KVEvent]) -> int:
-    """How much there is to tell: events, hashes and token ids."""
+    """Returns the number of events, hashes and token ids."""
     return sum(_weight(event) for event in events)
 
 
@@ -49,10 +51,10 @@ def _weight(event: KVEvent) -> int:
 @dataclass(slots=True)
 class _TopicLog:
     following: int
-    """The next number; the one before is the last that was given, or left out."""
+    """The next number; the one before it is the last that was published or skipped."""
 
     lost: int = -1
-    """The highest number that cannot be replayed any more, because it was left out or is old."""
+    """The highest number that cannot be replayed any more, because it was skipped or is too old."""
 
     new: bool = True
 
@@ -65,16 +67,16 @@ class EventLog:
         self._buffer_batches = buffer_batches
         self._buffer_bytes = buffer_bytes
         self._topics: dict[str, _TopicLog] = {}
-        # Batches by their place among all that there were, without a gap.
+        # Batches by their position among all batches ever made; the positions are contiguous.
         self._kept: dict[int, Batch] = {}
         self._kept_bytes = 0
         self._end = 0
-        # Streams told of since the last `rest`, and between that and the one before.
+        # Streams with batches since the last `rest`, and those between that `rest` and the one before.
         self._lately: dict[str, EventStream] = {}
         self._before: dict[str, EventStream] = {}
 
     def add(self, effect: Publish, at_s: float) -> list[Batch]:
-        """What is to be sent. Nothing where there are TOPICS others."""
+        """Returns the batches to send. Returns none for a new topic if there are TOPICS others."""
         name, topic = self._topic(effect.stream)
         if topic is None:
             return []
@@ -86,14 +88,15 @@ class EventLog:
         return [self._keep(name, topic, kv_events.encode(effect.stream, piece, at_s)) for piece in pieces]
 
     def rest(self, at_s: float) -> list[Batch]:
-        """To be called at intervals: what is to be sent of topics that have become quiet, an empty batch of each. Who
-        lost the last that was told sees by its number that there was one."""
+        """Returns an empty batch of each topic that has become quiet; to be called at intervals. From its number, a
+        subscriber that lost the topic's last batch sees the gap."""
         quiet = [(name, stream) for name, stream in self._before.items() if name not in self._lately]
         self._before, self._lately = self._lately, {}
         return [self._keep(name, self._topics[name], kv_events.encode(stream, (), at_s)) for name, stream in quiet]
 
     def skip(self, stream: EventStream, batches: int) -> None:
-        """So much of a stream was dropped: it is told as lost, and the numbers say how much."""
+        """Records that so many batches of a stream were dropped: their numbers are skipped, and the topic is new
+        again."""
         _, topic = self._topic(stream)
         if topic is not None:
             topic.following += batches
@@ -101,7 +104,7 @@ class EventLog:
             topic.new = True
 
     def replay(self, request: ReplayRequest) -> Replay:
-        """The batches that answer it, of those that there are now."""
+        """Returns the batches that answer this request, among those that are kept now."""
         names = self._topics if request.topic is None else [request.topic]
         asked = [topic for name in names if (topic := self._topics.get(name)) is not None]
         return Replay(self, request, self._first, self._end, behind=any(topic.lost >= request.start for topic in asked))
@@ -130,7 +133,8 @@ class EventLog:
         return batch
 
     def at(self, place: int) -> tuple[int, Batch | None]:
-        """The first batch that is kept at that place or behind it, and its place; at the end there is none."""
+        """Returns the first kept batch at or after that position, with its position; None as the batch if there is
+        none."""
         place = max(place, self._first)
         return place, self._kept.get(place)
 
@@ -144,10 +148,10 @@ class Replay:
         self._place = place
         self._stop = stop
         self.behind = behind
-        """Something that was asked for is not kept any more, as far as is known."""
+        """True if a requested batch is known to be no longer kept."""
 
     def following(self) -> Batch | None:
-        """The batch to be sent next, again until `sent`. None at the end."""
+        """Returns the batch to send next, the same one until `sent` is called; None at the end."""
         while self._place < self._stop:
             place, batch = self._log.at(self._place)
             self.behind |= place > self._place
@@ -165,7 +169,7 @@ class Replay:
 
 
 class Wish:
-    """Something that others may wish for as often as they like, and that is done once in `interval_ns` at most."""
+    """An action that may be requested any number of times, and is carried out at most once in `interval_ns`."""
 
     def __init__(self, interval_ns: int) -> None:
         self._interval_ns = interval_ns
@@ -176,7 +180,8 @@ class Wish:
         self._wished = True
 
     def due(self, now_ns: int) -> bool:
-        """Is it to be done now? Then whoever asks does it, and one that is made from here on waits."""
+        """Whether the action is due now. If True, the caller carries it out; a later request waits for the next
+        interval."""
         if not self._wished or (self._not_before_ns is not None and now_ns < self._not_before_ns):
             return False
         self._wished = False
@@ -185,7 +190,7 @@ class Wish:
 
 
 def _divided(events: Sequence[KVEvent]) -> Iterator[list[KVEvent]]:
-    """In pieces that a batch may hold."""
+    """Divides events into pieces that each fit into a batch."""
     piece: list[KVEvent] = []
     so_far = 0
     for event in (part for whole in events for part in _parts(whole)):
@@ -199,7 +204,8 @@ def _divided(events: Sequence[KVEvent]) -> Iterator[list[KVEvent]]:
 
 
 def _parts(event: KVEvent) -> Iterator[KVEvent]:
-    """A chain with many token ids goes in several events, each the parent of the next."""
+    """Splits a BlocksStored that is too large into several events, each the parent of the next; yields any other event
+    as it is."""
     if not isinstance(event, BlocksStored) or _weight(event) <= BATCH_WEIGHT:
         yield event
         return

@@ -1,15 +1,15 @@
-"""The publisher of KV events: a thread with a PUB socket, and a ROUTER for whoever asks for what it has missed.
+"""The publisher of KV events: a thread with a PUB socket, and a ROUTER socket that serves replays of missed batches.
 
     core's lock -> publish -> queue -> thread: EventLog -> PUB -> subscribers
-                                               Replay   -> ROUTER -> who asked
+                                               Replay   -> ROUTER -> requesters
 
-Nobody is waited for. What the queue has no room for is dropped, the numbers say so, and the core is asked to tell all
-blocks again (`on_behind`); a subscriber that is slow loses batches at its high-water mark, which the numbers say as
-well. Answers go out a piece at a time between batches, and one that its reader does not take stays where it is until
-PATIENCE_NS have passed. If the thread fails, nothing is published any more and the coordinator goes on: events are
-hints, and who listens hears nothing, as if the coordinator had gone.
+The publisher waits for no reader. Effects that do not fit into the queue are dropped, the sequence numbers show the
+gap, and the core is asked to publish all blocks again (`on_behind`); a slow subscriber loses batches at its high-water
+mark, which the numbers show as well. Replays are sent a piece at a time between batches; one whose reader takes nothing
+is kept until PATIENCE_NS have passed. If the thread fails, nothing is published any more and the coordinator goes on:
+events are hints, and subscribers see silence, as if the coordinator had gone.
 
-The sockets are made in `start` and then belong to the thread alone, but for one end of a socket pair that wakes it.
+The sockets are made in `start` and then belong to the thread alone, except for one end of a socket pair that wakes it.
 """
 
 from __future__ import annotations
@@ -33,36 +33,38 @@ from kvcluster.wire.kv_events import Batch
 log = logging.getLogger(__name__)
 
 QUEUED_EFFECTS = 4_096
-"""Effects that wait for the thread: one each is what a step of the core makes, and some thousand steps take seconds."""
+"""The limit of effects that wait for the thread: a step of the core makes about one, and some thousand steps take
+seconds."""
 
 QUEUED_WEIGHT = 4 * 1024 * 1024
-"""Hashes and token ids that wait: some 150 MiB, most of which the index has anyway."""
+"""The limit of hashes and token ids that wait: some 150 MiB, most of which the index holds anyway."""
 
 SENT_BATCHES = 4_096
-"""Batches that wait for one slow subscriber before it loses any; a replay has them."""
+"""The batches that wait for one slow subscriber before it loses any; lost ones can be replayed."""
 
 ANSWERS = 16
-"""Replays under way. Who asks meanwhile waits for one to end."""
+"""The limit of replays under way. Further requests wait until one ends."""
 
 BEHIND_EVERY_NS = 10_000_000_000
-"""Telling all blocks again is work for the core, and each time serves all who have missed some."""
+"""The least time between two calls of `on_behind`: publishing all blocks again is work for the core, and one time
+serves every subscriber that missed some."""
 
 REST_NS = 1_000_000_000
-"""Some time after its last batch, once or twice as long as this, a topic has an empty one."""
+"""A topic that is quiet gets an empty batch, once or twice this long after its last one."""
 
 PATIENCE_NS = 30_000_000_000
-"""For a reader of a replay that takes nothing more."""
+"""How long a replay is kept whose reader takes nothing more."""
 
 _REQUEST_BYTES = 2 * kv_events.TOPIC_BYTES
 _PIECE = 64
-"""Batches of a replay that are sent before the queue is looked at again."""
+"""The batches of a replay that are sent before the queue is looked at again."""
 
 _IDLE_MS = 1_000
 _BLOCKED_MS = 20
 
 
 class _Answer:
-    """A replay on its way to whoever asked for it."""
+    """A replay that is being sent to its reader."""
 
     def __init__(self, reader: bytes, replay: Replay, now_ns: int) -> None:
         self.reader = reader
@@ -71,11 +73,11 @@ class _Answer:
 
 
 class EventPublisher:
-    """Publishes what the core wants told. `endpoint` and `replay` are bound, such as "tcp://127.0.0.1:5557"; port 0
-    chooses one, and no `replay` answers nobody. `first_sequence` must be higher than any number of an earlier publisher
-    at this endpoint: nanoseconds since 1970 at the start are. `on_behind` is called on the thread, every
-    BEHIND_EVERY_NS at most, when somebody wants to know what is no longer kept.
-    """
+    """Publishes the events of the core. `endpoint` and `replay` are addresses to bind, such as "tcp://127.0.0.1:5557";
+    port 0 chooses a free port, and an empty `replay` serves no replays. `first_sequence` must be higher than any number
+    of an earlier publisher at this endpoint: the nanoseconds since 1970 at the start are. `on_behind` is called on the
+    thread, at most once in BEHIND_EVERY_NS, when events were dropped or a replay asked for batches that are no longer
+    kept."""
 
     def __init__(
         self,
@@ -87,10 +89,10 @@ class EventPublisher:
         on_behind: Callable[[], None],
     ) -> None:
         self.endpoint = endpoint
-        """Where subscribers connect; after `start` with the port that was chosen."""
+        """Where subscribers connect; after `start`, with the chosen port."""
 
         self.replay_endpoint = replay
-        """Likewise, for replays. "" where there are none."""
+        """Where replays are requested; after `start`, with the chosen port. "" if there are none."""
 
         self._log = EventLog(first_sequence, buffer_batches)
         self._on_behind = on_behind
@@ -110,7 +112,7 @@ class EventPublisher:
         self._wake: socket.socket | None = None
 
     def start(self) -> None:
-        """Raises ConfigError where an endpoint cannot be bound."""
+        """Binds the endpoints and starts the thread. Raises ConfigError if an endpoint cannot be bound."""
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set(zmq.SNDHWM, SENT_BATCHES)
@@ -118,7 +120,7 @@ class EventPublisher:
         try:
             self.endpoint = _bind(self._pub, self.endpoint, "events.endpoint")
             if self._router is not None:
-                self._router.set(zmq.ROUTER_MANDATORY, 1)  # a full or vanished reader is an error, and not silence
+                self._router.set(zmq.ROUTER_MANDATORY, 1)  # raise if a reader is full or gone, instead of dropping
                 self._router.set(zmq.MAXMSGSIZE, _REQUEST_BYTES)
                 self.replay_endpoint = _bind(self._router, self.replay_endpoint, "events.replay")
         except ConfigError:
@@ -128,10 +130,11 @@ class EventPublisher:
         self._wake.setblocking(False)
         self._woken.setblocking(False)
         self._thread.start()
-        self._rouse()  # something may wait already
+        self._rouse()  # effects may be waiting already
 
     def publish(self, effect: Publish) -> None:
-        """Has it published after what waits. Never blocks and never raises; what there is no room for is dropped."""
+        """Queues an effect to be published after those that wait. Never blocks and never raises; drops effects that do
+        not fit."""
         heavy = weight(effect.events)
         with self._lock:
             if self._ended:
@@ -147,15 +150,16 @@ class EventPublisher:
                 self._queue.append(effect)
                 self._queued_weight += heavy
             first = len(self._queue) <= 1
-        if first:  # else it has been roused, and has yet to come
+        if first:  # otherwise the thread was woken already
             self._rouse()
 
     def counters(self) -> dict[str, int]:
-        """Batches that were sent, effects that were dropped, replays that were asked for."""
+        """Returns the number of batches sent, of effects dropped, and of replays requested."""
         return {"batches": self._batches, "dropped": self._dropped, "replays": self._replays}
 
     def close(self) -> None:
-        """Ends thread and sockets; what waits is not sent any more. May be called again, and without `start`."""
+        """Ends the thread and closes the sockets; effects that wait are not sent. May be called repeatedly, and without
+        `start`."""
         with self._lock:
             self._ended = True
         self._rouse()
@@ -171,7 +175,7 @@ class EventPublisher:
 
     def _rouse(self) -> None:
         if self._wake is not None:
-            with contextlib.suppress(OSError):  # full: it is awake; closed: it has ended
+            with contextlib.suppress(OSError):  # full: the thread is awake; closed: it has ended
                 self._wake.send(b"\0")
 
     # ------------------------------------------------------------------------------------------- the thread
@@ -181,7 +185,7 @@ class EventPublisher:
             while not self._ended:
                 self._turn()
         except Exception:
-            log.critical("%s broke: no KV events any more until a restart", self._thread.name, exc_info=True)
+            log.critical("%s failed: no KV events until a restart", self._thread.name, exc_info=True)
         finally:
             with self._lock:
                 self._ended = True
@@ -196,7 +200,7 @@ class EventPublisher:
         self._context.term()
 
     def _turn(self) -> None:
-        """Waits until there is something to do, for a bounded time, and does it."""
+        """Waits for work, for a bounded time, and does it."""
         moved = self._answer()
         wait_ms = 0 if moved else _BLOCKED_MS if self._answers else _IDLE_MS
         poller = zmq.Poller()
@@ -214,7 +218,7 @@ class EventPublisher:
             self._on_behind()
 
     def _take(self) -> None:
-        """Takes all that waits, and sends it."""
+        """Takes all effects from the queue and sends them."""
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4_096)
         with self._lock:
@@ -234,19 +238,19 @@ class EventPublisher:
         self._batches += len(batches)
 
     def _listen(self) -> None:
-        """Takes one request for a replay."""
-        assert self._router is not None, "it has something"
+        """Receives one replay request."""
+        assert self._router is not None, "the router has a message"
         reader, *frames = self._router.recv_multipart(zmq.NOBLOCK)
         try:
             request = kv_events.decode_request(frames)
         except KVClusterError as error:
-            log.debug("no request for a replay: %s", error)
+            log.debug("ignored an invalid replay request: %s", error)
             return
         self._replays += 1
         self._answers.append(_Answer(reader, self._log.replay(request), time.monotonic_ns()))
 
     def _answer(self) -> bool:
-        """Sends a piece of every answer, to each reader as much as it takes. Did any take something?"""
+        """Sends a piece of every replay, as much as its reader takes. Returns whether any reader took something."""
         moved = False
         for _ in range(len(self._answers)):
             answer = self._answers.popleft()
@@ -261,8 +265,8 @@ class EventPublisher:
         return moved
 
     def _send_piece(self, answer: _Answer) -> tuple[bool, bool]:
-        """Was something sent, and is the answer over?"""
-        assert self._router is not None, "somebody asked"
+        """Sends up to _PIECE batches. Returns whether something was sent, and whether the replay is over."""
+        assert self._router is not None, "replays are requested through the router"
         for sent in range(_PIECE):
             batch = answer.replay.following()
             try:
@@ -272,7 +276,7 @@ class EventPublisher:
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                return True, True  # whoever asked has gone
+                return True, True  # the reader has gone
             if batch is None:
                 return True, True
             answer.replay.sent()
@@ -280,7 +284,8 @@ class EventPublisher:
 
 
 def _bind(bound: zmq.Socket[bytes], endpoint: str, setting: str) -> str:
-    """Where it is bound."""
+    """Binds the socket and returns the actual endpoint. Raises ConfigError, which names `setting`, if it cannot be
+    bound."""
     bound.set(zmq.LINGER, 0)
     bound.set(zmq.IPV6, int("[" in endpoint))
     try:

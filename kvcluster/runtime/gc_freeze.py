@@ -1,8 +1,8 @@
-"""Keeps Python's cycle collector away from what lives long.
+"""Keeps Python's cycle collector away from long-lived objects.
 
-An index of millions of records would be walked, whole, whenever the oldest generation is collected: half a second and
-more in which nothing is answered. Records are freed by their reference counts and form no cycles, so every so often
-what has survived is collected once and then frozen: the collector never looks at it again.
+When the oldest generation is collected, the collector walks the whole index of millions of records: half a second or
+more in which nothing is answered. Records are freed by their reference counts and form no cycles, so at intervals the
+survivors are collected once and then frozen: the collector never looks at them again.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Fetching pages from another shard: how replicas are made, and how a draining shard is emptied.
 
-Where from and which pages, the coordinator has said; the core has reserved them under a write lease of its own. The
-bytes go straight into the arena, where nobody else looks before they are committed, and each layer is verified there
-against the identity of the page that was reserved: nothing that the source says of itself enters it. What is whole
-and verified is committed, whatever became of the rest; a page that came wrong is reported to its source, which reads
-it again.
+The coordinator has chosen the source and the pages; the core of this shard has reserved room for them under a write
+lease of its own. The bytes go straight into the arena, where they are not visible to readers before they are committed,
+and each layer is verified there against the identity of the reserved page: nothing that the source says about itself
+enters it. The pages that are complete and verified are committed, even if the rest failed; pages that arrived corrupt
+are reported to the source, which verifies its own copies.
 
-A fetch takes no longer than FETCH_S, and no frame of it longer than the lease runs. When the lease is revoked it is
-broken off, and only when nothing is written any more are the pages given back.
+A fetch takes no longer than FETCH_S, and no frame of it longer than the lease lasts. When the lease is revoked, the
+fetch is broken off, and the pages are given back only after the last write to them has ended.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from kvcluster.transport.page_writer import PageWriter
 log = logging.getLogger(__name__)
 
 FETCH_S = 60.0
-"""For one order: limits.PULL_BYTES over a network of about a MiB a second. The coordinator had better ask another."""
+"""The limit for one order: limits.PULL_BYTES over a network of about a MiB a second. On a slower one the coordinator
+should choose another shard."""
 
 _PROMPT_S = 5.0
-"""Questions that the core answers at once; the wait only bounds a process that hangs."""
+"""For questions that the core answers at once; the limit only matters if the process hangs."""
 
 OpenSource = Callable[[ShardAddress], Transport]
-"""Opens a way to another shard that may read for every tenant (ids.CLUSTER)."""
+"""Opens a transport to another shard that may read for every tenant (ids.CLUSTER)."""
 
 
 class ReplicaPuller:
@@ -56,7 +57,8 @@ class ReplicaPuller:
     def __init__(self, host: PageHost, open_source: OpenSource) -> None:
         self._host = host
         self._open = open_source
-        # At the source it is a reader like any other, under a name that nobody can guess and take before.
+        # To the source, this shard is an ordinary reader, whose attempts have random holders that no other reader can
+        # guess and use first.
         self._next_attempt = own_attempts()
         self._closing = False
         self._current: _Breaker | None = None
@@ -67,7 +69,7 @@ class ReplicaPuller:
         try:
             self._bring(order, arrivals)
         except (Unavailable, RefusedByShard, KVClusterError) as error:
-            # What has come until then is as good as if all had come.
+            # The pages that arrived before are still good.
             log.info("a fetch from %s broke off: %s", order.source.shard, error)
         verified = arrivals.verified()
 
@@ -76,7 +78,7 @@ class ReplicaPuller:
             self._ask(commit if verified else Abort(order.attempt))
 
     def close(self) -> None:
-        """Breaks off what is under way, and lets nothing begin. Any thread may call."""
+        """Breaks off the fetch under way, and lets no further one begin. Any thread may call it."""
         self._closing = True
         if self._current is not None:
             self._current.break_off()
@@ -86,9 +88,9 @@ class ReplicaPuller:
         with closing(self._open(order.source)) as source, _Breaker(source.close) as breaker:
             self._current = breaker
             with self._host.on_revoke(order.attempt, breaker.break_off):
-                self._renew(order, breaker)  # it has waited for its turn, perhaps for too long
+                self._renew(order, breaker)  # the lease may have ended while the order was queued
                 while self._path_lost(order, arrivals, source, breaker, deadline):
-                    """There is another path to the same shard."""
+                    """Reads on over another path to the same shard."""
                 wrong = arrivals.wrong()[: limits.SUSPECTS_PER_CALL]
                 if wrong:
                     prompt = Deadline.after_ms(_PROMPT_S * 1e3)
@@ -97,7 +99,7 @@ class ReplicaPuller:
     def _path_lost(
         self, order: Fetch, arrivals: PageWriter, source: Transport, breaker: _Breaker, deadline: Deadline
     ) -> bool:
-        """Reads what has not come. True where the path broke meanwhile."""
+        """Reads the layers that have not arrived. Returns True if the path broke."""
         left = arrivals.unfinished()
         keys = {item: order.slots[item].key for item in left}
         wants = tuple(PageWant(keys[item], layer, keys[item].part.layers) for item, layer in left.items())
@@ -112,7 +114,7 @@ class ReplicaPuller:
         return False
 
     def _renew(self, order: Fetch, breaker: _Breaker) -> None:
-        """Each frame shows that this is under way. Raises Unavailable where it is to end."""
+        """Renews the lease, after each frame. Raises Unavailable if the fetch must end."""
         renewed = self._ask(Renew(order.attempt)) == Done(True)
         if self._closing or breaker.broken or not renewed:
             raise Unavailable(Miss(MissReason.DEADLINE, "the lease has ended"))
@@ -122,7 +124,7 @@ class ReplicaPuller:
 
 
 class _Renumbered:
-    """A PageSink for some of the items of another."""
+    """A PageSink that passes items on to another sink under their numbers there."""
 
     def __init__(self, arrivals: PageWriter, items: Sequence[int]) -> None:
         self._arrivals = arrivals
@@ -133,8 +135,8 @@ class _Renumbered:
 
 
 class _Breaker(AbstractContextManager["_Breaker"]):
-    """Breaks an exchange off from outside, by a thread of its own: whoever revokes a lease does so under the driver's
-    lock, and to close a connection can take until its reader, which may be waiting for that lock, has noticed."""
+    """Breaks off an exchange, on a thread of its own: a lease is revoked under the driver's lock, while closing a
+    connection can wait for its reader, which may itself wait for that lock."""
 
     def __init__(self, close: Callable[[], object]) -> None:
         self._thread = threading.Thread(target=close, name="kvcluster-breaker", daemon=True)

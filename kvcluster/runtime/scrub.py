@@ -1,8 +1,8 @@
-"""Reading a shard's own pages again: the arena against the checksums that were committed.
+"""Reading a shard's own pages again, to compare them with the checksums that were committed.
 
-Which pages, and when, the core has chosen (core/scrubber.py), and it holds them under a lease until it is answered.
-This is never in the way of whoever loads or stores: it runs beside the driver, at a lower priority, lets others run
-after each page, and the hash itself leaves Python to other threads while it reads.
+The core has chosen which pages, and when (core/scrubber.py), and holds them under a lease until it is answered.
+Scrubbing does not get in the way of loads and stores: it runs beside the driver, at a lower priority, yields after each
+page, and releases Python's lock while it hashes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from kvcluster.pages import checksum
 from kvcluster.transport.base import Unavailable
 
 NICENESS = 5
-"""A third of the time that others get where processors are short, and no less: it tells the driver what it found, under
-the lock of that."""
+"""Niceness of the thread: a third of a normal thread's CPU time under contention. No less, because it takes the
+driver's lock to report what it found."""
 
 
 def verify(order: Verify, view: Callable[[PageSlot], memoryview]) -> Verified:
-    """Reads what `order` names and says which of it is corrupt. A shard that is ending finds no more."""
+    """Verifies the pages that `order` names and returns which are corrupt. In a shard that is ending it stops early."""
     corrupt: list[int] = []
     for index, (namespace, slot) in enumerate(zip(order.namespaces, order.slots, strict=True)):
         try:
             sound = matches(namespace, slot, view(slot))
-        except OSError:  # on disk, where it cannot be read any more
+        except OSError:  # it is on disk and cannot be read
             sound = False
         except Unavailable:
             break
@@ -37,7 +37,7 @@ def verify(order: Verify, view: Callable[[PageSlot], memoryview]) -> Verified:
 
 
 def matches(namespace: NamespaceId, slot: PageSlot, data: memoryview) -> bool:
-    """Are these, layer by layer, the bytes that were committed in this slot?"""
+    """Whether `data` is, layer by layer, what was committed in this slot."""
     if len(slot.sums) != slot.key.part.layers * SUM_BYTES:
         return False
     identity = checksum.identity(namespace, slot.key, slot.codec)

@@ -1,7 +1,8 @@
-"""A gRPC server over a table of methods: authenticates every call, decodes, asks a driver, encodes.
+"""A gRPC server over a table of methods: authenticates every call, decodes it, asks a driver, encodes the reply.
 
-Threaded, since page streams block and the cores answer at once. Whatever is wrong with a call is answered with a
-status that says whose fault it is: UNAUTHENTICATED, FAILED_PRECONDITION (not our protocol), INVALID_ARGUMENT.
+It uses a thread for each call, because page streams block and the cores answer at once. A call that is wrong is
+answered with a status that says whose fault it is: UNAUTHENTICATED, FAILED_PRECONDITION (a different protocol version),
+INVALID_ARGUMENT.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 Ask = Callable[[Callable[[Any], Any], float], Reply]
 _LONGEST_S = 60.0
-"""A caller without a deadline of its own gets this one: no thread waits for ever."""
+"""The longest deadline of a call, and that of a caller without one: no thread waits for ever."""
 
 
 class _Table(grpc.GenericRpcHandler):
@@ -39,7 +40,8 @@ class _Table(grpc.GenericRpcHandler):
 
 
 class GrpcServer:
-    """Listens on `host:port` until `close`. Port 0 takes a free one; `port` says which."""
+    """Listens on `host:port` until `close`. Port 0 takes a free port; the attribute `port` is the actual one. Raises
+    ConfigError if it cannot listen."""
 
     def __init__(self, handlers: Mapping[str, Handler], host: str, port: int, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvcluster-rpc")
@@ -52,8 +54,8 @@ class GrpcServer:
         if self.port == 0:
             self._pool.shutdown()
             raise ConfigError(
-                f"cannot listen on {host}:{port}: something else does, or the address is not this machine's. "
-                "Choose another with --port (0 takes a free one)"
+                f"cannot listen on {host}:{port}: the port is in use, or the address is not this machine's. "
+                "Choose another port with --port (0 takes a free one)"
             )
 
     @property
@@ -64,9 +66,9 @@ class GrpcServer:
         self._server.start()
 
     def close(self, grace_s: float = 0.5) -> None:
-        """Refuses new calls and ends running ones after the grace. May be called again.
+        """Refuses new calls and ends running ones after the grace period. May be called repeatedly.
 
-        A thread that still waits for an answer ends when its driver is closed, which is for the caller to do next.
+        A thread that still waits for an answer ends when its driver is closed, which the caller does next.
         """
         self._server.stop(grace_s).wait()
         self._pool.shutdown(wait=False)
@@ -79,7 +81,7 @@ class Gate:
         self._authenticator = authenticator
 
     def caller(self, context: grpc.ServicerContext) -> Caller:
-        """Aborts the call where the credential is not known."""
+        """Returns the caller. Aborts the call if the credential is not known."""
         token = None
         for key, value in context.invocation_metadata():
             if key == "authorization" and str(value).startswith("Bearer "):
@@ -100,10 +102,10 @@ def unary_handlers(
     operators: frozenset[str] = frozenset(),
     shared: frozenset[str] = frozenset(),
 ) -> dict[str, Handler]:
-    """A handler for each method, by its path.
+    """Returns a handler for each method, by its path.
 
-    Methods named in `internal` are for shards of the cluster alone, those in `shared` for shards and workers, those in
-    `operators` for workers whose credential is an operator's, and all others for any worker.
+    Only shards of the cluster may call the methods named in `internal`; shards and workers those in `shared`; workers
+    with an operator's credential those in `operators`; and any worker all others.
     """
 
     def why_not(name: str, caller: Caller) -> str | None:
@@ -135,7 +137,7 @@ def _unary(
             if method.name == "Ping":
                 method.decode_question(data)
                 return method.encode_reply(Done())
-            # Decoded once, before the core: what is malformed never gets near it.
+            # Decoded once, before the core: malformed input never reaches it.
             reply = ask(lambda call: method.decode_request(data, call, caller.tenant), wait_s)
             return method.encode_reply(reply)
         except (Unavailable, KVClusterError) as error:

@@ -1,8 +1,8 @@
-"""What an operator has set while a cluster ran, kept for the coordinator after this one: the policy of the tiers, and
-whether the cache is on. A switch that somebody threw in trouble must not throw itself back when the coordinator, in
-the same trouble, restarts.
+"""The settings that an operator changed while the cluster ran, kept for the next coordinator: the tier policy, and
+whether the cache is on. If an operator turned the cache off because of a fault, it must stay off when the coordinator
+restarts because of the same fault.
 
-One small file in `coordinator.state_dir`, replaced whole. A file that cannot be understood is not passed over; the
+It is one small file in `coordinator.state_dir`, replaced as a whole. A file that cannot be parsed is never skipped; the
 error says what to do.
 """
 
@@ -19,13 +19,14 @@ Settings = tuple[tuple[str, str], ...]
 
 
 class SettingsFile:
-    """The file in that folder, which is made where it is missing."""
+    """The settings file in that folder; the folder is made if it is missing."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
 
     def read(self) -> Settings:
-        """What was set last; nothing where nothing was. Raises ConfigError where that cannot be told."""
+        """Returns the last settings; empty if there are none. Raises ConfigError if the file cannot be read or
+        parsed."""
         path = self._folder / NAME
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
@@ -38,7 +39,8 @@ class SettingsFile:
         return tuple(kept.items())
 
     def write(self, settings: Settings) -> None:
-        """Replaces what is kept. It is on disk, or ConfigError says why not and what is there stays."""
+        """Replaces the settings. When it returns they are on disk. Raises ConfigError if that fails; the old file then
+        stays."""
         new = self._folder / f"{NAME}.new"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -54,13 +56,13 @@ class SettingsFile:
                 os.close(folder)
         except OSError as error:
             raise ConfigError(
-                f"coordinator.state_dir {self._folder} cannot keep what was set: {error.strerror or error}. It holds "
-                "now, and until the coordinator restarts"
+                f"coordinator.state_dir {self._folder} cannot keep the settings: {error.strerror or error}. They "
+                "are in effect, but only until the coordinator restarts"
             ) from None
 
     @staticmethod
     def _unreadable(path: Path, why: str) -> ConfigError:
         return ConfigError(
-            f"{path}, which says what an operator has set, cannot be understood: {why}. Remove it to go back to the "
+            f"{path}, which keeps an operator's settings, cannot be understood: {why}. Remove it to go back to the "
             "configuration, with the cache on; `kvcluster off` turns it off again"
         )

@@ -1,9 +1,9 @@
-"""A shard's process without Ray: core, arena, stores of tiers, driver, and a thread for each thing that takes its time.
+"""A shard's process without Ray: core, arena, stores of tiers, driver, and a thread for each kind of slow work.
 
-Effects end here: a report is sent by the reporter, pages are read again by the verifier, moved between tiers by the
-mover, read from stores by the stager and brought from other shards by the fetcher; a revoked lease stops whoever moves
-its bytes, and `Leave` ends the process. How the coordinator and other shards are reached comes in as functions, so
-that the same host runs over gRPC and within a test.
+Effects end here: the reporter sends reports, the verifier reads pages again, the mover moves pages between tiers, the
+stager reads them from stores, and the fetcher brings them from other shards; a revoked lease stops the exchange that
+moves its bytes, and `Leave` ends the process. The coordinator and other shards are reached through functions that are
+passed in, so that the same host runs over gRPC and within a test.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 log = logging.getLogger(__name__)
 
 Tell = Callable[[Report | Inventory, Deadline], Reply]
-"""Carries a report to the coordinator and brings its answer; raises Unavailable or KVClusterError."""
+"""Sends a report to the coordinator and returns its answer; raises Unavailable or KVClusterError."""
 
 
 class ShardHost:
@@ -99,11 +99,11 @@ class ShardHost:
             on_failure=fail,
             name=shard,
         )
-        # The core has one of each under way at a time, but for what it stages: one for each lease.
+        # The core has one job of each kind under way at a time, except for Stage: one for each lease.
         self._fetcher = ReplicaPuller(self, open_source)
         self._reports = JobThread(self._report, name=f"{shard}-reporter", on_failure=fail)
         self._verifies = JobThread(self._verify, name=f"{shard}-verifier", on_failure=fail, niceness=NICENESS)
-        # An erasure for each answer of the coordinator may wait behind a batch of moves, if the drive is stuck.
+        # If the drive is stuck, an erasure for each answer of the coordinator may wait behind a batch of moves.
         self._moves = JobThread(
             self._move, name=f"{shard}-mover", on_failure=fail, niceness=tier_io.NICENESS, most=limits.TOMBSTONES
         )
@@ -115,14 +115,16 @@ class ShardHost:
         return [self._reports, self._verifies, self._moves, self._stages, self._fetches]
 
     def start(self, offers: Offers | None = None) -> None:
-        """`offers` are the transports that serve it beside gRPC, for whoever asks."""
+        """Starts the threads and the driver. `offers` are the transports that serve this shard beside gRPC, as told to
+        clients."""
         self.core.offers = offers or self.core.offers
         for thread in self._threads:
             thread.start()
         self._driver.start()
 
     def close(self) -> None:
-        """Ends what runs beside the driver and gives the arena back. The transports' servers are closed before."""
+        """Ends the driver and its threads and gives the arena back. The caller has closed the transports' servers
+        before."""
         self._driver.close()
         self._fetcher.close()
         for thread in self._threads:
@@ -136,7 +138,7 @@ class ShardHost:
 
     def view(self, slot: PageSlot) -> memoryview:
         view = self._stores.view(slot)
-        assert view is not None, "a worker is shown a page of a tier that is not addressable"
+        assert view is not None, "only a page of an addressable tier has a view"
         return view
 
     @property
@@ -154,12 +156,13 @@ class ShardHost:
         return self._watched(attempt, stop)
 
     def inspect(self, look: Callable[[], object]) -> object:
-        """Calls `look` while the core stands still."""
+        """Calls `look` while the core is not stepped."""
         return self._driver.inspect(look)
 
     @contextmanager
     def _watched(self, attempt: Attempt, stop: Callable[[], object]) -> Iterator[None]:
-        # One at a time: the end of a second would end the lease under the first, which still moves bytes.
+        # One session for each attempt: when a second one ended, it would end the lease of the first, which still moves
+        # bytes.
         if self._sessions.setdefault(attempt, stop) is not stop:
             raise RefusedByShard(Refused(RefusedKind.BAD, f"attempt {attempt} is under way already"))
         try:
@@ -178,7 +181,7 @@ class ShardHost:
                 stop()
         elif isinstance(effect, Verify):
             self._verifies.submit(effect)
-        elif isinstance(effect, MovePages | Erase):  # on one thread: what is written later is not erased
+        elif isinstance(effect, MovePages | Erase):  # on one thread: pages written later are not erased
             self._moves.submit(effect)
         elif isinstance(effect, Stage):
             self._stages.submit(effect)

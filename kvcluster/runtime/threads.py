@@ -1,9 +1,9 @@
-"""Threads beside a driver, for what would block it: each does one job after the other, and cannot fail unheard.
+"""Threads beside a driver, for work that would block it: each runs one job after the other, and reports every failure.
 
-A driver hands a job over under its lock, so `submit` never waits. How many jobs may wait is known beforehand, since
-a core asks for so much and no more until it is answered; one more is a mistake, and found as one. A job that raises
-has met what its author did not foresee: the thread reports it and ends, and with it the process, because a shard
-that no longer reports or verifies, and looks well, is worse than one that is gone.
+A driver submits jobs under its lock, so `submit` never waits. The number of jobs that may wait is known beforehand,
+since a core waits for an answer before it asks for more; one job too many is a bug, and an assertion finds it. A job
+that raises is a bug as well: the thread reports it and ends, and with it the process, because a shard that looks
+healthy but no longer reports or verifies is worse than one that is gone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ J = TypeVar("J")
 
 
 def be_nice(niceness: int) -> None:
-    """Lowers the priority of the calling thread alone, where the system can do that. `niceness` should stay small: a
-    thread that hardly ever runs may hold, when it is stopped, what others wait for."""
+    """Lowers the priority of the calling thread alone, if the system supports that. `niceness` should stay small: a
+    thread that hardly ever runs may be stopped while it holds a lock that others wait for."""
     if niceness:
         with contextlib.suppress(OSError):  # only Linux gives threads priorities of their own
             tid = threading.get_native_id()
@@ -31,7 +31,7 @@ def be_nice(niceness: int) -> None:
 
 
 class JobThread(Generic[J]):
-    """Runs `do` with each job, in order. At most `most` jobs wait, besides the one under way. `niceness` as in
+    """Runs `do` with each job, in order. At most `most` jobs wait, besides the one under way. `niceness` is as in
     `be_nice`."""
 
     def __init__(
@@ -55,12 +55,13 @@ class JobThread(Generic[J]):
         self._thread.start()
 
     def submit(self, job: J) -> None:
-        """Has the job done after those that wait. Never blocks; nothing is begun after `close`."""
+        """Queues a job behind those that wait. Never blocks; no job begins after `close`."""
         assert self._jobs.qsize() < self._most, f"{self._thread.name} has {self._most} jobs waiting already"
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Drops what waits, and returns when the job under way has ended. Whoever calls makes that soon."""
+        """Drops the jobs that wait, and returns when the job under way has ended. The caller makes that job end
+        soon."""
         self._closing = True
         self._jobs.put(None)
         if self._thread.is_alive():
@@ -72,5 +73,5 @@ class JobThread(Generic[J]):
             while (job := self._jobs.get()) is not None and not self._closing:
                 self._do(job)
         except Exception as error:
-            log.critical("%s broke", self._thread.name, exc_info=True)
+            log.critical("%s failed", self._thread.name, exc_info=True)
             self._on_failure(error)

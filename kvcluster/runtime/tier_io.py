@@ -1,11 +1,11 @@
 """Moving a shard's pages between its tiers: each is encoded, decoded or copied, and then verified.
 
-Which pages, and where to, the core has chosen (core/tier_mover.py, core/pin_handler.py); nobody reads the targets and
-nobody frees a source before it is answered. What is encoded or decoded is summed where it lies, and is what was
-verified, but for what its codec loses; what is copied is verified by the sums that it had.
+The core has chosen which pages, and where to (core/tier_mover.py, core/pin_handler.py); until it is answered no target
+is read and no source is freed. An encoded or decoded page gets checksums of its new bytes, which derive from the
+verified source, except for what the codec loses; a copied page is verified against the checksums that it had.
 
-`move` is never in the way of whoever loads or stores: it runs beside the driver on one thread of a lower priority,
-leaves Python to other threads while it encodes, and lets others run after each page. Somebody waits for `stage`.
+`move` does not get in the way of loads and stores: it runs beside the driver on one thread of a lower priority,
+releases Python's lock while it encodes, and yields after each page. `stage` runs while a reader waits for it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from kvcluster.transport.base import Unavailable
 log = logging.getLogger(__name__)
 
 NICENESS = 12
-"""A fifteenth of the time that others get where processors are short. Who waits for room leaves his own time to it."""
+"""Niceness of the thread: about a fifteenth of a normal thread's CPU time under contention. A caller that waits for
+room leaves its own CPU time to this thread."""
 
 
 class Places(Protocol):
-    """Where pages lie (tier_store.TierStores)."""
+    """The bytes of pages in all tiers (tier_store.TierStores)."""
 
     def view(self, slot: PageSlot) -> memoryview | None:
-        """Of a page in an addressable tier, where it lies. Raises Unavailable in a shard that is ending."""
+        """Returns the page's memory in an addressable tier, None in any other. Raises Unavailable in a shard that is
+        ending."""
 
     def bytes_of(self, slot: PageSlot) -> memoryview:
-        """As `view`; of a page in a store, a copy. Raises OSError where that cannot be read."""
+        """As `view`, but returns a copy of a page in a store. Raises OSError if the store cannot be read."""
 
     def read(self, slot: PageSlot, into: memoryview) -> None:
         """Raises OSError."""
@@ -43,7 +45,7 @@ class Places(Protocol):
 
 
 def move(order: MovePages, places: Places) -> Moved:
-    """Moves what `order` names. In a shard that is ending nothing moves any more."""
+    """Moves the pages that `order` names. In a shard that is ending nothing is moved any more."""
     sums: list[bytes | None] = []
     corrupt: list[int] = []
     errors: list[tuple[int, int]] = []
@@ -59,7 +61,7 @@ def move(order: MovePages, places: Places) -> Moved:
                 made = _moved(page, source, target)
                 if page.sampled and made is not None:
                     errors.append((index, _lost(page, source, target)))
-                sound = matches(page.namespace, page.source, source)  # afterwards: what is right now was right then
+                sound = matches(page.namespace, page.source, source)  # verified afterwards: sound now means sound then
             if not sound:
                 corrupt.append(index)
         except OSError as error:
@@ -73,7 +75,8 @@ def move(order: MovePages, places: Places) -> Moved:
 
 
 def stage(order: Stage, places: Places) -> Staged:
-    """Reads what `order` names from stores. What is there afterwards is what was committed, or is named as corrupt."""
+    """Reads the pages that `order` names from stores. Every page afterwards holds what was committed, or is named as
+    corrupt."""
     corrupt: list[int] = []
     for index, page in enumerate(order.pages):
         try:
@@ -91,7 +94,7 @@ def stage(order: Stage, places: Places) -> Staged:
 
 
 def _written(page: PageMove, source: memoryview, places: Places) -> bytes | None:
-    """The packed sums of a page that is in its store now; None where it could not be written."""
+    """Writes a page to its store and returns its packed checksums; None if it could not be written."""
     try:
         places.write(page, source)
     except OSError as error:
@@ -101,7 +104,7 @@ def _written(page: PageMove, source: memoryview, places: Places) -> bytes | None
 
 
 def _moved(page: PageMove, source: memoryview, target: memoryview) -> bytes | None:
-    """The packed sums of what lies in the target now; None where it cannot be encoded."""
+    """Fills the target and returns its packed checksums; None if the page cannot be encoded."""
     key, before, after = page.source.key, page.source.codec, page.target.codec
     layers = key.part.layers
     if before is after:
@@ -118,7 +121,7 @@ def _moved(page: PageMove, source: memoryview, target: memoryview) -> bytes | No
 
 
 def _lost(page: PageMove, source: memoryview, target: memoryview) -> int:
-    """What an encoded page has lost, in millionths."""
+    """Returns the error of an encoded page, in millionths."""
     return int(_coder(page, page.target.codec).error(source, target, page.source.key.part.layers) * 1e6)
 
 

@@ -1,11 +1,12 @@
-"""Where the bytes of a shard's tiers are: one seam for reading, writing and erasing them, whatever they lie in.
+"""Access to the bytes of a shard's tiers: one interface for reading, writing and erasing them, whatever medium they are
+on.
 
-The core decides which page lies where (core/tiers.py, core/pool.py): it reserves and frees ranges. A `TierStore` moves
+The core decides which page goes where (core/tiers.py, core/pool.py): it reserves and frees ranges. A `TierStore` moves
 bytes to and from such a range and knows nothing of leases. All addressable tiers lie in one region, the shard's arena;
-each of the others has a store of its own, which is opened before the core begins, and tells what is there from before.
+each other tier has a store of its own, which is opened before the core begins, and returns the pages it recovered.
 
-The invariant: a durable store returns from `erase` only when what was purged is found by no later shard, or keeps the
-tombstones to itself, so that the coordinator tells them again.
+The invariant: a durable store returns from `erase` only when no later shard finds what was purged, or else it does not
+keep the tombstones, so that the coordinator sends them again.
 """
 
 from __future__ import annotations
@@ -25,27 +26,29 @@ from kvcluster.transport.base import Unavailable
 
 
 class TierStore(Protocol):
-    """The bytes of one tier. Writes and erasures come from one thread; views and reads from any."""
+    """The bytes of one tier. Writes and erasures come from one thread; views and reads may come from any thread."""
 
     def view(self, slot: PageSlot) -> memoryview | None:
-        """The page where it lies; None where the tier is not addressable. Raises Unavailable once it is closed."""
+        """Returns the memory of the page; None if the tier is not addressable. Raises Unavailable once the store is
+        closed."""
 
     def read(self, slot: PageSlot, into: memoryview) -> None:
-        """Copies the bytes as they lie there, right or wrong. Raises OSError where there are not as many."""
+        """Copies the bytes of a page as they are stored, correct or not. Raises OSError if there are too few."""
 
     def write(self, move: PageMove, data: memoryview) -> None:
-        """Puts a page, whose checksums are those of the move's source, where the move's target says. Raises OSError;
-        the page is not found there then."""
+        """Writes a page to the move's target, with the checksums of the move's source. If it raises OSError, the page
+        is not found at the target."""
 
     def erase(self, order: Erase) -> None:
-        """Makes sure that what was purged does not come back. What it could not erase it tries again with the next."""
+        """Makes sure that what was purged does not come back. What it could not erase, it tries again with the next
+        order."""
 
     def close(self) -> None: ...
 
 
 OpenStore = Callable[[ShardConfig, ShardId], tuple[TierStore | None, RecoveredPages]]
-"""Opens the store of a tier, and recovers what is there. None where it is not configured, or cannot be used and
-Found.why_none says why; the shard runs without that tier then."""
+"""Opens the store of a tier, and recovers its pages. The store is None if the tier is not configured, or if it cannot
+be used: `why_none` then gives the reason, and the shard runs without that tier."""
 
 
 class ArenaStore:
@@ -77,18 +80,18 @@ class TierStores:
     """The stores of all tiers of one shard."""
 
     def __init__(self, region: Region, opened: Mapping[Tier, TierStore]) -> None:
-        """`region` holds the addressable tiers, `opened` are the stores of the others."""
+        """`region` holds the addressable tiers; `opened` are the stores of the others."""
         arena = ArenaStore(region)
         self._by_tier: dict[Tier, TierStore] = {**dict.fromkeys(ADDRESSABLE, arena), **opened}
         self._all: list[TierStore] = [arena, *opened.values()]
 
     def view(self, slot: PageSlot) -> memoryview | None:
-        """As TierStore.view."""
+        """As TierStore.view, for the tier of the page."""
         return self._by_tier[slot.tier].view(slot)
 
     def bytes_of(self, slot: PageSlot) -> memoryview:
-        """A page where it lies, or a copy of it. Raises Unavailable in a shard that is ending, OSError where it cannot
-        be read."""
+        """Returns the memory of a page, or a copy of it. Raises Unavailable in a shard that is ending, OSError if the
+        store cannot be read."""
         store = self._by_tier[slot.tier]
         view = store.view(slot)
         if view is None:
@@ -97,11 +100,11 @@ class TierStores:
         return view
 
     def read(self, slot: PageSlot, into: memoryview) -> None:
-        """As TierStore.read."""
+        """As TierStore.read, for the tier of the page."""
         self._by_tier[slot.tier].read(slot, into)
 
     def write(self, move: PageMove, data: memoryview) -> None:
-        """As TierStore.write."""
+        """As TierStore.write, for the tier of the target."""
         self._by_tier[move.target.tier].write(move, data)
 
     def erase(self, order: Erase) -> None:
@@ -114,8 +117,8 @@ class TierStores:
 
 
 def open_stores(config: ShardConfig, shard: ShardId) -> tuple[dict[Tier, TierStore], dict[Tier, RecoveredPages]]:
-    """Opens the stores that this configuration asks for. What each of them found is told also of one that could not be
-    opened."""
+    """Opens the configured stores. Returns those that could be opened, and for every tier with a store what it
+    recovered or why it could not be opened."""
     stores: dict[Tier, TierStore] = {}
     found: dict[Tier, RecoveredPages] = {}
     for tier in STORED:

@@ -1,13 +1,14 @@
-"""Tombstones on disk: what a coordinator was told to purge, kept for the coordinator after it; and what a shard with a
-disk tier has carried out there, kept for the shard after it.
+"""Tombstones on disk: what was purged, kept by a coordinator for the next one; and the purges that a shard with a disk
+tier has carried out there, kept for the shard after it.
 
-One small file in `coordinator.state_dir` or beside the shard's pages, replaced whole: written beside itself, synced,
-renamed, and the folder synced; so it is the old one or the new one, whenever the power goes. It carries a digest,
-since a tombstone that rots into another one brings back what was purged. A file that cannot be understood is never
-passed over, for the same reason; what to do about it is a person's decision, and the error says which there are.
+It is one small file in `coordinator.state_dir` or beside the shard's pages, replaced as a whole: a new file is written
+beside it, synced and renamed, and the folder is synced; so after a power loss it is either the old file or the new one.
+It carries a digest, since a tombstone that bit rot turns into another one would bring back what was purged. For the
+same reason a file that cannot be parsed is never skipped; an operator has to decide what to do about it, and the error
+lists the choices.
 
-It also carries the number of its owner. Each coordinator takes the file over when it starts; one that was cut off
-and does not know yet that it has a successor can then no longer overwrite what the successor wrote.
+It also carries the number of its owner. Each coordinator takes the file over when it starts; a coordinator that was cut
+off and does not know yet that it was replaced can then no longer overwrite what its successor wrote.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _FILTERS = ("model", "weights", "adapter")
 
 
 class NotUnderstood(ConfigError):
-    """The file is there and says nothing that can be believed."""
+    """The file exists but its content is damaged."""
 
 
 class TombstoneFile:
-    """The file of one coordinator, or of one shard with a disk tier; `setting` is what named the folder, which is made
-    where it is missing."""
+    """The file of one coordinator, or of one shard with a disk tier. `setting` names the configuration key of the
+    folder, for error messages. The folder is made if it is missing."""
 
     def __init__(self, folder: str, setting: str = "coordinator.state_dir") -> None:
         self._folder = Path(folder)
@@ -49,8 +50,8 @@ class TombstoneFile:
         self._owner = 0
 
     def take_over(self) -> tuple[Tombstone, ...]:
-        """What is kept, in order; from now on this object alone can write. Raises ConfigError where the folder cannot
-        be used or the file cannot be understood."""
+        """Returns the kept tombstones, in order; from now on only this object can write. Raises ConfigError if the
+        folder cannot be used or the file cannot be parsed."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -62,16 +63,17 @@ class TombstoneFile:
             return stones
 
     def forget(self) -> None:
-        """Removes it. Who does that has nothing that a purge could have named."""
+        """Removes the file. The caller must hold no data that a purge could have named."""
         self._path.unlink(missing_ok=True)
 
     def write(self, stones: tuple[Tombstone, ...]) -> None:
-        """Replaces what is kept. It is on disk, or ConfigError says why not and what is there stays."""
+        """Replaces the kept tombstones. When it returns they are on disk. Raises ConfigError if that fails or a newer
+        coordinator owns the file; the old file then stays."""
         assert self._owner, "the file has to be taken over first"
         with self._alone() as folder:
             owner, _ = self._read()
             if owner > self._owner:
-                raise ConfigError(f"{self._path} belongs to a newer coordinator by now; this one is over")
+                raise ConfigError(f"{self._path} belongs to a newer coordinator; this coordinator must end")
             self._replace(stones, folder)
 
     @property
@@ -80,7 +82,8 @@ class TombstoneFile:
 
     @contextmanager
     def _alone(self) -> Iterator[int]:
-        """One at a time, whichever process: what is read stays true until it is replaced. Gives the folder, opened."""
+        """Locks the folder against all other processes: what is read stays true until it is replaced. Yields the opened
+        folder."""
         try:
             folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -101,8 +104,8 @@ class TombstoneFile:
             return parse(data)
         except ValueError as error:
             raise NotUnderstood(
-                f"{self._path}, which says what was purged, cannot be understood: {error}. Restore it from a copy; or, "
-                "if nothing that was purged may still be wanted gone, remove it and run `kvcluster clear`"
+                f"{self._path}, which keeps what was purged, cannot be understood: {error}. Restore it from a copy; "
+                "or remove it and run `kvcluster clear`, so that nothing that was purged comes back"
             ) from None
 
     def _replace(self, stones: tuple[Tombstone, ...], folder: int) -> None:
@@ -123,16 +126,17 @@ class TombstoneFile:
 
 
 def unparse(owner: int, stones: tuple[Tombstone, ...]) -> bytes:
-    """The content of the file."""
+    """Returns the content of the file."""
     body = json.dumps([asdict(stone) for stone in stones], indent=1).encode() + b"\n"
     return f"kvcluster-tombstones 1 {owner} {_digest(owner, body)}\n".encode() + body
 
 
 def parse(data: bytes) -> tuple[int, tuple[Tombstone, ...]]:
-    """The inverse: owner and tombstones. Raises ValueError for anything that `unparse` did not write."""
+    """The inverse of `unparse`: returns owner and tombstones. Raises ValueError for anything that `unparse` did not
+    write."""
     head = _HEAD.match(data)
     if head is None:
-        raise ValueError("it does not begin as one of version 1 does")
+        raise ValueError("it does not begin with the header of version 1")
     owner, body = int(head[1]), data[head.end() :]
     if _digest(owner, body) != head[2].decode():
         raise ValueError("its content is not what its digest says")
@@ -147,7 +151,7 @@ def parse(data: bytes) -> tuple[int, tuple[Tombstone, ...]]:
 
 def _tombstone(entry: Any) -> Tombstone:
     if not isinstance(entry, dict) or set(entry) != {"number", "tenant", *_FILTERS}:
-        raise ValueError("an entry is no tombstone")
+        raise ValueError("an entry is not a tombstone")
     filters = {name: entry[name] for name in _FILTERS}
     if (
         type(entry["number"]) is not int
@@ -155,7 +159,7 @@ def _tombstone(entry: Any) -> Tombstone:
         or not isinstance(entry["tenant"], str)
         or not all(value is None or isinstance(value, str) for value in filters.values())
     ):
-        raise ValueError("an entry is no tombstone")
+        raise ValueError("an entry is not a tombstone")
     return Tombstone(entry["number"], Tenant(entry["tenant"]), **filters)
 
 
@@ -164,16 +168,16 @@ def _digest(owner: int, body: bytes) -> str:
 
 
 class NotKept(Refused):
-    """What is answered in place of a promise that could not be made durable."""
+    """The answer in place of a promise that could not be made durable."""
 
 
 class Keeping:
-    """A coordinator's core, of which what is to be kept is written within the step: what comes after may rely on it.
-    Others wait meanwhile for as long as a disk takes to sync, which is little beside how seldom anybody purges.
+    """A coordinator's core that writes what must be kept within the step, so that every later effect may rely on it.
+    Other messages wait for as long as a disk takes to sync, which is acceptable because purges are rare.
 
-    Where one of `write` and `keep` raises ConfigError, whoever would have been answered after that gets NotKept
-    instead. The purge has taken place nevertheless, in the core and soon in the shards, and what was set holds; it is
-    the promise for all time that is missing, and the next write that succeeds contains it.
+    If `write` or `keep` raises ConfigError, later answers of that step are replaced by NotKept. The purge has taken
+    place nevertheless, in the core and soon in the shards, and the settings are in effect; only durability is missing,
+    and the next write that succeeds includes them.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
-"""Offering: the servers of data paths beside a shard's gRPC server, and what workers are told of them.
+"""The servers of data paths beside a shard's gRPC server, and the offers by which clients learn of them.
 
-A path that the configuration names and that can be served here is offered with its address; of every other the reason
-is told, so that nobody has to guess why it is slow. A shard that can serve none of them still serves gRPC.
+A path that the configuration names and that can be served here is offered with its address; for every other path the
+offers carry the reason, so that a slow connection can be explained. A shard that can serve none of them still serves
+gRPC.
 
-Shared memory maps the whole arena into its workers, where no shard stands between one tenant's pages and another's. It
-is therefore offered only where all workers are of one tenant.
+Shared memory maps the whole arena into its workers, where no shard separates one tenant's pages from another's. It is
+therefore offered only if all workers are of one tenant.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class PathServer(Protocol):
 
     @property
     def address(self) -> str:
-        """Where, as its dialler understands it."""
+        """The address, in the form that the client's end of this path dials."""
 
     @property
     def details(self) -> bytes:
-        """What its dialler has to know besides, at most limits.OFFER_BYTES."""
+        """Further data that the client's end needs, at most limits.OFFER_BYTES."""
 
     def start(self) -> None: ...
 
@@ -44,7 +45,8 @@ class PathServer(Protocol):
 
 
 Serve = Callable[[ShardHost, TenantOf, str], PathServer]
-"""Shard, credentials, the address to listen at -> a server. Raises OSError or KVClusterError where it cannot be."""
+"""Starts a server from a shard, its credentials and the address to listen at. Raises OSError or KVClusterError if it
+cannot be served."""
 
 
 def _serve(spec: TransportSpec) -> Serve:
@@ -58,18 +60,18 @@ def _serve(spec: TransportSpec) -> Serve:
 SERVERS: Mapping[str, Serve] = {spec.name: _serve(spec) for spec in BESIDE_GRPC}
 
 _WHY_CHARS = 512
-"""Of a reason that is told: well within what the wire takes."""
+"""The most characters of a reason that is sent: well within what the wire takes."""
 
 
 @dataclass(slots=True)
 class PathServers:
-    """The servers of one shard incarnation, started, and what to tell of them."""
+    """The started servers of one shard incarnation, and its offers."""
 
     offers: Offers
     servers: list[PathServer]
 
     def close(self) -> None:
-        """Ends what they serve. May be called again."""
+        """Ends the servers. May be called repeatedly."""
         for server in self.servers:
             server.close()
 
@@ -81,7 +83,7 @@ def serve_paths(
     listen_host: str,
     servers: Mapping[str, Serve] = SERVERS,
 ) -> PathServers:
-    """Starts whatever can be served before this shard."""
+    """Starts every server that can be served for this shard."""
     started: list[PathServer] = []
     offered: list[Offer] = []
     refused: list[tuple[str, str]] = []

@@ -1,5 +1,5 @@
-"""For the tests of whoever builds on kvcluster: a whole cluster in one process, and the suites that a transport must
-pass."""
+"""For the tests of projects that build on kvcluster: a whole cluster in one process, and the conformance suites for
+transports."""
 
 from kvcluster.testing.cluster import MemoryCluster
 

@@ -3,8 +3,8 @@
     with MemoryCluster(shards=2, device_bytes="64MiB") as cluster:
         client = cluster.client(spec)
 
-Messages are handed over as objects, pages by the memory transport, from shard to shard as well. Shards and the
-coordinator can be stopped and started, and bits of resident pages flipped, to see what an engine makes of it.
+Messages are handed over as objects, and pages by the memory transport, also from shard to shard. Shards and the
+coordinator can be stopped and started, and bits of resident pages flipped, to see how an engine reacts.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class _Port:
         self._tenant = tenant
 
     def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
-        deadline.check()  # a core that answers at once would not notice
+        deadline.check()  # a core that answers at once would not check it
         host = self._cluster.running_coordinator()
         return host.ask(lambda call: Request(call, self._tenant, namespace, question), deadline.remaining_s())
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Does nothing: the port holds no resources."""
 
 
 class MemoryCluster:
@@ -87,17 +87,17 @@ class MemoryCluster:
         self.stop_coordinator()
 
     def client(self, spec: KVSpec, *, tenant: str = "default", part: Part | Mapping[int, Part] | None = None) -> Client:
-        """A client of that tenant, closed with the cluster."""
+        """Returns a client of that tenant, which is closed with the cluster."""
         client = Client(self.port(tenant), self.opener(tenant), spec, part=part, config=self.config.client)
         self._clients.append(client)
         return client
 
     def port(self, tenant: str = "default") -> CoordinatorPort:
-        """A way to the coordinator, for whoever puts something in between: `Client(port, opener, spec)`."""
+        """Returns a connection to the coordinator, for tests that wrap it: `Client(port, opener, spec)`."""
         return _Port(self, Tenant(tenant))
 
     def opener(self, tenant: str = "default") -> OpenTransport:
-        """What opens ways to shards, likewise."""
+        """Returns a function that opens transports to shards, for tests that wrap it."""
 
         def open_transport(shard: ShardAddress) -> Transport:
             host = self._shards.get(shard.shard)
@@ -110,7 +110,7 @@ class MemoryCluster:
     # ---------------------------------------------------------------------------------------- its parts
 
     def running_coordinator(self) -> CoordinatorHost:
-        """Raises Unavailable while it is stopped."""
+        """Returns the running coordinator. Raises Unavailable while it is stopped."""
         if self._coordinator is None:
             raise _lost()
         return self._coordinator
@@ -126,7 +126,7 @@ class MemoryCluster:
             self._coordinator = None
 
     def start_shard(self, number: int) -> ShardId:
-        """A new incarnation of that shard."""
+        """Starts a new incarnation of that shard."""
         shard = ShardId(f"shard-{number}")
         assert shard not in self._shards, "it runs"
         host = ShardHost(
@@ -144,12 +144,13 @@ class MemoryCluster:
         return shard
 
     def stop_shard(self, shard: ShardId) -> None:
-        """Ends it as a crash would: what it held is lost, and nobody is told."""
+        """Ends a shard as a crash would: what it held is lost, and the coordinator is not told."""
         self._shards.pop(shard).close()
 
     def corrupt(self, shard: ShardId, *, block: BlockHash | None = None, bit: int = 0) -> PageKey:
-        """Flips a bit of a page that lies readable on that shard: of that block, or else of the oldest. `bit` counts
-        through the page, and round again. Nobody is told. Raises LookupError where there is no such page."""
+        """Flips a bit of a readable page on that shard, without telling the shard: a page of `block`, or the oldest
+        page if it is None. `bit` counts from the start of the page and wraps around at its end. Returns the page's key.
+        Raises LookupError if there is no such page."""
         host = self._shards[shard]
 
         def flip() -> PageKey:
@@ -165,15 +166,15 @@ class MemoryCluster:
         return key
 
     def wait_until_up(self, timeout_s: float = 10.0) -> None:
-        """Until the coordinator knows all running shards in their present incarnations. Raises TimeoutError."""
+        """Waits until the coordinator knows the current incarnation of every running shard. Raises TimeoutError."""
         self.wait_until(self._all_up, timeout_s)
 
     def wait_until_idle(self, timeout_s: float = 10.0) -> None:
-        """Until no leases and tickets are left. Raises TimeoutError."""
+        """Waits until no leases and tickets are left. Raises TimeoutError."""
         self.wait_until(self.idle, timeout_s)
 
     def wait_until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
-        """Until `holds()`, which is asked again and again. Raises TimeoutError."""
+        """Polls `holds()` until it is true. Raises TimeoutError."""
         deadline = Deadline.after_ms(timeout_s * 1e3)
         while not holds():
             if not deadline.remaining_s():
@@ -188,22 +189,22 @@ class MemoryCluster:
 
     @property
     def shards(self) -> dict[ShardId, ShardHost]:
-        """Those that run."""
+        """The running shards."""
         return dict(self._shards)
 
     @property
     def drained(self) -> list[ShardId]:
-        """Those that were told to go, and went."""
+        """The shards that were drained and have ended."""
         return list(self._drained)
 
     def check(self) -> None:
-        """Raises AssertionError where an invariant of any core is broken."""
+        """Raises AssertionError if an invariant of any core is broken."""
         self.running_coordinator().inspect(lambda: check_coordinator(self.coordinator_core()))
         for host in self.shards.values():
             host.inspect(lambda host=host: check_shard(host.core))  # type: ignore[misc]
 
     def idle(self) -> bool:
-        """Are no leases and tickets left?"""
+        """Whether no leases and tickets are left."""
         return not len(self.coordinator_core().tickets) and not any(len(h.core.leases) for h in self.shards.values())
 
     def _all_up(self) -> bool:
@@ -216,11 +217,11 @@ class MemoryCluster:
         return host.ask(lambda call: Request(call, CLUSTER, None, message), deadline.remaining_s())
 
     def _on_leave(self, shard: ShardId, leave: Leave) -> None:
-        # Under the lock of the driver that says so: what it leaves behind is closed at the end.
+        # Called under the lock of that shard's driver, so the host is only closed at the end.
         if leave.for_good:
             self._drained[shard] = self._shards.pop(shard)
 
     def _next_epoch(self) -> Epoch:
-        # Wall-clock time as in a real cluster, but never twice the same.
+        # Wall-clock time as in a real cluster, but never the same value twice.
         self._epochs = max(self._epochs + 1, time.time_ns())
         return Epoch(self._epochs)

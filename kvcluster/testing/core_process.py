@@ -1,8 +1,8 @@
 """A process of the kernel that runs a core, as `runtime/driver.py` does: mailbox, step, effects, and ticks when due.
 
-A message is stepped when it arrives. After each step the timer is set to the core's next deadline. A process that
-stood still (`stop`, `resume`) steps what has arrived meanwhile before any deadline is judged; if it woke later than
-`stall_ns` after its deadline, it steps `Stalled` before the next tick.
+A message is stepped when it arrives. After each step the timer is set to the core's next deadline. A process that was
+stalled (`stop`, `resume`) steps the messages that arrived meanwhile before any deadline is judged; if it woke later
+than `stall_ns` after its deadline, it steps `Stalled` before the next tick.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvcluster.testing.kernel import Clock, Kernel, Process
 class CoreProcess(CoreStepper, Process):
     """One incarnation of a process that runs a core. Subclasses perform effects.
 
-    A tick comes `spin_ns` after the step before it at the earliest: a core that wants to go on at once gets its turn
-    after the messages that wait for its lock.
+    A tick comes at least `spin_ns` after the step before it: a core that wants to continue at once gets its turn after
+    the messages that wait for its lock.
     """
 
     def __init__(
@@ -43,15 +43,16 @@ class CoreProcess(CoreStepper, Process):
         return effects
 
     def start_driver(self) -> None:
-        """From here on the core gets its ticks."""
+        """Starts the timer: from here on the core gets its ticks."""
         self._set_timer()
 
     def messages_before_timer(self, count: int) -> int:
-        """How many of `count` messages that wait are stepped before the timer's thread wakes after a stop."""
+        """Returns how many of `count` waiting messages are stepped before the timer's thread wakes after a stop."""
         return 0
 
     def catch_up(self) -> None:
-        """Steps what has arrived while the process stood still, and `Stalled` where it stood still for too long."""
+        """Steps the messages that arrived while the process was stalled, and `Stalled` if it was stalled for too
+        long."""
         self.backlog = [entry for entry in self.backlog if entry[0] != self._wake]
         late_ns = self.now() - self._sleeping_until
         self._step_backlog(self.messages_before_timer(len(self.backlog)))
@@ -79,7 +80,7 @@ class CoreProcess(CoreStepper, Process):
 
     def _wake(self, when: int) -> None:
         if when != self._wakes_at:
-            return  # an earlier deadline came up, and the timer was set anew
+            return  # the timer has been set to an earlier deadline since
         self._wakes_at = None
         deadline = self.core.next_deadline()
         if deadline is not None and deadline <= self.now():

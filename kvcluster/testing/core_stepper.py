@@ -1,11 +1,11 @@
-"""Steps a core for a test world: numbers the questions, and brings each answer to the caller that asked.
+"""Steps a core for a test world: numbers the questions, and passes each answer to the caller that asked.
 
-Every world that drives a `Coordinator` or a `Shard` stands on this class: the simulator, the transcripts, the trace
+Every world that drives a `Coordinator` or a `Shard` is built on this class: the simulator, the transcripts, the trace
 benchmark, and the unit tests' lone shard and lone coordinator. It knows neither the time nor a network. A subclass
-tells the time, performs the effects that are not answers, and may look at each step.
+provides the time, performs the effects that are not answers, and may look at each step.
 
-Invariant: a question is answered at most once, and `unanswered` counts those that still wait. A second answer, or one
-to a question that was never asked, raises AssertionError.
+Invariant: a question is answered at most once, and `unanswered` counts the questions that still wait. A second answer,
+or one to a question that was never asked, raises AssertionError.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kvcluster.core.messages import Answer, Effect, Reply, Request
 
 Answered = Callable[[Reply], None]
 Build = Callable[[CallId], Any]
-"""Makes a message of the call id that it is given."""
+"""Makes a message with the given call id."""
 
 
 def build_request(question: Any, tenant: Tenant, namespace: NamespaceId | None = None) -> Build:
-    """What makes a Request of this question."""
+    """Returns a function that makes a Request of this question."""
     return lambda call: Request(call, tenant, namespace, question)
 
 
 class Core(Protocol):
-    """What `runtime/driver.py` drives too."""
+    """A core, as `runtime/driver.py` drives it."""
 
     def step(self, message: Any, now: int) -> list[Effect]: ...
 
@@ -49,7 +49,7 @@ class CoreStepper:
 
     def read_clock(self) -> int:
         """The time of this core in nanoseconds."""
-        raise AssertionError("every subclass tells the time")
+        raise AssertionError("every subclass provides the time")
 
     def perform(self, effect: Effect) -> None:
         """Performs an effect that is not an Answer."""
@@ -75,14 +75,14 @@ class CoreStepper:
         """As `submit`, for a question that the core answers in the same step. Returns the reply."""
         replies: list[Reply] = []
         self.submit(build, replies.append)
-        assert len(replies) == 1, "the core answers this question at once, and once"
+        assert len(replies) == 1, "the core answers this question exactly once, in the same step"
         return replies[0]
 
     def step(self, message: Any) -> list[Effect]:
         """Steps a message and performs its effects in order. Returns the effects.
 
-        A question that is answered at once may be stepped with a call id of the caller's own, who then finds the answer
-        among the effects.
+        A caller may step a question with a call id of its own, if the core answers it in the same step; it then finds
+        the answer among the effects.
         """
         asked = message.call if isinstance(message, Request) else None
         now = self.read_clock()
@@ -104,9 +104,9 @@ class CoreStepper:
         return effects
 
     def unanswered(self) -> int:
-        """How many questions wait for an answer."""
+        """Returns the number of questions that wait for an answer."""
         return len(self._callers)
 
 
 def _ignore(reply: Reply) -> None:
-    """Nothing follows from this answer."""
+    """Ignores an answer."""

@@ -1,10 +1,10 @@
-"""What a subscriber to KV events knows: which blocks lie in which tier, rebuilt from the events alone.
+"""What a subscriber to KV events knows: which blocks are in which tier, rebuilt from the events alone.
 
-Routers and indexers keep such a picture. One that has heard every event since its coordinator started, or every event
-of a Retell and all after it, equals the coordinator's index (`indexed`).
+Routers and indexers keep such a picture. If it has received every event since its coordinator started, or every event
+of a Retell and all after it, it equals the coordinator's index (`indexed`).
 
-Invariant of a `strict` picture, which has heard everything: no block is stored twice in a tier, and no block is removed
-that was not there.
+Invariant of a `strict` picture, which has received everything: no block is stored twice in a tier, and no block is
+removed that was not there.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from kvcluster.core.messages import Publish, Tier
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream
 
 Blocks = dict[tuple[NamespaceId, Tier], set[BlockHash]]
-"""The blocks in each tier of each namespace. An empty set is left out."""
+"""The blocks in each tier of each namespace. Empty sets are left out."""
 
 
 class EventPicture:
-    """Takes in events. `hear` raises AssertionError where one of them cannot be right."""
+    """Applies events. `hear` raises AssertionError if an event contradicts the picture."""
 
     def __init__(self, *, strict: bool = True) -> None:
         self.strict = strict
         self.blocks: Blocks = {}
         self.parents: dict[BlockHash, BlockHash | None] = {}
-        """The block before each that was stored, as last told; None at the beginning of a sequence."""
+        """The parent of each stored block, as last published; None at the beginning of a sequence."""
         self.tokens: dict[BlockHash, tuple[int, ...]] = {}
-        """The token ids of each for which some were told."""
+        """The token ids of each block for which some were published."""
 
     def hear(self, told: Publish) -> None:
-        """Takes in what one step of a coordinator has to say of one namespace."""
-        assert told.events, "nothing is told"
+        """Applies the events that one step of a coordinator published for one namespace."""
+        assert told.events, "a Publish without events"
         for event in told.events:
             if isinstance(event, AllBlocksCleared):
                 self.clear(told.stream.namespace)
@@ -41,14 +41,14 @@ class EventPicture:
                 self._removed(told.stream, event)
 
     def clear(self, space: NamespaceId) -> None:
-        """Nothing is known of that namespace any more."""
+        """Forgets all blocks of that namespace."""
         for tier in Tier:
             self.blocks.pop((space, tier), None)
 
     def _stored(self, stream: EventStream, event: BlocksStored) -> None:
         known = self.blocks.setdefault((stream.namespace, event.tier), set())
         assert len(set(event.hashes)) == len(event.hashes) > 0
-        assert not (self.strict and known.intersection(event.hashes)), "a block is told twice"
+        assert not (self.strict and known.intersection(event.hashes)), "a block is stored twice"
         assert len(event.tokens) in (0, len(event.hashes) * stream.block_tokens), "token ids of some blocks only"
         known.update(event.hashes)
         parent = event.parent
@@ -68,7 +68,7 @@ class EventPicture:
 
 
 def indexed(coordinator: Coordinator) -> Blocks:
-    """What the index says, with copies on lost shards until they are swept."""
+    """Returns what the index says, including replicas on lost shards until they are swept."""
     blocks: Blocks = {}
     for space in coordinator.directory:
         for record in space.index:

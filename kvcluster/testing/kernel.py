@@ -1,11 +1,11 @@
-"""Simulated time: one heap of events, clocks that disagree, processes that stand still or die, and scripts.
+"""Simulated time: one heap of events, clocks that disagree, processes that are stopped or killed, and scripts.
 
-An event is due at an instant and belongs to a process. A process that is dead does not hear of it; one that is stopped
-hears of it when it goes on, in the order of arrival. Nothing else happens by itself, and two events of one instant come
-in the order in which they were made: so a run is a function of its seed.
+An event is due at an instant and belongs to a process. A dead process never gets it; a stopped process gets it when it
+is resumed, in the order of arrival. Nothing else happens by itself, and two events of one instant are run in the order
+in which they were made: so a run is a function of its seed.
 
-What a process does over time is a *script*: a generator that yields what it waits for and is sent what came. A script
-has no `finally` that acts, because a process that is killed does nothing more.
+What a process does over time is a *script*: a generator that yields what it waits for and is sent the result. A script
+has no `finally` that acts, because a killed process does nothing more.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MS = 1_000_000
 SECOND = 1_000 * MS
 
 MOST_AT_ONCE = 100_000
-"""Events of one instant that `Kernel.settle` runs: more are processes that answer one another without end."""
+"""The limit of events that `Kernel.settle` runs in one instant: beyond it, processes answer one another without end."""
 
 TIMED_OUT = object()
-"""What a script is sent where nothing came in time."""
+"""What a script is sent if nothing came in time."""
 
 
 class Promise:
-    """A value to come, for the one script that waits for it. The first value counts: answers may come twice."""
+    """A future value, for the one script that waits for it. The first value counts: answers may come twice."""
 
     __slots__ = ("ready", "value", "waiter")
 
@@ -43,12 +43,12 @@ class Promise:
 
 
 Wait = tuple[Promise | None, int]
-"""What a script yields: a promise, or None, and for how many nanoseconds of its own clock to wait for it at most."""
+"""What a script yields: a promise, or None, and the most nanoseconds of its own clock to wait for it."""
 Script = Generator[Wait, Any, Any]
 
 
 class Clock:
-    """A machine's clock: ahead by `offset`, and fast by `ppm` millionths."""
+    """A machine's clock: ahead by `offset_ns`, and fast by `ppm` millionths."""
 
     __slots__ = ("_offset", "_rate")
 
@@ -57,20 +57,20 @@ class Clock:
         self._rate = 1_000_000 + ppm
 
     def read(self, at: int) -> int:
-        """What it shows at that instant."""
+        """Returns what the clock shows at that instant of simulated time."""
         return self._offset + at * self._rate // 1_000_000
 
     def when(self, shown: int) -> int:
-        """The first instant at which it shows that or more."""
+        """Returns the first instant at which the clock shows `shown` or more."""
         return -(-(shown - self._offset) * 1_000_000 // self._rate)
 
     def lasts(self, nanoseconds: int) -> int:
-        """How long that takes which it measures as so many nanoseconds."""
+        """Returns the simulated duration that this clock measures as `nanoseconds`."""
         return nanoseconds * 1_000_000 // self._rate
 
 
 class Kernel:
-    """Time, and what is due."""
+    """The current time and the events that are due."""
 
     __slots__ = ("_heap", "_made", "now")
 
@@ -80,27 +80,27 @@ class Kernel:
         self._heap: list[tuple[int, int, Process | None, Callable[..., Any], tuple[Any, ...]]] = []
 
     def at(self, when: int, process: Process | None, act: Callable[..., Any], *arguments: Any) -> None:
-        """Has `process` do this at that instant, or now where that is past; None is the world itself."""
+        """Has `process` call `act` at that instant, or now if it is past. None as the process is the world itself."""
         self._made += 1
         heappush(self._heap, (when if when > self.now else self.now, self._made, process, act, arguments))
 
     def run(self, until: int) -> None:
-        """Everything that is due before `until`; then it is that late."""
+        """Runs everything that is due before `until`, and sets the time to `until`."""
         while self._heap and self._heap[0][0] < until:
             self._run_next()
         self.now = until
 
     def settle(self) -> None:
-        """Everything that is due now, with all that it makes due at this instant. No time passes.
+        """Runs everything that is due now, including what that makes due at this instant. No time passes.
 
-        Raises AssertionError where that does not end.
+        Raises AssertionError if that does not end.
         """
         now = self.now
         for _ in range(MOST_AT_ONCE):
             if not self._heap or self._heap[0][0] > now:
                 return
             self._run_next()
-        raise AssertionError(f"{MOST_AT_ONCE:,} events at one instant, and no end of them")
+        raise AssertionError(f"{MOST_AT_ONCE:,} events at one instant, without an end")
 
     def _run_next(self) -> None:
         self.now, _, process, act, arguments = heappop(self._heap)
@@ -122,30 +122,30 @@ class Process:
         self.stopped = False
         self.stopped_at = 0
         self.backlog: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-        self.lines: dict[Any, None] = {}  # connections, which its end resets
+        self.lines: dict[Any, None] = {}  # connections, which are reset when it dies
 
     @property
     def dead(self) -> bool:
         return not (self.running or self.stopped)
 
     def now(self) -> int:
-        """The instant, by its own clock."""
+        """Returns the time on this process's clock."""
         return self.clock.read(self.kernel.now)
 
     def start(self, script: Script) -> Promise:
-        """Runs a script from now on; its result is promised."""
+        """Starts a script; the returned promise brings its result."""
         done = Promise()
         _Task(self, script, done).go_on(None)
         return done
 
     def stop(self) -> None:
-        """It stands still: SIGSTOP, a long pause of its machine, a debugger."""
+        """Stops the process, as SIGSTOP, a long pause of its machine or a debugger would."""
         if self.running:
             self.running, self.stopped = False, True
             self.stopped_at = self.kernel.now
 
     def resume(self) -> None:
-        """It goes on with what has arrived meanwhile."""
+        """Resumes a stopped process with the events that arrived meanwhile."""
         if self.stopped:
             self.running, self.stopped = True, False
             self.catch_up()
@@ -158,13 +158,14 @@ class Process:
             act(*arguments)
 
     def kill(self) -> None:
-        """It is no more, and says nothing to anybody."""
+        """Kills the process; other processes are not told."""
         self.running = self.stopped = False
         self.backlog.clear()
 
 
 class _Task:
-    """A running script. `_waits` numbers what it waits for, so that an old timeout is known for one."""
+    """A running script. `_waits` numbers its waits, so that the timeout of an earlier wait is recognised and
+    ignored."""
 
     __slots__ = ("_done", "_process", "_promise", "_script", "_waits")
 

@@ -1,4 +1,5 @@
-"""A data path with another transport's control: how a path that knows pages alone is put to the same claims."""
+"""Combines a data path with another transport's control calls, so that a path which only moves pages can be tested with
+the claims for whole transports."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from kvcluster.errors import ConfigError
         ("192.0.2.1", "127.0.0.1", "192.0.2.1"),
     ],
 )
-def test_a_shard_is_reached_by_whoever_reaches_its_coordinator(
+def test_a_shard_is_reached_by_all_that_reach_its_coordinator(
     monkeypatch: pytest.MonkeyPatch, coordinator: str, node: str, shard: str
 ) -> None:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: node)

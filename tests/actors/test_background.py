@@ -179,7 +179,7 @@ def test_other_rays_of_this_user_do_not_take_it_for_theirs(running: Running) -> 
 
 
 @pytest.mark.cluster
-def test_its_actors_come_back_although_nobody_watches_them(running: Running) -> None:
+def test_its_actors_come_back_although_no_process_watches_them(running: Running) -> None:
     def actors() -> set[int]:
         return {pid for pid in session(running.pid) if "Actor" in title(pid)}
 

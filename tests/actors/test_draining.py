@@ -59,7 +59,7 @@ def test_what_was_cleared_is_gone_for_the_next_coordinator_too(
 
 
 def epoch_of(client: Client) -> int:
-    """0 while nobody answers."""
+    """0 while no coordinator answers."""
     try:
         epoch: int = client.status(deadline_ms=1_000)["epoch"]
     except kvcluster.errors.Unreachable:

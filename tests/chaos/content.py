@@ -1,7 +1,7 @@
 """What every process of a chaos run knows of the right bytes: they follow from a block's hash alone.
 
-So whoever loads a block can tell that it got this block and no other, in this state and no other, without having seen
-it stored. Prompts are made from a number: the first blocks are one of a few system prompts, the rest is their own.
+So a process that loads a block can tell that it got this block and no other, in this state and no other, without having
+seen it stored. Prompts are made from a number: the first blocks are one of a few system prompts, the rest is their own.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Observer:
         return {"blocks": self._load(number)}
 
     def fill(self, nbytes: int) -> dict[str, Any]:
-        """Stores so many bytes that nobody will ask for."""
+        """Stores so many bytes that are never read."""
         stored = 0
         for _ in range(0, nbytes, _FILL_BLOCKS * PAGE_BYTES):
             stored += self._store(next(self._numbers), _FILL_BLOCKS)

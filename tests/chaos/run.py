@@ -41,7 +41,7 @@ BELOW_BYTES = {"host_bytes": 32 * 2**20, "disk_bytes": 128 * 2**20}
 SETTINGS: dict[str, Any] = {
     "shards": SHARDS,
     "shard": {"device_bytes": POOL_BYTES, **BELOW_BYTES, "disk_file_bytes": 4 * 2**20},
-    # What a killed worker leaves is to be gone before anybody looks. Pages go down as they are: which bytes are right
+    # What a killed worker leaves is to be gone before the checks. Pages go down as they are: which bytes are right
     # follows from a block's hash.
     "coordinator": {"ticket_ttl_ms": 10_000, "host_codec": "raw"},
 }

@@ -76,7 +76,7 @@ def test_an_unknown_command_or_option_is_named_and_never_guessed(
         (["--device-bytes", "1Gig"], "shard.device_bytes: '1Gig' is no size; write bytes, or a number with KiB, MiB"),
         (["--device-bytes", "1KiB"], "shard.device_bytes must hold at least a page"),
         (["--shards", "0"], "shards must be at least 1"),
-        (["--port", "0"], "needs a port to be found at; give --port"),
+        (["--port", "0"], "needs a fixed port, by which it is found again; give --port"),
         (["--port", "70000"], "server.port must be between 0 and 65535"),
         (["--host", "0.0.0.0"], "refusing to listen on 0.0.0.0 without a token file"),
         (["--token-file", "nowhere"], "cannot read the token file nowhere"),
@@ -132,7 +132,7 @@ def test_token_makes_a_secret_and_the_line_that_admits_it(capsys: pytest.Capture
 def test_token_refuses_a_tenant_that_no_file_can_hold(capsys: pytest.CaptureFixture[str]) -> None:
     for tenant in ("team a", "team operator"):
         assert main(["token", "--tenant", tenant]) == 1
-        assert f"{tenant!r} is no tenant's name" in capsys.readouterr().err
+        assert f"{tenant!r} is not a valid tenant name" in capsys.readouterr().err
 
 
 def test_token_makes_an_operators_line_when_asked_and_only_then(capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,7 +237,7 @@ def test_status_without_rich_offers_json_instead(cluster: Up) -> None:
 @pytest.mark.cluster
 @pytest.mark.parametrize(
     ("token", "sentence"),
-    [(None, "this cluster wants a token"), ("forged", "this token is not one that the cluster knows")],
+    [(None, "this cluster requires a token"), ("forged", "the cluster does not know this token")],
 )
 def test_a_missing_or_wrong_token_is_refused_in_a_sentence(cluster: Up, token: str | None, sentence: str) -> None:
     done = kvc("status", "--port", cluster.port, token=token)

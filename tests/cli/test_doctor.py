@@ -251,7 +251,7 @@ def test_without_shards_nothing_is_well(served: Served) -> None:
     )
 
 
-@pytest.mark.parametrize(("token", "why"), [("stranger", "not one that the cluster knows"), (None, "wants a token")])
+@pytest.mark.parametrize(("token", "why"), [("stranger", "does not know this token"), (None, "requires a token")])
 def test_a_credential_that_is_not_accepted_is_told_with_where_to_get_one(
     served: Served, token: str | None, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

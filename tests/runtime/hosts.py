@@ -49,7 +49,7 @@ def acknowledge(message: Report | Inventory) -> ReportAck:
 
 
 class Coordinator:
-    """Answers reports one after the other: as scripted, then content. What is heard is kept while somebody waits."""
+    """Answers reports one after the other: as scripted, then content. What is heard is kept for the test that waits."""
 
     def __init__(self, *script: Script) -> None:
         self._script = list(script)
@@ -106,7 +106,7 @@ def shard(
 
 
 def attempt() -> Attempt:
-    """One that nobody had."""
+    """An attempt that was never used."""
     return Attempt(Holder(bytes(HOLDER_BYTES)), next(_attempts))
 
 

@@ -92,7 +92,7 @@ def test_a_page_that_rots_is_a_miss_and_then_gone_and_can_be_stored_again(bit: i
         assert loaded(client, 1) == 8
 
 
-def test_a_page_that_nobody_reads_is_found_by_the_scrubber(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_is_never_read_is_found_by_the_scrubber(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcluster.core.scrubber.ROUND_NS", 0)
     with clustered(config={"shard": {"scrub_bytes": 4 * 2**20}}) as cluster:
         client = cluster.client(SPEC)
@@ -230,7 +230,7 @@ def reading(host: ShardHost) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------- purges
 
 
-def test_what_was_purged_is_found_by_nobody_whoever_restarts(tmp_path: Path) -> None:
+def test_what_was_purged_is_not_found_after_any_restart(tmp_path: Path) -> None:
     with clustered(shards=2, config={"coordinator": {"state_dir": str(tmp_path)}}) as cluster:
         client, others = cluster.client(SPEC), cluster.client(spec_of(model="other"))
         stored(client, 1)

@@ -1,4 +1,4 @@
-"""A shard's folder on a drive, with real files: what was written is found by whoever opens it next, and no more."""
+"""A shard's folder on a drive, with real files: the next shard that opens it finds what was written, and no more."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Drive:
 
     @property
     def folder(self) -> DiskFolder:
-        assert self._folder is not None, "nobody has opened it"
+        assert self._folder is not None, "the folder is not open"
         return self._folder
 
     def file(self, number: int) -> Path:
@@ -128,7 +128,7 @@ class Drive:
         return bytes(into)
 
     def stage(self, *pages: RecoveredPage) -> Staged:
-        """As a shard reads them for somebody who waits."""
+        """As a shard reads them for a client that waits."""
         moves = tuple(
             PageMove(page.namespace, RED, SPEC, page.parent, page.depth, slot_of(page), into(page)) for page in pages
         )
@@ -187,13 +187,13 @@ def test_a_new_folder_holds_nothing(drive: Drive) -> None:
     assert drive.open() == RecoveredPages(FILES * FILE_BYTES, FILE_BYTES)
 
 
-def test_what_was_written_is_found_again_by_whoever_opens_it_next(drive: Drive) -> None:
+def test_what_was_written_is_found_again_when_the_folder_is_opened_next(drive: Drive) -> None:
     drive.open()
     drive.write(0, 0, depth=0)
     drive.write(0, 3, loss=Loss.Q8)
     drive.write(1, 1, tenant=BLUE, codec=Codec.RAW, loss=Loss.EXACT)
     drive.write(2, 2, spec=OTHER, codec=Codec.Q4, part=HALF)
-    for _ in range(2):  # whoever finds it leaves it there
+    for _ in range(2):  # finding it leaves it there
         found = drive.open()
         assert list(found.pages) == drive.all()
         assert sorted(found.specs, key=repr) == sorted([(RED, SPEC), (BLUE, SPEC), (RED, OTHER)], key=repr)
@@ -292,7 +292,7 @@ def test_a_drive_that_takes_little_at_a_time_takes_it_all(full: Drive, monkeypat
 # ------------------------------------------------------------------------------------------------ the files
 
 
-def test_files_are_there_from_the_beginning_in_full_and_for_nobody_else(drive: Drive) -> None:
+def test_files_are_preallocated_in_full_and_readable_by_the_owner_alone(drive: Drive) -> None:
     drive.open()
     files = sorted(drive.path.glob("*.pages"))
     assert files == [drive.file(number) for number in range(FILES)]
@@ -342,7 +342,7 @@ def test_files_of_another_size_are_dropped_and_stay_so_when_that_size_comes_back
     assert (found.pages, found.specs, found.file_bytes) == ((), (), size)
     assert {file.stat().st_size for file in full.path.glob("*.pages")} == {size}
     full.config = before
-    assert full.found() == [], "what nobody knew of nobody purged"
+    assert full.found() == [], "what was not known could not be purged"
 
 
 def test_shards_share_a_folder_s_parent_and_nothing_else(full: Drive) -> None:
@@ -360,7 +360,7 @@ def test_what_was_cut_off_cannot_be_read_and_what_lies_before_it_can(full: Drive
     whole, cut = full.all(0, 2) + full.all(1)[:2], full.all(1)[2:]
     assert [full.read(page) for page in whole] == [full.data[page.offset] for page in whole]
     for page in cut:
-        with pytest.raises(OSError, match="cut off"):
+        with pytest.raises(OSError, match="truncated"):
             full.read(page)
     assert full.stage(*whole, *cut) == Staged(ATTEMPT, corrupt=(10, 11))
 
@@ -420,7 +420,7 @@ def test_a_file_whose_head_has_rotted_is_dropped_and_the_others_are_not(
     full.close()
     flip(full.file(1), 8 * byte + byte % 8)
     assert full.found() == full.all(0, 2)
-    assert "1 files are dropped" in caplog.text
+    assert "dropped 1 unusable files" in caplog.text
     for page in full.all(1):
         del full.pages[page.offset]
     full.write(1, 2)
@@ -441,7 +441,7 @@ def test_a_page_that_has_rotted_is_found_and_then_named(full: Drive, bit: int) -
     spoiled = full.all(1)[2]
     within = spoiled.offset % FILE_BYTES
     flip(full.file(1), 8 * within + bit % (8 * spoiled.nbytes))
-    assert full.found() == full.all(), "what its bytes are is found out when somebody wants them"
+    assert full.found() == full.all(), "its bytes are verified when a client reads them"
     assert full.read(spoiled) != full.data[spoiled.offset]
     assert full.stage(*full.all()) == Staged(ATTEMPT, corrupt=(SLOTS + 2,))
 
@@ -457,20 +457,20 @@ def test_what_fills_a_slot_up_may_be_anything(full: Drive) -> None:
 # ---------------------------------------------------------------------------------------------- whose it is
 
 
-def test_a_folder_that_is_in_use_is_nobody_else_s_until_it_is_closed(full: Drive) -> None:
+def test_a_folder_that_is_in_use_cannot_be_opened_by_another_until_it_is_closed(full: Drive) -> None:
     with pytest.raises(ConfigError, match=r"another process uses .*shard-0; give each cluster a disk_dir of its own"):
         DiskFolder.open(full.config, SHARD)
     folder, found = open_disk(full.config, SHARD)
     assert folder is None
     assert found == RecoveredPages(why_none=found.why_none)
-    assert found.why_none.startswith("it runs without its disk tier: another process uses ")
+    assert found.why_none.startswith("the shard runs without its disk tier: another process uses ")
     full.close()
     folder, found = open_disk(full.config, SHARD)
     assert folder is not None and list(found.pages) == full.all()
     folder.close()
 
 
-def test_whoever_is_refused_changes_nothing(full: Drive) -> None:
+def test_a_shard_that_is_refused_changes_nothing(full: Drive) -> None:
     smaller = replace(full.config, disk_bytes=FILE_BYTES)
     assert open_disk(smaller, SHARD)[0] is None
     assert full.found() == full.all()
@@ -506,7 +506,7 @@ def test_a_folder_that_cannot_be_used_is_a_reason_to_run_without(
     folder, found = open_disk(drive.config, SHARD)
     assert folder is None
     assert found.why_none in caplog.text, "its operator reads it where he looks first"
-    with pytest.raises(ConfigError, match=f"^it runs without its disk tier: {words}$"):
+    with pytest.raises(ConfigError, match=f"^the shard runs without its disk tier: {words}$"):
         raise ConfigError(found.why_none)
 
 
@@ -549,7 +549,7 @@ def test_a_tier_for_which_there_is_too_little_room_is_as_small_as_that(
     with monkeypatch.context() as patched:
         fill_up(patched, files, error)
         assert drive.open() == RecoveredPages(files * FILE_BYTES, FILE_BYTES)
-    assert f"has room for {files} files of {FILES} only" in caplog.text
+    assert f"has room for only {files} of {FILES} files" in caplog.text
     assert sorted(drive.path.glob("*.pages")) == [drive.file(number) for number in range(files)]
     drive.write(files - 1, 0)
     found = drive.open()
@@ -574,7 +574,7 @@ def test_a_drive_without_room_for_one_file_is_a_reason_to_run_without(
     assert folder is None and found.capacity_bytes == 0
     assert found.why_none.endswith("shard-0 cannot be used: No space left on device")
     monkeypatch.undo()
-    assert drive.open().capacity_bytes == FILES * FILE_BYTES, "nobody holds it"
+    assert drive.open().capacity_bytes == FILES * FILE_BYTES, "the lock is free"
 
 
 def test_a_drive_that_fails_is_not_taken_for_a_full_one(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -677,7 +677,7 @@ def test_a_purge_that_fails_is_not_taken_for_done(
         patched.setattr(os, "fdatasync", failing)
         shared.folder.erase(Erase((CLEAR,), (CLEAR,)))
     assert "a purge is not on disk yet: " in caplog.text
-    assert shared.open().tombstones == (), "whoever starts here next is told of it again"
+    assert shared.open().tombstones == (), "the next shard that starts here is told of it again"
 
 
 def test_where_the_tombstones_cannot_be_understood_nothing_is_believed(
@@ -775,6 +775,6 @@ def test_what_was_dropped_because_its_file_was_cut_off_is_not_found_by_the_shard
 
 def test_a_foreign_file_named_in_other_digits_is_left_alone(full: Drive) -> None:
     name = full.path / "\u0669\u0669\u0669\u0669.pages"
-    name.write_text("somebody's")
+    name.write_text("another program's")
     full.open()
     assert name.exists()

@@ -175,7 +175,7 @@ def test_the_answer_to_an_abandoned_question_leaves_nothing_behind() -> None:
             run.ask(wait_s=0)
         run.driver.tell(Message(act=answer_first))
         assert run.left_behind() == 0
-        assert run.ask(reply=Done()) == Done(), "and is nobody else's answer"
+        assert run.ask(reply=Done()) == Done(), "and is no other question's answer"
 
 
 def test_a_question_that_cannot_be_built_is_not_asked() -> None:
@@ -256,7 +256,7 @@ def test_what_has_arrived_is_stepped_before_a_deadline_is_judged() -> None:
     def stand() -> None:
         standing.set()
         while not (run.driver._timer.is_alive() and run.driver._mailbox):
-            """First the timer waits for the lock, which finds the deadline over, then somebody who asks."""
+            """First the timer waits for the lock, which finds the deadline over, then a caller that asks."""
 
     with ThreadPoolExecutor(2) as pool:
         pool.submit(run.driver.inspect, stand)
@@ -278,7 +278,7 @@ class SteppedClock:
         return next(self._times)
 
 
-def test_a_process_that_stood_still_says_so_before_it_blames_anybody() -> None:
+def test_a_process_that_was_stalled_says_so_before_it_judges_any_deadline() -> None:
     core = ScriptedCore(deadline=1 * MS)
     with started(core, stall_ns=500 * MS, clock=SteppedClock(0, 10 * SECOND)) as run:
         assert run.core.ticked.wait(BOUND_S)
@@ -331,7 +331,7 @@ def test_the_log_names_the_question_that_a_core_broke_on(caplog: pytest.LogCaptu
     driver: Driver[Any] = Driver(Broken(), lambda effect: None, stall_ns=SECOND, on_failure=lambda error: None)
     with pytest.raises(Unavailable):
         driver.ask(build_request(Flush(1), Tenant("t")), BOUND_S)
-    assert "core broke on Flush" in caplog.text
+    assert "core failed on Flush" in caplog.text
 
 
 def test_a_core_that_raises_fails_all_who_wait_and_all_who_come() -> None:

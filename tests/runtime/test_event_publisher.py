@@ -1,4 +1,4 @@
-"""A publisher over real sockets: nobody is waited for, and what somebody missed can be asked for."""
+"""A publisher over real sockets: it waits for no subscriber, and missed batches can be replayed."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_replay_larger_than_any_socket_holds_comes_whole_while_batches_go_on()
             eventually(lambda at=at: publisher.counters()["batches"] == at + 1_001)  # type: ignore[misc]
         asking.send_multipart(kv_events.encode_request(ReplayRequest(0)))
         eventually(lambda: publisher.counters()["replays"] == 1)
-        with subscribed(publisher) as subscriber:  # whoever reads nothing of a replay delays nobody
+        with subscribed(publisher) as subscriber:  # a reader that takes nothing of its replay delays no other
             publisher.publish(effect(1, of=9))
             assert heard(subscriber).topic == kv_events.topic_of(stream(9))
         found = []
@@ -206,7 +206,7 @@ def test_a_thread_that_fails_says_so_and_takes_nothing_more(caplog: pytest.LogCa
         eventually(lambda: publisher.counters()["batches"] == 2)
         with caplog.at_level(logging.CRITICAL), connected(zmq.DEALER, publisher.replay_endpoint) as asking:
             asking.send_multipart(kv_events.encode_request(ReplayRequest(0)))
-            eventually(lambda: "no KV events any more" in caplog.text)
+            eventually(lambda: "no KV events until a restart" in caplog.text)
         before = publisher.counters()["dropped"]
         publisher.publish(effect(2))
         assert publisher.counters()["dropped"] == before + 1
@@ -230,7 +230,7 @@ def test_what_cannot_be_bound_is_an_error(endpoint: str) -> None:
         pass
 
 
-def test_a_publisher_without_replay_answers_nobody() -> None:
+def test_a_publisher_without_replay_answers_no_request() -> None:
     with published(replay="") as publisher, subscribed(publisher) as subscriber:
         publisher.publish(effect(1))
         assert heard(subscriber).sequence == 1_000

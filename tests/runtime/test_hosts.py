@@ -160,7 +160,7 @@ def test_a_page_that_rots_unread_is_found_by_the_round(monkeypatch: pytest.Monke
 # -------------------------------------------------------------------------------------------------- leases
 
 
-def test_a_lease_that_runs_out_stops_whoever_moves_its_bytes() -> None:
+def test_a_lease_that_runs_out_stops_the_session_that_moves_its_bytes() -> None:
     coordinator, stopped = Coordinator(), threading.Event()
     with shard(coordinator, lease_ttl_ms=100) as host:
         coordinator.wait_for(3)

@@ -173,7 +173,7 @@ def test_pulls_follow_one_another(pair: Pair) -> None:
     assert held(pair.target) == expected(*range(1, 9))
 
 
-def test_at_its_source_a_fetch_has_a_name_that_nobody_could_take_before(pair: Pair) -> None:
+def test_at_its_source_a_fetch_has_a_name_that_no_client_could_take_before(pair: Pair) -> None:
     store(pair.source, [1, 2])
     names = []
     pair.way.after_frame = lambda: names.extend(lease.attempt for lease in pair.source.core.leases.all())
@@ -345,7 +345,7 @@ def test_a_fetch_whose_lease_runs_out_breaks_off_and_gives_its_pages_back() -> N
         seen: list[bool] = []
 
         def hang() -> None:
-            assert pair.way.closed.wait(BOUND_S), "nobody broke it off"
+            assert pair.way.closed.wait(BOUND_S), "it was not broken off"
             seen.append(bool(pair.target.inspect(lambda: len(pair.target.core.leases))))
             raise Unavailable(Miss(MissReason.SHARD_LOST, "closed"))
 
@@ -363,7 +363,7 @@ def test_a_shard_that_ends_does_not_wait_for_a_source_that_hangs() -> None:
 
         def hang() -> None:
             hanging.set()
-            assert pair.way.closed.wait(BOUND_S), "nobody broke it off"
+            assert pair.way.closed.wait(BOUND_S), "it was not broken off"
             raise Unavailable(Miss(MissReason.SHARD_LOST, "closed"))
 
         pair.way.after_frame = hang

@@ -129,7 +129,7 @@ def test_a_question_waits_no_longer_than_its_asker() -> None:
     assert waits[1] == 60.0, "no thread waits for ever"
 
 
-def test_a_ping_is_answered_without_asking_anybody() -> None:
+def test_a_ping_is_answered_without_asking_the_core() -> None:
     with connected(shard_methods(fails(AssertionError("not the core")))) as connection:
         assert connection.ask(SHARD["Ping"], None, soon()) == Done()
         fat = replace(SHARD["Ping"], encode_question=lambda question, namespace: b"?")
@@ -183,7 +183,7 @@ def test_what_touches_every_tenant_is_for_operators_alone() -> None:
     assert asked == [TICKET_END, DRAIN, TICKET_END]
 
 
-def test_without_a_token_file_whoever_reaches_the_server_is_an_operator() -> None:
+def test_without_a_token_file_every_client_is_an_operator() -> None:
     gate = Gate(Authenticator(None, SECRET))
     handlers = unary_handlers(COORDINATOR, gate, lambda build, wait_s: Done(), operators=frozenset({"Drain"}))
     with connected(handlers) as anybody:

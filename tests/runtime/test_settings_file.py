@@ -51,7 +51,7 @@ def test_what_cannot_be_kept_is_not_called_done(tmp_path: Path) -> None:
     host = host_of(folder, 1)
     folder.rename(tmp_path / "elsewhere")
     folder.write_text("no folder", encoding="utf-8")
-    with pytest.raises(Unavailable, match="cannot keep what was set"):
+    with pytest.raises(Unavailable, match="cannot keep the settings"):
         host.ask(build_request(SetPolicy((("cache", "off"),)), OPERATOR), BOUND_S)
     assert policy(host)["cache"] == "off", "it holds all the same"
     host.close()

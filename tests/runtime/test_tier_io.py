@@ -454,7 +454,7 @@ def staged(which: Codec, pages: int = 3, ends_at: int | None = None) -> tuple[Ar
 
 
 @pytest.mark.parametrize("which", DOWN)
-def test_what_somebody_waits_for_is_read_as_it_lies_on_disk(which: Codec) -> None:
+def test_a_staged_page_is_read_as_it_lies_on_disk(which: Codec) -> None:
     arena, found = staged(which)
     assert arena.stage() == Staged(ATTEMPT)
     assert [arena.data(page.target) for page in arena.pages] == found
@@ -475,7 +475,7 @@ def exchange(arena: Arena, page: PageMove) -> None:
 
 
 @pytest.mark.parametrize("spoil", [rot, lose, exchange])
-def test_what_somebody_waits_for_is_named_where_it_is_not_what_was_committed(
+def test_a_staged_page_is_named_where_it_is_not_what_was_committed(
     spoil: Callable[[Arena, PageMove], None],
 ) -> None:
     arena, found = staged(Codec.Q8)
@@ -484,12 +484,12 @@ def test_what_somebody_waits_for_is_named_where_it_is_not_what_was_committed(
     assert [arena.data(arena.pages[at].target) for at in (0, 2)] == [found[0], found[2]]
 
 
-def test_in_an_arena_that_is_closed_nobody_gets_what_he_waits_for() -> None:
+def test_in_an_arena_that_is_closed_nothing_is_staged() -> None:
     arena, found = staged(Codec.Q8, ends_at=1)
     assert arena.stage() == Staged(ATTEMPT, corrupt=(1, 2))
     assert arena.data(arena.pages[0].target) == found[0]
     assert arena.untouched(arena.pages[0].target)
 
 
-def test_nobody_waits_for_nothing() -> None:
+def test_an_order_to_stage_nothing_is_answered_with_nothing() -> None:
     assert Arena(spec_of()).stage() == Staged(ATTEMPT)

@@ -89,7 +89,7 @@ def test_a_page_is_shown_where_it_lies_in_addressable_tiers_alone(
 
 
 def test_what_is_not_in_its_store_cannot_be_read(stores: TierStores) -> None:
-    with pytest.raises(OSError, match="cut off"):
+    with pytest.raises(OSError, match="truncated"):
         stores.bytes_of(slot_in(Tier.DISK, 2 * FILE_BYTES - SECTOR_BYTES // 2))
 
 

@@ -1,4 +1,4 @@
-"""What was purged outlives the coordinator that was told, or nobody is told that it does."""
+"""What was purged outlives the coordinator that was told, or its caller is told that it may not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_next_coordinator_finds_what_the_last_one_wrote(tmp_path: Path) -> N
     assert opened(folder)[1] == STONES[1:]
 
 
-def test_nobody_else_may_read_what_tenants_purged(tmp_path: Path) -> None:
+def test_no_other_user_may_read_what_tenants_purged(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     opened(folder)[0].write(STONES)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -57,7 +57,7 @@ def test_a_coordinator_that_was_replaced_cannot_overwrite_its_successor(tmp_path
 
 
 def test_a_write_is_whole_or_has_not_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever step fails, the file is there and is the old one; and what is left over is in nobody's way."""
+    """Whatever step fails, the file is there and is the old one; and what is left over does no harm."""
     file, _ = opened(tmp_path)
     file.write((CLEARED,))
 
@@ -128,7 +128,7 @@ def test_a_folder_that_another_setting_named_is_blamed_on_that(tmp_path: Path) -
         TombstoneFile(str(tmp_path / "file"), "the drive's folder").take_over()
 
 
-def test_whoever_forgets_begins_with_none_and_may_have_had_none(tmp_path: Path) -> None:
+def test_after_forget_there_are_no_tombstones_even_if_there_were_none_before(tmp_path: Path) -> None:
     file, _ = opened(tmp_path)
     file.write(STONES)
     file.forget()
@@ -202,7 +202,7 @@ def test_a_file_that_cannot_be_understood_says_what_to_do(tmp_path: Path, conten
     (tmp_path / NAME).write_bytes(content)
     with pytest.raises(ConfigError, match=r"cannot be understood.*Restore it from a copy.*`kvcluster clear`"):
         opened(tmp_path)
-    assert (tmp_path / NAME).read_bytes() == content, "it is left for whoever looks into it"
+    assert (tmp_path / NAME).read_bytes() == content, "it is left for the operator"
 
 
 # ------------------------------------------------------------------------------------------------ the promise

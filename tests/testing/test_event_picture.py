@@ -29,7 +29,7 @@ def test_a_picture_knows_each_block_by_tier_with_its_parent_and_its_tokens() -> 
 @pytest.mark.parametrize(
     ("events", "wrong"),
     [
-        ((BOTH, BOTH), "told twice"),
+        ((BOTH, BOTH), "stored twice"),
         ((BlocksRemoved(Tier.DEVICE, (A,)),), "was not there"),
         ((BOTH, BlocksRemoved(Tier.HOST, (A,))), "was not there"),
     ],

@@ -120,5 +120,5 @@ def test_settling_ends_where_events_follow_one_another_without_end() -> None:
         kernel.at(kernel.now, None, again)
 
     again()
-    with pytest.raises(AssertionError, match="no end"):
+    with pytest.raises(AssertionError, match="without an end"):
         kernel.settle()

@@ -1,4 +1,4 @@
-"""Who may have what, and when others see it."""
+"""Claims about access and visibility: which caller may read what, and when others see it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_refused(
     namespace: NamespaceId | None = None,
     epoch: Epoch | None = None,
 ) -> None:
-    """Raises AssertionError unless a load and a store are refused for that reason, and nothing is moved."""
+    """Checks that a load and a store are refused for that reason and move nothing. Raises AssertionError otherwise."""
     reading, writing = content.read_request(), content.write_request()
     namespace = reading.namespace if namespace is None else namespace
     epoch = reading.epoch if epoch is None else epoch
@@ -49,7 +49,7 @@ def check_refused(
 
 
 class AskingClaims:
-    """Of namespaces, incarnations and visibility."""
+    """Claims about namespaces, incarnations and visibility."""
 
     def test_attaching_names_the_namespace_of_the_credential(self, world: World) -> None:
         spec = opaque_spec(1, 8)
@@ -58,10 +58,10 @@ class AskingClaims:
         assert {answer.epoch for answer in attached} == {world.epoch}
         assert {answer.lease_ttl_ns for answer in attached} == {world.host.core.leases.ttl_ns}
 
-    def test_a_namespace_that_nobody_attached_is_not_known(self, world: World) -> None:
+    def test_a_namespace_that_was_never_attached_is_not_known(self, world: World) -> None:
         check_refused(world.open(), Content.of(world, 1, 1, 8), RefusedKind.UNKNOWN_NAMESPACE)
 
-    def test_the_namespace_of_another_tenant_is_as_unknown_as_one_that_nobody_has(self, world: World) -> None:
+    def test_the_namespace_of_another_tenant_is_as_unknown_as_one_that_does_not_exist(self, world: World) -> None:
         content = Content.of(world, 2, 1, 8)
         store(world.open(), content)
         stranger = world.second_tenant()
@@ -109,7 +109,7 @@ class AskingClaims:
         world.memory(other.namespace, other.keys[0])[0] ^= 1
         transport.suspect(other.namespace, world.epoch, other.keys, soon())
         world.cluster.wait_until(lambda: world.page(other.namespace, other.keys[0]) is None)
-        assert world.page(content.namespace, content.keys[0]) is not None, "though it is as rotten"
+        assert world.page(content.namespace, content.keys[0]) is not None, "though it is corrupt as well"
 
     def test_parts_that_the_spec_does_not_have_are_refused(self, world: World) -> None:
         content = Content.of(world, 1, 2, 8)
@@ -133,7 +133,7 @@ class AskingClaims:
         world.cluster.wait_until(lambda: world.page(content.namespace, rotten[0]) is None)
         outcome = load(transport, content, [PageWant(key, 0, 1) for key in (rotten[0], *sound)])
         assert outcome == [MissReason.EVICTED, None, None]
-        assert world.page(content.namespace, rotten[1]) is not None, "which nobody has suspected"
+        assert world.page(content.namespace, rotten[1]) is not None, "which no reader has suspected"
         transport.suspect(content.namespace, world.epoch, content.keys, soon())
         world.cluster.wait_until(lambda: world.page(content.namespace, rotten[1]) is None)
         assert load(transport, content) == [MissReason.EVICTED, MissReason.EVICTED, None, None]
@@ -159,5 +159,5 @@ class AskingClaims:
         write(transport, content)
         try:
             assert not transport.flush(Deadline.after_ms(200))
-        except Unavailable as trouble:  # it was late by itself
+        except Unavailable as trouble:  # the call itself was late
             assert trouble.miss.reason is MissReason.DEADLINE

@@ -1,6 +1,5 @@
-"""What is moved: pages with bytes of their own, a source as stingy as its contract allows, and a sink that believes
-nothing; and the few calls that the claims are made of.
-"""
+"""What is moved: pages with bytes of their own, a source that allows no more than its contract, and a sink that
+verifies everything; and the few calls that the claims are made of."""
 
 from __future__ import annotations
 
@@ -24,23 +23,23 @@ Pieces = Generator[None, None, list[Miss | None]]
 
 
 class Asker(Protocol):
-    """Who asks, and of which incarnation of a shard: a World, or whoever has none."""
+    """Provides the attempts and the shard's epoch for requests: a World, or a stand-in for one."""
 
     @property
     def epoch(self) -> Epoch: ...
 
     def attempt(self) -> Attempt:
-        """One that nobody had."""
+        """Returns an attempt that was never used."""
 
 
 def opaque_spec(layers: int, layer_bytes: int) -> KVSpec:
-    """A spec of one group, whose layers are any number of bytes."""
+    """Returns a spec of one group, whose layers have any number of bytes."""
     group = Group(tuple(range(layers)), (Plane.opaque("bytes", layer_bytes),))
     return KVSpec("conformance", "sha256:0", block_tokens=1, groups=(group,))
 
 
 class Content:
-    """Pages of a spec, in an order of their own, with bytes that no two layers share."""
+    """Pages of a spec in a given order; no two layers have the same bytes."""
 
     def __init__(self, asker: Asker, spec: KVSpec, keys: Sequence[PageKey], *, seed: int = 0) -> None:
         self._asker = asker
@@ -54,13 +53,13 @@ class Content:
 
     @classmethod
     def of(cls, asker: Asker, pages: int, layers: int, layer_bytes: int, *, first: int = 0) -> Content:
-        """`pages` pages of one group, of blocks numbered from `first` on."""
+        """Returns `pages` pages of one group, of the blocks numbered from `first` on."""
         spec = opaque_spec(layers, layer_bytes)
         return cls(asker, spec, [PageKey(block(first + at), 0, spec.whole(0)) for at in range(pages)], seed=first)
 
     @classmethod
     def big(cls, asker: Asker, *, first: int = 0) -> Content:
-        """More than any transport keeps under way: 16 pages of a frame each."""
+        """Returns more than any transport keeps under way: 16 pages of a frame each."""
         return cls.of(asker, 16, 2, limits.FRAME_BYTES // 2, first=first)
 
     def write_request(self, *, wait_ns: int = 0, keys: Sequence[PageKey] | None = None) -> WriteRequest:
@@ -68,7 +67,7 @@ class Content:
         return WriteRequest(self.namespace, self._asker.attempt(), self._asker.epoch, pages, wait_ns)
 
     def wants(self) -> list[PageWant]:
-        """Every layer of every page."""
+        """Returns wants for every layer of every page."""
         return [PageWant(key, 0, key.part.layers) for key in self.keys]
 
     def read_request(self, wants: Sequence[PageWant] | None = None) -> ReadRequest:
@@ -77,12 +76,12 @@ class Content:
 
 
 def block(number: int) -> BlockHash:
-    """The hash of a block, as far as a shard can tell."""
+    """Returns a block hash that a shard accepts."""
     return BlockHash(number.to_bytes(HASH_BYTES, "big"))
 
 
 class ContentSource:
-    """Hands a request's pages out from one buffer, which every further call overwrites: nothing may be kept.
+    """Sends a request's pages from one buffer, which every further call overwrites: the receiver must not keep views.
 
     `before_send` is called before every piece. The checksums of the items in `lies_about` are wrong.
     """
@@ -128,12 +127,12 @@ class ContentSource:
         self.spoil()
 
     def spoil(self) -> None:
-        """What was handed out before is not valid any more."""
+        """Overwrites the buffer: views handed out before are not valid any more."""
         self._buffer[:] = bytes(len(self._buffer))
 
 
 class ContentSink:
-    """Verifies and keeps what comes for a request. `after_receive` is called after every piece."""
+    """Verifies and keeps what arrives for a request. `after_receive` is called after every piece."""
 
     def __init__(self, content: Content, request: ReadRequest, after_receive: Callable[[], object] = lambda: None):
         self._content = content
@@ -158,7 +157,7 @@ class ContentSink:
         self._after_receive()
 
     def check(self, without: Sequence[int] = ()) -> None:
-        """Raises AssertionError unless exactly what was wanted has come, but for these items."""
+        """Raises AssertionError unless exactly what was wanted has arrived, except for these items."""
         wanted = {
             (item, layer): self._content.layers[want.key][layer]
             for item, want in enumerate(self._wants)
@@ -178,7 +177,7 @@ class ActiveRead:
     sink: ContentSink
 
     def finish(self) -> list[Miss | None]:
-        """Reads to the end; the outcome."""
+        """Reads to the end and returns the outcome."""
         while True:
             try:
                 next(self.pieces)
@@ -195,21 +194,22 @@ def read(
     after_receive: Callable[[], object] = lambda: None,
     deadline: Deadline | None = None,
 ) -> ActiveRead:
-    """A load that has not begun."""
+    """Returns a load that has not begun."""
     request = content.read_request(wants)
     sink = ContentSink(content, request, after_receive)
     return ActiveRead(request, transport.read(request, sink, deadline or soon()), sink)
 
 
 def read_begun(transport: Transport, content: Content) -> ActiveRead:
-    """A load whose first piece has arrived."""
+    """Returns a load whose first piece has arrived."""
     reading = read(transport, content)
     next(reading.pieces)
     return reading
 
 
 def load(transport: Transport, content: Content, wants: Sequence[PageWant] | None = None) -> list[MissReason | None]:
-    """Loads these wants, all by default. Checks that what did not miss is right and complete; why the rest did."""
+    """Loads these wants, all by default, and checks that what did not miss is correct and complete. Returns for each
+    why it missed, or None."""
     reading = read(transport, content, wants)
     outcome = reading.finish()
     reading.sink.check(without=[item for item, miss in enumerate(outcome) if miss is not None])
@@ -224,14 +224,14 @@ def write(
     wait_ns: int = 0,
     deadline: Deadline | None = None,
 ) -> list[Written]:
-    """Attaches, and stores all of it; the outcome."""
+    """Attaches and stores all pages; returns the outcome."""
     transport.attach(content.spec, soon())
     request = content.write_request(wait_ns=wait_ns)
     return transport.write(request, ContentSource(content, request, before_send), deadline or soon())
 
 
 def store(transport: Transport, content: Content) -> None:
-    """Stores all of it, which succeeds."""
+    """Stores all pages; raises AssertionError unless all are committed."""
     assert write(transport, content) == [Written.COMMITTED] * len(content.keys)
 
 
@@ -240,7 +240,7 @@ class Stop(Exception):
 
 
 def stop_at(number: int) -> Callable[[], None]:
-    """Raises Stop when it is called for that time."""
+    """Returns a function that raises Stop at its call of that number."""
     calls = itertools.count(1)
 
     def call() -> None:
@@ -251,7 +251,7 @@ def stop_at(number: int) -> Callable[[], None]:
 
 
 def page_calls(path: DataPath, content: Content, deadline: Callable[[], Deadline] = soon) -> list[Callable[[], object]]:
-    """A load and a store of which nothing is sent, to be made in turn."""
+    """Returns a load and a store that send nothing, to be made in turn."""
     reading, writing = content.read_request(), content.write_request()
     return [
         lambda: list(path.read(reading, ContentSink(content, reading, stop_at(1)), deadline())),
@@ -262,7 +262,7 @@ def page_calls(path: DataPath, content: Content, deadline: Callable[[], Deadline
 def every_call(
     transport: Transport, content: Content, deadline: Callable[[], Deadline] = soon
 ) -> list[Callable[[], object]]:
-    """An attach, the calls of `page_calls`, a flush and a report, to be made in turn."""
+    """Returns an attach, the calls of `page_calls`, a flush and a report of suspects, to be made in turn."""
     request = content.read_request()
     return [
         lambda: transport.attach(content.spec, deadline()),

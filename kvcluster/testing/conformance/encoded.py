@@ -1,4 +1,4 @@
-"""Encoded pages travel as they lie, and to nobody who does not accept what they have lost."""
+"""Claims about encoded pages: they travel encoded, and only to readers that accept their loss."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvcluster.transport.page_writer import read_whole
 
 LOSSY = [Codec.Q8, Codec.Q4]
 SMALL, LARGE = 8, limits.FRAME_BYTES // (2 * 2 * 2 * 64)
-"""Tokens of a block: several pages go into a frame, and a raw layer is one."""
+"""Tokens of a block. SMALL: several pages fit into a frame. LARGE: a raw layer is one frame."""
 
 Came = dict[tuple[int, int], tuple[int, int, bytes]]
-"""By item and layer, counted from its page's first: a codec, a checksum and bytes."""
+"""What arrived, by item and layer, counted from its page's first: codec, checksum and bytes."""
 
 
 def numbers(world: World, pages: int, block_tokens: int = SMALL) -> Content:
-    """Pages of numbers, which can be encoded."""
+    """Returns pages of float16 numbers, which can be encoded."""
     spec = KVSpec.uniform(
         model="conformance",
         weights="sha256:0",
@@ -53,7 +53,7 @@ def numbers(world: World, pages: int, block_tokens: int = SMALL) -> Content:
 
 
 class _Sink:
-    """Keeps what comes, as it comes."""
+    """A PageSink that keeps what arrives."""
 
     def __init__(self) -> None:
         self.came: Came = {}
@@ -70,18 +70,18 @@ class _Sink:
 def load(
     transport: Transport, content: Content, wants: Sequence[PageWant] | None = None, accept: Loss = Loss.Q4
 ) -> tuple[list[Miss | None], Came]:
-    """The outcome of a load that accepts so much, and what came."""
+    """Returns the outcome of a load that accepts that loss, and what arrived."""
     sink = _Sink()
     request = replace(content.read_request(wants), accept=accept)
     return run_to_completion(transport.read(request, sink, soon())), sink.came
 
 
 def committed(world: World, content: Content, wants: Sequence[PageWant], items: Sequence[int] | None = None) -> Came:
-    """What the shard holds of these wants, of all items or of some."""
+    """Returns what the shard holds of these wants, for all items or for some."""
     held: Came = {}
     for item, want in enumerate(wants):
         page = world.page(content.namespace, want.key)
-        assert page is not None, "no such page"
+        assert page is not None, "the shard does not hold this page"
         step = page.nbytes // want.key.part.layers
         sums, memory = checksum.unpack_sums(page.sums), world.memory(content.namespace, want.key)
         for layer in range(want.layer_start, want.layer_stop) if items is None or item in items else ():
@@ -90,7 +90,7 @@ def committed(world: World, content: Content, wants: Sequence[PageWant], items: 
 
 
 def demoted(world: World, codec: Codec, pages: int = 2, *, block_tokens: int = SMALL) -> Content:
-    """Pages that were stored and lie in the host tier now."""
+    """Stores pages and demotes them to the host tier."""
     stored = numbers(world, pages, block_tokens)
     store(world.open(), stored)
     world.demote(stored.namespace, stored.keys, codec)
@@ -98,7 +98,7 @@ def demoted(world: World, codec: Codec, pages: int = 2, *, block_tokens: int = S
 
 
 class EncodedClaims:
-    """Of pages of the host tier."""
+    """Claims about pages of the host tier."""
 
     @pytest.mark.parametrize("codec", LOSSY)
     @pytest.mark.parametrize("block_tokens", [SMALL, LARGE])
@@ -150,7 +150,7 @@ class EncodedClaims:
         assert came == committed(world, content, content.wants())
 
     @pytest.mark.parametrize("accept", Loss)
-    def test_who_accepts_less_loss_misses_those_pages_and_gets_the_ones_beside_them(
+    def test_a_reader_that_accepts_less_loss_misses_those_pages_and_gets_the_ones_beside_them(
         self, world: World, accept: Loss
     ) -> None:
         content, transport = numbers(world, 5), world.open()

@@ -1,4 +1,5 @@
-"""What goes in comes out, each page has an outcome of its own, and never a wrong byte."""
+"""Claims about moving pages: a load returns what was stored, each page has an outcome of its own, and no byte is
+wrong."""
 
 from __future__ import annotations
 
@@ -39,21 +40,22 @@ SHAPES = [
     (2, 2, 5 * FRAME),
     (4_096, 1, 24),
 ]
-"""Pages, layers, bytes of a layer: many in a frame, exactly one, several frames a layer, and thousands in a call."""
+"""Pages, layers, bytes of a layer: many layers in a frame, exactly one, several frames for a layer, and thousands of
+pages in a call."""
 
 COMMITTED, DUPLICATE, PENDING, FULL = Written.COMMITTED, Written.DUPLICATE, Written.PENDING, Written.FULL
 EVICTED = MissReason.EVICTED
 
 
 def fill(world: World, transport: Transport) -> Content:
-    """Leaves no room for another page of a frame."""
+    """Stores pages of a frame until there is no room for another; returns them."""
     content = Content.of(world, world.host.core.pool.allocator.capacity_bytes // FRAME, 2, FRAME // 2)
     store(transport, content)
     return content
 
 
 class MovingClaims:
-    """Of pages and their bytes."""
+    """Claims about pages and their bytes."""
 
     # ----------------------------------------------------------------------------- what goes in comes out
 
@@ -141,7 +143,7 @@ class MovingClaims:
         for user in [world.meanwhile(partial(use, number)) for number in range(4)]:
             user.result(BOUND_S)
 
-    def test_a_load_that_nobody_drives_on_holds_up_no_other_call(self, world: World) -> None:
+    def test_a_load_that_is_not_driven_on_holds_up_no_other_call(self, world: World) -> None:
         transport, content, new = world.open(), Content.big(world), Content.of(world, 1, 1, 100, first=100)
         store(transport, content)
         reading = read_begun(transport, content)
@@ -208,7 +210,7 @@ class MovingClaims:
 
     def test_a_store_that_waits_in_vain_is_full(self, world: World) -> None:
         transport, new = world.open(), Content.of(world, 1, 2, FRAME // 2, first=100)
-        reading = read_begun(world.open(), fill(world, transport))  # what is evicted now stays until this has ended
+        reading = read_begun(world.open(), fill(world, transport))  # keeps what is evicted until it ends
         assert write(transport, new, wait_ns=20_000_000) == [FULL]
         reading.pieces.close()
 
@@ -219,7 +221,7 @@ class MovingClaims:
             assert write(transport, new, wait_ns=int(BOUND_S * 1e9), deadline=Deadline.after_ms(50)) == [FULL]
         except Unavailable as trouble:
             assert trouble.miss.reason is MissReason.DEADLINE
-        assert world.leased(reading.request.attempt), "long before whoever was in the way ran out of time"
+        assert world.leased(reading.request.attempt), "long before the lease of the reader in the way expired"
         reading.pieces.close()
 
     # --------------------------------------------------------------------------------- never a wrong byte
@@ -260,7 +262,7 @@ class MovingClaims:
         reading = read_begun(transport, content)
         pool = world.host.core.pool
         world.host.inspect(lambda: [pool.condemn(page) for page in list(pool.ready())])
-        store(world.open(), other)  # into what is not kept for the reader
+        store(world.open(), other)  # into memory that is not kept for the reader
         reading.finish()
         reading.sink.check()
         assert load(transport, content) == [EVICTED] * 16

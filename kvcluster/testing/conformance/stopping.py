@@ -1,4 +1,5 @@
-"""Whoever stops, and for whatever reason, leaves nothing behind; and a shard that is gone is told as such."""
+"""Claims about stopping: a reader or writer that stops, for any reason, leaves nothing behind, and a shard that is gone
+is reported as lost."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ EVICTED = MissReason.EVICTED
 
 
 class StoppingClaims:
-    """Of readers, writers, leases and shards that end before their time."""
+    """Claims about readers, writers, leases and shards that end early."""
 
     # -------------------------------------------------------------------------------------------- of itself
 
@@ -140,7 +141,7 @@ class StoppingClaims:
         world.expire_leases()
         with pytest.raises(Unavailable) as trouble:
             reading.finish()
-        assert trouble.value.miss.reason is MissReason.DEADLINE, "the shard is there: it was the reader"
+        assert trouble.value.miss.reason is MissReason.DEADLINE, "the reader failed, not the shard"
         assert not reading.sink.corrupt
         world.wait_until_unleased()
 
@@ -188,7 +189,7 @@ class StoppingClaims:
             ActiveRead(reading, second.read(reading, sink, soon()), sink).finish()
         assert refused.value.refused.kind is RefusedKind.BAD
         pause.release()
-        assert under_way.result(BOUND_S) == [Written.COMMITTED] * 2, "the first is none the worse for it"
+        assert under_way.result(BOUND_S) == [Written.COMMITTED] * 2, "the first is not affected"
 
     # ----------------------------------------------------------------------------------- for being closed
 
@@ -217,7 +218,7 @@ class StoppingClaims:
             except Unavailable as trouble:
                 assert trouble.miss.reason is MissReason.SHARD_LOST
             except Stop:
-                """It goes on, and moves bytes."""
+                """It goes on, and moves bytes: a transport within a process has nothing to close."""
         world.wait_until_unleased()
 
     # --------------------------------------------------------------------------- when the shard goes away

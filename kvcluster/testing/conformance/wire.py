@@ -1,20 +1,20 @@
 """Claims for a transport whose shard is served at an address: what each end does when the other one misbehaves.
 
 A test module inherits WireClaims beside TransportConformance and provides these fixtures. Each is a parametrised list
-of misbehaviour in the bytes of that transport; the claims say what must follow from it.
+of malformed input in the bytes of that transport; the claims say what must follow from it.
 
-- `wire`: a Wire. `bad_address`: a string that is no address of this transport.
-- `bad_request`: a function that sends bytes that are no request to the world's shard and returns the words of the
+- `wire`: a Wire. `bad_address`: a string that is not an address of this transport.
+- `bad_request`: a function that sends bytes that are not a request to the world's shard and returns the words of the
   refusal; and the pattern that they must match.
-- `bad_store`: the same for a store of a Content that turns into nonsense after it was granted, or ends too early.
+- `bad_store`: the same for a store of a Content that becomes malformed after it was granted, or ends too early.
 - `cut_store`: a function that begins a store of a Content and stops sending in the middle of it.
 - `bad_load_answer`, `bad_store_answer`: a data path to a server that answers with these bytes; for a load also how many
   layers arrive before the answer becomes wrong.
 - `refusing`: a data path to a server that refuses every store, and the Refused that it sends.
 - `silent`: a data path to a server that accepts connections and never answers, and its address.
 
-NetworkClaims holds in addition where the server copies the bytes into the arena itself: then a worker that stands still
-cannot write into a page, and the end of its lease frees that page. Over shared memory it can, so the page is kept.
+NetworkClaims holds in addition if the server copies the bytes into the arena itself: then a stalled worker cannot write
+into a page, and the end of its lease frees that page. Over shared memory it can, so the page is kept.
 """
 
 from __future__ import annotations
@@ -62,26 +62,26 @@ class Wire:
     """A transport that is served at an address."""
 
     client: type[DataPath]
-    """Its worker side, made of an address and a token; a class that another process can import."""
+    """Its client side, constructed with an address and a token; a class that another process can import."""
 
     address_form: str
-    """What an address looks like, as the error about a wrong one says it."""
+    """The form of an address, as the error about a wrong one gives it."""
 
     token: Callable[[Tenant], str]
-    """The credential that the world's server knows for a tenant."""
+    """Returns the credential of a tenant that the world's server knows."""
 
     def open(self, address: str, token: str | None) -> DataPath:
         return self.client(address, token)  # type: ignore[call-arg]
 
 
 def unserved(pages: int, layers: int, layer_bytes: int, *, epoch: int = 1) -> Content:
-    """Content for a shard of another process, whose epoch is given."""
+    """Returns content for a shard of another process, whose epoch is given."""
     attempt = Attempt(Holder(os.urandom(HOLDER_BYTES)), 1)
     return Content.of(SimpleNamespace(epoch=Epoch(epoch), attempt=lambda: attempt), pages, layers, layer_bytes)
 
 
 def store_half(client: type[DataPath], address: str, token: str, epoch: int) -> None:
-    """What the worker process that is killed runs: it sends one and a half of three pages, prints a line and waits."""
+    """Runs in the worker process that is killed: sends one and a half of three pages, prints a line and waits."""
     content = unserved(3, 2, limits.FRAME_BYTES, epoch=epoch)
     request = content.write_request()
 
@@ -95,13 +95,13 @@ def store_half(client: type[DataPath], address: str, token: str, epoch: int) -> 
 
 
 def address_of(world: World) -> str:
-    """Where the world's server listens."""
+    """Returns the address at which the world's server listens."""
     address: str = world.served.address  # type: ignore[attr-defined]
     return address
 
 
 class WireClaims:
-    """Of clients and servers that are not what they should be."""
+    """Claims about clients and servers that misbehave."""
 
     # ------------------------------------------------------------------------- what a server does with bad input
 
@@ -187,7 +187,7 @@ class WireClaims:
             with pytest.raises(Unavailable) as trouble:
                 call()
             assert trouble.value.miss.reason is MissReason.DEADLINE
-            assert address in str(trouble.value), "a person can tell which address is meant"
+            assert address in str(trouble.value), "the error names the address"
 
     def test_a_shard_that_answers_a_load_wrongly_is_a_protocol_error(
         self, bad_load_answer: tuple[DataPath, int]
@@ -199,7 +199,7 @@ class WireClaims:
         with pytest.raises(ProtocolError):
             list(path.read(request, sink, soon()))
         assert not sink.got
-        assert len(sink.corrupt) == layers_before, "what came before, which is zeros and does not verify"
+        assert len(sink.corrupt) == layers_before, "the layers before the error are zeros, which do not verify"
 
     def test_a_shard_that_answers_a_store_wrongly_is_a_protocol_error(self, bad_store_answer: DataPath) -> None:
         content = unserved(2, 3, 8)
@@ -217,7 +217,7 @@ class WireClaims:
 
 
 class NetworkClaims(WireClaims):
-    """Of servers that copy what arrives into the arena themselves."""
+    """Claims about servers that copy what arrives into the arena themselves."""
 
     def test_a_writer_that_stands_still_loses_its_pages_when_its_lease_ends(self, world: World) -> None:
         content = Content.of(world, 2, 2, limits.FRAME_BYTES // 2)

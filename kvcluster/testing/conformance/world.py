@@ -1,8 +1,8 @@
-"""A shard to try a transport on, watched from inside.
+"""A shard to test a transport on, observed from inside.
 
-A World is one real shard in a running cluster of this process, behind the transport that is tried. Tests wait until
-the shard has come to some state instead of sleeping, end leases at will, spoil bytes, and cut the shard off. When a
-test is over, nothing may be left: no lease, no half-written page, no room that nobody accounts for.
+A World is one real shard in a running cluster of this process, behind the transport under test. Tests wait until the
+shard has reached some state instead of sleeping; they end leases, corrupt bytes, and disconnect the shard. When a test
+is over, nothing may be left: no lease, no half-written page, no memory that is not accounted for.
 """
 
 from __future__ import annotations
@@ -43,33 +43,35 @@ ONE, TWO = Tenant("one"), Tenant("two")
 
 ARENA_BYTES = 32 * 2**20
 HOST_BYTES = 4 * 2**20
-"""The device tier, and the host tier for what a test has demoted."""
+"""The sizes of the device tier, and of the host tier for pages that a test demotes."""
 
 BOUND_S = 20.0
-"""How long anything may take before a test fails; nothing is expected to take a tenth of it."""
+"""How long any wait may take before a test fails; nothing is expected to take a tenth of it."""
 
 _LOOK_S = 0.02
-"""How often a test looks that waits: what a shard does of its own accord, such as verifying pages, it tells nobody."""
+"""How often a waiting test polls: what a shard does by itself, such as verifying pages, is not announced to the
+test."""
 
 
 def soon() -> Deadline:
-    """A deadline that only a test that hangs can miss."""
+    """Returns a deadline that only a hanging test can miss."""
     return Deadline.after_ms(BOUND_S * 1e3)
 
 
 class ServedShard(Protocol):
-    """The serving side of a transport, before one shard."""
+    """The serving side of a transport, for one shard."""
 
     def open(self, tenant: Tenant) -> Transport:
-        """A way to the shard with that tenant's credential."""
+        """Opens a transport to the shard with that tenant's credential."""
 
     def close(self) -> None:
-        """Ends it at once, and with it what is under way, as the end of the shard's process would. May be repeated."""
+        """Ends the server and its exchanges at once, as the end of the shard's process would. May be called
+        repeatedly."""
 
 
 class WatchedHost:
-    """A shard host that tells whenever it was asked something or has revoked a lease. Implements PageHost
-    and ShmHost."""
+    """A shard host that wakes waiting tests whenever it is asked a question or revokes a lease. Implements PageHost and
+    ShmHost."""
 
     def __init__(self, host: ShardHost) -> None:
         self._host = host
@@ -116,7 +118,7 @@ class WatchedHost:
         return self._host.on_revoke(attempt, stop_and_note)
 
     def answer_late(self, kind: type[ShardQuestion]) -> None:
-        """The next answer to a question of that kind comes too late for whoever asked."""
+        """Makes the next answer to a question of that kind too late for its caller, who gets Unavailable(DEADLINE)."""
         self._late.append(kind)
 
     def wait_until(self, holds: Callable[[], object], what: str) -> None:
@@ -137,7 +139,7 @@ class WatchedHost:
 
 
 class World:
-    """One shard and two tenants. Made by `open_world`."""
+    """One shard and two tenants, made by `open_world`."""
 
     def __init__(
         self,
@@ -158,17 +160,17 @@ class World:
         self._is_cut = False
 
     def open(self, tenant: Tenant = ONE) -> Transport:
-        """A way to the shard, closed with the world."""
+        """Opens a transport to the shard, which is closed with the world."""
         transport = self.served.open(tenant)
         self._transports.append(transport)
         return transport
 
     def second_tenant(self) -> Transport:
-        """A way to the shard for somebody else."""
+        """Opens a transport to the shard for the other tenant."""
         return self.open(TWO)
 
     def attempt(self) -> Attempt:
-        """One that nobody had."""
+        """Returns an attempt that was never used."""
         return Attempt(self._holder, next(self._attempts))
 
     @property
@@ -176,7 +178,7 @@ class World:
         return self.host.core.epoch
 
     def cut(self) -> None:
-        """The shard is gone, as if its process had ended."""
+        """Ends the shard, as if its process had ended."""
         self._is_cut = True
         self.served.close()
         for shard, host in self.cluster.shards.items():
@@ -184,33 +186,34 @@ class World:
                 self.cluster.stop_shard(shard)
 
     def meanwhile(self, work: Callable[[], T]) -> Future[T]:
-        """Does it on a thread of its own."""
+        """Runs `work` on another thread."""
         return self._pool.submit(work)
 
     def page(self, namespace: NamespaceId, key: PageKey) -> Page | None:
-        """What the shard has for a key, ready or being written."""
+        """Returns the shard's page for a key, ready or being written; None if there is none."""
         return self.host.core.pool.get(namespace, key)
 
     def memory(self, namespace: NamespaceId, key: PageKey) -> memoryview:
-        """The bytes of a page in the arena, to spoil them."""
+        """Returns the bytes of a page in the arena, for a test to corrupt."""
         page = self.page(namespace, key)
-        assert page is not None, "no such page"
+        assert page is not None, "the shard does not hold this page"
         return self.host.view(page.slot())
 
     def demote(self, namespace: NamespaceId, keys: Sequence[PageKey], codec: Codec) -> None:
-        """Has the coordinator order these pages down, and waits until they lie in the host tier, encoded so."""
+        """Has the coordinator order these pages down, and waits until they are in the host tier, encoded with
+        `codec`."""
         self._order([Move(namespace, key.hash, STAGING, codec) for key in keys])
         pages = [self.page(namespace, key) for key in keys]
         assert all(page is not None and page.tier is STAGING and page.codec is codec for page in pages), "not there"
 
     def promote(self, namespace: NamespaceId, keys: Sequence[PageKey]) -> None:
-        """Has it order them up again, and waits until they lie above as well."""
+        """Has the coordinator order these pages up again, and waits until they are in the device tier as well."""
         self._order([Move(namespace, key.hash, FASTEST) for key in keys])
         pages = [self.page(namespace, key) for key in keys]
         assert all(page is not None and page.tier is FASTEST for page in pages), "not there"
 
     def _order(self, moves: Sequence[Move]) -> None:
-        """Waits until the shard has carried it out, and has said so."""
+        """Gives these orders and waits until the shard has carried them out and reported so."""
         coordinator, core = self.cluster.running_coordinator(), self.cluster.coordinator_core()
         (member,) = core.members.all()
 
@@ -221,15 +224,15 @@ class World:
         self.cluster.wait_until(lambda: member.orders.of(MoveOrder) is None, BOUND_S)
 
     def leased(self, attempt: Attempt) -> bool:
-        """Does the lease of this attempt still run?"""
+        """Whether the lease of this attempt is still running."""
         return self.host.core.leases.running(attempt)
 
     def lease_expiry(self) -> int | None:
-        """When the next lease runs out, on the clock of the shard."""
+        """Returns when the next lease expires, on the clock of the shard; None if there is no lease."""
         return self.host.core.leases.next_expiry
 
     def expire_leases(self) -> None:
-        """All leases run out at this moment, and those that are renewed meanwhile too."""
+        """Makes all leases expire now, including those that are renewed meanwhile."""
         leases = self.host.core.leases
 
         def expired() -> bool:
@@ -239,14 +242,14 @@ class World:
 
         self.host.inspect(expired)
         self.host.ask(build_request(Renew(self.attempt()), CLUSTER), BOUND_S)  # the driver sees a deadline after a step
-        self.watched.wait_until(expired, "leases that have run out end")
+        self.watched.wait_until(expired, "expired leases end")
 
     def wait_until_unleased(self) -> None:
-        """Waits until nothing is read or written."""
+        """Waits until no lease is left."""
         self.watched.wait_until(lambda: not len(self.host.core.leases), "every lease is given back")
 
     def check(self) -> None:
-        """Raises AssertionError where anything is left of what the test did, but for READY pages."""
+        """Raises AssertionError if the test left anything behind except READY pages."""
         if self._is_cut:
             return
         self.wait_until_unleased()
@@ -260,7 +263,7 @@ class World:
         self.host.inspect(check)
 
     def close(self) -> None:
-        """Ends the transports and what serves them. May be called again."""
+        """Closes the transports and their server. May be called repeatedly."""
         for transport in self._transports:
             transport.close()
         self.served.close()
@@ -268,8 +271,8 @@ class World:
 
 @contextmanager
 def open_world(serve: Callable[[WatchedHost], ServedShard]) -> Iterator[World]:
-    """A world whose shard is reached by what `serve` puts before it; checked at the end of a test that passes."""
-    # Room is made when a test asks for it, and pages are verified when somebody suspects them; not before.
+    """Opens a world whose shard is served by `serve`; checks it at the end of a test that passes."""
+    # Eviction and scrubbing run only when a test asks for room or suspects pages.
     unasked = {
         "coordinator": {"low_free": 0.0, "high_free": 0.0},
         "shard": {"scrub_bytes": 0, "host_bytes": HOST_BYTES},
@@ -286,7 +289,7 @@ def open_world(serve: Callable[[WatchedHost], ServedShard]) -> Iterator[World]:
 
 
 class Pause:
-    """Where one thread stops, at call number `at`, until another lets it go on."""
+    """Stops a thread at its call number `at`, until another thread releases it."""
 
     def __init__(self, at: int = 1) -> None:
         self._calls = itertools.count(1)
@@ -297,10 +300,10 @@ class Pause:
     def __call__(self) -> None:
         if next(self._calls) == self._at:
             self._reached.set()
-            assert self._released.wait(BOUND_S), "nobody let it go on"
+            assert self._released.wait(BOUND_S), "the pause was not released"
 
     def wait_reached(self) -> None:
-        assert self._reached.wait(BOUND_S), "it never came there"
+        assert self._reached.wait(BOUND_S), "the pause was not reached"
 
     def release(self) -> None:
         self._released.set()

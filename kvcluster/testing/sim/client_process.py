@@ -1,7 +1,7 @@
 """A client's process: what the client's plans need of a network (loads.py, stores.py), and no more.
 
-It asks the coordinator within the time that is left, attaches namespaces, and opens connections to shards. An answer
-that is lost is asked for again; what does not come at all is None or an error, and never raised.
+It asks the coordinator within the time that is left, attaches namespaces, and opens connections to shards. A lost
+answer is asked for again; an answer that does not come at all is returned as None or as an error, and never raised.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from kvcluster.testing.sim.surroundings import Surroundings
 from kvcluster.transport.base import RefusedByShard, Unavailable
 
 BREAKER_MS = 50
-"""So that one that opened while there were faults is closed again when all must have come to rest."""
+"""Short, so that a breaker that opened during the faults is closed again by the time everything must be at rest."""
 
 
 class ReaderJudge(Protocol):
-    """What is shown to the oracle (oracle.py), or asked of it."""
+    """What a client shows to the oracle (oracle.py), or asks of it."""
 
     def accepted(self, space: NamespaceId, key: PageKey, layer: Layer, accept: Loss) -> None:
-        """A reader has taken these bytes for what it asked for, who accepts that loss."""
+        """A reader that accepts that loss has accepted these bytes."""
 
     def refused(self, key: PageKey, layer: Layer) -> None:
         """A reader got bytes that do not match their checksum."""
 
     def was_committed(self, space: NamespaceId, key: PageKey) -> bool:
-        """Has any shard ever committed this page?"""
+        """Whether any shard has ever committed this page."""
 
 
 class ClientSurroundings(Surroundings, Addresses, Protocol):
@@ -69,9 +69,9 @@ class ClientProcess(Process):
         self._holder = holder
         self._attempts = 0
         self._asked = 0
-        self._asking: dict[int, int] = {}  # since when each question under way was asked
+        self._asking: dict[int, int] = {}  # when each question under way was asked
         self.policy = ShardPolicy(breaker_failures=3, breaker_ms=BREAKER_MS)
-        self._plans = 0  # under way
+        self._plans = 0  # the number under way
         self._attached: dict[Model, Attached] = {}
         self._attached_shards: dict[tuple[ShardAddress, NamespaceId], None] = {}
 
@@ -80,21 +80,22 @@ class ClientProcess(Process):
         return Attempt(self._holder, self._attempts)
 
     def plan_began(self) -> None:
-        """A load or store is under way."""
+        """Counts a load or store that begins."""
         self._plans += 1
 
     def plan_ended(self) -> None:
-        """It has stopped all its exchanges. Where no other is under way, each permit that was given has had its end."""
+        """Counts a load or store that has stopped all its exchanges. If no other is under way, every permit of a
+        breaker must have been settled."""
         self._plans -= 1
         probing = [name for name, breaker in self.policy.status(self.now()).items() if breaker["state"] == "probing"]
-        hold(self._plans > 0 or not probing, f"no exchange is under way, and {probing} wait for what a probe shows")
+        hold(self._plans > 0 or not probing, f"no exchange is under way, but {probing} wait for a probe")
 
     # ------------------------------------------------------------------------------------------- questions
 
     def ask(
         self, question: CoordinatorQuestion, tenant: Tenant, give_up: int, namespace: NamespaceId | None = None
     ) -> Script:
-        """One question to the coordinator; None where no answer comes."""
+        """Asks the coordinator one question. Returns the reply, or None if no answer comes."""
         build = build_request(question, tenant, namespace)
         promise = self.world.network.ask(self, self.world.coordinator_seen_by(self), build)
         self._asked += 1
@@ -105,12 +106,12 @@ class ClientProcess(Process):
         return reply if promise.ready and reply is not BROKEN else None
 
     def unanswered_ns(self) -> int:
-        """For how long the coordinator has not answered a question that is under way."""
+        """Returns for how long the coordinator has not answered a question that is under way; 0 if none is."""
         return self.now() - next(iter(self._asking.values())) if self._asking else 0
 
     def question(self, model: Model, question: CoordinatorQuestion, give_up: int) -> Script:
-        """As `ask`, within a namespace: attaches first, and again where it was forgotten; asks once more where the
-        answer was lost."""
+        """As `ask`, within a namespace: attaches it first, again if the coordinator has forgotten it, and asks again if
+        the answer was lost."""
         reply = None
         for _ in range(4):
             if model not in self._attached:
@@ -126,12 +127,12 @@ class ClientProcess(Process):
         return reply
 
     def end_ticket(self, model: Model, attempt: Attempt) -> None:
-        """Nobody waits for it; lost, the ticket ends by time."""
+        """Ends a ticket without waiting for the answer. If the message is lost, the ticket ends by time."""
         build = build_request(EndTicket(attempt), model.tenant)
         self.world.network.ask(self, self.world.coordinator_seen_by(self), build)
 
     def attach(self, model: Model, give_up: int) -> Script:
-        """What the coordinator said of a namespace when it was attached; None where it cannot be asked."""
+        """Returns the coordinator's answer to attaching the namespace; None if it cannot be asked."""
         for _ in range(2):
             if model in self._attached or self.now() >= give_up:
                 break
@@ -143,8 +144,8 @@ class ClientProcess(Process):
     # --------------------------------------------------------------------------------------------- shards
 
     def open(self, model: Model, shard: ShardAddress, request: ReadRequest | WriteRequest, give_up: int) -> Script:
-        """A connection and the head of its answer, for each page None or why not; or the error that the client's
-        connections (client/shard_connections.py) would raise."""
+        """Opens a connection. Returns it with the head of its answer, which holds for each page None or why not; or
+        returns the error that the client's connections (client/shard_connections.py) would raise."""
         if self.now() >= give_up:
             return Unavailable(Miss(MissReason.DEADLINE))
         process = self.world.shard_at(shard.address)

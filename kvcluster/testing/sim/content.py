@@ -1,9 +1,9 @@
-"""What is right: the models, the conversations, and the bytes of every page, as the outside world knows them.
+"""The correct data: the models, the conversations, and the bytes of every page, as seen from outside the system.
 
 The content of a page follows from its name, its codec and its loss, so that any reader's bytes can be judged without
-asking the system that is judged. Nothing is really encoded here: what a codec makes of a page, and what is decoded from
-that again, are bytes of their own, of the right length. All of it is worked out once a process: hash chains and
-contents are the same for every seed.
+asking the system that is judged. Nothing is really encoded here: the encoded form of a page, and what is decoded from
+it again, are bytes of their own, of the right length. Everything is computed once a process: hash chains and contents
+are the same for every seed.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Model:
     space: NamespaceId
 
     def whole(self) -> tuple[tuple[int, Part], ...]:
-        """All groups, each whole."""
+        """Returns all groups, each with its whole part."""
         return tuple((group, self.spec.whole(group)) for group in range(len(self.spec.groups)))
 
     def halves(self) -> tuple[tuple[int, Part], ...]:
-        """All groups as two ranks write them, the heads divided; whole where there is one head."""
+        """Returns all groups as two ranks write them, the heads divided; a group with one head is whole."""
         out: list[tuple[int, Part]] = []
         for group, part in self.whole():
             if part.heads < 2:
@@ -61,11 +61,11 @@ class Model:
         return tuple(out)
 
     def first_half(self) -> tuple[tuple[int, Part], ...]:
-        """All groups as the first of those two ranks needs and writes them."""
+        """Returns all groups as the first of those two ranks reads and writes them."""
         return tuple(dict(reversed(self.halves())).items())
 
     def need(self, accept: Loss = Loss.Q4, *, half: bool = False) -> Need:
-        """All groups, whole or what the first of two ranks needs."""
+        """Returns the need for all groups, whole or as the first of two ranks reads them."""
         parts = dict(self.first_half() if half else self.whole())
         return Need(tuple(parts[group] for group in range(len(self.spec.groups))), accept)
 
@@ -95,7 +95,7 @@ _ORIGINS: dict[tuple[NamespaceId, BlockHash], tuple[BlockHash | None, tuple[int,
 
 @cache
 def chain(model: Model, prompt: int, conversation: int) -> tuple[BlockHash, ...]:
-    """The LONGEST blocks of a conversation; it begins with its system prompt."""
+    """Returns the LONGEST blocks of a conversation, which begins with its system prompt."""
     step = model.spec.block_tokens
     tokens = [prompt] * (step * PROMPT) + [1_000 + conversation] * (step * (LONGEST - PROMPT))
     blocks = tuple(hashing.chain(hashing.root(model.space), tokens, step))
@@ -106,13 +106,13 @@ def chain(model: Model, prompt: int, conversation: int) -> tuple[BlockHash, ...]
 
 
 def origin(model: Model, block: BlockHash) -> tuple[BlockHash | None, tuple[int, ...]]:
-    """The block before this one, None at the beginning of a conversation, and its token ids."""
+    """Returns the block before this one, None at the beginning of a conversation, and its token ids."""
     return _ORIGINS[model.space, block]
 
 
 @cache
 def root(model: Model) -> BlockHash:
-    """What the first block of a conversation follows."""
+    """Returns the root hash, which the first block of a conversation follows."""
     return hashing.root(model.space)
 
 
@@ -130,7 +130,7 @@ class PageContent(NamedTuple):
 
 @cache
 def content(space: NamespaceId, key: PageKey, codec: Codec = Codec.RAW, loss: Loss = Loss.EXACT) -> PageContent:
-    """What this page holds wherever it is right; raw but with a loss, what was decoded."""
+    """Returns what this page must hold. RAW with a loss means what was decoded."""
     nbytes = codecs.page_bytes(codec, BY_SPACE[space].spec, key.group, key.part)
     layers = key.part.layers
     name = b"".join((space, key.hash, repr((key.group, *key.part, codec, loss)).encode()))
@@ -141,10 +141,10 @@ def content(space: NamespaceId, key: PageKey, codec: Codec = Codec.RAW, loss: Lo
 
 @cache
 def identity(space: NamespaceId, key: PageKey, codec: Codec = Codec.RAW) -> int:
-    """As a reader works it out, from what it asked for and the codec that it came in."""
+    """Returns the checksum identity, as a reader computes it from what it asked for and the codec in which it came."""
     return checksum.identity(space, key, codec)
 
 
 def encodable(key: PageKey) -> bool:
-    """Some pages hold what no codec encodes."""
+    """Whether the page can be encoded: some pages hold values that no codec encodes."""
     return key.hash[0] % 8 > 0

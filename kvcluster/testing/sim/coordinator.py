@@ -1,6 +1,6 @@
-"""A coordinator's process: what runtime/coordinator_host.py does. What is on disk outlives it.
+"""A coordinator's process: what runtime/coordinator_host.py does. Its disk outlives it.
 
-In a world whose scenario announces, a listener hears its KV events.
+If the world's scenario announces, a listener gets its KV events.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from kvcluster.testing.sim.listener import EventListener
 from kvcluster.testing.sim.surroundings import Supervisor, Surroundings
 
 RETELL_NS = 300 * MS
-"""Between an event that was dropped and the question for all blocks."""
+"""The time between a dropped event and the request for all blocks."""
 
 
 class CoordinatorJudge(Protocol):
-    """What is shown to the oracle (coordinator_oracle.py)."""
+    """What a coordinator shows to the oracle (coordinator_oracle.py)."""
 
     def stepped(self, c: CoordinatorProcess, message: object, effects: list[Effect], now: int) -> None:
-        """A coordinator has stepped this message; its effects have yet to be performed."""
+        """Judges a step of a coordinator, before its effects are performed."""
 
     def purged(self, request: Request[Purge]) -> None:
-        """A purge was answered."""
+        """Records that a purge was answered."""
 
 
 class CoordinatorSurroundings(Surroundings, Supervisor, Protocol):
@@ -52,7 +52,8 @@ class CoordinatorSurroundings(Surroundings, Supervisor, Protocol):
 
 
 class CoordinatorProcess(SimulatedCore):
-    """One coordinator incarnation. `heard` is when, by its own clock, it last heard of each shard incarnation."""
+    """One coordinator incarnation. `heard` is when, by its own clock, it last received a report of each shard
+    incarnation."""
 
     core: Coordinator
     world: CoordinatorSurroundings
@@ -84,19 +85,20 @@ class CoordinatorProcess(SimulatedCore):
             case Persist(tombstones):
                 if self is self.world.coordinator:
                     self.world.kept = tombstones
-                else:  # its volume is where its successor runs: it cannot do what it must, and ends
+                else:  # its volume is with its successor: it cannot persist, and ends
                     self.world.kill(self)
             case Publish():
                 self._publish(effect)
             case KeepSettings():
-                pass  # no worker sets any here
+                pass  # no worker changes settings here
             case Leave():
                 self.world.left(self, for_good=effect.for_good)
             case _:
                 raise AssertionError(f"a coordinator does not perform {effect}")
 
     def _publish(self, told: Publish) -> None:
-        """While the world works, the publisher drops some, and asks for all blocks again."""
+        """Publishes to the listener. While the world works, the publisher drops some events, and asks for all blocks
+        again."""
         world = self.world
         if world.working and world.scenario.event_loss and world.later.random() < world.scenario.event_loss:
             world.count("event", "dropped")
@@ -110,7 +112,7 @@ class CoordinatorProcess(SimulatedCore):
         self.kernel.at(self.kernel.now + RETELL_NS, self, self._retell)
 
     def _retell(self) -> None:
-        if self.core.retelling:  # it may have told before what was dropped since
+        if self.core.retelling:  # it may have retold already what was dropped since
             self._ask_again()
         elif self.listener.behind:
             self.listener.retelling()

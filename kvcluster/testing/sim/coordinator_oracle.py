@@ -1,7 +1,7 @@
 """Judges what coordinators say, from outside: answers, grants, orders, drains.
 
 It compares a coordinator with what the shards really hold and with what other coordinators were told. As in oracle.py,
-each promise is one `hold` with one sentence, and what a fault explains is no violation.
+each promise is one `hold` with one sentence, and what a fault explains is not a violation.
 """
 
 from __future__ import annotations
@@ -50,22 +50,23 @@ from kvcluster.testing.sim.surroundings import Setting
 
 
 class ClusterProcesses(Setting, Protocol):
-    """What a coordinator is compared with: `coordinator` is the newest, `incarnations` are all shards there were."""
+    """What a coordinator is compared with: `coordinator` is the newest one, `incarnations` are all shard incarnations
+    so far."""
 
     coordinator: CoordinatorProcess
     incarnations: dict[tuple[ShardId, Epoch], ShardProcess]
 
 
 class CoordinatorOracle:
-    """Judges coordinators of one world. `placed` is Oracle's: when each page was committed last, by shard."""
+    """Judges the coordinators of one world. `placed` is that of Oracle: when each page was last committed, by shard."""
 
     def __init__(self, world: ClusterProcesses, placed: dict[Name, dict[str, int]]) -> None:
         self._world = world
         self._placed = placed
         self._purged_at: dict[NamespaceId, int] = {}
-        self._answers: dict[tuple[str, Attempt], tuple[IssuedTicket, object]] = {}  # of tickets that run
-        self._drain_until: dict[tuple[str, ShardAddress], int] = {}  # by the coordinator that lets it go
-        self._others_had: dict[tuple[str, ShardAddress], dict[Name, None]] = {}  # when that began
+        self._answers: dict[tuple[str, Attempt], tuple[IssuedTicket, object]] = {}  # of live tickets
+        self._drain_until: dict[tuple[str, ShardAddress], int] = {}  # by the coordinator that drains it
+        self._others_had: dict[tuple[str, ShardAddress], dict[Name, None]] = {}  # when the drain began
         self._orders: dict[tuple[str, ShardAddress], GivenOrders] = {}
         self._judges: dict[type, Callable[[CoordinatorProcess, Request[Any], object, int], None]] = {
             Report: self._reported,
@@ -106,8 +107,11 @@ class CoordinatorOracle:
     def _load_prepared(self, c: CoordinatorProcess, request: Request[PrepareLoad], reply: object, now: int) -> None:
         if isinstance(reply, LoadGrant):
             hashes = request.question.hashes
-            hold((reply.miss is None) == (reply.blocks == len(hashes)), "a miss says why not one more")
-            hold(sum(run.count for run in reply.runs) == reply.blocks, "a grant says where each block lies, once")
+            hold(
+                (reply.miss is None) == (reply.blocks == len(hashes)),
+                "a miss says why a grant ends early",
+            )
+            hold(sum(run.count for run in reply.runs) == reply.blocks, "a grant gives the location of each block, once")
             self._is_same_again(c, request, reply)
             plans = [(run.count, run.plan) for run in reply.runs]
             self._names_members(c, namespace_of(request), hashes, plans)
@@ -130,11 +134,11 @@ class CoordinatorOracle:
 
     def _ticked(self, c: CoordinatorProcess) -> None:
         heard = [entry for entry in c.backlog if entry[0] == c.receive]
-        hold(not heard, "members are judged before what has arrived meanwhile was heard")
+        hold(not heard, "members are judged before the messages that have arrived")
         for info in c.core.members.lost.values():
             shard = self._world.incarnations[info.shard, info.epoch]
             serves = shard.running and shard.coordinator is c and shard.core.member(shard.now())
-            hold(not serves, f"{info.shard} is given up for lost, and grants leases of this coordinator's term")
+            hold(not serves, f"{info.shard} is considered lost, but grants leases of this coordinator's term")
         for of, (ticket, _) in list(self._answers.items()):
             if of[0] == c.name and c.core.tickets.get(of[1]) is not ticket:
                 del self._answers[of]
@@ -145,14 +149,14 @@ class CoordinatorOracle:
     def _is_same_again(
         self, c: CoordinatorProcess, request: Request[PrepareLoad | PrepareStore], reply: object
     ) -> None:
-        """A prepare that is repeated gets the same answer while its ticket runs, unless a shard was lost or the
-        namespace was purged since."""
+        """A repeated prepare gets the same answer while its ticket is live, unless a shard was lost or the namespace
+        was purged since."""
         attempt = request.question.attempt
         of = c.name, attempt
         space = c.core.directory.known(namespace_of(request))
         before = self._answers.pop(of, None)
         if before is not None and space is not None and before[0].known == (c.core.book.version, space.purged):
-            hold(reply == before[1], "a prepare that is repeated gets another answer")
+            hold(reply == before[1], "a repeated prepare gets a different answer")
         ticket = c.core.tickets.get(attempt)
         if ticket is not None:
             self._answers[of] = ticket, reply
@@ -164,7 +168,7 @@ class CoordinatorOracle:
         hashes: tuple[BlockHash, ...],
         plans: Sequence[tuple[int, Plan | None]],
     ) -> None:
-        """No answer names a shard that is held for lost, nor a block that was purged before."""
+        """No answer names a shard that is considered lost, nor a block that was purged before."""
         at = 0
         purged_at = self._purged_at.get(space) if c is self._world.coordinator else None
         for count, plan in plans:
@@ -190,11 +194,11 @@ class CoordinatorOracle:
             hold(known is None or known > purged_at, f"purged block {name[1].hash.hex()[:6]} is found again")
 
     def _drained(self, c: CoordinatorProcess, info: ShardInfo, now: int) -> None:
-        """A shard that is drained takes nothing with it that another had room for.
+        """A drained shard takes no block with it that another shard had room for.
 
-        What lay on another when that began, or has come to one since, and was evicted there has had its place, and was
-        the coldest in it. What a purge names that it has yet to carry out goes whether it stays or not, even where a
-        store of before was committed after: only in its stream does the purge have a place.
+        A block counts as kept if another shard had it when the drain began, or got it since, even if it was evicted
+        there: it had its place and was the coldest in it. A page that a pending purge names may go in any case, even if
+        a store that began before the purge was committed after it: only the report stream orders the purge.
         """
         shard = self._world.incarnations[info.shard, info.epoch]
         until = self._drain_until.get((c.name, shard.address))
@@ -209,7 +213,7 @@ class CoordinatorOracle:
         for (space, block), places in blocks.items():
             slots = [shard.ready[place][0] for place in places]
             stored_at = max(shard.ready[place][1] for place in places)
-            # Into which tier it would come there depends on what of it is brought: it fits for sure where it does in
+            # Which tier it would enter there depends on which pages of it are fetched: it fits for sure if it fits in
             # each.
             tiers = dict.fromkeys([FASTEST, *(min(slot.tier, STAGING) for slot in slots)])
             nbytes = sum(-(-slot.nbytes // UNIT_BYTES) for slot in slots) * UNIT_BYTES
@@ -224,8 +228,8 @@ class CoordinatorOracle:
         return {place[:2]: None for shard in living for place in shard.ready}
 
     def _came_elsewhere(self, name: Name, shard: ShardProcess, c: CoordinatorProcess) -> bool:
-        """Does it lie on another shard, did it when the drain began, or has it come to one since it lies here? That
-        another has just died, its coordinator cannot know."""
+        """Whether the page is on another shard, was when the drain began, or was committed on one after it was
+        committed here. The coordinator cannot know yet that such a shard has just died."""
         if name in self._others_had.get((c.name, shard.address), {}):
             return True
         placed = self._placed.get(name, {})
@@ -242,7 +246,7 @@ class CoordinatorOracle:
         return member.info.use(tier).room(self._world.scenario.config.coordinator.low_free)
 
     def purged(self, request: Request[Purge]) -> None:
-        """It was answered: from now on nothing of before is found."""
+        """Records an answered purge: from now on no older block is found."""
         m = request.question
         for model in content.MODELS:
             spec = model.spec
@@ -254,5 +258,5 @@ class CoordinatorOracle:
 
 
 def _reply(effects: list[Effect]) -> object:
-    """The answer to the message that was stepped; a coordinator answers at once, and once."""
+    """Returns the answer to the stepped message; a coordinator answers at once, and once."""
     return next((effect.reply for effect in effects if isinstance(effect, Answer)), None)

@@ -1,7 +1,9 @@
-"""The memory that a load fills, as the oracle sees it: who writes each place, and whether right bytes lie there.
+"""The memory that a load fills, as the oracle sees it: which exchange writes each place, and whether it holds the
+correct bytes.
 
 A place is one head of one layer of one block. The promises of a load are judged here: a place has one owner at a time,
-is written by its owner alone and never after the outcome was told, and everything that is told to have come is right.
+is written by its owner alone and never after the outcome was reported, and everything that is reported as loaded is
+correct.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ Place = tuple[int, int, int, int]
 
 
 class Destination:
-    """Of one load. Exchanges are named by their numbers."""
+    """The destination of one load. Exchanges are named by their numbers."""
 
     def __init__(self, spec: KVSpec, pieces: Iterable[Piece], progress: LoadProgress) -> None:
         self._spec = spec
@@ -35,57 +37,58 @@ class Destination:
                 self._right[place] = False
 
     def take(self, exchange: int, pieces: Iterable[Piece]) -> None:
-        """An exchange begins to own these."""
+        """Makes an exchange the owner of these pieces' places."""
         for piece in pieces:
             for place in places(piece, piece.want.layer_start, piece.want.layer_stop):
                 hold(place not in self._owners, "memory is given to an exchange while another may write it")
                 self._owners[place] = exchange
 
     def give_back(self, exchange: int, pieces: Iterable[Piece]) -> None:
-        """It writes these no more."""
+        """Ends the exchange's ownership of these pieces' places."""
         for piece in pieces:
             for place in places(piece, piece.want.layer_start, piece.want.layer_stop):
                 if self._owners.get(place) == exchange:
                     del self._owners[place]
 
     def write(self, exchange: int, piece: Piece, layer: int, *, right: bool) -> None:
-        """One layer of a piece, counted as its want counts them, is written."""
-        hold(not self._told, "memory is written after the outcome of the load was told")
+        """Records that one layer of a piece, counted as its want counts them, was written."""
+        hold(not self._told, "memory is written after the outcome of the load was reported")
         for place in places(piece, layer, layer + 1):
             hold(self._owners.get(place) == exchange, "memory is written by an exchange that does not own it")
             self._right[place] = right
 
     def came(self, loss: Loss) -> None:
-        """Something that has lost so much came, and was taken."""
+        """Records that data with this loss was accepted."""
         self._loss = max(self._loss, loss)
 
     def check_layers(self, layers: Iterable[int]) -> None:
-        """A layer of which nothing is left to come is right in every block."""
+        """Checks that a layer with nothing left to come is correct in every block."""
         for layer in layers:
             if self._progress.layer_left(layer) == 0:
                 hold(
-                    all(self._right[place] for place in self._of_layer(layer)), "a layer is told to have come too early"
+                    all(self._right[place] for place in self._of_layer(layer)),
+                    "a layer is reported too early",
                 )
 
     def tell(self, loaded: Loaded) -> None:
-        """The outcome is told."""
-        hold(not self._owners, "the outcome of a load is told while an exchange may write")
+        """Judges the outcome of the load."""
+        hold(not self._owners, "the outcome of a load is reported while an exchange may write")
         self._told = True
-        hold(self._loss <= loaded.loss, f"a load tells {loaded.loss.name} of what has lost {self._loss.name}")
+        hold(self._loss <= loaded.loss, f"a load reports loss {loaded.loss.name} for data of loss {self._loss.name}")
         wrong = {place[0] for place, right in self._right.items() if not right}
-        hold(wrong <= loaded.failed.keys(), "a block is told to have come that has not")
+        hold(wrong <= loaded.failed.keys(), "a block is reported as loaded that was not")
         if loaded.miss is None:
-            hold(not wrong, "a load is told to be whole that is not")
+            hold(not wrong, "a load is reported as complete that is not")
         whole_prefix = all(group.reuse.kind == "prefix" for group in self._spec.groups)
         if whole_prefix:
-            hold(all(block >= loaded.blocks for block in wrong), "blocks are told to be loaded that are not right")
+            hold(all(block >= loaded.blocks for block in wrong), "blocks are reported as loaded that are not correct")
 
     def _of_layer(self, layer: int) -> Iterator[Place]:
         return (place for place in self._right if self._spec.groups[place[1]].layers[place[2]] == layer)
 
 
 def places(piece: Piece, layer_start: int, layer_stop: int) -> Iterator[Place]:
-    """What these layers of a piece fill, counted as its want counts them."""
+    """Yields the places that these layers of a piece fill, counted as its want counts them."""
     rect, fills = piece.rect_of(layer_start, layer_stop), piece.fills
     for layer in range(rect.layer_start, rect.layer_stop):
         for head in range(fills.head_start, fills.head_stop):

@@ -1,7 +1,7 @@
 """The drives of a world: what shards have written there outlives them, as it does with runtime/disk.py.
 
-A file knows whose pages it holds; a record of a page stays until another is written in its place, its file begins
-another life or is beheaded, so that pages of long ago are found again when a shard starts.
+A file knows the namespace of its pages; the record of a page stays until another is written in its slot, or until the
+file gets another header or loses it, so that a starting shard also finds pages of long ago.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvcluster.testing.sim.memory import flipped
 
 @dataclass(slots=True)
 class _Written:
-    """What lies in one slot. `page` is its record, None while that is being replaced."""
+    """The content of one slot. `page` is its record, None while that is being replaced."""
 
     page: RecoveredPage | None
     data: bytes
@@ -31,14 +31,14 @@ class _Written:
 
 
 class _FileHead(NamedTuple):
-    """What a file's head says."""
+    """The header of a file."""
 
     namespace: NamespaceId
     shape: Shape
 
 
 class Disk:
-    """The store of one tier of one shard on one node. `owner` holds it as long as it lives."""
+    """The store of one tier of one shard on one node. `owner` holds it for as long as it lives."""
 
     def __init__(self) -> None:
         self.owner: Process | None = None
@@ -48,9 +48,9 @@ class Disk:
         self._slots: dict[int, _Written] = {}  # by offset
 
     def open(self, shard: Process, config: ShardConfig, nbytes: int) -> RecoveredPages:
-        """What a shard that starts finds there."""
+        """Returns what a starting shard finds there."""
         if self.owner is not None and not self.owner.dead:
-            return RecoveredPages(why_none="another incarnation has the folder")
+            return RecoveredPages(why_none="another incarnation uses the folder")
         self.owner = shard
         plan = FileAllocator(nbytes, config.disk_file_bytes)
         self._file_bytes = plan.file_bytes
@@ -68,7 +68,7 @@ class Disk:
         )
 
     def begin_write(self, move: PageMove) -> None:
-        """Its file is of its kind from now on, and what lay in its slot is found no more."""
+        """Gives the file a header of the move's kind, and invalidates the record of the target slot."""
         number = move.target.offset // self._file_bytes
         kind = _kind(move.namespace, move.target.key, move.target.nbytes)
         if self._heads.get(number) != kind:
@@ -80,11 +80,11 @@ class Disk:
             self._slots[move.target.offset].page = None
 
     def write(self, move: PageMove, data: bytes, stored_at: int) -> None:
-        """The page is there, and its record."""
+        """Writes the page and its record."""
         self._slots[move.target.offset] = _Written(RecoveredPage.of(move), data, stored_at)
 
     def read(self, slot: PageSlot) -> bytes | None:
-        """What lies there; None where the file ends before it."""
+        """Returns the bytes of the slot; None if the file ends before it."""
         written = self._slots.get(slot.offset)
         return written.data if written is not None else None
 
@@ -107,7 +107,7 @@ class Disk:
         return any(written.rotten for written in self._slots.values())
 
     def rot(self, rng: random.Random) -> bool:
-        """A bit of each of some pages turns over, or their files are cut off before them. False where none are."""
+        """Flips a bit in some pages, or truncates their files before them. False if there are no pages."""
         for offset in rng.sample(list(self._slots), k=-(-len(self._slots) // 2)):  # a bad batch of sectors
             written = self._slots[offset]
             if rng.random() < 0.3:

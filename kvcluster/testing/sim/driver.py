@@ -1,7 +1,7 @@
 """A process of the simulator that runs a core: it answers questions over the network, and is judged at every step.
 
-What it has in common with other test worlds stands in testing/core_process.py. Here are the journal, the oracle, and
-the drawn order in which the threads of a process wake after it stood still.
+What it has in common with other test worlds is in testing/core_process.py. This module adds the journal, the oracle,
+and the drawn order in which the threads of a process wake after it was stalled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvcluster.testing.sim.surroundings import Surroundings
 
 
 class SimulatedCore(CoreProcess, Server):
-    """One incarnation of a coordinator or a shard. Subclasses perform effects and have the oracle judge."""
+    """One incarnation of a coordinator or a shard. Subclasses perform effects and pass steps to the oracle."""
 
     def __init__(self, world: Surroundings, name: str, node: int, clock: Clock, core: Core) -> None:
         super().__init__(world.kernel, name, node, clock, core, stall_ns=world.scenario.stall_ns)
@@ -37,5 +37,5 @@ class SimulatedCore(CoreProcess, Server):
         raise AssertionError("every process is judged")
 
     def messages_before_timer(self, count: int) -> int:
-        """Threads that bring messages and the timer's thread wake in any order."""
+        """Draws the order in which the threads that bring messages and the timer's thread wake."""
         return self.world.rng.randint(0, count)

@@ -1,4 +1,4 @@
-"""Judges an eviction order when a coordinator gives it: what it may name, and what it must not name before the rest."""
+"""Judges an eviction order when a coordinator gives it: which blocks it may name, and in which order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvcluster.testing.sim.promises import hold
 
 
 def judge_order(coordinator: Coordinator, member: Member, order: EvictOrder, now: int) -> None:
-    """Raises Violation where an order that is given at `now` takes what is promised, or a block before its tail."""
+    """Raises Violation if an order given at `now` names a held or pinned block, or a block before its tail."""
     for space in coordinator.directory:
         ordered = {block: None for space_id, block in order.blocks if space_id == space.id}
         for block in ordered:
@@ -23,7 +23,7 @@ def judge_order(coordinator: Coordinator, member: Member, order: EvictOrder, now
 def _tails_first(
     space: CoordinatorNamespace, member: Member, order: EvictOrder, ordered: dict[BlockHash, None], now: int
 ) -> None:
-    """A block goes no earlier than the blocks after it that lie in the same tier of that shard."""
+    """A block is not evicted before the blocks after it in the same tier of that shard."""
     moves = member.orders.of(MoveOrder)
     moving = {move.hash for move in moves.moves} if moves is not None else ()
     for record in space.index:
@@ -31,7 +31,7 @@ def _tails_first(
             continue
         parent = space.index.get(record.parent)
         if parent is not None and record.copies.on(member.slot, order.tier):
-            hold(_promised(space, record.hash, now), f"{record.parent.hex()[:6]} is ordered to go before its tail")
+            hold(_promised(space, record.hash, now), f"{record.parent.hex()[:6]} is to be evicted before its tail")
 
 
 def _promised(space: CoordinatorNamespace, block: BlockHash, now: int) -> bool:

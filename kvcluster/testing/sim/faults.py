@@ -1,7 +1,7 @@
 """What goes wrong: one fault after another while the world works, drawn from those that the seed has.
 
-Everything that stops goes on after a while, what is cut is mended, and what was killed is started anew by a
-supervisor, as Ray does it. Faults overlap.
+Every stopped process is resumed after a while, every cut is mended, and a killed process is restarted by a supervisor,
+as Ray does it. Faults overlap.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from kvcluster.testing.kernel import MS, SECOND, Process
 from kvcluster.testing.sim.world import SimulatedWorld
 
 Fault = Callable[[], bool]
-"""Does it; False where there was nothing to do it to."""
+"""Causes the fault; False if there was nothing to apply it to."""
 
 
 class Faults:
-    """Breaks one world."""
+    """Causes the faults of one world."""
 
     def __init__(self, world: SimulatedWorld) -> None:
         self._world = world
@@ -63,7 +63,7 @@ class Faults:
         self._next()
 
     def _lasts(self) -> int:
-        """Until when: mostly short, sometimes beyond every term there is."""
+        """Returns when the fault ends: mostly soon, sometimes after every term and timeout has passed."""
         return self._world.kernel.now + int(self._rng.choice((50, 300, 1_000, 3_000)) * MS * (0.5 + self._rng.random()))
 
     # ------------------------------------------------------------------------------------------ processes
@@ -90,7 +90,7 @@ class Faults:
         return any(done)
 
     def _second_coordinator(self) -> bool:
-        """Its supervisor takes it for lost, while it is only cut off."""
+        """The supervisor takes the coordinator for lost and starts another, while it is only cut off."""
         world = self._world
         if world.scenario.nodes < 2 or world.coordinator.dead:
             return False
@@ -102,7 +102,7 @@ class Faults:
         return True
 
     def _second_shard(self) -> bool:
-        """A shard is started anew elsewhere, while its last incarnation is only cut off."""
+        """A shard is restarted elsewhere, while its last incarnation is only cut off."""
         world = self._world
         shard = world.shards[self._rng.choice(world.names)]
         if world.scenario.nodes < 2 or shard.dead or shard.shard not in world.names:
@@ -114,7 +114,7 @@ class Faults:
         return True
 
     def _stale_name(self) -> bool:
-        """Somebody is told an older coordinator's address."""
+        """The nodes' name for the coordinator points to an older one, on one node."""
         world = self._world
         older = [c for c in world.coordinators if not c.dead and c is not world.coordinator]
         if not older:

@@ -1,6 +1,6 @@
-"""What happened, in order: kept as tuples, and put into words only when somebody wants to read it.
+"""What happened, in order: kept as tuples, and formatted only when it is read.
 
-A line is (instant, who, what, with what). The words hold nothing that differs between two runs of one seed: no
+A line is (instant, process, action, arguments). The text holds nothing that differs between two runs of one seed: no
 address of an object, no order of a set.
 """
 
@@ -23,7 +23,7 @@ Entry = tuple[int, str, str, tuple[Any, ...]]
 
 
 class Journal:
-    """The last TAIL lines, or with `whole` all of them."""
+    """The last TAIL lines, or all of them if `whole`."""
 
     def __init__(self, *, whole: bool = False) -> None:
         self._entries: deque[Entry] = deque(maxlen=None if whole else TAIL)
@@ -33,14 +33,14 @@ class Journal:
         return len(self._entries)
 
     def lines(self, last: int | None = None) -> Iterator[str]:
-        """In words, the oldest first."""
+        """Yields the lines as text, the oldest first."""
         skip = 0 if last is None else max(0, len(self._entries) - last)
         for number, entry in enumerate(self._entries):
             if number >= skip:
                 yield line(entry)
 
     def digest(self) -> str:
-        """Equal where two runs did the same."""
+        """Returns a digest that is equal if two runs did the same."""
         digest = hashlib.sha256()
         for text in self.lines():
             digest.update(text.encode() + b"\n")
@@ -48,13 +48,13 @@ class Journal:
 
 
 def line(entry: Entry) -> str:
-    """One line of a journal."""
+    """Formats one line of a journal."""
     at, who, what, arguments = entry
     return f"{at / 1e6:10.3f}  {who:<8} {what:<8} {'  '.join(map(words, arguments))}".rstrip()
 
 
 def words(value: Any) -> str:
-    """Any value of the core, short enough to be read."""
+    """Formats any value of the core, short enough to read."""
     if isinstance(value, ShardInfo):
         return f"{value.shard}:{value.epoch % 10**12} free {value.free_bytes} leases {value.leases}"
     if isinstance(value, ShardAddress):
@@ -81,7 +81,7 @@ def words(value: Any) -> str:
     if isinstance(value, list):
         return "; ".join(map(words, value)) or "nothing"
     if is_dataclass(value) and not isinstance(value, type):
-        if hasattr(value, "canonical"):  # a spec: its namespace is said elsewhere
+        if hasattr(value, "canonical"):  # a spec: its namespace is printed elsewhere
             return "spec"
         return f"{type(value).__name__}({_joined(getattr(value, field.name) for field in fields(value))})"
     if isinstance(value, tuple):

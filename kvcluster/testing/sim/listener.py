@@ -1,11 +1,11 @@
 """A subscriber to the KV events of one coordinator incarnation, and its publisher, which may drop some.
 
-It models what runtime/event_publisher.py promises. A publisher that drops an event voids its stream: nothing that was
-told of that namespace counts any more, and the coordinator is asked to tell all blocks again (`Retell`). A coordinator
-that starts has a new publisher, so each incarnation has a new listener.
+It models what runtime/event_publisher.py promises. A publisher that drops an event voids its stream: nothing published
+of that namespace so far counts any more, and the coordinator is asked to publish all blocks again (`Retell`). A
+coordinator that starts has a new publisher, so each incarnation has a new listener.
 
-Once the coordinator has told everything that it has to tell, the listener's picture must equal the coordinator's index.
-Parents and token ids are judged against the right ones (content.py) as they are told.
+Once the coordinator has published everything, the listener's picture must equal the coordinator's index. Parents and
+token ids are compared with the correct ones (content.py) as they arrive.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from kvcluster.testing.sim.promises import hold
 
 
 class EventListener:
-    """Hears the events of one coordinator."""
+    """Receives the events of one coordinator."""
 
     def __init__(self) -> None:
         self._picture = EventPicture()
         self.behind = False
-        """Was an event dropped since the last Retell began?"""
+        """Whether an event was dropped since the last Retell began."""
 
     def lose(self, told: Publish) -> None:
-        """The publisher drops what one step of the coordinator has to say of one namespace."""
+        """The publisher drops the events that one step of the coordinator made for one namespace."""
         self._picture.clear(told.stream.namespace)
         self._picture.strict = False
         self.behind = True
 
     def hear(self, told: Publish) -> None:
-        """Takes in what one step of the coordinator has to say of one namespace."""
+        """Applies the events that one step of the coordinator made for one namespace."""
         picture = self._picture
         picture.hear(told)
         model = content.BY_SPACE[told.stream.namespace]
         for event in told.events:
             for block in event.hashes if isinstance(event, BlocksStored) else ():
                 parent, tokens = content.origin(model, block)
-                hold(picture.parents[block] == parent, "a block is told with another parent than its own")
-                hold(picture.tokens.get(block, tokens) == tokens, "a block is told with token ids of another")
+                hold(picture.parents[block] == parent, "a block is published with a wrong parent")
+                hold(picture.tokens.get(block, tokens) == tokens, "a block is published with token ids of another")
 
     def retelling(self) -> None:
-        """The coordinator begins to tell all blocks again, which makes good what was dropped before."""
+        """The coordinator begins to publish all blocks again, which makes up for all events dropped before."""
         self.behind = False
 
     def judge(self, coordinator: Coordinator) -> None:
-        """Raises Violation where the picture is not what the index says, once the coordinator has told everything."""
+        """Raises Violation if the picture differs from the index, once the coordinator has published everything."""
         if not self.behind and not coordinator.retelling:
-            hold(self._picture.blocks == indexed(coordinator), "a listener that heard every KV event is wrong")
+            hold(self._picture.blocks == indexed(coordinator), "a listener that got every KV event is wrong")

@@ -1,7 +1,7 @@
-"""The second phase: everything is healed, work ends, and within a bounded time all has come to rest.
+"""The second phase: all faults are healed, work ends, and within a bounded time the cluster must come to rest.
 
-Then every call is over, the index says what the shards hold, nothing is pinned, leased, promised or awaited, and no
-incarnation but the present ones lives. At last a worker finds what the shards hold, and can store what they do not.
+Then every call has ended, the index matches what the shards hold, nothing is pinned, leased, promised or awaited, and
+only the current incarnations live. Finally a worker loads what the shards hold, and stores what they do not.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvcluster.testing.sim.worker import Worker
 from kvcluster.testing.sim.world import SimulatedWorld
 
 REST_NS = 20 * SECOND
-"""Every term there is has passed by then, several times over."""
+"""Every term and timeout has passed by then, several times over."""
 _LOOK_NS = 200 * MS
 _LOOKS = 20
 
 
 def come_to_rest(world: SimulatedWorld) -> None:
-    """Raises Violation with what is still not so when the time is up."""
+    """Raises Violation with the first condition that still does not hold when the time is up."""
     world.journal.add((world.kernel.now, "world", "heals", ()))
     world.working = False
     world.bad_wire_until = 0
@@ -41,7 +41,7 @@ def come_to_rest(world: SimulatedWorld) -> None:
         except Violation as not_yet:
             world.end_superseded()
             if world.kernel.now >= give_up:
-                raise Violation(f"{REST_NS // SECOND} s after all was healed: {not_yet}") from None
+                raise Violation(f"{REST_NS // SECOND} s after the healing: {not_yet}") from None
     world.check()
     _serve_again(world)
     world.check()
@@ -52,9 +52,9 @@ def _all_is_at_rest(world: SimulatedWorld, healed_at: int) -> None:
     hold(not coordinator.dead and not coordinator.core.rebuilding, "the coordinator is not back")
     hold(all(worker.idle for worker in world.workers), "a call has not ended")
     hold(not len(coordinator.core.tickets), "a ticket is left")
-    hold(not coordinator.unanswered(), "somebody waits for the coordinator")
+    hold(not coordinator.unanswered(), "the coordinator has not answered a question")
     hold(not coordinator.listener.behind and not coordinator.core.retelling, "a listener to KV events is behind")
-    hold(not any(world.shards[name].dead for name in world.names), "a shard has not been started again")
+    hold(not any(world.shards[name].dead for name in world.names), "a shard has not been restarted")
     living = [shard for shard in world.incarnations.values() if not shard.dead]
     hold(sorted(shard.shard for shard in living) == sorted(world.names), "a shard is missing, or an old one lives on")
     members = [member.info.shard for member in coordinator.core.members.all()]
@@ -66,21 +66,21 @@ def _all_is_at_rest(world: SimulatedWorld, healed_at: int) -> None:
         assert member is not None
         hold(member.info.epoch == shard.core.epoch and member.cursor.current, f"{shard.shard} is not up")
         hold(shard.core.member(shard.now()), f"{shard.shard} has no coordinator")
-        # A report that was lost before is awaited for longer than a shard may be silent.
+        # A report that was lost before the healing is awaited for longer than a shard may be silent.
         silent_ns = coordinator.now() - coordinator.heard[shard.shard, shard.core.epoch]
-        hold(silent_ns < world.kernel.now - healed_at, f"{shard.shard} has not been heard of since")
+        hold(silent_ns < world.kernel.now - healed_at, f"{shard.shard} has not reported since")
         late = any(member.purged < space.purged for space in coordinator.core.directory)
         hold(not late, f"{shard.shard} has a purge to carry out")
-        hold(not member.draining, f"{shard.shard} has not gone")
+        hold(not member.draining, f"{shard.shard} is still draining")
         hold(not len(shard.core.leases), f"{shard.shard} has a lease left")
         hold(not shard.sessions, f"{shard.shard} has a session left")
-        hold(not shard.unanswered(), f"somebody waits for {shard.shard}")
+        hold(not shard.unanswered(), f"{shard.shard} has not answered a question")
         hold(not len(member.orders), f"{shard.shard} has an order left")
-        hold(not shard.core.order_progress.running, f"{shard.shard} is at an order that has no end")
-        # Else its next report is answered by an order to evict, perhaps of what is being loaded.
+        hold(not shard.core.order_progress.running, f"{shard.shard} still carries out an order")
+        # Otherwise its next report is answered by an order to evict, perhaps of blocks that are being loaded.
         for allocator in shard.core.pool.allocators.values():
             low_bytes = world.scenario.config.coordinator.low_free * allocator.capacity_bytes
-            hold(allocator.free_bytes >= low_bytes, f"{shard.shard} has room to make")
+            hold(allocator.free_bytes >= low_bytes, f"{shard.shard} has too little free room")
         pages = [(page.space, page.key, page.tier) for page in shard.core.pool.everything()]
         hold(len(list(shard.core.pool.ready())) == len(pages), f"{shard.shard} has a page that is not READY")
         hold(all(page.pins == 0 for page in shard.core.pool.everything()), f"{shard.shard} has a pin without an owner")
@@ -89,7 +89,7 @@ def _all_is_at_rest(world: SimulatedWorld, healed_at: int) -> None:
 
 
 def _told(world: SimulatedWorld) -> dict[int, list[tuple[NamespaceId, PageKey, Tier]]]:
-    """What the index says, by slot."""
+    """Returns what the index says, by slot."""
     told: dict[int, list[tuple[NamespaceId, PageKey, Tier]]] = {}
     for space in world.coordinator.core.directory:
         for record in space.index:
@@ -100,7 +100,7 @@ def _told(world: SimulatedWorld) -> dict[int, list[tuple[NamespaceId, PageKey, T
 
 
 def _serve_again(world: SimulatedWorld) -> None:
-    """What can be restored by what the shards hold is loaded; what is stored now is found."""
+    """Checks that everything the shards hold can be loaded, and that new stores succeed."""
     worker = world.workers[0]
     done = worker.start(_last_wishes(world, worker))
     world.kernel.run(world.kernel.now + 10 * SECOND)
@@ -112,27 +112,29 @@ def _last_wishes(world: SimulatedWorld, worker: Worker) -> Script:
         hashes = content.chain(model, 0, 0)
         yield from _all_is_told(world)
         yield from _no_shard_is_left_alone(worker)
-        expected, rotten = _restorable(world, model, hashes), _rotten(world)  # what is found so may be gone afterwards
+        expected, rotten = _restorable(world, model, hashes), _rotten(world)  # pages found now may be gone afterwards
         too_much = _is_too_much(world, hashes)
         loaded = yield from worker.load(model, hashes, model.need())
-        # To be read from disk they may have wanted room, and have gone to make it: a file that is given up asks nobody.
+        # Reading them from disk may need room, and pages may have been evicted to make it: a disk file is given up
+        # without an order.
         gone = world.scenario.config.shard.disk_bytes and _restorable(world, model, hashes) < expected
         excused = rotten or gone or too_much or _rotten(world)
         hold(loaded == expected or excused, f"{expected} blocks can be loaded, and {loaded} were")
     for model in world.models:
-        if len(model.whole()) == 1:  # one size of page: whether two sizes fit together, only their shard knows
+        if len(model.whole()) == 1:  # one page size: only the shard knows whether two sizes fit together
             short = content.chain(model, 0, 0)[:1]
             stored = False
             yield from _all_is_told(world)
             yield from _no_shard_is_left_alone(worker)
-            for _ in range(6):  # room is asked for by reports
+            for _ in range(6):  # reports ask for room
                 stored = stored or (yield from worker.store(model, short, 0, model.whole(), 300 * MS))
-            hold(stored or _rotten(world), "a block could not be stored in peace")
+            hold(stored or _rotten(world), "a block could not be stored after the healing")
             return
 
 
 def _all_is_told(world: SimulatedWorld) -> Script:
-    """What was loaded last may have had so much moved that a shard tells anew what it holds."""
+    """Waits until no shard is sending its inventory: the last load may have moved so many pages that a shard sends it
+    again."""
     for _ in range(_LOOKS):
         if all(member.cursor.current for member in world.coordinator.core.members.all()):
             return
@@ -140,13 +142,13 @@ def _all_is_told(world: SimulatedWorld) -> Script:
 
 
 def _no_shard_is_left_alone(worker: Worker) -> Script:
-    """What failed while there were faults is asked again after a while, by one exchange first."""
+    """Waits until every breaker that opened during the faults lets one exchange through again."""
     open_ms = [breaker["open_ms"] for breaker in worker.policy.status(worker.now()).values()]
     yield None, (max(open_ms, default=0) + 1) * MS
 
 
 def _restorable(world: SimulatedWorld, model: content.Model, hashes: tuple[BlockHash, ...]) -> int:
-    """By what the shards hold: the longest boundary at which every group has what it needs before it."""
+    """Returns the longest boundary at which every group has the blocks that it needs before it on some shard."""
     ready = {
         (page.space, page.key)
         for shard in world.incarnations.values()
@@ -175,8 +177,8 @@ def _restorable(world: SimulatedWorld, model: content.Model, hashes: tuple[Block
 
 
 def _is_too_much(world: SimulatedWorld, hashes: tuple[BlockHash, ...]) -> bool:
-    """Would these, read from a store, and what of them is in the staging tier anyway, fill that tier of a shard? Half
-    of it, as pages of two sizes may."""
+    """Whether these blocks would fill the staging tier of a shard, counting those read from a store and those in that
+    tier anyway. Half of the tier counts as full, since pages of two sizes may waste the rest."""
     for shard in world.incarnations.values():
         pages = shard.core.pool.ready() if not shard.dead else ()
         below = [page for page in pages if page.tier is not FASTEST and page.key.hash in hashes]

@@ -1,7 +1,7 @@
 """A load as a worker does it: the real plan (client/load_plan.py), carried out over the simulated network.
 
-An exchange takes a layer at a time under its ranges, as the client's sink does. Some copies take their time: what is
-told to stop meanwhile stops when they are done, and an exchange that waits for bytes stops at once or a little later.
+An exchange receives a layer at a time under its ranges, as the client's sink does. Some copies take time: a stop that
+arrives meanwhile takes effect when they are done, and an exchange that waits for bytes stops at once or a little later.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from kvcluster.testing.sim.sessions import FINISHED, Layer
 from kvcluster.transport.base import Cancelled, PathLost, Streams, Unavailable
 
 PATHS_LOST = 0.5
-"""Of the connections that break: there is another path to the same shard, as far as the client knows."""
+"""The share of broken connections after which, as far as the client knows, there is another path to the same shard."""
 
 COPY_NS = 2 * MS
-"""What one chunk takes at most to copy and verify, where it takes any time."""
+"""The longest time to copy and verify one chunk, if it takes any time."""
 
 
 class Load(SimulatedPlan[LoadEvent, LoadEffect]):
@@ -67,10 +67,10 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
         )
         super().__init__(worker, plan)
         worker.plan_began()
-        self._direct = worker.world.later.random() < 0.5  # bytes lie where they belong before they are verified
+        self._direct = worker.world.later.random() < 0.5  # bytes are written to their place before they are verified
         self._copying: dict[int, None] = {}
         self._starts: dict[int, StartRead] = {}
-        self._stops: dict[int, list[StopRead]] = {}  # that wait for the copy in hand
+        self._stops: dict[int, list[StopRead]] = {}  # stops that wait for the copy under way
 
     def _perform(self, effect: LoadEffect) -> None:
         worker, world = self._worker, self._worker.world
@@ -131,7 +131,7 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
         self._deliver(ReadEnded(start.exchange, outcome, error))
 
     def _exchange(self, start: StartRead) -> Script:
-        """The outcome for each piece, and no error; or an error."""
+        """Returns the outcome for each piece, and no error; or an error."""
         worker, ranges = self._worker, start.ranges
         wants = tuple(piece.want for piece in ranges.pieces)
         request = ReadRequest(self._model.space, start.attempt, start.shard.epoch, wants, start.accept)
@@ -158,14 +158,14 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
         return (() if error else tuple(head)), error
 
     def _broken(self, heard: object) -> Unavailable:
-        """What a connection that broke is: the end of one path to the shard, or of the last."""
+        """Returns the error of a broken connection: the loss of one path to the shard, or of the last one."""
         if heard is TIMED_OUT:
             return Unavailable(Miss(MissReason.DEADLINE, "it broke off"))
         lost = self._worker.world.later.random() < PATHS_LOST
         return (PathLost if lost else Unavailable)(Miss(MissReason.SHARD_LOST, "it broke off"))
 
     def _take(self, start: StartRead, piece: Piece, layer: Layer) -> Script:
-        """One layer to its place."""
+        """Copies one layer to its place."""
         worker, ranges, later = self._worker, start.ranges, self._worker.world.later
         if not ranges.may_write(layer.item, layer.layer, worker.now()):
             return

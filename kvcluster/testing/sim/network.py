@@ -1,10 +1,10 @@
-"""The network between nodes: it delays, loses, repeats, reorders, clogs, and is cut one way or both.
+"""The network between nodes: it delays, loses, repeats, reorders and clogs messages, and is cut one way or both.
 
-Questions travel alone, so that they overtake one another, get lost and come twice. Pages travel on pipes, which are
-connections: what is put in comes out in order or not at all, and after a loss nothing more comes out. Who loses
-something is sometimes told at once (a connection reset), and sometimes finds out by a deadline.
+Questions travel independently, so that they overtake one another, get lost and arrive twice. Pages travel on pipes,
+which are connections: what is put in comes out in order or not at all, and after a loss nothing more comes out. A
+process that loses something is sometimes told at once (a connection reset), and sometimes finds out by a deadline.
 
-Processes of one node speak over loopback, which none of this befalls.
+Processes of one node communicate over loopback, which is exempt from all of this.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvcluster.testing.core_stepper import Build
 from kvcluster.testing.kernel import MS, Kernel, Process, Promise
 
 BROKEN = object()
-"""What a promise or a pipe brings where the connection was reset."""
+"""What a promise or a pipe brings if the connection was reset."""
 
 _LOOPBACK_NS = 20_000
 
@@ -27,12 +27,12 @@ class Server(Process):
     """A process that answers questions."""
 
     def receive(self, build: Build, asker: Process, promise: Promise) -> None:
-        """Deals with the message that `build` makes for a call id; `Network.answer` brings the reply."""
-        raise AssertionError("every server says what it does")
+        """Handles the message that `build` makes for a call id; `Network.answer` brings the reply."""
+        raise AssertionError("every server handles its messages")
 
 
 class Network:
-    """All links. `delay_ns` is the mean; `loss` and `twice` are shares of messages between nodes."""
+    """All links. `delay_ns` is the mean delay; `loss` and `twice` are shares of the messages between nodes."""
 
     def __init__(
         self, kernel: Kernel, rng: random.Random, counts: Counter[str], *, delay_ns: int, loss: float, twice: float
@@ -50,7 +50,7 @@ class Network:
     # ---------------------------------------------------------------------------------------------- links
 
     def cut(self, links: list[tuple[int, int]]) -> None:
-        """Nothing passes on these links, each from one node to another, until as many `mend`."""
+        """Cuts these links, each from one node to another, until as many calls of `mend`."""
         for link in links:
             self._cuts[link] = self._cuts.get(link, 0) + 1
 
@@ -63,28 +63,28 @@ class Network:
                 self._cuts.pop(link, None)
 
     def clog(self, links: list[tuple[int, int]], until: int) -> None:
-        """What is sent on these links arrives after that instant."""
+        """Delays what is sent on these links until after that instant."""
         for link in links:
             self._clogs[link] = until
 
     def set_quality(self, loss: float, twice: float) -> None:
-        """From now on, unless it was healed before."""
+        """Sets the shares of lost and repeated messages, unless the network was healed before."""
         if not self._healed:
             self.loss, self.twice = loss, twice
 
     def heal(self) -> None:
-        """From now on a network as one hopes for."""
+        """Makes the network perfect from now on."""
         self._cuts.clear()
         self._clogs.clear()
         self.loss = self.twice = 0.0
         self._healed = True
 
     def reaches(self, source: int, target: int) -> bool:
-        """Is the link up?"""
+        """Whether the link is up."""
         return (source, target) not in self._cuts
 
     def delay(self, source: int, target: int) -> int | None:
-        """How long what is sent now is under way; None where it is lost."""
+        """Returns how long a message that is sent now is under way; None if it is lost."""
         if source == target:
             return _LOOPBACK_NS
         link = (source, target)
@@ -96,7 +96,7 @@ class Network:
             return None
         delay = int(self._delay_ns * (0.5 + draw()))
         if draw() < 0.02:
-            delay *= 40  # a busy switch: whatever was sent later overtakes this
+            delay *= 40  # a busy switch: later messages overtake this one
         if self._clogs:
             clogged_until = self._clogs.get(link)
             if clogged_until is not None:
@@ -109,7 +109,7 @@ class Network:
     # -------------------------------------------------------------------------------------------- questions
 
     def ask(self, asker: Process, server: Server | None, build: Build) -> Promise:
-        """Carries a question to a server, and promises its answer, or BROKEN, or nothing ever."""
+        """Carries a question to a server. The promise brings its answer, or BROKEN, or never anything."""
         promise = Promise()
         kernel = self.kernel
         delay = None if server is None or server.dead else self.delay(asker.node, server.node)
@@ -146,11 +146,11 @@ class Network:
         return line
 
     def close(self, line: Line) -> None:
-        """Both ends are done with it."""
+        """Closes a connection that both ends have finished with."""
         line.up.forget(line)
 
     def reset(self, process: Process) -> None:
-        """A process is gone: its system resets its connections, as far as that is heard."""
+        """Resets the connections of a process that has ended, as far as the other ends hear it."""
         for line in list(process.lines):
             line.up.hang_up_from(process)
             line.down.hang_up_from(process)
@@ -158,7 +158,7 @@ class Network:
 
 
 class Line(NamedTuple):
-    """A connection: what its client sends on, and what it receives on."""
+    """A connection: the pipe that its client sends on, and the one that it receives on."""
 
     up: Pipe
     down: Pipe
@@ -179,7 +179,7 @@ class Pipe:
         self._last = 0
 
     def put(self, item: Any) -> None:
-        """Sends; the sender is not told whether it arrives."""
+        """Sends an item; the sender does not learn whether it arrives."""
         network = self._network
         if self._broken:
             return
@@ -188,13 +188,13 @@ class Pipe:
             self._broken = True
             delay, item = 2 * network._delay_ns, BROKEN
             if network._random() < 0.5:
-                return  # the other end hears nothing more, and of nothing
+                return  # the other end gets nothing more, and no reset
         kernel = network.kernel
         self._last = max(self._last + 1, kernel.now + delay)
         kernel.at(self._last, self._target, self.arrive, item)
 
     def open(self, begin: Callable[[], Any]) -> None:
-        """Has the other end begin; what is put in later comes after that."""
+        """Has the other end call `begin`; items that are put in later arrive after that."""
         network = self._network
         delay = None if self._target.dead else network.delay(self._source.node, self._target.node)
         if delay is None:
@@ -204,7 +204,7 @@ class Pipe:
             network.kernel.at(self._last, self._target, begin)
 
     def hang_up(self) -> None:
-        """The sending process is gone: its system says so to the other end, if it is heard."""
+        """Sends BROKEN, as the system of a process that has ended does, if the other end can be reached."""
         self.put(BROKEN)
         self._broken = True
 
@@ -217,7 +217,7 @@ class Pipe:
         self._target.lines.pop(line, None)
 
     def arrive(self, item: Any) -> None:
-        """At the receiving end."""
+        """Delivers an item at the receiving end."""
         promise = self._arrived
         if promise is not None and promise.waiter is not None:
             self._arrived = None
@@ -226,7 +226,8 @@ class Pipe:
             self._inbox.append(item)
 
     def next(self) -> Promise:
-        """What comes out next. One that was not waited for to its end is asked for again by the next call."""
+        """Returns a promise of the next item. An item that was not waited for to the end is returned by the next
+        call."""
         if self._inbox:
             promise = Promise()
             promise.fulfil(self._inbox.popleft())

@@ -1,8 +1,8 @@
-"""The oracle: what nobody inside the system may decide, judged from outside at every step.
+"""The oracle: judges from outside, at every step, what no process inside the system can decide.
 
-It sees all clocks, all memories and all processes at once, and knows the right bytes of every page (content.py). Each
-promise is one method with one sentence, raised as a Violation. It is careful to be right: what a fault explains is no
-violation, and what none explains is one.
+It sees all clocks, all memories and all processes at once, and knows the correct bytes of every page (content.py). Each
+promise is one method with one sentence, raised as a Violation. It must not accuse falsely: what a fault explains is not
+a violation, and what no fault explains is one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kvcluster.testing.sim.sessions import Layer
 from kvcluster.testing.sim.shard import Place, ShardProcess
 
 Name = tuple[NamespaceId, PageKey]
-"""A page, wherever it lies."""
+"""A page, on any shard and in any tier."""
 
 
 class Oracle:
@@ -57,7 +57,7 @@ class Oracle:
         self._kernel = kernel
         self._ttl = membership_ttl_ns
         self.placed: dict[Name, dict[str, int]] = {}
-        """When each page was committed last, by the name of the shard."""
+        """When each page was last committed, by the name of the shard."""
         self._of_shard: dict[type, Callable[[ShardProcess, Any, list[Effect]], None]] = {
             Pin: self._pin,
             Reserve: self._reserve,
@@ -73,17 +73,17 @@ class Oracle:
     # -------------------------------------------------------------------------------------------- readers
 
     def accepted(self, space: NamespaceId, key: PageKey, layer: Layer, accept: Loss) -> None:
-        """A reader has taken these bytes for what it asked for, who accepts that loss."""
+        """A reader that accepts that loss has accepted these bytes."""
         right = content.content(space, key, layer.codec, layer.loss).layer(layer.layer)
         hold(layer.data == right, f"a reader accepted wrong bytes of {key.hash.hex()[:6]}")
-        hold(layer.loss <= accept, f"a reader got {layer.loss.name} who accepts {accept.name}")
+        hold(layer.loss <= accept, f"a reader that accepts {accept.name} got {layer.loss.name}")
 
     def refused(self, key: PageKey, layer: Layer) -> None:
         """A reader got bytes that do not match their sum."""
         hold(not layer.sound, f"bytes of {key.hash.hex()[:6]} that no fault has touched do not match their sum")
 
     def was_committed(self, space: NamespaceId, key: PageKey) -> bool:
-        """Has any shard ever committed this page?"""
+        """Whether any shard has ever committed this page."""
         return (space, key) in self.placed
 
     # --------------------------------------------------------------------------------------------- shards
@@ -112,21 +112,21 @@ class Oracle:
                 page = shard.core.pool.on(slot.tier, namespace_of(message), slot.key)
                 hold(
                     page is not None and page.state is PageState.READY and page.generation == slot.generation,
-                    f"a page of {slot.key.hash.hex()[:6]} is given to a reader that is not READY",
+                    f"a page of {slot.key.hash.hex()[:6]} that is not READY is given to a reader",
                 )
         hold(not any(not slot.tier.spec.addressable for slot in slots), "a reader is sent to a store")
         if slots:
             self._may_grant(shard, now)
 
     def _gave_way(self, shard: ShardProcess) -> None:
-        """What goes unasked has given way to what has lost less."""
+        """A page that is gone without an order must have been replaced by one of less loss."""
         if STAGING not in shard.core.pool.allocators:
             return
         for place in self._vanished(shard):
             slot, _ = shard.ready.pop(place)
             others = (shard.core.pool.on(tier, place[0], place[1]) for tier in shard.core.pool.allocators)
             better = any(other is not None and other.loss < slot.loss for other in others)
-            hold(better, "a page is gone, and nobody knows why")
+            hold(better, "a page is gone without an order and without a better copy")
 
     def _pin(self, shard: ShardProcess, request: Request[Pin], effects: list[Effect]) -> None:
         tenant, owner = request.tenant, content.BY_SPACE[namespace_of(request)].tenant
@@ -139,7 +139,7 @@ class Oracle:
             hold(_refused(effects), "a reservation meant for another incarnation or tenant is granted")
 
     def _may_grant(self, shard: ShardProcess, now: int) -> None:
-        """A shard that may be replaced grants and commits nothing: judged by the clock of its coordinator."""
+        """A shard that may already be replaced grants and commits nothing: judged by the clock of its coordinator."""
         coordinator = shard.coordinator
         hold(coordinator is not None, "a shard that no coordinator knows grants pages")
         assert coordinator is not None
@@ -151,7 +151,8 @@ class Oracle:
             )
 
     def _nobody_touches(self, shard: ShardProcess, slots: list[PageSlot]) -> None:
-        """A page under a lease is not overwritten by others: a lease lasts until its mover has stopped."""
+        """Memory under a lease is not granted to another writer: a lease lasts until its session has stopped moving
+        bytes."""
         granted = _units(slots)
         for session in shard.sessions.values():
             if session.pages and session.moving:
@@ -167,7 +168,7 @@ class Oracle:
         committed = [index for index, fate in zip(m.indices, reply.pages, strict=True) if fate is Written.COMMITTED]
         session = shard.sessions.get(m.attempt)
         may = session is not None and not session.revoked and shard.core.member(shard.now())
-        hold(not may or Written.LOST not in reply.pages, "what is written under a lease that runs is lost")
+        hold(not may or Written.LOST not in reply.pages, "pages written under a live lease are lost")
         if not committed:
             return
         assert session is not None
@@ -187,11 +188,12 @@ class Oracle:
 
     def _report_answered(self, shard: ShardProcess, m: ReportAnswered, effects: list[Effect]) -> None:
         ack = m.ack
-        # What has a twin below, or no room there, is gone as a move begins; which may have had to wait for this answer.
+        # A page with a twin below, or without room there, is dropped when a move begins; the move may have had to wait
+        # for this answer.
         evicts = shard.heard.answered(shard.core, ack)
         if evicts or shard.heard.moving or ack.tombstones or ack.leave is not None:
             if ack.epoch < shard.adopted and ack.leave is None:
-                hold(not self._vanished(shard), "a shard obeys a coordinator that is over")
+                hold(not self._vanished(shard), "a shard obeys a superseded coordinator")
             else:
                 for place in self._vanished(shard):
                     del shard.ready[place]
@@ -203,10 +205,11 @@ class Oracle:
     def _only_rotten_are_gone(self, shard: ShardProcess) -> None:
         gone = {place: shard.ready.pop(place)[0] for place in self._vanished(shard)}
         rotten = {place[:2] for place, slot in gone.items() if shard.is_rotten(slot)}
-        hold(all(place[:2] in rotten for place in gone), "a page that is right is condemned as corrupt")
+        hold(all(place[:2] in rotten for place in gone), "a sound page is condemned as corrupt")
 
     def _moved(self, shard: ShardProcess, m: Moved, effects: list[Effect]) -> None:
-        """What is READY in its new place is right there; what is gone from its old one was demoted, or corrupt."""
+        """A page that is READY in its new place is correct there; a page that is gone from its old one was demoted, or
+        corrupt."""
         order, session = shard.moves[m.attempt], shard.sessions[m.attempt]
         for namespace, _, _, _, _, source, target, _ in order.pages:
             page = shard.core.pool.on(target.tier, namespace, target.key)
@@ -215,7 +218,7 @@ class Oracle:
             hold(not session.revoked, "a lease that was revoked is committed")
             self._may_grant(shard, shard.now())
             right = content.content(namespace, target.key, target.codec, target.loss).data
-            rotten = shard.is_rotten(target)  # since they were summed there
+            rotten = shard.is_rotten(target)  # corrupted since they were summed there
             hold(rotten or shard.bytes_of(target) == right, f"wrong bytes of {target.key.hash.hex()[:6]} are moved")
             known = shard.ready.get((namespace, source.key, source.tier))
             assert known is not None, "what was moved lay there"
@@ -223,13 +226,13 @@ class Oracle:
         moved = {(page.namespace, page.source.key) for page in order.pages}
         for place in self._vanished(shard):
             slot, _ = shard.ready.pop(place)
-            # The next batch has begun by now, and what has no room below, or a twin, is gone at once; with a store also
-            # out of the other tiers, and what the store gives up.
+            # The next batch may have begun, which drops pages without room below, or with a twin; if there is a store,
+            # also from the other tiers, and pages that the store gives up.
             next_one = slot.tier is FASTEST or bool(shard.core.pool.stores)
-            hold(place[:2] in moved or next_one, "a page is gone that was not to move")
+            hold(place[:2] in moved or next_one, "a page is gone that was not moved")
 
     def _staged(self, shard: ShardProcess, m: Staged, effects: list[Effect]) -> None:
-        """What is read from disk is right in memory, and what is gone from there was not."""
+        """A page that is read from disk is correct in memory; a page that is gone from the disk was corrupt."""
         order = shard.moves[m.attempt]
         answers = [effect.reply for effect in effects if isinstance(effect, Answer)]
         lent = {slot for reply in answers if isinstance(reply, PinGrant) for slot in reply.pages}
@@ -242,15 +245,15 @@ class Oracle:
         self._only_rotten_are_gone(shard)
 
     def _suspect(self, shard: ShardProcess, request: Request[Suspect], effects: list[Effect]) -> None:
-        hold(not self._vanished(shard), "a page is condemned by a reader's word")
+        hold(not self._vanished(shard), "a page is condemned only because a reader suspects it")
 
     def _tick(self, shard: ShardProcess, m: Tick, effects: list[Effect]) -> None:
         if shard.backlog:
             revoked = any(isinstance(effect, Revoke) for effect in effects)
-            hold(not revoked, "leases are judged before what has arrived meanwhile was heard")
+            hold(not revoked, "leases are judged before the messages that have arrived")
 
     def mirrors(self, shard: ShardProcess) -> None:
-        """What a shard holds is what was committed and not taken back by an order or a verdict."""
+        """A shard holds exactly what was committed and not removed by an order or a failed verification."""
         ready = {(page.space, page.key, page.tier) for page in shard.core.pool.ready()}
         hold(ready == shard.ready.keys(), f"{shard.name} holds pages that were not committed, or lost some by itself")
         for (space, key, tier), (slot, _) in shard.ready.items():
@@ -270,7 +273,7 @@ class Oracle:
 
 
 def namespace_of(request: Request[Any]) -> NamespaceId:
-    """That of a question about one."""
+    """Returns the namespace of a question about one."""
     assert request.namespace is not None
     return request.namespace
 

@@ -1,7 +1,7 @@
 """Judges the order stream from outside, at both of its ends: each order is given once, and carried out once.
 
-What a coordinator gave and what a shard heard are remembered here by number, and compared with what the shard does and
-with what it tells. As in oracle.py, each promise is one `hold` with one sentence.
+The orders that a coordinator gave and those that a shard received are recorded here by number, and compared with what
+the shard does and reports. As in oracle.py, each promise is one `hold` with one sentence.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from kvcluster.testing.sim.promises import hold
 
 
 class GivenOrders:
-    """What one coordinator has ordered one shard incarnation."""
+    """The orders of one coordinator to one shard incarnation."""
 
     def __init__(self) -> None:
         self._given: dict[int, Order] = {}
 
     def given(self, orders: Sequence[Order]) -> list[Order]:
-        """An answer carries these. Returns those that no answer has carried before."""
+        """Records the orders of an answer. Returns those that no earlier answer carried."""
         new: list[Order] = []
         for order in orders:
             before = self._given.get(order.number)
             if before is None:
-                hold(order.number > max(self._given, default=0), "an order has a lower number than one of before")
+                hold(order.number > max(self._given, default=0), "an order has a lower number than an earlier one")
                 self._given[order.number] = order
                 new.append(order)
             hold(before in (None, order), f"number {order.number} is given to two orders")
@@ -35,23 +35,24 @@ class GivenOrders:
 
 
 class HeardOrders:
-    """What one shard incarnation has heard of its present coordinator, and what it makes of it."""
+    """The orders that one shard incarnation has received from its current coordinator, and how it carries them out."""
 
     def __init__(self) -> None:
         self._epoch = Epoch(0)
         self._highest = 0
-        self._heard: dict[int, Order] = {}  # that the shard has not told to have ended
-        self._pull: PullOrder | None = None  # the last one, until it is begun
+        self._heard: dict[int, Order] = {}  # orders that the shard has not reported as ended
+        self._pull: PullOrder | None = None  # the last pull, until it is begun
         self._fetched: dict[Attempt, PullOrder] = {}
 
     @property
     def moving(self) -> bool:
-        """May pages leave their tier because a move was ordered?"""
+        """Whether pages may leave their tier because of an order to move."""
         return any(isinstance(order, MoveOrder) for order in self._heard.values())
 
     def answered(self, shard: Shard, ack: ReportAck) -> bool:
-        """The shard has stepped this answer. Returns True where it brought an eviction that it had not heard."""
-        if ack.epoch > self._epoch:  # by which it learns whom to ask; what it orders is not heeded
+        """Takes an answer that the shard has stepped. Returns True if it brought an eviction that the shard had not
+        received."""
+        if ack.epoch > self._epoch:  # it only learns of the coordinator from this one, and ignores its orders
             self._epoch, self._highest = ack.epoch, 0
             self._heard.clear()
             self._pull = None
@@ -70,7 +71,7 @@ class HeardOrders:
         return bool(evictions)
 
     def stepped(self, shard: Shard, effects: list[Effect]) -> None:
-        """The shard does this now."""
+        """Judges the effects of a step of the shard."""
         for effect in effects:
             if isinstance(effect, Fetch):
                 self._fetch(effect)
@@ -89,8 +90,8 @@ class HeardOrders:
         if report.coordinator != self._epoch:
             return
         accepted, running = report.orders
-        hold(accepted <= self._highest, "a shard acknowledges an order that it has not heard")
-        hold(all(number in self._heard for number in running), "an order runs that was not heard, or had ended")
+        hold(accepted <= self._highest, "a shard acknowledges an order that it has not received")
+        hold(all(number in self._heard for number in running), "an order runs that was not received, or had ended")
         self._fetched = {of: order for of, order in self._fetched.items() if of in shard.leases}
         for order in self._fetched.values():
             ended = self._heard.get(order.number) is order and order.number not in running
@@ -100,7 +101,7 @@ class HeardOrders:
 
 
 def _left_over(shard: Shard, order: EvictOrder) -> bool:
-    """Does the shard still give any of these to readers out of that tier?"""
+    """Whether the shard still gives readers any of these pages out of that tier."""
     return any(
         page.state is PageState.READY and page.tier is order.tier and (page.space, page.key.hash) in order.blocks
         for page in shard.pool.everything()

@@ -27,7 +27,7 @@ class SimulatedPlan(ABC, Generic[Event, Effect]):
         self._deliver(Begin())
 
     def cancel(self) -> None:
-        """The engine wants no more bytes, or its memory back."""
+        """Cancels the plan: the engine wants no more bytes, or its memory back."""
         self._deliver(Cancel(Miss(MissReason.DEADLINE, "given up")))
 
     def _deliver(self, event: Event | Begin | Cancel | PlanTick) -> None:

@@ -1,4 +1,4 @@
-"""A promise that is broken, as everything here says it."""
+"""The error by which every judge reports a broken promise."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ class Violation(AssertionError):
 
 
 def hold(promise: bool, sentence: str) -> None:
-    """Raises where a promise does not hold."""
+    """Raises Violation with this sentence if the promise does not hold."""
     if not promise:
         raise Violation(sentence)

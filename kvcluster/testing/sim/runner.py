@@ -1,7 +1,7 @@
-"""Runs seeds: one after another in a process, many processes side by side, and says what came of them.
+"""Runs seeds, one after another in a process and in many processes side by side, and reports the results.
 
-A seed that fails is told with everything that repeats it: the seed, the commit, the options, the last lines of its
-journal, and the command.
+A failed seed is reported with everything that is needed to repeat it: the seed, the commit, the options, the last lines
+of its journal, and the command.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvcluster.testing.sim import bugs, journal, phases
 from kvcluster.testing.sim.world import SimulatedWorld
 
 BATCH = 16
-"""Seeds that a process is given at a time."""
+"""The seeds that a process gets at a time."""
 
 
 @dataclass(slots=True)
 class Failure:
-    """A seed that showed something wrong, and its story."""
+    """A seed that failed, and its report."""
 
     seed: int
     error: str
@@ -40,7 +40,7 @@ class Failure:
 
 @dataclass(slots=True)
 class Tally:
-    """What came of many seeds. `busy_s` is the time that processors spent on them."""
+    """The results of many seeds. `busy_s` is the CPU time that they took."""
 
     steps: list[int] = field(default_factory=list)
     busy_s: float = 0.0
@@ -60,13 +60,13 @@ class Tally:
         return len(self.steps)
 
     def lines(self, wall_s: float) -> list[str]:
-        """The closing lines."""
+        """Returns the closing lines of the output."""
         median = statistics.median(self.steps) if self.steps else 0
         return [
             f"faults: {_counts(self.faults)}",
             f"operations: {_counts(self.operations)}",
             f"{self.seeds} seeds, {len(self.failures)} failed; {sum(self.steps):,} steps, {median:,.0f} a seed in the "
-            f"median; {self.seeds / max(self.busy_s, 1e-9):.1f} seeds/s and core, {self.seeds / max(wall_s, 1e-9):.1f} "
+            f"median; {self.seeds / max(self.busy_s, 1e-9):.1f} seeds/s per core, {self.seeds / max(wall_s, 1e-9):.1f} "
             "seeds/s in all",
         ]
 
@@ -74,9 +74,9 @@ class Tally:
 def run_seed(
     seed: int, bug: str | None = None, *, whole_journal: bool = False
 ) -> tuple[SimulatedWorld, Failure | None]:
-    """One seed, to its end or to what it shows to be wrong."""
+    """Runs one seed, to its end or to its first failure."""
     with bugs.active(bug):
-        world = SimulatedWorld(seed, whole_journal=whole_journal)  # its first shards have the bug as well
+        world = SimulatedWorld(seed, whole_journal=whole_journal)  # its first shards have the bug too
         try:
             with _bounds(world.scenario.limits):
                 phases.run(world)
@@ -86,10 +86,11 @@ def run_seed(
 
 
 def run(seeds: Sequence[int], bug: str | None = None, *, keep_going: bool = False) -> Tally:
-    """These seeds in this process, up to the first failure or with `keep_going` all of them."""
+    """Runs these seeds in this process, up to the first failure, or all of them if `keep_going`."""
     tally = Tally()
     began = time.process_time()
-    # Worlds are full of cycles and die young: each is collected when it is over, and what lives on is not looked at.
+    # Worlds are full of reference cycles and short-lived: each is collected when it has ended, and older objects are
+    # frozen.
     already_frozen = gc.get_freeze_count() > 0
     if not already_frozen:
         gc.collect()
@@ -115,7 +116,8 @@ def run(seeds: Sequence[int], bug: str | None = None, *, keep_going: bool = Fals
 
 
 def run_many(first: int, count: int, jobs: int, bug: str | None = None) -> Iterator[Tally]:
-    """`count` seeds from `first` on in `jobs` processes; a tally for each batch, in order. Ends with a failure."""
+    """Runs `count` seeds from `first` on in `jobs` processes; yields a tally for each batch, in order. Ends with the
+    first failure."""
     batches = [range(start, min(start + BATCH, first + count)) for start in range(first, first + count, BATCH)]
     if jobs == 1:
         for batch in batches:
@@ -138,7 +140,7 @@ def run_many(first: int, count: int, jobs: int, bug: str | None = None) -> Itera
 
 
 def command(seed: int, bug: str | None) -> str:
-    """What repeats a seed."""
+    """Returns the command that repeats a seed."""
     return f"kvcluster simulate --first {seed} --seeds 1{f' --bug {bug}' if bug else ''} --journal"
 
 
@@ -155,7 +157,7 @@ def _story(world: SimulatedWorld, bug: str | None, error: Exception) -> str:
 
 
 def _commit() -> str:
-    """That of the code that runs, where it is a checkout."""
+    """Returns the commit of the running code, if it is a checkout; otherwise "unknown"."""
     try:
         asked = subprocess.run(
             ["git", "rev-parse", "--short=12", "HEAD"],
@@ -171,12 +173,12 @@ def _commit() -> str:
 
 
 _OWNERS: dict[str, ModuleType] = {"SWEEP_BLOCKS": report_handler, "BATCH": evictor, "RETOLD_BLOCKS": event_emitter}
-"""Modules of the bounds that do not stand in core/limits.py."""
+"""The modules of the bounds that are not in core/limits.py."""
 
 
 @contextmanager
 def _bounds(instead: dict[str, int]) -> Iterator[None]:
-    """The bounds of the core, as the scenario has them."""
+    """Sets the bounds of the core to those of the scenario for the duration of the block."""
     owners = {name: _OWNERS.get(name, limits) for name in instead}
     before = {name: getattr(owner, name) for name, owner in owners.items()}
     try:

@@ -1,7 +1,7 @@
-"""What a seed stands for: how large the cluster is, how it is set, what its workers want and what goes wrong.
+"""What a seed stands for: the size of the cluster, its configuration, the load of its workers and the faults.
 
-Everything is drawn here, before anything runs, but for the course of the run itself. Times are a tenth of the real
-ones and bounds are small, so that a run of some seconds meets each of them.
+Everything except the course of the run itself is drawn here, before anything runs. Times are a tenth of the real ones
+and bounds are small, so that a run of some seconds reaches each of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DRIFT_PPM = 10_000
 """A clock is wrong by up to 1 %, so that two of them drift apart by up to 2 %: what a shard's term allows for."""
 
 DISK_FILE_BYTES = HEAD_BYTES + 5 * SECTOR_BYTES
-"""Of a file on disk: its head, its records, and four pages of less than a sector."""
+"""The size of a file on disk: its header, its records, and four pages of less than a sector."""
 
 FAULTS = (
     *("crash shard", "crash coordinator", "crash worker", "crash node"),
@@ -27,7 +27,7 @@ FAULTS = (
     *("cut both ways", "cut one way", "clog", "second coordinator", "second shard", "stale name"),
     *("rot", "bad wire", "lossy network"),
 )
-"""What may go wrong besides. A seed has some of these and not others, so that each is seen without the noise of all."""
+"""The faults besides. A seed has some of these and not others, so that each is seen without the noise of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,14 @@ class Scenario:
 
 
 def draw(rng: random.Random, later: random.Random) -> Scenario:
-    """A scenario. What was thought of later is drawn from `later`, so that the rest of a seed means what it did."""
+    """Draws a scenario. Choices that were added later are drawn from `later`, so that the rest of a seed stays the
+    same."""
     shards = rng.choice((1, 2, 2, 3, 3, 4, 5))
     calm = rng.random() < 0.1
     faults = () if calm else tuple(fault for fault in FAULTS if rng.random() < 0.4) or ("crash shard",)
     shaky = rng.random() < 0.5 and not calm
     config = _config(rng, shards)
-    if faults and config.shard.disk_bytes:  # what lies on disk is worth a restart
+    if faults and config.shard.disk_bytes:  # pages on disk make restarts worth testing
         faults += ("crash shard",) * 3
     scenario = Scenario(
         nodes=rng.randint(1, shards + 1),
@@ -138,7 +139,7 @@ def _config(rng: random.Random, shards: int) -> Config:
 
 
 def _limits(rng: random.Random) -> dict[str, int]:
-    """Bounds of core/limits.py, so low that a run meets them; or as they are."""
+    """Draws bounds of core/limits.py, so low that a run reaches them; or keeps the real ones."""
     if rng.random() < 0.5:
         return {}
     return {
@@ -153,10 +154,10 @@ def _limits(rng: random.Random) -> dict[str, int]:
 
 
 def _batches(later: random.Random) -> dict[str, int]:
-    """Blocks that one step deals with, so few that work is left for a later step; or as they are."""
+    """Draws bounds of blocks per step, so low that work is left for a later step; or keeps the real ones."""
     return {"SWEEP_BLOCKS": 2, "BATCH": 2, "RETOLD_BLOCKS": 2} if later.random() < 0.3 else {}
 
 
 def without_faults(scenario: Scenario) -> Scenario:
-    """The same cluster and the same wishes, and nothing goes wrong."""
+    """Returns the same cluster and load without faults."""
     return replace(scenario, faults=(), loss=0.0, twice=0.0)

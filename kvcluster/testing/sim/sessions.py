@@ -1,6 +1,6 @@
 """Page sessions as a simulated shard carries them out: the real ones (transport/page_session.py), over pipes.
 
-A copy that is under way when its lease is revoked is finished first, as on real threads.
+A copy that is under way when its lease is revoked is finished first, as with real threads.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from kvcluster.transport.page_session import (
 )
 
 SLOW_NS = 300 * MS
-"""Between two frames of a slow reader, on average: his lease runs out now and then."""
+"""The mean time between two frames of a slow reader: its lease sometimes expires."""
 
 FINISHED = object()
-"""The last thing that either end of a transfer says."""
+"""The last item that either end of a transfer sends."""
 REVOKED = object()
-"""What a session finds in its inbox when its lease was revoked."""
+"""The item that a session finds in its inbox when its lease was revoked."""
 
 
 class Layer(NamedTuple):
-    """One layer of a page under way. `sound`: no fault has touched it; this and `loss` its receiver does not get to
-    know."""
+    """One layer of a page under way. `sound`: no fault has changed it. The receiver does not learn `sound` and
+    `loss`."""
 
     item: int
     layer: int
@@ -69,7 +69,8 @@ class Layer(NamedTuple):
 
 
 class ArrivedSums:
-    """The writer's checksums of the layers that have arrived, by page, in the order in which the pages began to."""
+    """The writer's checksums of the layers that have arrived, by page, in the order in which the pages began to
+    arrive."""
 
     def __init__(self) -> None:
         self._sums: dict[int, dict[int, int]] = {}
@@ -78,11 +79,11 @@ class ArrivedSums:
         self._sums.setdefault(layer.item, {})[layer.layer] = layer.total
 
     def items(self) -> list[int]:
-        """The pages of which any layer has arrived."""
+        """Returns the pages of which any layer has arrived."""
         return list(self._sums)
 
     def whole(self, item: int, slot: PageSlot) -> list[int] | None:
-        """The checksums of that page, layer by layer; None where one is missing."""
+        """Returns the checksums of that page, layer by layer; None if one is missing."""
         sums = self._sums.get(item, {})
         return [sums[layer] for layer in range(len(sums))] if len(sums) == slot.key.part.layers else None
 
@@ -96,8 +97,8 @@ class SessionRequest(NamedTuple):
 
 
 class Session:
-    """A lease and who moves its bytes. `writes` says which way; `pages` is what it may touch, None where refused,
-    as long as it is `moving`. `plan` decides what it does; the shard's own work has none."""
+    """A lease and the exchange that moves its bytes. `writes` gives the direction; `pages` are those that it may touch
+    while it is `moving`, None for refused ones. `plan` decides what it does; the shard's own work has none."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class Session:
         self.pages: list[PageSlot | None] = []
         self.revoked = False
         self.moving = True
-        self.stored_at: dict[PageKey, int] = {}  # of a copy: when what it is copied from was stored
+        self.stored_at: dict[PageKey, int] = {}  # of a replica: when its source was stored
         self.plan = plan
         self._inbox = inbox
 
@@ -129,13 +130,13 @@ class SessionMemory(Protocol):
     """The pages of a shard, as a session reads and writes them."""
 
     def load_layer(self, item: int, slot: PageSlot, layer: int) -> Layer:
-        """The bytes that lie there, with the checksum that was committed with them."""
+        """Returns the bytes of a layer, with the checksum that was committed with them."""
 
     def store_layer(self, slot: PageSlot, layer: Layer) -> None:
         """Writes a layer to its place in the page."""
 
     def verify(self, namespace: NamespaceId, slot: PageSlot, sums: list[int]) -> bytes | None:
-        """The packed checksums if the page matches `sums`; None if it does not."""
+        """Returns the packed checksums if the page matches `sums`; None if it does not."""
 
 
 class SessionBook(Protocol):
@@ -145,7 +146,7 @@ class SessionBook(Protocol):
         """Adds a session; False if its attempt has one already."""
 
     def finish(self, session: Session) -> None:
-        """Takes it out: it moves nothing any more."""
+        """Removes a session, which moves nothing any more."""
 
 
 class SessionHost(SessionMemory, SessionBook, Protocol):
@@ -155,14 +156,14 @@ class SessionHost(SessionMemory, SessionBook, Protocol):
     def world(self) -> Surroundings: ...
 
     def now(self) -> int:
-        """By the clock of its node."""
+        """Returns the time on the clock of its node."""
 
     def submit(self, build: Build, answered: Answered | None = None) -> object:
         """Has the core step the message that `build` makes for a call id; `answered` gets the reply."""
 
 
 def serve(shard: SessionHost, opening: SessionRequest, up: Pipe, down: Pipe) -> Script:
-    """One load or store, from its opening to its end."""
+    """Carries out one load or store, from its opening to its end."""
     request = opening.request
     if isinstance(request, WriteRequest):
         request = replace(request, wait_ns=min(request.wait_ns, opening.patience_ns))
@@ -187,7 +188,8 @@ def serve(shard: SessionHost, opening: SessionRequest, up: Pipe, down: Pipe) -> 
 
 
 def _drive(shard: SessionHost, session: Session, plan: PageSession, event: SessionEvent) -> Script:
-    """Steps an event, and asks the core what that wants to know; the effect in which it ends, None where in none."""
+    """Steps an event, and asks the core what the session wants to know. Returns the last effect; None if there is
+    none."""
     effects: list[SessionEffect] = plan.step(event)
     while effects and isinstance(effects[0], AskCore):
         ask = effects[0]
@@ -222,7 +224,7 @@ def _read(
         if isinstance(slot, PageSlot)
         for layer in range(want.layer_start, want.layer_stop)
     ]
-    # A reader that takes little at a time: what goes meanwhile goes under his eyes.
+    # A slow reader: pages that are evicted meanwhile are evicted while it reads them.
     slow = shard.world.working and rng.random() < 0.1
     frame_ns = SLOW_NS if slow else scenario.frame_ns
     for start in range(0, len(layers), scenario.frame_layers):
@@ -266,7 +268,7 @@ def _write(
         if isinstance(effect, Fail):
             break
         for layer in heard:
-            assert layer.item in slots, "a worker sent what was not to be sent"
+            assert layer.item in slots, "a worker sent a page that was not granted"
             shard.store_layer(slots[layer.item], layer)
             arrived.add(layer)
     if session.revoked:  # a copy that was under way ends when it ends
@@ -277,7 +279,7 @@ def _write(
 
 
 def _finished(shard: SessionHost, request: WriteRequest, slots: dict[int, PageSlot], arrived: ArrivedSums) -> Finished:
-    """Verifies what lies in the pages now against the writer's checksums."""
+    """Verifies the current bytes of the pages against the writer's checksums."""
     verified: dict[int, bytes] = {}
     missing: int | None = None
     for item, slot in slots.items():

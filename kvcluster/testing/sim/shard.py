@@ -1,8 +1,8 @@
 """A shard's process: what runtime/shard_host.py does, on simulated time and memory.
 
-Effects end here. A report is carried to the coordinator by one script at a time, a revoked lease stops its session, a
-Verify is read page by page in the background, as pages are moved between tiers and read from disk, a Fetch brings
-pages from another shard, and Leave ends the process.
+Effects end here. One script at a time carries reports to the coordinator, and a revoked lease stops its session. Pages
+are verified, moved between tiers and read from disk in the background, page by page; a Fetch brings pages from another
+shard, and Leave ends the process.
 """
 
 from __future__ import annotations
@@ -62,27 +62,27 @@ from kvcluster.testing.sim.sessions import ArrivedSums, Layer, Session, SessionR
 from kvcluster.testing.sim.surroundings import Supervisor, Surroundings
 
 Place = tuple[NamespaceId, PageKey, Tier]
-"""Where a shard has something."""
+"""A page in one tier of a shard."""
 
 FETCH_NS = 2 * SECOND
-"""What a copy from another shard may take."""
+"""The longest time that a fetch from another shard may take."""
 
 
 class Addresses(Protocol):
-    """Finds processes by what they are called."""
+    """Finds processes by name or address."""
 
     def coordinator_seen_by(self, process: Process) -> CoordinatorProcess:
-        """The coordinator that its name means on the node of this process: perhaps not the newest."""
+        """Returns the coordinator that its name points to on the node of this process: perhaps not the newest."""
 
     def shard_at(self, address: str) -> ShardProcess | None:
-        """The newest process that listened there."""
+        """Returns the newest process that listened at that address."""
 
 
 class ShardJudge(Protocol):
-    """What is shown to the oracle (oracle.py)."""
+    """What a shard shows to the oracle (oracle.py)."""
 
     def shard_stepped(self, shard: ShardProcess, message: object, effects: list[Effect], now: int) -> None:
-        """A shard has stepped this message; its effects have yet to be performed."""
+        """Judges a step of a shard, before its effects are performed."""
 
 
 class ShardSurroundings(Surroundings, Supervisor, Addresses, Protocol):
@@ -95,14 +95,14 @@ class ShardSurroundings(Surroundings, Supervisor, Addresses, Protocol):
 
 
 class ShardProcess(SimulatedCore):
-    """One shard incarnation. Its sessions are all that reads or writes its memory."""
+    """One shard incarnation. Only its sessions read or write its memory."""
 
     core: Shard
     world: ShardSurroundings
 
     def __init__(self, world: ShardSurroundings, shard: ShardId, node: int, clock: Clock, epoch: Epoch) -> None:
         config = world.scenario.config
-        # As with a fixed port: the next incarnation on this node is reached where the last one was.
+        # As with a fixed port: the next incarnation on this node has the address of the last one.
         self.address = ShardAddress(shard, epoch, f"{shard}@{node}", f"node-{node}")
         self.disks = {tier: world.disks.setdefault((shard, node, tier), Disk()) for tier in STORED}
         nbytes = {tier: tier.spec.nbytes(config.shard) for tier in STORED}
@@ -120,41 +120,42 @@ class ShardProcess(SimulatedCore):
         self.shard = shard
         self.memory = Memory(core.pool.arena_bytes)
         self.sessions: dict[Attempt, Session] = {}
-        self.coordinator: CoordinatorProcess | None = None  # whose epoch it has adopted
+        self.coordinator: CoordinatorProcess | None = None  # the one whose epoch it has adopted
         self.adopted = Epoch(0)
         self.ready: dict[Place, tuple[PageSlot, int]] = {}  # the oracle's own list
         for page in core.pool.ready():
             stored_at = self.disks[page.tier].stored_at(page.offset)
             self.ready[page.space, page.key, page.tier] = page.slot(), stored_at
-        self.moves: dict[Attempt, MovePages | Stage] = {}  # what is under way, or ends at this moment
+        self.moves: dict[Attempt, MovePages | Stage] = {}  # under way, or ending now
         self.heard = HeardOrders()
-        self._queue: list[MovePages | Erase] = []  # for one thread, in order
-        # Likewise: the number of the last tombstone that it has carried out.
+        self._queue: list[MovePages | Erase] = []  # the jobs of one thread, in order
+        # The oracle's own number too: that of the last tombstone that this shard has carried out.
         self.purged = max((stone.number for stone in carried_out(found.values())), default=0)
         self.farewell = False
 
     def stored_at(self, space: NamespaceId, key: PageKey) -> int | None:
-        """When what lies here of that page was stored; None where nothing does."""
+        """Returns when that page was stored; None if this shard does not hold it."""
         return next((self.ready[space, key, tier][1] for tier in Tier if (space, key, tier) in self.ready), None)
 
     # ------------------------------------------------------------------------------------------- sessions
 
     def serve(self, opening: SessionRequest, up: Pipe, down: Pipe) -> None:
-        """A worker's connection has arrived."""
+        """Serves a worker's connection."""
         self.start(sessions.serve(self, opening, up, down))
 
     def begin(self, session: Session) -> bool:
-        """Watches a session for the end of its lease. One at a time: the end of a second would end the first's."""
+        """Registers a session for the revocation of its lease. One for each attempt: the end of a second one would end
+        the first one's lease."""
         return self.sessions.setdefault(session.attempt, session) is session
 
     def finish(self, session: Session) -> None:
-        """It moves nothing any more."""
+        """Removes a session, which moves nothing any more."""
         del self.sessions[session.attempt]
 
     # --------------------------------------------------------------------------------------------- memory
 
     def load_layer(self, item: int, slot: PageSlot, layer: int) -> Layer:
-        """What a reader is sent: the bytes that lie there, and the sum that was committed with them."""
+        """Returns what a reader is sent: the bytes of the layer, and the checksum that was committed with them."""
         nbytes = slot.nbytes // slot.key.part.layers
         offset = slot.offset + layer * nbytes
         data = self.memory.read(offset, nbytes)
@@ -165,7 +166,7 @@ class ShardProcess(SimulatedCore):
         return Layer(item, layer, total, data, sound, slot.codec, slot.loss)
 
     def store_layer(self, slot: PageSlot, layer: Layer) -> None:
-        """What a writer sends goes straight into its page."""
+        """Writes a layer that a writer sent straight into its page."""
         nbytes = slot.nbytes // slot.key.part.layers
         offset = slot.offset + layer.layer * nbytes
         self.memory.write(offset, layer.data)
@@ -173,30 +174,30 @@ class ShardProcess(SimulatedCore):
             self.memory.spoil(offset, nbytes)
 
     def verify(self, namespace: NamespaceId, slot: PageSlot, sums: list[int]) -> bytes | None:
-        """The packed sums of a page that holds what they say; None where it does not."""
+        """Returns the packed sums if the page matches them; None if it does not."""
         identity = content.identity(namespace, slot.key, slot.codec)
         if checksum.first_mismatch(identity, 0, sums, self.memory.view(slot)) is not None:
             return None
         return checksum.pack_sums(sums)
 
     def bytes_of(self, slot: PageSlot) -> bytes | None:
-        """What lies there, in memory or in a store; None where that ends before it."""
+        """Returns the bytes of a page, in memory or in a store; None if the store ends before it."""
         return bytes(self.memory.view(slot)) if slot.tier.spec.addressable else self.disks[slot.tier].read(slot)
 
     def is_rotten(self, slot: PageSlot) -> bool:
-        """Has a fault changed any of it?"""
+        """Whether a fault has changed any byte of the page."""
         if not slot.tier.spec.addressable:
             return self.disks[slot.tier].is_rotten(slot.offset)
         return self.memory.is_rotten(slot.offset, slot.nbytes)
 
     def matches(self, namespace: NamespaceId, slot: PageSlot, data: bytes | None) -> bool:
-        """Are these the bytes that were committed in this slot?"""
+        """Whether these are the bytes that were committed in this slot."""
         identity = content.identity(namespace, slot.key, slot.codec)
         sums = checksum.unpack_sums(slot.sums)
         return data is not None and checksum.first_mismatch(identity, 0, sums, memoryview(data)) is None
 
     def rot(self) -> bool:
-        """A bit of a page that holds something turns over. False where there is none."""
+        """Flips a bit of a page in memory or on disk. False if there is none."""
         disk = self.disks[self.world.rng.choice(STORED)] if len(STORED) > 1 else self.disks[STORED[0]]
         if self.world.rng.random() < 0.5 and disk.owner is self and disk.rot(self.world.rng):
             return True
@@ -247,7 +248,7 @@ class ShardProcess(SimulatedCore):
         self.step(ReportAnswered(reply))
 
     def _verify(self, effect: Verify) -> Script:
-        """In the background, page by page."""
+        """Verifies pages in the background, page by page."""
         session = Session(effect.attempt, None, None, writes=False)
         session.pages = list(effect.slots)
         self.begin(session)
@@ -260,7 +261,7 @@ class ShardProcess(SimulatedCore):
         self.step(Verified(effect.attempt, tuple(corrupt)))
 
     def _work(self) -> Script:
-        """The mover's thread."""
+        """Runs the jobs of the mover's thread."""
         while self._queue:
             effect = self._queue[0]
             yield None, self.world.rng.randrange(2 * MS)
@@ -272,7 +273,7 @@ class ShardProcess(SimulatedCore):
             del self._queue[0]
 
     def _move(self, effect: MovePages) -> Script:
-        """In the background, page by page: what is right becomes what its codec makes of it."""
+        """Moves pages in the background, page by page: sound pages are encoded, decoded or copied."""
         session = self._began(effect)
         sums: list[bytes | None] = []
         corrupt: list[int] = []
@@ -303,18 +304,18 @@ class ShardProcess(SimulatedCore):
         return session
 
     def _write(self, page: PageMove) -> Script:
-        """Into a store, as it is; the packed sums."""
+        """Writes a page to a store, as it is. Returns its packed sums."""
         disk = self.disks[page.target.tier]
         known = self.ready.get((page.namespace, page.source.key, page.source.tier))
         disk.begin_write(page)
-        yield None, self.world.rng.randrange(2 * MS)  # whoever dies now has left neither the old page nor the new
+        yield None, self.world.rng.randrange(2 * MS)  # dying now leaves neither the old page nor the new
         data = self.bytes_of(page.source)
         assert data is not None
         disk.write(page, data, known[1] if known is not None else 0)
         return page.source.sums
 
     def _stage(self, effect: Stage) -> Script:
-        """From stores into private copies."""
+        """Reads pages from stores into private copies."""
         session = self._began(effect)
         corrupt: list[int] = []
         if self.world.working and self.world.rng.random() < 0.05:  # the drive takes longer than a lease runs
@@ -333,7 +334,8 @@ class ShardProcess(SimulatedCore):
         del self.moves[effect.attempt]
 
     def _recode(self, page: PageMove, before: bytes | None) -> bytes | None:
-        """Writes what becomes of a page to its place in memory; the packed sums, or None where it cannot be."""
+        """Writes the encoded, decoded or copied page to its place in memory. Returns its packed sums, or None if it
+        cannot be encoded."""
         source, target = page.source, page.target
         fits = target.codec is Codec.RAW or source.codec is target.codec or content.encodable(source.key)
         if not fits or before is None:
@@ -343,17 +345,21 @@ class ShardProcess(SimulatedCore):
         return checksum.pack_sums(checksum.layer_sums(identity, 0, target.key.part.layers, self.memory.view(target)))
 
     def _recoded(self, namespace: NamespaceId, source: PageSlot, target: PageSlot, before: bytes) -> bytes:
-        """What encoding or decoding a page makes of it: what is right of what is right, and else something wrong."""
+        """Returns what encoding or decoding a page makes of it: correct bytes from correct bytes, and otherwise
+        something wrong."""
         recodes = source.codec is not target.codec
-        hold(not recodes or Codec.RAW in (source.codec, target.codec), "one codec's bytes go into another")
+        hold(
+            not recodes or Codec.RAW in (source.codec, target.codec),
+            "a page goes from one codec to another",
+        )
         encoded_before = source.codec is Codec.RAW and source.loss is not Loss.EXACT
-        hold(target.codec is Codec.RAW or not recodes or not encoded_before, "what was decoded is encoded again")
+        hold(target.codec is Codec.RAW or not recodes or not encoded_before, "a decoded page is encoded again")
         right = content.content(namespace, source.key, source.codec, source.loss)
         after = content.content(namespace, target.key, target.codec, target.loss)
         return after.data if before == right.data else flipped(self.world.rng, after.data)
 
     def _fetch(self, effect: Fetch) -> Script:
-        """As a worker would, under the cluster's own credential, straight into our pages."""
+        """Fetches pages as a worker would, under the cluster's own credential, straight into this shard's pages."""
         request = self._request_for(effect)
         give_up = self.now() + FETCH_NS
         source = self.world.shard_at(effect.source.address)
@@ -392,11 +398,11 @@ class ShardProcess(SimulatedCore):
         )
 
     def _receive(self, effect: Fetch, session: Session, line: Line, give_up: int, arrived: ArrivedSums) -> Script:
-        """Writes each layer to its page as it comes, until the source has ended, time is up, or a lease is."""
+        """Writes each layer to its page as it comes, until the source has ended, time is up, or the lease has ended."""
         while True:
             heard = yield line.down.next(), max(1, give_up - self.now())
             if isinstance(heard, list) and (not heard or not isinstance(heard[0], Layer)):
-                continue  # the source says for each page whether it comes
+                continue  # the head: the source says for each page whether it comes
             if not isinstance(heard, list) or session.revoked:
                 return
             if self.ask_now(build_request(Renew(effect.attempt), CLUSTER)) != Done(True):
@@ -407,7 +413,8 @@ class ShardProcess(SimulatedCore):
                     arrived.add(layer)
 
     def _verify_copies(self, effect: Fetch, arrived: ArrivedSums) -> tuple[dict[int, bytes], list[int]]:
-        """Of the pages that have come whole: the packed sums of those that match their sums, and those that do not."""
+        """Verifies the pages that have arrived whole. Returns the packed sums of those that match, and the items of
+        those that do not."""
         verified: dict[int, bytes] = {}
         suspects: list[int] = []
         for item in arrived.items():

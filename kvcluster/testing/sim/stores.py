@@ -82,7 +82,7 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
             case AskStore():
                 worker.start(self._ask())
             case StartWrite():
-                hold(not self._free, "a source is read after it was said to be free")
+                hold(not self._free, "a source is read after it was reported as free")
                 worker.kernel.at(worker.kernel.now, worker, worker.start, self._write(effect))
             case StopWrite(exchange):
                 self._stopped[exchange] = None
@@ -100,16 +100,16 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
                 self.over.fulfil(None)
 
     def _tell(self, stored: Stored) -> None:
-        hold(self._free, "the outcome of a store is told while its source is read")
+        hold(self._free, "the outcome of a store is reported while its source is read")
         told = stored.blocks + stored.deduplicated + stored.pending
-        hold(told <= len(self._terms.new), "more blocks are told to be stored than there were")
+        hold(told <= len(self._terms.new), "more blocks are reported as stored than there were")
         if told == len(self._terms.new) and not stored.pending and stored.miss is None:
             oracle = self._worker.world.oracle
             for block in self._terms.new:
                 for group, part in self._terms.parts:
                     known = oracle.was_committed(self._model.space, PageKey(block, group, part))
-                    whole = stored.deduplicated  # of blocks that others stored, perhaps in other parts
-                    hold(known or bool(whole), "a block is told to be stored that no shard has committed")
+                    whole = stored.deduplicated  # blocks that others stored, perhaps in other parts
+                    hold(known or bool(whole), "a block is reported as stored that no shard has committed")
         self.done.fulfil(stored)
 
     def _ask(self) -> Script:
@@ -139,8 +139,8 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
         self._deliver(WriteEnded(start.exchange, nbytes, outcome, error, taken))
 
     def _exchange(self, start: StartWrite, taken: dict[int, None]) -> Script:
-        """The bytes that were taken, what became of each page, and no error; or an error. Notes in `taken` what was
-        taken of which page."""
+        """Returns the bytes sent, the outcome of each page, and no error; or an error. Adds to `taken` each page of
+        which bytes were sent."""
         worker, world = self._worker, self._worker.world
         rng, scenario, request = world.rng, world.scenario, start.request
         opened = yield from worker.open(self._model, start.shard, request, self._give_up)
@@ -160,7 +160,7 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
             stopped = start.exchange in self._stopped
             if breaks_off or stopped or worker.now() >= self._give_up:
                 break
-            hold(not self._free, "a source is read after it was said to be free")
+            hold(not self._free, "a source is read after it was reported as free")
             frame = [self._layer(item, key, layer) for item, key, layer in layers[at : at + scenario.frame_layers]]
             nbytes += sum(len(layer.data) for layer in frame)
             taken.update(dict.fromkeys(layer.item for layer in frame))
@@ -168,7 +168,7 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
         broken = breaks_off or stopped or worker.now() >= self._give_up
         if not broken:
             self._deliver(SourceDrained(start.exchange))
-        if breaks_off and rng.random() < 0.5:  # it hangs, and says nothing to anybody
+        if breaks_off and rng.random() < 0.5:  # it hangs silently
             yield None, 2 * scenario.config.shard.lease_ttl_ms * MS
         line.up.put(BROKEN if broken else FINISHED)
         path_lost = breaks_off and not stopped and world.later.random() < PATHS_LOST
@@ -177,7 +177,7 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
         world.network.close(line)
         if stopped:
             return nbytes, (), Cancelled(Miss(MissReason.DEADLINE, "given up"))
-        if path_lost:  # the shard has yet to notice
+        if path_lost:  # the shard has not noticed yet
             world.count("store", "path lost")
             return nbytes, (), PathLost(Miss(MissReason.SHARD_LOST, "it broke off"))
         if not isinstance(tail, list):

@@ -1,8 +1,8 @@
 """What the processes of a simulation need of the world around them, as protocols that a world (world.py) satisfies.
 
-The imports of this package go one way: the world builds processes and judges, and knows all of them; what it builds
-names these protocols instead of the world. A module that needs more of its world extends `Surroundings` by that, beside
-the class that needs it.
+The imports of this package go one way: the world builds processes and judges, and knows all of them; these name the
+protocols instead of the world. A module that needs more of its world extends `Surroundings`, beside the class that
+needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvcluster.testing.sim.scenario import Scenario
 
 
 class Chance(Protocol):
-    """What is drawn. `later` is for choices that were added later: they leave what `rng` draws as it was."""
+    """The random draws. `later` is for choices that were added later: they leave what `rng` draws unchanged."""
 
     rng: random.Random
     later: random.Random
@@ -36,15 +36,15 @@ class Setting(Protocol):
 
 
 class RunRecord(Protocol):
-    """What is written down of a run."""
+    """The record of a run."""
 
     journal: Journal
 
     def stepped(self) -> None:
-        """Counts a step of a core. Every so often all invariants are checked."""
+        """Counts a step of a core. At intervals all invariants are checked."""
 
     def count(self, operation: str, outcome: str) -> None:
-        """Counts an operation that ended so."""
+        """Counts an operation with this outcome."""
 
 
 class Surroundings(Chance, Setting, RunRecord, Protocol):
@@ -58,4 +58,4 @@ class Supervisor(Protocol):
         """Ends this process now."""
 
     def left(self, process: Process, *, for_good: bool) -> None:
-        """The process has ended itself. With `for_good` no other is to take its place."""
+        """Handles a process that has ended itself. With `for_good` it is not restarted."""

@@ -1,7 +1,7 @@
-"""A worker: the real client's plans over the simulated network, and an engine that wants something of it.
+"""A worker: the real client's plans over the simulated network, and an engine that uses them.
 
-One script is one call: it has one deadline, asks again where an answer was lost, and ends in an outcome, never in an
-error. What a load and a store do next is decided by the client's own plans (loads.py, stores.py).
+One script is one call: it has one deadline, asks again if an answer was lost, and ends in an outcome, never in an
+error. The client's own plans (loads.py, stores.py) decide what a load and a store do next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.stores import Store
 
 STOPPED_NS = 20 * MS
-"""After a cancel: several times what a chunk takes."""
+"""The time to stop after a cancel: several times what a chunk takes."""
 
 
 class WorkerSurroundings(ClientSurroundings, Protocol):
@@ -40,11 +40,12 @@ class Worker(ClientProcess):
 
     @property
     def idle(self) -> bool:
-        """Has every slot ended?"""
+        """Whether every slot has ended."""
         return all(slot.ready for slot in self.slots)
 
     def load(self, model: Model, hashes: Sequence[BlockHash], need: Need, *, wait_ns: int = 0) -> Script:
-        """How many leading blocks were loaded. The ticket is kept for `wait_ns` before it is used."""
+        """Loads blocks and returns the number of leading blocks that were loaded. The ticket is kept for `wait_ns`
+        before it is used."""
         give_up = self.now() + self.world.scenario.patience_ns
         ticket = self.attempt()
         asked = tuple(hashes)
@@ -66,7 +67,7 @@ class Worker(ClientProcess):
         return loaded.blocks
 
     def redeem(self, model: Model, body: TicketBody, give_up: int) -> Script:
-        """Loads what a ticket names; its Loaded. Some engines change their mind."""
+        """Loads what a ticket names and returns its Loaded. Some engines cancel."""
         load = Load(self, model, body, give_up)
         load.begin()
         if self.world.working and self.world.later.random() < 0.05:
@@ -90,7 +91,7 @@ class Worker(ClientProcess):
     def store(
         self, model: Model, hashes: Sequence[BlockHash], first: int, parts: tuple[tuple[int, Part], ...], wait_ns: int
     ) -> Script:
-        """Stores the blocks from `first` on. True where each of them is stored now, by whomever."""
+        """Stores the blocks from `first` on. True if each of them is stored now, by this or another worker."""
         give_up = self.now() + self.world.scenario.patience_ns
         store = Store(self, model, hashes, first, parts, wait_ns, give_up)
         store.begin()
@@ -98,10 +99,10 @@ class Worker(ClientProcess):
             yield store.done, int(self.world.scenario.frame_ns * 4 * self.world.later.random())
             store.cancel()
             soon = yield store.done, STOPPED_NS
-            hold(soon is not TIMED_OUT, "a store that was cancelled reads its source still")
+            hold(soon is not TIMED_OUT, "a cancelled store still reads its source")
         stored = yield store.done, 10 * self.world.scenario.patience_ns
         hold(stored is not TIMED_OUT, "a store does not end by its deadline")
         over = yield store.over, 20 * self.world.scenario.patience_ns
-        hold(over is not TIMED_OUT, "a store is never over")
+        hold(over is not TIMED_OUT, "a store never ends")
         self.world.count("store", "whole" if stored.miss is None else stored.miss.reason.value)
         return stored.miss is None and not stored.pending

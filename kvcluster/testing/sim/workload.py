@@ -1,6 +1,6 @@
-"""What engines want: prompts that share a system prompt, conversations that grow, and the odd errand beside them.
+"""The requests of engines: prompts that share a system prompt, conversations that grow, and occasional other calls.
 
-Prompts are drawn unevenly, so that some are hot; a conversation is asked for again, longer, by any worker of its
+Prompts are drawn unevenly, so that some are hot; a conversation is requested again, longer, by any worker of its
 tenant. Each slot of a worker does one thing after another until the world says that work is over.
 """
 
@@ -38,10 +38,10 @@ from kvcluster.testing.sim.worker import Worker, WorkerSurroundings
 
 CONVERSATIONS = 5
 HALVES = 0.7
-"""Of the stores of a scenario with ranks that have half of the heads each."""
+"""The share of stores in halves, in a scenario with ranks that have half of the heads each."""
 
 REDEEM_NS = 10 * MS
-"""Between two tickets of a redeemer, on average."""
+"""The mean time between two tickets of a redeemer."""
 _ERRANDS = {
     "request": 100,
     "redeem": 8,
@@ -60,8 +60,8 @@ _WEIGHTS = list(accumulate(_ERRANDS.values()))
 
 
 class EngineSurroundings(WorkerSurroundings, Protocol):
-    """The cluster as engines use it. `names` are the shards that have not gone, `shards` has the newest process of
-    each, and `told_to_go` are those that an operator has drained."""
+    """The cluster as engines use it. `names` are the shards that have not left for good, `shards` has the newest
+    process of each, and `told_to_go` are those that an operator has drained."""
 
     models: list[Model]
     names: list[ShardId]
@@ -70,7 +70,7 @@ class EngineSurroundings(WorkerSurroundings, Protocol):
 
 
 def slot(world: EngineSurroundings, worker: Worker) -> Script:
-    """One thing after another."""
+    """Runs one random errand after another."""
     rng = world.rng
     while world.working:
         yield None, int(2 * world.scenario.think_ns * rng.random())
@@ -81,10 +81,11 @@ def slot(world: EngineSurroundings, worker: Worker) -> Script:
 
 
 def redeemer(world: EngineSurroundings, worker: Worker) -> Script:
-    """Another process of the same engine, which goes on with tickets of before while nobody coordinates.
+    """Redeems earlier tickets, as another process of the same engine does, while no coordinator answers.
 
-    It begins when the coordinator has not answered for a quarter of the shards' own term, and gives up when the term
-    has passed. The end of the term is worth a close look: a shard that grants longer than it may does so then.
+    It begins when the coordinator has not answered for a quarter of the shards' own term, and stops a quarter of a term
+    after the term has passed. The end of the term is a critical moment: a shard that grants leases after its term does
+    so then.
     """
     term_ns = world.scenario.config.membership_ttl_ms * MS
     first, last = term_ns // 4, term_ns * 5 // 4
@@ -97,7 +98,7 @@ def redeemer(world: EngineSurroundings, worker: Worker) -> Script:
 
 
 def conversation(world: EngineSurroundings) -> tuple[Model, tuple[BlockHash, ...]]:
-    """A model and the first blocks of something that is said to it."""
+    """Draws a model and the first blocks of one of its conversations."""
     rng = world.rng
     model = world.models[int(len(world.models) * rng.random() ** 2)]
     prompt = int(world.scenario.prompts * rng.random() ** 2)
@@ -115,7 +116,7 @@ def _request(world: EngineSurroundings, worker: Worker) -> Script:
     need = model.need(accept, half=half)
     loaded = yield from worker.load(model, hashes, need, wait_ns=kept_ns)
     if loaded < len(hashes) and rng.random() < 0.9:
-        # Ranks of several engines: what two of one wrote in halves, one of another writes whole.
+        # Ranks of several engines: one engine writes in two halves what another writes whole.
         halves = world.scenario.halves and world.later.random() < HALVES
         parts = model.first_half() if half else model.halves() if halves else model.whole()
         wait_ns = rng.choice((0, 200 * MS, 600 * MS))
@@ -123,7 +124,7 @@ def _request(world: EngineSurroundings, worker: Worker) -> Script:
 
 
 def _redeem(world: EngineSurroundings, worker: Worker) -> Script:
-    """A ticket that another process prepared, perhaps long ago."""
+    """Redeems a ticket that another process prepared, perhaps long ago."""
     if world.grants:
         model, body = world.rng.choice(world.grants[-8:])
         loaded = yield from worker.redeem(model, body, worker.now() + world.scenario.patience_ns)
@@ -189,7 +190,7 @@ def _status(world: EngineSurroundings, worker: Worker) -> Script:
 
 
 def _flush(world: EngineSurroundings, worker: Worker) -> Script:
-    """Is what was stored so far known to the coordinator?"""
+    """Asks a shard whether the coordinator knows everything stored so far."""
     shard = world.shards[world.rng.choice(world.names)]
     wait_ns = world.scenario.patience_ns // 2
     promise = world.network.ask(worker, shard, build_request(Flush(wait_ns), content.RED))
@@ -198,7 +199,7 @@ def _flush(world: EngineSurroundings, worker: Worker) -> Script:
 
 
 def _purge(world: EngineSurroundings, worker: Worker) -> Script:
-    """New weights, or a tenant that clears everything."""
+    """Purges one set of weights, or everything of a tenant."""
     model, _ = conversation(world)
     weights = model.spec.weights if world.rng.random() < 0.7 else None
     reply = yield from worker.ask(Purge(weights=weights), model.tenant, worker.now() + world.scenario.patience_ns)
@@ -206,7 +207,7 @@ def _purge(world: EngineSurroundings, worker: Worker) -> Script:
 
 
 def _drain(world: EngineSurroundings, worker: Worker) -> Script:
-    """An operator lets a shard go, but not the last that is to stay."""
+    """An operator drains a shard, but not the last one that is not drained."""
     staying = [name for name in world.names if name not in world.told_to_go]
     if len(staying) > 1:
         shard = world.rng.choice(staying)

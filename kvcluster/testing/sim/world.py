@@ -1,7 +1,7 @@
 """One seed's world: the cores in their processes, on nodes, with their clocks, and the supervisors that restart them.
 
-It is built here of its parts, which name no world but the protocols that it satisfies (surroundings.py). What happens
-to it is not its business: phases.py runs it, faults.py breaks it, liveness.py waits until it is at rest.
+This module builds the world from its parts, which know it only through the protocols that it satisfies
+(surroundings.py). phases.py runs it, faults.py breaks it, liveness.py waits until it is at rest.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from kvcluster.testing.sim.shard import ShardProcess
 from kvcluster.testing.sim.worker import Worker
 
 EVERY = 64
-"""Steps between two looks at all invariants."""
+"""Steps between two checks of all invariants."""
 MOST_STEPS = 60_000
-"""Three times the longest of a hundred thousand seeds: beyond it, cores talk without end."""
+"""Three times the longest of a hundred thousand seeds: beyond it, cores send one another messages without end."""
 _BIRTH_NS = 10**15
 """What clocks show when a world begins: epochs are wall-clock time, and never near zero."""
 
@@ -79,8 +79,8 @@ class SimulatedWorld:
             self.workers.append(self._worker(f"w{number}", rng.randrange(drawn.nodes)))
 
     def check(self) -> None:
-        """All invariants of all cores."""
-        hold(self.steps < MOST_STEPS, f"{MOST_STEPS:,} steps, and no end of them")
+        """Checks all invariants of all cores."""
+        hold(self.steps < MOST_STEPS, f"{MOST_STEPS:,} steps, without an end")
         for coordinator in self.coordinators:
             if not coordinator.dead:
                 check_coordinator(coordinator.core)
@@ -92,7 +92,7 @@ class SimulatedWorld:
                 self.oracle.mirrors(shard)
 
     def stepped(self) -> None:
-        """One more step of a core."""
+        """Counts a step of a core, and checks all invariants every EVERY steps."""
         self.steps += 1
         if self.steps >= self._next_check:
             self._next_check = self.steps + EVERY
@@ -102,7 +102,7 @@ class SimulatedWorld:
         self.operations[f"{operation}: {outcome}"] += 1
 
     def wire_flips(self) -> bool:
-        """Does the wire turn a bit of this layer over?"""
+        """Draws whether the wire flips a bit of this layer."""
         if self.kernel.now >= self.bad_wire_until or self.rng.random() > 0.1:
             return False
         self.faults["bit flipped on the wire"] += 1
@@ -111,7 +111,7 @@ class SimulatedWorld:
     # ------------------------------------------------------------------------------------------- processes
 
     def processes(self) -> Iterator[Process]:
-        """All that live."""
+        """Returns all processes that are not dead."""
         everyone: list[Process] = [*self.coordinators, *self.incarnations.values(), *self.workers]
         return (process for process in everyone if not process.dead)
 
@@ -144,7 +144,8 @@ class SimulatedWorld:
         self.journal.add((self.kernel.now, name, "begins", (f"on node {node}, epoch", epoch)))
 
     def kill(self, process: Process) -> None:
-        """It dies, and its supervisor starts the next, as long as it is the one that should be there."""
+        """Kills a process; after a while its supervisor starts the next incarnation, if the process was still the
+        current one."""
         self.network.reset(process)
         process.kill()
         self.journal.add((self.kernel.now, process.name, "dies", ()))
@@ -152,11 +153,11 @@ class SimulatedWorld:
         self.kernel.at(self.kernel.now + delay, None, self._start_again, process)
 
     def left(self, process: Process, *, for_good: bool) -> None:
-        """It has ended itself."""
+        """Handles a process that has ended itself."""
         self.kill(process)
         if for_good:
             assert isinstance(process, ShardProcess)
-            hold(process.shard in self.told_to_go, f"{process.name} goes for good, and no operator told it to")
+            hold(process.shard in self.told_to_go, f"{process.name} leaves for good, but no operator drained it")
             if process is self.shards[process.shard]:
                 self.names.remove(process.shard)
 
@@ -170,7 +171,8 @@ class SimulatedWorld:
                 self.workers[self.workers.index(process)] = self._worker(process.name, process.node)
 
     def replace_coordinator(self) -> None:
-        """Another one, on another node. Who has the old one's address goes on with that for a while."""
+        """Starts another coordinator on another node. Nodes that know the old one's address may keep using it for a
+        while."""
         old = self.coordinator
         node = self.rng.choice([node for node in range(self.scenario.nodes) if node != old.node])
         for other in range(self.scenario.nodes):
@@ -179,13 +181,13 @@ class SimulatedWorld:
         self.start_coordinator(node)
 
     def replace_shard(self, old: ShardProcess) -> None:
-        """The next incarnation, on another node, while the old one lives."""
+        """Starts the shard's next incarnation on another node, while the old one lives."""
         node = self.rng.choice([node for node in range(self.scenario.nodes) if node != old.node])
         self.start_shard(old.shard, node)
 
     def end_superseded(self) -> None:
-        """Supervisors end what they could not reach: coordinators that were replaced, and cut-off incarnations of
-        shards that were let go. Other old shards are the coordinator's to send away."""
+        """Supervisors end the processes that they could not reach: coordinators that were replaced, and cut-off
+        incarnations of shards that were drained. Other old shards are the coordinator's to send away."""
         for coordinator in self.coordinators:
             if coordinator is not self.coordinator and not coordinator.dead:
                 self.kill(coordinator)
@@ -194,14 +196,15 @@ class SimulatedWorld:
                 self.kill(shard)
 
     def bind(self, node: int, coordinator: CoordinatorProcess | None) -> None:
-        """The coordinator's name means this one on that node; None: the newest again."""
+        """Makes the coordinator's name point to this one on that node; None: to the newest again."""
         if coordinator is None:
             self._bound.pop(node, None)
         else:
             self._bound[node] = coordinator
 
     def coordinator_seen_by(self, process: Process) -> CoordinatorProcess:
-        """What the coordinator's name means there. A node that can reach the newest learns of it in the end."""
+        """Returns the coordinator that its name points to on the node of this process. A node that can reach the newest
+        one learns of it in the end."""
         bound = self._bound.get(process.node)
         if bound is None:
             return self.coordinator
@@ -210,5 +213,5 @@ class SimulatedWorld:
         return bound
 
     def shard_at(self, address: str) -> ShardProcess | None:
-        """Who listens there."""
+        """Returns the process that listens at that address."""
         return self._addresses.get(address)

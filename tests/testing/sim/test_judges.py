@@ -18,7 +18,7 @@ QUIET = 131
 
 
 def quiet_world() -> SimulatedWorld:
-    """Nothing goes wrong in it, and nobody wants anything."""
+    """A world without faults and without requests."""
     world = SimulatedWorld(QUIET)
     world.scenario = scenario.without_faults(world.scenario)
     world.network.heal()
@@ -57,5 +57,5 @@ def test_a_world_is_not_at_rest_while_a_shard_has_room_to_make() -> None:
     liveness._all_is_at_rest(world, 0)
     coordinator = replace(world.scenario.config.coordinator, low_free=1.1)
     world.scenario = replace(world.scenario, config=replace(world.scenario.config, coordinator=coordinator))
-    with pytest.raises(Violation, match="has room to make"):
+    with pytest.raises(Violation, match="has too little free room"):
         liveness._all_is_at_rest(world, 0)

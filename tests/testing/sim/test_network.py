@@ -149,7 +149,7 @@ def test_loopback_knows_no_trouble() -> None:
 
 
 @pytest.mark.parametrize("server", [None, "dead"])
-def test_nobody_answers_for_a_process_that_is_not_there(server: str | None) -> None:
+def test_a_process_that_is_not_there_does_not_answer(server: str | None) -> None:
     bench = Bench()
     bench.server.kill()
     asked = [bench.network.ask(bench.client, bench.server if server else None, lambda call: call) for _ in range(20)]

@@ -101,7 +101,7 @@ def test_seeds_are_clean_and_have_seen_trouble() -> None:
         "event: heard",
         "event: dropped",
     ):
-        assert tally.operations[outcome], f"nobody ever saw {outcome}"
+        assert tally.operations[outcome], f"{outcome} was never seen"
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def test_the_command_closes_with_what_was_done(capsys: pytest.CaptureFixture[str
     assert main(["simulate", "--seeds", "3", "--first", "5", "--jobs", "1"]) == 0
     printed = capsys.readouterr().out
     assert "3 seeds, 0 failed; " in printed
-    assert " a seed in the median; " in printed and " seeds/s and core, " in printed
+    assert " a seed in the median; " in printed and " seeds/s per core, " in printed
     assert "faults: " in printed and "operations: " in printed
 
 

@@ -1,6 +1,6 @@
-"""Planted bugs: each breaks one promise of the real core or its shells, so that the simulator can show that it sees.
+"""Planted bugs: each breaks one promise of the real core or its shells, to show that the simulator detects it.
 
-None hides: each is what a tired author might write, a forgotten comparison, a missing margin, a step in the wrong
+None is hidden: each is a plausible mistake, such as a forgotten comparison, a missing margin or a step in the wrong
 order. Each module of bugs adds its own to BUGS when it is imported, as it is here.
 """
 

@@ -1,4 +1,4 @@
-"""Bugs of clients and of page sessions: who may write memory, what is counted, told and given back."""
+"""Bugs of clients and of page sessions: which exchange may write memory, what is counted, reported and given back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcluster.transport.page_session import PageSession
 
 @planted
 def handed_over_before_stopped() -> list[Patch]:
-    """What a silent shard was to bring is read from another before the first exchange has stopped."""
+    """The pages that a silent shard should have sent are read from another before the first exchange has stopped."""
     take_away = LoadPlan._take_away
 
     def at_once(self: LoadPlan, exchange: Any, found: Any) -> list[Any]:
@@ -29,13 +29,13 @@ def handed_over_before_stopped() -> list[Patch]:
 
 @planted
 def reroute_not_counted() -> list[Patch]:
-    """Where several pieces take the place of one, the layers count that one alone."""
+    """When several pieces replace one, the layers still count that one alone."""
     return [(LoadProgress, "replace", lambda self, rest, others: None)]
 
 
 @planted
 def told_before_stopped() -> list[Patch]:
-    """A load that is cancelled tells its outcome at once."""
+    """A cancelled load reports its outcome at once."""
     stop = LoadPlan._stop
 
     def tell(self: LoadPlan, why: Any) -> list[Any]:
@@ -47,7 +47,7 @@ def told_before_stopped() -> list[Patch]:
 
 @planted
 def stopped_and_writes() -> list[Patch]:
-    """An exchange goes on with the items that were taken away from it."""
+    """An exchange goes on writing the items that were taken away from it."""
     may_write = ReadRanges.may_write
 
     def may(self: ReadRanges, item: int, layer: int, now: int) -> bool:
@@ -59,7 +59,7 @@ def stopped_and_writes() -> list[Patch]:
 
 @planted
 def goes_on_after_cancel() -> list[Patch]:
-    """What a cancelled load's exchanges did not bring is looked for elsewhere."""
+    """A cancelled load reads elsewhere what its exchanges did not bring."""
     read_stopped = LoadPlan._read_stopped
 
     def look(self: LoadPlan, event: ReadStopped, now: int) -> list[Any]:
@@ -75,7 +75,7 @@ def goes_on_after_cancel() -> list[Patch]:
 
 @planted
 def accepts_any_loss() -> list[Patch]:
-    """A load takes whatever a shard has, and tells what the ticket had said of its loss."""
+    """A load accepts any loss, and reports the loss that the ticket had named."""
     start = LoadPlan._start
 
     def take_all(self: LoadPlan, *arguments: Any, **options: Any) -> list[Any]:
@@ -87,7 +87,7 @@ def accepts_any_loss() -> list[Patch]:
 
 @planted
 def source_freed_by_the_first() -> list[Patch]:
-    """The source of a store is free when one of its exchanges has drained it."""
+    """The source of a store is reported as free when the first of its exchanges has drained it."""
     step = StorePlan.step
 
     def free(self: StorePlan, event: Any, now: int) -> list[Any]:
@@ -99,13 +99,14 @@ def source_freed_by_the_first() -> list[Patch]:
 
 @planted
 def probe_forgotten() -> list[Patch]:
-    """An exchange that was given up, and was to show whether its shard answers again, gives no leave to another."""
+    """A cancelled exchange that was the breaker's probe does not return its permit, so that no other may probe."""
     return [(ShardPolicy, "gave_up", lambda self, permit: None)]
 
 
 @planted
 def revoked_lease_kept() -> list[Patch]:
-    """A session whose lease was revoked says nothing when it has stopped: the core has ended the lease, has it not?"""
+    """A session whose lease was revoked does not tell the core that it has stopped, as if the core had ended the
+    lease."""
     stopped = PageSession._stopped
 
     def keep(self: PageSession, for_good: bool) -> list[Any]:

@@ -26,7 +26,7 @@ from kvcluster.testing.sim.coordinator import CoordinatorProcess
 
 @planted
 def stale_inventory() -> list[Patch]:
-    """Chunks of an inventory are taken as they come, whichever inventory they are of."""
+    """Chunks of an inventory are accepted as they come, even if they belong to another inventory."""
 
     def chunk(self: ReportCursor, chunk: int, *, upto: int, last: bool) -> bool:
         self._next_chunk = chunk + 1
@@ -39,7 +39,7 @@ def stale_inventory() -> list[Patch]:
 
 @planted
 def purge_not_on_disk() -> list[Patch]:
-    """A purge is acknowledged and never written down."""
+    """A purge is acknowledged and never written to disk."""
     original = CoordinatorProcess.perform
 
     def perform(self: CoordinatorProcess, effect: Any) -> None:
@@ -51,7 +51,7 @@ def purge_not_on_disk() -> list[Patch]:
 
 @planted
 def lost_shard_named() -> list[Patch]:
-    """Plans are kept when a shard is lost."""
+    """Plans that name a lost shard are kept."""
     return [(ReplicaTable, "kill_slot", lambda self, slot: None)]
 
 
@@ -70,7 +70,7 @@ def evicts_while_rebuilding() -> list[Patch]:
 
 @planted
 def judged_after_a_stall() -> list[Patch]:
-    """A process that stood still judges deadlines first, and hears what has arrived meanwhile afterwards."""
+    """A process that was stalled judges deadlines first, and steps the messages that arrived meanwhile afterwards."""
     original = CoreProcess.catch_up
 
     def catch_up(self: CoreProcess) -> None:
@@ -84,7 +84,7 @@ def judged_after_a_stall() -> list[Patch]:
 
 @planted
 def forgotten_tombstone() -> list[Patch]:
-    """A purge forgets what is known, and not that it was."""
+    """A purge removes the records, and forgets that there was a purge."""
     original = NamespaceTable.apply_tombstone
 
     def apply_tombstone(self: NamespaceTable, stone: Any) -> Any:
@@ -99,13 +99,13 @@ def forgotten_tombstone() -> list[Patch]:
 
 @planted
 def purged_writers_go_on() -> list[Patch]:
-    """A shard that carries out a purge lets those go on who write pages of before."""
+    """A shard that carries out a purge does not stop the writers of older pages."""
     return [(OrderExecutor, "_stop_writers", lambda self, space: [])]
 
 
 @planted
 def drained_too_early() -> list[Patch]:
-    """A draining shard is let go before anybody has fetched what it alone holds."""
+    """A draining shard is told to leave before another shard has fetched the blocks that only it holds."""
     return [(Replicator, "drained", lambda self, member: True)]
 
 
@@ -117,7 +117,8 @@ def evicts_what_is_promised() -> list[Patch]:
 
 @planted
 def order_number_used_again() -> list[Patch]:
-    """Orders are counted from those that have not ended, so that the next has the number of one that has."""
+    """Order numbers are counted from the unfinished orders, so that a new order gets the number of one that has
+    ended."""
     original = OrderStream.give
 
     def give(self: OrderStream, make: Any) -> None:
@@ -129,7 +130,8 @@ def order_number_used_again() -> list[Patch]:
 
 @planted
 def order_numbers_begin_anew() -> list[Patch]:
-    """The orders to a shard are counted from 1 again when it tells anew what it holds, though it counts on."""
+    """The orders to a shard are counted from 1 again when it sends its inventory again, though the shard goes on
+    counting."""
     original = Membership.admit
 
     def admit(self: Membership, info: Any, now: int) -> Any:
@@ -141,7 +143,8 @@ def order_numbers_begin_anew() -> list[Patch]:
 
 @planted
 def roots_go_first() -> list[Patch]:
-    """A block that others follow may be evicted; of equally cold ones the beginning of a conversation goes first."""
+    """A block that others follow may be evicted; of equally cold blocks the beginning of a conversation is evicted
+    first."""
     return [
         (EvictionQueue, "_is_leaf", staticmethod(lambda state: state % 2 == 1)),
         (LRU, "score", lambda self, block, now: block.stamp << DEPTH_BITS | block.depth),
@@ -150,7 +153,7 @@ def roots_go_first() -> list[Patch]:
 
 @planted
 def answered_anew() -> list[Patch]:
-    """A prepare that is repeated, since its answer was lost, is answered as if it were another one."""
+    """A prepare that is repeated because its answer was lost is answered as if it were a new one."""
 
     def forget(self: PrepareHandler, attempt: Any, space: Any, kind: Any) -> None:
         ticket = self._state.tickets.end(attempt)
@@ -162,7 +165,7 @@ def answered_anew() -> list[Patch]:
 
 @planted
 def swept_in_part() -> list[Patch]:
-    """Of the records of a lost shard, those that one step has no time for are never swept."""
+    """The records of a lost shard that one step has no time for are never swept."""
     original = ReportHandler.sweep_some
 
     def sweep_some(self: ReportHandler, now: int) -> None:
@@ -174,7 +177,7 @@ def swept_in_part() -> list[Patch]:
 
 @planted
 def removal_not_told() -> list[Patch]:
-    """Outsiders are told what is stored in a tier, and not what is gone from it."""
+    """KV events report what is stored in a tier, and not what is removed from it."""
     original = EventEmitter.changed
 
     def changed(self: EventEmitter, space: Any, record: Any, before: int) -> None:
@@ -186,7 +189,7 @@ def removal_not_told() -> list[Patch]:
 
 @planted
 def retold_in_part() -> list[Patch]:
-    """A coordinator that tells all blocks again forgets the rest after its first step."""
+    """A coordinator that publishes all blocks again forgets the rest after its first step."""
     original = EventEmitter.tell_some
 
     def tell_some(self: EventEmitter) -> None:
@@ -198,7 +201,7 @@ def retold_in_part() -> list[Patch]:
 
 @planted
 def tokens_of_another() -> list[Patch]:
-    """Outsiders are told the token ids of the first block of a store for all of its blocks."""
+    """KV events give the token ids of the first block of a store for all of its blocks."""
     original = EventEmitter.remember
 
     def remember(self: EventEmitter, hashes: Any, tokens: Any, block_tokens: int) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 from kvcluster.errors import CallerError
 
 Patch = tuple[Any, str, Any]
-"""Owner, attribute, and what stands there instead."""
+"""Owner, attribute, and the value that replaces it."""
 
 BUGS: dict[str, Callable[[], list[Patch]]] = {}
-"""By name. What each forgets, its function says."""
+"""The bugs by name. The docstring of each function says what it breaks."""
 
 
 def planted(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
@@ -23,7 +23,8 @@ def planted(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
 
 @contextmanager
 def active(name: str | None) -> Iterator[None]:
-    """The code under test has this bug meanwhile. Raises CallerError where there is none of that name."""
+    """Plants this bug in the code under test for the duration of the block. Raises CallerError if there is none of that
+    name."""
     if name is not None and name not in BUGS:
         raise CallerError(f"no bug is named {name!r}; there are {', '.join(BUGS)}")
     before: list[Patch] = []

@@ -26,14 +26,14 @@ from kvcluster.testing.sim.shard import ShardProcess
 
 @planted
 def no_epoch_fence() -> list[Patch]:
-    """A shard does not compare the epoch that a worker means with its own."""
+    """A shard does not compare the epoch in a worker's question with its own."""
     original = Shard._check
     return [(Shard, "_check", lambda self, m: original(self, replace(m, epoch=self.epoch)))]
 
 
 @planted
 def no_coordinator_fence() -> list[Patch]:
-    """Shards heed whichever coordinator answers, and an older one does not step down."""
+    """Shards obey any coordinator that answers, and an older one does not step down."""
     answered, hear = ReportSender.answered, ReportHandler._hear
 
     def heed(self: ReportSender, ack: Any, now: int) -> bool:
@@ -49,7 +49,7 @@ def no_coordinator_fence() -> list[Patch]:
 
 @planted
 def acknowledged_before_accepted() -> list[Patch]:
-    """A shard notes the numbers of all orders of an answer, and then finds none among them that is new."""
+    """A shard records the numbers of all orders of an answer first, and then finds that none of them is new."""
     original = OrderCursor.accept
 
     def accept(self: OrderCursor, orders: Any) -> Any:
@@ -61,13 +61,13 @@ def acknowledged_before_accepted() -> list[Patch]:
 
 @planted
 def ended_when_accepted() -> list[Patch]:
-    """A shard tells of an order that runs as of one that has ended."""
+    """A shard reports a running order as ended."""
     return [(OrderCursor, "progress", property(lambda self: OrderProgress(self._accepted)))]
 
 
 @planted
 def no_drift_margin() -> list[Patch]:
-    """A shard counts its term to the last nanosecond, as if all clocks ran alike."""
+    """A shard uses its term to the last nanosecond, as if all clocks ran alike."""
     original = ReportSender.__init__
 
     def init(self: ReportSender, config: Any, *, membership_ttl_ms: int, everything: Any) -> None:
@@ -79,7 +79,7 @@ def no_drift_margin() -> list[Patch]:
 
 @planted
 def late_commit() -> list[Patch]:
-    """A lease that has been revoked may still be committed."""
+    """A lease that was revoked may still be committed."""
     return [(LeaseBook, "running", lambda self, attempt: attempt in self)]
 
 
@@ -99,7 +99,7 @@ def skipped_unpin() -> list[Patch]:
 
 @planted
 def forgotten_generation() -> list[Patch]:
-    """A condemned page is free at once, whoever still reads it."""
+    """A condemned page is freed at once, even if it is still read."""
 
     def free(self: PagePool, page: Any) -> bool:
         if page.state is not PageState.CONDEMNED:
@@ -114,13 +114,13 @@ def forgotten_generation() -> list[Patch]:
 
 @planted
 def condemned_served() -> list[Patch]:
-    """A page that is condemned and still read is given to one more reader."""
+    """A condemned page that is still being read is granted to one more reader."""
     original: Callable[..., list[Any]] = Shard._pin
 
     def pin(self: Shard, request: Any, space: Any, now: int) -> list[Any]:
         m, effects = request.question, original(self, request, space, now)
         lease = next((lease for lease in self.leases.all() if lease.attempt == m.attempt), None)
-        answer = effects[0] if effects else None  # it may wait for pages that are read from disk
+        answer = effects[0] if effects else None  # no answer yet if pages have to be read from disk
         if lease is None or not isinstance(answer, Answer) or not isinstance(answer.reply, PinGrant):
             return effects
         pages = list(answer.reply.pages)
@@ -136,13 +136,13 @@ def condemned_served() -> list[Patch]:
 
 @planted
 def commit_before_verifying() -> list[Patch]:
-    """A store is committed with the writer's sums, and what lies in the page is not looked at."""
+    """A store is committed with the writer's sums, and the bytes in the page are not verified."""
     return [(ShardProcess, "verify", lambda self, namespace, slot, sums: checksum.pack_sums(sums))]
 
 
 @planted
 def lost_abort() -> list[Patch]:
-    """A writer that gives up is thanked and not heard."""
+    """A writer's abort is acknowledged and ignored."""
     original = Shard._end
 
     def end(self: Shard, request: Any, now: int) -> list[Any]:
@@ -154,7 +154,7 @@ def lost_abort() -> list[Patch]:
 
 @planted
 def freed_by_time() -> list[Patch]:
-    """A lease that runs out gives its pages back, whether or not its mover has stopped."""
+    """A lease that expires gives its pages back, even if its session has not stopped moving bytes."""
     original = Shard._tick
 
     def tick(self: Shard, m: Any, now: int) -> list[Any]:
@@ -170,7 +170,7 @@ def freed_by_time() -> list[Patch]:
 
 @planted
 def condemned_by_word() -> list[Patch]:
-    """A page that a reader suspects is condemned without a look at it."""
+    """A page that a reader suspects is condemned without being verified."""
     original = Shard._suspect
 
     def suspect(self: Shard, request: Any, space: Any, now: int) -> list[Any]:
@@ -186,7 +186,7 @@ def condemned_by_word() -> list[Patch]:
 
 @planted
 def wrong_page_served() -> list[Patch]:
-    """Every so often the bytes of the next page are sent."""
+    """For some pages the bytes of the next page are sent."""
     original = ShardProcess.load_layer
 
     def load_layer(self: ShardProcess, item: int, slot: Any, layer: int) -> Any:
@@ -203,7 +203,7 @@ def wrong_page_served() -> list[Patch]:
 
 @planted
 def loss_not_asked() -> list[Patch]:
-    """A reader who accepts no loss gets what has been demoted since it was promised to him."""
+    """A reader that accepts no loss gets pages that were demoted since they were promised to it."""
     original = PagePool.find
 
     def find(self: PagePool, space: Any, key: Any, accept: Loss, *, encoded: bool = False) -> Any:
@@ -214,7 +214,7 @@ def loss_not_asked() -> list[Patch]:
 
 @planted
 def encoded_twice() -> list[Patch]:
-    """A page that was decoded stays when its twin goes, and is encoded again some day."""
+    """A decoded page stays when its encoded twin is removed, and is later encoded again."""
 
     def withdraw(self: Withdrawal, page: Any, *, corrupt: bool = False) -> None:
         self._pool.condemn(page)
@@ -225,13 +225,13 @@ def encoded_twice() -> list[Patch]:
 
 @planted
 def moved_unverified() -> list[Patch]:
-    """What is encoded is not looked at before."""
+    """A page is encoded without being verified first."""
     return [(ShardProcess, "matches", lambda self, namespace, slot, data: data is not None)]
 
 
 @planted
 def disk_unverified() -> list[Patch]:
-    """What is read from disk is taken for what was written."""
+    """A page that is read from disk is not verified."""
     original = PinHandler.staged
 
     def staged(self: PinHandler, m: Any, *, may_grant: bool) -> Any:
@@ -242,7 +242,7 @@ def disk_unverified() -> list[Patch]:
 
 @planted
 def purge_kept_before_done() -> list[Patch]:
-    """What was purged is written down at once, and erased from the files some day."""
+    """A purge is recorded as carried out at once, though the files still hold the pages."""
     original = Disk.erase
 
     def erase(self: Disk, order: Any) -> None:
@@ -255,7 +255,7 @@ def purge_kept_before_done() -> list[Patch]:
 
 @planted
 def private_copy_given_back() -> list[Patch]:
-    """A page that was read from disk for somebody is free as soon as he is told of it."""
+    """The private copy of a page that was read from disk is freed as soon as its reader is answered."""
     original = PagePool.lend
 
     def lend(self: PagePool, copy: Any, sums: bytes) -> None:
