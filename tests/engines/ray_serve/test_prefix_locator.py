@@ -247,4 +247,4 @@ def test_a_mistake_of_ours_is_said_once_and_answered(served: Served, monkeypatch
 
         monkeypatch.setattr(prefix_locator, "prompt_hashes", broken)
         assert [find(where, tokens=CACHED).outcome for _ in range(2)] == [LocateOutcome.FAILED] * 2
-    assert said == ["routes without knowing where prefixes lie: ZeroDivisionError: oops"]
+    assert said == ["routing without prefix locations: ZeroDivisionError: oops"]
