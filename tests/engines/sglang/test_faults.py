@@ -141,7 +141,7 @@ def test_a_coordinator_that_is_gone_is_a_miss_until_it_is_back(
     assert page(pool, 6) == page(pool, 0)
 
 
-def test_after_a_question_that_nobody_answered_none_is_asked_for_a_while(
+def test_after_an_unanswered_question_none_is_asked_for_a_while(
     sglang: SimpleNamespace, attach: Attach, cluster: MemoryCluster
 ) -> None:
     port, pool = Port(cluster), scramble(mha_pool(sglang))
