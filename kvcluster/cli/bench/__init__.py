@@ -139,7 +139,7 @@ def _codec(options: argparse.Namespace) -> int:
     with needs("transformers", "torch"):
         from kvcluster.cli.bench.codec import measuring, table
     if any(dim % 8 for dim in options.dims):
-        raise ConfigError("--dims: give multiples of 8; codecs do not encode heads of other dims")
+        raise ConfigError("--dims: each must be a multiple of 8, since codecs encode no other heads")
     draw = None
     if options.plot:
         with needs("bench", "matplotlib"):
