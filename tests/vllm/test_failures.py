@@ -155,7 +155,7 @@ def test_what_is_not_known_well_enough_to_tell_waits_too(bench: Bench, llama: Pa
 
 
 def test_the_engine_forgets_blocks_that_did_not_come_and_what_was_computed_over_them(bench: Bench, llama: Path) -> None:
-    """Who was to compute them anew may end before it does, and the engine's own cache would give them to others."""
+    """The request that recomputes them may end first, and the engine's own cache would then give them to others."""
     engine = engine_of(bench, llama, ALWAYS)
     (rank,) = engine.ranks
     rank.come = TWO

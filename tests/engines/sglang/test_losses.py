@@ -62,7 +62,7 @@ class Engine:
         assert seen(self.storage, keys)
 
     def loss(self, key: str) -> Loss:
-        """The least with which anybody can have this page."""
+        """Returns the least loss with which a client can load this page."""
         for accept in Loss:
             with self.client.prepare_load(self.hashes([key]), accept=accept) as ticket:
                 if ticket.blocks:
