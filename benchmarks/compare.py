@@ -1,13 +1,13 @@
-"""Compares whole loads and stores of two checkouts by turns in one run: has a change made the client slower?
+"""Compares whole loads and stores of two checkouts in turns, to find whether a change has made the client slower.
 
     git worktree add /tmp/before REVISION && cp kvcluster/pages/*.so /tmp/before/kvcluster/pages/
     .venv/bin/python benchmarks/compare.py /tmp/before
 
-Each checkout runs in a process of its own, with a local cluster of its own. In every turn both do the same call, in a
-random order, over caches that were filled with something else. What is printed is the time of this checkout divided by
-that of the other in the same turn: the median of all turns, and between which two ratios that lies with 95 %
-confidence (order statistics of the binomial distribution: no assumption about how times are distributed). Below 1,
-this checkout is faster. Every load is compared with what was stored, after its clock has stopped.
+Each checkout runs in its own process with its own local cluster. In every turn both make the same call, in random
+order, after the CPU caches were filled with other data. It prints the time of this checkout divided by that of the
+other in the same turn: the median of all turns, and its 95 % confidence interval (order statistics of the binomial
+distribution: no assumption about the distribution of times). Below 1, this checkout is faster. Every loaded byte is
+compared with what was stored, after the clock has stopped.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[1]
 SWEPT_BYTES = 64 * 2**20
 SIZES = {"2 MiB": (64, 32, 8), "64 KiB": (2_048, 4, 2)}
-"""By the size of a page: blocks of a call, layers, heads of 128 values in bfloat16, in blocks of 16 tokens."""
+"""By page size: blocks per call, layers, and heads (of 128 bfloat16 values, in blocks of 16 tokens)."""
 
 CALLS = [f"{call} {layout}" for call in ("load", "store") for layout in ("dense", "paged")]
 
 
 class Side:
-    """One checkout, in a process of its own."""
+    """One checkout, in its own process."""
 
     def __init__(self, checkout: Path, path: str, size: str) -> None:
         command = [sys.executable, __file__, "--serve", path, size]
@@ -44,7 +44,7 @@ class Side:
             raise SystemExit(f"{checkout} has no package kvcluster: {served} was imported")
 
     def seconds(self, call: str) -> float:
-        """How long that call took, as its own process measured."""
+        """Makes the call and returns its time in seconds, as measured in the checkout's process."""
         assert self._process.stdin is not None
         print(call, file=self._process.stdin, flush=True)
         return float(self._hear()["seconds"])
@@ -59,7 +59,7 @@ class Side:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit("a side of the comparison has ended; what it said stands above")
+            raise SystemExit("a checkout's process has ended; its output is above")
         heard: dict[str, Any] = json.loads(line)
         return heard
 
@@ -90,7 +90,7 @@ def compare(other: Path, path: str, size: str, turns: int, seed: int) -> None:
 
 
 def median_within(values: list[float]) -> tuple[float, float]:
-    """Between which two of the values the true median lies, with at least 95 % confidence where there are six."""
+    """Returns the two values between which the true median lies, with 95 % confidence from six values on."""
     ordered, count = sorted(values), len(values)
     reach = round(0.98 * count**0.5)
     return ordered[max(0, count // 2 - reach)], ordered[min(count - 1, (count - 1) // 2 + reach)]
@@ -100,7 +100,7 @@ def median_within(values: list[float]) -> tuple[float, float]:
 
 
 def serve(path: str, size: str) -> None:
-    """Reads calls from standard input, and writes how long each took."""
+    """Reads calls from standard input, and writes the time of each."""
     import torch
 
     import kvcluster
@@ -128,7 +128,7 @@ def serve(path: str, size: str) -> None:
 
         def store(layout: str, prompt: list[int]) -> float:
             while not client.store([next(numbers), *range(15)], values[:1].view(torch.bfloat16)).blocks:
-                time.sleep(0.02)  # the shard still forgets what was cleared
+                time.sleep(0.02)  # the shard is still purging
             begun = time.perf_counter()
             stored = client.store(prompt, memory[layout])
             took = time.perf_counter() - begun
@@ -163,17 +163,17 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", nargs="?", type=Path, help="the other checkout, with its native core built")
-    parser.add_argument("--turns", type=int, default=41, help="of each call (41)")
-    parser.add_argument("--paths", nargs="+", default=["shm", "tcp"], help="transports (shm tcp)")
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES), help="of a page (all)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order within each turn (0)")
+    parser.add_argument("--turns", type=int, default=41, help="number of turns of each call (default 41)")
+    parser.add_argument("--paths", nargs="+", default=["shm", "tcp"], help="transports (default shm tcp)")
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES), help="page sizes (default all)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order within each turn (default 0)")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve(*options.serve)
         return
     if options.other is None:
-        parser.error("which other checkout?")
+        parser.error("give the path of the other checkout")
     for path in options.paths:
         for size in options.sizes:
             compare(options.other.resolve(), path, size, options.turns, options.seed)

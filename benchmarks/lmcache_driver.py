@@ -1,9 +1,9 @@
 """`lmcache_server` of LMCache, spoken to with its own messages, in the order in which its own connector sends them.
 
-One question at a time over one connection, as that connector asks; but what comes is received straight into place,
-where the connector first allocates, and nothing of its event loop is in between. So these are the server's and the
-protocol's figures, and the connector's are no better. A PUT is not answered: a store ends with a question about its
-last page. The server forgets nothing, so that every store but the first has the names of the one before.
+Sends one request at a time over one connection, as that connector does; but received bytes go directly into place,
+while the connector first allocates memory, and its event loop is left out. So these are the figures of the server and
+the protocol, and the connector's are no better. The server does not answer a PUT, so a store ends with an EXIST of its
+last page. The server deletes nothing, so every store but the first overwrites the keys of the one before.
 """
 
 import socket

@@ -28,7 +28,7 @@ def missing():
 
 
 def _store():
-    """Its module wants a CUDA runtime even where there is no GPU, and finds the one that was loaded before."""
+    """Returns a store. Its module needs a CUDA runtime even without a GPU, and finds one that was loaded before."""
     for folder in map(Path, sys.path):
         for library in folder.glob("nvidia/cuda_runtime/lib/libcudart.so.*"):
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -55,7 +55,7 @@ def serve(paths, work):
     port, metrics = party.free_port(), party.free_port()
     command = [_master(), f"--rpc_port={port}", f"--metrics_port={metrics}"]
     with party.running(command, ready=lambda: party.listens(port)) as pid:
-        # Twice what is stored at once, so that it evicts nothing.
+        # Twice the bytes that are stored at the same time, so that it evicts nothing.
         store = _join(port, 4 * work.nbytes * work.clients + SPARE_BYTES)
         try:
             yield {"at": port, "pids": [pid]}

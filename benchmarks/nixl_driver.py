@@ -1,7 +1,7 @@
 """NIXL over UCX: registered memory, descriptor lists prepared once, one transfer for a whole batch, a READ for a load
-and a WRITE for a store. It moves bytes between two agents and knows no names: the serving agent has memory for one
-batch to load and one to store for each client. Between processes of one machine UCX takes shared memory; `nixl tcp`
-forbids it.
+and a WRITE for a store. It moves bytes between two agents and has no names for them: the serving agent has memory for
+one batch to load and one to store for each client. Between processes of one machine UCX uses shared memory; `nixl tcp`
+disables it.
 """
 
 import base64
@@ -27,7 +27,7 @@ def missing():
 
 
 def _agent(path, name):
-    # Read when the agent makes its UCX context, so that one process can have one of each.
+    # UCX reads this when the agent makes its context, so one process can have one of each.
     if path == "nixl tcp":
         os.environ["UCX_TLS"] = "tcp"
     else:

@@ -1,6 +1,5 @@
-"""Redis, as its documentation has it for throughput: pipelined commands, the C parser of hiredis, nothing written to
-disk, and a unix socket where client and server share a machine. Values are Python bytes, so that a load copies them
-once into place.
+"""Redis, set up for throughput as its documentation recommends: pipelined commands, hiredis's C parser, nothing written
+to disk, and a unix socket if client and server share a machine. Values are Python bytes, so a load copies them once.
 """
 
 import shutil
@@ -15,7 +14,7 @@ PATHS = {
     "redis tcp": {"over": "tcp", "note": "pipelined GET and SET; no checksum, no lookup"},
 }
 PIPELINE_BYTES = 8 * 2**20
-"""In one pipeline: Redis keeps all answers of one in memory until they are sent."""
+"""Bytes of one pipeline: Redis keeps all its answers in memory until they are sent."""
 
 
 def missing():

@@ -1,7 +1,7 @@
-"""Which tests a file has, found in syntax trees without importing it.
+"""Finds the tests of a file in its syntax tree, without importing it.
 
-A test is known by its names: its function's, its class's and its file's. A class has the tests of its bases too,
-which are followed through imports from files of the repository, such as the suites of kvcluster.testing.conformance.
+A test is identified by the names of its function, its class and its file. A class also has the tests of its bases,
+which are found through imports from files of the repository, such as the suites of kvcluster.testing.conformance.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True)
 class _Definition:
-    """A class, a function or an assignment, and the module that it stands in."""
+    """A class, a function or an assignment, and the module that contains it."""
 
     path: str
     tree: ast.stmt
@@ -31,7 +31,7 @@ class Collector:
         self._scopes: dict[str, dict[str, _Definition]] = {}
 
     def tests(self, path: str) -> list[Names]:
-        """What pytest collects from a file: functions, methods of classes, and state machines of hypothesis."""
+        """Returns the tests that pytest collects from a file: functions, methods, and state machines of hypothesis."""
         file = Path(path).name
         found: list[Names] = []
         for name, defined in self._scope(path).items():
@@ -44,7 +44,7 @@ class Collector:
         return found
 
     def _methods(self, path: str, tree: ast.ClassDef) -> Iterator[str]:
-        """The test methods of a class and of its bases."""
+        """Yields the test methods of a class and of its bases."""
         yield from (item.name for item in tree.body if isinstance(item, _FUNCTIONS) and item.name.startswith("test"))
         for base in tree.bases:
             inherited = self._scope(path).get(ast.unparse(base))
@@ -52,7 +52,7 @@ class Collector:
                 yield from self._methods(inherited.path, inherited.tree)
 
     def _scope(self, path: str) -> dict[str, _Definition]:
-        """What the names at the top of a module stand for, as far as the repository defines it."""
+        """Returns the definitions of a module's top-level names, if they are in the repository."""
         if path in self._scopes:
             return self._scopes[path]
         scope = self._scopes[path] = {}
@@ -67,7 +67,7 @@ class Collector:
         return scope
 
     def _file(self, module: str) -> str | None:
-        """Where a module lies, if it is one of the tests or of the shipped suites of claims."""
+        """Returns the path of a module of the tests or of kvcluster.testing; None for any other."""
         if not module.startswith(("tests.", "kvcluster.testing.")):
             return None
         stem = module.replace(".", "/")

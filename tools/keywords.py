@@ -34,7 +34,8 @@ class Expression:
 
 
 def alternatives(text: str) -> Sequence[Expression]:
-    """The operands of the outermost `or`, or the whole expression. Raises ValueError where pytest would refuse it."""
+    """Returns the operands of the outermost `or`, or the whole expression. Raises ValueError if pytest would refuse
+    it."""
     tokens = _TOKEN.findall(text)
     parsed = _either(tokens)
     if tokens:

@@ -85,7 +85,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant. `killed_by` names a test, a seed of the simulator or a timeout; None: it survived."""
+    """What became of a mutant. `killed_by` names a test, a seed of the simulator or a timeout; None if it survived."""
 
     id: str
     path: str
@@ -154,7 +154,7 @@ class Mutations:
 
 
 def stages(root: Path, path: str, *, seeds: int) -> list[Stage]:
-    """What may kill a mutant of this file, in order."""
+    """Returns the stages that may kill a mutant of this file, in order."""
     room = Path(path).relative_to(CORE).with_suffix("").as_posix()
     files = [f"tests/core/{name}.py" for name in ROOMS.get(room, (f"test_{room}",))]
     if room not in ROOMS and not (root / files[0]).exists():
@@ -193,7 +193,7 @@ class Copies:
 
 
 def run(stage: Stage, tree: Path) -> str | None:
-    """Runs one command in a tree: what failed, or None."""
+    """Runs one command in a tree. Returns what failed, or None."""
     environment = dict(os.environ, PYTHONPATH=str(tree))
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         process = subprocess.Popen(
@@ -217,7 +217,7 @@ def run(stage: Stage, tree: Path) -> str | None:
 
 
 def timed(stage: Stage, tree: Path) -> Stage:
-    """The stage with its limit, from the time it takes on the unmutated tree; RuntimeError if it fails there."""
+    """Returns the stage with a limit from its time on the unmutated tree. Raises RuntimeError if it fails there."""
     began = time.monotonic()
     failed = run(stage, tree)
     if failed is not None:
@@ -244,9 +244,9 @@ def judged(
     way: Callable[[str], list[Stage]],
     tell: Callable[[Verdict], None],
 ) -> list[Verdict]:
-    """The verdicts in the order of the mutants; `tell` hears each as it comes.
+    """Returns the verdicts in the order of the mutants; calls `tell` with each as it is known.
 
-    RuntimeError if the unmutated code fails one of their stages.
+    Raises RuntimeError if the unmutated code fails one of their stages.
     """
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as pool:
         copies = Copies(root, Path(folder))
@@ -280,7 +280,7 @@ def percent(verdicts: Sequence[Verdict]) -> float:
 
 
 def chosen(mutations: Mutations, options: argparse.Namespace) -> list[Mutant]:
-    """The mutants that were asked for by id, or the first of the seed's order; SystemExit for an unknown id."""
+    """Returns the mutants with the requested ids, or the first in the seed's order. SystemExit for an unknown id."""
     places = mutations.places()
     if options.only:
         wanted = [place for place in places if id_of(place) in options.only]
@@ -298,14 +298,18 @@ def chosen(mutations: Mutations, options: argparse.Namespace) -> list[Mutant]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run the tests of the core against mutants of it.")
-    parser.add_argument("--count", type=int, default=120, help="how many mutants (default 120)")
+    parser.add_argument("--count", type=int, default=120, help="number of mutants (default 120)")
     parser.add_argument("--seed", type=int, default=1, help="the seed that draws them (default 1)")
-    parser.add_argument("--only", metavar="ID", nargs="+", help="run these mutants and no others")
+    parser.add_argument("--only", metavar="ID", nargs="+", help="run only these mutants (default: a sample)")
     parser.add_argument("--seeds", type=int, default=200, help="seeds of the simulator; 0: none (default 200)")
     parser.add_argument("--jobs", type=int, default=2, help="mutants that run at the same time (default 2)")
     parser.add_argument("--floor", type=float, default=90, help="the percentage to reach (default 90)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts to this file")
-    parser.add_argument("--mutmut", default=".venv-mutants/bin/python", help="the Python that has mutmut")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts to this file (default: none)")
+    parser.add_argument(
+        "--mutmut",
+        default=".venv-mutants/bin/python",
+        help="Python with mutmut installed (default .venv-mutants/bin/python)",
+    )
     options = parser.parse_args(arguments)
     mutants = chosen(Mutations(options.mutmut, ROOT), options)
 

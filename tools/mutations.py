@@ -1,7 +1,7 @@
 """Lists the mutants of source files: each is one file with one small change that a mistaken edit could have made.
 
 The changes are mutmut's operators (another comparison, `and` for `or`, a number off by one, the other branch of a
-condition) and three of our own, for what the mistakes of this code looked like: `drop_operand` leaves out one side of
+condition) and three of our own, modelled on past mistakes in this code: `drop_operand` leaves out one side of
 `and`, `or`, `min`, `max` or an arithmetic expression, `drop_argument` a keyword or last argument, `drop_call` a
 statement that is a call.
 
@@ -165,7 +165,7 @@ class Module:
         return list(self._changes)
 
     def mutated(self, place: Place) -> str | None:
-        """The whole text with that change; None where it is the same text or does not compile."""
+        """Returns the whole text with that change; None if the text is the same or does not compile."""
         changed: str = self._tree.visit(_Replacer(*self._changes[place])).code
         try:
             compile(changed, "mutant", "exec")

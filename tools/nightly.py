@@ -1,7 +1,7 @@
-"""`make nightly`: all that CI has no time for, one step after the other, and one table at the end.
+"""`make nightly`: runs the checks that CI has no time for, one step after the other, and prints a table at the end.
 
-A step is a command; one that fails does not keep the others from running. What each step is for, and which promise it
-holds, stands in docs/testing.md. Output goes to build/nightly/STEP.txt.
+A step is a command; if it fails, the others still run. docs/testing.md describes each step and the promise that it
+checks. Output goes to build/nightly/STEP.txt.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run(step: str, command: Sequence[str], output: Path) -> Result:
 
 
 def table(results: Sequence[Result]) -> str:
-    """A row for each step: its name, what came of it, minutes, and its closing line."""
+    """Returns a row for each step: its name, its outcome, its minutes, and its last line."""
     width = max(len(result.step) for result in results)
     rows = [
         f"{one.step:<{width}}  {'ok    ' if one.ok else 'FAILED'}  {one.seconds / 60:5.1f} min  {one.last[:90]}"
@@ -64,9 +64,11 @@ def table(results: Sequence[Result]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the steps; returns 1 where one failed."""
+    """Runs the steps; returns 1 if one failed."""
     parser = argparse.ArgumentParser(prog="make nightly", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=STEPS, metavar="STEP", help=f"these steps: {', '.join(STEPS)}")
+    parser.add_argument(
+        "--only", nargs="+", choices=STEPS, metavar="STEP", help=f"run only these of {', '.join(STEPS)} (default all)"
+    )
     chosen = parser.parse_args(arguments).only or list(STEPS)
     results = []
     for step in chosen:

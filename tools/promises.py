@@ -1,4 +1,4 @@
-"""Every promise of docs/reliability.md names tests that exist, and says where they run.
+"""Checks that every promise of docs/reliability.md names tests that exist, and says where they run.
 
 A promise is a row of a table whose header is `promise | mechanism | test | runs in`. Its third cell holds references:
 
@@ -40,7 +40,7 @@ NAMED_IN = {
 
 
 def complaints(root: Path) -> Iterator[str]:
-    """What is wrong with the rows of the document, one `path:line: what` each. Nothing where there is no document."""
+    """Yields what is wrong with the rows of the document, as `path:line: what`. Nothing if there is no document."""
     document = root / DOCUMENT
     if not document.exists():
         return
@@ -60,7 +60,7 @@ def complaints(root: Path) -> Iterator[str]:
 
 
 def _row(root: Path, collector: Collector, cells: list[str]) -> Iterator[str]:
-    """What is wrong with one promise."""
+    """Yields what is wrong with one promise."""
     if len(cells) != len(COLUMNS):
         yield f"a promise has {len(COLUMNS)} cells, and this row has {len(cells)}"
         return
@@ -78,14 +78,14 @@ def _row(root: Path, collector: Collector, cells: list[str]) -> Iterator[str]:
 
 
 def _named(root: Path, kind: str, name: str) -> Iterator[str]:
-    """A complaint unless a bug, parser, fault or check has that name."""
+    """Yields a complaint unless a bug, parser, fault or check has that name."""
     pattern = NAMED_IN[kind][0]
     if name not in {known for path in sorted(root.glob(pattern)) for known in _names(kind, path)}:
         yield f"{pattern} has no {kind} {name!r}; correct the name, or name another test"
 
 
 def _names(kind: str, path: Path) -> Iterator[str]:
-    """The names that a file gives: of functions with the decorator `planted`, or constants where names stand."""
+    """Yields the names of this kind in a file: functions with the decorator `planted`, or constants that are names."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match kind, node:
             case "planted bug", ast.FunctionDef(name=name) if "planted" in map(ast.unparse, node.decorator_list):
@@ -99,7 +99,7 @@ def _names(kind: str, path: Path) -> Iterator[str]:
 
 
 def _selected(root: Path, collector: Collector, text: str) -> Iterator[str]:
-    """A complaint where a path is missing, or where one alternative of its -k words selects no test."""
+    """Yields a complaint if a path is missing, or if one alternative of its -k words selects no test."""
     if text.startswith("tests/core/transcripts/") and text.endswith(".txt"):
         if not (root / text).exists():
             yield f"{text} does not exist; name a transcript that does"

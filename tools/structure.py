@@ -1,7 +1,7 @@
-"""What tidy.py holds about the shape of kvcluster/: imports without circles, short functions, one class to a name.
+"""The checks of tidy.py on the structure of kvcluster/: no circular imports, short functions, unique class names.
 
-An import counts wherever it stands: under TYPE_CHECKING and within a function too, because a reader has to follow it
-all the same. `from package import module` counts as an import of both.
+Every import counts, also under TYPE_CHECKING and within a function, because a reader has to follow it as well.
+`from package import module` counts as an import of both.
 
 KNOWN lists what is still wrong. An entry that is not needed any more is a complaint itself, so that the lists only
 shrink. Do not add to them.
@@ -31,7 +31,8 @@ _HERE = "tools/structure.py:1"
 
 
 def complaints(texts: Mapping[str, str], known: Known | None = None) -> list[str]:
-    """What is wrong with the modules below kvcluster/ among these texts, by path; but for `known`, or KNOWN."""
+    """Returns what is wrong with the modules below kvcluster/ in `texts` (by path), except `known`, by default
+    KNOWN."""
     known = KNOWN if known is None else known
     trees = {
         path: ast.parse(text)
@@ -112,7 +113,7 @@ def _imports(tree: ast.Module, importer: str) -> set[str]:
 
 
 def _reached(graph: Mapping[str, set[str]], start: str) -> set[str]:
-    """All modules that this one imports, and those import, and so on. The module itself only by a circle."""
+    """Returns all modules that this one imports, directly or not. It contains the module itself only in a circle."""
     found: set[str] = set()
     waiting = list(graph[start])
     while waiting:

@@ -1,8 +1,8 @@
-"""What `make check` holds that neither ruff, mypy nor import-linter can.
+"""The checks of `make check` that ruff, mypy and import-linter cannot do.
 
-A rule yields complaints, each `path:line: what is wrong`. It looks at text or at one syntax tree and needs
-nothing installed; what needs more belongs in a test. Without arguments the repository is read; with
-`--coverage FILE` a JSON report of coverage.py is held to the core's floor, lines and branches each by itself.
+A rule yields complaints, each `path:line: what is wrong`. It reads text or one syntax tree and needs nothing installed;
+a check that needs more belongs in a test. Without arguments the repository is checked; with `--coverage FILE` a JSON
+report of coverage.py is compared with the core's minimum, separately for lines and branches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_LINES = 500
 ADR_LINES = 40
 CORE_COVERAGE_PERCENT = 95
 
-# Where to look, for what, and what to say. Folders are prefixes of paths; "" is everywhere.
+# Path prefixes ("" for all), the forbidden pattern, and the advice to print.
 PATTERNS: list[tuple[tuple[str, ...], str, str]] = [
     (
         ("kvcluster/", "tests/", "benchmarks/"),
@@ -69,7 +69,7 @@ def texts(root: Path) -> dict[str, str]:
 
 
 def patterns(path: str, text: str) -> Iterator[str]:
-    """The rules that one regular expression can hold."""
+    """Checks the rules that one regular expression can express."""
     for folders, pattern, advice in PATTERNS:
         if path.startswith(folders):
             for number, line in enumerate(text.splitlines(), 1):
@@ -105,7 +105,7 @@ def core(path: str, text: str) -> Iterator[str]:
 
 
 def links(path: str, text: str, root: Path) -> Iterator[str]:
-    """A relative link leads somewhere."""
+    """Yields a complaint for each relative link whose target does not exist."""
     prose = FENCE.sub(lambda fenced: "\n" * fenced.group().count("\n"), text)
     for number, line in enumerate(prose.splitlines(), 1):
         for target in (link.split("#")[0] for link in LINK.findall(line)):
@@ -115,7 +115,8 @@ def links(path: str, text: str, root: Path) -> Iterator[str]:
 
 
 def complaints(root: Path, known: Known | None = None) -> list[str]:
-    """What every rule has to say about the tree below `root`. `known`: as of structure.py, by default its KNOWN."""
+    """Returns the complaints of all rules about the tree below `root`. `known`: as in structure.py, by default
+    KNOWN."""
     from tools import promises, structure  # as a program, this file finds its neighbours only now
 
     found = texts(root)
@@ -135,7 +136,8 @@ def complaints(root: Path, known: Known | None = None) -> list[str]:
 
 
 def thin_coverage(report: Path) -> list[str]:
-    """What is below the floor; coverage.py's own limit knows lines and branches only as one mixed number."""
+    """Returns the figures below the minimum; coverage.py's own limit is on one number for lines and branches
+    together."""
     totals = json.loads(report.read_text(encoding="utf-8"))["totals"]
     lines = (totals["covered_lines"], totals["num_statements"], "lines")
     branches = (totals["covered_branches"], totals["num_branches"], "branches")

@@ -1,4 +1,4 @@
-"""`kvcluster drain | clear | purge | off | on`: what is done to a cluster that runs, by its operator or by a tenant."""
+"""`kvcluster drain | clear | purge | off | on`: actions of an operator or a tenant on a running cluster."""
 
 from __future__ import annotations
 
@@ -17,45 +17,57 @@ from kvcluster.transport.base import Deadline, Unavailable
 _ANSWER_MS = 10_000
 _POLL_S = 0.5
 _PATIENCE_S = 30.0
-"""How long a coordinator may be away while a drain is watched: it restarts within a few seconds."""
+"""How long the coordinator may be unreachable while a drain is watched: it restarts within a few seconds."""
 
 
 def add(commands: Any) -> None:
     """Adds these commands."""
-    drain = commands.add_parser("drain", help="copy what a shard holds to others, and let it go", allow_abbrev=False)
-    drain.add_argument("shard", metavar="SHARD", help="its name, as `kvcluster status` shows it")
+    drain = commands.add_parser(
+        "drain", help="copy a shard's pages to other shards, then remove it", allow_abbrev=False
+    )
+    drain.add_argument("shard", metavar="SHARD", help="name of the shard, as `kvcluster status` shows it")
     drain.add_argument(
-        "--wait", action=argparse.BooleanOptionalAction, default=True, help="show how far it is until it is gone"
+        "--wait",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="wait until the shard is gone, and show the progress (default --wait)",
     )
     _add_yes(drain)
-    drain.add_argument("--timeout", type=float, default=600.0, metavar="S", help="wait no longer (default 600)")
+    drain.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="longest wait in seconds (default 600)"
+    )
     add_where(drain)
     drain.set_defaults(run=_drain)
 
-    clear = commands.add_parser("clear", help="forget every block of this tenant, for good", allow_abbrev=False)
+    clear = commands.add_parser("clear", help="purge every block of this tenant, permanently", allow_abbrev=False)
     _add_yes(clear)
     add_where(clear)
     clear.set_defaults(run=_clear)
 
-    purge = commands.add_parser("purge", help="forget the blocks of a model, or of an adapter", allow_abbrev=False)
-    purge.add_argument("--model", help="of this model")
-    purge.add_argument("--weights", help="of these weights")
-    purge.add_argument("--adapter", help="of this adapter; '' means blocks without one")
+    purge = commands.add_parser(
+        "purge", help="purge the blocks of a model, of weights or of an adapter", allow_abbrev=False
+    )
+    purge.add_argument("--model", help="purge only blocks of this model (default: of any model)")
+    purge.add_argument("--weights", help="purge only blocks of these weights (default: of any weights)")
+    purge.add_argument("--adapter", help="purge only blocks of this adapter; '' for none (default: of any adapter)")
     _add_yes(purge)
     add_where(purge)
     purge.set_defaults(run=_purge)
 
-    for name, does in (("off", "grant no load and no store any more; engines compute"), ("on", "serve again")):
+    for name, does in (
+        ("off", "stop serving loads and stores; engines compute"),
+        ("on", "serve loads and stores again"),
+    ):
         switch = commands.add_parser(name, help=does, allow_abbrev=False)
         add_where(switch)
         switch.set_defaults(run=_switch, cache=name)
 
 
 def _add_yes(command: Any) -> None:
-    command.add_argument("--yes", action="store_true", help="do not ask")
+    command.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
 
-# ------------------------------------------------------------------------------------------- forgetting
+# --------------------------------------------------------------------------------------------- purging
 
 
 def _clear(options: argparse.Namespace) -> int:
@@ -66,26 +78,24 @@ def _purge(options: argparse.Namespace) -> int:
     filters = {name: getattr(options, name) for name in ("model", "weights", "adapter")}
     given = {name: value for name, value in filters.items() if value is not None}
     if not given:
-        raise CallerError(
-            "say what is to be forgotten, with --model, --weights or --adapter; `kvcluster clear` forgets everything"
-        )
+        raise CallerError("give at least one of --model, --weights and --adapter; `kvcluster clear` purges everything")
     what = "every block of " + ", ".join(f"{name} {value!r}" for name, value in given.items())
     return _forget(options, what, Purge(**filters))
 
 
 def _forget(options: argparse.Namespace, what: str, purge: Purge) -> int:
-    if not options.yes and not _confirmed(f"forget {what} that this credential can see, at {address_of(options)}?"):
-        print("nothing was forgotten", file=sys.stderr)
+    if not options.yes and not _confirmed(f"purge {what} that this credential can see, at {address_of(options)}?"):
+        print("nothing was purged", file=sys.stderr)
         return 1
     with coordinator(options, wait_ms=_ANSWER_MS) as port:
         purged = expect(Purged, port.ask(purge, Deadline.after_ms(_ANSWER_MS)))
-    print(f"{purged.blocks:,} block(s) forgotten")
+    print(f"{purged.blocks:,} block(s) purged")
     return 0
 
 
 def _confirmed(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise CallerError("this asks before anything is lost, and nobody is there to answer; give --yes")
+        raise CallerError("this command asks for confirmation, but standard input is no terminal; give --yes")
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
@@ -95,7 +105,7 @@ def _confirmed(question: str) -> bool:
 def _switch(options: argparse.Namespace) -> int:
     with coordinator(options, wait_ms=_ANSWER_MS) as port:
         expect(Done, port.ask(SetPolicy((("cache", options.cache),)), Deadline.after_ms(_ANSWER_MS)))
-    said = {"off": "off: engines compute everything; what is cached stays", "on": "on"}
+    said = {"off": "off: engines compute everything; cached blocks stay", "on": "on"}
     print(f"the cache at {address_of(options)} is {said[options.cache]}")
     return 0
 
@@ -107,8 +117,8 @@ def _drain(options: argparse.Namespace) -> int:
     with coordinator(options, wait_ms=_ANSWER_MS) as port:
         before = read_status(port, _ANSWER_MS)
         doubtful = not options.yes and _all_would_be_lost(before, options.shard)
-        if doubtful and not _confirmed(f"{options.shard} is the only shard: what it holds is lost with it. Drain it?"):
-            print("nothing is drained", file=sys.stderr)
+        if doubtful and not _confirmed(f"{options.shard} is the only shard: its pages will be lost. Drain it?"):
+            print("nothing was drained", file=sys.stderr)
             return 1
         _ask_to_drain(port, options.shard, before)
         if options.wait:
@@ -118,7 +128,7 @@ def _drain(options: argparse.Namespace) -> int:
 
 
 def _all_would_be_lost(status: dict[str, Any], shard: str) -> bool:
-    """Does it hold anything, and is there nobody to take it?"""
+    """Whether the shard holds pages, and no other shard can take them."""
     staying = [k for k in status["shards"] if k["shard"] != shard and k["state"] in ("up", "joining")]
     return not staying and bool(_shard(status, shard).get("pages"))
 
@@ -127,11 +137,11 @@ def _ask_to_drain(port: GrpcPort, shard: str, status: dict[str, Any]) -> None:
     answer = port.ask(Drain(ShardId(shard)), Deadline.after_ms(_ANSWER_MS))
     if not expect(Done, answer).ok:
         names = ", ".join(known["shard"] for known in status["shards"] if known["state"] != "lost")
-        raise CallerError(f"there is no shard {shard!r} to drain; there is {names or 'none at all'}")
+        raise CallerError(f"there is no shard {shard!r} to drain; existing shards: {names or 'none'}")
 
 
 def _watch(port: GrpcPort, shard: str, before: dict[str, Any], deadline: Deadline) -> int:
-    """Says how far it is, until it is gone."""
+    """Prints the progress until the shard is gone. Returns the exit status."""
     patience = Deadline.after_ms(_PATIENCE_S * 1e3)
     said = ""
     while deadline.remaining_s():
@@ -151,31 +161,32 @@ def _watch(port: GrpcPort, shard: str, before: dict[str, Any], deadline: Deadlin
             if ended is not None:
                 return ended
         time.sleep(_POLL_S)
-    print(f"{shard} drains still; `kvcluster status` shows it until it is gone", file=sys.stderr)
+    print(f"{shard} is still draining; `kvcluster status` shows it until it is gone", file=sys.stderr)
     return 1
 
 
 def progress(before: dict[str, Any], status: dict[str, Any], shard: str) -> tuple[str, int | None]:
-    """What to say of a drain that began at `before`, and the exit status once it has ended."""
+    """Returns a line about a drain that began at status `before`, and the exit status, None until the drain has
+    ended."""
     was, now = _shard(before, shard), _shard(status, shard)
-    pulled = max(0, _pulled(status, shard) - _pulled(before, shard))  # one of them may have begun anew, at 0
-    copied = f"others have copied {pulled:,} page(s) meanwhile"
+    pulled = max(0, _pulled(status, shard) - _pulled(before, shard))  # a restarted shard counts from 0
+    copied = f"other shards have copied {pulled:,} page(s) meanwhile"
     if not now:
-        # A coordinator that is rebuilding may not have heard of it yet.
+        # A rebuilding coordinator may not know the shard yet.
         gone = status["state"] == "serving"
         return (f"{shard} is gone; {copied}", 0) if gone else ("the coordinator is rebuilding", None)
     if now["state"] == "lost":
         return f"{shard} was lost before it was drained; {copied}", 1
     if was and now["epoch"] != was["epoch"]:
-        return f"{shard} died before it was drained, and has begun anew, empty; {copied}", 1
-    return f"{shard} is draining: {now['pages']:,} page(s) lie there; {copied}", None
+        return f"{shard} died before it was drained, and has restarted empty; {copied}", 1
+    return f"{shard} is draining: {now['pages']:,} page(s) left; {copied}", None
 
 
 def _shard(status: dict[str, Any], shard: str) -> dict[str, Any]:
-    """What a status says of this one; nothing where it does not know it."""
+    """Returns a status's entry of this shard; {} if there is none."""
     return next((known for known in status["shards"] if known["shard"] == shard), {})
 
 
 def _pulled(status: dict[str, Any], shard: str) -> int:
-    """Pages that the other shards have copied, in all."""
+    """Returns the total number of pages that the other shards have copied."""
     return sum(known["counters"].get("pulled", 0) for known in status["shards"] if known["shard"] != shard)

@@ -1,9 +1,9 @@
-"""`kvcluster breakeven`: is loading KV from a cluster faster than computing it, by which path, and from where on?
+"""`kvcluster breakeven`: finds the paths on which loading KV is faster than computing it, and from how many tokens on.
 
-The model's config.json tells the bytes of a token, the prefill rate is given, and the paths are measured: random blocks
-of the model's own sizes are stored under a name of their own, loaded over each path in turn, and purged. A small load
-and a large one tell a path's fixed time from its rate. The verdict is that of core/breakeven.py, which connectors ask
-for each request.
+The bytes of a token come from the model's config.json, the prefill rate is given, and the paths are measured: random
+blocks of the model's own sizes are stored under a separate model name, loaded over each path in turn, and purged. A
+small load and a large one separate a path's fixed time from its rate. The verdict is computed by core/breakeven.py,
+as connectors do for each request.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from kvcluster.errors import ConfigError, KVClusterError, Unreachable
 from kvcluster.transport.base import Deadline
 
 MODEL = "kvcluster-breakeven"
-"""What the blocks are stored under: always the same, so that purging leaves one tombstone and not one a run."""
+"""The model name of the stored blocks: always the same, so that purging leaves one tombstone and not one per run."""
 
 _TOKENS = 1_024
 _STORED_BYTES = 256 * 2**20
-"""What is stored unless --tokens asks for more: it may push others' cold blocks out."""
+"""The limit of stored bytes unless --tokens asks for more: they may evict other clients' cold blocks."""
 
 _LONG_NS = 300_000_000
-"""A load that takes as long is large enough to tell a rate by."""
+"""A load that takes this long is large enough to measure a rate."""
 
 _DEADLINE_MS = 60_000
-"""Of one load or store: what takes longer is no use to anybody."""
+"""Deadline of one load or store: a slower path is of no use."""
 
 _PATIENCE_MS = 10_000
 _PAUSE_S = 0.1
@@ -52,22 +52,32 @@ _PAUSE_S = 0.1
 def add(commands: Any) -> None:
     """Adds the command."""
     breakeven = commands.add_parser(
-        "breakeven", help="is loading faster than computing, and from how many tokens on?", allow_abbrev=False
+        "breakeven", help="measure from how many tokens on loading is faster than computing", allow_abbrev=False
     )
-    breakeven.add_argument("--model", required=True, metavar="CONFIG", help="its config.json, or the folder of it")
+    breakeven.add_argument("--model", required=True, metavar="CONFIG", help="the model's config.json, or its folder")
     breakeven.add_argument(
-        "--prefill", required=True, type=_rate, metavar="TOKENS_PER_S", help="what the engine computes a second"
+        "--prefill",
+        required=True,
+        type=_rate,
+        metavar="TOKENS_PER_S",
+        help="prefill rate of the engine in tokens per second",
     )
-    breakeven.add_argument("--block-tokens", type=_positive, default=16, metavar="N", help="of a block (default 16)")
-    breakeven.add_argument("--dtype", choices=[name for name in DTYPE_BYTES if name != "opaque"], help="of the KV")
+    breakeven.add_argument(
+        "--block-tokens", type=_positive, default=16, metavar="N", help="tokens per block (default 16)"
+    )
+    breakeven.add_argument(
+        "--dtype",
+        choices=[name for name in DTYPE_BYTES if name != "opaque"],
+        help="dtype of the KV, e.g. bfloat16 (default: that of the config)",
+    )
     breakeven.add_argument(
         "--tokens",
         type=_positive,
         metavar="N",
-        help=f"measure with so many at most (default {_TOKENS:,}, or what {_STORED_BYTES >> 20} MiB hold)",
+        help=f"largest load in tokens (default {_TOKENS:,}, or fewer if they exceed {_STORED_BYTES >> 20} MiB)",
     )
-    breakeven.add_argument("--rounds", type=_positive, default=5, help="turns of each measurement (default 5)")
-    breakeven.add_argument("--json", action="store_true", help="the figures, as one JSON object")
+    breakeven.add_argument("--rounds", type=_positive, default=5, help="rounds of each measurement (default 5)")
+    breakeven.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     add_where(breakeven)
     breakeven.set_defaults(run=_run)
 
@@ -79,7 +89,7 @@ def _positive(text: str) -> int:
 
 
 def _rate(text: str) -> int:
-    """Half a token a second more or less changes no verdict worth having."""
+    """Parses a rate and rounds it to whole tokens per second, which does not change the verdict."""
     try:
         rate = round(float(text))
     except (ValueError, OverflowError):
@@ -98,7 +108,7 @@ def _run(options: argparse.Namespace) -> int:
     try:
         measured = measure(address_of(options), options.token, even, _blocks(spec, options.tokens), options.rounds)
     except Unreachable as error:
-        raise Unreachable(f"{error}; this measures a cluster that runs: name it with --port or --address") from None
+        raise Unreachable(f"{error}; this measures a running cluster: name it with --port or --address") from None
     figures = {
         "model": options.model,
         "groups": [_group_text(group) for group in spec.groups],
@@ -112,11 +122,11 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if any(path["why"] is None for path in measured) else 1
 
 
-# ----------------------------------------------------------------------------------------- what is said
+# ----------------------------------------------------------------------------------------------- output
 
 
 def lines(figures: Mapping[str, Any]) -> list[str]:
-    """The figures for a person."""
+    """Returns the figures as lines of text."""
     out = [f"{figures['model']}: {'; '.join(figures['groups'])}", *(f"  {what}" for what in figures["assumed"])]
     block_kib = figures["token_bytes"] * figures["block_tokens"] / 1024
     out.append(
@@ -140,7 +150,7 @@ def lines(figures: Mapping[str, Any]) -> list[str]:
 
 
 def verdict(least_tokens: int | None) -> str:
-    """What a crossing means."""
+    """Returns the verdict as text, for the fewest tokens from which loads are faster; None if they never are."""
     return "never: computing is faster" if least_tokens is None else f"loads pay from {least_tokens:,} tokens on"
 
 
@@ -150,12 +160,12 @@ def _group_text(group: Group) -> str:
     return f"{len(group.layers)} layers of {planes}{reuse}"
 
 
-# ----------------------------------------------------------------------------------------- what is measured
+# ----------------------------------------------------------------------------------------- measurement
 
 
 def measure(address: str, token: str | None, even: Breakeven, blocks: int, rounds: int) -> list[dict[str, Any]]:
-    """Every path's figures, or why it has none. They take turns; medians of `rounds` turns count. Raises
-    KVClusterError where the cluster cannot be asked."""
+    """Returns every path's figures, or why it has none. Paths take turns; figures are medians of `rounds` rounds.
+    Raises KVClusterError if the cluster cannot be used."""
     with ExitStack() as house:
         content = _Content(even.spec, blocks)
         paths: list[_Path] = []
@@ -175,7 +185,7 @@ def measure(address: str, token: str | None, even: Breakeven, blocks: int, round
 
 
 class _Path:
-    """One path: a client that takes no other, and how long its loads took."""
+    """One path: a client that uses only this path, and the times of its loads."""
 
     def __init__(self, name: str, client: Client, content: _Content) -> None:
         self._name = name
@@ -187,7 +197,7 @@ class _Path:
         self._why: str | None = None
 
     def warm_up(self) -> None:
-        """Stores what is not there yet, and finds out how much makes a load long enough."""
+        """Stores the blocks that are missing, and finds the size at which a load takes long enough."""
         try:
             self._store(1)
             self._load(1)
@@ -200,7 +210,7 @@ class _Path:
             self._why = self._refused() or str(missed)
 
     def take_turn(self) -> None:
-        """One small load and one large."""
+        """Times one small load and one large load."""
         try:
             for blocks in (1, self._large):
                 if self._why is None:
@@ -227,7 +237,7 @@ class _Path:
         }
 
     def _store(self, blocks: int) -> None:
-        """Those that are not there yet. Waits while the shards carry out a purge, which may be that of the last run."""
+        """Stores the blocks that are missing. Waits while the shards carry out a purge, possibly of the last run."""
         patience = Deadline.after_ms(_PATIENCE_MS)
         while True:
             stored = self._client.begin_store(self._hashes[:blocks], self._content.source(blocks)).result()
@@ -238,7 +248,7 @@ class _Path:
             time.sleep(_PAUSE_S)
 
     def _load(self, blocks: int) -> int:
-        """How long it took, from asking where they are."""
+        """Loads blocks and returns the time in nanoseconds, lookup included."""
         room = self._content.room(blocks)
         began = time.perf_counter_ns()
         with self._client.prepare_load(self._hashes[:blocks]) as ticket:
@@ -251,20 +261,20 @@ class _Path:
     def _missed(self, what: str, why: Miss | None, blocks: int) -> Exception:
         if why is not None and why.reason in (MissReason.FULL, MissReason.EVICTED):
             return KVClusterError(f"the cluster has no room for {blocks} blocks of this model; give a smaller --tokens")
-        return _Missed(f"nothing is {what}: {why or 'the cluster does not say why'}")
+        return _Missed(f"nothing is {what}: {why or 'the cluster gives no reason'}")
 
     def _refused(self) -> str | None:
-        """Why the client refuses the only path that it may take, to some shard; None where it does not."""
+        """Returns why the client refuses its only path to some shard; None if it does not."""
         ways = self._client.status()["transports"].values()
         return next((way["refused"][self._name] for way in ways if self._name in way["refused"]), None)
 
 
 class _Missed(Exception):
-    """A block did not go or come by this path."""
+    """A block could not be stored or loaded over this path."""
 
 
 class _Content:
-    """Random blocks, and room for as many: for each group buffers, as a spec with several groups wants them."""
+    """Random blocks, and memory to load as many: buffers for each group of the spec."""
 
     def __init__(self, spec: KVSpec, blocks: int) -> None:
         self.blocks = blocks
@@ -281,18 +291,19 @@ class _Content:
         return [Buffers(pages[:blocks]) for pages in self._room]
 
     def check(self) -> None:
-        """Raises KVClusterError where anything lies in the room but what was stored, or nothing at all."""
+        """Raises KVClusterError unless every loaded page is the page that was stored, or was never loaded (all
+        zero)."""
         for pages, room in zip(self._pages, self._room, strict=True):
             for page, loaded in zip(pages, room, strict=True):
                 if loaded not in (page, bytes(len(page))):
-                    raise KVClusterError("what was loaded is not what was stored: do not use this cluster")
+                    raise KVClusterError("loaded bytes differ from the stored bytes: do not use this cluster")
 
 
 def _forget(client: Client) -> None:
     try:
         client.purge(model=MODEL, deadline_ms=_PATIENCE_MS)
     except Unreachable as error:
-        print(f"kvcluster: blocks of {MODEL} are left, and go when room is needed: {error}", file=sys.stderr)
+        print(f"kvcluster: blocks of {MODEL} remain until they are evicted: {error}", file=sys.stderr)
 
 
 # --------------------------------------------------------------------------------------------- helpers
@@ -307,12 +318,12 @@ def _config(path: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{file} holds no settings but {type(config).__name__}")
+        raise ConfigError(f"{file} must hold a JSON object, not {type(config).__name__}")
     return config
 
 
 def _blocks(spec: KVSpec, tokens: int | None) -> int:
-    """How many to measure with at most."""
+    """Returns the number of blocks of the largest load."""
     if tokens is None:
         tokens = min(_TOKENS, int(_STORED_BYTES / spec.token_bytes))
     return max(1, min(tokens // spec.block_tokens, limits.BLOCKS_PER_CALL))

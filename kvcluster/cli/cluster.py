@@ -22,24 +22,28 @@ def add(commands: Any) -> None:
     """Adds the three commands."""
     up = commands.add_parser("up", help="start a cluster that keeps running", allow_abbrev=False)
     up.add_argument("--shards", type=int, help="number of shards (default 1)")
-    up.add_argument("--device-bytes", help="pool of each shard, such as 1GiB (the default)")
-    up.add_argument("--host-bytes", help="tier of encoded pages below it, such as 4GiB (default none)")
-    up.add_argument("--disk-bytes", help="tier of files below that, such as 100GiB (default none); needs --disk-dir")
-    up.add_argument("--disk-dir", help="folder on a local drive for these files, which the next cluster finds again")
+    up.add_argument("--device-bytes", help="device tier of each shard, e.g. 1GiB (default 1GiB)")
+    up.add_argument("--host-bytes", help="host tier of each shard, for encoded pages, e.g. 4GiB (default none)")
+    up.add_argument("--disk-bytes", help="disk tier of each shard, e.g. 100GiB (default none); needs --disk-dir")
+    up.add_argument("--disk-dir", help="folder on a local drive for the disk tier; the next cluster reuses its files")
     up.add_argument("--port", type=int, help=f"port of the coordinator (default {DEFAULT_PORT})")
     up.add_argument("--host", help="address to listen on (default 127.0.0.1)")
-    up.add_argument("--token-file", help="who may connect; see `kvcluster token`")
-    up.add_argument("--insecure", action="store_true", default=None, help="listen beyond loopback without a token file")
+    up.add_argument("--token-file", help="file of the tokens that may connect; see `kvcluster token` (default none)")
+    up.add_argument(
+        "--insecure", action="store_true", default=None, help="allow a --host beyond loopback without --token-file"
+    )
     up.add_argument("--config", help="TOML file with these and all other settings")
     up.set_defaults(run=_up)
 
     down = commands.add_parser("down", help="stop the cluster that `up` started", allow_abbrev=False)
-    down.add_argument("--port", type=int, default=DEFAULT_PORT, help=f"its port (default {DEFAULT_PORT})")
+    down.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help=f"port of the coordinator (default {DEFAULT_PORT})"
+    )
     down.set_defaults(run=_down)
 
-    status = commands.add_parser("status", help="shards, tiers, use, hit rate and leases", allow_abbrev=False)
+    status = commands.add_parser("status", help="show shards, tiers, use, hit rate and leases", allow_abbrev=False)
     add_where(status)
-    status.add_argument("--json", action="store_true", help="everything, as one JSON object")
+    status.add_argument("--json", action="store_true", help="print everything as one JSON object")
     status.set_defaults(run=_status)
 
 
@@ -53,20 +57,20 @@ def _up(options: argparse.Namespace) -> int:
         settings["shards"] = options.shards
     tiers = {name: getattr(options, name) for name in ("device_bytes", "host_bytes", "disk_bytes", "disk_dir")}
     settings["shard"] = {name: value for name, value in tiers.items() if value is not None}
-    if options.disk_dir:  # the shards run in folders of their own
+    if options.disk_dir:  # the shards run in other working directories
         settings["shard"]["disk_dir"] = os.path.abspath(options.disk_dir)
     config = load(options.config, settings)
     with needs("cluster", "ray"):
         from kvcluster.actors import background
 
     def starting() -> None:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was begun is undone
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # undo a partial start
         print(f"starting Ray, a coordinator and {config.shards} shard(s): usually ten seconds", file=sys.stderr)
 
     running, started = background.up(config, starting=starting)
     where = "" if running.port == DEFAULT_PORT else f" --port {running.port}"
     print(f"{'up' if started else 'already up'} at {running.address}: {running.shards} shard(s)")
-    print(f"`kvcluster status{where}` shows it, `kvcluster down{where}` ends it")
+    print(f"`kvcluster status{where}` shows it, `kvcluster down{where}` stops it")
     return 0
 
 
@@ -83,7 +87,7 @@ def _down(options: argparse.Namespace) -> int:
 def _status(options: argparse.Namespace) -> int:
     address = address_of(options)
     try:
-        # Unlike `connect`, this does not wait for a cluster to come: whoever asks wants to know how it is now.
+        # Unlike `connect`, this does not wait for a cluster to start: it shows the state now.
         with coordinator(options) as port:
             engines = read_engines(port, 5_000)
             apart = [*kept_apart(read_namespaces(port, 5_000)), *alone(engines)]

@@ -1,4 +1,4 @@
-"""Which cluster a command means, and how it is asked."""
+"""The command-line options that select a coordinator, and the connection to it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,25 @@ def add_where(command: Any) -> None:
     """Adds `--port`, `--address` and `--token` to a command."""
     where = command.add_mutually_exclusive_group()
     where.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help=f"a port of this machine (default {DEFAULT_PORT})"
+        "--port", type=int, default=DEFAULT_PORT, help=f"port of a coordinator on this machine (default {DEFAULT_PORT})"
     )
-    where.add_argument("--address", help="host:port of a coordinator elsewhere")
-    command.add_argument("--token", default=os.environ.get("KVCLUSTER_TOKEN"), help="or KVCLUSTER_TOKEN")
+    where.add_argument("--address", help="host:port of a coordinator on another machine (default: use --port)")
+    command.add_argument(
+        "--token",
+        default=os.environ.get("KVCLUSTER_TOKEN"),
+        help="credential of this client (default: the environment variable KVCLUSTER_TOKEN)",
+    )
 
 
 def address_of(options: argparse.Namespace) -> str:
-    """host:port of its coordinator."""
+    """Returns host:port of the selected coordinator."""
     return str(options.address or f"127.0.0.1:{options.port}")
 
 
 @contextmanager
 def coordinator(options: argparse.Namespace, *, wait_ms: int = 0) -> Iterator[GrpcPort]:
-    """A way to its coordinator, waiting up to `wait_ms` for one to answer. Raises Unreachable."""
+    """Connects to the selected coordinator. Waits up to `wait_ms` for it to answer, then raises Unreachable; with 0 it
+    does not wait."""
     connection = Connection(address_of(options), options.token)
     try:
         if wait_ms:
@@ -45,5 +50,5 @@ def coordinator(options: argparse.Namespace, *, wait_ms: int = 0) -> Iterator[Gr
 
 
 def read_status(port: GrpcPort, wait_ms: int) -> dict[str, Any]:
-    """As `client.status()`. Raises Trouble where nobody answers in time."""
+    """Returns the status as `client.status()` does. Raises Unavailable if the coordinator does not answer in time."""
     return status_dict(expect(Status, port.ask(GetStatus(), Deadline.after_ms(wait_ms))))

@@ -1,4 +1,4 @@
-"""`kvcluster demo`: the main job, shown (cli/demo/)."""
+"""`kvcluster demo`: the command that runs the demo (cli/demo/)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from kvcluster.cli.extras import needs
 
 def add(commands: Any) -> None:
     """Adds the command."""
-    demo = commands.add_parser("demo", help="two engine replicas share a prefix, on this machine", allow_abbrev=False)
-    demo.add_argument("--json", action="store_true", help="the figures, as one JSON object")
+    demo = commands.add_parser(
+        "demo", help="show two engine replicas share a prefix on this machine", allow_abbrev=False
+    )
+    demo.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     demo.set_defaults(run=_demo)
 
 

@@ -1,7 +1,7 @@
-"""The demo's model and the document that it reads, for a benchmark too: neither needs Ray, nor a download.
+"""The demo's model and document, which a benchmark uses as well. Neither needs Ray or a download.
 
-A Llama of random weights, whose tokens are the bytes of UTF-8, and English that is on every machine, the help texts of
-the Python language. It shows how KV moves; what it says means nothing.
+The model is a Llama of random weights whose tokens are the bytes of UTF-8. The document is English text that every
+machine has: the help texts of Python. The model shows how KV moves; its output is meaningless.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def llama(max_tokens: int) -> LlamaForCausalLM:
-    """The same weights each time, float32. It takes seconds to read a few thousand tokens on two cores.
+    """Returns a model with the same float32 weights each time. A few thousand tokens take it seconds on two cores.
 
-    They are spread widely enough that greedy output does not settle on one token.
+    The weights vary enough that greedy output does not repeat one token.
     """
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -36,10 +36,10 @@ def llama(max_tokens: int) -> LlamaForCausalLM:
 
 
 def encode(characters: str) -> list[int]:
-    """As tokens of the model."""
+    """Returns the text as tokens of the model."""
     return list(characters.encode())
 
 
 def document() -> str:
-    """Some hundred thousand characters, the longest topics first; whoever needs less cuts it."""
+    """Returns a few hundred thousand characters, the longest topics first; callers cut it to the length they need."""
     return "\n\n".join(topics[name].strip() for name in sorted(topics, key=lambda name: (-len(topics[name]), name)))

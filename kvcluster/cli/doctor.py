@@ -1,8 +1,9 @@
-"""`kvcluster doctor`: can this machine use that cluster, and by which transports? If not, why, and what is to be done.
+"""`kvcluster doctor`: checks whether this machine can use a cluster, and by which transports; otherwise why not, and
+what to do.
 
-It goes the way of a client, one step after the other, and stops at the first that fails: the coordinator's address, its
-protocol, the credential, what it knows of shards; then each shard by itself, and to it each transport by itself, tried
-with a real exchange. What it finds is a tree of plain values (`examine`), shown as a page or as JSON.
+It takes the steps of a client in order and stops at the first that fails: the coordinator's address, its protocol, the
+credential, its list of shards. Then it checks each shard and, for each shard, each transport with a real exchange. The
+result is a tree of plain values (`examine`), shown as a page or as JSON.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from kvcluster.transports import BESIDE_GRPC, BY_NAME
 from kvcluster.wire.methods import version_question
 
 PATIENCE_MS = 3_000
-"""For each thing that is tried: a person waits, and what takes longer is of no use to an engine."""
+"""Deadline of each check: a person waits for it, and anything slower is of no use to an engine."""
 
 _TRIPS = 5
-"""The quickest of so many is what the way takes; the others had to wait for somebody."""
+"""Number of round trips; the fastest one counts, since the others waited for other work."""
 
 
 def add(commands: Any) -> None:
     """Adds the command."""
     doctor = commands.add_parser(
-        "doctor", help="say whether this machine can use a cluster, and by which transports", allow_abbrev=False
+        "doctor", help="check whether this machine can use a cluster, and by which transports", allow_abbrev=False
     )
     add_where(doctor)
-    doctor.add_argument("--json", action="store_true", help="for machines")
+    doctor.add_argument("--json", action="store_true", help="print the findings as one JSON object")
     doctor.set_defaults(run=_doctor)
 
 
@@ -65,7 +66,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def examine(
     address: str, token: str | None, *, openers: Mapping[str, Opener] = OPENERS, here: str | None = None
 ) -> dict[str, Any]:
-    """Everything that was found, fit for JSON. `healthy` where every shard can be reached from here."""
+    """Returns all findings as plain values for JSON. `healthy` is True if every shard can be reached from here."""
     here = socket.gethostname() if here is None else here
     coordinator, status = _examine_coordinator(address, token)
     shards = [_examine_shard(shard, token, openers, here) for shard in status.get("shards", ())]
@@ -84,7 +85,7 @@ def examine(
 
 
 def _examine_coordinator(address: str, token: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was found, and the status that it gave."""
+    """Returns the findings about the coordinator, and its status ({} if a step failed)."""
     found: dict[str, Any] = {
         "reachable": False,
         "protocol_version": None,
@@ -98,7 +99,7 @@ def _examine_coordinator(address: str, token: str | None) -> tuple[dict[str, Any
         with closing(Connection(address, token)) as connection:
             connection.wait_ready(Deadline.after_ms(PATIENCE_MS))
             found["reachable"] = True
-            with suppress(CallerError):  # the version was understood, and what it asked was nothing
+            with suppress(CallerError):  # the coordinator accepted the version and refused the empty request
                 connection.ask(version_question(), None, Deadline.after_ms(PATIENCE_MS))
             found |= {"protocol_version": PROTOCOL_VERSION, "credential": "accepted"}
             status = read_status(GrpcPort(connection), PATIENCE_MS)
@@ -116,21 +117,21 @@ def _examine_coordinator(address: str, token: str | None) -> tuple[dict[str, Any
 
 
 def _advice(error: Exception, address: str) -> str:
-    """What whoever reads this can do about it."""
+    """Returns what the user can do about an error."""
     if isinstance(error, ConfigError):
-        return "give --address host:port, as the coordinator's `kvcluster up` printed it"
+        return "give --address host:port, as `kvcluster up` printed it"
     if isinstance(error, CredentialError):
         return "give --token, or KVCLUSTER_TOKEN; the operator of the cluster makes tokens with `kvcluster token`"
     if isinstance(error, ProtocolError):
-        return "install the same release here and in the cluster, and see that nothing else listens at that port"
+        return "install the same release here and in the cluster, and check that nothing else listens at that port"
     loopback = address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
     if isinstance(error, Unavailable):
         return "the coordinator hangs or has just died: see its log, and try again in a few seconds"
     if loopback:
         return "`kvcluster up` starts a cluster here; --address names one elsewhere"
     return (
-        "see that the coordinator runs there (`kvcluster status` on its machine), that it was started with a --host "
-        "that others can reach, and that no firewall stands between"
+        "check that the coordinator runs there (`kvcluster status` on its machine), that it was started with a --host "
+        "that other machines can reach, and that no firewall blocks the port"
     )
 
 
@@ -142,7 +143,7 @@ def _examine_shard(
 ) -> dict[str, Any]:
     found = {name: shard[name] for name in ("shard", "epoch", "address", "host", "state")}
     tried: list[dict[str, Any]] = []
-    why = "the coordinator hears nothing of it any more" if shard["state"] == "lost" else None
+    why = "the coordinator no longer gets reports from it" if shard["state"] == "lost" else None
     if why is None:
         try:
             with closing(GrpcPages(shard["address"], token)) as control:
@@ -156,16 +157,16 @@ def _examine_shard(
 def _examine_paths(
     shard: Mapping[str, Any], control: GrpcPages, token: str | None, openers: Mapping[str, Opener], here: str
 ) -> list[dict[str, Any]]:
-    """Of every transport, in the order of choice, whether it works from here."""
+    """Returns for every transport, in order of preference, whether it works from here."""
     epoch, next_attempt = Epoch(shard["epoch"]), own_attempts()
     grpc = _tried("grpc", lambda: GrpcPages(shard["address"], token), epoch, next_attempt)
     offers: Offers | None = None
-    silence = "control goes over gRPC, which does not work"
+    silence = "control messages use gRPC, which does not work"
     if grpc["works"]:
         try:
             offers = control.offers(Deadline.after_ms(PATIENCE_MS))
         except (KVClusterError, RefusedByShard) as error:
-            silence = f"the shard does not say what it offers: {said(error)}"
+            silence = f"the shard does not tell its transports: {said(error)}"
     found = []
     for name in (spec.name for spec in BESIDE_GRPC):
         why = not_taken(name, TRANSPORTS, openers)
@@ -182,7 +183,7 @@ def _examine_paths(
 def _tried(
     name: str, opened: Callable[[], DataPath], epoch: Epoch, next_attempt: Callable[[], Attempt]
 ) -> dict[str, Any]:
-    """A connection, and a few round trips through all of it."""
+    """Opens a connection and times a few round trips through the whole path."""
     took_ms: list[float] = []
     try:
         with closing(opened()) as path:
@@ -201,14 +202,14 @@ def _untried(name: str, why: str | None, advice: str | None) -> dict[str, Any]:
 
 
 def _verdict(coordinator: Mapping[str, Any], shards: list[dict[str, Any]]) -> tuple[bool, str]:
-    """Is all well, and the one line that says so."""
+    """Returns whether the cluster can be used fully from here, and the verdict as one line."""
     if coordinator["why"] is not None:
         return False, f"this machine cannot use the cluster: {coordinator['why']}"
     if not shards:
-        return False, "the coordinator knows of no shard: nothing can be stored"
+        return False, "the coordinator knows no shard: nothing can be stored"
     lost = [shard["shard"] for shard in shards if not shard["reachable"]]
     if lost:
-        return False, f"of {len(shards)} shard(s), {', '.join(lost)} cannot be reached: what lies there is a miss"
+        return False, f"of {len(shards)} shard(s), {', '.join(lost)} cannot be reached: blocks there are misses"
     counts: dict[str, int] = {}
     for shard in shards:
         counts[shard["chosen"]] = counts.get(shard["chosen"], 0) + 1

@@ -1,4 +1,4 @@
-"""What `kvcluster doctor` found, as a page for people, drawn with rich."""
+"""Prints the findings of `kvcluster doctor` as a page, with rich."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def print_diagnosis(found: dict[str, Any]) -> None:
-    """The coordinator, a row for each transport of each shard, and the verdict."""
+    """Prints the coordinator, a row for each transport of each shard, and the verdict."""
     # Wide enough for a sentence beside the numbers, as in status_view.py.
     console = Console(width=max(Console().width, 130), highlight=False)
     _print_coordinator(console, found)

@@ -1,6 +1,6 @@
-"""`kvcluster events`: prints KV events as they come, of this cluster or of an engine with vLLM's words.
+"""`kvcluster events`: prints KV events as they arrive, of this cluster or of an engine that publishes vLLM's format.
 
-Standard output has a line for each event; `--json` makes each a JSON object with whole hashes and all token ids.
+Each event is one line on standard output; with `--json` it is a JSON object with full hashes and all token ids.
 """
 
 from __future__ import annotations
@@ -19,24 +19,29 @@ if TYPE_CHECKING:
 
 _ENDPOINT = "tcp://127.0.0.1:5557"
 _WAIT_S = 1.0
-"""One wait, so that an interrupt never waits for longer."""
+"""Longest single wait, so that an interrupt is handled within this time."""
 
 _DIGITS = 12
 
 
 def add(commands: Any) -> None:
     """Adds the command."""
-    command = commands.add_parser("events", help="print KV events as they come", allow_abbrev=False)
+    command = commands.add_parser("events", help="print KV events as they arrive", allow_abbrev=False)
     command.add_argument(
-        "--endpoint", default=_ENDPOINT, metavar="URL", help=f"where they are published (default {_ENDPOINT})"
+        "--endpoint", default=_ENDPOINT, metavar="URL", help=f"endpoint that publishes the events (default {_ENDPOINT})"
     )
-    command.add_argument("--replay", default="", metavar="URL", help="where earlier and missed ones are asked for")
     command.add_argument(
-        "--topic", default="kv@", metavar="PREFIX", help="those that begin so (default kv@; '' for all)"
+        "--replay", default="", metavar="URL", help="endpoint that replays missed events (default none)"
     )
-    command.add_argument("--json", action="store_true", help="a JSON object a line")
-    command.add_argument("--count", type=int, metavar="N", help="end after so many events")
-    command.add_argument("--for", type=float, dest="for_s", metavar="S", help="end after so many seconds")
+    command.add_argument(
+        "--topic",
+        default="kv@",
+        metavar="PREFIX",
+        help="print topics that start with this prefix (default kv@; '' for all)",
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object per line")
+    command.add_argument("--count", type=int, metavar="N", help="end after N events (default: no limit)")
+    command.add_argument("--for", type=float, dest="for_s", metavar="S", help="end after S seconds (default: no limit)")
     command.set_defaults(run=_run)
 
 
@@ -54,7 +59,7 @@ def _run(options: argparse.Namespace) -> int:
                     print(show(event), flush=True)
                     left -= 1
         except KeyboardInterrupt:
-            pass  # the usual end
+            pass  # the normal way to end this command
     return 0
 
 

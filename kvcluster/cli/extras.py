@@ -1,4 +1,4 @@
-"""What commands share: saying which extra is missing."""
+"""Reports which optional extra is missing, for all commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcluster.errors import KVClusterError
 
 @contextmanager
 def needs(extra: str, *packages: str, instead: str = "") -> Iterator[None]:
-    """Within it, a missing one of `packages` is an error that names the extra to install."""
+    """Wraps imports: raises KVClusterError, naming the extra to install, if one of `packages` is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

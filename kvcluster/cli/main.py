@@ -1,4 +1,4 @@
-"""`kvcluster COMMAND`: parses, runs, and turns errors of ours into one line and status 1."""
+"""`kvcluster COMMAND`: parses the command line, runs the command, and prints our errors as one line with status 1."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit status."""
+    """Runs one command and returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="kvcluster", description="A distributed KV cache for LLM inference.", allow_abbrev=False
     )
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvcluster: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # Whoever read has seen enough, as in `kvcluster status --json | head`; nor shall the interpreter complain.
+        # The reader closed the pipe, as in `kvcluster status --json | head`; keep the interpreter from complaining.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

@@ -1,9 +1,9 @@
-"""Engines of one model that can never share, and what keeps them apart: what `status` and `doctor` say of namespaces.
+"""Finds namespaces of one model that cannot share KV, and the fields that differ, for `status` and `doctor`.
 
-Whoever attaches names everything that must match. Two namespaces of one model are two sets of engines, or one set whose
-weights or settings have changed; each computes what the other has. That is right, and often not what was meant: so it
-is said, with the field that differs. Adapters are meant to be apart and are passed over, and so is what an engine has
-cached for itself alone (weights.py tells of those that do).
+A client's spec names everything that must match. Two namespaces of one model mean two sets of engines, or one set whose
+weights or settings have changed; each computes what the other has cached. That is correct but often unintended, so it
+is reported with the field that differs. Different adapters are intended and not reported, nor are the private
+namespaces of engines that share with no other (weights.py reports those).
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ _SHOWN = 40
 
 
 def read_namespaces(port: GrpcPort, wait_ms: int) -> Known:
-    """The namespaces of this credential's tenant. Raises Trouble where nobody answers in time."""
+    """Returns the namespaces of this credential's tenant, each with its number of blocks. Raises Unavailable if the
+    coordinator does not answer in time."""
     return expect(Namespaces, port.ask(GetNamespaces(), Deadline.after_ms(wait_ms))).known
 
 
 def kept_apart(known: Known) -> Iterator[str]:
-    """A sentence for each namespace that cannot share with the fullest of its model."""
+    """Yields a sentence for each namespace that cannot share with the fullest namespace of its model."""
     known = [(spec, blocks) for spec, blocks in known if not spec.weights.startswith(PRIVATE_WEIGHTS)]
     for model, of_model in groupby(sorted(known, key=lambda one: one[0].model), key=lambda one: one[0].model):
         (fullest, most), *others = sorted(of_model, key=lambda one: -one[1])
@@ -34,7 +35,7 @@ def kept_apart(known: Known) -> Iterator[str]:
             fields = [name for name in differing_fields(fullest, spec) if name != "adapter"]
             if fields:
                 what = "; ".join(_difference(name, fullest, spec) for name in fields)
-                yield f"{model}: {blocks:,} blocks are apart from {most:,} others, by {what}"
+                yield f"{model}: {blocks:,} blocks cannot be shared with {most:,} others; different {what}"
 
 
 def _difference(name: str, one: KVSpec, other: KVSpec) -> str:

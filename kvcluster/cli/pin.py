@@ -1,8 +1,8 @@
-"""`kvcluster pin | unpin`: spares a prompt that everybody begins with, such as a system prompt, from eviction.
+"""`kvcluster pin | unpin`: protects a common prefix, such as a system prompt, from eviction.
 
-What is pinned is blocks, and a block is known by its tokens under a spec. The specs are the cluster's own: whoever pins
-names the model, and where engines with different weights or settings run it, the weights too. Tokens are given as ids,
-or as text together with the folder of a tokenizer.
+A pin covers blocks, and a block is identified by its tokens under a spec. The specs come from the cluster: the user
+names the model and, if engines with different weights run it, also the weights. Tokens are given as ids, or as text
+with the folder of a tokenizer.
 """
 
 from __future__ import annotations
@@ -25,21 +25,28 @@ _TTL_S = 86_400.0
 
 def add(commands: Any) -> None:
     """Adds both commands."""
-    for name, does in (("pin", "spare a prompt from eviction"), ("unpin", "let it be evicted again")):
+    for name, does in (("pin", "protect a prompt from eviction"), ("unpin", "let a pinned prompt be evicted again")):
         command = commands.add_parser(name, help=does, allow_abbrev=False)
-        command.add_argument("--model", required=True, help="its name, as engines gave it")
+        command.add_argument("--model", required=True, help="name of the model, as the engines registered it")
         command.add_argument(
-            "--weights", default="", help="where engines with different weights run it; a prefix will do"
+            "--weights", default="", help="beginning of the weights id, if engines run different weights (default '')"
         )
-        command.add_argument("--adapter", default="", help="content hash of a LoRA; '' for none (the default)")
-        command.add_argument("--salt", default="", help="as the engines' cache_salt")
+        command.add_argument("--adapter", default="", help="content hash of a LoRA (default '', for none)")
+        command.add_argument("--salt", default="", help="cache_salt of the engines' requests (default '')")
         command.add_argument(
-            "--prompt-file", required=True, metavar="FILE", help="token ids as a JSON list, or text with --tokenizer"
+            "--prompt-file",
+            required=True,
+            metavar="FILE",
+            help="file of token ids as a JSON list, or of text with --tokenizer",
         )
-        command.add_argument("--tokenizer", metavar="FOLDER", help="the model's, to make token ids of text")
+        command.add_argument(
+            "--tokenizer", metavar="FOLDER", help="the model's tokenizer, to tokenise text (default none)"
+        )
         if name == "pin":
-            command.add_argument("--ttl", type=float, default=_TTL_S, metavar="S", help="for so long (default a day)")
-            command.add_argument("--replicas", type=int, default=1, metavar="N", help="on so many shards (default 1)")
+            command.add_argument(
+                "--ttl", type=float, default=_TTL_S, metavar="S", help="seconds until the pin ends (default 86400)"
+            )
+            command.add_argument("--replicas", type=int, default=1, metavar="N", help="number of shards (default 1)")
         add_where(command)
         command.set_defaults(run=_run, verb=name)
 
@@ -52,34 +59,34 @@ def _run(options: argparse.Namespace) -> int:
     with connect(address_of(options), spec, token=options.token) as client:
         if options.verb == "unpin":
             client.unpin(tokens, salt=salt)
-            print("it may be evicted again")
+            print("the prompt may be evicted again")
             return 0
         pinned = client.pin(tokens, options.ttl, replicas=options.replicas, salt=salt)
     whole = len(tokens) // spec.block_tokens
     if not pinned.blocks:
         raise CallerError(
-            f"nothing of these {len(tokens):,} tokens is cached ({pinned.miss or 'never seen, or no room for pins'}): "
+            f"none of these {len(tokens):,} tokens is cached ({pinned.miss or 'never seen, or no room for pins'}): "
             "have an engine compute it, then pin it"
         )
     print(f"{pinned.tokens:,} of {len(tokens):,} tokens are pinned for {options.ttl:,.0f} s")
     if pinned.blocks < whole:
-        print(f"the other {whole - pinned.blocks:,} block(s) are not cached, or the share of pins is full")
+        print(f"the other {whole - pinned.blocks:,} block(s) are not cached, or the limit of pinned bytes is reached")
     return 0
 
 
 def chosen(known: Known, model: str, weights: str, adapter: str) -> KVSpec:
-    """The spec that is meant. Raises CallerError where there is none, or more than one."""
+    """Returns the spec that matches. Raises CallerError if there is none, or more than one."""
     of_model = [spec for spec, _ in known if spec.model == model and spec.adapter == adapter]
     found = [spec for spec in of_model if spec.weights.startswith(weights)]
     if len(found) == 1:
         return found[0]
     if not of_model:
         models = ", ".join(dict.fromkeys(spec.model for spec, _ in known)) or "none yet"
-        raise CallerError(f"no engine has named a model {model!r} with adapter {adapter!r}; there is {models}")
+        raise CallerError(f"no engine has registered model {model!r} with adapter {adapter!r}; known models: {models}")
     names = ", ".join(dict.fromkeys(spec.weights for spec in (found or of_model)))
     if len({spec.weights for spec in found}) == 1:
-        raise CallerError(f"engines of {model!r} differ in more than their weights: `kvcluster status` says in what")
-    raise CallerError(f"engines of {model!r} run different weights; name them by --weights: {names}")
+        raise CallerError(f"engines of {model!r} differ in more than their weights: `kvcluster status` shows in what")
+    raise CallerError(f"engines of {model!r} run different weights; give one of them as --weights: {names}")
 
 
 def _tokens(file: Path, tokenizer: str | None) -> list[int]:

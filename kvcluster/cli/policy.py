@@ -1,4 +1,4 @@
-"""`kvcluster policy`: the settings of the tiers that may change while a cluster runs."""
+"""`kvcluster policy`: shows and changes the tier settings that may change while a cluster runs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _ANSWER_MS = 10_000
 
 def add(commands: Any) -> None:
     """Adds the command."""
-    policy = commands.add_parser("policy", help="show, or change, how pages go between tiers", allow_abbrev=False)
-    policy.add_argument("action", nargs="?", choices=["set"], help="set NAME=VALUE ...; without it, show them")
-    policy.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="such as host.codec=q4")
+    policy = commands.add_parser("policy", help="show or change how pages move between tiers", allow_abbrev=False)
+    policy.add_argument("action", nargs="?", choices=["set"], help="set NAME=VALUE ...; without it, show the settings")
+    policy.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="settings to change, e.g. host.codec=q4")
     add_where(policy)
     policy.set_defaults(run=_policy)
 
@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
 def _policy(options: argparse.Namespace) -> int:
     settings = tuple(_setting(text) for text in options.settings)
     if (options.action == "set") != bool(settings):
-        raise CallerError("say what to set, such as `kvcluster policy set host.codec=q4`")
+        raise CallerError("give the settings after `set`, such as `kvcluster policy set host.codec=q4`")
     with coordinator(options, wait_ms=_ANSWER_MS) as port:
         if settings:
             expect(Done, port.ask(SetPolicy(settings), Deadline.after_ms(_ANSWER_MS)))
@@ -34,12 +34,12 @@ def _policy(options: argparse.Namespace) -> int:
     for name, value in policy.items():
         print(f"{name}={value}")
     if settings:
-        print("What goes down from now on follows it.")
+        print("Applies to future demotions.")
     return 0
 
 
 def _setting(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise CallerError(f"{text!r} is no setting; write NAME=VALUE, such as host.codec=q4")
+        raise CallerError(f"{text!r} is not a setting; write NAME=VALUE, such as host.codec=q4")
     return name, value

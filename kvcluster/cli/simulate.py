@@ -14,18 +14,23 @@ def add(commands: Any) -> None:
     simulate = commands.add_parser(
         "simulate", help="run the core under simulated clocks, networks and faults", allow_abbrev=False
     )
-    simulate.add_argument("--seeds", type=_positive, default=100, help="how many (default 100)")
-    simulate.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
-    simulate.add_argument("--jobs", type=_positive, default=len(os.sched_getaffinity(0)), help="processes (all cores)")
-    simulate.add_argument("--bug", metavar="NAME", help="plant this bug first: it has to be found (docs/simulator.md)")
-    simulate.add_argument("--journal", action="store_true", help="print all that happens, seed by seed, and a digest")
+    simulate.add_argument("--seeds", type=_positive, default=100, help="number of seeds (default 100)")
+    simulate.add_argument("--first", type=int, default=0, help="first seed (default 0)")
+    simulate.add_argument(
+        "--jobs",
+        type=_positive,
+        default=len(os.sched_getaffinity(0)),
+        help="number of processes (default: number of cores)",
+    )
+    simulate.add_argument("--bug", metavar="NAME", help="plant this bug, which the run must find (docs/simulator.md)")
+    simulate.add_argument("--journal", action="store_true", help="print every event, seed by seed, and a digest")
     simulate.set_defaults(run=_simulate)
 
 
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError("at least 1")
+        raise argparse.ArgumentTypeError("must be at least 1")
     return number
 
 

@@ -1,4 +1,4 @@
-"""Tables for people, drawn with rich."""
+"""Prints the status and the engines as tables, with rich."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rich.markup import escape
 from rich.table import Table
 
 _APART = 5
-"""Lines about namespaces that cannot share; `--json` has them all."""
+"""Number of lines about namespaces that cannot share; `--json` has them all."""
 
 _ENGINES_SHOWN = 5
-"""Engines that are named; `kvcluster weights` shows them all."""
+"""Number of engines that are named; `kvcluster weights` shows them all."""
 
 _WEIGHTS_SHOWN = 24
-"""Characters of a fingerprint: enough to tell two from another."""
+"""Characters of a fingerprint: enough to tell two apart."""
 
 _COUNTERS = ("evicted", "pulled", "corrupt")
 
 
 def print_status(status: dict[str, Any], address: str) -> None:
-    """One line for the cluster, one row a shard."""
-    # Wide enough for every column: a terminal that is narrower breaks lines, and what reads a pipe does not care.
+    """Prints the totals and warnings of the cluster, and a table with a row per tier of each shard."""
+    # Wide enough for every column: a narrower terminal breaks lines, and a reader of a pipe does not care.
     console = Console(width=max(Console().width, 130), highlight=False)
     _print_totals(console, status, address)
     _print_warnings(console, status)
@@ -44,18 +44,18 @@ def _print_totals(console: Console, status: dict[str, Any], address: str) -> Non
     )
     console.print(
         f"hit rate {'-' if rate is None else f'{rate:.0%}'} of {counters['asked_blocks']:,} blocks asked for; "
-        f"{counters['write_blocks']:,} written, {counters['duplicate_blocks']:,} were there already"
+        f"{counters['write_blocks']:,} written, {counters['duplicate_blocks']:,} were already cached"
     )
     console.print(
-        f"{totals.get('verified', 0):,} pages read again, {totals.get('suspected', 0):,} as readers had doubts; "
-        f"{totals.get('corrupt', 0):,} were corrupt; {totals.get('pulled', 0):,} copied between shards"
+        f"{totals.get('verified', 0):,} pages re-verified, {totals.get('suspected', 0):,} after reader checksum "
+        f"mismatches; {totals.get('corrupt', 0):,} were corrupt; {totals.get('pulled', 0):,} copied between shards"
     )
     if status["policy"].get("cache") == "off":
         console.print("[red]off[/red]: nothing is loaded or stored; `kvcluster on` turns it on again")
     if any(shard["below"] for shard in status["shards"]):
         policy = ", ".join(f"{name}={value}" for name, value in status["policy"].items() if name != "cache")
         console.print(
-            f"{totals.get('demoted', 0):,} pages went down a tier and {totals.get('promoted', 0):,} came up, "
+            f"{totals.get('demoted', 0):,} pages were demoted and {totals.get('promoted', 0):,} promoted, "
             f"{totals.get('staged', 0):,} were read from disk; {policy}"
         )
 
@@ -65,12 +65,14 @@ def _print_warnings(console: Console, status: dict[str, Any]) -> None:
         if shard["trouble"]:
             console.print(f"[yellow]{shard['shard']}[/yellow]: {shard['trouble']}")
     for namespace, error in status["fallen"].items():
-        console.print(f"[yellow]q4 loses {error:.3f} of namespace {namespace[:8]}[/yellow]: its pages go down in q8")
+        console.print(
+            f"[yellow]q4 loses {error:.3f} of namespace {namespace[:8]}[/yellow]: its pages are demoted as q8"
+        )
     for line in status.get("apart", [])[:_APART]:
         console.print(f"[yellow]never shared[/yellow]: {escape(line)}", soft_wrap=True)
     if status["lost_shards"]:
         lost = ", ".join(status["lost_shards"])
-        console.print(f"[red]nothing is heard of {lost}[/red]: what lay there alone is a miss")
+        console.print(f"[red]no reports from {lost}[/red]: blocks held only there are misses")
 
 
 def _shard_table(shards: Sequence[dict[str, Any]]) -> Table:
@@ -85,7 +87,7 @@ def _shard_table(shards: Sequence[dict[str, Any]]) -> Table:
 
 
 def print_engines(engines: Sequence[dict[str, Any]]) -> None:
-    """A row for each: who it is, what it caches under, and what it tells of itself."""
+    """Prints a row for each engine: its name, its model and weights, and its facts."""
     console = Console(width=max(Console().width, 130), highlight=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for column in ("engine", "model", "weights", "", "facts"):
@@ -103,7 +105,7 @@ def print_engines(engines: Sequence[dict[str, Any]]) -> None:
 
 
 def _rows(shard: dict[str, Any]) -> Iterator[list[str]]:
-    """One for each tier. What a lost shard held and did is history: its row only says where it was."""
+    """Yields a row for each tier of a shard. The row of a lost shard shows only its name, state and address."""
     if shard["state"] == "lost":
         yield [shard["shard"], "[red]lost[/red]", *["-"] * 3, "", *["-"] * 5, shard["address"]]
         return
@@ -121,7 +123,7 @@ def _rows(shard: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def _use(tier: dict[str, Any]) -> list[str]:
-    """Which, how much is used of how much, and by how many pages."""
+    """Returns a tier's name, its used and total bytes, the used share as a bar, and its number of pages."""
     capacity, used = tier["capacity_bytes"], tier["capacity_bytes"] - tier["free_bytes"]
     share = _bar(used / capacity if capacity else 0.0)
     return [tier["tier"], size_text(used), size_text(capacity), share, f"{tier['pages']:,}"]

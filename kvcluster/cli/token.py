@@ -11,9 +11,11 @@ from kvcluster.runtime.auth import new_token, token_line
 def add(commands: Any) -> None:
     """Adds the command."""
     token = commands.add_parser("token", help="make a token and its line for the token file", allow_abbrev=False)
-    token.add_argument("--tenant", required=True, help="whose blocks its bearer shares")
+    token.add_argument("--tenant", required=True, help="tenant whose blocks the bearer shares")
     token.add_argument(
-        "--operator", action="store_true", help="its bearer may also do what touches every tenant, such as `drain`"
+        "--operator",
+        action="store_true",
+        help="let the bearer also run commands that affect every tenant, such as `drain`",
     )
     token.set_defaults(run=_token)
 
@@ -22,5 +24,5 @@ def _token(options: argparse.Namespace) -> int:
     secret = new_token()
     line = token_line(secret, options.tenant, operator=options.operator)
     bearer = "operator" if options.operator else "worker"
-    print(f"token (give it to the {bearer}, keep it nowhere else):\n  {secret}\nline for the token file:\n  {line}")
+    print(f"token (give it to the {bearer}, store it nowhere else):\n  {secret}\nline for the token file:\n  {line}")
     return 0

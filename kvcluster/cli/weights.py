@@ -1,8 +1,8 @@
-"""`kvcluster weights`: the engines that live, what weights each caches under, and a name for weights that have changed.
+"""`kvcluster weights`: shows the live engines and the weights under which each caches, and names changed weights.
 
 An engine whose weights were changed in memory, and that was told so (vLLM: `/reset_prefix_cache?reset_external=true`),
-shares with nobody, since nobody knows what its weights are. Who has changed them does: `kvcluster weights set` names
-them to all engines of a model that are in this state, and they share with each other from then on.
+shares with no other engine, because the cluster cannot know its weights. The operator who changed them can name them:
+`kvcluster weights set` sends the name to all engines of a model that are in this state, and they share from then on.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from kvcluster.transport.base import Deadline
 Living = Sequence[tuple[EngineInfo, int]]
 _ANSWER_MS = 10_000
 _SAYS_S = 3.0
-"""It is said again for so long, since an engine that was reset a moment ago registers as private a moment later."""
+"""How long the name is sent again, since an engine that was just reset registers as private a moment later."""
 
 _HEARD_S = 15.0
-"""An engine hears of it with its next registration, a few seconds later at most; one that is gone, never."""
+"""How long to wait for engines to take the name: each gets it with its next registration, within a few seconds, unless
+it is gone."""
 
 
 def add(commands: Any) -> None:
@@ -36,20 +37,23 @@ def add(commands: Any) -> None:
         "weights", help="show engines and their weights, or name weights that changed in memory", allow_abbrev=False
     )
     weights.add_argument("action", nargs="?", choices=["set"], help="set MODEL WEIGHTS; without it, show the engines")
-    weights.add_argument("names", nargs="*", metavar="MODEL WEIGHTS", help="such as llama-3-8b sha256:4f1c...")
-    weights.add_argument("--engine", default="", help="this one alone, by its name or id, of all that are private")
-    weights.add_argument("--json", action="store_true", help="for machines")
+    weights.add_argument(
+        "names", nargs="*", metavar="MODEL WEIGHTS", help="model and weights id, e.g. llama-3-8b sha256:4f1c..."
+    )
+    weights.add_argument("--engine", default="", help="name or id of one private engine (default: all of the model)")
+    weights.add_argument("--json", action="store_true", help="print the engines as JSON")
     add_where(weights)
     weights.set_defaults(run=lambda options: _weights(options, weights))
 
 
 def read_engines(port: GrpcPort, wait_ms: int) -> Living:
-    """The engines of this credential's tenant. Raises Trouble where nobody answers in time."""
+    """Returns the engines of this credential's tenant, each with the nanoseconds since it last registered. Raises
+    Unavailable if the coordinator does not answer in time."""
     return expect(Engines, port.ask(GetEngines(), Deadline.after_ms(wait_ms))).known
 
 
 def engines_dict(engines: Living) -> list[dict[str, Any]]:
-    """As plain values."""
+    """Returns the engines as plain values for JSON."""
     return [
         {
             "engine": info.engine,
@@ -67,27 +71,27 @@ def engines_dict(engines: Living) -> list[dict[str, Any]]:
 
 
 def alone(engines: Living) -> Iterator[str]:
-    """A sentence for each engine that shares with nobody, and what is to be done about it."""
+    """Yields a sentence for each engine that shares with no other, with what to do about it."""
     for info, _ in engines:
         if info.private and info.ready:
             yield (
-                f"{info.model}: {info.name} shares with nobody since its weights changed in memory; "
-                f"`kvcluster weights set {info.model} WEIGHTS` names them"
+                f"{info.model}: {info.name} shares with no other engine since its weights changed in memory; "
+                f"name them with `kvcluster weights set {info.model} WEIGHTS`"
             )
         elif info.private:
             yield (
-                f"{info.model}: {info.name} shares with nobody: it was reset while requests ran, so that it may hold "
-                "KV of the weights before; reset it once more when it is idle"
+                f"{info.model}: {info.name} shares with no other engine: it was reset while requests ran, so it may "
+                "hold KV of its previous weights; reset it again when it is idle"
             )
 
 
 def _weights(options: argparse.Namespace, command: argparse.ArgumentParser) -> int:
     if options.action != "set":
         if options.names or options.engine:
-            command.error("say `kvcluster weights set MODEL WEIGHTS`, or nothing to show the engines")
+            command.error("give `set MODEL WEIGHTS` to name weights, or no arguments to show the engines")
         return _show(options)
     if len(options.names) != 2:
-        command.error("name the model and its weights, such as `kvcluster weights set llama-3-8b sha256:4f1c...`")
+        command.error("give the model and its weights, such as `kvcluster weights set llama-3-8b sha256:4f1c...`")
     model, weights = options.names
     check_weights(weights)
     with coordinator(options, wait_ms=_ANSWER_MS) as port:
@@ -96,7 +100,7 @@ def _weights(options: argparse.Namespace, command: argparse.ArgumentParser) -> i
             print(_why_nobody(read_engines(port, _ANSWER_MS), model), file=sys.stderr)
             return 1
     for name, has_heard in heard.values():
-        print(f"{name}: {'caches under them' if has_heard else 'has not said so in time'}")
+        print(f"{name}: {'caches under these weights' if has_heard else 'has not confirmed in time'}")
     return 0 if all(has_heard for _, has_heard in heard.values()) else 1
 
 
@@ -106,7 +110,7 @@ def _show(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(engines_dict(engines), indent=2))
     elif not engines:
-        print("no engine has registered; vLLM's do so a few seconds after their start")
+        print("no engine has registered; vLLM engines register a few seconds after they start")
     else:
         with needs("cli", "rich", instead="or use --json"):
             from kvcluster.cli.status_view import print_engines
@@ -117,7 +121,8 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _set(port: GrpcPort, message: SetWeights) -> dict[str, tuple[str, bool]]:
-    """Says it, and waits until everybody who was told has taken it up: by id the names, and whether they have."""
+    """Sends the name of the weights, and waits until the engines have taken it. Returns by engine id its name, and
+    whether it has."""
     began = time.monotonic()
     told: dict[str, tuple[str, bool]] = {}
     while True:
@@ -140,8 +145,8 @@ def _why_nobody(engines: Living, model: str) -> str:
         return f"no engine of {model} has registered" + (f"; there are engines of: {known}" if known else "")
     if not any(info.private for info in of_model):
         return (
-            f"no engine of {model} is private: what they cache under they know themselves. Weights that change in "
-            "memory are named after the engine was reset (vLLM: /reset_prefix_cache?reset_external=true)"
+            f"no engine of {model} is private: they know their weights themselves. Weights that change in memory are "
+            "named after the engine was reset (vLLM: /reset_prefix_cache?reset_external=true)"
         )
     if not any(info.private and info.ready for info in of_model):
         return "\n".join(alone(engines))

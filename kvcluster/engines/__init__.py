@@ -1,5 +1,5 @@
-"""Leaves: one package an engine, each turning that engine's own KV into pages and back.
+"""Engine integrations: one package per engine, each of which converts that engine's KV into pages and back.
 
-Nothing imports an engine but the demo, and importing one needs that engine installed. What differs between an
-engine's releases stays in its `compat.py`.
+Only the demo imports an engine package, and importing one requires that engine to be installed. Each package keeps the
+differences between its engine's releases in its `compat.py`.
 """

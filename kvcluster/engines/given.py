@@ -1,4 +1,4 @@
-"""What an engine's own configuration gives us as a plain mapping, held against a dataclass of settings."""
+"""Checks settings that an engine's own configuration hands over as a plain mapping against a dataclass of settings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from kvcluster.errors import ConfigError
 
 
 def check(given: Mapping[str, Any], settings: type[Any], has_no: str) -> None:
-    """Raises ConfigError, naming the key, for what is unknown, of another type than its default, or negative. A tuple
-    is a choice among those of its default, and may be given as a list. `has_no` begins what is said of unknown keys."""
+    """Raises ConfigError, naming the key, for a key that is unknown, or a value that is negative or of another type
+    than its default. If the default is a tuple, the value must be a tuple or list of entries of that default. `has_no`
+    is the beginning of the error message for an unknown key."""
     known = {field.name: field.default for field in fields(settings)}
     for name, value in given.items():
         if name not in known:

@@ -45,7 +45,7 @@ def test_what_was_cleared_is_gone_for_the_next_coordinator_too(
         for seed in (1, 2, 3):
             store(client, seed)
         assert main(["clear", "--yes", "--address", own_cluster.address]) == 0
-        assert capsys.readouterr().out == "24 block(s) forgotten\n"
+        assert capsys.readouterr().out == "24 block(s) purged\n"
         coordinator, epoch = own_cluster.pids()[0], client.status()["epoch"]
         os.kill(coordinator, signal.SIGKILL)
         eventually(lambda: epoch_of(client) > epoch)
@@ -97,7 +97,7 @@ def test_a_shard_that_is_drained_under_load_leaves_every_block_on_the_other_and_
         assert failed == []
         said = capsys.readouterr()
         assert said.err.startswith("shard-0 is draining: ")
-        assert said.out.startswith("shard-0 is gone; others have copied ")
+        assert said.out.startswith("shard-0 is gone; other shards have copied ")
         assert states(client) == {"shard-1": "up"}
         for seed in stored:
             load(client, seed)

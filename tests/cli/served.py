@@ -1,7 +1,7 @@
 """A cluster behind sockets without Ray: one coordinator and one shard, real servers, in whichever process wants them.
 
 As a program, `python -m tests.cli.served HOST [SHARD_AT]`, it says on stdout where it is and serves until stdin ends.
-Where SHARD_AT is given, the shard is reached there, through somebody who passes on what comes, and over gRPC alone.
+Where SHARD_AT is given, the shard is reached there, through a proxy, and over gRPC alone.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from tests.waiting import eventually
 
 
 class Terminal(io.StringIO):
-    """Somebody who types this."""
+    """Answers a question by typing this."""
 
     def isatty(self) -> bool:
         return True
@@ -54,19 +54,19 @@ def test_clear_asks_and_forgets_what_this_tenant_has(
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     assert served.run("clear") == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"forget every block that this credential can see, at {served.address}? [y/N] ")
-    assert said.endswith("80 block(s) forgotten\n")
+    assert said.startswith(f"purge every block that this credential can see, at {served.address}? [y/N] ")
+    assert said.endswith("80 block(s) purged\n")
     assert blocks(client) == 0
     assert other.lookup(prompt(8)).blocks == 8
 
 
 @pytest.mark.parametrize("answer", ["\n", "n\n", "yikes\n"])
-def test_whoever_does_not_say_yes_has_forgotten_nothing(
+def test_without_a_yes_nothing_is_purged(
     served: Served, client: Client, answer: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     assert served.run("clear") == 1
-    assert capsys.readouterr().err == "nothing was forgotten\n"
+    assert capsys.readouterr().err == "nothing was purged\n"
     assert blocks(client) == 80
 
 
@@ -80,10 +80,10 @@ def test_without_a_terminal_nothing_is_forgotten_unless_yes_is_said(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert served.run(*command) == 1
-    assert "nobody is there to answer; give --yes" in capsys.readouterr().err
+    assert "standard input is no terminal; give --yes" in capsys.readouterr().err
     assert blocks(client) == 80
     assert served.run(*command, "--yes") == 0
-    assert capsys.readouterr().out == "80 block(s) forgotten\n"
+    assert capsys.readouterr().out == "80 block(s) purged\n"
     assert blocks(client) == 0
 
 
@@ -110,7 +110,7 @@ def test_purge_forgets_what_it_names_and_nothing_else(
         assert client.store(prompt(8), kv(8)).blocks == 8
         assert client.flush()
     assert served.run("purge", *filters, "--yes") == 0
-    assert capsys.readouterr().out == f"{8 * len(forgotten)} block(s) forgotten\n"
+    assert capsys.readouterr().out == f"{8 * len(forgotten)} block(s) purged\n"
     assert {name for name, client in clients.items() if not client.lookup(prompt(8)).blocks} == forgotten
 
 
@@ -119,15 +119,12 @@ def test_purge_says_what_it_is_about_to_forget(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal("no\n"))
     assert served.run("purge", "--model", "tiny", "--adapter", "") == 1
-    assert "forget every block of model 'tiny', adapter '' that this credential can see" in capsys.readouterr().out
+    assert "purge every block of model 'tiny', adapter '' that this credential can see" in capsys.readouterr().out
 
 
 def test_purge_of_nothing_in_particular_is_refused(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     assert served.run("purge", "--yes") == 1
-    assert (
-        "say what is to be forgotten, with --model, --weights or --adapter; `kvcluster clear`"
-        in capsys.readouterr().err
-    )
+    assert "give at least one of --model, --weights and --adapter; `kvcluster clear`" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------- draining
@@ -138,7 +135,7 @@ def test_drain_shows_how_far_it_is_until_the_shard_is_gone(
 ) -> None:
     assert served.run("drain", "shard-0", token="operator") == 0
     said = capsys.readouterr()
-    assert said.out.startswith("shard-0 is gone; others have copied ")
+    assert said.out.startswith("shard-0 is gone; other shards have copied ")
     assert all(line.startswith("shard-0 is draining: ") for line in said.err.splitlines())
     assert served.cluster.drained == ["shard-0"]
     assert blocks(client) == 80
@@ -150,7 +147,7 @@ def test_the_last_shard_is_not_drained_unasked(
     assert served.run("drain", "shard-0", token="operator") == 0
     monkeypatch.setattr(sys, "stdin", Terminal("no\n"))
     assert served.run("drain", "shard-1", token="operator") == 1
-    assert "shard-1 is the only shard: what it holds is lost with it. Drain it?" in capsys.readouterr().out
+    assert "shard-1 is the only shard: its pages will be lost. Drain it?" in capsys.readouterr().out
     assert blocks(client) == 80
     assert served.run("drain", "shard-1", "--yes", token="operator") == 0
     assert served.cluster.drained == ["shard-0", "shard-1"]
@@ -168,7 +165,7 @@ def test_drain_of_a_shard_that_is_not_there_names_those_that_are(
     served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert served.run("drain", "shard-7", token="operator") == 1
-    assert "there is no shard 'shard-7' to drain; there is shard-0, shard-1" in capsys.readouterr().err
+    assert "there is no shard 'shard-7' to drain; existing shards: shard-0, shard-1" in capsys.readouterr().err
 
 
 def test_drain_is_for_operators(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +180,7 @@ def test_drain_waits_no_longer_than_it_was_told(
     monkeypatch.setattr("kvcluster.core.report_handler.ReportHandler._may_go", lambda *_: False)
     assert served.run("drain", "shard-0", "--timeout", "0.2", token="operator") == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
-        "shard-0 drains still; `kvcluster status` shows it until it is gone"
+        "shard-0 is still draining; `kvcluster status` shows it until it is gone"
     )
 
 
@@ -239,13 +236,13 @@ BEFORE = status(("a", "up", 1, 70), ("b", "up", 1, 100))
 @pytest.mark.parametrize(
     ("now", "said", "ended"),
     [
-        (status(("a", "draining", 1, 70), ("b", "up", 1, 103)), "a is draining: 9 page(s) lie there; others", None),
-        (status(("a", "draining", 1, 70), ("b", "up", 2, 0)), "a is draining: 9 page(s) lie there; others", None),
-        (status(("b", "up", 1, 1_200)), "a is gone; others have copied 1,100 page(s)", 0),
-        (status(("b", "up", 2, 0)), "a is gone; others have copied 0 page(s)", 0),
+        (status(("a", "draining", 1, 70), ("b", "up", 1, 103)), "a is draining: 9 page(s) left; other shards", None),
+        (status(("a", "draining", 1, 70), ("b", "up", 2, 0)), "a is draining: 9 page(s) left; other shards", None),
+        (status(("b", "up", 1, 1_200)), "a is gone; other shards have copied 1,100 page(s)", 0),
+        (status(("b", "up", 2, 0)), "a is gone; other shards have copied 0 page(s)", 0),
         (status(("b", "up", 1, 105), state="rebuilding"), "the coordinator is rebuilding", None),
-        (status(("a", "lost", 1, 70)), "a was lost before it was drained; others have copied", 1),
-        (status(("a", "up", 2, 0), ("b", "up", 1, 105)), "a died before it was drained, and has begun anew, empty", 1),
+        (status(("a", "lost", 1, 70)), "a was lost before it was drained; other shards have copied", 1),
+        (status(("a", "up", 2, 0), ("b", "up", 1, 105)), "a died before it was drained, and has restarted empty", 1),
     ],
 )
 def test_what_is_said_of_a_drain(now: dict[str, Any], said: str, ended: int | None) -> None:
@@ -287,8 +284,11 @@ def test_status_shows_what_drains_what_is_lost_and_what_rotted(capsys: pytest.Ca
 
     print_status(plain, "there:7070")
     _, _, integrity, lost, columns, *rows = capsys.readouterr().out.splitlines()
-    assert integrity == "3,000 pages read again, 60 as readers had doubts; 9 were corrupt; 12 copied between shards"
-    assert lost == "nothing is heard of c: what lay there alone is a miss"
+    assert (
+        integrity
+        == "3,000 pages re-verified, 60 after reader checksum mismatches; 9 were corrupt; 12 copied between shards"
+    )
+    assert lost == "no reports from c: blocks held only there are misses"
     assert columns.split()[-4:] == ["evicted", "pulled", "corrupt", "address"]
     up, draining, gone = (row.split() for row in rows)
     assert up[:3] == ["a", "up", "device"]
@@ -299,7 +299,7 @@ def test_status_shows_what_drains_what_is_lost_and_what_rotted(capsys: pytest.Ca
 
 def test_off_and_on_are_said_and_shown(served: Served, client: Client, capsys: pytest.CaptureFixture[str]) -> None:
     assert served.run("off") == 0
-    assert "engines compute everything; what is cached stays" in capsys.readouterr().out
+    assert "engines compute everything; cached blocks stay" in capsys.readouterr().out
     missed = client.lookup(prompt(8, 0))
     assert missed.blocks == 0 and "turned the cache off" in str(missed.reason)
     assert client.store(prompt(2, 99), kv(2, 99)).blocks == 0
@@ -316,7 +316,10 @@ def test_status_says_which_engines_of_one_model_can_never_share(
     stranger.store(prompt(2), kv(2))
     assert served.run("status") == 0
     said = capsys.readouterr().out
-    assert "never shared: tiny: 2 blocks are apart from 80 others, by weights (sha256:2, not sha256:1)" in said
+    assert (
+        "never shared: tiny: 2 blocks cannot be shared with 80 others; different weights (sha256:2, not sha256:1)"
+        in said
+    )
 
 
 @pytest.fixture
@@ -349,14 +352,14 @@ def test_the_weights_are_named_where_engines_run_different_ones(
 ) -> None:
     served.cluster.client(spec_of(weights="sha256:2")).store(prompt(2), kv(2))
     assert served.run("pin", "--model", "tiny", "--prompt-file", str(token_file)) == 1
-    assert "name them by --weights: sha256:1, sha256:2" in capsys.readouterr().err
+    assert "give one of them as --weights: sha256:1, sha256:2" in capsys.readouterr().err
     assert served.run("pin", "--model", "tiny", "--weights", "sha256:1", "--prompt-file", str(token_file)) == 0
 
 
 @pytest.mark.parametrize(
     ("content", "model", "said"),
     [
-        ("[1, 2]", "gigantic", "no engine has named a model 'gigantic' with adapter ''; there is tiny"),
+        ("[1, 2]", "gigantic", "no engine has registered model 'gigantic' with adapter ''; known models: tiny"),
         ("a text", "tiny", "no JSON list of token ids; for text give --tokenizer"),
         ('["a"]', "tiny", "no JSON list of token ids"),
         ("[" * 100_000, "tiny", "no JSON list of token ids"),

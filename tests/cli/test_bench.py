@@ -40,9 +40,9 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.nightly
 def test_every_path_loads_and_stores_what_is_compared(tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
-    nobody = tmp_path / "nobody"
-    nobody.mkdir()
-    done = bench("--json", "--clients", "2", "1", "--peers", str(nobody), "--plot", str(picture))
+    no_peers = tmp_path / "no_peers"
+    no_peers.mkdir()
+    done = bench("--json", "--clients", "2", "1", "--peers", str(no_peers), "--plot", str(picture))
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert figures["setting"].keys() >= {"python", "machine", "cores"}
@@ -198,8 +198,8 @@ def test_every_driver_of_a_peer_says_what_it_offers_or_what_is_missing(name: str
 
 def test_a_driver_that_cannot_be_read_is_missing_and_says_why(tmp_path: Path) -> None:
     broken = tmp_path / "broken_driver.py"
-    broken.write_text("import a_package_that_nobody_has\n", encoding="utf-8")
-    assert "a_package_that_nobody_has" in probe(str(broken), sys.executable)["missing"]
+    broken.write_text("import a_package_that_is_not_installed\n", encoding="utf-8")
+    assert "a_package_that_is_not_installed" in probe(str(broken), sys.executable)["missing"]
     assert "cannot run it" in probe(str(broken), str(tmp_path / "no-python"))["missing"]
 
 

@@ -262,7 +262,7 @@ def test_a_tier_too_small_for_a_block_is_refused(
     file = written(tmp_path, conversations())
     assert main(["bench", "trace", file, option, "0.005"]) == 1
     assert capsys.readouterr().err == (
-        f"kvcluster: {option} 0.005 is not one block a shard; give more, or fewer shards\n"
+        f"kvcluster: {option} 0.005 is less than one block per shard; give more, or fewer shards\n"
     )
 
 

@@ -228,7 +228,7 @@ def test_the_command_line_knows_it(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("{", "is not valid JSON"),
         ("[" * 100_000, "is not valid JSON"),
-        ("[]", "holds no settings but list"),
+        ("[]", "must hold a JSON object, not list"),
         ({**TINY, "layer_types": ["linear_attention"] * 4}, "layer_types names 'linear_attention'"),
         ({"torch_dtype": "float16"}, "num_attention_heads is missing"),
     ],

@@ -208,7 +208,7 @@ def test_status_prints_a_row_a_shard(cluster: Up) -> None:
     head, rates, integrity, columns, *rows = done.stdout.splitlines()
     assert head.startswith(f"{cluster.address}  serving, up ")
     assert rates.startswith("hit rate ")
-    assert integrity.startswith("0 pages read again")
+    assert integrity.startswith("0 pages re-verified")
     counts = ["pages", "leases", "evicted", "pulled", "corrupt"]
     assert columns.split() == ["shard", "state", "tier", "used", "of", *counts, "address"]
     assert [row.split()[:3] for row in rows] == [["shard-0", "up", "device"], ["shard-1", "up", "device"]]

@@ -191,7 +191,7 @@ def test_signals_unwind_the_stack_and_wait_where_they_must(number: int, error: t
     with Signals() as signals, pytest.raises(error), signals.put_off():
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
-        pytest.fail("whoever insists is obeyed")
+        pytest.fail("a second signal ends it at once")
     assert signal.getsignal(number) is before
 
 

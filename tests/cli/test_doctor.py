@@ -205,7 +205,7 @@ def test_a_shard_that_hangs_when_asked_for_its_offers_is_still_reached(
     monkeypatch.setattr("kvcluster.transport.grpc_pages.GrpcPages.offers", silent)
     found = examine(served.address, "default", openers={"tcp": open_path})
     assert found["healthy"]
-    assert paths_of(found["shards"][0])["tcp"]["why"] == "the shard does not say what it offers: too late"
+    assert paths_of(found["shards"][0])["tcp"]["why"] == "the shard does not tell its transports: too late"
 
 
 # ----------------------------------------------------------------------------------------- what is not there
@@ -218,13 +218,13 @@ def test_a_shard_that_cannot_be_reached_is_named_and_the_status_is_1(
     served.shards["shard-1"].close(grace_s=0)
     assert main(["doctor", "--address", served.address, "--token", "default"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "of 2 shard(s), shard-1 cannot be reached: what lies there is a miss"
+        "of 2 shard(s), shard-1 cannot be reached: blocks there are misses"
     )
     found = examine(served.address, "default", openers={"tcp": open_path})
     shard = next(shard for shard in found["shards"] if shard["shard"] == "shard-1")
     paths = paths_of(shard)
     assert (shard["reachable"], shard["chosen"], paths["grpc"]["works"]) == (False, None, False)
-    assert paths["tcp"]["why"] == "control goes over gRPC, which does not work"
+    assert paths["tcp"]["why"] == "control messages use gRPC, which does not work"
 
 
 def test_a_lost_shard_is_not_tried() -> None:
@@ -235,7 +235,7 @@ def test_a_lost_shard_is_not_tried() -> None:
         found = examine(served.address, "default", openers={"tcp": open_path})
         shard = next(shard for shard in found["shards"] if shard["shard"] == "shard-0")
         assert (shard["state"], shard["transports"]) == ("lost", [])
-        assert shard["why"] == "the coordinator hears nothing of it any more"
+        assert shard["why"] == "the coordinator no longer gets reports from it"
         assert not found["healthy"]
 
 
@@ -247,7 +247,7 @@ def test_without_shards_nothing_is_well(served: Served) -> None:
     found = examine(served.address, "default")
     assert (found["healthy"], found["verdict"]) == (
         False,
-        "the coordinator knows of no shard: nothing can be stored",
+        "the coordinator knows no shard: nothing can be stored",
     )
 
 

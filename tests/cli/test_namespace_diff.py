@@ -18,26 +18,28 @@ LONG = "sha256:" + "a" * 64
 def test_the_field_that_differs_is_named_with_both_values() -> None:
     other = spec_of(weights=LONG)
     assert list(kept_apart([(SPEC, 7), (other, 3)])) == [
-        f"tiny: 3 blocks are apart from 7 others, by weights ({LONG[:40]}..., not sha256:1)"
+        f"tiny: 3 blocks cannot be shared with 7 others; different weights ({LONG[:40]}..., not sha256:1)"
     ]
 
 
 def test_the_fullest_namespace_is_the_one_that_others_are_apart_from() -> None:
     [line] = kept_apart([(SPEC, 3), (spec_of(weights="sha256:2"), 1_000)])
-    assert line.startswith("tiny: 3 blocks are apart from 1,000 others, by weights (sha256:1, not sha256:2)")
+    assert line.startswith(
+        "tiny: 3 blocks cannot be shared with 1,000 others; different weights (sha256:1, not sha256:2)"
+    )
 
 
 def test_settings_are_named_one_by_one() -> None:
     mine = replace(SPEC, extra=(("config", "sha256:1"), ("engine", "vllm-0.32")))
     theirs = replace(SPEC, extra=(("config", "sha256:1"), ("engine", "vllm-0.33")))
     [line] = kept_apart([(mine, 7), (theirs, 3)])
-    assert line.endswith("by engine (vllm-0.33, not vllm-0.32)")
+    assert line.endswith("different engine (vllm-0.33, not vllm-0.32)")
 
 
 def test_number_formats_and_layouts_are_told_apart() -> None:
     lines = list(kept_apart([(SPEC, 7), (spec_of(dtype="bfloat16"), 3), (spec_of(num_layers=9), 2)]))
-    assert lines[0].endswith("by dtype (bfloat16, not float32)")
-    assert lines[1].endswith("by layout of layers and heads")
+    assert lines[0].endswith("different dtype (bfloat16, not float32)")
+    assert lines[1].endswith("different layout of layers and heads")
 
 
 def test_adapters_and_other_models_are_meant_to_be_apart() -> None:

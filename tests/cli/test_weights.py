@@ -64,20 +64,20 @@ def test_engines_are_shown_with_what_they_tell(
     assert served.run("weights") == 0
     said = capsys.readouterr().out
     assert "engine vllm 9.9; dtype float32" in said
-    assert "host:2 shares with nobody since its weights changed in memory" in said
+    assert "host:2 shares with no other engine since its weights changed in memory" in said
     assert served.run("weights", "--json") == 0
     [first, second] = json.loads(capsys.readouterr().out)
     assert (first["name"], first["private"], second["private"]) == ("host:1", False, True)
     assert first["facts"] == {"engine": "vllm 9.9", "dtype": "float32"}
 
 
-def test_status_and_doctor_tell_of_engines_that_share_with_nobody(
+def test_status_and_doctor_report_engines_that_share_with_no_other(
     served: Served, client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client.register(replace(PRIVATE, ready=False))
     for command in ("status", "doctor"):
         served.run(command)  # doctor finds shards here that have no address
-        assert "never shared: tiny: host:1 shares with nobody: it was reset while requests ran" in (
+        assert "never shared: tiny: host:1 shares with no other engine: it was reset while requests ran" in (
             capsys.readouterr().out
         )
     assert served.run("status", "--json") == 0
@@ -92,7 +92,7 @@ def test_weights_are_set_and_it_waits_until_the_engine_says_so(
 ) -> None:
     with living(client, PRIVATE):
         assert served.run("weights", "set", "tiny", "sha256:new") == 0
-        assert capsys.readouterr().out == "host:1: caches under them\n"
+        assert capsys.readouterr().out == "host:1: caches under these weights\n"
         assert served.run("weights", "--json") == 0
     [engine] = json.loads(capsys.readouterr().out)
     assert (engine["weights"], engine["private"]) == ("sha256:new", False)
@@ -117,7 +117,7 @@ def test_an_engine_that_was_reset_a_moment_ago_is_told_when_it_registers(
     monkeypatch.setattr(shown, "read_engines", read_and_register)
     client.register(ONE)
     assert served.run("weights", "set", "tiny", "sha256:new") == 0
-    assert capsys.readouterr().out == "host:1: caches under them\n"
+    assert capsys.readouterr().out == "host:1: caches under these weights\n"
 
 
 def test_an_engine_that_does_not_take_them_up_is_named(
@@ -126,7 +126,7 @@ def test_an_engine_that_does_not_take_them_up_is_named(
     monkeypatch.setattr(shown, "_HEARD_S", 0.3)
     client.register(PRIVATE)
     assert served.run("weights", "set", "tiny", "sha256:new") == 1
-    assert capsys.readouterr().out == "host:1: has not said so in time\n"
+    assert capsys.readouterr().out == "host:1: has not confirmed in time\n"
 
 
 @pytest.mark.parametrize(
@@ -134,11 +134,11 @@ def test_an_engine_that_does_not_take_them_up_is_named(
     [
         (ONE, ("other", "sha256:2"), "no engine of other has registered; there are engines of: tiny"),
         (ONE, ("tiny", "sha256:2"), "no engine of tiny is private"),
-        (replace(PRIVATE, ready=False), ("tiny", "sha256:2"), "reset it once more when it is idle"),
+        (replace(PRIVATE, ready=False), ("tiny", "sha256:2"), "reset it again when it is idle"),
         (PRIVATE, ("tiny", "sha256:2", "--engine", "host:7"), "no private engine of tiny has that name"),
     ],
 )
-def test_where_nobody_is_told_it_says_why(
+def test_if_no_engine_takes_the_name_it_says_why(
     served: Served,
     client: Client,
     capsys: pytest.CaptureFixture[str],

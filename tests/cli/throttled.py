@@ -151,7 +151,7 @@ class _Program:
 
 
 class _Relay:
-    """Passes bytes on between whoever connects and one address; those that come from there no faster than its rate."""
+    """Forwards bytes between each client that connects and one address; bytes from that address at most at its rate."""
 
     def __init__(self) -> None:
         self.bytes_per_s = 10**9

@@ -610,7 +610,7 @@ def test_a_model_in_a_state_that_changes_kv_is_refused() -> None:
         {"penalty_alpha": 0.6},
         {"num_beam_groups": 2},
         {"use_cache": False},
-        {"custom_generate": "somebody/loop"},
+        {"custom_generate": "maker/loop"},
     ],
 )
 def test_generate_refuses_by_name_what_it_does_not_understand(cluster: MemoryCluster, kwargs: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ def model_folder(path: Path, content: dict[str, Any]) -> Path:
 
 
 def transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
-    """What --kv-transfer-config says, with a cluster that nobody connects to unless a test has it so."""
+    """What --kv-transfer-config says, with a cluster to which no client connects unless the test starts one."""
     return {
         "kv_connector": "KVClusterConnector",
         "kv_connector_module_path": "kvcluster.engines.vllm",

@@ -1,4 +1,4 @@
-"""Tiny models that nobody runs, and clusters whose bill is settled at the end: for tests over vLLM's own objects."""
+"""Tiny models that are never run, and clusters checked for leaks at the end, for tests over vLLM's own objects."""
 
 from __future__ import annotations
 

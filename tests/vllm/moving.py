@@ -60,7 +60,7 @@ class Outcome:
 
 
 class Mover:
-    """One rank of an engine over a cluster. Its memory holds noise of its own, or what nobody has written."""
+    """One rank of an engine over a cluster. Its memory holds its own random KV, or bytes that were never written."""
 
     def __init__(
         self,

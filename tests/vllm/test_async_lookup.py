@@ -1,4 +1,4 @@
-"""Lookups: a scheduler never waits for one, a request no longer than somebody answers, and no ticket is forgotten."""
+"""Lookups: a scheduler never waits for one, a request waits only while the coordinator answers, no ticket is leaked."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_an_answer_that_comes_late_gives_its_ticket_back(bench: Bench) -> None:
     assert lookup.result is None
 
 
-def test_an_answer_that_nobody_came_for_gives_its_ticket_back(bench: Bench) -> None:
+def test_an_answer_whose_request_is_gone_gives_its_ticket_back(bench: Bench) -> None:
     lookup = bench.begin()
     lookup.done.result(BOUND_S)
     assert not bench.cluster.idle()
@@ -172,7 +172,7 @@ def test_whatever_befalls_a_lookup_its_request_hears_of_it(bench: Bench, error: 
     assert answer.ticket is None and answer.miss is not None
 
 
-def test_after_two_failures_nobody_is_kept_waiting(bench: Bench) -> None:
+def test_after_two_failures_no_request_is_kept_waiting(bench: Bench) -> None:
     bench.fail(1)
     assert bench.lookups.healthy
     bench.fail(1)
@@ -189,7 +189,7 @@ def test_an_answer_in_between_forgets_the_failure(bench: Bench) -> None:
     assert bench.lookups.healthy
 
 
-def test_a_probe_that_keeps_nobody_waiting_finds_that_the_cluster_is_back(bench: Bench) -> None:
+def test_a_probe_that_keeps_no_request_waiting_finds_that_the_cluster_is_back(bench: Bench) -> None:
     bench.fail()
     bench.now += OPEN_NS
     hold = bench.hold()

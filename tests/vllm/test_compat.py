@@ -150,7 +150,7 @@ SHAPE = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.
     ],
     ids=lambda spec: type(spec).__name__,
 )
-def test_kinds_of_kv_that_nobody_has_looked_at_are_refused_by_name(llama: Path, spec: Any) -> None:
+def test_kinds_of_kv_that_are_not_reviewed_are_refused_by_name(llama: Path, spec: Any) -> None:
     refused(llama, f"group 0 keeps {type(spec).__name__}; FullAttentionSpec", with_spec(lambda _: spec))
 
 
@@ -381,7 +381,7 @@ def test_a_checkpoint_that_is_nowhere_is_told(llama: Path, monkeypatch: pytest.M
         raise FileNotFoundError("no such snapshot")
 
     monkeypatch.setattr(compat, "snapshot_download", nowhere)
-    with pytest.raises(CallerError, match=r"where the checkpoint of maker/model lies \(no such snapshot\)"):
+    with pytest.raises(CallerError, match=r"cannot locate the checkpoint of maker/model \(no such snapshot\)"):
         compat.checkpoint(config)
 
 

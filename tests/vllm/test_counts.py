@@ -217,7 +217,7 @@ def test_a_step_that_ends_ends_those_before_it() -> None:
     assert rate.known() == 1_000, "nothing was heard of the first"
 
 
-def test_what_nobody_hears_of_is_bounded() -> None:
+def test_steps_whose_end_is_never_reported_are_bounded() -> None:
     rate = PrefillRate()
     for step in range(100):
         rate.began(step, 1_000, 0)

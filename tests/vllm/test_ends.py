@@ -103,10 +103,10 @@ def test_an_engine_steps_on_until_what_it_holds_is_given_back(bench: Bench, llam
     engine.add("a", SIX)
     engine.step()
     assert not engine.scheduler.has_unfinished_requests()
-    assert engine.scheduler.has_requests(), "or nobody would hear that they are read no more"
+    assert engine.scheduler.has_requests(), "otherwise it would not learn that they are no longer read"
 
 
-def test_while_blocks_are_about_to_come_back_nobody_is_preempted_for_room(bench: Bench, llama: Path) -> None:
+def test_while_blocks_are_about_to_be_freed_no_request_is_preempted_for_room(bench: Bench, llama: Path) -> None:
     engine = engine_of(bench, llama, blocks=17, enable_prefix_caching=False, **FEW)
     (rank,) = engine.ranks
     rank.reads = True
@@ -146,7 +146,7 @@ def test_a_preempted_request_is_resumed_from_the_cluster(bench: Bench, llama: Pa
     assert report["resumed_tokens"] == report["loaded_tokens"] >= len(loads[0].into[0]) * BLOCK
 
 
-def test_stores_of_a_preempted_request_hold_nobody(bench: Bench, llama: Path) -> None:
+def test_stores_of_a_preempted_request_hold_no_blocks(bench: Bench, llama: Path) -> None:
     engine = engine_of(bench, llama, blocks=17, enable_prefix_caching=False, **FEW)
     (rank,) = engine.ranks
     rank.reads = True
@@ -179,7 +179,7 @@ def test_a_request_that_is_preempted_and_resumed_in_one_step_loads_what_it_is_gi
 # ------------------------------------------------------------------------------------------------ the whole engine
 
 
-def test_after_a_reset_nobody_shares_with_this_engine(bench: Bench, llama: Path) -> None:
+def test_after_a_reset_no_engine_shares_with_this_one(bench: Bench, llama: Path) -> None:
     engine = engine_of(bench, llama, BESIDE)
     (rank,) = engine.ranks
     fill(engine.client, SIX)

@@ -155,7 +155,7 @@ def test_what_is_not_known_well_enough_to_tell_waits_too(bench: Bench, llama: Pa
 
 
 def test_the_engine_forgets_blocks_that_did_not_come_and_what_was_computed_over_them(bench: Bench, llama: Path) -> None:
-    """Who was to compute them anew may end before it does, and the engine's own cache would give them to others."""
+    """The request that recomputes them may end first, and the engine's own cache would then give them to others."""
     engine = engine_of(bench, llama, ALWAYS)
     (rank,) = engine.ranks
     rank.come = TWO
@@ -190,7 +190,7 @@ def test_also_where_the_request_ended_before_its_step_did(bench: Bench, llama: P
     assert manager.get_computed_blocks(fresh)[1] == 0
 
 
-def test_while_a_load_is_out_within_a_pass_nobody_stores_its_blocks(bench: Bench, llama: Path) -> None:
+def test_while_a_load_is_out_within_a_pass_no_request_stores_its_blocks(bench: Bench, llama: Path) -> None:
     """Even where the engine has handed them to others already."""
     engine = engine_of(bench, llama, ALWAYS)
     (rank,) = engine.ranks
@@ -289,7 +289,7 @@ def test_a_load_that_is_reported_lossier_than_its_ticket_counts_as_it_came(bench
     assert [store.loss for store in rank.stores] == [Loss.Q4]
 
 
-def test_an_aborted_load_is_reported_to_nobody_and_frees_its_blocks_once(bench: Bench, llama: Path) -> None:
+def test_an_aborted_load_is_reported_to_no_request_and_frees_its_blocks_once(bench: Bench, llama: Path) -> None:
     engine = engine_of(bench, llama, BESIDE)
     (rank,) = engine.ranks
     rank.patient = True

@@ -143,7 +143,7 @@ def test_a_vllm_that_restarts_resets_what_it_told(tmp_path: Path) -> None:
     with subscriber(tmp_path, topic) as listening:
         with vllm_publisher(tmp_path, topic) as publisher:
             tell_until_heard(publisher, listening, 0, at_least=FIRST_LIFE)
-        with vllm_publisher(tmp_path, topic) as publisher:  # which tells less, or nobody could tell it apart
+        with vllm_publisher(tmp_path, topic) as publisher:  # publishes fewer, otherwise no restart would show
             heard = tell_until_heard(publisher, listening, 1_000)
     assert (heard[0].event, heard[0].why) == (AllBlocksCleared(), RESTARTED)
 

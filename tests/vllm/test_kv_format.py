@@ -174,7 +174,7 @@ def test_a_kernel_that_orders_blocks_in_a_way_of_its_own_makes_them_opaque(witho
 
 def test_a_kernel_that_cannot_be_asked_is_refused_by_name() -> None:
     with pytest.raises(
-        CallerError, match="attention kernel 'vec' orders blocks is not known, since it writes none of 32"
+        CallerError, match="attention kernel 'vec' orders blocks is not known, since it cannot write blocks of 32"
     ):
         format_of(layers_of(dtype=torch.float32, dim=8))
 

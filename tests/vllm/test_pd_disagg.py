@@ -70,7 +70,7 @@ def test_what_is_not_shared_is_not_promised(bench: Bench, llama: Path) -> None:
     assert engine.params["a"]["kvcluster"] == {"blocks": 0, "tip": ""}
 
 
-def test_nobody_waits_for_the_stores_of_other_requests(bench: Bench, llama: Path) -> None:
+def test_no_request_waits_for_the_stores_of_other_requests(bench: Bench, llama: Path) -> None:
     engine = engine_of(bench, llama)
     engine.add("long", SIX, sampling_params=with_params(ASKED, max_tokens=3))
     engine.add("plain", prompt(3, seed=4, block_tokens=BLOCK))
@@ -113,7 +113,7 @@ def test_the_step_ends_when_its_blocks_are_committed(held: tuple[Mover, Hold]) -
 def test_it_waits_for_no_other_request_and_no_longer_than_it_may(cluster: MemoryCluster, llama: Path) -> None:
     hold = Hold()
     rank = Mover(cluster, llama, seed=1, steps=Steps(written=hold), handover_ms=1)
-    rank.store(SIX, (MINE,), handed_over=("somebody else",))
+    rank.store(SIX, (MINE,), handed_over=("another",))
     hold.wait_reached()
     others = prompt(1, seed=5, block_tokens=BLOCK)
     order = StoreOrder(9, "c", "", 0, ((20,),), Loss.EXACT)
@@ -170,7 +170,7 @@ def test_a_promise_beyond_the_last_token_but_one_is_not_waited_for(bench: Bench,
     assert engine.side.matched(engine.requests["a"], 0) == (20, True)
 
 
-def test_a_block_that_somebody_is_storing_is_waited_for_a_moment(bench: Bench, llama: Path) -> None:
+def test_a_block_that_another_client_is_storing_is_waited_for_a_moment(bench: Bench, llama: Path) -> None:
     engine = engine_of(bench, llama, BESIDE)
     clock = Clock(engine)
     hold = Hold()

@@ -191,18 +191,18 @@ def bench(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def test_an_engine_starts_without_a_cluster_and_joins_when_it_comes(bench: Bench) -> None:
-    bench.door.closed = Unreachable("nobody listens at cluster:1")
+    bench.door.closed = Unreachable("no server listens at cluster:1")
     member = bench.member()
     for _ in range(3):
         bench.door.wait_knock()
     assert member.client is None and member.spec is None
-    assert member.why == "nobody listens at cluster:1"
-    assert bench.logged == ["computes everything until the cluster is there: nobody listens at cluster:1"], "once"
+    assert member.why == "no server listens at cluster:1"
+    assert bench.logged == ["computing everything until the cluster answers: no server listens at cluster:1"], "once"
     bench.door.closed = None
     bench.until(lambda: member.client)
     assert member.why == ""
     assert member.spec is not None and member.spec.weights == "sha256:1"
-    assert bench.logged[-1] == "caches tiny under weights sha256:1 at cluster:1"
+    assert bench.logged[-1] == "caching tiny under weights sha256:1 at cluster:1"
 
 
 def test_weights_that_are_not_given_are_read_beside_the_engine(bench: Bench) -> None:
@@ -285,7 +285,7 @@ def test_who_has_withdrawn_shares_again_under_the_weights_that_an_operator_names
     assert desk.set_weights("sha256:new") == 1
     bench.until(lambda: desk.shown(weights="sha256:new", private=False))
     assert member.spec is not None and member.spec.weights == "sha256:new"
-    assert bench.logged[-2] == "the weights are sha256:new from now on, as an operator has said"
+    assert bench.logged[-2] == "an operator has named the weights sha256:new; caching under them from now on"
     assert desk.set_weights("sha256:newer") == 0, "it is private no more"
 
 
@@ -401,7 +401,7 @@ def test_who_moved_while_it_was_joining_does_not_stay_under_what_it_was(bench: B
 @pytest.mark.parametrize("there", [True, False])
 def test_closing_ends_its_thread_and_its_client(bench: Bench, there: bool) -> None:
     if not there:
-        bench.door.closed = Unreachable("nobody")
+        bench.door.closed = Unreachable("no answer")
     member = bench.member()
     bench.door.wait_knock()
     if there:
@@ -436,7 +436,7 @@ def test_a_cluster_that_refuses_for_good_is_told(bench: Bench) -> None:
     fails(bench, "this model is not wanted")
 
 
-def test_what_nobody_expected_is_told(bench: Bench) -> None:
+def test_an_unexpected_error_is_logged(bench: Bench) -> None:
     bench.door.closed = ZeroDivisionError("oh")
     fails(bench, "ZeroDivisionError: oh")
 

@@ -309,7 +309,7 @@ def test_a_request_that_comes_before_the_cluster_goes_without(bench: Bench, llam
     assert engine.ranks[0].stores
 
 
-def test_a_prompt_shorter_than_a_block_asks_nobody_to_no_avail(bench: Bench, llama: Path) -> None:
+def test_a_prompt_shorter_than_a_block_is_not_looked_up(bench: Bench, llama: Path) -> None:
     engine = engine_of(bench, llama)
     engine.add("a", SIX[:3])
     engine.run()
@@ -317,7 +317,7 @@ def test_a_prompt_shorter_than_a_block_asks_nobody_to_no_avail(bench: Bench, lla
 
 
 @pytest.mark.parametrize("what", ["resumable", "pooling", "lora in place"])
-def test_what_nobody_may_go_on_from_is_neither_loaded_nor_stored(bench: Bench, llama: Path, what: str) -> None:
+def test_requests_that_cannot_share_kv_neither_load_nor_store(bench: Bench, llama: Path, what: str) -> None:
     from vllm.lora.request import LoRARequest
     from vllm.pooling_params import PoolingParams
 
@@ -332,5 +332,5 @@ def test_what_nobody_may_go_on_from_is_neither_loaded_nor_stored(bench: Bench, l
         request.lora_request = LoRARequest("tuned", 1, str(llama), load_inplace=True)
     step = engine.scheduler.schedule().kv_connector_metadata.step
     assert not step.loads and not step.stores
-    assert step.written, "its blocks are somebody's all the same"
+    assert step.written, "its blocks still have a new owner"
     assert not engine.side._requests

@@ -214,7 +214,7 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_refused_and_not_remembere
     model: Path, fingerprint: Cache
 ) -> None:
     fingerprint.during = lambda: (model / "weights.bin").write_bytes(b"another")
-    with pytest.raises(CallerError, match="changes while it is read; start the engine when it is complete"):
+    with pytest.raises(CallerError, match="changed while it was read; start the engine when it is complete"):
         fingerprint(model)
     fingerprint.during = lambda: None
     assert fingerprint(model)
@@ -232,7 +232,7 @@ def test_a_folder_without_files_has_no_weights(tmp_path: Path, fingerprint: Cach
     if there:
         (tmp_path / "empty" / ".hidden").mkdir(parents=True)
     with pytest.raises(
-        CallerError, match=r"holds no files, so its weights cannot be told; give weights='sha256:\.\.\.'"
+        CallerError, match=r"holds no files, so its weights have no fingerprint; give weights='sha256:\.\.\.'"
     ):
         fingerprint(tmp_path / "empty")
 

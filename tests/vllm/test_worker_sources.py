@@ -73,7 +73,7 @@ def cached(rank: Mover, tokens: Sequence[int]) -> int:
 
 
 def overwrite(rank: Mover, blocks: Sequence[int]) -> None:
-    """As a forward pass of whoever has these blocks now."""
+    """Writes the blocks as a forward pass of their new owner does."""
     for number, cache in enumerate(rank.caches.values()):
         for block in blocks:
             cache[block] = (
@@ -167,7 +167,7 @@ def test_a_store_whose_blocks_are_left_alone_goes_on(make: Make, llama: Path, cl
     hold.wait_reached()
     began = clock.now
     rank.side.before(rank.step(written=YOURS))
-    assert clock.now == began, "nobody waits for it either"
+    assert clock.now == began, "no step waits for it either"
     hold.let_go()
     rank.until_idle()
     report = rank.total
@@ -194,7 +194,7 @@ def test_a_source_that_was_read_may_be_handed_on_before_the_shard_has_answered(
     assert same(other.blocks(YOURS), right)
 
 
-def test_a_load_into_blocks_that_are_still_read_waits_for_nobody_beyond_the_moment(
+def test_a_load_into_blocks_that_are_still_read_waits_only_for_the_grace_time(
     make: Make, llama: Path, clock: Clock
 ) -> None:
     hold = Hold()
@@ -228,7 +228,7 @@ def test_blocks_of_a_request_that_ended_are_kept_until_its_stores_have_read_them
     outcome = rank.until_idle()
     assert outcome.sent == {"a"}
     assert (outcome.report.stored, outcome.report.dropped) == (6, 0)
-    assert rank.do().sent == set(), "once is enough: they are somebody else's by now"
+    assert rank.do().sent == set(), "reported once: the blocks have another owner by now"
 
 
 def test_a_shard_that_hangs_keeps_no_blocks_for_longer_than_hold_ms(make: Make, llama: Path, clock: Clock) -> None:
@@ -263,7 +263,7 @@ def test_only_its_own_stores_keep_a_request(make: Make, llama: Path, clock: Cloc
     hold.let_go()
 
 
-def test_a_store_that_nobody_takes_gives_its_blocks_back_and_says_why(
+def test_a_store_that_is_refused_gives_its_blocks_back_and_says_why(
     cluster: MemoryCluster, make: Make, llama: Path, clock: Clock
 ) -> None:
     def refuse() -> None:

@@ -1,4 +1,4 @@
-"""Whatever happens in an engine with few blocks, each step names the blocks that it hands to somebody new and no other.
+"""In an engine with few blocks, each step names exactly the blocks that it gives to a new owner.
 
 Schedules are random, and vLLM's scheduler makes of them what it will: requests share prefixes, take blocks from one
 another, are aborted, load, fail to load and begin anew, while stores go on reading. Who writes what in a step is read
@@ -70,12 +70,12 @@ class Watch:
         for name, table in tables.items():
             computed = spans[name][0] if name in spans else self._engine.requests[name].num_computed_tokens
             has = {block for of_group in table for block in of_group[: computed // BLOCK]}
-            assert not (written - writes) & has, f"{name} goes on from what is called somebody else's"
+            assert not (written - writes) & has, f"{name} continues from blocks that were given to a new owner"
             self.shared += len(has)
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma"])
-def test_each_step_names_what_it_hands_to_somebody_new_and_nothing_else(
+def test_each_step_names_exactly_the_blocks_that_it_gives_to_a_new_owner(
     model: str, request: pytest.FixtureRequest
 ) -> None:
     folder: Path = request.getfixturevalue(model)

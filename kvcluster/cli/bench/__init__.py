@@ -1,7 +1,7 @@
-"""`kvcluster bench lookup | transfer | codec | tiers | trace`: figures that anyone can measure again.
+"""`kvcluster bench lookup | transfer | codec | tiers | trace`: reproducible measurements.
 
-Each states its setting. Times are printed as ratios within one run, since machines differ and are noisy: what is
-measured and what it is compared with take turns, and medians are compared. A trace is replayed for counts alone.
+Each prints the setting it ran in. Times are printed as ratios within one run, since machines differ and are noisy: the
+measured code and its baseline take turns, and their medians are compared. A trace is replayed only for counts.
 """
 
 from __future__ import annotations
@@ -27,68 +27,79 @@ def add(commands: Any) -> None:
         "bench", help="measure lookups, transfers and codecs on this machine, or replay a trace", allow_abbrev=False
     )
     kinds = bench.add_subparsers(dest="kind", metavar="KIND", required=True)
-    lookup = kinds.add_parser("lookup", help="the prefix index, and lookups over gRPC", allow_abbrev=False)
-    lookup.add_argument("--blocks", type=int, nargs="+", default=[10_000, 100_000, 1_000_000, 2_000_000])
-    transfer = kinds.add_parser("transfer", help="loads and stores of pages, by every path", allow_abbrev=False)
+    lookup = kinds.add_parser("lookup", help="measure the prefix index, and lookups over gRPC", allow_abbrev=False)
+    lookup.add_argument(
+        "--blocks",
+        type=int,
+        nargs="+",
+        default=[10_000, 100_000, 1_000_000, 2_000_000],
+        metavar="N",
+        help="sizes of the index in blocks (default 10000 100000 1000000 2000000)",
+    )
+    transfer = kinds.add_parser("transfer", help="measure loads and stores over every path", allow_abbrev=False)
     _add_transfer(transfer)
-    codec = kinds.add_parser("codec", help="encoding and decoding of pages: speed and error", allow_abbrev=False)
+    codec = kinds.add_parser("codec", help="measure speed and error of the page codecs", allow_abbrev=False)
     _add_codec(codec)
-    tiers = kinds.add_parser("tiers", help="loads out of the tiers below, and stores beside them", allow_abbrev=False)
-    tiers.add_argument("--quick", action="store_true", help="a first impression: 3 turns of 32 pages, 60 stores")
-    tiers.add_argument("--disk-dir", help="folder on the drive to measure (default: one for temporary files)")
-    trace = kinds.add_parser("trace", help="hit rates of a request trace, by tiers and codecs", allow_abbrev=False)
+    tiers = kinds.add_parser("tiers", help="measure loads from lower tiers, stores during demotion", allow_abbrev=False)
+    tiers.add_argument("--quick", action="store_true", help="measure less: 3 rounds of 32 pages, 60 stores")
+    tiers.add_argument("--disk-dir", help="folder on the drive to measure (default: a temporary folder)")
+    trace = kinds.add_parser("trace", help="replay a request trace for hit rates by tier and codec", allow_abbrev=False)
     _add_trace(trace)
     runs = ((lookup, _lookup), (transfer, _transfer), (codec, _codec), (tiers, _tiers), (trace, _trace))
     for kind, run in runs:
-        kind.add_argument("--json", action="store_true", help="the figures, as one JSON object")
+        kind.add_argument("--json", action="store_true", help="print the figures as one JSON object")
         kind.set_defaults(run=run)
 
 
 def _add_transfer(transfer: Any) -> None:
     option = transfer.add_argument
-    option("--quick", action="store_true", help="a first impression: 3 turns of 32 MiB, one client")
-    option("--rounds", type=_positive, help="turns of each measurement (default 7)")
-    option("--moved", metavar="SIZE", help="what a client moves in a turn (default 64MiB)")
-    option("--pages", nargs="+", metavar="SIZE", help="sizes of pages (default 64KiB 2MiB 16MiB)")
+    option("--quick", action="store_true", help="measure less: 3 rounds of 32 MiB, one client")
+    option("--rounds", type=_positive, metavar="N", help="rounds of each measurement (default 7)")
+    option("--moved", metavar="SIZE", help="bytes that each client moves in a round (default 64MiB)")
+    option("--pages", nargs="+", metavar="SIZE", help="page sizes (default 64KiB 2MiB 16MiB)")
     option("--clients", nargs="+", type=_positive, metavar="N", help="numbers of client processes (default 1 2 4)")
-    option("--paths", nargs="+", metavar="PATH", default=[], help="of shm, tcp, grpc and the peers (default all)")
-    option("--peers", metavar="FOLDER", help="with drivers of peers (default: benchmarks/ of a checkout)")
+    option("--paths", nargs="+", metavar="PATH", default=[], help="paths: shm, tcp, grpc, or a peer (default: all)")
+    option("--peers", metavar="FOLDER", help="folder of the peers' drivers (default: benchmarks/ of a checkout)")
     option(
-        "--peer-python", default=sys.executable, metavar="PYTHON", help="in whose environment the peers are installed"
+        "--peer-python",
+        default=sys.executable,
+        metavar="PYTHON",
+        help="Python in whose environment the peers are installed (default: this one)",
     )
-    option("--plot", metavar="FILE", help="draw the figures into a PNG")
+    option("--plot", metavar="FILE", help="draw the figures into this PNG file (default: no plot)")
 
 
 def _add_codec(codec: Any) -> None:
     option = codec.add_argument
-    option("--quick", action="store_true", help="a first impression: 3 turns of 8 MiB, one seed, 256 tokens of KV")
-    option("--rounds", type=_positive, help="turns of each measurement of speed (default 7)")
-    option("--dims", type=_positive, nargs="+", default=[64, 128], help="channels of a head (64 128)")
-    option("--plot", metavar="FILE", help="draw the figures into a PNG")
+    option("--quick", action="store_true", help="measure less: 3 rounds of 8 MiB, one seed, 256 tokens of KV")
+    option("--rounds", type=_positive, metavar="N", help="rounds of each speed measurement (default 7)")
+    option("--dims", type=_positive, nargs="+", default=[64, 128], metavar="N", help="head dims (default 64 128)")
+    option("--plot", metavar="FILE", help="draw the figures into this PNG file (default: no plot)")
 
 
 def _add_trace(trace: Any) -> None:
     option = trace.add_argument
-    option("file", metavar="FILE", help="a trace as Mooncake publishes them: JSON lines of timestamp and hash_ids")
-    option("--capacity", type=_share, default=0.10, metavar="SHARE", help="bytes of the device tier, all shards")
-    option("--host", type=_share, default=0.05, metavar="SHARE", help="bytes of the host tier, all shards")
-    option("--shards", type=_positive, default=1, metavar="N", help="shards that the bytes are divided among (1)")
-    option("--requests", type=_positive, metavar="N", help="only the first N requests (default all)")
-    option("--as-tokens", type=_positive, default=16, metavar="N", help="tokens that a block of the trace is (16)")
-    option("--eviction-policy", default="lru", metavar="NAME", help=f"of {', '.join(POLICIES)} (lru)")
+    option("file", metavar="FILE", help="trace in Mooncake's format: JSON lines of timestamp and hash_ids")
+    tier = "bytes of the {} tier of all shards, as a share of the bytes of all distinct blocks (default {})"
+    option("--capacity", type=_share, default=0.10, metavar="SHARE", help=tier.format("device", 0.1))
+    option("--host", type=_share, default=0.05, metavar="SHARE", help=tier.format("host", 0.05))
+    option("--shards", type=_positive, default=1, metavar="N", help="number of shards (default 1)")
+    option("--requests", type=_positive, metavar="N", help="replay only the first N requests (default: all)")
+    option("--as-tokens", type=_positive, default=16, metavar="N", help="tokens per block of the trace (default 16)")
+    option("--eviction-policy", default="lru", metavar="NAME", help=f"one of {', '.join(POLICIES)} (default lru)")
 
 
 def _share(text: str) -> float:
     share = float(text)
     if not 0 < share <= 100:
-        raise argparse.ArgumentTypeError("a share of the bytes of all blocks of the trace, above 0, such as 0.1")
+        raise argparse.ArgumentTypeError("must be a share of the bytes of all blocks, above 0 and up to 100, e.g. 0.1")
     return share
 
 
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError("at least 1")
+        raise argparse.ArgumentTypeError("must be at least 1")
     return number
 
 
@@ -102,7 +113,7 @@ def _transfer(options: argparse.Namespace) -> int:
     with needs("cluster", "ray", "torch"):
         from kvcluster.cli.bench.transfer import measuring, table
     draw = None
-    if options.plot:  # what is missing is said before anything is measured
+    if options.plot:  # so that a missing package is reported before the measurement
         with needs("bench", "matplotlib"):
             from kvcluster.cli.bench.transfer import picture
         draw = _into(options.plot, picture.draw)
@@ -128,7 +139,7 @@ def _codec(options: argparse.Namespace) -> int:
     with needs("transformers", "torch"):
         from kvcluster.cli.bench.codec import measuring, table
     if any(dim % 8 for dim in options.dims):
-        raise ConfigError("--dims: heads of other than a multiple of 8 channels are not encoded")
+        raise ConfigError("--dims: each must be a multiple of 8, since codecs encode no other heads")
     draw = None
     if options.plot:
         with needs("bench", "matplotlib"):
@@ -185,13 +196,13 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _say(line: str) -> None:
-    """How far it is, beside the figures."""
+    """Prints progress to standard error, apart from the figures."""
     print(line, file=sys.stderr, flush=True)
 
 
 def _into(file: str, draw: Callable[[Mapping[str, Any], str], None]) -> Callable[[Mapping[str, Any]], None]:
     if not Path(file).absolute().parent.is_dir():
-        raise ConfigError(f"cannot draw into {file}: there is no such folder")
+        raise ConfigError(f"cannot draw into {file}: its folder does not exist; create it, or give another file")
     return lambda figures: draw(figures, file)
 
 
@@ -214,7 +225,7 @@ def _print(
 
 
 def setting() -> dict[str, Any]:
-    """Where this runs, as far as it bears on the figures."""
+    """Returns the facts about this machine that affect the figures."""
     return {
         "python": platform.python_version(),
         "machine": platform.machine(),

@@ -1,8 +1,8 @@
-"""Lookups: the index by itself beside a bare dict, and a whole lookup over gRPC beside an empty call.
+"""Measures lookups: the index alone against a bare dict, and a whole lookup over gRPC against an empty call.
 
-In the core: a 512-block chain is found and its recency and hold are written, in an index of N blocks, chains drawn at
-random. Beside it the least that any Python index could do: a dict of slotted records, each got and stamped.
-Memory is the growth of the process for the last and largest N, eviction queue included.
+In the core, a lookup finds a 512-block chain in an index of N blocks and writes its recency and hold; chains are drawn
+at random. The baseline is the least that any Python index must do: get and stamp each record in a dict of slotted
+records. Memory is the growth of the process for each N, eviction queue included.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SPACE = NamespaceId(bytes(32))
 
 
 class _Bare:
-    """The least record that still knows its place and recency."""
+    """The smallest record that holds its place and recency."""
 
     __slots__ = ("place", "stamp")
 
@@ -59,7 +59,7 @@ class _Bare:
 
 def measure(sizes: Sequence[int]) -> dict[str, Any]:
     """Figures of both parts."""
-    # Each size has a process of its own: memory that one gave back must not hide what the next takes.
+    # Each size runs in its own process: memory that one run freed must not hide what the next allocates.
     context = multiprocessing.get_context("spawn")
     core = []
     for blocks in sizes:
@@ -91,7 +91,7 @@ def _measure_core(blocks: int) -> dict[str, Any]:
     chains = [[BlockHash(rng.randbytes(32)) for _ in range(CHAIN)] for _ in range(-(-blocks // CHAIN))]
     need = Need((_PART,))
     gc.collect()
-    gc.freeze()  # as the coordinator's process does: what lives for ever need not be looked at for ever
+    gc.freeze()  # as the coordinator's process does: the collector need not scan objects that live forever
     bare, bare_bytes = _grown(lambda: _bare_dict(chains))
     index, index_bytes = _grown(lambda: _index(chains))
     got = bare.get

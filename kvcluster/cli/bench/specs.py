@@ -1,4 +1,4 @@
-"""What the benchmarks measure with: the KV of a model that many know."""
+"""The spec that the benchmarks use: the KV of a well-known model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvcluster.core.spec import KVSpec
 
 
 def llama_8b(weights: str, block_tokens: int) -> KVSpec:
-    """The KV of Llama 3 8B: 128 KiB a token."""
+    """Returns the spec of Llama 3 8B: 128 KiB of KV per token."""
     return KVSpec.uniform(
         model="llama-3-8b",
         weights=weights,

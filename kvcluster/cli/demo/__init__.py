@@ -1,12 +1,12 @@
 """`kvcluster demo`: two engine replicas share a document's KV through a real cluster on this machine.
 
-The conductor starts an embedded Ray cluster and two replicas, each a process of its own with the same model, and lets
-one compute at a time: a question without the cache, the same through it (stored), the rest on the other replica
-(loaded). Then a replica changes its weights, and must find nothing; and one reads more than a device tier holds, twice
-(tiers.py). It checks what it shows: status 1 where the cache
-changed an answer, or where the checks could not have noticed. `DEMO_MODEL=path` replaces the model.
+The conductor starts an embedded Ray cluster and two replicas, each in its own process with the same model, and lets one
+compute at a time: all questions without the cache, the first one through the cache (stored), all of them on the other
+replica (loaded). Then a replica changes its weights, and must find nothing; and one reads more than a device tier
+holds, twice (tiers.py). It checks its results: the exit status is 1 if the cache changed an answer, or if the checks
+could not have noticed that. `DEMO_MODEL=path` replaces the model.
 
-Nothing outlives it: what it starts are context managers, and a replica ends by itself when its conductor is gone.
+Nothing outlives it: everything it starts is a context manager, and a replica ends by itself when its conductor is gone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvcluster.cli.demo.screen import Screen
 from kvcluster.cli.demo.signals import Signals
 
 for _name in ("ray", "torch", "transformers"):
-    if importlib.util.find_spec(_name) is None:  # they are imported where they are used, in other processes
+    if importlib.util.find_spec(_name) is None:  # other processes import them
         raise ModuleNotFoundError(f"No module named {_name!r}", name=_name)
 
 SHARDS = 2
@@ -52,7 +52,7 @@ def run(arguments: Sequence[str] = ()) -> int:
 
 
 def conduct(screen: Screen, signals: Signals) -> Figures:
-    """Plays both acts and returns the figures. Raises KVClusterError where a replica or the cluster fails."""
+    """Runs all acts and returns the figures. Raises KVClusterError if a replica or the cluster fails."""
     began = time.monotonic()
     with ExitStack() as house:
         workshop = Path(house.enter_context(tempfile.TemporaryDirectory(prefix="kvcluster-demo-")))
@@ -99,7 +99,8 @@ def assess(
     trained: Figures,
     explained: Figures,
 ) -> Figures:
-    """What the answers amount to. `ok` is False where the cache changed one, or where that could not have shown."""
+    """Returns the figures of the answers. `ok` is False if the cache changed one, or if the checks could not show
+    it."""
     figures = _sharing(computed, stored, loaded)
     figures["control"] = _control(spoiled, computed[-1], figures)
     figures["other_weights"] = _other_weights(trained, explained)
@@ -109,7 +110,7 @@ def assess(
 
 
 def _answers(replica: EngineReplica, questions: Sequence[str], progress: Progress, **how: bool) -> list[Figures]:
-    """The replica's answers, one after the other."""
+    """Asks the replica the questions one after the other and returns its answers."""
     out = []
     for i, question in enumerate(questions):
 
@@ -148,7 +149,7 @@ def _sharing(computed: list[Figures], stored: Figures, loaded: list[Figures]) ->
 
 
 def _control(spoiled: Figures, computed: Figures, figures: Figures) -> Figures:
-    """Other ids, or logits further off than rounding could move them."""
+    """Compares the answer with a zeroed block: `differs` if its ids differ, or its logits by more than rounding."""
     moved = _difference(spoiled, computed)
     beyond_rounding = max(100 * figures["logit_difference"], 1e-3 * figures["logit_scale"])
     return {

@@ -1,8 +1,8 @@
-"""One engine replica of the demo: `python -m kvcluster.cli.demo.engine`, asked over its pipes.
+"""One engine replica of the demo: `python -m kvcluster.cli.demo.engine`, controlled over its pipes.
 
-Requests come as JSON lines on stdin, `{"op": ..., arguments}`; each is answered on stdout by any number of
-`{"progress": [done, total]}` and one `{"result": {...}}` or `{"error": "..."}`. It ends when stdin does, so that no
-replica outlives its conductor, whatever becomes of that. What it does with the cache is in `Engine.answer`.
+Requests are JSON lines on stdin, `{"op": ..., arguments}`; each is answered on stdout by any number of
+`{"progress": [done, total]}` and one `{"result": {...}}` or `{"error": "..."}`. The process ends when stdin does, so
+that no replica outlives its conductor. `Engine.answer` uses the cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Progress = Callable[[int, int], None]
 
 
 class Watch(BaseStreamer):
-    """Counts layers of the prefill and new tokens as they come, and notes when the first token was there."""
+    """Counts layers of the prefill and new tokens as they come, and records the time of the first token."""
 
     def __init__(self, model: Any, progress: Progress) -> None:
         self.first_token_ns = 0
@@ -55,11 +55,11 @@ class Watch(BaseStreamer):
         self._report()
 
     def end(self) -> None:
-        """Called by `generate`; nothing is held back."""
+        """Called by `generate`; does nothing."""
 
     @contextmanager
     def prefill(self) -> Iterator[None]:
-        """Within it, each layer of the first forward pass counts."""
+        """Counts each layer of the first forward pass within the block."""
         stacks = (m for m in self._model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == self._layers)
         hooks = [layer.register_forward_hook(self._layer_done) for layer in next(stacks, ())]
         try:
@@ -78,7 +78,7 @@ class Watch(BaseStreamer):
 
 
 class Engine:
-    """A model, and a client once there is a cluster. The public methods are the ops of the protocol."""
+    """A model, and a client once connected to a cluster. The public methods are the ops of the protocol."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -105,16 +105,16 @@ class Engine:
         return {"model": type(self._model).__name__, "parameters": parameters, "threads": torch.get_num_threads()}
 
     def connect(self, address: str) -> dict[str, Any]:
-        """Connects under the fingerprint of the weights as they are at this moment."""
+        """Connects under the fingerprint of the current weights."""
         if self._client is not None:
             self._client.close()
         self._client = kvcluster.connect(address, spec_of(self._model, block_tokens=BLOCK_TOKENS))
         return {"weights": self._client.spec.weights}
 
     def answer(self, question: str, cached: bool, zero_block: bool = False) -> dict[str, Any]:
-        """Answers a question about the document; says how long the first token took and what was reused.
+        """Answers a question about the document; returns the time of the first token and the number of reused tokens.
 
-        `zero_block` spoils the first of the loaded blocks, to show that they matter.
+        `zero_block` zeroes the first loaded block, to show that loaded blocks affect the answer.
         """
         ids = torch.tensor([self._prefix + self._encode(text.ask(question))])
         watch = Watch(self._model, self._progress)
@@ -143,8 +143,8 @@ class Engine:
         return reply
 
     def read(self, number: int, tokens: int) -> dict[str, Any]:
-        """Reads one of many documents through the cache: its KV is loaded as far as it is there, and stored. Says where
-        it lay, and what the model makes of it."""
+        """Reads one of many documents through the cache: loads its cached prefix and stores the rest. Returns the tiers
+        of its blocks, and the model's next token and logits."""
         ids = torch.tensor([self._encode(document()[4 * tokens * number :][: 4 * tokens])[:tokens]])
         client = self._connected()
         lay = Counter(block.tier if block.hit else "nowhere" for block in client.explain(ids[0].tolist()))
@@ -162,22 +162,22 @@ class Engine:
         }
 
     def kv_bytes(self) -> dict[str, Any]:
-        """How much KV a token has."""
+        """Returns the bytes of KV per token."""
         return {"token_bytes": int(spec_of(self._model, block_tokens=BLOCK_TOKENS).token_bytes)}
 
     def status(self) -> dict[str, Any]:
-        """The cluster as the coordinator sees it."""
+        """Returns the cluster's status from the coordinator."""
         return self._connected().status()
 
     def train(self, address: str) -> dict[str, Any]:
-        """Changes one weight by a little and connects again: what an update of the weights looks like."""
+        """Changes one weight by a little and connects again, as after an update of the weights."""
         before = self._connected().spec.weights
         with torch.no_grad():
             next(iter(self._model.parameters())).view(-1)[0] += 1e-3
         return {"before": before, "after": self.connect(address)["weights"]}
 
     def explain(self, question: str) -> dict[str, Any]:
-        """What this replica could load now, and why it is no more."""
+        """Returns the number of tokens that this replica could load now, and the misses of the other blocks."""
         tokens = self._prefix + self._encode(text.ask(question))
         misses = [block for block in self._connected().explain(tokens) if not block.hit]
         return {"tokens": self._connected().lookup(tokens).tokens, "misses": [str(block) for block in misses]}
@@ -187,7 +187,7 @@ class Engine:
             self._client.close()
 
     def _generate(self, ids: torch.Tensor, cache: Any, tokens: int, streamer: BaseStreamer | None = None) -> Any:
-        """Greedy, with the logits."""
+        """Generates greedily, with logits."""
         return self._model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -207,7 +207,7 @@ class Engine:
 def main() -> None:
     """Serves requests until stdin ends."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print goes to the log, never between the replies
+    os.dup2(2, 1)  # output of libraries goes to the log, not between the replies
 
     def say(**reply: Any) -> None:
         print(json.dumps(reply), file=replies, flush=True)

@@ -1,4 +1,4 @@
-"""The conductor's side of an engine replica: a process, its pipes, and its certain end."""
+"""The conductor's side of an engine replica: starts its process, talks over its pipes, and always ends it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import IO, Any
 from kvcluster.errors import KVClusterError
 
 SILENCE_S = 300
-"""No single layer or token takes that long; a replica that says nothing for longer hangs."""
+"""No single layer or token takes this long; a replica that sends nothing for longer hangs."""
 
 END_S = 10
 
@@ -24,7 +24,7 @@ ENGINE = (sys.executable, "-m", "kvcluster.cli.demo.engine")
 
 
 class EngineReplica:
-    """A replica for as long as a `with` block. `log` is the file that takes all it prints."""
+    """A replica that runs within a `with` block. `log` is the file for its output."""
 
     process: subprocess.Popen[str]
 
@@ -45,7 +45,7 @@ class EngineReplica:
                 text=True,
                 encoding="utf-8",
                 env={**os.environ, **quiet},
-                start_new_session=True,  # Ctrl-C reaches the conductor alone, which then ends this
+                start_new_session=True,  # Ctrl-C reaches only the conductor, which then ends this process
             )
         threading.Thread(target=self._read, args=(self.process.stdout,), daemon=True).start()
         return self
@@ -63,7 +63,7 @@ class EngineReplica:
             self.process.wait()
 
     def ask(self, op: str, progress: Callable[[int, int], None] | None = None, **arguments: Any) -> dict[str, Any]:
-        """Runs one op of engine.Engine. Raises KVClusterError where it fails, ends or falls silent."""
+        """Runs one op of engine.Engine. Raises KVClusterError if it fails, ends or sends nothing for SILENCE_S."""
         try:
             print(json.dumps({"op": op, **arguments}), file=self.process.stdin, flush=True)
         except BrokenPipeError:
@@ -74,7 +74,7 @@ class EngineReplica:
             except queue.Empty:
                 raise self._failed(f"said nothing for {SILENCE_S} s") from None
             if not line:
-                self._replies.put("")  # whoever asks again is told again
+                self._replies.put("")  # so that later calls fail as well
                 raise self._failed("has ended")
             reply = json.loads(line)
             if "error" in reply:

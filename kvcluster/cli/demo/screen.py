@@ -1,4 +1,4 @@
-"""What the demo shows: progress while it works, then one screen of figures. All of it fits 80 columns."""
+"""Prints the demo: progress while it works, then one screen of figures. Everything fits 80 columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BAR_COLUMNS = 28
 
 
 class Screen:
-    """A screen for as long as a `with` block; a silent one shows nothing."""
+    """A screen within a `with` block; a silent one shows nothing."""
 
     def __init__(self, *, silent: bool) -> None:
         self._console = Console(quiet=silent, highlight=False, soft_wrap=True)
@@ -38,13 +38,13 @@ class Screen:
 
     @contextmanager
     def step(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A line with a bar for a step. What it gives is told how much is done, of how much."""
+        """Shows a line with a bar for a step. Yields a function to call with the work done and the total."""
         task = self._progress.add_task(what, total=None)
         yield lambda done, total: self._progress.update(task, completed=done, total=total)
         self._progress.update(task, completed=1, total=1)
 
     def show(self, figures: dict[str, Any]) -> None:
-        """All acts, from what `--json` prints."""
+        """Prints all acts, from the figures that `--json` prints."""
         self._progress.stop()
         acts = (*_sharing(figures), *_safety(figures["other_weights"]), *_tiers(figures["tiers"]))
         for line in (*acts, *_end(figures)):

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as exceptions that unwind the stack, so that whatever was started is ended."""
+"""Turns Ctrl-C and SIGTERM into exceptions that unwind the stack, so that everything that was started is ended."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class Signals:
 
     @contextmanager
     def put_off(self) -> Iterator[None]:
-        """Within it the first signal waits for the end of the block.
+        """Delays the first signal until the end of the block; a second signal raises at once.
 
         For a start that cannot be ended half-way: Ray would lose the exception, or leave its agents behind for a
-        minute. Whoever insists with a second signal is obeyed.
+        minute.
         """
         self._put_off = True
         try:
             yield
         finally:
             self._put_off = False
-            self._install()  # Ray takes SIGTERM for itself
+            self._install()  # Ray replaces the SIGTERM handler
         if self._received:
             self._end()
 
     def _install(self) -> dict[int, Any]:
-        """Returns the handlers that were there."""
+        """Installs the handlers and returns the previous ones."""
         return {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _handle(self, number: int, frame: object) -> None:

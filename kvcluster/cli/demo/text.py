@@ -1,4 +1,4 @@
-"""What the demo asks about its document.
+"""The questions that the demo asks about its document.
 
 Every request begins with the same few thousand tokens, and a question follows them: the shape of a system prompt, a
 retrieved page or a conversation so far.
@@ -14,5 +14,5 @@ QUESTIONS = (
 
 
 def ask(question: str) -> str:
-    """What follows the document."""
+    """Returns the text that follows the document."""
     return f"\n\nQuestion: {question}\nAnswer:"

@@ -1,7 +1,7 @@
-"""The demo's third act: a working set of three times the device tier, which a host tier keeps encoded.
+"""The demo's third act: a working set three times as large as the device tier, which a host tier keeps encoded.
 
-One replica reads many documents, and then all of them again. What has no room in the device tier is there all the same,
-in half of the bytes; and what that does to the output is shown beside it.
+One replica reads many documents, and then all of them again. Blocks that do not fit into the device tier are cached in
+the host tier in half of the bytes; the act also shows how that affects the output.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Figures = dict[str, Any]
 
 
 def conduct(reader: EngineReplica, screen: Screen, signals: Signals) -> Figures:
-    """Plays the act with a replica that has its model, on a cluster of its own."""
+    """Runs the act with a replica that has loaded its model, on a separate cluster."""
     per_token: int = reader.ask("kv_bytes")["token_bytes"]
     working_set = DOCUMENTS * TOKENS * per_token
     device = working_set // TIMES
@@ -48,11 +48,11 @@ def conduct(reader: EngineReplica, screen: Screen, signals: Signals) -> Figures:
 
 
 _PROMPTLY = {"hold_ms": 0}
-"""What was loaded a moment ago may go down at once: an engine would take longer to come back to it."""
+"""Blocks may be demoted at once after a load: an engine would take longer to load them again."""
 
 
 def _read(reader: EngineReplica, progress: Callable[[int, int], None]) -> list[Figures]:
-    """Every document, one after the other."""
+    """Reads every document, one after the other."""
     out = []
     for number in range(DOCUMENTS):
         out.append(reader.ask("read", number=number, tokens=TOKENS))
@@ -61,7 +61,8 @@ def _read(reader: EngineReplica, progress: Callable[[int, int], None]) -> list[F
 
 
 def assess(computed: list[Figures], loaded: list[Figures], status: Figures, working_set: int) -> Figures:
-    """What came back, from where, and what that did to the output. `ok`: most of three device tiers came back."""
+    """Returns what was loaded from which tier, and how the output changed. `ok`: over three quarters of the working set
+    were loaded, some of it from the host tier."""
     (shard,) = status["shards"]
     (host,) = shard["below"]
     lay: Counter[str] = Counter()
@@ -88,11 +89,11 @@ def assess(computed: list[Figures], loaded: list[Figures], status: Figures, work
 
 
 def _settled(reader: EngineReplica) -> None:
-    """Waits until nothing moves any more."""
+    """Waits until no more pages are demoted. Raises KVClusterError after _SETTLE_S."""
     give_up, before = time.monotonic() + _SETTLE_S, -1
     while (now := reader.ask("status")["totals"]["demoted"]) != before:
         if time.monotonic() > give_up:
-            raise KVClusterError(f"pages still go down after {_SETTLE_S:.0f} s")
+            raise KVClusterError(f"pages are still being demoted after {_SETTLE_S:.0f} s")
         before = now
         time.sleep(1.0)
 

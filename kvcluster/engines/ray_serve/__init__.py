@@ -1,4 +1,4 @@
-"""Ray Serve: engine replicas that share through a cluster, and a router that sends a prompt where its prefix lies.
+"""Ray Serve: engine replicas that share KV through a cluster, and a router that prefers hosts with a prompt's prefix.
 
     from kvcluster.engines.ray_serve import kv_transfer_config, request_router_config
 

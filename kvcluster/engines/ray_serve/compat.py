@@ -1,8 +1,8 @@
-"""What the router must know of Ray's inside, for the releases of the extra `ray-serve` (written against 2.60).
+"""What the router must know of Ray's internals, for the releases of the extra `ray-serve` (written against 2.60).
 
-Public, though marked as alpha, is what `ray.serve.request_router` names: the base class, its mixins, requests and
-replicas. Private are the place of Serve's own router, and how many requests a router believes that each replica has.
-Nothing else of this package looks inside Ray; `Any` lives here.
+The names in `ray.serve.request_router` are public, though marked as alpha: the base class, its mixins, requests and
+replicas. Two things are private: the module of Serve's own router, and the router's cache of each replica's queue
+length. No other module of this package uses Ray's internals; `Any` lives here.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ __all__ = ["Counters", "PendingRequest", "Replica", "ReplicaID", "Router", "host
 
 
 class Router(LocalityMixin, MultiplexMixin, RequestRouter):
-    """The base class that Serve's own routers share, without first come, first served: there a replica that was found
-    for one request may be given to an older one, which has its prefix elsewhere."""
+    """The base class that Serve's own routers share, but without its first-come-first-served mixin: that mixin may hand
+    a replica that was chosen for one request to an older request, whose prefix is on another host."""
 
     async def power_of_two(self, candidates: list[Replica], request: PendingRequest | None) -> list[list[Replica]]:
-        """The ranks that Serve would choose by itself."""
+        """Returns the ranks that Serve would choose by itself."""
         ranks: list[list[Replica]] = await PowerOfTwoChoicesRequestRouter.choose_replicas(self, candidates, request)
         return ranks
 
     def ongoing(self, replica: Replica) -> int | None:
-        """Requests under way at a replica as far as this router knows without asking."""
+        """Returns the number of ongoing requests of a replica from this router's cache; None if it is not cached."""
         known: int | None = self.replica_queue_len_cache.get(replica.replica_id)
         return known
 
 
 def host_names() -> dict[str, str]:
-    """The host name of each living node, by its id. Asks Ray's head, and so may take its time."""
+    """Returns the host name of each live node by node id. Blocks while it asks Ray's head node."""
     return {str(node["NodeID"]): str(node["NodeManagerHostname"]) for node in ray.nodes() if node["Alive"]}
 
 
 class Counters:
-    """Counts for whoever watches a deployment, among Serve's own metrics (`ray_kvcluster_router_...`)."""
+    """Counts requests, in metrics beside Serve's own (`ray_kvcluster_router_...`)."""
 
     def __init__(self, deployment: str, application: str) -> None:
         tags = {"deployment": deployment, "application": application}
-        self._outcomes = self._counter("requests", "Requests by what was known of their prefix.", tags, ("outcome",))
-        self._waited = self._counter("waited_ms", "How long requests were kept to find out.", tags)
-        self._sent = self._counter("sent", "Preferred requests by where they went.", tags, ("to",))
+        description = "Requests by the outcome of locating their prefix."
+        self._outcomes = self._counter("requests", description, tags, ("outcome",))
+        self._waited = self._counter("waited_ms", "Milliseconds that requests waited for that.", tags)
+        self._sent = self._counter("sent", "Requests with preferred replicas, by where they went.", tags, ("to",))
 
     def asked(self, outcome: str, waited_ns: int) -> None:
         self._outcomes.inc(1, {"outcome": outcome})

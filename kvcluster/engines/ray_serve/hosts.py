@@ -1,6 +1,7 @@
-"""On which host a replica runs: Serve knows its node, Ray's head the node's host name.
+"""Finds the host on which a replica runs: Serve knows the replica's node, Ray's head node knows the node's host name.
 
-The head is asked on a thread, and only for a node that is not known yet; until it has answered, the node's host is "".
+A thread asks the head node, and only when an unknown node is looked up; until the answer arrives, that node's host is
+"".
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _RETRY_S = 1.0
 
 
 class Hosts:
-    """What is known of nodes. `read` asks for all of them, and may block."""
+    """Caches host names by node. `read` returns those of all nodes, and may block."""
 
     def __init__(self, read: Callable[[], Mapping[str, str]], log: Callable[[str], object]) -> None:
         self._read = read
@@ -24,7 +25,7 @@ class Hosts:
         self._read_at = -_RETRY_S
 
     def of(self, node: str | None) -> str:
-        """The node's host name, or "" while that is not known. Never blocks."""
+        """Returns the node's host name, or "" while it is not known. Never blocks."""
         name = self._names.get(node or "", "")
         if node and not name:
             self._begin()
@@ -40,7 +41,7 @@ class Hosts:
     def _run(self) -> None:
         try:
             self._names = dict(self._read())
-        except Exception as error:  # a thread that dies silently would be a riddle
+        except Exception as error:  # a thread must not die silently
             self._log(f"cannot find out on which hosts replicas run: {type(error).__name__}: {error}")
         with self._lock:
             self._read_at = time.monotonic()

@@ -1,8 +1,8 @@
-"""Which replicas a request is better sent to: pure, and ignorant of Ray, of the coordinator and of time.
+"""Chooses the replicas that a request should go to: pure functions that know nothing of Ray, the coordinator or time.
 
-It is told on which hosts the prompt's leading blocks lie, and where the candidates run. What a replica reads from its
-own host costs a copy, and what it computed itself it may still have; so those are preferred on whose host most of the
-prefix lies. They are preferred, never required: the caller puts Serve's own choice behind them.
+The input is the hosts that hold the prompt's leading blocks, and the hosts of the candidate replicas. Loading from its
+own host costs a replica one copy, and blocks that it computed itself may still be in its own cache; so replicas on the
+host that holds most of the prefix are preferred. They are never required: the caller appends Serve's own choice.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from fractions import Fraction
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """`blocks` consecutive blocks of a prompt, and the host of each page that makes up one of them. A host is named
-    more than once where it has more than one page of a block, as with tensor parallel ranks."""
+    """`blocks` consecutive blocks of a prompt, and the host of each page that makes up one of them. A host that holds
+    several pages of a block, as with tensor parallel ranks, is named once per page."""
 
     blocks: int
     hosts: tuple[str, ...]
@@ -23,7 +23,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCandidate:
-    """A replica that may be chosen. `ongoing`: requests that it works on, None where that is not known."""
+    """A replica that may be chosen. `ongoing` is the number of its ongoing requests, None if that is not known."""
 
     name: str
     host: str
@@ -33,10 +33,10 @@ class ReplicaCandidate:
 def preferred(
     stretches: Sequence[Stretch], candidates: Sequence[ReplicaCandidate], *, min_blocks: int, ahead: int
 ) -> tuple[str, ...]:
-    """Names of the candidates on the host that holds most of the prefix, of several hosts where they hold as much.
+    """Returns the names of the candidates on the host that holds most of the prefix; on several hosts if they tie.
 
-    Nothing where no candidate's host holds `min_blocks` of it, or where each that does works on more than `ahead`
-    requests beyond the least busy candidate: one host must not have to compute what others would have time for.
+    Omits candidates that have over `ahead` more ongoing requests than the least busy candidate, so that one host is not
+    overloaded while others are idle. Returns () if none is left, or if no candidate's host holds `min_blocks` blocks.
     """
     held = held_by_host(stretches)
     most = max((held.get(candidate.host, Fraction(0)) for candidate in candidates), default=Fraction(0))
@@ -51,7 +51,7 @@ def preferred(
 
 
 def held_by_host(stretches: Sequence[Stretch]) -> dict[str, Fraction]:
-    """Blocks on each host. A block whose pages lie on several counts in parts."""
+    """Returns the number of blocks on each host. A block with pages on several hosts counts as a fraction on each."""
     held: dict[str, Fraction] = {}
     for stretch in stretches:
         for host in stretch.hosts:

@@ -1,14 +1,14 @@
-"""Asks the coordinator where a prompt's leading blocks lie, and keeps no request waiting for long.
+"""Asks the coordinator where a prompt's leading blocks are, and bounds the time that a request waits for the answer.
 
-Questions are asked on threads. A request waits for its answer at most for the patience; after failures in a row
-requests are answered AWAY at once, until a probe that no request waits for finds that the coordinator answers again
-(bounded_calls.py). A probe runs beside the request that did not wait for it, maybe on the same cores, so the
-coordinator may take longer to answer one.
+Threads ask the questions. A request waits for its answer at most `patience_ms`; after consecutive failures, requests
+get AWAY at once, until a probe that no request waits for finds that the coordinator answers again (bounded_calls.py).
+A probe runs beside the request that did not wait for it, possibly on the same cores, so a probe's deadline is longer.
 
-Text has to become tokens first, which takes longer than any answer. A request waits for that only while the coordinator
-answers: it is pinged first, and if the ping is not answered within the patience, the wait ends.
+Text is tokenised first, which takes longer than any answer. A request waits for that only while the coordinator
+answers: it is pinged first, and if it does not answer the ping within the patience, the wait ends.
 
-`Explain` promises and touches nothing: to look is not to use. Of each block it names the pages that a load would read.
+The question is `Explain`, which grants nothing and does not count as a use of the blocks. For each block it names the
+pages that a load would read.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ from kvcluster.wire.methods import COORDINATOR
 T = TypeVar("T")
 
 THREADS = 2
-"""One turns text into tokens while another asks."""
+"""One tokenises text while the other asks the coordinator."""
 
 _PROBE_PATIENCES = 10
 _ANSWER_MS = 250.0
-"""Deadline of a question to the coordinator, also after its request has stopped waiting."""
+"""Deadline of a question to the coordinator, which goes on after its request has stopped waiting."""
 
 _NAMESPACES_MS = 2_000.0
 _REFRESH_NS = 5_000_000_000
-"""How old what is known of namespaces may be: new weights come more rarely."""
+"""Maximum age of the known namespaces: new weights appear less often than this."""
 
 _RETRY_NS = 1_000_000_000
-"""The same, while no engine has named the model."""
+"""The same while no engine has registered the model."""
 
 
 class LocateOutcome(Enum):
-    """How a question ended."""
+    """How locating a prefix ended."""
 
     FOUND = "found"
     NOTHING = "nothing"  # no leading block is cached
     SHORT = "short"  # the prompt fills no block
-    UNKNOWN = "unknown"  # no engine has named this model, or the coordinator has not answered yet
+    UNKNOWN = "unknown"  # no engine has registered this model, or the coordinator has not answered yet
     NO_TOKENS = "no_tokens"  # text without a tokenizer
     LATE = "late"  # the coordinator took longer than the patience
-    LONG = "long"  # text took longer to become tokens than it may
-    AWAY = "away"  # the coordinator has not answered lately: no request waits for it
-    FAILED = "failed"  # it refused, or this side has a mistake
-    BUSY = "busy"  # this process had no time to ask
+    LONG = "long"  # tokenising the text took longer than `text_ms` allows
+    AWAY = "away"  # the coordinator failed to answer recent calls: no request waits for it
+    FAILED = "failed"  # the coordinator refused, or this module has a bug
+    BUSY = "busy"  # this process did not get to ask in time
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class PrefixLocation:
 
 
 class PrefixLocator:
-    """Of one model's prompts. `find` is called on one event loop and never blocks it."""
+    """Locates the prefixes of one model's prompts. `find` is called on one event loop and never blocks it."""
 
     def __init__(self, settings: RouterSettings, log: Callable[[str], object]) -> None:
         self._settings = settings
@@ -97,7 +97,7 @@ class PrefixLocator:
         self._said: set[str] = set()
 
     def start(self) -> None:
-        """Begins to find out what there is. Needs no coordinator yet."""
+        """Begins to load the tokenizer and to read the namespaces. The coordinator need not run yet."""
         self._tokens.start()
         self._refresh(time.monotonic_ns())
 
@@ -108,11 +108,11 @@ class PrefixLocator:
 
     @property
     def ready(self) -> bool:
-        """Is a namespace of the model known, and its tokenizer loaded where there is to be one?"""
+        """Whether a namespace of the model is known, and the tokenizer is loaded if one is configured."""
         return self._spec is not None and (self._tokens.ready or not self._settings.tokenizer)
 
     async def find(self, prompt: Prompt) -> PrefixLocation:
-        """Where its blocks lie, or why that is not known in time."""
+        """Returns where the prompt's leading blocks are, or why that is not known in time."""
         text = prompt.tokens is None
         began = time.monotonic()
         pinged: Future[None] = Future()
@@ -145,7 +145,7 @@ class PrefixLocator:
         return call
 
     def _gave_up(self, call: Call[PrefixLocation], otherwise: LocateOutcome) -> PrefixLocation:
-        """The request has waited long enough: LATE if the coordinator is being asked at this moment."""
+        """Ends the wait: returns LATE if the call is waiting for the coordinator, otherwise `otherwise`."""
         if not call.asking:
             return PrefixLocation(otherwise)
         self._calls.late(call, time.monotonic_ns())
@@ -166,11 +166,11 @@ class PrefixLocator:
             question = GetNamespaces()
             known = self._control.request(Namespaces, question, Deadline.after_ms(_NAMESPACES_MS)).known
             spec = _fullest(known, self._settings)
-            if spec is not None:  # attached here, so that no request has to wait for that
+            if spec is not None:  # attach here, so that no request has to wait for it
                 self._control.namespace(spec, Deadline.after_ms(_NAMESPACES_MS))
             with self._lock:
                 self._spec = spec
-        except Exception as error:  # what was known stays known; a thread that dies silently would be a riddle
+        except Exception as error:  # the last known spec stays in use; a thread must not die silently
             self._say_once(error)
         finally:
             with self._lock:
@@ -178,7 +178,7 @@ class PrefixLocator:
                 self._refreshing = False
 
     def _run(self, call: Call[PrefixLocation], prompt: Prompt, spec: KVSpec, pinged: Future[None]) -> PrefixLocation:
-        """Catches everything: a request waits for an answer."""
+        """Catches every exception, because a request waits for the result."""
         try:
             return self._locate(call, prompt, spec, pinged)
         except NoTokens as error:
@@ -219,12 +219,12 @@ class PrefixLocator:
             if type(error).__name__ in self._said:
                 return
             self._said.add(type(error).__name__)
-        self._log(f"routes without knowing where prefixes lie: {said}")
+        self._log(f"routing without prefix locations: {said}")
 
 
 @contextmanager
 def _asking(call: Call[PrefixLocation]) -> Iterator[None]:
-    """Around a question to the coordinator: notes how long it took, unless it raises."""
+    """Wraps a question to the coordinator: records how long the answer took, unless the question raises."""
     began = time.monotonic_ns()
     call.asking = True
     try:
@@ -235,14 +235,15 @@ def _asking(call: Call[PrefixLocation]) -> Iterator[None]:
 
 
 async def _within(future: Future[T], seconds: float) -> bool:
-    """Is it done by then? It goes on in any case."""
+    """Returns whether the future is done after at most `seconds`. Does not cancel it."""
     if not future.done() and seconds > 0:
         await asyncio.wait([asyncio.wrap_future(future)], timeout=seconds)
     return future.done()
 
 
 def _fullest(known: tuple[tuple[KVSpec, int], ...], settings: RouterSettings) -> KVSpec | None:
-    """The namespace that is meant, of several the one that holds most. Another adapter is never meant."""
+    """Returns the spec of the matching namespace with the most blocks; None if none matches the model, the adapter and
+    the beginning of the weights."""
     meant = [
         (spec, blocks)
         for spec, blocks in known
@@ -253,7 +254,7 @@ def _fullest(known: tuple[tuple[KVSpec, int], ...], settings: RouterSettings) ->
 
 
 def _stretches(explained: Explained) -> list[Stretch]:
-    """The leading blocks that are cached, as far as each follows the one before."""
+    """Returns the cached leading blocks, up to the first block that is a miss."""
     found: list[Stretch] = []
     for fate in explained.fates:
         if fate.plan is None:

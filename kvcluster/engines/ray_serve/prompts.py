@@ -1,8 +1,9 @@
-"""What a request asks, found in whatever arguments its deployment takes: token ids, text, or a chat.
+"""Finds a request's prompt (token ids, text, or a chat) in the arguments of its deployment, whatever they are.
 
-Serve's own LLM applications hand on vLLM's request objects, or a namespace with the same names; a deployment of one's
-own is called with such an object, with a mapping, or with keyword arguments. A guess that is wrong costs a hit and
-never an answer: what is found here only says where to look. So what is unusual is left alone, and the reason is told.
+Serve's own LLM applications pass vLLM's request objects, or a namespace with the same attributes; a custom deployment
+is called with such an object, with a mapping, or with keyword arguments. A wrong guess costs a cache hit and never
+changes an answer, because the prompt found here is only used to choose a replica. So unusual requests are not guessed
+at: `find` returns the reason.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ _UNUSUAL = {
     "multi_modal_data": "images",
     "mm_processor_kwargs": "images",
 }
-"""Of these a prompt's blocks depend on more, or on less, than on its tokens."""
+"""With any of these, a prompt's blocks depend on more, or on less, than its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Exactly one of `tokens`, `text` and `messages`. `special`: does the tokenizer add its own tokens to the text?
-    `chat`: what else a chat template is given."""
+    """Exactly one of `tokens`, `text` and `messages` is set. `special` is whether the tokenizer adds special tokens to
+    the text. `chat` holds the other arguments of the chat template."""
 
     tokens: Sequence[int] | None = None
     text: str | None = None
@@ -37,7 +38,7 @@ class Prompt:
 
 
 def find(args: Sequence[object], kwargs: Mapping[str, object]) -> Prompt | str:
-    """The prompt of a call, or in a word why there is none to look for."""
+    """Returns the prompt of a call, or one word that says why it has none to look up."""
     for given in (*args, kwargs):
         if any(_get(given, name) is not None for name in _WANTED):
             return _read(given)
@@ -92,7 +93,7 @@ def _chat(given: object, messages: object, salt: bytes, special: bool) -> Prompt
 
 
 def _text_of(content: object) -> str | None:
-    """A message's content as vLLM joins it for templates that take text; None where it is more than text."""
+    """Returns a message's content as vLLM joins it for templates that take text; None if it is more than text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, (list, tuple)):

@@ -1,12 +1,12 @@
-"""A request router for Ray Serve that prefers replicas on the host where a prompt's prefix lies.
+"""A request router for Ray Serve that prefers replicas on the host that holds a prompt's prefix.
 
-Serve asks it for ranks of replicas, probes those of a rank for room, and goes to the next rank where there is none. So
-a preference is a rank before the one that power of two choices would give, and everything that keeps it from being
-followed ends there: a replica that is full or gone, a coordinator that does not answer, a request that is not
-understood, and a mistake in here. How the coordinator is asked, and for how long: `prefix_locator`.
+Serve asks the router for ranks of replicas, probes the replicas of one rank for free capacity, and goes on to the next
+rank if there is none. So the preferred replicas are a rank before those of power of two choices, and a request falls
+back to the latter if a preferred replica is full or gone, if the coordinator does not answer, if the request is not
+understood, or if this module has a bug. `prefix_locator` asks the coordinator and bounds the wait.
 
-Serve may ask for ranks of one request again and again until there is room; what was found out is kept for that. It
-hands this module on by value to whoever routes, so nothing in here is changed after it was imported.
+Serve may ask for the ranks of one request several times until a replica accepts it; the router keeps the location for
+that. Serve pickles this module by value into the routing processes, so nothing in it is changed after import.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from kvcluster.engines.ray_serve.hosts import Hosts
 from kvcluster.engines.ray_serve.prefix_locator import LocateOutcome, PrefixLocation, PrefixLocator
 
 log = logging.getLogger("ray.serve")
-"""Serve's own, so that what is said stands in the deployment's log."""
+"""Serve's own logger, so that messages appear in the deployment's log."""
 
 _REMEMBERED = 4_096
-"""Requests that wait for room, or went away while they did: more than a router keeps waiting at once."""
+"""Requests that wait for a replica, or were cancelled meanwhile: more than a router keeps waiting at once."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """What is known of one request. `preferred`: the replicas that it was last to go to, by `ReplicaID.unique_id`."""
+    """State of one request. `preferred` are the replicas preferred last, by `ReplicaID.unique_id`."""
 
     answer: PrefixLocation
     preferred: tuple[str, ...] = ()
 
 
 class KVClusterRouter(Router):
-    """Named in `request_router_config` (docs/ray-serve.md); `initialize_state` takes what RouterSettings has."""
+    """The router that `request_router_config` names (docs/ray-serve.md). Its settings are RouterSettings."""
 
     def initialize_state(self, **given: Any) -> None:
-        """Called by Serve once, on its event loop. Raises ConfigError for settings that are wrong."""
+        """Serve calls this once, on its event loop. Raises ConfigError for invalid settings."""
         self._settings = settings.read(given)
         self._where = PrefixLocator(self._settings, log.warning)
         self._hosts = Hosts(host_names, log.warning)
@@ -55,33 +55,33 @@ class KVClusterRouter(Router):
     async def choose_replicas(
         self, candidate_replicas: list[Replica], pending_request: PendingRequest | None = None
     ) -> list[list[Replica]]:
-        """Serve's interface: the preferred replicas, where there are any, before those of power of two choices."""
+        """Serve's interface: returns the preferred replicas, if any, before the ranks of power of two choices."""
         first: list[Replica] = []
         if pending_request is not None:
             try:
                 first = await self._preferred(candidate_replicas, pending_request)
-            except Exception as error:  # the request goes where it would have gone without us
+            except Exception as error:  # the request goes where it would have gone without this router
                 self._counters.asked("mistake", 0)
                 if not self._mistaken:
                     self._mistaken = True
-                    log.warning("routes without knowing where prefixes lie: %s: %s", type(error).__name__, error)
+                    log.warning("routing without prefix locations: %s: %s", type(error).__name__, error)
         ranks = await self.power_of_two(candidate_replicas, pending_request)
         return [first, *ranks] if first else ranks
 
     def update_replicas(self, replicas: list[Replica]) -> None:
-        """Serve's interface: these there are now. Their hosts are known by the time that somebody asks."""
+        """Serve's interface: `replicas` are all that exist now. Looks up their hosts before a request needs them."""
         super().update_replicas(replicas)
         for one in replicas:
             self._hosts.of(one.node_id)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
-        """Serve's interface: a replica has accepted it."""
+        """Serve's interface: a replica has accepted the request."""
         asked = self._asked.pop(pending_request.metadata.internal_request_id, None)
         if asked is not None and asked.preferred:
             self._counters.sent("preferred" if replica_id.unique_id in asked.preferred else "another")
 
     async def _preferred(self, replicas: list[Replica], request: PendingRequest) -> list[Replica]:
-        """Those that the prompt's prefix lies beside; nothing where that is not known, or nothing of it lies there."""
+        """Returns the replicas on the host of the prompt's prefix; [] if that is not known or no host holds it."""
         key = request.metadata.internal_request_id
         asked = self._asked.get(key)
         if asked is None:
@@ -100,10 +100,10 @@ class KVClusterRouter(Router):
         return [one for one in replicas if one.replica_id.unique_id in asked.preferred]
 
     async def _find(self, request: PendingRequest) -> PrefixLocation:
-        """Asks where the request's prompt lies, and counts what came of it."""
+        """Locates the request's prefix, and counts the outcome."""
         prompt = prompts.find(request.args, request.kwargs)
         if request.metadata.multiplexed_model_id:
-            prompt = "adapter"  # whose content is not known here, and its name says nothing
+            prompt = "adapter"  # the adapter's content hash is not known here, and its name does not tell it
         if isinstance(prompt, str):
             self._counters.asked(prompt, 0)
             return PrefixLocation(LocateOutcome.NOTHING)

@@ -1,4 +1,4 @@
-"""The router's settings: what stands in `request_router_kwargs`. Unknown keys are refused by name."""
+"""The router's settings, which are the keys of `request_router_kwargs`. Unknown keys are refused by name."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvcluster.transport.rpc import check_address
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """`address`: of the coordinator, "host:port". `model`: its name in the namespace. `tokenizer`: the model's folder
-    or name, without which only prompts given as token ids are looked for. `token_file`: a file that holds the
-    credential. `weights`: which of several weights of the model, by the beginning of their name; without it those that
-    most is cached of. `adapter`: content hash of a LoRA that all requests use; "" for none.
+    """`address`: the coordinator's "host:port". `model`: the model's name in the namespace. `tokenizer`: the folder or
+    name of the model's tokenizer; without it only prompts given as token ids are located. `token_file`: a file that
+    holds the credential. `weights`: the beginning of the weights id, if the cluster has several for the model; "" takes
+    those with the most cached blocks. `adapter`: content hash of a LoRA that all requests use; "" for none.
 
-    `patience_ms`: a request waits so long at most for the coordinator, whether it is there or not. `text_ms`: and so
-    long at most, while the coordinator answers, for text to become tokens. `min_blocks`: what is worth a preference.
-    `max_blocks`: of a longer prompt only so many are looked for. `ahead`: a replica is not preferred while it works on
-    more requests than that beyond the least busy one.
+    `patience_ms`: the longest that a request waits for the coordinator, whether or not it runs. `text_ms`: the longest
+    that a request also waits for its text to be tokenised, while the coordinator answers. `min_blocks`: the fewest
+    cached blocks for which a replica is preferred. `max_blocks`: the number of leading blocks of a prompt that are
+    located. `ahead`: a replica is not preferred while it has over `ahead` more requests than the least busy replica.
     """
 
     address: str = ""
@@ -40,12 +40,13 @@ class RouterSettings:
 
     @property
     def token(self) -> str | None:
-        """The credential. Raises ConfigError where its file cannot be read."""
+        """The credential. Raises ConfigError if its file cannot be read."""
         return read_token(self.token_file)
 
 
 def read(given: Mapping[str, Any]) -> RouterSettings:
-    """Raises ConfigError, naming the key, for what is unknown, missing, of the wrong type or out of range."""
+    """Returns the settings. Raises ConfigError, naming the key, for one that is unknown, missing, of the wrong type or
+    out of range."""
     check(given, RouterSettings, "the router has no setting")
     settings = RouterSettings(**given)
     check_address(settings.address)

@@ -1,7 +1,7 @@
-"""Text to token ids as the engine makes them, by the model's own tokenizer.
+"""Converts text to token ids as the engine does, with the model's own tokenizer.
 
-It is loaded on a thread of its own, since that takes seconds; until then text is looked for nowhere. Only the beginning
-of a long text is turned into tokens, as much as is looked for, because tokenising is what a router has least time for.
+A separate thread loads the tokenizer, since that takes seconds; until then text prompts are not located. Only the part
+of a long text that is looked up is tokenised, because tokenising is the router's largest cost.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from kvcluster.engines.ray_serve.prompts import Prompt
 from kvcluster.errors import KVClusterError
 
 _CHARACTERS_A_TOKEN = 8
-"""More than tokenizers make of a token in any language, on average."""
+"""Characters taken per token: more than a token has on average in any language."""
 
 
 class NoTokens(KVClusterError):
-    """There is no tokenizer, or not yet, or it has no chat template."""
+    """There is no tokenizer, it is not loaded yet, or its chat template failed."""
 
 
 class _Tokenizer(Protocol):
@@ -28,7 +28,7 @@ class _Tokenizer(Protocol):
 
 
 class PromptTokenizer:
-    """Of one model. `start` begins to load its tokenizer."""
+    """Tokenises the prompts of one model. `start` begins to load the tokenizer."""
 
     def __init__(self, tokenizer: str, log: Callable[[str], object]) -> None:
         self._name = tokenizer
@@ -45,7 +45,7 @@ class PromptTokenizer:
         return self._loaded is not None
 
     def of(self, prompt: Prompt, most: int) -> list[int]:
-        """The first tokens of a prompt, `most` at most. Raises NoTokens."""
+        """Returns the first tokens of a prompt, at most `most`. Raises NoTokens."""
         if prompt.tokens is not None:
             return list(prompt.tokens[:most])
         tokenizer = self._loaded
@@ -55,7 +55,7 @@ class PromptTokenizer:
         cut = text[: most * _CHARACTERS_A_TOKEN]
         ids = tokenizer.encode(cut, add_special_tokens=prompt.special)
         if len(cut) < len(text):
-            del ids[-_CHARACTERS_A_TOKEN:]  # at the cut they may be others than they would be
+            del ids[-_CHARACTERS_A_TOKEN:]  # the last tokens may differ from those of the whole text
         return ids[:most]
 
     def _load(self) -> None:
@@ -63,14 +63,14 @@ class PromptTokenizer:
             from transformers import AutoTokenizer
 
             self._loaded = cast(_Tokenizer, AutoTokenizer.from_pretrained(self._name))
-        except Exception as error:  # a thread that dies silently would be a riddle
+        except Exception as error:  # a thread must not die silently
             self._why = f"no tokenizer from {self._name}: {type(error).__name__}: {error}"
-            self._log(f"text is looked for nowhere: {self._why}")
+            self._log(f"text prompts are not located: {self._why}")
 
 
 def _rendered(tokenizer: _Tokenizer, prompt: Prompt) -> str:
     options = {"add_generation_prompt": True, **prompt.chat, "tokenize": False}
     try:
         return tokenizer.apply_chat_template(prompt.messages, **options)
-    except Exception as error:  # a template raises whatever its author thought of
+    except Exception as error:  # a template may raise any exception
         raise NoTokens(f"the chat template refused: {error}") from None

@@ -1,9 +1,9 @@
-"""What this engine knows of SGLang's own objects. All that may differ between releases stands here, read from 0.5.23.
+"""All use of SGLang's own objects, which may differ between releases. Written against release 0.5.23.
 
 A *host pool* is SGLang's memory for pages of KV, `[2, ...]` for K and V or one latent tensor, in one of several
-layouts (layouts.py). It says where a page lies (`get_page_buffer_meta`: addresses and sizes); here these become
-slices of one view of the pool's memory, so that an address outside it cannot be written. A pool of a class that is not
-named here may lay its bytes otherwise, and is refused.
+layouts (layouts.py). The pool tells where a page is (`get_page_buffer_meta`: addresses and sizes); this module turns
+those into slices of one view of the pool's memory, so that an address outside it cannot be written. A pool of a class
+that is not listed here may order its bytes differently, and is refused.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvcluster.errors import CallerError
 
 
 def _storage_base() -> Any:
-    """The class that SGLang wants a storage to be of; where there is no SGLang, nothing more than an object."""
+    """Returns the base class that SGLang requires of a storage backend; `object` if SGLang is not installed."""
     try:
         from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "sglang":
-            raise  # SGLang is there, and lacks something itself
+            raise  # SGLang is installed, but one of its own dependencies is missing
         return object
     return HiCacheStorage
 
@@ -36,13 +36,13 @@ _KINDS = {
     "AsymmetricMHATokenToKVPoolHost": ("page_first", "page_first_direct"),
     "MLATokenToKVPoolHost": ("layer_first", "page_first", "page_first_direct"),
 }
-"""Classes of host pools, and the layouts whose bytes are understood. Classes derived from these add bytes of their own
-(scales, indexers), so that the class itself is meant."""
+"""Classes of host pools, and for each the layouts that are supported. The class must match exactly: derived classes add
+bytes of their own (scales, indexers)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Which of an engine's processes this is, as far as it tells what its pool holds."""
+    """This process's place among the engine's ranks, which determines what its pool holds."""
 
     tp_rank: int
     tp_size: int
@@ -51,8 +51,8 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class HostPool:
-    """The facts of a host pool. `dims` has one entry for each tensor kind: K and V, or one latent, whose `heads` are 1.
-    `drafts` of the `layers` are a draft model's, behind those of the model itself, which begin with `first_layer`."""
+    """The shape of a host pool. `dims` has one entry for each tensor kind: K and V, or one latent, whose `heads` are 1.
+    The last `drafts` of the `layers` belong to a draft model; the others are the model's own, from `first_layer` on."""
 
     latent: bool
     layout: str
@@ -67,82 +67,82 @@ class HostPool:
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Where SGLang's objects are first looked at: what they lack tells of a release that is not this one. Raises
-    CallerError then."""
+    """Wraps the first access to SGLang's objects: raises CallerError for an attribute that they lack, which means that
+    the release is not supported."""
     try:
         yield
     except AttributeError as error:
         raise CallerError(
-            f"this release of SGLang is not understood: {error}. kvcluster was written for 0.5.23; use that, or start "
-            "without this storage backend"
+            f"this release of SGLang is not supported: {error}. kvcluster was written for 0.5.23; use that release, or "
+            "start without this storage backend"
         ) from error
 
 
 def version() -> str:
-    """SGLang's own. Raises CallerError where it does not know it."""
+    """Returns SGLang's version. Raises CallerError if SGLang does not know its version."""
     from sglang.version import __version__
 
     if not __version__ or __version__.startswith("0.0.0"):
         raise CallerError(
-            f"this SGLang calls itself {__version__!r}, so that KV of another could be taken for its own: "
-            "install it as a package (pip install -e of a checkout with its tags will do)"
+            f"this SGLang reports the version {__version__!r}, so KV of another version could be taken for its own: "
+            "install it as a package (pip install -e of a checkout with its tags is enough)"
         )
     return str(__version__)
 
 
 def extra_config(storage_config: Any) -> Mapping[str, object]:
-    """What --hicache-storage-backend-extra-config says."""
+    """Returns the parsed --hicache-storage-backend-extra-config."""
     return storage_config.extra_config or {}
 
 
 def model_name(storage_config: Any) -> str:
-    """What SGLang serves the model as; empty where it has no name."""
+    """Returns the name under which SGLang serves the model; "" if it has none."""
     return storage_config.model_name or ""
 
 
 def rank(storage_config: Any) -> Rank:
-    """Raises CallerError where ranks divide the KV in a way that is not understood."""
+    """Returns this process's rank. Raises CallerError if ranks divide the KV in a way that is not supported."""
     for option, size in (
         ("decode context parallelism (--dcp-size)", storage_config.dcp_size),
         ("attention context parallelism (--attn-cp-size)", storage_config.attn_cp_size),
     ):
         if size > 1:
             raise CallerError(
-                f"{option} of {size} divides a page's tokens among ranks, which kvcluster does not know how to name: "
+                f"{option} of {size} divides a page's tokens among ranks, which kvcluster does not support: "
                 "start without it, or without this storage backend"
             )
     return Rank(storage_config.tp_rank, storage_config.tp_size, bool(storage_config.is_storage_writer))
 
 
 def describe(pool: Any) -> HostPool:
-    """The facts of a host pool. Raises CallerError naming what is not understood of it."""
+    """Returns the shape of a host pool. Raises CallerError, naming the trait, if it is not supported."""
     name = type(pool).__name__
     layouts = _KINDS.get(name)
     if layouts is None:
         raise CallerError(
-            f"the host pool is a {name}, whose pages kvcluster does not understand (it knows {', '.join(_KINDS)}): "
+            f"the host pool is a {name}, whose pages kvcluster does not support (it supports {', '.join(_KINDS)}): "
             "start this model without this storage backend"
         )
     if pool.layout not in layouts:
         raise CallerError(
-            f"a {name} in layout {pool.layout!r} is not understood: give --hicache-mem-layout {' or '.join(layouts)}"
+            f"a {name} in layout {pool.layout!r} is not supported: give --hicache-mem-layout {' or '.join(layouts)}"
         )
     memory = pool.kv_buffer
     if memory is None or pool.shared_allocation_domain is not None or pool.stores_page_envelope:
         raise CallerError(
-            f"the {name} has no memory of its own for KV, so that there is nothing to store: "
-            "start without what shares host pools (such as --enable-unified-memory), or without this storage backend"
+            f"the {name} has no memory of its own for KV, so there is nothing to store: start without the option "
+            "that shares host pools (such as --enable-unified-memory), or without this storage backend"
         )
     latent = name.startswith("MLA")
     if latent and pool._layer_shard_enabled:
         raise CallerError(
-            "each rank's pool holds some of the layers only (layer sharding), which kvcluster does not know how to "
-            "name: start without it, or without this storage backend"
+            "each rank's pool holds only some of the layers (layer sharding), which kvcluster does not support: "
+            "start without it, or without this storage backend"
         )
     if not latent and (order := _device_order(pool)) != "nhd":
         raise CallerError(
-            f"the GPU's pool is laid out as {order!r}, and the host pool after it: start without what chooses that "
-            "(SGLANG_USE_HND_KVCACHE, SGLANG_AITER_KV_CACHE_LAYOUT), or without this storage backend"
+            f"the GPU's pool has the layout {order!r}, and the host pool copies it: start without the setting that "
+            "selects it (SGLANG_USE_HND_KVCACHE, SGLANG_AITER_KV_CACHE_LAYOUT), or without this storage backend"
         )
     return HostPool(
         latent=latent,
@@ -158,13 +158,13 @@ def describe(pool: Any) -> HostPool:
 
 
 def _device_order(pool: Any) -> str:
-    """How tokens and heads lie in the GPU's pool, whose rows the host pool copies as they are."""
+    """Returns the order of tokens and heads in the GPU's pool, whose rows the host pool copies unchanged."""
     orders = {str(info.buffers.layout.value) for info in pool._buffer_infos}
     return ", ".join(sorted(orders))
 
 
 class PoolMemory:
-    """A host pool's memory as slices of bytes. They keep it alive."""
+    """A host pool's memory as slices of bytes, which keep the memory alive."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -172,43 +172,43 @@ class PoolMemory:
         for tensor in tensors:
             if tensor.device.type != "cpu" or not tensor.is_contiguous():
                 raise CallerError(
-                    f"the host pool lies on {tensor.device} with strides {tensor.stride()}: kvcluster moves pages of "
-                    "contiguous CPU memory only; start without this storage backend"
+                    f"the host pool is on {tensor.device} with strides {tensor.stride()}: kvcluster moves only pages "
+                    "in contiguous CPU memory; start without this storage backend"
                 )
         self._views = [(tensor.data_ptr(), _bytes(tensor)) for tensor in tensors]
 
     @property
     def page_num(self) -> int:
-        """How many pages it has room for."""
+        """The pool's capacity in pages."""
         return int(self._pool.size) // int(self._pool.page_size)
 
     def starts(self, indices: Any) -> list[int]:
-        """The first slot of each page, of the slots that SGLang names a run of pages by. Raises CallerError where they
-        are no whole pages."""
+        """Returns the first slot of each page, from the slots by which SGLang names pages. Raises CallerError if they
+        do not form whole pages."""
         step = int(self._pool.page_size)
         slots: list[int] = indices.tolist()
         if len(slots) % step or any(start % step for start in slots[::step]):
-            raise CallerError(f"{len(slots)} slots of the host pool do not make whole pages of {step} tokens")
+            raise CallerError(f"{len(slots)} slots of the host pool do not form whole pages of {step} tokens")
         return slots[::step]
 
     def first_page(self) -> torch.Tensor:
-        """The slots of the pool's first page."""
+        """Returns the slots of the pool's first page."""
         return torch.arange(int(self._pool.page_size))
 
     def runs(self, indices: Any, kinds: int) -> list[list[memoryview]]:
-        """For each tensor kind the bytes of every page, in which it lies as one run. `indices` as in `starts`."""
+        """Returns for each tensor kind the bytes of every page, one contiguous run each. `indices` as in `starts`."""
         pages = len(self.starts(indices))
         addresses, sizes = self._pool.get_page_buffer_meta(indices)
         if len(addresses) != pages * kinds or len(sizes) != pages * kinds:
             raise CallerError(
-                f"SGLang names {len(addresses)} runs of bytes for {pages} pages, where {kinds} a page were expected: "
-                "this release lays them out otherwise; start without this storage backend"
+                f"SGLang names {len(addresses)} runs of bytes for {pages} pages; expected {kinds} per page. This "
+                "release has another memory layout; start without this storage backend"
             )
         found = [self._slice(int(address), int(size)) for address, size in zip(addresses, sizes, strict=True)]
         return [found[kind::kinds] for kind in range(kinds)]
 
     def layers(self, kinds: int) -> list[list[torch.Tensor]]:
-        """Of a pool that is `layer_first`, for each tensor kind every layer, `[pages, 1, page_tokens, heads, dim]`."""
+        """Returns for each tensor kind the layers of a `layer_first` pool, `[pages, 1, page_tokens, heads, dim]`."""
         buffer = self._pool.kv_buffer
         by_kind = buffer.unsqueeze(0) if kinds == 1 else buffer
         step = int(self._pool.page_size)
@@ -217,7 +217,7 @@ class PoolMemory:
         ]
 
     def blank(self) -> torch.Tensor:
-        """Room for one page, flat, as SGLang would bring it."""
+        """Returns a new flat tensor for one page, of the kind that SGLang passes."""
         page = self._pool.get_dummy_flat_data_page()
         assert isinstance(page, torch.Tensor)
         return page
@@ -226,19 +226,19 @@ class PoolMemory:
         for start, view in self._views:
             if start <= address and address + nbytes <= start + len(view):
                 return view[address - start : address - start + nbytes]
-        raise CallerError(f"{nbytes} bytes at {address:#x} do not lie within the host pool; are these slots of it?")
+        raise CallerError(f"{nbytes} bytes at {address:#x} are outside the host pool; give slots of this pool")
 
 
 def flat_page(page: object, *, writable: bool) -> memoryview:
-    """The bytes of a flat page that SGLang hands over or wants filled. Raises CallerError where they cannot be had; a
-    page to be filled must be contiguous, since bytes written to a copy would be lost."""
+    """Returns the bytes of a flat page that SGLang passes, to be stored or filled. Raises CallerError if it is not a
+    CPU tensor, or is to be filled and is not contiguous, since bytes written to a copy would be lost."""
     if not isinstance(page, torch.Tensor) or page.device.type != "cpu":
         raise CallerError(
             f"a page is a {type(page).__name__}; expected a torch tensor in CPU memory, as the host pool's "
             "get_data_page and get_dummy_flat_data_page make them"
         )
     if writable and not page.is_contiguous():
-        raise CallerError("a page to be filled is not contiguous; give one as get_dummy_flat_data_page makes it")
+        raise CallerError("a page to fill is not contiguous; give one as get_dummy_flat_data_page makes it")
     return _bytes(page.detach().contiguous())
 
 
@@ -248,6 +248,6 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def prefix_keys(extra_info: Any) -> Sequence[str] | None:
-    """The hashes before a call's own, from the first page of the sequence; None where SGLang does not tell them."""
+    """Returns the hashes of the sequence's pages before the call's own; None if SGLang does not pass them."""
     keys = None if extra_info is None else extra_info.prefix_keys
     return None if keys is None else list(keys)

@@ -1,8 +1,8 @@
-"""Layouts: which pages of the cluster SGLang's pages are, for each layout of its host pool, and who holds what of them.
+"""Maps SGLang's pages to pages of the cluster, for each layout of its host pool, and tells which part each rank holds.
 
-SGLang keeps K and V of a page apart, each as one run of bytes (but in `layer_first`, where each layer is one), so each
-is a group of its own here, and its run is a page of the cluster as it lies: `[layers, 1, tokens, heads, dim]` with the
-axes named as the layout has them.
+SGLang keeps K and V of a page apart, each as one run of bytes (in `layer_first` one run per layer). So each is a group
+of its own here, and its run is one page of the cluster without rearrangement: `[layers, 1, tokens, heads, dim]`, with
+the axes that the layout puts there.
 
     layout              run of K, of V, of the latent       the page's "layers"     its "heads"
     layer_first         one a layer: [tokens, heads, dim]   layers                  heads
@@ -10,11 +10,11 @@ axes named as the layout has them.
     page_first          [tokens, layers, heads, dim]        one                     layers x heads
     page_head           [heads, tokens, layers, dim]        heads                   layers
 
-So nothing is permuted on its way, and a page can be quantised as any other, since its last axis is always one head of
-one token in one layer. A rank holds a range of the model's KV heads, which is a range of an axis above: its part. Of
-`page_first` it is one only among ranks with as many heads each, of which therefore the identity tells.
+So nothing is permuted in transfer, and a page can be quantised as any other, since its last axis is always one head of
+one token in one layer. A rank holds a range of the model's KV heads, which is a range of an axis above: its part. In
+`page_first` that holds only among ranks with equally many heads, so the identity contains that number.
 
-The identity has the layout's name as well: pages that happen to have one size never stand for one another.
+The identity also contains the layout's name: pages of different layouts never match, even if their sizes are equal.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from kvcluster.engines.sglang.settings import StorageSettings
 from kvcluster.errors import CallerError, SpecError
 
 _HIDING = "uint8"
-"""What SGLang keeps numbers in that torch cannot index, such as both formats of fp8."""
+"""The dtype in which SGLang stores formats that torch cannot index, such as both formats of fp8."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Heads:
-    """The KV heads of the whole model, and those that this rank holds. `among`: what else they are counted among,
-    where ranks of another number would count otherwise."""
+    """The number of KV heads of the whole model, and the range that this rank holds. `among`: text for the identity if
+    the range depends on the number of ranks or of heads per rank; otherwise ""."""
 
     whole: int
     start: int
@@ -48,7 +48,7 @@ class _Heads:
 
 class HostPoolLayout:
     """One engine rank's pages: the spec that names them, the part of each group that this rank holds, and where they
-    lie. Raises CallerError (SpecError) where the pool cannot be named."""
+    are in memory. Raises CallerError (SpecError) if the pool has no valid spec."""
 
     def __init__(self, pool: HostPool, memory: PoolMemory, rank: Rank, settings: StorageSettings, version: str) -> None:
         heads = _heads(pool, rank, settings.kv_heads)
@@ -67,11 +67,11 @@ class HostPoolLayout:
         for name, text in settings.extra:
             if identity.setdefault(name, text) != text:
                 raise CallerError(
-                    f'"extra" in --hicache-storage-backend-extra-config gives {name!r}, which is {identity[name]!r} '
-                    "here already; name it otherwise"
+                    f'"extra" in --hicache-storage-backend-extra-config gives {name!r}, which kvcluster already sets '
+                    f"to {identity[name]!r}; use another name"
                 )
         groups = (
-            # A layer belongs to one group, so those of K and of V are counted in turn.
+            # A layer number belongs to one group, so K and V take alternate numbers.
             Group(tuple(len(names) * n + kind for n in axes.layers), (Plane(name, axes.heads, dim, pool.dtype),))
             for kind, (name, dim) in enumerate(zip(names, pool.dims, strict=True))
         )
@@ -86,9 +86,9 @@ class HostPoolLayout:
             )
         except SpecError as error:
             raise SpecError(
-                f"pages of {pool.page_tokens} tokens of this model cannot be named: {error}. A block is a page of "
-                "SGLang's, so that block_tokens are its --page-size; of --hicache-mem-layout page_first all its layers "
-                "count as one"
+                f"pages of {pool.page_tokens} tokens of this model have no valid spec: {error}. A block is one page of "
+                "SGLang, so block_tokens is its --page-size; with --hicache-mem-layout page_first all its layers count "
+                "as one"
             ) from None
         self.parts = dict.fromkeys(range(len(names)), axes.part)
         self._kinds = len(names)
@@ -98,46 +98,46 @@ class HostPoolLayout:
 
     @property
     def page_bytes(self) -> list[int]:
-        """Of one page, for each group."""
+        """The bytes of one page, for each group."""
         return [self.spec.page_bytes(group, part) for group, part in self.parts.items()]
 
     def in_pool(self, indices: object) -> list[Buffers | Paged]:
-        """Where the pages lie that SGLang names by slots of the host pool: for each group. Without a copy, but in
-        `layer_first`, whose layers are gathered."""
+        """Returns for each group the memory of the pages that SGLang names by slots of the host pool. Nothing is
+        copied, except in `layer_first`, whose layers are gathered."""
         if self._layers is not None:
             step, starts = self.spec.block_tokens, self._memory.starts(indices)
             return [Paged(layers, [start // step for start in starts]) for layers in self._layers]
         return [Buffers(runs) for runs in self._memory.runs(indices, self._kinds)]
 
     def flat(self, pages: Sequence[object], *, writable: bool) -> list[Buffers | Paged]:
-        """The same of flat pages: the runs of one page behind one another."""
+        """Returns the same for flat pages, which hold the runs of one page one after another."""
         sizes = self.page_bytes
         views = [compat.flat_page(page, writable=writable) for page in pages]
         for view in views:
             if len(view) != sum(sizes):
-                raise CallerError(f"a page of {len(view)} bytes is given; the host pool's have {sum(sizes)}")
+                raise CallerError(f"a page of {len(view)} bytes was given; the host pool's pages have {sum(sizes)}")
         starts = [sum(sizes[:group]) for group in self.parts]
         return [Buffers([view[at : at + n] for view in views]) for at, n in zip(starts, sizes, strict=True)]
 
     def blank(self) -> torch.Tensor:
-        """Room for a flat page."""
+        """Returns a new tensor for a flat page."""
         return self._memory.blank()
 
     def _check(self, pool: HostPool) -> None:
-        """The pool's first page, by the sizes that SGLang names."""
+        """Raises CallerError unless the sizes that SGLang names for the pool's first page are those of the spec."""
         for one, expected in zip(self.in_pool(self._memory.first_page()), self.page_bytes, strict=True):
             found = len(memoryview(one.pages[0])) if isinstance(one, Buffers) else expected
             if found != expected:
                 raise CallerError(
-                    f"a run of bytes of {pool.layout!r} has {found} of them, where {expected} were expected: this "
-                    "release of SGLang lays pages out otherwise; start without this storage backend"
+                    f"a run of {pool.layout!r} has {found} bytes; expected {expected}: this release of SGLang has "
+                    "another memory layout; start without this storage backend"
                 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Axes:
-    """What a run of bytes has as a page of the cluster: the numbers of its "layers", its "heads", and this rank's part
-    of both."""
+    """The axes of a run of bytes as a page of the cluster: the numbers of its "layers", its "heads", and this rank's
+    part of both."""
 
     layers: Sequence[int]
     heads: int
@@ -155,9 +155,9 @@ def _axes(pool: HostPool, heads: _Heads) -> _Axes:
 
 
 def _heads(pool: HostPool, rank: Rank, kv_heads: int) -> _Heads:
-    """Where a model has fewer KV heads than there are ranks, several hold the same one; then, and only then, a pool
-    has a single head and does not tell which. With `kv_heads` that is known; without, ranks share with the same rank
-    of engines of as many ranks."""
+    """Returns the heads that this rank holds. If a model has fewer KV heads than there are ranks, several ranks hold
+    the same head, and the pool does not tell which. `kv_heads` tells it; if that is 0, a rank with a single head shares
+    only with the same rank of engines with equally many ranks."""
     if pool.latent:
         return _Heads(1, 0, 1)
     mine, first = pool.heads, rank.tp_rank * pool.heads
@@ -172,7 +172,7 @@ def _heads(pool: HostPool, rank: Rank, kv_heads: int) -> _Heads:
         return _Heads(kv_heads, head, head + 1, beside)
     raise CallerError(
         f'"kv_heads": {kv_heads} in --hicache-storage-backend-extra-config does not fit: each of {rank.tp_size} ranks '
-        f"holds {mine}; give the KV heads of the whole model (num_key_value_heads of its config), or leave it out"
+        f"holds {mine}; give the KV heads of the whole model (num_key_value_heads in its config), or omit it"
     )
 
 
@@ -181,9 +181,9 @@ def _dtype(pool: HostPool, settings: StorageSettings) -> str:
         return pool.dtype
     if not settings.kv_cache_dtype:
         raise CallerError(
-            f"the host pool holds {pool.dtype}, which does not tell what its bytes mean (both formats of fp8 look so): "
-            'add "kv_cache_dtype" to --hicache-storage-backend-extra-config, with what --kv-cache-dtype is, such as '
-            '"fp8_e4m3"'
+            f"the host pool holds {pool.dtype}, which does not tell the format of its bytes (as with both formats of "
+            'fp8): add "kv_cache_dtype" to --hicache-storage-backend-extra-config, with the value of --kv-cache-dtype, '
+            'such as "fp8_e4m3"'
         )
     return settings.kv_cache_dtype
 
@@ -192,7 +192,7 @@ def _drafts(pool: HostPool, settings: StorageSettings) -> str:
     if not settings.draft_weights:
         raise CallerError(
             f'{pool.drafts} layers of a draft model are packed into the host pool: add "draft_weights" to '
-            "--hicache-storage-backend-extra-config, a fingerprint of its weights (that of the model's own, where they "
-            "are part of its checkpoint)"
+            "--hicache-storage-backend-extra-config, a fingerprint of its weights (the model's own fingerprint, if "
+            "they are part of its checkpoint)"
         )
     return settings.draft_weights

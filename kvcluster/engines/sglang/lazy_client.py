@@ -1,11 +1,11 @@
 """A client that connects in the background, and is not used while the coordinator does not answer.
 
-An engine must start whether or not its cluster is up. So a thread connects, as often as it takes, and ends once it has;
-from then on the client connects to what restarts by itself. SGLang calls from threads of its own, each call with a
-deadline; CallPolicy (bounded_calls.py) spares it those deadlines: after one call that the coordinator did not answer,
-all calls are misses for `retry_ms`, then one call tries again.
+An engine must start whether or not its cluster is up. So a thread tries to connect until it succeeds, and then ends;
+after that the client itself reconnects to restarted servers. SGLang calls from its own threads, each call with a
+deadline. CallPolicy (bounded_calls.py) avoids waiting for that deadline again and again: after one call that the
+coordinator did not answer, all calls are misses for `retry_ms`, then one call tries again.
 
-A call gets what is there at that moment and never waits for a connection. No failure is logged twice in a row.
+A call uses the client if there is one, and never waits for a connection. A failure is not logged twice in a row.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A client that has named its spec, and the namespace that this is for its credential."""
+    """A client whose spec the coordinator knows, and the namespace of that spec for the client's credential."""
 
     client: Client
     namespace: NamespaceId
@@ -37,8 +37,8 @@ class Connected:
 
 @dataclass(slots=True)
 class ClientCall:
-    """One call of SGLang's: the client to make it with, and what it shows of the coordinator. `failure` says why the
-    coordinator did not answer; None unless it did not."""
+    """One call of SGLang: the client to use, and whether the coordinator answered. `failure` says why the coordinator
+    did not answer; otherwise None."""
 
     client: Client
     namespace: NamespaceId
@@ -46,7 +46,7 @@ class ClientCall:
     failure: str | None = None
 
     def heard(self, ticket: Ticket) -> None:
-        """Notes whether this ticket is a coordinator's answer."""
+        """Records whether this ticket is a coordinator's answer."""
         if from_coordinator(ticket):
             self.answered = True
         else:
@@ -54,8 +54,8 @@ class ClientCall:
 
 
 def from_coordinator(ticket: Ticket) -> bool:
-    """Is it what a coordinator said? Where none could be asked, the client's own has no namespace. The reason of its
-    miss does not tell, since one that answers may say that it has lost a shard."""
+    """Whether a coordinator issued this ticket. If none could be asked, the client makes a ticket without a namespace.
+    The reason of its miss does not tell, since a coordinator that answers may report a lost shard."""
     return ticket.body.namespace != bytes(HASH_BYTES)
 
 
@@ -65,7 +65,7 @@ class LazyClient:
     def __init__(self, connect: Callable[[], Client], *, retry_ms: int) -> None:
         self._connect = connect
         self._retry_s = retry_ms / 1e3
-        # A call's own deadlines bound how long it takes: there is no patience beside them.
+        # Each call has its own deadline, so the policy needs no patience.
         self._policy = CallPolicy(patience_ns=0, failures=1, open_ns=retry_ms * 1_000_000, doublings=0)
         self._connected: Connected | None = None
         self._answers = False
@@ -79,15 +79,15 @@ class LazyClient:
         self._thread.start()
 
     def connected(self) -> Connected | None:
-        """The client; None if there is none yet, or calls are refused at this moment. Asks nothing."""
+        """Returns the client; None if there is none yet, or calls are refused now. Sends nothing."""
         with self._lock:
             refused = self._closed.is_set() or self._policy.open_for(time.monotonic_ns())
             return None if refused else self._connected
 
     @contextmanager
     def call(self) -> Iterator[ClientCall | None]:
-        """Around one call. Yields None where `connected` returns None, while another call tries whether the coordinator
-        is back, and while too many calls are under way."""
+        """Wraps one call. Yields None if `connected` returns None, while another call probes whether the coordinator is
+        back, and while too many calls are in progress."""
         call, admitted = self._admit()
         if call is None or admitted is None:
             yield None
@@ -98,13 +98,14 @@ class LazyClient:
             self._end(call, admitted)
 
     def tell(self, what: str, *, trace: bool = False) -> None:
-        """Logs a failure, but not the same twice in a row: requests come by hundreds a second."""
+        """Logs a failure, but not the same one twice in a row: there may be hundreds of requests per second."""
         if what != self._told:
             self._told = what
             _log.warning("kvcluster: %s", what, exc_info=trace)
 
     def close(self) -> None:
-        """Ends the client, if there is one. May be called again; waits for what is under way, which has deadlines."""
+        """Closes the client, if there is one. May be called again. Waits for calls in progress, which have
+        deadlines."""
         self._closed.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
@@ -132,7 +133,7 @@ class LazyClient:
             self._policy.ended(admitted)
         if call.failure is not None:
             self._answers = False
-            self.tell(f"the cluster does not answer ({call.failure}): SGLang goes on without it")
+            self.tell(f"the cluster does not answer ({call.failure}): SGLang continues without it")
         elif call.answered:
             self._found()
 
@@ -147,15 +148,15 @@ class LazyClient:
                 self._join()
                 return
             except KVClusterError as error:
-                self.tell(f"not connected yet, and SGLang runs without: {error}")
-            except Exception as error:  # a thread that dies silently is a tier that is switched off for good
-                self.tell(f"connecting failed, and will be tried again: {error!r}", trace=True)
+                self.tell(f"not connected yet, SGLang runs without the cluster: {error}")
+            except Exception as error:  # a thread that dies silently would disable the tier for good
+                self.tell(f"connecting failed and will be retried: {error!r}", trace=True)
             self._closed.wait(self._retry_s)
 
     def _join(self) -> None:
         client = self._connect()
         try:
-            # A load of nothing: what comes back is the namespace, which no block's hash can be made without.
+            # Prepare an empty load: its ticket names the namespace, which every block hash needs.
             ticket = client.prepare_load([])
             ticket.release()
             if not from_coordinator(ticket):

@@ -1,12 +1,12 @@
-"""Losses: what the pages in one engine's memory have lost, as far as they came from the cluster.
+"""Losses: how lossy the pages in one engine's host pool are, if they were loaded from the cluster.
 
-A page that was loaded after it had gone through a lossy codec lies in the host pool as any other, and what SGLang
-computes over it has lost as much. Both may be stored again, and must say so then, else they would pass for exact ones.
-SGLang tells the hashes before a page if it is told to (`hicache_storage_pass_prefix_keys`); where it does not,
-anything may have been computed over the worst page that was ever loaded.
+A page that was loaded after a lossy codec is in the host pool like any other, and KV that SGLang computes over it has
+the same loss. Both may be stored again and must then carry that loss, otherwise they would be taken for exact. SGLang
+passes the hashes before a page if it is configured to (`hicache_storage_pass_prefix_keys`); if it does not, any page
+may have been computed over the worst page that was ever loaded.
 
-The book belongs to the host pool and not to the storage, which may be detached and attached again over the same pages.
-It forgets the oldest beyond MOST, and then takes every page for as bad as the worst of those.
+The record belongs to the host pool and not to the storage backend, which may be detached and attached again over the
+same pages. Beyond MOST pages it drops the oldest, and then treats every unknown page as the worst of those dropped.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from weakref import WeakKeyDictionary
 from kvcluster.core.miss import Loss
 
 MOST = 65_536
-"""Pages: at 64 tokens each four million tokens, more than most host pools hold; some ten megabytes of keys."""
+"""Pages: at 64 tokens each four million tokens, more than most host pools hold; about ten megabytes of keys."""
 
 
 class Losses:
-    """Of the pages in one host pool, by SGLang's keys. Thread-safe."""
+    """The losses of the pages in one host pool, by SGLang's keys. Thread-safe."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
         self._known: dict[str, Loss] = {}  # the oldest first; none of them exact
-        self._forgotten = self._worst = Loss.EXACT  # of those that were dropped; and of all that there ever were
+        self._forgotten = self._worst = Loss.EXACT  # the worst of the dropped pages, and of all pages
         self._lock = threading.Lock()
 
     def note(self, keys: Iterable[str], loss: Loss) -> None:
-        """These pages have lost so much, by themselves or by what they were computed over."""
+        """Records the loss of these pages, from their own codec or from the KV that they were computed over."""
         if loss is Loss.EXACT:
             return
         with self._lock:
@@ -43,7 +43,7 @@ class Losses:
                 self._forgotten = max(self._forgotten, self._known.pop(next(iter(self._known))))
 
     def of(self, prefix: Sequence[str] | None, keys: Sequence[str]) -> Loss:
-        """The worst that these pages may have lost, which follow those of `prefix`: None where nobody knows it."""
+        """Returns the worst loss that these pages may have. `prefix` are the keys before them, None if not known."""
         with self._lock:
             if prefix is None or not self._known:
                 return self._worst
@@ -54,5 +54,5 @@ _BOOKS: WeakKeyDictionary[object, Losses] = WeakKeyDictionary()
 
 
 def book_of(pool: object) -> Losses:
-    """The book of a host pool, which lives as long as it does."""
+    """Returns the losses of a host pool, which are kept for as long as the pool exists."""
     return _BOOKS.setdefault(pool, Losses())

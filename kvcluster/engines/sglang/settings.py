@@ -1,7 +1,7 @@
-"""Settings: what `--hicache-storage-backend-extra-config` says to kvcluster, checked whole while the engine starts.
+"""Settings: kvcluster's keys in `--hicache-storage-backend-extra-config`, all checked while the engine starts.
 
-SGLang hands over one flat JSON object, in which its own keys stand beside ours. What is wrong with ours is told before
-anything is connected, and an unknown key is refused by name: one that is ignored would be found out by a hit rate.
+SGLang passes one flat JSON object that contains its own keys and ours. Mistakes in ours raise before anything connects,
+and an unknown key is refused by name: an ignored key would only show in a low hit rate.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ _SGLANG = (
     *("prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"),
     "hicache_storage_pass_prefix_keys",
 )
-"""SGLang's own keys, some of which it takes out before anybody else sees them."""
+"""SGLang's own keys, some of which it removes before it passes the object on."""
 
 _OURS = {
     "address": "host:port of the coordinator",
     "weights": "a fingerprint of the exact weights",
-    "model": "the model's name, where replicas serve it under different ones",
+    "model": "the model's name, if replicas serve it under different names",
     "token_file": "a file that holds this engine's token and nothing else",
-    "kv_cache_dtype": "what --kv-cache-dtype says, where the host pool's own dtype does not tell",
-    "kv_heads": "KV heads of the whole model, where ranks have one each",
-    "draft_weights": "a fingerprint of the draft model's weights, where its layers are packed into the host pool",
-    "rope": "the rotary settings, where the command line overrides those of the checkpoint",
-    "extra": "names and texts of anything else that KV depends on",
-    "lookup_ms": "the deadline of asking what is there",
-    "retry_ms": "how long nothing is asked of a cluster that does not answer",
+    "kv_cache_dtype": "the value of --kv-cache-dtype, if the host pool's own dtype does not tell it",
+    "kv_heads": "the number of KV heads of the whole model, if each rank has one",
+    "draft_weights": "a fingerprint of the draft model's weights, if its layers are packed into the host pool",
+    "rope": "the rotary settings, if the command line overrides those of the checkpoint",
+    "extra": "names and values of anything else that KV depends on",
+    "lookup_ms": "the deadline of a lookup, in milliseconds",
+    "retry_ms": "the time for which a cluster that did not answer is not asked again, in milliseconds",
     "client": "settings of the client: deadline_ms, connect_ms, accept, transports...",
 }
 
 
 _LOOKUP_MS = 1_000
-"""A request waits for this, and it is a question without bytes."""
+"""A request waits for the lookup, which transfers no pages."""
 
 _RETRY_MS = 1_000
-"""So long after a cluster that came back may go unused."""
+"""A cluster that is back may stay unused for this long."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageSettings:
-    """`client.deadline_ms` is that of moving one batch of pages, `lookup_ms` that of asking what is there; after a
-    cluster did not answer, nothing is asked of it for `retry_ms`. The others are told in `_OURS`."""
+    """`client.deadline_ms` is the deadline of transferring one batch of pages, `lookup_ms` that of a lookup; after the
+    cluster did not answer, it is not asked again for `retry_ms`. `_OURS` describes the others."""
 
     address: str
     weights: str
@@ -68,7 +68,8 @@ class StorageSettings:
 
 
 def read(given: Mapping[str, object], model_name: str) -> StorageSettings:
-    """The settings among SGLang's extra config. Raises ConfigError, or SpecError for weights that can move."""
+    """Returns the settings in SGLang's extra config. Raises ConfigError, or SpecError for weights that are not
+    pinned."""
     for key in given:
         if key not in _OURS and key not in _SGLANG:
             raise ConfigError(f"{_WHERE} has the unknown key {key!r}; kvcluster knows {', '.join(_OURS)}")
@@ -77,7 +78,7 @@ def read(given: Mapping[str, object], model_name: str) -> StorageSettings:
         (
             "weights",
             "a fingerprint of the exact weights, such as the commit of the checkpoint or the digest of its files: "
-            "without it KV of other weights under the same name would be taken for fresh",
+            "without it KV of other weights under the same name would be taken for this model's",
         ),
     ):
         if not given.get(key):
@@ -97,10 +98,10 @@ def read(given: Mapping[str, object], model_name: str) -> StorageSettings:
         retry_ms=_number(given, "retry_ms", _RETRY_MS, least=1),
     )
     if not settings.model:
-        raise ConfigError(f'SGLang tells no model name: give "model" in {_WHERE}, the same for all replicas')
+        raise ConfigError(f'SGLang gives no model name: add "model" to {_WHERE}, the same for all replicas')
     check_address(settings.address)
     for weights in (settings.weights, settings.draft_weights or settings.weights):
-        # The pool, and so the rest of the spec, is not known before it is registered; the texts can be judged now.
+        # The pool, and so the rest of the spec, is not known before registration; the texts can be checked now.
         KVSpec.uniform(
             model=settings.model,
             weights=weights,
@@ -131,7 +132,7 @@ def _number(given: Mapping[str, object], key: str, default: int, *, least: int) 
 def _pairs(value: object) -> tuple[tuple[str, str], ...]:
     if not isinstance(value, Mapping) or not all(isinstance(text, str) for pair in value.items() for text in pair):
         raise ConfigError(
-            f'{_WHERE}: extra must be an object of texts, such as {{"lora": "sha256:..."}}, not {value!r}'
+            f'{_WHERE}: extra must be an object of strings, such as {{"lora": "sha256:..."}}, not {value!r}'
         )
     return tuple(sorted(value.items()))
 

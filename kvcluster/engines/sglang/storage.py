@@ -1,16 +1,16 @@
 """KVClusterStorage: SGLang's storage interface over a kvcluster client.
 
-SGLang calls from threads of its own: one asks how much of a prompt is there (`batch_exists`), one loads it into the
-host pool in batches of pages (`batch_get_v1`), one stores what was computed (`batch_set_v1`). With `"interface_v1": 1`
-it names slots of the host pool, and bytes are moved from and to where they lie; without, it hands over each page as a
-flat tensor (`batch_get`, `batch_set`), which it has copied. Both are the same pages.
+SGLang calls from its own threads: one asks how much of a prompt is cached (`batch_exists`), one loads it into the host
+pool in batches of pages (`batch_get_v1`), one stores computed pages (`batch_set_v1`). With `"interface_v1": 1` SGLang
+names slots of the host pool, and bytes move directly from and to that memory; otherwise it passes a copy of each page
+as a flat tensor (`batch_get`, `batch_set`). Both are the same pages.
 
-Its keys are chained SHA-256 digests in hexadecimal, rooted in what keeps requests apart (adapter, salt); here they are
-bound to the namespace, so that a key of another model, dtype, layout or tenant names nothing.
+SGLang's keys are chained SHA-256 digests in hexadecimal, rooted in what separates requests (adapter, salt). They are
+bound to the namespace here, so that a key of another model, dtype, layout or tenant matches nothing.
 
-Mistakes are told where they can be mended: by the constructor and by registration, which end the start of the engine.
-After that nothing is raised but by `clear`, which must not claim what it did not do, and by what belongs to
-pools that were refused. Whatever else goes wrong is a miss, logged, and SGLang computes.
+The constructor and the registration raise for mistakes in the configuration, which stops the engine's start. After
+that only two things raise: `clear`, which must not report success falsely, and the methods of pools that were refused.
+Every other failure is logged and is a miss, and SGLang computes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from kvcluster.transport.base import Deadline
 
 T = TypeVar("T")
 Lie = Callable[[int, int], list[Buffers | Paged]]
-"""Where the pages from one number to another of a call lie."""
+"""Returns the memory of a call's pages from one index up to another."""
 
 
 class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
-    """What SGLang's `dynamic` storage backend makes of the keys `module_path` and `class_name`.
+    """The class that SGLang's `dynamic` storage backend loads by the keys `module_path` and `class_name`.
 
-    `storage_config` is SGLang's, with our settings among its extra config (settings.py); `options` may hold `connect`,
-    which stands in for `kvcluster.connect`. Raises ConfigError or CallerError (SpecError) where they cannot be used.
+    `storage_config` is SGLang's, with our settings in its extra config (settings.py); `options` may hold `connect`,
+    which replaces `kvcluster.connect`. Raises ConfigError or CallerError (SpecError) if they cannot be used.
     """
 
     def __init__(self, storage_config: object, options: Mapping[str, object] | None = None) -> None:
@@ -55,10 +55,11 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         self._layout: HostPoolLayout | None = None
         self._losses = Losses()
 
-    # --------------------------------------------------------------------------- what may refuse the engine's start
+    # ------------------------------------------------------------------------- methods that may stop the engine's start
 
     def register_mem_pool_host(self, mem_pool_host: object) -> None:
-        """Names the pages of this host pool, and begins to connect. Raises CallerError where they cannot be named."""
+        """Makes the spec of this host pool's pages, and begins to connect. Raises CallerError if it has no valid
+        spec."""
         self.close()
         self.mem_pool_host = mem_pool_host
         with compat.reading():
@@ -76,13 +77,13 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         self._client.start()
 
     def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: object) -> None:
-        """The pool that is registered already is named here a second time. Raises CallerError for any other."""
+        """Does nothing for the pool that is already registered. Raises CallerError for any other pool."""
         if host_pool is not self.mem_pool_host:
             self.close()
             raise _second_pool(host_pool_name)
 
     def batch_exists_v2(self, keys: Sequence[str], pool_transfers: object = None, extra_info: object = None) -> object:
-        """Raises CallerError: it is asked for second pools alone."""
+        """Raises CallerError: SGLang calls it only for second pools."""
         raise _second_pool(_names(pool_transfers))
 
     def batch_get_v2(self, transfers: object, extra_info: object = None) -> object:
@@ -93,44 +94,45 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         """As `batch_exists_v2`."""
         raise _second_pool(_names(transfers))
 
-    # --------------------------------------------------------------------------------- pages where they lie (v1)
+    # ------------------------------------------------------------------------------- pages in the host pool (v1)
 
     def batch_exists(self, keys: Sequence[str], extra_info: object = None) -> int:
-        """How many of the leading pages can be loaded."""
-        return self._guard("asking what is there", 0, lambda call: self._find(call, keys))
+        """Returns the number of leading pages that can be loaded."""
+        return self._guard("a lookup", 0, lambda call: self._find(call, keys))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: object = None) -> list[bool]:
-        """Loads pages into their slots of the host pool: which of them came. What is behind one that did not is of no
-        use to a prefix, and counts as if it had not come either."""
-        came = self._guard("loading", 0, lambda call: self._load(call, keys, self._slots(keys, host_indices)))
+        """Loads pages into their slots of the host pool. Returns for each page whether it was loaded; pages behind a
+        missing page count as missing, because a prefix cannot use them."""
+        came = self._guard("a load", 0, lambda call: self._load(call, keys, self._slots(keys, host_indices)))
         return [number < came for number in range(len(keys))]
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: object = None) -> list[bool]:
-        """Stores pages from their slots of the host pool: are they in the cluster, or being stored by somebody else?
-        The cluster tells of a batch as a whole, so that one page that was not stored counts for all of them."""
+        """Stores pages from their slots of the host pool. Returns for each page whether it is in the cluster, or
+        another client is storing it. All entries are equal: the cluster reports on a batch as a whole, so if one page
+        was not stored, all are False."""
         stored = self._rank.writer and self._guard(
-            "storing",
+            "a store",
             False,
             lambda call: self._store(call, keys, self._slots(keys, host_indices), compat.prefix_keys(extra_info)),
         )
         return [stored] * len(keys)
 
-    # ------------------------------------------------------------------------------------------- pages by copies
+    # ------------------------------------------------------------------------------------------ pages as flat tensors
 
     def exists(self, key: str) -> bool:
-        """Can this page be loaded?"""
+        """Returns whether this page can be loaded."""
         return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: object = None, target_sizes: object = None) -> torch.Tensor | None:
-        """As `batch_get`, of one page."""
+        """Does `batch_get` for one page."""
         targets = None if target_location is None else [target_location]
         return self.batch_get([key], targets)[0]
 
     def batch_get(
         self, keys: Sequence[str], target_locations: Sequence[object] | None = None, target_sizes: object = None
     ) -> list[torch.Tensor | None]:
-        """Fills flat tensors, or new ones where none are given, and returns each that is a page now; None for a page
-        that did not come and all behind it."""
+        """Loads pages into flat tensors, or into new ones if none are given, and returns them; None for a page that was
+        not loaded and for all behind it."""
         targets: list[torch.Tensor] = []
 
         def load(call: ClientCall) -> int:
@@ -138,11 +140,11 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
             targets.extend(given)  # type: ignore[arg-type]
             return self._load(call, keys, self._flat(keys, given, writable=True))
 
-        came = self._guard("loading", 0, load)
+        came = self._guard("a load", 0, load)
         return [targets[number] if number < came else None for number in range(len(keys))]
 
     def set(self, key: str, value: object = None, target_location: object = None, target_sizes: object = None) -> bool:
-        """As `batch_set`, of one page, which is `value` or else lies at `target_location`."""
+        """Does `batch_set` for one page, which is `value`, or the tensor at `target_location` if that is None."""
         return self.batch_set([key], [target_location if value is None else value])
 
     def batch_set(
@@ -152,10 +154,11 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         target_locations: Sequence[object] | None = None,
         target_sizes: object = None,
     ) -> bool:
-        """Stores flat tensors, `values` or those at `target_locations`: as `batch_set_v1`, for all of them at once."""
+        """Stores flat tensors, `values` or those at `target_locations`. Returns one result for all, as
+        `batch_set_v1`."""
         given = (target_locations if values is None else values) or []
         return self._rank.writer and self._guard(
-            "storing",
+            "a store",
             False,
             lambda call: self._store(call, keys, self._flat(keys, given, writable=False), None),
         )
@@ -163,18 +166,18 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------------ the others
 
     def clear(self) -> None:
-        """Forgets every page of this model and these weights, of all engines of this credential. Raises Unreachable
-        where that is not known to hold; SGLang reports it then as not cleared."""
+        """Purges every page of this model and these weights, of all engines of this credential. Raises Unreachable if
+        the purge is not confirmed; SGLang then reports that the storage was not cleared."""
         connected = self._client.connected() if self._client is not None else None
         if connected is None or self._layout is None:
             raise Unreachable(
-                f"there is no connection to {self._settings.address}, so nothing is known to be forgotten"
+                f"there is no connection to {self._settings.address}, so nothing was purged; try again when it answers"
             )
         spec = self._layout.spec
         connected.client.purge(model=spec.model, weights=spec.weights)
 
     def close(self) -> None:
-        """Ends the connection; every call is a miss from then on. May be called again."""
+        """Closes the connection; every later call is a miss. May be called again."""
         client, self._client = self._client, None
         if client is not None:
             client.close()
@@ -187,7 +190,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         return self._layout
 
     def _guard(self, what: str, otherwise: T, work: Callable[[ClientCall], T]) -> T:
-        """What the work returns; `otherwise` where no call can be made now, and where anything goes wrong."""
+        """Returns the result of `work`; `otherwise` if no call can be made now, or if `work` raises."""
         client = self._client
         if client is None:
             return otherwise
@@ -198,9 +201,9 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
                 return work(call)
             except CallerError as error:
                 client.tell(f"{what} failed, and is a miss: {error}")
-            except KVClusterError as error:  # it does not know us any more, or is another one
+            except KVClusterError as error:  # the coordinator refuses this client, or is another one
                 call.failure = str(error)
-            except Exception as error:  # a mistake of ours must not end a thread of SGLang's
+            except Exception as error:  # a bug of ours must not end one of SGLang's threads
                 client.tell(f"{what} failed, and is a miss: {error!r}", trace=True)
         return otherwise
 
@@ -219,13 +222,13 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         deadline, came = Deadline.after_ms(self._settings.client.deadline_ms), 0
         for start, stop in _pieces(len(keys)):
             hashes = _hashes(call, keys[start:stop])
-            into = lie(start, stop)  # a mistake shows whether or not the pages are there
+            into = lie(start, stop)  # so that a caller's mistake shows even if no page is cached
             with call.client.prepare_load(hashes, deadline_ms=_rest_ms(deadline)) as ticket:
                 call.heard(ticket)
                 if not ticket.blocks:
                     break
                 loaded = call.client.begin_load(ticket, into, deadline_ms=_rest_ms(deadline)).result()
-            # Noted before SGLang knows of any of them, and so before anything is computed over them.
+            # Record the loss before SGLang knows of these pages, and so before anything is computed over them.
             self._losses.note(keys[start : start + loaded.blocks], loaded.loss)
             came += loaded.blocks
             if came < stop:
@@ -237,7 +240,8 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         for start, stop in _pieces(len(keys)):
             before = None if prefix is None else [*prefix, *keys[:start]]
             some = keys[start:stop]
-            # What comes before tells the cluster where in a sequence these belong: which go together, which go last.
+            # The hashes before these tell the cluster where the blocks belong in a sequence, for placement and
+            # eviction.
             known = before if before is not None and len(before) + len(some) <= limits.BLOCKS_PER_CALL else []
             loss = self._losses.of(before, some)
             stored = call.client.begin_store(
@@ -249,22 +253,22 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
             ).result()
             self._losses.note(some, loss)
             there = stored.blocks + stored.deduplicated + stored.pending
-            call.answered = call.answered or there > 0  # and of a store that failed it is not known who is to blame
+            call.answered = call.answered or there > 0  # a failed store does not tell whether the coordinator answers
             if there < len(some):
                 if self._client is not None:
-                    self._client.tell(f"{there} of {len(some)} pages were stored: {stored.miss}")
+                    self._client.tell(f"only {there} of {len(some)} pages were stored: {stored.miss}")
                 return False
         return True
 
     def _slots(self, keys: Sequence[str], host_indices: torch.Tensor) -> Lie:
         step = self._pages.spec.block_tokens
         if len(host_indices) != len(keys) * step:
-            raise CallerError(f"{len(host_indices)} slots are given for {len(keys)} pages of {step} tokens")
+            raise CallerError(f"{len(host_indices)} slots were given for {len(keys)} pages of {step} tokens")
         return lambda start, stop: self._pages.in_pool(host_indices[start * step : stop * step])
 
     def _flat(self, keys: Sequence[str], pages: Sequence[object], *, writable: bool) -> Lie:
         if len(pages) != len(keys):
-            raise CallerError(f"{len(pages)} tensors are given for {len(keys)} pages")
+            raise CallerError(f"{len(pages)} tensors were given for {len(keys)} pages")
         return lambda start, stop: self._pages.flat(pages[start:stop], writable=writable)
 
 
@@ -273,13 +277,13 @@ def _hashes(call: ClientCall, keys: Sequence[str]) -> list[BlockHash]:
         digests = [bytes.fromhex(key) for key in keys]
     except ValueError:
         raise CallerError(
-            "a page's key is not hexadecimal; only the page hashes that SGLang makes are served"
+            "a page's key is not hexadecimal; only the page hashes that SGLang makes are supported"
         ) from None
     return hashing.foreign(call.namespace, digests)
 
 
 def _pieces(pages: int) -> list[tuple[int, int]]:
-    """A call's pages, as many at once as one question carries."""
+    """Splits a call's pages into ranges of at most BLOCKS_PER_CALL."""
     step = limits.BLOCKS_PER_CALL
     return [(start, min(start + step, pages)) for start in range(0, pages, step)]
 
@@ -296,6 +300,6 @@ def _names(transfers: object) -> str:
 def _second_pool(name: object) -> CallerError:
     return CallerError(
         f"SGLang keeps more than one host pool for this model (here {name}: a sliding window, recurrent state, an "
-        "indexer or a draft model of its own), and kvcluster stores the pages of full attention only: start without "
-        "what needs that pool, such as --speculative-algorithm, or without this storage backend"
+        "indexer or a separate draft model), but kvcluster stores only pages of full attention: start without the "
+        "option that needs that pool, such as --speculative-algorithm, or without this storage backend"
     )

@@ -1,11 +1,11 @@
-"""transformers: a `Cache` that begins filled with what any engine replica has computed before.
+"""transformers: a `Cache` that starts with the KV that any engine replica has computed before.
 
     client = kvcluster.connect(address, spec_of(model))
     ids = generate(client, model, input_ids, attention_mask, max_new_tokens=64)
 
-`generate` loads, generates and stores. Those who call the model themselves use its two halves,
-`PrefixCache.from_inputs` and `save`. What this engine cannot serve it refuses by name, before anything moves:
-silence would mean wrong KV, which nobody notices in the text that comes out.
+`generate` loads, generates and stores. Callers that run the model themselves use its two halves,
+`PrefixCache.from_inputs` and `save`. Unsupported models and arguments are refused by name before anything moves:
+otherwise KV could be wrong, which does not show in the generated text.
 """
 
 from kvcluster.engines.transformers.cache import PrefixCache

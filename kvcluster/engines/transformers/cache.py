@@ -1,13 +1,13 @@
-"""A transformers cache that begins with what the cluster holds, and gives back what the model adds.
+"""A transformers cache that starts with the prefix that the cluster holds, and stores what the model adds.
 
-transformers keeps one tensor `[batch, kv_heads, columns, head_dim]` a layer and plane, and one length for all rows;
-padding is on the left. In a row with `padding` columns of it, block i lies at column `padding + i * block_tokens`, so
-a block is a strided view of these tensors: it is loaded into its place and stored from it, without another copy. The
-model goes on from the column up to which every row is filled.
+transformers keeps one tensor `[batch, kv_heads, columns, head_dim]` per layer and plane, and one length for all rows;
+padding is on the left. In a row with `padding` columns of it, block i starts at column `padding + i * block_tokens`, so
+a block is a strided view of these tensors: it is loaded into it and stored from it without another copy. The model
+continues from the column up to which every row is filled.
 
 Two facts decide what may be stored. KV belongs to a row of `sequences` only while the cache's rows are those of its
-prompts; so the bookkeeping follows every operation that moves rows, and after `reorder_cache` (beams report other
-rows than they leave behind) only the prompts' KV is certain. And the last token has no KV yet.
+prompts; so the bookkeeping follows every operation that moves rows, and after `reorder_cache` (beam search returns
+other rows than it leaves in the cache) only the prompts' KV is certain. And the last token has no KV yet.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline, Unavailable
 
 DEADLINE_MS: float = ClientConfig().deadline_ms
-"""Of one `from_inputs` or `save`, however many rows it has."""
+"""Deadline of one `from_inputs` or `save` in milliseconds, however many rows it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """One row of `input_ids`: its columns, of which the first `padding` hold no token, and its full blocks."""
+    """One row of `input_ids`: its columns, of which the first `padding` hold no token, and the hashes of its full
+    blocks."""
 
     columns: list[int]
     padding: int
@@ -51,10 +52,10 @@ class _Prompt:
 class PrefixCache(DynamicCache):
     """A DynamicCache that holds the cached prefix of its prompts. Made by `from_inputs`; `save` stores the rest.
 
-    `cached_tokens` says for each row of the inputs how many of its tokens need no computing, `misses` why the
-    cluster had no more of it: None where it had every full block. Rows of one batch go on from one column, so the
-    row with the shortest prefix (padding counted) decides for all. `losses` are what the loaded prefixes have lost at
-    worst, and so what is computed over them.
+    For each row of the inputs, `cached_tokens` is the number of its tokens that need not be computed, and `misses` says
+    why the cluster had no more: None if it had every full block. Rows of one batch continue from one column, so the row
+    with the shortest prefix (padding counted) decides for all. `losses` are the worst losses of the loaded prefixes,
+    and so of the KV that is computed over them.
     """
 
     def __init__(self, client: Client, model: PreTrainedModel, prompts: Sequence[_Prompt], salt: bytes) -> None:
@@ -66,8 +67,8 @@ class PrefixCache(DynamicCache):
         self._salt = salt
         self._prompts = prompts
         self._row_prompts = list(range(len(prompts)))  # which prompt each row of the tensors continues
-        self._reordered = False  # rows may continue their prompts in another way than `sequences` will show
-        self._shared: set[BlockHash] = set()  # blocks that the cluster has, as far as we know
+        self._reordered = False  # rows may continue their prompts with other tokens than `sequences` will show
+        self._shared: set[BlockHash] = set()  # blocks that the cluster is known to have
 
     @classmethod
     def from_inputs(
@@ -83,11 +84,11 @@ class PrefixCache(DynamicCache):
         """Loads the cached prefix of every row; at least one token of each is left to compute.
 
         `input_ids` and `attention_mask` are integers `[batch, columns]` as `generate` takes them, padded on the left;
-        without a mask, padding is told as `generate` tells it, by the pad token. Pass both to `model.generate`
-        together with this as `past_key_values`; for beams or several sequences a prompt call
-        `batch_repeat_interleave` first. Whoever calls the model without `generate` must count each row's position
-        ids from its first token. `salt` keeps apart who must not share. Raises CallerError, before anything moves,
-        where the model, its inputs or the client's spec cannot be served; trouble of the cluster is a miss.
+        without a mask, padding is found by the pad token, as `generate` does. Pass both to `model.generate` together
+        with this cache as `past_key_values`; for beams or several sequences per prompt call `batch_repeat_interleave`
+        first. Callers that run the model without `generate` must count each row's position ids from its first token.
+        Requests share KV only under the same `salt`. Raises CallerError, before anything moves, if the model, its
+        inputs or the client's spec are not supported; a failure of the cluster is a miss.
         """
         check_spec(client.spec, model)
         paddings = _paddings(model, input_ids, attention_mask)
@@ -110,12 +111,12 @@ class PrefixCache(DynamicCache):
         eos_token_id: int | Sequence[int] | None = None,
         deadline_ms: float = DEADLINE_MS,
     ) -> Stored:
-        """Stores every full block whose KV is here and that the cluster is not known to have, and waits for it.
+        """Stores every full block in this cache that the cluster is not known to have, and waits for the stores.
 
         `sequences` are the token ids `[rows, columns]` of the cache's rows, padding and prompt first, as `generate`
-        returns them. What follows the first `eos_token_id` behind a prompt is filler and left out. After
-        `reorder_cache` (beams) only the prompts' blocks are stored. Raises CallerError where `sequences` does not
-        continue these prompts; trouble of the cluster is a Stored with fewer blocks.
+        returns them. Tokens after the first `eos_token_id` behind a prompt are filler and are not stored. After
+        `reorder_cache` (beams) only the prompts' blocks are stored. Raises CallerError if `sequences` does not
+        continue these prompts; a failure of the cluster shows as a Stored with fewer blocks.
         """
         if getattr(sequences, "ndim", 0) != 2:
             raise CallerError("sequences must be token ids [rows, columns], as generate returns them")
@@ -161,13 +162,17 @@ class PrefixCache(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        # Rows that hold nothing but their prompts are certain again.
+        # Rows that hold only their prompts are certain again.
         self._reordered = self._reordered and self.get_seq_length() > self._prompt_columns
 
     def activate_past_recording(self) -> None:
-        """Refuses assisted decoding, which calls this first and then computes the whole prompt over a filled cache."""
+        """Raises CallerError if the cache holds part of the prompts: assisted decoding calls this first, and then
+        computes the whole prompt behind that part."""
         if 0 < self.get_seq_length() < self._prompt_columns:
-            raise CallerError("assisted decoding would compute the prompt a second time, behind the KV that is loaded")
+            raise CallerError(
+                "assisted decoding would compute the prompt a second time behind the loaded KV; use model.generate "
+                "without the prefix cache"
+            )
         super().activate_past_recording()  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrefixCache:
@@ -182,7 +187,8 @@ class PrefixCache(DynamicCache):
         return len(self._prompts[0].columns)
 
     def _rows(self) -> list[int]:
-        """The prompt of each row. `generate` repeats the rows of an empty cache without a word; the tensors show it."""
+        """Returns the prompt's index for each row. `generate` repeats the rows of an empty cache without notice, so the
+        number of repeats comes from the tensors."""
         known = len(self._row_prompts)
         rows = planes(layers(self)[0])[0].shape[0] if self.get_seq_length() else known
         repeats, rest = divmod(rows, known)
@@ -208,7 +214,7 @@ class PrefixCache(DynamicCache):
                 return
             self._allocate(model, max(p.padding + n * step for p, n in zip(self._prompts, wanted, strict=True)))
 
-            # A hash names all that precedes it: rows that want the same last block want the same blocks, moved once.
+            # A hash covers all tokens before it: rows with the same last block have the same blocks, loaded once.
             leaders: dict[BlockHash, int] = {}
             transfers: dict[int, Transfer[Loaded]] = {}
             for row in sorted(range(len(wanted)), key=lambda row: -wanted[row]):
@@ -238,13 +244,15 @@ class PrefixCache(DynamicCache):
         self._begin_at(model, self._filled(wanted))
 
     def _filled(self, blocks: Sequence[int]) -> int:
-        """Columns that are there in every row with so many blocks, one token a row left to compute."""
+        """Returns the number of columns that are filled in every row if row i has `blocks[i]` blocks, with at least one
+        token per row left to compute."""
         step = self._client.spec.block_tokens
         ends = [prompt.padding + count * step for prompt, count in zip(self._prompts, blocks, strict=True)]
         return min(self._prompt_columns - 1, *ends)
 
     def _allocate(self, model: PreTrainedModel, columns: int) -> None:
-        """Tensors in CPU memory, where blocks arrive. Padding is zeroed: it is masked, but NaN would pass a mask."""
+        """Allocates the layers in CPU memory, where blocks arrive. Zeroes the padding: it is masked, but a mask does
+        not stop NaN."""
         (group,) = self._client.spec.groups
         like = torch.empty(0, dtype=model.dtype, device=model.device)
         shape = (len(self._prompts), group.heads, columns, group.planes[0].dim)
@@ -256,7 +264,7 @@ class PrefixCache(DynamicCache):
                     tensor[row, :, : prompt.padding] = 0
 
     def _begin_at(self, model: PreTrainedModel, columns: int) -> None:
-        """What lies behind `columns` is cut off; where no row has a token left, the cache is as good as new."""
+        """Cuts the cache off behind `columns` and moves it to the model's device. Resets it if no row keeps a token."""
         self.cached_tokens = [max(0, columns - prompt.padding) for prompt in self._prompts]
         for layer in layers(self):
             layer.keys, layer.values = (tensor[:, :, :columns].to(model.device) for tensor in planes(layer))
@@ -271,7 +279,8 @@ class PrefixCache(DynamicCache):
                 tensor[row, :, start : start + tokens] = tensor[leader, :, source : source + tokens]
 
     def _pages(self, row: int, column: int, blocks: int) -> Paged:
-        """Blocks of one row from a column on, as views: each plane `[blocks, block_tokens, kv_heads, head_dim]`."""
+        """Returns blocks of one row from a column on as views: each plane `[blocks, block_tokens, kv_heads,
+        head_dim]`."""
         step = self._client.spec.block_tokens
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
@@ -281,7 +290,7 @@ class PrefixCache(DynamicCache):
         return Paged([tuple(view(tensor) for tensor in planes(layer)) for layer in layers(self)], range(blocks))
 
     def _chains(self, sequences: list[list[int]], ends: set[int]) -> Iterator[tuple[int, int, list[int]]]:
-        """Rows of the cache, their padding, and the tokens whose KV they are known to hold."""
+        """Yields rows of the cache, their padding, and the tokens whose KV they are known to hold."""
         rows, length, width = self._rows(), self.get_seq_length(), self._prompt_columns
         expected = [self._prompts[prompt].columns for prompt in rows]
         heads = [sequence[:width] for sequence in sequences]
@@ -303,7 +312,8 @@ class PrefixCache(DynamicCache):
 def _hashes(
     client: Client, rows: Sequence[list[int]], salt: bytes, deadline: Deadline
 ) -> tuple[list[list[BlockHash]], Miss | None]:
-    """Hashes of each row's full blocks, as many as one call takes; all empty where the cluster cannot be asked."""
+    """Returns the hashes of each row's full blocks, at most BLOCKS_PER_CALL; all empty, with the miss, if the cluster
+    does not answer."""
     try:
         return [
             client.hashes(tokens, salt=salt, deadline_ms=_rest_ms(deadline))[: limits.BLOCKS_PER_CALL]
@@ -318,7 +328,8 @@ def _rest_ms(deadline: Deadline) -> float:
 
 
 def _paddings(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
-    """Columns of padding in front of each row. Raises CallerError where the inputs are not what `generate` takes."""
+    """Returns the number of padding columns before each row. Raises CallerError for inputs that `generate` does not
+    take, or with padding elsewhere."""
     if getattr(input_ids, "ndim", 0) != 2 or input_ids.is_floating_point() or not input_ids.numel():
         raise CallerError("input_ids must be integers [batch, columns], at least one of each")
     if attention_mask is None:
@@ -329,9 +340,11 @@ def _paddings(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: t
     if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask.any(1).all()):
         raise CallerError("attention_mask must be 0 and 1, with at least one 1 in every row")
     if not bool(mask[:, -1].all()):
-        raise CallerError("padding on the right is not served: give the tokenizer padding_side='left'")
+        raise CallerError("padding on the right is not supported: give the tokenizer padding_side='left'")
     if bool((mask.diff(dim=1) < 0).any()):
-        raise CallerError("attention_mask has holes: KV behind a masked token is not that of its prefix")
+        raise CallerError(
+            "attention_mask has holes: KV behind a masked token is not that of its prefix; mask only the left padding"
+        )
     return (mask == 0).sum(1).tolist()
 
 

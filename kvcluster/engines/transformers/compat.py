@@ -1,8 +1,8 @@
-"""What this engine must know of transformers' inside: which models and which ways to generate it can serve.
+"""All use of transformers' internals: the models and the ways to generate that this engine supports.
 
-Both are lists of what is understood, never of what is known to be bad: a layer type, a rope, a generation mode or
-a model input that comes with a later release is refused by name until somebody has looked at it. `Any` lives here:
-configs hold whatever their model wants.
+Layer types and arguments of `generate` are allow lists: one that a later release adds is refused by name until it has
+been reviewed. Rope types and generation modes that cannot work are listed by name. `Any` lives here: a config holds
+whatever its model needs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from transformers.cache_utils import DynamicLayer
 
 from kvcluster.errors import CallerError
 
-# These give a token other frequencies when the text around it grows longer, so its KV is no function of its prefix.
+# These change a token's frequencies when the text grows longer, so its KV does not depend on its prefix alone.
 _MOVING_ROPES = ("dynamic", "longrope")
 
-# Each makes `generate` fill the cache in another way than prompt first, then token by token, or not use it at all.
+# With each of these, `generate` does not fill the cache prompt first and then token by token, or does not use it.
 _OTHER_GENERATION = (
     "assistant_early_exit",
     "assistant_model",
@@ -40,30 +40,30 @@ _PLAIN_KWARGS = frozenset({"logits_to_keep", "tokenizer"})
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """The part of a model's config that describes its decoder."""
+    """Returns the part of a model's config that describes its decoder."""
     return model.config.get_text_config(decoder=True)
 
 
 def layers(cache: DynamicCache) -> list[DynamicLayer]:
-    """The layers of a cache whose model has passed `check_model`."""
+    """Returns the layers of a cache whose model has passed `check_model`."""
     return cast(list[DynamicLayer], cache.layers)
 
 
 def planes(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a layer that is filled, each `[rows, kv_heads, columns, head_dim]`."""
+    """Returns K and V of a filled layer, each `[rows, kv_heads, columns, head_dim]`."""
     assert layer.keys is not None and layer.values is not None
     return layer.keys, layer.values
 
 
 def check_model(model: PreTrainedModel, adapter: str) -> None:
-    """Raises CallerError, naming the trait, where the model's KV is not plain KV that follows from the prefix alone."""
+    """Raises CallerError, naming the trait, if the model's KV is not plain KV that depends on the prefix alone."""
     for trait in _traits(model, text_config(model), adapter):
         raise CallerError(f"{type(model).__name__} cannot use the prefix cache: {trait}")
 
 
 def _traits(model: PreTrainedModel, config: Any, adapter: str) -> Iterator[str]:
     if model.config.is_encoder_decoder:
-        yield "it is an encoder-decoder model; only decoder-only models are served"
+        yield "it is an encoder-decoder model; only decoder-only models are supported"
     if not model.can_generate() or not getattr(config, "is_causal", True):
         yield "it is no causal language model; load it with AutoModelForCausalLM"
     if model.training:
@@ -72,21 +72,21 @@ def _traits(model: PreTrainedModel, config: Any, adapter: str) -> Iterator[str]:
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         yield "autocast is on, so its KV is not of model.dtype; load the model in the dtype that you want"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1 or (getattr(model, "tp_size", None) or 1) > 1:
-        yield "it is spread over several devices; only a model on one device is served"
+        yield "it is spread over several devices; only a model on one device is supported"
     if getattr(model, "peft_config", None) and not adapter:
-        yield "it carries an adapter, which changes KV; give its content hash as adapter= to spec_of"
+        yield "it has an adapter, which changes KV; give its content hash as adapter= to spec_of"
     if getattr(config, "kv_lora_rank", None):
-        yield "it keeps latent KV (MLA), which is not served yet"
+        yield "it keeps latent KV (MLA), which is not supported yet"
     if not getattr(config, "num_attention_heads", None):
         yield "it has no attention heads, so no KV"
     names = getattr(config, "layer_types", None)
     for i, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) is not DynamicLayer:
             kind = names[i] if names else type(layer).__name__
-            yield f"layer {i} is {kind}; only full attention in every layer is served"
+            yield f"layer {i} is {kind}; only full attention in every layer is supported"
     for rope in _rope_types(getattr(config, "rope_parameters", None)):
         if rope in _MOVING_ROPES:
-            yield f"rope type {rope!r} gives a token other KV as the text grows; use a fixed one such as yarn"
+            yield f"rope type {rope!r} changes a token's KV as the text grows; use a fixed one such as yarn"
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:
@@ -98,21 +98,22 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 
 
 def check_inputs(model: PreTrainedModel, input_ids: torch.Tensor) -> None:
-    """Raises CallerError where token ids stand for an image, video or sound, whose content no hash here covers."""
+    """Raises CallerError if a token id stands for an image, video or sound, whose content no block hash covers."""
     for key, token in vars(model.config).items():
         medium = next((m for m in ("image", "video", "audio") if m in key), None)
         named = key.endswith(("_token_id", "_token_index"))
         if medium and named and isinstance(token, int) and bool((input_ids == token).any()):
             raise CallerError(
-                f"input_ids holds token {token} ({key}): what it stands for is not in the token ids, so two different "
+                f"input_ids holds token {token} ({key}): its content is not in the token ids, so two different "
                 f"{medium}s would share KV; call model.generate without the prefix cache"
             )
 
 
 class Generation:
-    """How `generate` will read its arguments: keywords first, then its generation_config, then the model's own.
+    """Reads arguments as `generate` does: keywords first, then the generation_config passed to it, then the model's
+    own.
 
-    Raises CallerError naming an argument that this engine does not understand.
+    Raises CallerError, naming the argument, for one that this engine does not support.
     """
 
     def __init__(self, model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
@@ -124,13 +125,13 @@ class Generation:
             if kwargs[name] is not None and name not in known:
                 raise CallerError(
                     f"generate() cannot take {name} with the prefix cache: KV that depends on more than token ids "
-                    "has no name in the cluster; call model.generate without it"
+                    "cannot be cached; call model.generate without the prefix cache"
                 )
         for name in _OTHER_GENERATION:
             if self.option(name):
                 raise CallerError(
-                    f"generate() cannot take {name}={self.option(name)!r:.40} with the prefix cache: it serves greedy "
-                    "search, sampling, beam search and beam sampling over its own cache"
+                    f"generate() cannot take {name}={self.option(name)!r:.40} with the prefix cache: it supports "
+                    "greedy search, sampling, beam search and beam sampling over its own cache"
                 )
         if (self.option("num_beam_groups") or 1) > 1:
             raise CallerError("generate() cannot take num_beam_groups with the prefix cache; use plain beams")
@@ -144,16 +145,17 @@ class Generation:
 
     @property
     def repeats(self) -> int:
-        """Rows that `generate` makes of each row of its input."""
+        """The number of rows that `generate` makes of each row of its input."""
         return max(self.option("num_beams") or 1, self.option("num_return_sequences") or 1)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """What ends a row; behind it `generate` pads."""
+        """The tokens that end a row; `generate` pads behind them."""
         return _ids(self.option("eos_token_id"))
 
     def attention_mask(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The mask that `generate` infers where none is given: padding is the pad token, unless that also ends text."""
+        """Returns the mask that `generate` infers if none is given: padding is the pad token, unless that is also an
+        end token."""
         pad = self.option("pad_token_id")
         if pad is None or pad in self.eos_token_ids or not bool((input_ids == pad).any()):
             return torch.ones_like(input_ids)

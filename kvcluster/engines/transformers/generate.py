@@ -1,4 +1,4 @@
-"""`model.generate` with the cluster's cache around it: load, generate, store."""
+"""Wraps `model.generate`: loads the cached prefix, generates, and stores the new KV."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def generate(
     deadline_ms: float = DEADLINE_MS,
     **generate_kwargs: Any,
 ) -> Any:
-    """What `model.generate` returns, computed from the cached prefix of each row; what was computed is stored.
+    """Returns what `model.generate` returns, computed from the cached prefix of each row, and stores the computed KV.
 
-    Takes what `model.generate` takes for a text model, padded on the left, and refuses by name with CallerError,
-    before anything moves, what would fill the cache in another way (assisted decoding, contrastive search, static
-    or quantised caches) or make KV depend on more than token ids (images, `inputs_embeds`, `position_ids`). Hidden
-    states and attentions, where asked for, are those of the computed tokens only. `deadline_ms` bounds the loading
-    and the storing, each by itself; trouble of the cluster costs time, never the answer.
+    Takes the arguments of `model.generate` for a text model, padded on the left. Raises CallerError, naming the
+    argument and before anything moves, for those that would fill the cache in another way (assisted decoding,
+    contrastive search, static or quantised caches) or make KV depend on more than token ids (images, `inputs_embeds`,
+    `position_ids`). Hidden states and attentions, if requested, are those of the computed tokens only. `deadline_ms`
+    bounds loading and storing separately; a failure of the cluster costs time, never the answer.
     """
     if "past_key_values" in generate_kwargs:
         raise CallerError("generate() brings its own past_key_values; use PrefixCache to hold the cache yourself")

@@ -1,10 +1,10 @@
 """The KVSpec of a transformers model: what must match for its KV to be reusable.
 
-`layers, heads, dim, dtype` come from the config and are held against one token's real KV, because configs do not
-always say it (some models share one KV head in an attribute of their own). `weights` is a digest of the weights
+Layers, heads, dim and dtype come from the config and are checked against one token's real KV, because configs do not
+always tell them (some models share one KV head through an attribute of their own). `weights` is a digest of the weights
 themselves, so that a model trained further under its old name is another model; `rope` is the rotary settings as
-text; `extra` carries a digest of every other setting that may change KV, such as a norm's epsilon. How attention is
-computed is left out: implementations differ by float rounding, as batch sizes do.
+text; `extra` holds a digest of every other setting that may change KV, such as a norm's epsilon. The attention
+implementation is left out: implementations differ only by float rounding, as batch sizes do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcluster.errors import CallerError
 
 _ROPE = ("rope_parameters", "max_position_embeddings")
 
-# Settings that change no KV. One that is missing here costs a miss between replicas that differ in it, no more.
+# Settings that do not change KV. If one is missing here, replicas that differ in it miss each other's KV.
 _IRRELEVANT = """
     architectures attention_dropout bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eos_token_id
     finetuning_task id2label initializer_range is_decoder is_encoder_decoder label2id output_attentions
@@ -38,12 +38,12 @@ def spec_of(
     block_tokens: int = 16,
     name: str | None = None,
 ) -> KVSpec:
-    """The spec under which this model's KV is cached. Runs the model on one token.
+    """Returns the spec under which this model's KV is cached. Runs the model on one token.
 
     `weights` is a digest or commit that pins the weights; without it they are all read (`fingerprint`, about a second
-    a gigabyte). `adapter` is the content hash of the LoRA in use. `name` replaces the class name as `spec.model`; all
-    replicas must give the same. Raises CallerError naming what cannot be cached: layers other than full attention,
-    encoder-decoder models, latent KV, rotary settings that move with the length.
+    per gigabyte). `adapter` is the content hash of the LoRA in use. `name` replaces the class name as `spec.model`; all
+    replicas must give the same. Raises CallerError, naming the trait, for models that cannot be cached: layers other
+    than full attention, encoder-decoder models, latent KV, rotary settings that change with the length.
     """
     check_model(model, adapter)
     config = text_config(model)
@@ -63,7 +63,7 @@ def spec_of(
 
 
 def groups(model: PreTrainedModel) -> tuple[Group, ...]:
-    """The layers and planes that a model's config tells of: every layer alike, K and V."""
+    """Returns the layers and planes according to a model's config: one group of equal layers, with K and V."""
     config = text_config(model)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -74,10 +74,11 @@ def groups(model: PreTrainedModel) -> tuple[Group, ...]:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of all parameters and persistent buffers, in order of their names.
+    """Returns SHA-256 over the names, dtypes, shapes and bytes of all parameters and persistent buffers, sorted by
+    name.
 
-    What is tied is read once, under its first name. It is computed anew each time, because weights change in place.
-    Raises CallerError where the weights are not in memory.
+    Tied tensors are read once, under their first name. Nothing is cached, because weights change in place. Raises
+    CallerError if the weights are not in memory.
     """
     digest = hashlib.sha256(b"kvcluster-weights-v1")
     first_names: dict[object, str] = {}
@@ -94,11 +95,11 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def check_spec(spec: KVSpec, model: PreTrainedModel) -> None:
-    """Raises CallerError where KV of this spec does not fit into the model. Moves nothing, reads no weights."""
+    """Raises CallerError if KV of this spec does not fit into the model. Moves nothing, reads no weights."""
     check_model(model, spec.adapter)
     if spec.groups != groups(model):
         raise CallerError(
-            f"the client's spec is of {_shape(spec.groups)}, but {type(model).__name__} has {_shape(groups(model))}; "
+            f"the client's spec has {_shape(spec.groups)}, but {type(model).__name__} has {_shape(groups(model))}; "
             "connect with spec_of(model)"
         )
 
@@ -113,7 +114,7 @@ def _check_real_kv(model: PreTrainedModel, spec: KVSpec) -> None:
 
 
 def check_kv(cache: DynamicCache, spec: KVSpec) -> None:
-    """Raises CallerError where a cache that the model has filled does not hold the KV that the spec tells of."""
+    """Raises CallerError if a cache that the model has filled does not hold KV of the spec's shape and dtype."""
     (group,) = spec.groups
     for i, layer in enumerate(layers(cache)):
         if layer.keys is None:

@@ -1,8 +1,8 @@
 """Asks the coordinator how far a prompt is cached, without ever blocking the engine's scheduler.
 
-A lookup runs on a thread of its own, and the scheduler looks at it with every step. While the coordinator answers, a
-request waits for its lookup, at most for the patience. After failures in a row (bounded_calls.py) requests go on
-without the cluster at once, and a probe that no request waits for finds out when the coordinator answers again.
+A lookup runs on its own thread, and the scheduler polls it in every step. While the coordinator answers, a request
+waits for its lookup, at most for the patience. After consecutive failures (bounded_calls.py) requests continue without
+the cluster at once, until a probe that no request waits for finds that the coordinator answers again.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Unavailable
 
 _NO_ANSWER = (MissReason.DEADLINE, MissReason.SHARD_LOST)
-"""Misses that say that the coordinator did not answer."""
+"""Reasons of misses which mean that the coordinator did not answer."""
 
 _THREADS = 2
 """One makes a prompt's hashes while the other waits for the coordinator."""
 
 Ask = Callable[[], tuple[Client, Sequence[BlockHash], str]]
-"""Makes the hashes to be asked for, on the lookup's thread: which client asks, what, and for which adapter."""
+"""Called on the lookup's thread. Returns the client that asks, the block hashes to look up, and the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
-    """What a lookup came to. Without a ticket there is nothing to load, and `miss` says why."""
+    """The result of a lookup. Without a ticket there is nothing to load, and `miss` says why."""
 
     hashes: Sequence[BlockHash] = ()
     ticket: Ticket | None = None
@@ -38,11 +38,11 @@ class LookupAnswer:
 
 
 PendingLookup = Call[LookupAnswer]
-"""One request's lookup. Its request calls `leave` when it needs it no more, which releases the ticket."""
+"""One request's lookup. The request calls `leave` when it no longer needs it, which releases the ticket."""
 
 
 class AsyncLookups:
-    """Of one scheduler. Every method belongs to the scheduler's thread and returns at once."""
+    """The lookups of one scheduler. Every method is called on the scheduler's thread and returns at once."""
 
     def __init__(self, patience_ns: int) -> None:
         self._patience_ns = patience_ns
@@ -52,16 +52,16 @@ class AsyncLookups:
 
     @property
     def healthy(self) -> bool:
-        """Does the coordinator answer, by what the last calls of `tend` have heard?"""
+        """Whether the coordinator answers, according to the lookups that the last calls of `tend` saw."""
         return self._calls.healthy
 
     def begin(self, ask: Ask, now: int) -> PendingLookup | Miss | None:
-        """Starts a lookup. Returns the miss in its place while the coordinator does not answer, and None while too many
-        lookups are under way: ask again with the next step."""
+        """Starts a lookup. Returns a Miss instead while the coordinator does not answer, and None while too many
+        lookups are in progress: the caller asks again in the next step."""
         return self._calls.start(lambda call: self._run(call, ask), now)
 
     def look(self, lookup: PendingLookup, now: int) -> LookupAnswer | None:
-        """The answer; None while the request has to wait for it. After the patience, an answer without a ticket."""
+        """Returns the answer; None while the request must wait for it. After the patience, an answer without ticket."""
         if lookup.done.done():
             self._calls.tend(now)
             return lookup.result or LookupAnswer()
@@ -71,14 +71,14 @@ class AsyncLookups:
         return LookupAnswer(miss=Miss(MissReason.DEADLINE, "the lookup took too long"))
 
     def tend(self, now: int) -> None:
-        """To be called with every step: notes what lookups that are done say of the coordinator."""
+        """Called in every step: records from the finished lookups whether the coordinator answers."""
         self._calls.tend(now)
 
     def close(self) -> None:
         self._calls.close()
 
     def _run(self, call: PendingLookup, ask: Ask) -> LookupAnswer:
-        """On the lookup's thread. Catches everything: the request waits for an answer."""
+        """Runs on the lookup's thread. Catches every exception, because the request waits for the result."""
         call.asking = True
         try:
             client, hashes, adapter = ask()

@@ -1,8 +1,8 @@
-"""What this connector must know of vLLM's inside, for the releases that the compatibility table in docs/vllm.md names.
+"""All use of vLLM's internals, for the releases in the compatibility table of docs/vllm.md.
 
-Everything here reads vLLM's objects and gives back our own values; nothing else of the connector looks inside them, so
-that what changes in a release changes here. What can be served is a list of what is understood: a kind of layer, of KV
-or of parallelism that comes with a later release is refused by name until somebody has looked at it. `Any` lives here.
+Every function here reads vLLM's objects and returns values of our own; no other module of the connector reads those
+objects, so a change in a release changes only this module. The supported engines are an allow list: a kind of layer, of
+KV or of parallelism that a later release adds is refused by name until it has been reviewed. `Any` lives here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvcluster.engines.vllm.kv_format import KVFormat, kv_format
 from kvcluster.errors import CallerError
 
 NULL_BLOCK = 0
-"""The number that stands in a block table for a block which the engine no longer keeps, or never had."""
+"""The number in a block table for a block that the engine no longer keeps, or never had."""
 
 _CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
 
@@ -37,9 +37,9 @@ _IRRELEVANT = """
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What KV of one engine is: `groups` of the whole model, and for each the part that one rank holds and how its
-    blocks are ordered. `layers` are the engine's names of a group's layers, in the order of `groups[i].layers`; `dims`
-    are the dimensions of K and of V of one head."""
+    """The KV of one engine: the `groups` of the whole model, and for each group the part that one rank holds and the
+    byte order of its blocks (`formats`). `layers` are the engine's names of a group's layers, in the order of
+    `groups[i].layers`; `dims` are the dimensions of K and of V of one head."""
 
     block_tokens: int
     groups: tuple[Group, ...]
@@ -50,13 +50,14 @@ class Layout:
 
     @property
     def may_fail_in_part(self) -> bool:
-        """Can the engine go on from a load of which only the first blocks came? With several block tables it cannot:
-        it takes back the whole request, and only where the load is not within a forward pass."""
+        """Whether the engine can continue from a load of which only the first blocks came. With several block tables it
+        cannot: it rolls back the whole request, and only if the load is not within a forward pass."""
         return len(self.groups) == 1 and self.groups[0].reuse == PREFIX
 
 
 def layout(config: Any, kv: Any) -> Layout:
-    """Of a VllmConfig and a KVCacheConfig. Raises CallerError, naming the trait, for what is not served."""
+    """Returns the layout for a VllmConfig and a KVCacheConfig. Raises CallerError, naming the trait, if the engine is
+    not supported."""
     for trait in _traits(config, kv):
         raise CallerError(f"kvcluster does not serve this engine: {trait}")
     tp = config.parallel_config.tensor_parallel_size
@@ -72,7 +73,7 @@ def layout(config: Any, kv: Any) -> Layout:
         planes = of_kernel.planes(heads=heads, block_tokens=spec.block_size, dims=of_head, dtype=dtype)
         slides = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
         group = Group(tuple(extract_layer_index(name) for name in layers), planes, window(slides) if slides else PREFIX)
-        first = rank * heads // tp  # where ranks outnumber heads, neighbours hold the same one
+        first = rank * heads // tp  # with more ranks than heads, neighbouring ranks hold the same head
         groups.append(group)
         parts.append(Part(0, len(layers), first, first + spec.num_kv_heads))
         names.append(tuple(layers))
@@ -85,14 +86,14 @@ def layout(config: Any, kv: Any) -> Layout:
 def _traits(config: Any, kv: Any) -> Iterator[str]:
     parallel, cache = config.parallel_config, config.cache_config
     if parallel.pipeline_parallel_size > 1:
-        yield "it is spread over pipeline ranks; use --tensor-parallel-size"
+        yield "it uses pipeline ranks; use --tensor-parallel-size"
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             yield f"{name} is {getattr(parallel, name)}; only 1 is served"
     if cache.enable_prefix_caching and cache.prefix_caching_hash_algo not in _CRYPTOGRAPHIC:
         yield (
             f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo}, which is not cryptographic: a collision in "
-            f"this engine would reach all others; use --prefix-caching-hash-algo {_CRYPTOGRAPHIC[0]}"
+            f"this engine would spread to all others; use --prefix-caching-hash-algo {_CRYPTOGRAPHIC[0]}"
         )
     heads, tp = config.model_config.get_total_num_kv_heads(), parallel.tensor_parallel_size
     if not kv.kv_cache_groups:
@@ -118,8 +119,9 @@ def _traits(config: Any, kv: Any) -> Iterator[str]:
 
 
 def views(kv_caches: Mapping[str, torch.Tensor], layout: Layout, number: int) -> list[Any]:
-    """The KV of group `number` as `Paged.layers` wants it, out of the engine's tensors `[blocks, heads, tokens, dim of
-    K + dim of V]`, one a layer. Raises CallerError for tensors of another shape or of strides that are not known."""
+    """Returns the KV of group `number` in the form of `Paged.layers`, from the engine's tensors `[blocks, heads,
+    tokens, dim of K + dim of V]`, one per layer. Raises CallerError for tensors of another shape or with unknown
+    strides."""
     k_dim, v_dim = layout.dims[number]
     out: list[Any] = []
     for name in layout.layers[number]:
@@ -144,8 +146,8 @@ def _unknown(name: str, cache: torch.Tensor, layout: Layout, number: int) -> Cal
 
 
 def extra_keys(request: Any, block_tokens: int, first: int, stop: int) -> dict[int, bytes]:
-    """What blocks `first` to `stop` depend on beside their tokens, as the engine's own prefix cache knows it: images
-    and embeddings. Adapter and salt are in our hashes in another way."""
+    """Returns by block number what blocks `first` to `stop` depend on besides their tokens, as in the engine's own
+    prefix cache: images and embeddings. Adapter and salt are in our hashes in another way."""
     if not request.mm_features and getattr(request, "prompt_embeds", None) is None:
         return {}
     found: dict[int, bytes] = {}
@@ -158,73 +160,74 @@ def extra_keys(request: Any, block_tokens: int, first: int, stop: int) -> dict[i
 
 
 def is_private(request: Any) -> bool:
-    """Does its KV follow from more than what it can be hashed by, or will nobody go on from it?"""
+    """Whether a request's KV is not cached: it depends on more than its hashes cover, or no request continues from
+    it."""
     in_place = request.lora_request is not None and getattr(request.lora_request, "load_inplace", False)
     return in_place or request.pooling_params is not None or getattr(request, "resumable", False)
 
 
 def reads_cache(request: Any) -> bool:
-    """May the request go on from KV that it has not computed? Not where it wants the logprobs of its prompt."""
+    """Whether the request may continue from cached KV. It may not if it wants the logprobs of its prompt."""
     return not getattr(request, "skip_reading_prefix_cache", False)
 
 
 def adapter(request: Any) -> tuple[int, str]:
-    """The number that the engine loaded the request's LoRA under, and where that lies; (0, "") where it uses none."""
+    """Returns the number under which the engine loaded the request's LoRA, and its path; (0, "") if it uses none."""
     lora = request.lora_request
     return (0, "") if lora is None else (int(lora.lora_int_id), str(lora.lora_path))
 
 
 def salt(request: Any) -> bytes:
-    """What the caller gave to keep the request's KV apart."""
+    """Returns the salt that the caller gave to isolate the request's KV."""
     return (request.cache_salt or "").encode()
 
 
 def transfer_params(request: Any) -> dict[str, Any]:
-    """What the caller said of this request's KV."""
+    """Returns the request's `kv_transfer_params`; {} if there are none."""
     params = request.kv_transfer_params
     return params if isinstance(params, dict) else {}
 
 
 def roles(config: Any) -> tuple[bool, bool]:
-    """Does this engine store, and does it load?"""
+    """Returns whether this engine stores, and whether it loads."""
     role = config.kv_transfer_config.kv_role
     return role in ("kv_producer", "kv_both"), role in ("kv_consumer", "kv_both")
 
 
 def takes_back_within(config: Any) -> bool:
-    """Does the engine compute anew, and rightly, what a step has computed over KV that did not come within its pass?
-    Not where the next step has been scheduled by then, nor with its second model runner: both go on from what should
-    have been taken back (https://github.com/vllm-project/vllm/issues/49250)."""
+    """Whether the engine correctly recomputes what a step computed over KV that did not arrive within its pass. It does
+    not if the next step was scheduled by then, nor with its second model runner: both continue from results that should
+    have been rolled back (https://github.com/vllm-project/vllm/issues/49250)."""
     return config.max_concurrent_batches == 1 and not config.use_v2_model_runner
 
 
 def preemptions(request: Any) -> int:
-    """How often it has lost its blocks so far."""
+    """Returns how often the request has been preempted so far."""
     return int(request.num_preemptions)
 
 
 def is_clear(cache_manager: Any) -> bool:
-    """Holds the engine's own cache nothing that anybody could go on from? Not as long as any block is in use: then it
-    could not be reset."""
+    """Whether the engine's own prefix cache holds nothing that a request could continue from: it is disabled, or no
+    block is in use. While one is in use, vLLM cannot reset the cache."""
     pool = cache_manager.block_pool
     in_use = pool.num_gpu_blocks - pool.get_num_free_blocks()
     return not cache_manager.enable_caching or in_use <= 1  # the null block always is
 
 
 def forget(cache_manager: Any, blocks: set[int]) -> None:
-    """Has the engine's own prefix cache give these blocks to nobody any more."""
+    """Evicts these blocks from the engine's own prefix cache, so that no later request gets them."""
     cache_manager.evict_blocks(blocks)
 
 
 def validated_tokens(request: Any) -> int:
-    """How many tokens' KV has been computed by steps whose outcome is known."""
+    """Returns the number of tokens whose KV was computed by steps whose outcome is known."""
     return int(request.num_computed_tokens) - int(getattr(request, "num_in_flight_tokens", 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """One request of a step: `new_blocks` are its block table, or what is added to it. Its first `computed` tokens
-    have KV before the step, and it computes `tokens` more."""
+    """One request of a step. `new_blocks` are its whole block table if `replaces` is set, otherwise the blocks to
+    append (None for none). Its first `computed` tokens have KV before the step, and the step computes `tokens` more."""
 
     request: str
     new_blocks: tuple[tuple[int, ...], ...] | None
@@ -234,7 +237,7 @@ class Scheduled:
 
 
 def scheduled(output: Any) -> Iterator[Scheduled]:
-    """The requests of a SchedulerOutput."""
+    """Yields the requests of a SchedulerOutput."""
     tokens = output.num_scheduled_tokens
     for new in output.scheduled_new_reqs:
         yield Scheduled(new.req_id, _ids(new.block_ids), True, new.num_computed_tokens, tokens[new.req_id])
@@ -255,28 +258,29 @@ def _ids(blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
 
 
 def preempted(output: Any) -> tuple[str, ...]:
-    """Requests that lost their blocks since the last step."""
+    """Returns the requests that were preempted since the last step."""
     return tuple(output.preempted_req_ids or ())
 
 
 def checkpoint(config: Any) -> str:
-    """Where the model's weights lie on disk. Raises CallerError where they are made up, or nobody knows."""
+    """Returns the path of the model's weights. Raises CallerError if they are dummy weights or cannot be located."""
     load_format = str(getattr(config.load_config.load_format, "value", config.load_config.load_format))
     if load_format == "dummy":
-        raise CallerError("load_format is dummy: weights that are made up have no identity; give weights='sha256:...'")
+        raise CallerError("load_format is dummy: random weights have no fingerprint; give weights='sha256:...'")
     model = config.model_config
     if os.path.exists(model.model):
         return str(model.model)
     try:
         return str(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-    except Exception as error:  # whatever the hub's library raises
+    except Exception as error:  # the hub's library may raise any exception
         raise CallerError(
-            f"cannot tell where the checkpoint of {model.model} lies ({error}); give weights='sha256:...'"
+            f"cannot locate the checkpoint of {model.model} ({error}); give weights='sha256:...'"
         ) from None
 
 
 def settings_of_model(config: Any) -> dict[str, Any]:
-    """What bears on KV beside the checkpoint's files and the layout: the model's own settings, overridden or not."""
+    """Returns what affects KV besides the checkpoint's files and the layout: the model's settings with all
+    overrides."""
     model = config.model_config
     text = model.hf_text_config.to_dict()
     plain = {key: value for key, value in text.items() if not key.startswith("_") and key not in _IRRELEVANT.split()}
@@ -290,13 +294,13 @@ def settings_of_model(config: Any) -> dict[str, Any]:
 
 
 def version() -> str:
-    """Major and minor of the engine."""
+    """Returns the engine's version as "major.minor"."""
     return ".".join(vllm.__version__.split(".")[:2])
 
 
 def facts(config: Any, layout: Layout) -> tuple[tuple[str, str], ...]:
-    """What an operator may want to know of an engine, as (name, value). Most of it is in the namespace as well; the
-    algorithm is of the engine's own hashes, which the cluster does not use."""
+    """Returns facts about an engine for operators, as (name, value). Most of them are in the namespace as well; "own
+    hash" is the algorithm of the engine's own block hashes, which the cluster does not use."""
     cache, parallel = config.cache_config, config.parallel_config
     return (
         ("engine", f"vllm {vllm.__version__}"),

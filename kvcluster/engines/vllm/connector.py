@@ -1,7 +1,7 @@
 """`KVClusterConnector`: vLLM's interface for connectors (KVConnectorBase_V1, with its hybrid memory allocator).
 
-vLLM makes one for its scheduler and one for each worker. This module is the shape that vLLM wants and nothing else:
-what is decided is in scheduler.py, what moves in worker.py, and what they know of vLLM's objects in compat.py.
+vLLM makes one for its scheduler and one for each worker. This module only adapts vLLM's interface: scheduler.py makes
+the decisions, worker.py moves the bytes, and compat.py reads vLLM's objects.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _logger = init_logger("vllm.kvcluster")  # beneath vllm's own, whose handler pri
 
 
 class KVClusterMetadata(KVConnectorMetadata):
-    """A step's orders on their way to the workers."""
+    """Carries a step's orders to the workers."""
 
     def __init__(self, step: Step) -> None:
         self.step = step
 
 
 class Reported(KVConnectorWorkerMetadata):
-    """The workers' report on its way back."""
+    """Carries the workers' report back to the scheduler."""
 
     def __init__(self, report: StepReport) -> None:
         self.report = report
@@ -62,15 +62,15 @@ class Reported(KVConnectorWorkerMetadata):
 
 
 class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
-    """See docs/vllm.md. Raises ConfigError for wrong settings, CallerError for an engine that is not served."""
+    """See docs/vllm.md. Raises ConfigError for wrong settings, CallerError for an engine that is not supported."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy != "recompute":
             raise ConfigError(
-                'kvcluster needs "kv_load_failure_policy": "recompute" in --kv-transfer-config: with "fail" an answer '
-                "is lost whenever a shard is"
+                'kvcluster needs "kv_load_failure_policy": "recompute" in --kv-transfer-config: with "fail" a request '
+                "fails whenever a shard is lost"
             )
         chosen = settings.read(transfer.kv_connector_extra_config)
         if not compat.takes_back_within(vllm_config):
@@ -102,12 +102,12 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A store that does not come about is a miss for somebody later, and no reason to compute an answer twice."""
+        """False: a failed store is only a later miss, and no reason to compute a request again."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Loads within a forward pass wait between its layers, which a whole graph has no room for."""
+        """Whether loads may run within a forward pass: they wait between layers, which a full CUDA graph cannot."""
         return settings.read(extra_config).layerwise_ms > 0
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -138,13 +138,13 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
         return self._of_scheduler.keeps_blocks
 
     def reset_cache(self) -> bool | None:
-        """From now on this engine shares with nobody: whoever asks for this has changed its weights."""
+        """Stops sharing with other engines: vLLM calls this because the weights in memory may have changed."""
         manager = self._kv_cache_manager
         self._of_scheduler.reset(ready=manager is not None and compat.is_clear(manager))
         return True
 
     def _forget(self, blocks: set[int]) -> None:
-        if self._kv_cache_manager is not None:  # which the scheduler binds as soon as it has one
+        if self._kv_cache_manager is not None:  # the scheduler binds it as soon as it has one
             compat.forget(self._kv_cache_manager, blocks)
 
     @property
@@ -169,7 +169,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
         self._of_worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: a block is stored when all its layers are there, for a page is verified and found as a whole."""
+        """Does nothing: a block is stored after all its layers are computed, since a page is stored as a whole."""
 
     def wait_for_save(self) -> None:
         self._of_worker.after(self._step)

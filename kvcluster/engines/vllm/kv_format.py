@@ -1,12 +1,12 @@
-"""How an attention backend of vLLM orders K and V within a block: asked of the kernel that writes them.
+"""Finds how an attention backend of vLLM orders K and V within a block, by running the kernel that writes them.
 
-vLLM hands a layer's cache over as `[blocks, heads, tokens, dim of K + dim of V]`, whatever the kernels make of its
-bytes. On a GPU the last dimension is K, then V, of one token. On a CPU it is not: a head of a block is a K half and a V
-half, and each kernel orders the halves in its own way. "vec" and "vec16" keep K transposed, which strides can express;
-"amx" and the BFMMLA form of "neon" pack both into tiles, which strides cannot, and the name of a kernel does not say
-which form a processor gets. So the kernel is asked: it writes numbers that are known into one block, and where the
-strided views of `Paged.vllm_cpu` do not read them back, the block's bytes are opaque: moved and verified like all
-others, never encoded, and shared only among engines whose kernel puts every number at the same place.
+vLLM passes a layer's cache as `[blocks, heads, tokens, dim of K + dim of V]`, however its kernels use those bytes. On a
+GPU the last dimension is K, then V, of one token. On a CPU it is not: a head of a block is a K half and a V half, and
+each kernel orders the halves in its own way. "vec" and "vec16" keep K transposed, which strides can express; "amx" and
+the BFMMLA form of "neon" pack both into tiles, which strides cannot express, and a kernel's name does not say which
+form a processor gets. So a test runs the kernel: it writes known numbers into one block. If the strided views of
+`Paged.vllm_cpu` do not read them back, the block's bytes are opaque: they are moved and verified like all others, never
+encoded, and shared only among engines whose kernel writes every number to the same place.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from kvcluster.core.spec import Plane
 from kvcluster.errors import CallerError
 
 _DIGITS = 3
-"""Numbers that the kernel writes are digits of 256, which every dtype of a cache holds exactly: three of them tell
-16 million places apart, and a head of a block has at most 2**20."""
+"""The kernel writes base-256 digits of each position, which every cache dtype holds exactly: three digits distinguish
+16 million positions, and a head of a block has at most 2**20."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """How one group of layers keeps a block. `isa` is vLLM's name of the CPU kernel, "" on a GPU. `packing` names the
-    order of bytes that are opaque; "" where K and V are tensors."""
+    """How one group of layers stores a block. `isa` is vLLM's name of the CPU kernel, "" on a GPU. `packing` names the
+    byte order of opaque blocks; "" if K and V are strided tensors."""
 
     isa: str = ""
     packing: str = ""
 
     def __str__(self) -> str:
-        """As an operator reads it."""
+        """Returns the format as text for operators."""
         return self.packing or (f"cpu {self.isa}, K transposed" if self.isa else "K and V of a token side by side")
 
     def planes(self, *, heads: int, block_tokens: int, dims: tuple[int, int], dtype: str) -> tuple[Plane, ...]:
-        """The planes of a group whose model has so many heads; `dims` are those of K and of V."""
+        """Returns the planes of a group whose whole model has `heads` KV heads; `dims` are those of K and of V."""
         k_dim, v_dim = dims
         if self.packing:
             nbytes = block_tokens * (k_dim + v_dim) * getattr(torch, dtype).itemsize
@@ -51,10 +51,10 @@ class KVFormat:
     def views(
         self, cache: torch.Tensor, *, k_dim: int, v_dim: int, heads: int | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """One layer's cache as an entry of `Paged.layers`. Raises CallerError where its strides are not this format's.
+        """Returns one layer's cache as an entry of `Paged.layers`. Raises CallerError if its strides do not fit.
 
-        `cache` is `[blocks, heads, tokens, k_dim + v_dim]`, of a rank; `heads` are those of the whole model, as many as
-        the cache's where not given.
+        `cache` is a rank's `[blocks, heads, tokens, k_dim + v_dim]`; `heads` is the number of KV heads of the whole
+        model, by default that of the cache.
         """
         if self.packing:
             packed = self._packed(cache)
@@ -76,8 +76,8 @@ class KVFormat:
 
 
 def kv_format(config: Any, spec: Any) -> KVFormat:
-    """Of a VllmConfig and one group's AttentionSpec, on the platform of this process. Raises CallerError where the
-    CPU kernel cannot be asked."""
+    """Returns the format for a VllmConfig and one group's AttentionSpec, on the platform of this process. Raises
+    CallerError if the CPU kernel cannot be run."""
     if not current_platform.is_cpu():
         return KVFormat()
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -85,22 +85,24 @@ def kv_format(config: Any, spec: Any) -> KVFormat:
     cache_dtype = config.cache_config.cache_dtype
     isa: str = _get_attn_isa(config.model_config.dtype, spec.block_size, spec.head_size, cache_dtype)
     if isa == "amx":
-        # A process asks Linux once before it may use AMX. vLLM 0.32 leaves that to the first large product of matrices:
-        # an engine whose first prompt is short, or nearly all loaded, ends with SIGILL in its attention kernel.
+        # A process must request AMX from Linux before it uses it. vLLM 0.32 leaves that to the first large matrix
+        # product: an engine whose first prompt is short, or loaded almost fully, dies of SIGILL in its attention
+        # kernel.
         torch.cpu._init_amx()
     dtype = str(spec.dtype).removeprefix("torch.")
     try:
         return KVFormat(isa, _packing(isa, dtype, spec.block_size, spec.head_size))
-    except (RuntimeError, AttributeError) as error:  # an operation of torch that refuses, or that is missing
+    except (RuntimeError, AttributeError) as error:  # a torch operation that refuses, or that is missing
         raise CallerError(
             f"kvcluster does not serve this engine: how vLLM's attention kernel {isa!r} orders blocks is not known, "
-            f"since it writes none of {spec.block_size} tokens and heads of {spec.head_size} {dtype} ({error})"
+            f"since it cannot write blocks of {spec.block_size} tokens and heads of {spec.head_size} {dtype} ({error})"
         ) from None
 
 
 @lru_cache(maxsize=64)
 def _packing(isa: str, dtype: str, block_tokens: int, dim: int) -> str:
-    """ "" where the strided views read back what the kernel writes; else the name of the order it writes in."""
+    """Returns "" if the strided views read back what the kernel writes, otherwise a name for the kernel's byte
+    order."""
     keys = torch.arange(block_tokens * dim).view(block_tokens, 1, dim)
     values = keys + block_tokens * dim
     digest, plain = hashlib.sha256(), True
@@ -114,8 +116,8 @@ def _packing(isa: str, dtype: str, block_tokens: int, dim: int) -> str:
 
 
 def written(isa: str, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """A cache of one block after vLLM's kernel has written K and V, each `[tokens, heads, dim]`, into it: `[1, heads,
-    tokens, 2 * dim]`. Raises RuntimeError for shapes that the kernel does not serve."""
+    """Returns a cache of one block, `[1, heads, tokens, 2 * dim]`, into which vLLM's kernel has written K and V, each
+    `[tokens, heads, dim]`. Raises RuntimeError for shapes that the kernel does not support."""
     from vllm import _custom_ops
 
     current_platform.import_kernels()

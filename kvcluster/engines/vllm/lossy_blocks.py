@@ -1,7 +1,8 @@
-"""Blocks that were loaded with a loss, and may still be in the engine's own prefix cache, whose hits do not say so.
+"""Records the blocks that were loaded with a loss and may still be in the engine's own prefix cache.
 
-KV computed over such a block has lost as much. What is stored of it has to say that, so the scheduler's side remembers
-the worst loss of each block's hash, of the most recently used ones: a multiple of the engine's blocks.
+KV computed over such a block has the same loss, and must be stored with that loss. The engine's own cache hits do not
+tell it, so the scheduler's side keeps the worst loss by block hash, for the most recently used blocks: a multiple of
+the engine's number of blocks.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from kvcluster.core.miss import Loss
 
 
 class LossyBlocks:
-    """Remembers at most `limit` blocks, the least recently used ones go first."""
+    """Keeps at most `limit` blocks, and drops the least recently used ones first."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._losses: OrderedDict[BlockHash, Loss] = OrderedDict()
 
     def add(self, hashes: Iterable[BlockHash], loss: Loss) -> None:
-        """These were loaded with that loss, which an earlier, worse one outlasts."""
+        """Records that these blocks were loaded with that loss. A worse loss recorded earlier stays."""
         for name in hashes:
             self._losses[name] = max(loss, self._losses.pop(name, Loss.EXACT))
         while len(self._losses) > self._limit:
             self._losses.popitem(last=False)
 
     def worst(self, hashes: Iterable[BlockHash], least: Loss) -> Loss:
-        """The worst loss of these blocks; `least` if none of them has a worse one. Counts as a use of each."""
+        """Returns the worst loss of these blocks, at least `least`. Counts as a use of each block."""
         if not self._losses:
             return least
         for name in hashes:
@@ -38,5 +39,5 @@ class LossyBlocks:
         return least
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Drops all blocks."""
         self._losses.clear()

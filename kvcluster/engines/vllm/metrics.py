@@ -11,7 +11,7 @@ from kvcluster.engines.vllm.stats import DESCRIBED
 
 
 class TransferStats(KVConnectorStats):
-    """Counts of an interval, on their way from the scheduler to whoever logs them."""
+    """The counts of one interval, passed from the scheduler to vLLM's logger and metrics endpoint."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""How fast this engine computes prompts, learnt from its own steps: the other side of what a load is worth.
+"""Measures how fast this engine computes prompts, from its own steps, to decide whether a load is faster.
 
-A step counts where it is large enough that its time is that of computing, and while loads did not hold it up. Each
-counts for a fifth less with every one that follows. It knows no clock: `now` comes in.
+A step counts if it is large enough for its time to be dominated by computing, and if no load delayed it. The weight of
+each step falls by a fifth with every later step. This module reads no clock: `now` is an argument.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ _KEPT = 0.8
 
 
 class PrefillRate:
-    """Tokens a second. `given` is a rate that somebody has measured, and is not doubted; 0 to learn it."""
+    """Tokens per second. `given` is a configured rate, which is used unchanged; 0 to learn the rate."""
 
     def __init__(self, given: int = 0) -> None:
         self._given = given
         self._tokens = 0.0
         self._ns = 0.0
-        self._begun: dict[int, tuple[int, int]] = {}  # by step, its tokens and when it began; a few run at once
+        self._begun: dict[int, tuple[int, int]] = {}  # by step: its tokens and start time; a few run at once
 
     def began(self, step: int, tokens: int, now: int) -> None:
         if tokens >= LEAST_TOKENS and len(self._begun) < 8:
@@ -32,7 +32,7 @@ class PrefillRate:
             del self._begun[older]
 
     def known(self) -> int | None:
-        """None before the first step that tells."""
+        """Returns the rate; None before the first step that counts."""
         if self._given or not self._ns:
             return self._given or None
         return max(1, round(self._tokens * 1e9 / self._ns))

@@ -1,10 +1,11 @@
-"""Who this engine is to the cluster: the KVSpec that its KV is cached under, and how to come by it without a wait.
+"""The engine's identity in the cluster: the KVSpec under which its KV is cached, made without delaying the engine.
 
-The layout is known at start; the fingerprint of the weights has to be read, which takes seconds, and a cluster has to
-be found, which takes as long as it wants. Both happen on one thread, `Registration`, beside an engine that serves
-already: until it has a client, nothing is loaded and nothing stored. What changed in memory (`withdraw`) is known to
-nobody, so from then on the engine is alone under a random weights id, until somebody who knows says what the weights
-are (`kvcluster weights set`) or it is started anew. To be told so, and to be seen, it registers again and again.
+The layout is known at start. Computing the fingerprint of the weights takes seconds, and connecting to a cluster takes
+an unbounded time. One thread of `Registration` does both while the engine already serves requests: until there is a
+client, nothing is loaded and nothing is stored. If the weights change in memory (`withdraw`), their identity is
+unknown: from then on the engine caches under a random weights id that no other engine shares, until an operator names
+the weights (`kvcluster weights set`) or the engine restarts. The engine registers periodically, so that operators see
+it and it receives that name.
 """
 
 from __future__ import annotations
@@ -32,20 +33,21 @@ from kvcluster.transport.base import Unavailable
 Log = Callable[[str], object]
 
 _STORE_WAIT_MS = 1_000
-"""A shard that is full makes room within a few reports; a long prompt brings more than it keeps free."""
+"""A full shard makes room within a few reports; a long prompt needs more than the room that a shard keeps free."""
 
 _STORE_NICENESS = 10
-"""Nobody waits for a store but its blocks, and everybody for the next token."""
+"""Niceness of the store threads: no request waits for a store, but every request waits for its next token."""
 
 _REGISTER_S = 2.0
-"""Between two registrations: several before the cluster takes an engine for gone, and soon after a word for it."""
+"""Time between two registrations: short enough for several before the cluster drops the engine, and for the engine to
+learn soon that its weights were named."""
 
 _PAUSE_S = 1.0
-"""Between two tries to reach a cluster: soon enough after it has come up, and nothing to an engine's processor."""
+"""Time between two attempts to connect: short enough after the cluster has started, and negligible CPU time."""
 
 
 def spec_of(config: Any, layout: compat.Layout, settings: ConnectorSettings, fingerprint: str) -> KVSpec:
-    """The spec of an engine without an adapter. Raises SpecError for weights that are not pinned."""
+    """Returns the spec of an engine without an adapter. Raises SpecError for weights that are not pinned."""
     told = compat.settings_of_model(config)
     rope = told["config"].pop("rope_parameters", None)
     extra = [
@@ -53,7 +55,7 @@ def spec_of(config: Any, layout: compat.Layout, settings: ConnectorSettings, fin
         ("engine", f"vllm-{compat.version()}"),
     ]
     isas = dict.fromkeys(of_group.isa for of_group in layout.formats if of_group.isa)
-    if isas:  # they round otherwise, also where they order K and V alike
+    if isas:  # kernels round differently, even if they order K and V alike
         extra.append(("isa", "cpu " + ",".join(isas)))
     return KVSpec(
         model=settings.model or PurePath(config.model_config.model).name,
@@ -66,10 +68,10 @@ def spec_of(config: Any, layout: compat.Layout, settings: ConnectorSettings, fin
 
 
 class Registration:
-    """One process's client, as soon as there is one. Constructed idle; `start` begins to look for it.
+    """One process's client, as soon as it is connected. Constructed idle; `start` begins to connect.
 
-    `client` and `spec` come together and stay; `why` says what is missing until then. `whole`: it speaks for the engine
-    and not for one rank, so that it is this one that registers.
+    `client` and `spec` are set together; until then `why` says what is missing. `whole` means that this object acts for
+    the whole engine and not for one rank, so it is the one that registers.
     """
 
     def __init__(
@@ -87,10 +89,10 @@ class Registration:
         self._private = False
         self._ready = True
         self._log = log
-        self._wanted = settings.weights  # "" until they were read
-        self._left: Client | None = None  # to be closed, on this object's own thread
+        self._wanted = settings.weights  # "" until the fingerprint is read
+        self._left: Client | None = None  # to be closed on this object's own thread
         self._stop = threading.Event()
-        self._changed = threading.Condition()  # its lock may be taken again by who has it
+        self._changed = threading.Condition()  # its lock is reentrant
         self._thread = threading.Thread(target=self._run, name="kvcluster-join", daemon=True)
 
     def start(self) -> None:
@@ -98,25 +100,25 @@ class Registration:
 
     @property
     def spec(self) -> KVSpec | None:
-        """What is cached under, once that is known and the cluster has been reached."""
+        """The spec under which KV is cached; None until it is known and the client is connected."""
         client = self.client
         return None if client is None else client.spec
 
     def withdraw(self, *, ready: bool) -> None:
-        """From now on nobody shares with this engine: what its weights are is not known any more. `ready`: nothing is
-        left in it that the weights of before have computed, so that it may share again once they have a name."""
+        """Stops sharing with other engines, because the weights are no longer known. `ready` means that the engine
+        holds no KV computed with the previous weights, so it may share again once the new weights have a name."""
         with self._changed:
             self._withdrawn += 1
             self._private, self._ready = True, ready
             self.use(PRIVATE_WEIGHTS + os.urandom(16).hex())
 
     def use(self, weights_id: str) -> None:
-        """Caches under these weights from now on. What is under way is broken off."""
+        """Caches under these weights from now on. Cancels transfers in progress."""
         with self._changed:
             if self._wanted == weights_id:
                 return
             self._wanted = weights_id
-            if self.client is not None:  # one that was left before may still wait to be closed
+            if self.client is not None:  # otherwise an earlier client may still wait to be closed
                 self._left, self.client = self.client, None
             self.why = "the weights have changed"
             self._changed.notify_all()
@@ -142,12 +144,12 @@ class Registration:
         except KVClusterError as error:
             self.why = str(error)
             self._log(f"neither loads nor stores: {error}")
-        except Exception as error:  # a thread that dies silently would be a riddle
+        except Exception as error:  # a thread must not die silently
             self.why = f"{type(error).__name__}: {error}"
             self._log(f"neither loads nor stores: {self.why}")
 
     def _attend(self) -> None:
-        """Registers until there is no client any more."""
+        """Registers periodically until the client is gone or this object is closed."""
         while (client := self.client) is not None and not self._stop.is_set():
             if self._whole:
                 self._register(client)
@@ -161,11 +163,11 @@ class Registration:
             info = self._info(client.spec)
         try:
             told = client.register(info)
-        except (Unavailable, KVClusterError):  # it is served all the same
+        except (Unavailable, KVClusterError):  # loads and stores work without it
             return
         with self._changed:
             if told.weights and self._private and self._withdrawn == info.withdrawn:
-                self._log(f"the weights are {told.weights} from now on, as an operator has said")
+                self._log(f"an operator has named the weights {told.weights}; caching under them from now on")
                 self._private = False
                 self.use(told.weights)
 
@@ -189,7 +191,8 @@ class Registration:
                     self._wanted = read
 
     def _join(self) -> None:
-        """A client for the weights that are wanted now. Raises what no second try would mend."""
+        """Connects a client for the current weights, retrying while the cluster is unreachable. Raises for errors that
+        a retry would not fix."""
         settings, wanted = self._settings, self._wanted
         spec = spec_of(self._config, self._layout, settings, wanted)
         client_config = ClientConfig(
@@ -206,24 +209,24 @@ class Registration:
             except Unreachable as error:
                 self.why = str(error)
                 if told != self.why:
-                    self._log(f"computes everything until the cluster is there: {error}")
+                    self._log(f"computing everything until the cluster answers: {error}")
                     told = self.why
                 self._stop.wait(_PAUSE_S)
                 continue
-            if self._parts is not None:  # the scheduler's side asks the coordinator alone
+            if self._parts is not None:  # the scheduler's side talks only to the coordinator
                 client.warm_up()
             with self._changed:
                 if self._wanted == wanted and not self._stop.is_set():
                     self.client, self.why = client, ""
-                    self._log(f"caches {spec.model} under weights {wanted} at {settings.address}")
+                    self._log(f"caching {spec.model} under weights {wanted} at {settings.address}")
                     return
             client.close()
 
 
 class Adapters:
-    """The content of the LoRA adapters in use, each read once, on a thread of its own, and never waited for.
+    """Content hashes of the LoRA adapters in use. Each is read once, on its own thread; callers never wait for it.
 
-    The engine keeps what it has loaded under a number, whatever becomes of the files; so that is what is remembered.
+    The engine keeps an adapter under a number once loaded, even if its files change; so hashes are kept by that number.
     """
 
     def __init__(self, log: Log, fingerprint: Callable[[str], str] = weights.fingerprint) -> None:
@@ -233,7 +236,7 @@ class Adapters:
         self._lock = threading.Lock()
 
     def get(self, number: int, path: str) -> str | None:
-        """The content hash of the adapter of that number, "" for no adapter, None while it is not known."""
+        """Returns the content hash of the adapter with that number, "" for no adapter, None while it is not known."""
         with self._lock:
             if number in self._known:
                 return self._known[number]
@@ -247,7 +250,7 @@ class Adapters:
         except KVClusterError as error:
             self._log(f"neither loads nor stores for the adapter {path}: {error}")
             return
-        except Exception as error:  # a thread that dies silently would be a riddle
+        except Exception as error:  # a thread must not die silently
             self._log(f"neither loads nor stores for the adapter {path}: {type(error).__name__}: {error}")
             return
         with self._lock:

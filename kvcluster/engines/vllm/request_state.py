@@ -1,5 +1,5 @@
-"""One request of an engine as the scheduler's side knows it: its hash chain, its block table, and what came of it; and
-its load, which may outlive it."""
+"""One request of an engine as the scheduler's side knows it: its hash chain, its block table and its outcome; and its
+load, which may outlive the request."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport
 
 @dataclass(eq=False, slots=True)
 class RequestState:
-    """`chain` are hashes of its leading blocks, of which the workers know `told`. `table` has the engine's blocks, a
-    list a group; it is as the engine told it, and an entry that a window has left behind may be somebody else's by now.
-    Blocks before `stored` are in the cluster or on their way there. `orders` are stores whose source is still read.
-    What is `private` is stored no more."""
+    """`chain` are hashes of the request's leading blocks; the workers know the first `told` of them. `table` holds the
+    engine's block numbers, one list per group, as the engine reported them; an entry that a sliding window has left
+    behind may belong to another request by now. Blocks before `stored` are in the cluster or being stored. `orders` are
+    stores whose source is still read. A request that is `private` stores nothing more."""
 
     of_engine: Any
     client: Client
@@ -36,15 +36,15 @@ class RequestState:
     private: bool = False
     orders: set[int] = field(default_factory=set)
 
-    # Of its next load, or the one that is under way.
+    # Its next load, or the load in progress.
     lookup: PendingLookup | None = None
-    look_again_ns: int = 0  # not before, where blocks are on their way that were not found
-    comes_until_ns: int = 0
+    look_again_ns: int = 0  # no lookup before this time, while blocks that were not found are being stored
+    comes_until_ns: int = 0  # waits for such blocks until then
     layerwise: bool = False
     loading: LoadOrder | None = None
     load_failed: bool = False
 
-    # What is said of it in the end.
+    # Reported when the request ends.
     preemptions: int = 0
     local_tokens: int = 0
     loaded_tokens: int = 0
@@ -54,7 +54,8 @@ class RequestState:
     miss: Miss | None = None
 
     def grower(self, blocks: int, deadline_ms: int) -> Callable[[], list[BlockHash]]:
-        """Makes its chain up to that block, on whatever thread. What it needs of the engine is taken now."""
+        """Returns a function that computes the chain up to block `blocks`, on any thread. Copies what it needs from the
+        engine's request now."""
         step, known, client, adapter = self.block_tokens, self.chain[:blocks], self.client, self.adapter
         tokens = list(self.of_engine.all_token_ids[len(known) * step : blocks * step])
         extra = {
@@ -71,7 +72,7 @@ class RequestState:
         return grow
 
     def note(self, one: compat.Scheduled) -> None:
-        """What the engine says of it in a step."""
+        """Records what the engine's step says about the request."""
         prompt = self.of_engine.num_prompt_tokens
         self.computed_tokens += max(0, min(prompt, one.computed + one.tokens) - one.computed)
         if one.new_blocks is None:
@@ -81,25 +82,25 @@ class RequestState:
         elif self.table:
             for mine, new in zip(self.table, one.new_blocks, strict=True):
                 mine += new
-        else:  # blocks are added to a table that was never told: nobody knows which of its blocks these are
+        else:  # blocks are appended to an unknown table, so their positions are unknown
             self.private = True
 
     def hands_over(self, one: compat.Scheduled) -> bool:
-        """Does this step end its prompt, so that another server goes on from there?"""
+        """Whether this step ends the prompt, and another server continues from there."""
         ends = self.of_engine.max_tokens == 1 and one.computed + one.tokens >= self.of_engine.num_prompt_tokens
         return ends and handover.is_asked(compat.transfer_params(self.of_engine))
 
     def lose_blocks(self) -> None:
-        """It was preempted: its blocks are somebody else's now, and it will be looked up again."""
+        """Resets the state after a preemption: the blocks are freed, and the request will be looked up again."""
         self.table = []
         self.orders.clear()
         self.loading = None
         self.look_again_ns = self.comes_until_ns = 0
-        self.stored = 0  # stores that lost their source came to nothing
+        self.stored = 0  # stores that lost their source were cancelled
         self.load_failed = self.private
 
     def loaded(self, came: int, nbytes: int, loss: Loss) -> None:
-        """Its load is over, and its leading `came` blocks are there."""
+        """Records that the load has ended, and that the leading `came` blocks have their KV."""
         assert self.loading is not None
         tokens = (came - self.loading.first) * self.block_tokens
         self.loading = None
@@ -109,12 +110,12 @@ class RequestState:
         self.loss = max(self.loss, loss)
 
     def has(self, blocks: set[int]) -> bool:
-        """Is any of these in its table?"""
+        """Whether any of these blocks is in the table."""
         return any(not blocks.isdisjoint(of_group) for of_group in self.table)
 
     def storable(self, first: int, full: int) -> range:
-        """The blocks to store among those from `first` to `full`: what a window has left behind, or never had, is not
-        the engine's to give."""
+        """Returns the blocks to store among those from `first` to `full`, without blocks that a sliding window has left
+        behind or that the engine never had."""
         while first < full and any(of_group[first] == compat.NULL_BLOCK for of_group in self.table):
             first += 1
         stop = first
@@ -123,17 +124,17 @@ class RequestState:
         return range(first, stop)
 
     def tokens(self, which: range) -> tuple[int, ...]:
-        """The token ids of these blocks, where the cluster wants them."""
+        """Returns the token ids of these blocks if the cluster wants them, otherwise ()."""
         if not self.client.wants_tokens:
             return ()
         return tuple(self.of_engine.all_token_ids[which.start * self.block_tokens : which.stop * self.block_tokens])
 
     def blocks(self, which: range) -> BlockIds:
-        """The engine's own numbers of these."""
+        """Returns the engine's own numbers of these blocks."""
         return tuple(tuple(of_group[which.start : which.stop]) for of_group in self.table)
 
     def report(self) -> dict[str, Any]:
-        """What its answer may say."""
+        """Returns the counts that the request's answer may contain."""
         return {
             "local_tokens": self.local_tokens,
             "loaded_tokens": self.loaded_tokens,
@@ -147,8 +148,8 @@ class RequestState:
 
 @dataclass(slots=True)
 class Loading:
-    """A load that is under way at some rank at least. `names` are the hashes of its blocks; `told` is what the ranks
-    have reported that ended it."""
+    """A load that is in progress on at least one rank. `names` are the hashes of its blocks; `told` merges the reports
+    of the ranks that have ended it."""
 
     order: LoadOrder
     names: tuple[BlockHash, ...]

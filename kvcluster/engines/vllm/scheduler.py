@@ -1,16 +1,17 @@
 """The scheduler's side of the connector: what to load for a request, and which blocks to store after which step.
 
-It never waits and moves no bytes. For every request that runs it keeps the hash chain, the block table as the engine
-told it, and how far the chain is known to be in the cluster. What is true of KV follows from three rules:
+It never waits and moves no bytes. For every running request it keeps the hash chain, the block table as the engine
+reported it, and how far the chain is known to be in the cluster. Three rules keep stored and loaded KV correct:
 
     - A block is stored once the step that fills it has run over KV that is known to be good. A step with a load in its
-      forward pass may turn out to have run over KV that did not come, at this rank or at another; so while such a step
-      is out, nothing is stored, and afterwards only what the engine still calls computed.
-    - Whatever a step hands to a new owner is named in it, so that stores which still read it stop first.
+      forward pass may have run over KV that did not arrive, on this rank or another. So while such a step is
+      outstanding nothing new is stored, and afterwards only tokens that the engine still counts as computed.
+    - A step lists every block that it gives to a new owner, so that stores which still read the block stop first.
     - A request whose load failed is not looked up again: it computes.
 
-An engine with several block tables cannot take back a part of a load, only a whole request that waits for it; so its
-loads go on beside the forward passes. With one table, a load that will be short goes on within one, layer by layer.
+An engine with several block tables cannot roll back part of a load, only a whole request that waits for the load; so
+its loads run beside the forward passes. With one table, a load that is expected to be short runs within a forward pass,
+layer by layer.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport
 from kvcluster.errors import KVClusterError
 
 _LAYERWISE_SLACK = 10
-"""A load within a forward pass may take so many times what was expected of it, since all others wait for it as well."""
+"""A load within a forward pass may take this multiple of `layerwise_ms`, since all requests of the pass wait for it."""
 
 _LEAST_LAYERWISE_MS = 200
 
 _PENDING_NS = 100_000_000
-"""So long a request waits at most for a block that somebody else is storing: most stores are over much sooner."""
+"""The longest that a request waits for a block that another client is storing: most stores end much sooner."""
 
 
 class SchedulerSide:
-    """Of one engine. Every method belongs to the engine's scheduler, and returns at once."""
+    """The scheduler's side of one engine. Every method is called by the engine's scheduler, and returns at once."""
 
     def __init__(
         self,
@@ -79,15 +80,15 @@ class SchedulerSide:
         self._prefill = PrefillRate(settings.prefill_tokens_per_s)
         self._requests: dict[str, RequestState] = {}
         self._new_loads: list[LoadOrder] = []
-        self._loading: dict[str, Loading] = {}  # by request, whether it still lives or not
+        self._loading: dict[str, Loading] = {}  # by request, which may have ended
         self._ended_in_doubt: list[list[int]] = []
         self._gone: list[str] = []
         self._held: list[str] = []
-        self._kept: set[str] = set()  # requests that ended, whose blocks the engine keeps for their stores
+        self._kept: set[str] = set()  # ended requests whose blocks the engine keeps for their stores
         self._step = 0
-        self._loading_steps: set[int] = set()  # steps that are out with a load in their forward pass
+        self._loading_steps: set[int] = set()  # outstanding steps with a load in their forward pass
         self._order = 0
-        self._drained: dict[int, tuple[str, int]] = {}  # by store order, whose it is and how many ranks still read
+        self._drained: dict[int, tuple[str, int]] = {}  # by store order: its request, and the ranks that still read
         self._lossy = LossyBlocks(4 * engine_blocks)
         self._keeps_all = all(group.reuse == PREFIX for group in layout.groups)
         self.stats = Stats()
@@ -95,8 +96,8 @@ class SchedulerSide:
     # --------------------------------------------------------------------------------------- before a request runs
 
     def matched(self, of_engine: Any, local_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded behind the `local_tokens` that the engine has; None while that is not known.
-        The other value says whether they are loaded beside the forward passes."""
+        """Returns the number of tokens that can be loaded behind the `local_tokens` that the engine has (None while
+        that is not known), and whether they are loaded beside the forward passes."""
         tokens, beside = self._matched(of_engine, local_tokens)
         if tokens is not None and self._shares_a_load(of_engine, local_tokens):
             return None, False
@@ -125,9 +126,9 @@ class SchedulerSide:
         return tokens, not request.layerwise
 
     def _shares_a_load(self, of_engine: Any, local_tokens: int) -> bool:
-        """Does the engine's own cache give it blocks that are only about to be loaded, within the pass that is being
-        put together? If they do not come, the engine lets it go on from them before they are computed; so it is to
-        wait for the next pass."""
+        """Whether the engine's own cache gives this request blocks that another request is about to load within the
+        pass being scheduled. If those do not arrive, the engine would let this request continue from them before they
+        are computed; so it must wait for the next pass."""
         within = {name for load in self._loading.values() if load.order.layerwise for name in load.names}
         if not within or not local_tokens:
             return False
@@ -136,11 +137,11 @@ class SchedulerSide:
         return len(mine) < blocks or not within.isdisjoint(mine)
 
     def _request(self, of_engine: Any) -> RequestState | None:
-        """The request as it is known here; None where it neither loads nor stores. What is not known in time, its
-        adapter's content or the cluster, it goes without for good, so that its blocks are of one namespace."""
+        """Returns the state of a request; None if it neither loads nor stores. A request that starts before its
+        adapter's hash or the cluster is known stays without them, so that all its blocks belong to one namespace."""
         known, client = self._requests.get(of_engine.request_id), self._registration.client
         if known is not None:
-            if known.client is not client:  # its hashes are of another namespace than the engine's is now
+            if known.client is not client:  # its hashes are of another namespace than the engine's current one
                 known.private = known.load_failed = True
             return known
         adapter = self._adapters.get(*compat.adapter(of_engine))
@@ -152,7 +153,7 @@ class SchedulerSide:
         return known
 
     def _look_up(self, request: RequestState) -> Ticket | None:
-        """The ticket for a request; None where there is none yet (`request.lookup` stays) or will be none."""
+        """Returns the lookup's ticket; None while the lookup runs (`request.lookup` stays set) or if there is none."""
         now = self._clock()
         if request.lookup is None:
             begun = self._lookups.begin(self._asker(request), now)
@@ -172,8 +173,8 @@ class SchedulerSide:
         return answer.ticket
 
     def _comes_more(self, request: RequestState, ticket: Ticket) -> bool:
-        """Is more than is found on its way, and worth the wait until it is looked for again? Another server has said
-        so, or somebody is storing the next block at this moment; then others of the same prompt follow it closely."""
+        """Whether the request should wait and look up again, because more blocks are being stored: another server has
+        promised them, or another client is storing the next block now, which usually more of the same prompt follow."""
         asked = (request.of_engine.num_tokens - 1) // self._layout.block_tokens
         promised = min(handover.promised(compat.transfer_params(request.of_engine)), asked)
         if ticket.blocks < promised:
@@ -188,8 +189,8 @@ class SchedulerSide:
         return now < request.comes_until_ns
 
     def _asker(self, request: RequestState) -> Ask:
-        """The question of how far a request's tokens are cached. The last of them has to be computed in any case, or
-        there is nothing to go on from; so a block that ends with it is not asked for."""
+        """Returns the lookup of a request's cached prefix. The last token must be computed in any case, since the
+        engine needs its output; so a block that ends with that token is not looked up."""
         blocks = min((request.of_engine.num_tokens - 1) // self._layout.block_tokens, limits.BLOCKS_PER_CALL)
         grow = request.grower(blocks, self._settings.lookup_ms)
 
@@ -199,13 +200,13 @@ class SchedulerSide:
         return ask
 
     def _better_computed(self, request: RequestState, tokens: int) -> bool:
-        """Is that faster than loading so many tokens? Where not, says in `request.layerwise` how to load them."""
+        """Returns whether computing `tokens` tokens is faster than loading them. If not, sets `request.layerwise`."""
         prefill = self._prefill.known()
         even = Breakeven(request.client.spec, self._layout.parts, prefill or 1)
         link = self._link.ask(even.nbytes(tokens), self._clock())
         request.layerwise = False
         if link is None:
-            return False  # this load is to show it
+            return False  # this load measures it
         miss = None if prefill is None else even.miss(tokens, link)
         if miss is not None:
             request.miss = miss
@@ -215,7 +216,7 @@ class SchedulerSide:
         return False
 
     def allocated(self, of_engine: Any, table: BlockIds, tokens: int) -> None:
-        """The engine has room for the tokens that were matched, in these blocks; 0 where it takes none of them."""
+        """Orders the load of the matched tokens into the allocated blocks; `tokens` is 0 if the engine loads none."""
         request = self._requests.get(of_engine.request_id)
         if request is None or request.loading is not None:
             return
@@ -248,7 +249,7 @@ class SchedulerSide:
     # ----------------------------------------------------------------------------------------------- with each step
 
     def step(self, output: Any) -> Step:
-        """The orders of the step that the engine has just scheduled."""
+        """Returns the orders for the step that the engine has just scheduled."""
         self._step += 1
         now = self._clock()
         self._lookups.tend(now)
@@ -280,7 +281,7 @@ class SchedulerSide:
         )
 
     def _computed_into(self, scheduled: Sequence[compat.Scheduled]) -> list[int]:
-        """Blocks of the engine that a step writes. What is computed already is shared with others, and not written."""
+        """Returns the engine's blocks that a step writes. It does not write computed blocks, which may be shared."""
         blocks: list[int] = []
         for one in scheduled:
             if one.new_blocks is not None:
@@ -291,8 +292,8 @@ class SchedulerSide:
     def _store_orders(
         self, scheduled: Sequence[compat.Scheduled], client: Client | None
     ) -> tuple[list[tuple[str, int, tuple[BlockHash, ...]]], list[StoreOrder], list[str]]:
-        """What a step stores: additions to hash chains, the orders, and the requests that another server goes on with
-        after this step."""
+        """Returns what a step stores: additions to hash chains, the store orders, and the requests that another server
+        continues after this step."""
         may_store = self._stores and self._lookups.healthy
         chains: list[tuple[str, int, tuple[BlockHash, ...]]] = []
         stores: list[StoreOrder] = []
@@ -314,24 +315,24 @@ class SchedulerSide:
         return chains, stores, handed_over
 
     def _store(self, request: RequestState, one: compat.Scheduled) -> StoreOrder | None:
-        """What is to be stored of a request once this step is through."""
+        """Returns the order to store a request's new blocks after this step; None if there are none."""
         of_engine, step = request.of_engine, self._layout.block_tokens
         tokens = one.computed + one.tokens
-        if self._loading_steps:  # of this step or one before it nobody knows yet whether it ran over KV that came
+        if self._loading_steps:  # this step or an earlier one may run over KV that did not arrive
             tokens = min(compat.validated_tokens(of_engine), one.computed)
             if request.loading is not None or request.has(self._in_doubt()):
                 return None
         full = min(tokens, of_engine.num_tokens) // step
         full = min(full, limits.BLOCKS_PER_CALL, *(len(of_group) for of_group in request.table))
         first = request.stored
-        if not self._keeps_all:  # what a window has left behind may be somebody else's by now
+        if not self._keeps_all:  # blocks that a window has left behind may belong to another request by now
             first = max(first, compat.validated_tokens(of_engine) // step)
         new = request.storable(first, full)
         request.stored = max(request.stored, new.stop)
         if not new:
             return None
         if new.stop > len(request.chain):
-            try:  # of what is not known at once it goes without: nobody waits here
+            try:  # without waiting: if the namespace is not known at once, nothing is stored
                 request.chain = request.grower(new.stop, deadline_ms=0)()
             except KVClusterError as error:
                 request.private, request.miss = True, Miss(MissReason.SHARD_LOST, str(error))
@@ -350,13 +351,14 @@ class SchedulerSide:
         )
 
     def _loss(self, request: RequestState, first: int) -> Loss:
-        """What KV computed over a request's prefix has lost; the engine's own cache may have given some of it."""
+        """Returns the loss of KV computed over a request's prefix, parts of which the engine's own cache may
+        provide."""
         before = request.chain[: max(first, request.local_tokens // self._layout.block_tokens)]
         request.loss = self._lossy.worst(before, request.loss)
         return request.loss
 
     def reported(self, report: StepReport) -> None:
-        """What the workers say of the last step, from all ranks."""
+        """Handles the workers' report on the last step, merged from all ranks."""
         now = self._clock()
         self._prefill.ended(report.step, now)
         self._loading_steps -= {number for number in self._loading_steps if number <= report.step}
@@ -396,14 +398,15 @@ class SchedulerSide:
             request.stored = min(request.stored, came)
 
     def _in_doubt(self) -> set[int]:
-        """Blocks that are to be loaded within passes that are out."""
+        """Returns the blocks that outstanding forward passes load."""
         within = (loading.order for loading in self._loading.values() if loading.order.layerwise)
         return {block for order in within for block in order.into[0]}
 
     def _distrust(self, failed: LoadOrder, blocks: set[int]) -> None:
-        """These blocks are computed after all, by the request that failed to load them. Whoever else has them in its
-        table through the engine's own cache stores nothing: that its KV is right would rest on the engine's order. And
-        that cache forgets them, and what was computed over them: who is to compute them anew may end before it does."""
+        """Handles blocks that a layerwise load did not fill: the request that failed to load them computes them. Other
+        requests that have them in their table, through the engine's own cache, store nothing more: whether their KV is
+        right depends on the order in which the engine recomputes. The engine's cache evicts these blocks and all that
+        was computed over them, because the request that recomputes them may end before it has done so."""
         tables = self._ended_in_doubt
         for request in self._requests.values():
             if request.has(blocks):
@@ -430,7 +433,7 @@ class SchedulerSide:
     # ------------------------------------------------------------------------------------------------- at its end
 
     def finished(self, of_engine: Any) -> tuple[bool, dict[str, Any] | None]:
-        """A request has ended: whether its blocks are still read, and what its answer is to say."""
+        """Ends a request. Returns whether its blocks are still read, and the `kv_transfer_params` of its answer."""
         name = of_engine.request_id
         request = self._requests.pop(name, None)
         if request is None:
@@ -439,7 +442,7 @@ class SchedulerSide:
         self._gone.append(name)
         if request.has(self._in_doubt()):
             self._ended_in_doubt.append(request.table[0])
-        # The blocks of a load that is under way the engine keeps by itself.
+        # The engine itself keeps the blocks of a load in progress.
         hold = bool(request.orders) and request.loading is None
         if hold:
             self._held.append(name)
@@ -447,7 +450,7 @@ class SchedulerSide:
         return hold, self._answer(request)
 
     def _answer(self, request: RequestState) -> dict[str, Any] | None:
-        """What goes with a request's answer."""
+        """Returns the `kv_transfer_params` of a request's answer; None if it has none."""
         told = {"kvcluster": request.report()} if self._settings.report else None
         if not handover.is_asked(compat.transfer_params(request.of_engine)):
             return told
@@ -458,7 +461,7 @@ class SchedulerSide:
         return promise
 
     def _lose_blocks(self, request: RequestState) -> None:
-        """It was preempted, which is noticed here or when it is looked up again, whichever comes first."""
+        """Resets a request that was preempted. Called in a step and before a lookup, whichever comes first."""
         preemptions = compat.preemptions(request.of_engine)
         if request.preemptions < preemptions:
             request.preemptions = preemptions
@@ -474,16 +477,15 @@ class SchedulerSide:
 
     @property
     def keeps_blocks(self) -> bool:
-        """Are blocks of requests that ended about to be given back?"""
+        """Whether the engine still keeps blocks of ended requests, which will be freed."""
         return bool(self._kept)
 
     def gave_back(self, names: Collection[str]) -> None:
-        """The workers read the blocks of these requests no more, so that the engine frees them."""
+        """Records that the workers no longer read the blocks of these requests, so that the engine frees them."""
         self._kept.difference_update(names)
 
     def reset(self, *, ready: bool = False) -> None:
-        """The engine's weights may have changed: whoever runs or comes is alone from now on. `ready` as of
-        Registration.withdraw."""
+        """Stops sharing KV: the engine's weights may have changed. `ready` as in Registration.withdraw."""
         self._registration.withdraw(ready=ready)
         for request in self._requests.values():
             self._end_lookup(request)

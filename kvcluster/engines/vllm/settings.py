@@ -1,4 +1,4 @@
-"""The connector's settings: what stands in `kv_connector_extra_config`. Unknown keys are refused by name."""
+"""The connector's settings, which are the keys of `kv_connector_extra_config`. Unknown keys are refused by name."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvcluster.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
-    """`address`: of the coordinator, "host:port". `token_file`: a file that holds the credential. `weights`: a digest
-    or commit that pins the weights, in place of what is found out. `model`: the name of the model in the namespace, in
-    place of the last part of its path.
+    """`address`: the coordinator's "host:port". `token_file`: a file that holds the credential. `weights`: a digest or
+    commit that pins the weights; "" reads the checkpoint. `model`: the model's name in the namespace; "" takes the last
+    part of its path.
 
-    `prefill_tokens_per_s`: how fast this engine computes, in place of what is learnt; what would take longer to load is
-    computed. `layerwise_ms`: a load that is expected to take no longer goes on within the forward pass, layer by layer;
-    others go on beside it. `lookup_ms`: a request waits so long at most to hear what there is for it. `load_ms`: so
-    long at most for a load. `store_ms`: a store ends after so long. `hold_ms`: so long at most the blocks of a finished
-    request are kept back for their stores. `handover_ms`: so long at most an answer that another server goes on from
-    waits until its blocks are committed, and that server until it finds them. `report`: every answer says in
-    `kv_transfer_params` what was loaded for it, and why no more. `transports`, `accept`: as in the client's own
-    configuration.
+    `prefill_tokens_per_s`: the rate at which this engine computes, 0 to learn it; tokens that would take longer to load
+    are computed. `layerwise_ms`: loads that are expected to take at most this long run within the forward pass, layer
+    by layer; others run beside it. `lookup_ms`: the longest that a request waits for its lookup. `load_ms`: the
+    deadline of a load. `store_ms`: the deadline of a store. `hold_ms`: the longest that the blocks of a finished
+    request are kept for their stores. `handover_ms`: in prefill/decode disaggregation, the longest that the prefill
+    server's answer waits until its blocks are committed, and that the decode server waits until it finds them.
+    `report`: every answer says in `kv_transfer_params` what was loaded for it, and why no more. `transports`, `accept`:
+    as in the client's own configuration.
     """
 
     address: str = ""
@@ -45,12 +45,13 @@ class ConnectorSettings:
 
     @property
     def token(self) -> str | None:
-        """The credential. Raises ConfigError where its file cannot be read."""
+        """The credential. Raises ConfigError if its file cannot be read."""
         return read_token(self.token_file)
 
 
 def read(given: Mapping[str, Any]) -> ConnectorSettings:
-    """Raises ConfigError, naming the key, for what is unknown, of the wrong type or out of range."""
+    """Returns the settings. Raises ConfigError, naming the key, for one that is unknown, of the wrong type or out of
+    range."""
     check(given, ConnectorSettings, "kv_connector_extra_config has no")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     settings = ConnectorSettings(**values)

@@ -1,7 +1,7 @@
-"""What the connector counts, in plain values that vLLM's logger and Prometheus endpoint can carry.
+"""The connector's counts, as plain values for vLLM's logger and Prometheus endpoint.
 
-Loads count what was verified and written into the engine, never what was promised: the engine's own counters of
-external hits are of promises.
+Loads count bytes that were verified and written into the engine, unlike the engine's own counters of external hits,
+which count what a lookup promised.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from kvcluster.engines.vllm.step_metadata import LoadReport, StepReport
 DESCRIBED = {
     "loads": "Loads that ended.",
     "loaded_bytes": "Bytes of KV that were verified and written into the engine.",
-    "load_seconds": "Time that loads took, of the slowest rank.",
-    "failed_loads": "Loads of which not everything came; the engine computes the rest.",
-    "stored_pages": "Pages that became READY by this engine.",
-    "store_bytes": "Bytes that were moved for stores.",
-    "dropped_stores": "Stores that were broken off because the engine needed their blocks.",
-    "failed_stores": "Stores that the cluster did not take.",
+    "load_seconds": "Seconds that loads took on their slowest rank.",
+    "failed_loads": "Loads of which a part did not arrive; the engine computes the rest.",
+    "stored_pages": "Pages that this engine stored and that became READY.",
+    "store_bytes": "Bytes that were transferred for stores.",
+    "dropped_stores": "Stores that were cancelled because the engine needed their blocks.",
+    "failed_stores": "Stores that the cluster did not accept.",
 }
-"""Every count, and what it says."""
+"""Every count and its description."""
 
 
 class Stats:
@@ -42,6 +42,6 @@ class Stats:
         self._counts["failed_stores"] += sum(report.store_misses.values())
 
     def take(self) -> dict[str, float]:
-        """The counts so far, which begin anew."""
+        """Returns the counts so far without zeros, and resets them."""
         taken, self._counts = dict(self._counts), Counter()
         return {name: count for name, count in taken.items() if count}

@@ -1,9 +1,9 @@
-"""What the two sides of the connector tell each other, step by step. Plain values, pickled between processes.
+"""The messages between the two sides of the connector, sent with each step. Plain values, pickled between processes.
 
-The scheduler side orders: a `Step` goes to every worker with each engine step. The worker side reports: a `StepReport`
-comes back with the step's output, from every rank, and is merged into one on the way. Neither side knows the other's
-state but by these, so that a rank which is slow, or whose client is not connected yet, is a failed load in a report and
-nothing else.
+The scheduler's side sends orders: a `Step` goes to every worker with each engine step. The workers' side sends reports:
+a `StepReport` from every rank comes back with the step's output, and all are merged into one. Neither side knows the
+other's state except through these messages, so a rank that is slow, or whose client is not connected yet, only shows as
+a failed load in a report.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss
 
 BlockIds = tuple[tuple[int, ...], ...]
-"""For each group the engine's own block numbers, one a block of the range that they go with."""
+"""For each group the engine's own block numbers, one for each block of the range that they belong to."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
     """Load the ticket's blocks from number `first` on into these blocks of the engine.
 
-    `layerwise`: within this step's forward pass, which waits for each layer; otherwise beside whatever runs.
+    `layerwise`: within this step's forward pass, which waits for each layer; otherwise beside the forward passes.
     """
 
     request: str
@@ -36,10 +36,10 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class StoreOrder:
-    """When this step's forward pass is through, store blocks `first` to `first + len(source[0])` of a request's chain.
+    """After this step's forward pass, store blocks `first` to `first + len(source[0])` of a request's chain.
 
-    `number` is this order's own among all of its scheduler. `tokens` are the token ids of these blocks where the
-    cluster wants them, for KV events.
+    `number` is unique among the orders of its scheduler. `tokens` are the token ids of these blocks if the cluster
+    wants them for KV events, otherwise ().
     """
 
     number: int
@@ -53,12 +53,12 @@ class StoreOrder:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Orders of one engine step. `weights` is the identity that they hold for, "" while none is known.
+    """Orders of one engine step. `weights` is the weights id that they hold for, "" while none is known.
 
-    `chains` adds to the hash chain of a request, from a block number on. `written` are blocks of the engine that this
-    step hands to somebody new: whoever still reads them stops. `gone` are requests of which no more is to come, `held`
-    those among them whose blocks the engine keeps until this side says that they are not read any more. The step ends
-    when every store of the requests `handed_over` has, or their time is up.
+    `chains` extends the hash chain of a request, from a block number on. `written` are blocks of the engine that this
+    step gives to a new owner: stores that still read them stop. `gone` are requests that have ended; `held` are those
+    among them whose blocks the engine keeps until the workers report that they are no longer read. The step ends when
+    every store of the requests `handed_over` has ended, or `handover_ms` has passed.
     """
 
     number: int
@@ -74,9 +74,9 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """How a load ended: `blocks` of its ticket are there, those before `first` included, and `nbytes` of KV were
-    verified and written in `took_ns`. `miss` says why no more came. `ranks` say so together: ranks end a load beside
-    the passes in steps of their own."""
+    """How a load ended: the first `blocks` of its ticket have their KV, those before `first` included, and `nbytes` of
+    KV were verified and written in `took_ns`. `miss` says why no more arrived. The report covers `ranks` ranks: each
+    rank may end a load beside the forward passes in a different step."""
 
     blocks: int
     nbytes: int
@@ -86,7 +86,7 @@ class LoadReport:
     ranks: int = 1
 
     def with_others(self, other: LoadReport) -> LoadReport:
-        """The same load, of more ranks: as far as all have it, all of the bytes, the longest time."""
+        """Returns the merged report of more ranks: the fewest blocks, the sum of the bytes, the longest time."""
         return LoadReport(
             min(self.blocks, other.blocks),
             self.nbytes + other.nbytes,
@@ -99,11 +99,11 @@ class LoadReport:
 
 @dataclass(slots=True)
 class StepReport:
-    """What happened at the workers since their last. `step` is the last that they carried out.
+    """What happened at the workers since the previous report. `step` is the last step that they carried out.
 
-    `drained` counts for each store order the ranks that read its source no more. `stored` and `store_bytes` are pages
-    of blocks that became READY by this engine and what was moved for them; `dropped` are stores that came to nothing
-    because their source was handed to somebody else; `store_misses` are reasons why others did.
+    `drained` counts for each store order the ranks that no longer read its source. `stored` and `store_bytes` are pages
+    that this engine stored and that became READY, and the bytes transferred for them. `dropped` counts stores that were
+    cancelled because their source was given to a new owner; `store_misses` counts the reasons of other failed stores.
     """
 
     step: int = 0

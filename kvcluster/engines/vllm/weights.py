@@ -1,11 +1,11 @@
-"""Which weights an engine runs, as text that is equal exactly where they are: the fingerprint of its checkpoint.
+"""Fingerprints the weights of an engine: a text that is equal exactly if the checkpoints are equal.
 
-A snapshot of a hub lies under the commit that it is of, so that its path says it all. Any other checkpoint is read:
-SHA-256 over the names and bytes of all its files. That takes about a second a gigabyte, so it is remembered by each
-file's size, time and inode, in a file that the processes of a host share; one reads while the others wait for it.
+A hub's snapshot has its commit in its path, which is the fingerprint. Any other checkpoint is read: SHA-256 over the
+names and bytes of all its files. That takes about a second per gigabyte, so the digest is cached by each file's path,
+size, mtime and inode, in a file that the processes of a host share; one process reads while the others wait for it.
 
-A file that is rewritten in place with its time set back would be missed. Weights that change in memory are not seen
-here at all: that is what the engine's reset is for.
+A file that is rewritten in place with its mtime set back would be missed. Weights that change in memory are not seen
+here at all: the engine's reset handles those.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHUNK_BYTES = 8 * 2**20
 _DOMAIN = b"kvcluster-checkpoint-v1"
 _REMEMBERED = 256
-"""Checkpoints of one host, adapters among them."""
+"""Cached fingerprints of one host, including those of adapters."""
 
 
 def fingerprint(path: str, cache: Path | None = None) -> str:
-    """Of a checkpoint: a folder, or one file. `cache` is a folder for what has been read, by default the user's.
+    """Returns the fingerprint of a checkpoint: a folder, or one file. `cache` is the folder of cached fingerprints, by
+    default the user's.
 
-    Raises CallerError where there is nothing to read, or it changes while it is read.
+    Raises CallerError if there is nothing to read, or if a file changes while it is read.
     """
     commit = _snapshot(Path(path))
     if commit is not None:
         return f"commit:{commit}"
     files = _files(Path(path))
     if not files:
-        raise CallerError(f"{path} holds no files, so its weights cannot be told; give weights='sha256:...'")
+        raise CallerError(f"{path} holds no files, so its weights have no fingerprint; give weights='sha256:...'")
     cache = cache or _user_cache()
     with _one_at_a_time(cache) as remembered:
         before = _state(files)
@@ -46,13 +47,13 @@ def fingerprint(path: str, cache: Path | None = None) -> str:
         if key not in remembered:
             digest = _read(files)
             if _state(files) != before:
-                raise CallerError(f"{path} changes while it is read; start the engine when it is complete")
+                raise CallerError(f"{path} changed while it was read; start the engine when it is complete")
             remembered[key] = digest
         return remembered[key]
 
 
 def _snapshot(path: Path) -> str | None:
-    """The commit that a hub's cache keeps this folder under: .../snapshots/<commit>."""
+    """Returns the commit in the path of a hub's snapshot, .../snapshots/<commit>; None for any other path."""
     parts = Path(os.path.abspath(path)).parts
     if len(parts) >= 2 and parts[-2] == "snapshots" and _COMMIT.fullmatch(parts[-1]):
         return parts[-1]
@@ -60,7 +61,7 @@ def _snapshot(path: Path) -> str | None:
 
 
 def _files(path: Path) -> list[tuple[str, Path]]:
-    """Its files by their names, without what is hidden, in order."""
+    """Returns the files below a path with their relative names, sorted, without hidden ones."""
     if path.is_file():
         return [(path.name, path)]
     found: list[tuple[str, Path]] = []
@@ -106,7 +107,8 @@ def _user_cache() -> Path:
 
 @contextmanager
 def _one_at_a_time(cache: Path) -> Iterator[dict[str, str]]:
-    """What this host has read so far; what is added is kept. Without a place to keep it, everything is read anew."""
+    """Locks the cache and yields its digests by state; digests added meanwhile are written back. If the folder cannot
+    be used, yields an empty dict, so that everything is read again."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = os.open(cache / "weights.lock", os.O_RDWR | os.O_CREAT, 0o600)

@@ -1,11 +1,12 @@
-"""The workers' side of the connector: moves the bytes that the scheduler's side has ordered, for one rank's part.
+"""The workers' side of the connector: carries out the scheduler's orders for one rank's part of the KV.
 
-A load writes into blocks that the engine has set aside for it. Within a forward pass each layer waits for its own, and
-what has not come by then is told as invalid; beside the passes it is told when it is over. A store reads blocks of the
-engine after the pass that filled them, on threads of the client. So a block is read while the engine goes on, and may
-be handed to somebody else meanwhile: each step names the blocks that it hands on, and before it runs whoever reads
-them is given a moment and then broken off. Once `Transfer.cancel` returns nothing is read any more, and what was cut
-off is not committed, so a block that was copied too late is no block.
+A load writes into blocks that the engine has allocated for it. Within a forward pass each layer waits for its own KV,
+and blocks that have not arrived by the end of the pass are reported as invalid; a load beside the passes is reported
+when it ends. A store reads the engine's blocks after the pass that filled them, on threads of the client. So a block is
+read while the engine continues, and the engine may give it to a new owner meanwhile: each step lists the blocks that it
+reassigns, and before the step runs, stores that read them get a short grace time and are then cancelled. Once
+`Transfer.cancel` returns nothing is read any more, and a cancelled store is not committed, so a block that was copied
+too late never becomes visible.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Deadline
 
 _GRACE_NS = 5_000_000
-"""How long one step waits in all for stores that read what it is to overwrite: a copy of a few blocks ends in it."""
+"""The total time that one step waits for stores that read blocks it will overwrite: enough to copy a few blocks."""
 
 
 class _Load:
-    """One load order, under way or never begun."""
+    """One load order, in progress or failed to start."""
 
     def __init__(self, order: LoadOrder, transfer: Transfer[Loaded] | None, miss: Miss | None) -> None:
         self.order = order
@@ -46,7 +47,7 @@ class _Load:
         return self.transfer is None or self.transfer.done()
 
     def report(self) -> LoadReport:
-        """Ends it where it has not, and says what came."""
+        """Ends the load if it has not ended, and returns its report."""
         took_ns = time.monotonic_ns() - self.began_ns
         if self.transfer is None:
             return LoadReport(self.order.first, 0, took_ns, Loss.EXACT, self.miss)
@@ -54,12 +55,12 @@ class _Load:
             loaded = self.transfer.result(None if self.transfer.done() else 0)
         except KVClusterError as error:
             return LoadReport(self.order.first, 0, took_ns, Loss.EXACT, Miss(MissReason.SHARD_LOST, str(error)))
-        # Not until now, which is when the model's thread looked, but until the last byte was there.
+        # `took_ns` ends at the last byte, not now, when the model's thread happens to look.
         return LoadReport(loaded.blocks, loaded.nbytes, loaded.took_ns or took_ns, loaded.loss, loaded.miss)
 
 
 class _Store:
-    """One store order whose transfer has begun."""
+    """One store order whose transfer has started."""
 
     def __init__(self, order: StoreOrder, transfer: Transfer[Stored]) -> None:
         self.order = order
@@ -69,7 +70,7 @@ class _Store:
 
 
 class WorkerSide:
-    """Of one rank. Every method belongs to the thread that runs the model."""
+    """The workers' side of one rank. Every method is called on the thread that runs the model."""
 
     def __init__(self, settings: ConnectorSettings, layout: compat.Layout, registration: Registration) -> None:
         self._settings = settings
@@ -84,20 +85,21 @@ class WorkerSide:
         self._chains: dict[str, list[BlockHash]] = {}
         self._loads: list[_Load] = []
         self._stores: list[_Store] = []
-        self._held: dict[str, int] = {}  # until when blocks of requests that ended are kept for their stores
+        self._held: dict[str, int] = {}  # by ended request: until when its blocks are kept for its stores
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
         self._received: set[str] = set()
         self._report = StepReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """The engine's KV, a tensor a layer. Raises CallerError for a layout that is not known."""
+        """Registers the engine's KV, one tensor per layer. Raises CallerError for an unknown layout."""
         self._views = [compat.views(kv_caches, self._layout, number) for number in range(len(self._layout.groups))]
 
     # ------------------------------------------------------------------------------------------ one step, in order
 
     def before(self, step: Step) -> None:
-        """Before anything of the step is written: whoever reads what it is to overwrite stops."""
+        """Called before the step writes anything: ends stores that read blocks which the step overwrites, and loads of
+        ended requests."""
         written = set(step.written)
         until = time.monotonic_ns() + _GRACE_NS
         for store in self._stores:
@@ -122,19 +124,19 @@ class WorkerSide:
         self._held.update(dict.fromkeys(step.held, now + self._settings.hold_ms * 1_000_000))
 
     def load(self, step: Step) -> None:
-        """Begins the step's loads."""
+        """Starts the step's loads."""
         for order in step.loads:
             transfer, miss = self._begin_load(order)
             self._loads.append(_Load(order, transfer, miss))
 
     def wait_layer(self, name: str) -> None:
-        """Returns once that layer's KV of the loads within this pass is there, or will not come."""
+        """Returns once that layer's KV of the loads within this pass has arrived, or will not arrive."""
         for load in self._loads:
             if load.order.layerwise and load.transfer is not None:
                 load.transfer.wait_layer(self._layer_numbers[name])
 
     def after(self, step: Step) -> None:
-        """The pass is over: loads within it end, and what it has filled is stored."""
+        """Called after the pass: ends the loads within it, and starts the step's stores."""
         for load in [one for one in self._loads if one.order.layerwise]:
             self._end_load(load)
         for order in step.stores:
@@ -147,7 +149,8 @@ class WorkerSide:
         self._report.step = step.number
 
     def settle(self) -> tuple[set[str], set[str], set[str]]:
-        """Requests whose blocks are read no more, those whose loads are over, and those of them whose loads failed."""
+        """Returns the held requests whose blocks are no longer read, the requests whose loads have ended, and those of
+        them whose loads failed."""
         for load in [one for one in self._loads if not one.order.layerwise and one.over()]:
             self._end_load(load)
         self._settle_stores()
@@ -159,17 +162,17 @@ class WorkerSide:
         return sent, received, failed
 
     def invalid_blocks(self) -> set[int]:
-        """Blocks of the engine that were to be loaded and were not."""
+        """Returns the engine's blocks that should have been loaded and were not, since the last call."""
         invalid, self._invalid = self._invalid, set()
         return invalid
 
     def take_report(self) -> StepReport:
-        """What happened since it was last taken."""
+        """Returns the report since the last call."""
         report, self._report = self._report, StepReport(step=self._report.step)
         return report
 
     def close(self) -> None:
-        """Ends all that is under way."""
+        """Cancels all transfers in progress."""
         for transfer in [*(load.transfer for load in self._loads), *(store.transfer for store in self._stores)]:
             if transfer is not None:
                 transfer.cancel()

@@ -1,4 +1,4 @@
-"""Ray nodes on loopback that nobody else finds: no file tells of them, and everything lies in their own folder.
+"""Ray nodes on loopback that no other process finds: no file names them, and all their files are in their own folder.
 
 As a program, `python -m tests.engines.ray_serve.nodes FOLDER HEAD RESOURCES`, it is one node: it joins HEAD, or is the
 head where HEAD is "", says on stdout where the head is, and goes when stdin ends. To be run within `own_ray`.

@@ -1,4 +1,4 @@
-"""Preferred is whoever has most of the prefix at hand, if it is enough and costs nobody too much."""
+"""The policy prefers replicas with most of the prefix on their host, if it is enough and they are not too busy."""
 
 from __future__ import annotations
 

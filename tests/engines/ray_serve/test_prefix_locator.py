@@ -128,14 +128,14 @@ def test_text_is_looked_for_as_its_tokens(served: Served, tmp_path: Path) -> Non
         assert find(where, text=text) == PrefixLocation(LocateOutcome.NO_TOKENS)
 
 
-def test_a_model_that_nobody_serves_yet_is_unknown_until_somebody_does(served: Served) -> None:
+def test_a_model_that_no_engine_serves_yet_is_unknown_until_one_does(served: Served) -> None:
     with looking(served.coordinator, ready=False, model="late") as where:
         assert find(where, tokens=CACHED) == PrefixLocation(LocateOutcome.UNKNOWN)
         store(served.coordinator, spec_of(model="late"), CACHED)
         eventually(lambda: find(where, tokens=CACHED) == found(6))
 
 
-def test_a_router_starts_without_a_coordinator_and_nobody_waits() -> None:
+def test_a_router_starts_without_a_coordinator_and_no_request_waits() -> None:
     with looking(f"127.0.0.1:{free_port()}", ready=False) as where:
         assert find(where, tokens=CACHED) == PrefixLocation(LocateOutcome.UNKNOWN)
 
@@ -212,7 +212,7 @@ def test_who_tries_whether_it_is_back_gives_it_longer(served: Served, monkeypatc
 
         monkeypatch.setattr(where._control, "ask", slowly)
         eventually(lambda: find(where, tokens=CACHED).outcome is LocateOutcome.AWAY)
-        eventually(lambda: find(where, tokens=CACHED).outcome is LocateOutcome.LATE)  # somebody waited again
+        eventually(lambda: find(where, tokens=CACHED).outcome is LocateOutcome.LATE)  # a request waited again
 
 
 def test_text_waits_for_no_tokenizer_while_the_coordinator_hangs() -> None:
@@ -247,4 +247,4 @@ def test_a_mistake_of_ours_is_said_once_and_answered(served: Served, monkeypatch
 
         monkeypatch.setattr(prefix_locator, "prompt_hashes", broken)
         assert [find(where, tokens=CACHED).outcome for _ in range(2)] == [LocateOutcome.FAILED] * 2
-    assert said == ["routes without knowing where prefixes lie: ZeroDivisionError: oops"]
+    assert said == ["routing without prefix locations: ZeroDivisionError: oops"]

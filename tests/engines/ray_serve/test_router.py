@@ -121,7 +121,7 @@ def test_requests_go_where_their_prefix_lies(application: Application) -> None:
     assert (Recorded.outcomes, Recorded.went) == ({"found": 10}, {"preferred": 10})
 
 
-def test_a_prompt_that_nobody_has_goes_anywhere(application: Application) -> None:
+def test_a_prompt_that_is_not_cached_goes_anywhere(application: Application) -> None:
     went = {application.ask({"prompt": prompt(4, seed=100 + n)}) for n in range(40)}
     assert went == {application.near, application.far}
     assert Recorded.outcomes == {"nothing": 40}
@@ -132,7 +132,7 @@ def test_keyword_arguments_of_other_methods_are_routed_alike(application: Applic
     assert told == [application.near] * 5
 
 
-def test_what_is_no_prompt_and_what_is_of_an_adapter_is_asked_nobody(application: Application) -> None:
+def test_what_is_no_prompt_and_what_is_of_an_adapter_is_not_looked_up(application: Application) -> None:
     went = {application.ask({"say": "hello"}) for _ in range(20)}
     adapter = application.handle.options(multiplexed_model_id="tuned")
     went |= {adapter.remote({"prompt": CACHED}).result(timeout_s=60) for _ in range(20)}

@@ -62,6 +62,6 @@ def test_without_a_tokenizer_there_are_no_tokens_and_it_is_said_why(tmp_path: Pa
     missing = PromptTokenizer(str(tmp_path / "none"), said.append)
     missing.start()
     eventually(lambda: said)
-    assert "text is looked for nowhere: no tokenizer from" in said[0]
+    assert "text prompts are not located: no tokenizer from" in said[0]
     with pytest.raises(NoTokens, match="no tokenizer from"):
         missing.of(Prompt(text="Hi"), 10)

@@ -62,7 +62,7 @@ def test_without_connect_it_would_use_the_clusters_own(sglang: SimpleNamespace) 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"weights": ""}, ['lacks "weights"', "fingerprint", "taken for fresh"]),
+        ({"weights": ""}, ['lacks "weights"', "fingerprint", "taken for this model"]),
         ({"address": ""}, ['lacks "address"', "host:port"]),
         ({"address": "nowhere"}, ["host:port"]),
         ({"weights": "main"}, ["main", "sha256"]),
@@ -75,8 +75,8 @@ def test_without_connect_it_would_use_the_clusters_own(sglang: SimpleNamespace) 
         ({"kv_heads": True}, ["kv_heads must be an integer"]),
         ({"retry_ms": 0}, ["retry_ms must be an integer of at least 1"]),
         ({"lookup_ms": 0.5}, ["lookup_ms"]),
-        ({"extra": ["lora"]}, ["extra must be an object of texts"]),
-        ({"extra": {"layout": "mine"}}, ["'layout'", "page_first", "name it otherwise"]),
+        ({"extra": ["lora"]}, ["extra must be an object of strings"]),
+        ({"extra": {"layout": "mine"}}, ["'layout'", "page_first", "use another name"]),
         ({"client": 7}, ["client must be an object"]),
         ({"client": {"dedline_ms": 7}}, ["client.dedline_ms", "deadline_ms"]),
         ({"client": {"accept": "some"}}, ["client.accept"]),
@@ -122,7 +122,7 @@ def test_settings_reach_the_client(
     assert (config.deadline_ms, config.accept, config.transports) == (77, "exact", ("grpc",))
 
 
-# ----------------------------------------------------------------------------------- pools that are not understood
+# ----------------------------------------------------------------------------------- pools that are not supported
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_settings_reach_the_client(
         (lambda s: mha_pool(s, dtype=torch.int8), ["int8"]),
     ],
 )
-def test_a_pool_that_is_not_understood_is_refused_by_name(
+def test_a_pool_that_is_not_supported_is_refused_by_name(
     sglang: SimpleNamespace, cluster: MemoryCluster, make: Callable[[Any], Any], says: list[str]
 ) -> None:
     message = refused(sglang, make(sglang), cluster)
@@ -168,9 +168,9 @@ def test_a_pool_whose_pages_have_another_size_is_refused(
     pool = mha_pool(sglang)
     true = pool.get_page_buffer_meta
     monkeypatch.setattr(pool, "get_page_buffer_meta", lambda i: (true(i)[0], [size // 2 for size in true(i)[1]]))
-    assert "lays pages out otherwise" in refused(sglang, pool, cluster)
+    assert "has another memory layout" in refused(sglang, pool, cluster)
     monkeypatch.setattr(pool, "get_page_buffer_meta", lambda i: tuple(part[:1] for part in true(i)))
-    assert "lays them out otherwise" in refused(sglang, pool, cluster)
+    assert "has another memory layout" in refused(sglang, pool, cluster)
 
 
 def test_an_sglang_that_does_not_know_its_version_is_refused(
@@ -233,7 +233,7 @@ def test_clear_forgets_the_pages_of_this_model_and_these_weights(sglang: SimpleN
     storage.clear()
     assert twin.batch_exists(keys) == 0 and other.batch_exists(keys) == 1
     storage.close()
-    with pytest.raises(Unreachable, match="nothing is known to be forgotten"):
+    with pytest.raises(Unreachable, match="so nothing was purged"):
         storage.clear()
 
 

@@ -134,14 +134,14 @@ def test_a_coordinator_that_is_gone_is_a_miss_until_it_is_back(
     cluster.stop_coordinator()
     with took(5):
         assert misses(storage, pool, keys)
-    assert "SGLang goes on without it" in caplog.text and not [r for r in caplog.records if r.exc_info]
+    assert "SGLang continues without it" in caplog.text and not [r for r in caplog.records if r.exc_info]
     cluster.start_coordinator()
     cluster.wait_until_up()
     assert seen(storage, keys) and storage.batch_get_v1(keys, slots([6, 7])) == [True, True]
     assert page(pool, 6) == page(pool, 0)
 
 
-def test_after_a_question_that_nobody_answered_none_is_asked_for_a_while(
+def test_after_an_unanswered_question_none_is_asked_for_a_while(
     sglang: SimpleNamespace, attach: Attach, cluster: MemoryCluster
 ) -> None:
     port, pool = Port(cluster), scramble(mha_pool(sglang))
@@ -168,7 +168,7 @@ def test_shards_that_are_gone_are_a_miss(sglang: SimpleNamespace, attach: Attach
         assert storage.batch_set_v1(keys_of(3, "else"), slots([0, 1, 2])) == [False] * 3
 
 
-def test_pages_that_went_with_their_shard_keep_nobody_from_asking_for_others(sglang: SimpleNamespace) -> None:
+def test_pages_that_were_lost_with_their_shard_do_not_block_loads_of_others(sglang: SimpleNamespace) -> None:
     with MemoryCluster(shards=2, config={"membership_ttl_ms": 300}) as some:
         pool, keys = scramble(mha_pool(sglang)), keys_of(3)
         storage = connected(create(sglang, pool, Connect(some), retry_ms=3_600_000))

@@ -50,7 +50,7 @@ class Engine:
         return foreign(self.storage._client.connected().namespace, [bytes.fromhex(key) for key in keys])
 
     def put(self, keys: list[str], loss: Loss) -> None:
-        """As if a codec had been at it: stored by somebody who knows of that loss."""
+        """Stores the page again with that loss, as if it had gone through a codec."""
         sizes = [self.spec.page_bytes(group, self.spec.whole(group)) for group in range(2)]
         pages = [Buffers([bytes(size) for _ in keys]) for size in sizes]
         assert self.client.begin_store(self.hashes(keys), pages, loss=loss).result().blocks == len(keys)
@@ -62,7 +62,7 @@ class Engine:
         assert seen(self.storage, keys)
 
     def loss(self, key: str) -> Loss:
-        """The least with which anybody can have this page."""
+        """Returns the least loss with which a client can load this page."""
         for accept in Loss:
             with self.client.prepare_load(self.hashes([key]), accept=accept) as ticket:
                 if ticket.blocks:

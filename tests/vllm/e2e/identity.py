@@ -60,9 +60,7 @@ def check(house: House) -> None:
     salted = plain | {"cache_salt": "somebody"}
     outcome = house.run({"model": model, "connector": connector, "rounds": [{"prompts": later}, salted]})
     told = answers(outcome)
-    house.table.add(
-        "identity: what was computed after the reset is nobody else's", f"{loaded(told)} loaded", not loaded(told)
-    )
+    house.table.add("identity: KV computed after the reset is not shared", f"{loaded(told)} loaded", not loaded(told))
     _row(house, "identity: the same prompts under a salt", answers(outcome, 1), without, hits=False)
 
 

@@ -114,7 +114,7 @@ def _plant_load(side: Any, harm: Callable[..., None]) -> None:
 
 
 def _plant_store(side: Any) -> None:
-    """Stores begin some steps late, and nobody looks whose their blocks are by then."""
+    """Stores begin some steps late, without a check of who owns their blocks by then."""
     begin = side._begin_store
     waiting: list[StoreOrder] = []
 

@@ -49,8 +49,8 @@ FAULTED = 12
 """Requests under each fault."""
 
 BOUND_MS = 5.0
-"""What a request may be kept by the router, on average: two cores that ten processes share wake nobody up to the
-millisecond, so that the longest is told and fails nothing."""
+"""Bound of the average time that the router may keep a request. Two cores that ten processes share do not wake a
+process to the millisecond, so the longest time is only reported and fails nothing."""
 
 ANSWER_S = 60.0
 CLUSTER: dict[str, Any] = {
@@ -173,7 +173,7 @@ def _prefixes(house: House, serving: Serving) -> None:
     ratio = middle["router"] / middle["power of two"]
     house.table.add(
         "serve: first token by the router, of power of two's",
-        f"{ratio:.2f} (median; a prompt that nobody has: {1e3 * computed:.0f} ms)",
+        f"{ratio:.2f} (median; a prompt that is not cached: {1e3 * computed:.0f} ms)",
         True,
     )
 

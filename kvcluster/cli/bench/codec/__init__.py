@@ -1,1 +1,1 @@
-"""`kvcluster bench codec`: how fast pages are encoded and decoded, and how wrong they are afterwards."""
+"""`kvcluster bench codec`: measures how fast pages are encoded and decoded, and the error of the result."""

@@ -1,4 +1,4 @@
-"""What comes back of numbers that were encoded: the one way in which every error here is made."""
+"""Encodes and decodes tensors of pages; every error that this benchmark reports comes from this function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcluster.pages import codec
 
 
 def restored(which: Codec, group: Group, layers: torch.Tensor) -> torch.Tensor:
-    """Layers of pages, `[..., planes, block_tokens, heads, dim]` of the planes' dtype, encoded and decoded."""
+    """Returns layers of pages, `[..., planes, block_tokens, heads, dim]` of the planes' dtype, encoded and decoded."""
     *before, _, tokens, heads, _ = layers.shape
     count = prod(before)
     raw = bytearray(layers.contiguous().view(torch.uint8).flatten().numpy().tobytes())

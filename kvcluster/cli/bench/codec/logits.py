@@ -1,10 +1,10 @@
-"""What each codec does to the logits of the demo's model, whose weights are random.
+"""Measures how each codec changes the logits of the demo's model, whose weights are random.
 
-It shows how errors of KV go through a transformer. It is no statement on a real model, or on the quality of its text.
+It shows how errors of KV propagate through a transformer. It says nothing about a real model, or the quality of text.
 
-The model reads a prefix of the demo's document in float32. The KV of it is encoded and decoded in pages as the
-transformers engine stores them, and the model reads on: the document's own tokens, whatever it would have said (teacher
-forcing), so that all are compared at the same positions.
+The model computes a prefix of the demo's document in float32. That KV is encoded and decoded in pages, as the
+transformers engine stores them. Then the model computes the document's next tokens, whatever it would have generated
+(teacher forcing), so that all codecs are compared at the same positions.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ CODINGS = ((Codec.RAW, 0), (Codec.Q8, 0), (Codec.Q4, 0), (Codec.Q4, 1))
 
 
 def measure(*, prefix_tokens: int, tokens: int = 256) -> list[dict[str, Any]]:
-    """For each of CODINGS, how the logits of the `tokens` that follow the prefix differ from those of the exact KV.
+    """Returns for each of CODINGS how the logits of the `tokens` tokens after the prefix differ from those of exact KV.
 
-    `error` is the norm of the difference by that of the exact; `kl_nats` the divergence of what is lossy from what is
-    exact, the mean of all positions; `same_token` the share of positions where the most likely token is the same.
+    `error` is the norm of the difference divided by the norm of the exact logits; `kl_nats` the divergence of the lossy
+    from the exact distribution, averaged over all positions; `same_token` the share of positions with the same most
+    likely token.
     """
     assert prefix_tokens % BLOCK_TOKENS == 0, "the engine stores whole blocks"
     model = llama(prefix_tokens + tokens)
@@ -49,7 +50,8 @@ def measure(*, prefix_tokens: int, tokens: int = 256) -> list[dict[str, Any]]:
 
 
 def prefilled(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """KV of `ids` `[1, tokens]` as pages: `[blocks, layers, planes, block_tokens, heads, dim]` of the model's dtype."""
+    """Returns the KV of `ids` `[1, tokens]` as pages `[blocks, layers, planes, block_tokens, heads, dim]` of the
+    model's dtype."""
     cache = DynamicCache(config=text_config(model))
     model(input_ids=ids, past_key_values=cache, use_cache=True)
     kv = torch.stack([torch.cat(planes(layer)) for layer in layers(cache)])
@@ -58,7 +60,7 @@ def prefilled(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def difference(came: torch.Tensor, meant: torch.Tensor) -> dict[str, float]:
-    """Of logits float64 `[positions, vocabulary]`, as `measure` says."""
+    """Returns the measures of `measure` for logits, float64 `[positions, vocabulary]`."""
     likely, lossy = meant.log_softmax(-1), came.log_softmax(-1)
     return {
         "error": float((came - meant).norm() / meant.norm()),
@@ -68,7 +70,8 @@ def difference(came: torch.Tensor, meant: torch.Tensor) -> dict[str, float]:
 
 
 def _logits(model: PreTrainedModel, pages: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """float64 `[tokens, vocabulary]` of `ids` `[1, tokens]`, which follow the tokens of `pages`."""
+    """Returns the logits, float64 `[tokens, vocabulary]`, of `ids` `[1, tokens]`, which follow the tokens of
+    `pages`."""
     cache = DynamicCache(config=text_config(model))
     kv = pages.permute(1, 2, 4, 0, 3, 5).flatten(3, 4)
     for number, (k, v) in enumerate(kv):

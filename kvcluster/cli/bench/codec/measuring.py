@@ -1,4 +1,5 @@
-"""Speed and error of the codecs. Rates are of the raw bytes, beside memcpy of the same bytes, in turns, one thread."""
+"""Measures speed and error of the codecs. Rates count raw bytes; memcpy of the same bytes takes turns, on one
+thread."""
 
 from __future__ import annotations
 
@@ -22,13 +23,14 @@ LOSSY = (Codec.Q8, Codec.Q4)
 _LAYERS, _HEADS, _TOKENS = 32, 8, 16
 _BLOCK_TOKENS = (16, 32, 64)
 _SPOILED_BYTES = 256 * 2**20
-"""Read before each turn, so that nothing is in a cache."""
+"""Bytes read before each turn, so that no measured bytes are in a CPU cache."""
 
 
 def measure(*, rounds: int, dims: Sequence[int], moved_bytes: int, seeds: int, prefix_tokens: int) -> dict[str, Any]:
-    """All figures: speeds over so many bytes a turn, errors of so many synthetic sequences, logits after such a prefix.
+    """Returns all figures: speeds over `moved_bytes` per turn, errors over `seeds` synthetic sequences, and logits
+    after a prefix of `prefix_tokens`.
 
-    There are no logits where transformers is missing, or older than its engine takes.
+    There are no logits if transformers is missing, or older than its engine supports.
     """
     torch.set_num_threads(1)
     return {
@@ -93,7 +95,7 @@ def _speed(dim: int, rounds: int, moved_bytes: int) -> list[dict[str, Any]]:
 
 
 def _fill(source: memoryview, dim: int) -> None:
-    """With keys and values, plane by plane, until it is full."""
+    """Fills the memory with keys and values, plane by plane."""
     given = attention(0, heads=_HEADS, dim=dim)
     layers = _planes(given, _TOKENS).view(torch.uint8).flatten()
     target = torch.frombuffer(source, dtype=torch.uint8)
@@ -116,7 +118,8 @@ def _group(dim: int) -> Group:
 
 
 def _errors(dim: int, seeds: int) -> list[dict[str, Any]]:
-    """For each codec and size of a block, the worst of the seeds: the norm of the difference by that of the exact."""
+    """Returns for each codec and block size the worst error over the seeds: the norm of the difference divided by the
+    norm of the exact values."""
     group = _group(dim)
     rows = []
     for each in LOSSY:
@@ -143,7 +146,7 @@ def _worst(dim: int, seeds: int, through: Callable[[Attention], Attention]) -> d
 
 
 def _through(which: Codec, tokens: int, given: Attention) -> Attention:
-    """As it is after encoding and decoding."""
+    """Returns the attention inputs after encoding and decoding K and V."""
     k, v = restored(which, _group(given.k.shape[-1]), _planes(given, tokens)).unbind(1)
     return Attention(k.reshape(given.k.shape), v.reshape(given.v.shape), given.q)
 

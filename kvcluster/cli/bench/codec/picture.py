@@ -1,4 +1,4 @@
-"""The figures as a picture: speeds above and errors below them, a column a head dim; logits at the bottom."""
+"""Draws the figures: speeds on top and errors below them, one column per head dim; logits at the bottom."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def draw(figures: Mapping[str, Any], file: str) -> None:
-    """Writes a PNG. Raises OSError where it cannot."""
+    """Writes a PNG. Raises OSError if it cannot."""
     dims = list(dict.fromkeys(row["dim"] for row in figures["speed"]))
     groups = len([row for row in figures["errors"] if row["dim"] == dims[0]])
     heights = [2.6, 1.2 + 0.55 * groups, *([2.8] if figures["logits"] else [])]

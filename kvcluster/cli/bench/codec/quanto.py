@@ -1,6 +1,6 @@
-"""What transformers' quanto cache does to keys and values, as a peer: 4 bits, groups of 64, where it is installed.
+"""Quantises keys and values as transformers' quanto cache does, for comparison: 4 bits, groups of 64, if installed.
 
-As `transformers.cache_utils.QuantoQuantizedLayer` (5.x) does with its defaults, without the 128 tokens that it keeps
+Follows `transformers.cache_utils.QuantoQuantizedLayer` (5.x) with its defaults, without the 128 tokens that it keeps
 exact.
 """
 
@@ -21,12 +21,12 @@ RATIO = 16 / (4 + 2 * 16 / GROUP)
 
 
 def installed() -> bool:
-    """Is there anything to compare with?"""
+    """Returns whether quanto is installed."""
     return find_spec("optimum") is not None and find_spec("optimum.quanto") is not None
 
 
 def through(given: Attention) -> Attention:
-    """As it is after quantising and dequantising."""
+    """Returns the attention inputs after quantising and dequantising K and V."""
     return replace(given, k=_through(given.k), v=_through(given.v))
 
 

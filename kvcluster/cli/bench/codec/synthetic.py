@@ -1,10 +1,10 @@
-"""Keys, values and queries as attention layers have them, made from a seed.
+"""Makes keys, values and queries like those of attention layers, from a seed.
 
 Keys have a few channels in each head that are eight times as large as the others, in every token (Liu et al., KIVI,
-2024, figure 2), and are rotated by their positions afterwards (RoPE, base 10,000, the halves of a head paired, as Llama
-does): so what was constant over tokens turns, fast in the first channels and slowly in the last. Values have no such
-channels. Queries are rotated too, and as large as gives scores a standard deviation of 1.2: attention is spread over
-many tokens, and none of what is wrong with one is hidden by another.
+2024, figure 2), and are then rotated by their positions (RoPE, base 10,000, the halves of a head paired, as in Llama).
+So values that were constant over tokens rotate, fast in the first channels and slowly in the last. Values have no such
+channels. Queries are rotated too, and scaled so that scores have a standard deviation of 1.2: attention is spread over
+many tokens, so the error of one token is not hidden by another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Attention:
 
 
 def attention(seed: int, *, tokens: int = 2_048, heads: int = 8, dim: int = 128, queries: int = 256) -> Attention:
-    """The same for the same seed. Queries stand at the end of the sequence."""
+    """Returns the same inputs for the same seed. Queries are at the end of the sequence."""
     rng = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ def attention(seed: int, *, tokens: int = 2_048, heads: int = 8, dim: int = 128,
 
 
 def output(given: Attention) -> torch.Tensor:
-    """Attention of the queries, each to all tokens up to its own: float32 `[heads, queries, dim]`."""
+    """Returns the causal attention output of the queries: float32 `[heads, queries, dim]`."""
     q, k, v = given.q.float(), given.k.float().transpose(0, 1), given.v.float().transpose(0, 1)
     queries, tokens = q.shape[1], k.shape[1]
     scores = q @ k.transpose(1, 2) / q.shape[-1] ** 0.5
@@ -61,7 +61,7 @@ def output(given: Attention) -> torch.Tensor:
 
 
 def _rotated(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """`[..., tokens, dim]`, by positions `at`."""
+    """Returns `x`, `[..., tokens, dim]`, rotated by positions `at`."""
     half = x.shape[-1] // 2
     angles = at[:, None] * _ROPE_BASE ** (-torch.arange(half) / half)
     cos, sin = angles.cos(), angles.sin()

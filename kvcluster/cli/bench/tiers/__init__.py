@@ -1,2 +1,2 @@
-"""`kvcluster bench tiers`: what an encoded tier costs and gives, on a real cluster: loads out of it, and stores beside
-it."""
+"""`kvcluster bench tiers`: measures an encoded tier on a real cluster: loads from it, and stores while pages are
+demoted to it."""

@@ -1,4 +1,4 @@
-"""What is measured on: one shard of `kvcluster.local()`, and prompts that lie where they are wanted.
+"""What the benchmark runs on: one shard of `kvcluster.local()`, and prompts that are moved into the wanted tier.
 
 Pages are those of a Llama-3-8B (32 layers, 8 heads of 128 channels, bfloat16, 16 tokens: 2 MiB).
 """
@@ -35,8 +35,8 @@ _SETTLE_S = 30.0
 
 @contextmanager
 def one_shard(*, coordinator: Mapping[str, Any] | None = None, **tiers: Any) -> Iterator[LocalCluster]:
-    """One shard whose tiers, sized as `kvcluster.local` has them, change only by the watermarks that are given; nothing
-    is promoted."""
+    """Starts one shard with these tiers (arguments of `kvcluster.local`). Pages move only by the given watermarks, and
+    none are promoted."""
     quiet = {"hold_ms": 0, "host_raw_blocks": 0, "promote_loads": 1_000_000, **(coordinator or {})}
     config = {"coordinator": quiet, "shard": {"scrub_bytes": 0}, "client": {"deadline_ms": CALL_MS}}
     with kvcluster.local(shards=1, config=config, **tiers) as cluster:
@@ -44,7 +44,7 @@ def one_shard(*, coordinator: Mapping[str, Any] | None = None, **tiers: Any) -> 
 
 
 def set_policy(address: str, setting: tuple[str, str]) -> None:
-    """As `kvcluster policy set`."""
+    """Does the same as `kvcluster policy set`."""
     connection = Connection(address, None)
     try:
         expect(Done, GrpcPort(connection).ask(SetPolicy((setting,)), Deadline.after_ms(CALL_MS)))
@@ -53,12 +53,12 @@ def set_policy(address: str, setting: tuple[str, str]) -> None:
 
 
 def prompt(number: int, blocks: int) -> list[int]:
-    """One that no other number has."""
+    """Returns a prompt that differs from that of any other number."""
     return [number, *range(1, blocks * BLOCK_TOKENS)]
 
 
 def tensors(blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random numbers to store, and where they are to be loaded, in memory that has been touched."""
+    """Returns random numbers to store, and memory to load them into; all pages of both have been touched."""
     source, into = (
         torch.frombuffer(warm_memory(blocks * PAGE_BYTES), dtype=torch.bfloat16).view(blocks, *SHAPE) for _ in range(2)
     )
@@ -66,14 +66,14 @@ def tensors(blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def store(client: Client, tokens: list[int], kv: torch.Tensor) -> None:
-    """Stores all of it."""
+    """Stores all blocks. Raises KVClusterError if some are not stored."""
     stored = client.store(tokens, kv)
     if stored.blocks != len(kv):
-        raise KVClusterError(f"{len(kv)} blocks were to be stored: {stored}")
+        raise KVClusterError(f"not all of {len(kv)} blocks were stored: {stored}")
 
 
 def load(client: Client, tokens: list[int], into: torch.Tensor) -> float:
-    """Seconds that it took to load all of it."""
+    """Loads all tokens and returns the seconds it took. Raises KVClusterError if some are not loaded."""
     began = time.perf_counter()
     loaded = client.load(tokens, into)
     took = time.perf_counter() - began
@@ -83,24 +83,24 @@ def load(client: Client, tokens: list[int], into: torch.Tensor) -> float:
 
 
 def rates(turns: Sequence[float], raw: Sequence[float], blocks: int) -> dict[str, float]:
-    """Tokens a second in the median of these turns, and how many times that of the raw ones."""
+    """Returns the tokens per second of the median turn, and its ratio to that of the raw turns."""
     took = statistics.median(turns)
     return {"tokens_per_s": blocks * BLOCK_TOKENS / took, "of_raw": statistics.median(raw) / took}
 
 
 def tier_of(client: Client, tokens: list[int]) -> str:
-    """Where all of it lies, or "" where that is not one tier."""
+    """Returns the tier that holds the whole prompt, or "" if that is not one tier."""
     tiers = {block.tier if block.hit else "" for block in client.explain(tokens)}
     return tiers.pop() if len(tiers) == 1 else ""
 
 
 def lies_in(tier: str, client: Client, tokens: list[int]) -> bool:
-    """Is all of it in that tier?"""
+    """Returns whether the whole prompt is in that tier."""
     return tier_of(client, tokens) == tier
 
 
 def until(holds: Callable[[], bool], what: str) -> None:
-    """Waits until it holds, `what` says what."""
+    """Waits until `holds()` is True. Raises KVClusterError, naming the condition as `what`, if that takes too long."""
     give_up = time.monotonic() + _SETTLE_S
     while not holds():
         if time.monotonic() > give_up:

@@ -1,6 +1,6 @@
-"""Loads of encoded pages beside raw ones, and stores while others are encoded, on a cluster of `kvcluster.local()`.
+"""Measures loads of encoded pages against raw ones, and stores while other pages are encoded, on `kvcluster.local()`.
 
-Pages hold random numbers: how they are encoded has no bearing on what they are.
+Pages hold random numbers: the time to encode a page does not depend on its content.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _FILL, _WARM = 64, 10
 def measure(
     *, rounds: int, blocks: int, stores: int, folder: Path | None, say: Callable[[str], object]
 ) -> dict[str, Any]:
-    """All figures: loads of so many blocks in so many turns, the latencies of so many stores of one block, and what a
-    shard that is killed serves from `folder` afterwards."""
+    """Returns all figures: loads of `blocks` blocks in `rounds` turns, the latencies of `stores` stores of one block,
+    and loads from a killed shard's disk tier in `folder` after its restart."""
     torch.set_num_threads(1)
     return {
         "page_bytes": PAGE_BYTES,
@@ -69,9 +69,9 @@ def measure(
 
 
 def _loads(rounds: int, blocks: int, say: Callable[[str], object]) -> list[dict[str, Any]]:
-    """Prompts that lie raw, in q8 and in q4 are loaded in turns, over tcp and over shm; medians."""
+    """Loads prompts that are stored raw, in q8 and in q4 in turns, over tcp and over shm. Returns medians."""
     source, into = tensors(blocks)
-    # The prompt that goes down is followed by one that pushes it there: twice as many blocks as fit above.
+    # Two more prompts are stored after the one to demote, which push it out of the device tier.
     with one_shard(device_bytes=2 * blocks * PAGE_BYTES, host_bytes=4 * blocks * PAGE_BYTES) as cluster:
         writer = cluster.client(SPEC)
         for number, name in enumerate(("q4", "q8")):
@@ -95,7 +95,7 @@ def _loads(rounds: int, blocks: int, say: Callable[[str], object]) -> list[dict[
                             times.setdefault((path, name), []).append(took)
         tiers = {name: tier_of(writer, tokens) for name, tokens in prompts.items()}
     if tiers != {"raw": "device", "q8": "host", "q4": "host"}:
-        raise KVClusterError(f"what was to be measured has moved meanwhile: {tiers}")
+        raise KVClusterError(f"prompts moved to other tiers during the measurement: {tiers}")
     return [
         {"path": path, "codec": name, **rates(turns, times[path, "raw"], blocks)}
         for (path, name), turns in times.items()
@@ -103,7 +103,7 @@ def _loads(rounds: int, blocks: int, say: Callable[[str], object]) -> list[dict[
 
 
 def _stages(blocks: int) -> list[dict[str, Any]]:
-    """What of a load is done on the reader's side, each alone on one thread: milliseconds for a thousand tokens."""
+    """Times the stages of a load on the reader's side, each alone on one thread: milliseconds per thousand tokens."""
     group, tokens = SPEC.groups[0], blocks * BLOCK_TOKENS
     raw = warm_memory(blocks * PAGE_BYTES)
     torch.frombuffer(raw, dtype=torch.bfloat16).normal_()
@@ -145,7 +145,7 @@ def _median_s(work: Callable[[], None]) -> float:
 
 
 def _stores(count: int, say: Callable[[str], object]) -> dict[str, Any]:
-    """Latencies of stores of one block each: while nothing moves, and while others are demoted in q4."""
+    """Measures stores of one block each: while no pages move, and while other pages are demoted as q4."""
     one = torch.empty(1, *SHAPE, dtype=torch.bfloat16).normal_()
     many = torch.empty(_FILL, *SHAPE, dtype=torch.bfloat16).normal_()
     pages = 8 * count
@@ -172,14 +172,14 @@ def _stores(count: int, say: Callable[[str], object]) -> dict[str, Any]:
         first, last = watch.changes[0], watch.changes[-1]
         busy = [took for began, took in during if first <= began and began + took <= last]
     if len(busy) < count // 4:
-        raise KVClusterError(f"only {len(busy)} stores fell into the demotion; measure more at once")
+        raise KVClusterError(f"only {len(busy)} stores ran during the demotion; run more stores")
     rows = {"idle": _quantiles(idle), "demoting": _quantiles(busy)}
     ratio = {name: rows["demoting"][name] / rows["idle"][name] for name in ("p50_ms", "p99_ms")}
     return {**rows, "p50_of_idle": ratio["p50_ms"], "p99_of_idle": ratio["p99_ms"]}
 
 
 class _Watch:
-    """Looks on a thread of its own how many pages went down; `changes` are the moments at which it was more."""
+    """Polls the number of demoted pages on its own thread; `changes` are the times at which it had grown."""
 
     def __init__(self, client: Client) -> None:
         self.changes: list[float] = []
@@ -190,7 +190,7 @@ class _Watch:
         self._thread.start()
 
     def is_over(self) -> bool:
-        """Has it begun, and has nothing changed for a while?"""
+        """Whether the demotion has begun, and nothing has changed for a while."""
         return bool(self.changes) and time.monotonic() - self.changes[-1] > _OVER_S
 
     def end(self) -> None:

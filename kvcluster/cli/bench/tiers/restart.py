@@ -1,7 +1,7 @@
-"""A shard that is killed, and what it serves from its disk as soon as it is back.
+"""Kills a shard and measures what it serves from its disk tier after its restart.
 
-Files that were just written are in the system's cache, which outlives the shard. So loads are measured twice: as they
-come then, and with that cache emptied of the files before each.
+Files that were just written are in the system's page cache, which outlives the shard. So loads are measured twice: with
+that cache as it is, and with the files dropped from it before each load.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _COLD, _RAW, _FIRST = "from the drive", "device, raw", 0
 
 
 def restart(rounds: int, blocks: int, folder: Path | None, say: Callable[[str], object]) -> dict[str, Any]:
-    """Seconds from the kill to the first whole load, and loads from disk beside raw ones from the device tier."""
+    """Returns the seconds from the kill to the first whole load, and rates of loads from disk and, for comparison, of
+    raw loads from the device tier."""
     source, into = tensors(blocks)
     tokens, raw = prompt(_FIRST, blocks), prompt(_FIRST + 1, blocks)
     with (
@@ -70,12 +71,12 @@ def restart(rounds: int, blocks: int, folder: Path | None, say: Callable[[str], 
 
 
 def _epoch(client: Client) -> int:
-    """Of the one shard; 0 while there is none."""
+    """Returns the epoch of the one shard; 0 while there is none."""
     return max((int(shard["epoch"]) for shard in client.status()["shards"]), default=0)
 
 
 def _empty_cache(disk: Path) -> None:
-    """Has the system forget what it keeps of these files in memory, once the drive has it."""
+    """Writes these files to the drive and drops them from the system's page cache."""
     for path in disk.rglob("*.pages"):
         file = os.open(path, os.O_RDWR)
         try:

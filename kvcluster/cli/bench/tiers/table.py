@@ -1,4 +1,4 @@
-"""The figures as lines for people."""
+"""Formats the figures as lines of text."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A coordinator and shards on the kernel of the test worlds: the real state machines on simulated time, and no bytes.
+"""A coordinator and shards on the simulation kernel of the tests: the real state machines on simulated time, no bytes.
 
-The world around the cores is the kindest one: a message arrives at once, a page is moved or encoded in no time, every
-page can be encoded, and nothing fails. No arena is allocated, since the core only counts bytes. What remains is what
-the cores decide: what is found, where it is written, what is demoted, promoted and evicted, and when.
+The simulated environment is ideal: messages arrive at once, moving or encoding a page takes no time, every page can be
+encoded, and nothing fails. No arena is allocated, since the core only counts bytes. What remains is the decisions of
+the cores: which blocks are found, where they are written, which are demoted, promoted and evicted, and when.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ from kvcluster.testing.kernel import MS, Clock, Kernel
 
 TENANT = Tenant("trace")
 _START_NS = 1_000 * MS
-_SUMS = b"sums"  # of pages that nobody writes and nobody reads
+_SUMS = b"sums"  # of pages whose bytes are never written or read
 _HOLDER = Holder(bytes(HOLDER_BYTES))
 
 
 class _Replayed(CoreProcess):
-    """A process of the replay. All read one clock, and a tick that is due waits for nothing."""
+    """A process of the replay. All processes read one clock, and a due tick runs without delay."""
 
     def __init__(self, kernel: Kernel, name: str, core: Core) -> None:
         super().__init__(kernel, name, 0, Clock(0, 0), core, stall_ns=0, spin_ns=0)
@@ -94,7 +94,7 @@ class _Shard(_Replayed):
                 raise AssertionError(f"{effect} has no place in a replay")
 
     def _soon(self, act: Callable[..., object], argument: object) -> None:
-        """Does this at this instant, after what was to be done before."""
+        """Runs `act(argument)` at this simulated instant, after everything scheduled before."""
         self.kernel.at(self.kernel.now, self, act, argument)
 
 
@@ -102,7 +102,7 @@ class TraceCluster:
     """One worker and its cluster. Times are nanoseconds from the beginning of the trace."""
 
     def __init__(self, config: Config, spec: KVSpec) -> None:
-        """All shards are members when this returns; every one has the bytes that `config.shard` says."""
+        """Starts the cluster. When this returns all shards are members, each with the bytes of `config.shard`."""
         self.config = config
         self._kernel = Kernel()
         self._kernel.run(_START_NS)
@@ -135,12 +135,12 @@ class TraceCluster:
         return [shard.core for shard in self._shards.values()]
 
     def advance(self, to_ns: int) -> None:
-        """Time passes, and every core gets the ticks that are due until then."""
+        """Advances the time to `to_ns`; every core gets the ticks that are due until then."""
         self._kernel.run(max(self._kernel.now, _START_NS + to_ns))
         self._kernel.settle()
 
     def load(self, hashes: Sequence[BlockHash]) -> LoadGrant:
-        """How far this chain can be restored, asked as a load that takes no time: it holds, and its ticket ends."""
+        """Returns the grant of a load of this chain. The load takes no time: its ticket ends at once."""
         attempt = self._attempt()
         prepare = PrepareLoad(attempt, tuple(hashes), self._need)
         grant = self._asked.ask_now(build_request(prepare, TENANT, self.space))
@@ -152,7 +152,7 @@ class TraceCluster:
     def store(self, hashes: Sequence[BlockHash], first: int, loss: Loss) -> None:
         """Stores the blocks of this chain from depth `first` on, computed over a prefix of that loss.
 
-        What finds no room at once waits as a client's store does, while time passes and others ask.
+        Pages that find no room at once wait as in a client's store, while time passes and other requests arrive.
         """
         attempt = self._attempt()
         prepare = PrepareStore(

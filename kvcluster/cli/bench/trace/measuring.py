@@ -1,7 +1,7 @@
-"""The replay: each request loads its prompt as far as it is cached and stores the rest, once for each row.
+"""The replay: each request loads the cached prefix of its prompt and stores the rest, once for each row.
 
-A row is a setting of the tiers. In all that have a host tier it has the same bytes, and what differs is how many
-blocks its codec gets into them. Every figure is a count, so a run says the same wherever it runs.
+A row is a setting of the tiers. The host tier has the same size in all rows that have one; they differ in the number of
+blocks that its codec fits into it. Every figure is a count, so results are the same on every machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvcluster.testing.kernel import MS
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A setting: the codec of the host tier, "" where there is none, and how many first blocks stay raw in it."""
+    """A setting: the codec of the host tier ("" for none), and the number of first blocks that stay raw in it."""
 
     codec: str = ""
     raw_blocks: int = 0
@@ -42,7 +42,8 @@ class Row:
 
 
 TRACE_TOKENS = 512
-"""What a block of the trace is. One that counts as fewer tokens stands for several, and a run holds fewer of them."""
+"""Tokens of a block in the published traces. If a block counts as fewer tokens here, runs hold fewer blocks in
+proportion."""
 
 ROWS = (Row(), Row("raw"), Row("q8", 1), Row("q8"), Row("q4", 1), Row("q4"))
 
@@ -57,10 +58,10 @@ def measure(
     say: Callable[[str], None],
     eviction_policy: str = "lru",
 ) -> dict[str, Any]:
-    """Figures of all rows. `capacity` and `host` are the bytes of the tiers of all shards together, as shares of what
-    all distinct blocks of the trace take raw; every block of the trace counts as one of `block_tokens` tokens.
+    """Returns the figures of all rows. `capacity` and `host` are the total bytes of the tiers of all shards, as shares
+    of the raw size of all distinct blocks of the trace; every block of the trace counts as `block_tokens` tokens.
 
-    Raises ConfigError where a tier would be too small for a page, or there is no such policy.
+    Raises ConfigError if a tier is too small for a page, or the eviction policy does not exist.
     """
     spec = llama_8b("sha256:trace", block_tokens)
     page_bytes = spec.page_bytes(0, spec.whole(0))
@@ -68,7 +69,7 @@ def measure(
     device_bytes, host_bytes = (int(share * trace.distinct * page_bytes) // shards for share in tiers.values())
     for option, nbytes in (("--capacity", device_bytes), ("--host", host_bytes)):
         if nbytes < page_bytes:
-            raise ConfigError(f"{option} {tiers[option]} is not one block a shard; give more, or fewer shards")
+            raise ConfigError(f"{option} {tiers[option]} is less than one block per shard; give more, or fewer shards")
     rows = []
     for row in ROWS:
         say(f"{row.name} ...")
@@ -102,24 +103,25 @@ def measure(
 def _settings(
     row: Row, coordinator: dict[str, Any], *, shards: int, device_bytes: int, host_bytes: int
 ) -> config.Config:
-    """The cluster of one row. The bytes are those of each shard."""
+    """Returns the configuration of one row. The bytes are per shard."""
     overrides = {
         "shards": shards,
         "coordinator": {"host_codec": row.codec or "raw", "host_raw_blocks": row.raw_blocks, **coordinator},
-        # There are no bytes that could rot, so none are read again.
+        # There are no bytes to corrupt, so scrubbing is off.
         "shard": {"device_bytes": device_bytes, "host_bytes": host_bytes if row.codec else 0, "scrub_bytes": 0},
     }
     return config.load(None, overrides)
 
 
 def replay(trace: Trace, spec: KVSpec, settings: config.Config) -> dict[str, Any]:
-    """One row. Blocks are counted after each request of the second half; `_end`: after the last."""
+    """Returns the figures of one row. Cached blocks are averaged over the requests of the second half; names with
+    `_end` are their numbers after the last request."""
     cluster = TraceCluster(settings, spec)
     names = sorted({block for request in trace.requests for block in request.ids})
     made = foreign(spec.namespace(TENANT), (name.to_bytes(16, "little") for name in names))
     hash_of: dict[int, BlockHash] = dict(zip(names, made, strict=True))
     hits = below = lossy = 0
-    asked_cost = saved_cost = 0  # of computing what was asked for, and what was found of it
+    asked_cost = saved_cost = 0  # of computing all requested blocks, and those found
     counted: list[dict[str, float]] = []
     for number, request in enumerate(trace.requests):
         cluster.advance(request.at_ms * MS)
@@ -156,17 +158,18 @@ def replay(trace: Trace, spec: KVSpec, settings: config.Config) -> dict[str, Any
 
 
 def _blocks(grant: LoadGrant, which: Callable[[Tier, Loss], bool]) -> int:
-    """How many of its blocks come from a source of that kind."""
+    """Returns the number of granted blocks that have a source for which `which` is True."""
     return sum(run.count for run in grant.runs if any(which(source.tier, source.loss) for source in run.plan[0] or ()))
 
 
 def _worst(grant: LoadGrant) -> Loss:
-    """What is computed over these blocks has lost as much as the worst of them."""
+    """Returns the worst loss of these blocks, which KV computed over them has as well."""
     return max((source.loss for run in grant.runs for source in run.plan[0] or ()), default=Loss.EXACT)
 
 
 def _held(cluster: TraceCluster) -> dict[str, float]:
-    """What lies in the tiers at this moment. A block in both tiers counts in each, and once in `cached_blocks`."""
+    """Returns the current blocks and use of the tiers. A block in both tiers counts in each, and once in
+    `cached_blocks`."""
     pools = [shard.pool for shard in cluster.shards]
     held: dict[str, float] = {"cached_blocks": cluster.coordinator.directory.blocks}
     for tier in Tier:

@@ -1,7 +1,7 @@
 """Request traces in the form that Mooncake publishes: one JSON object a line, in order of time.
 
-`timestamp` is in milliseconds; `hash_ids` names the blocks of the prompt, a chain from its first block on: one id
-always stands behind the same others. What else a line says is not looked at.
+`timestamp` is in milliseconds; `hash_ids` names the blocks of the prompt, a chain from its first block on: an id always
+follows the same ids. Other fields of a line are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvcluster.errors import ConfigError
 
 
 class TraceRequest(NamedTuple):
-    """A prompt, by the ids of its blocks, and when it came. Milliseconds."""
+    """The arrival time of a prompt in milliseconds, and the ids of its blocks."""
 
     at_ms: int
     ids: tuple[int, ...]
@@ -25,7 +25,7 @@ class TraceRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in order of time. `distinct` is how many different blocks they name, `asked` how many in all."""
+    """Requests in order of time. They name `asked` blocks in total, of which `distinct` are different."""
 
     requests: tuple[TraceRequest, ...]
     distinct: int
@@ -33,7 +33,7 @@ class Trace:
 
 
 def read(path: str | Path, *, most: int | None = None) -> Trace:
-    """The first `most` requests of a trace, or all. Raises ConfigError naming the line that is none."""
+    """Reads the first `most` requests of a trace, or all. Raises ConfigError, naming the line, for an invalid one."""
     try:
         with open(path, encoding="utf-8") as file:
             return parse(islice(file, most), str(path))
@@ -44,7 +44,7 @@ def read(path: str | Path, *, most: int | None = None) -> Trace:
 
 
 def parse(lines: Iterable[str], name: str) -> Trace:
-    """As `read`, of lines; `name` is what errors call them."""
+    """Parses the lines of a trace as `read` does; `name` is their name in error messages."""
     requests: list[TraceRequest] = []
     before: dict[int, int | None] = {}  # what each block follows
     for number, line in enumerate(lines, 1):

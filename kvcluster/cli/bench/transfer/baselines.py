@@ -1,9 +1,9 @@
-"""What bounds every path: memcpy, memcpy with one checksum pass, and raw TCP with one and two streams.
+"""The limits of every path: memcpy, memcpy with one checksum pass, and raw TCP with one and two streams.
 
-A floor does the least that a path of its kind can do. It copies page by page, as whatever has pages must; it knows no
-names, has room for the batch that is kept and for the last one that was stored, and checks nothing but what it says.
-"memcpy + xxh3" copies a chunk that the cache holds and reads it once more there, which is the cheapest way to have a
-verified private copy.
+A baseline does the least that a path of its kind can do. It copies page by page, as every paged path must; it has no
+block names, holds the batch that is kept and the last stored one, and computes no checksum unless its name says so.
+"memcpy + xxh3" copies a chunk and reads the copy once more while it is in the CPU cache, which is the cheapest way to
+get a verified private copy.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ PATHS = {
 
 
 def missing() -> str | None:
-    """Nothing can be."""
+    """Returns None: this driver needs nothing that could be missing."""
     return None
 
 
 def connect(path: str, work: Work, at: Any) -> Path:
-    """A path by its name."""
+    """Opens the path of this name."""
     if path in _RAW:
         return _Raw(work, at, streams=_RAW[path])
     return _Memcpy(work) if path == "memcpy" else _CheckedCopy(work)
@@ -48,7 +48,7 @@ def connect(path: str, work: Work, at: Any) -> Path:
 
 @cache
 def _arena(nbytes: int) -> memoryview:
-    """One for all paths of a process: they take turns."""
+    """Returns one arena, which all paths of a process share because they take turns."""
     return warm_memory(nbytes)
 
 
@@ -66,7 +66,7 @@ class _Memcpy:
         self._copy(self._place(batch), self._work.source)
 
     def _place(self, batch: int) -> memoryview:
-        """The batch that is kept lies before the other."""
+        """Returns the memory of a batch: the kept batch comes first, then the other."""
         return self._arena[self._work.nbytes :] if batch else self._arena[: self._work.nbytes]
 
     def _copy(self, into: memoryview, source: memoryview) -> None:
@@ -82,7 +82,7 @@ class _Memcpy:
 
 
 class _CheckedCopy(_Memcpy):
-    """Copies a chunk, then reads it where it has come to lie."""
+    """Copies a chunk, then computes the checksum of the copy."""
 
     def _copy(self, into: memoryview, source: memoryview) -> None:
         page_bytes = self._work.page_bytes
@@ -97,7 +97,7 @@ class _CheckedCopy(_Memcpy):
 
 
 class _Raw:
-    """As many connections as streams, each with its share of the bytes, each driven by a thread of its own."""
+    """One connection per stream, each with its share of the bytes and its own thread."""
 
     def __init__(self, work: Work, at: Any, *, streams: int) -> None:
         self._work = work
@@ -137,7 +137,7 @@ class _Raw:
         stream.recv(1)
 
     def _command(self, what: bytes, share: slice, batch: int) -> bytes:
-        """Which bytes of the other side's memory: the batch that is kept lies before the other."""
+        """Returns the command for a range of the server's memory, where the kept batch comes before the other."""
         skip = self._work.nbytes if batch else 0
         start, stop = int(skip + share.start), int(skip + share.stop)
         return what + start.to_bytes(8, "little") + stop.to_bytes(8, "little")
@@ -145,7 +145,7 @@ class _Raw:
 
 @contextmanager
 def serve(paths: Sequence[str], work: Work) -> Iterator[dict[str, Any]]:
-    """The other end: memory for each client, and a thread for each connection. It is this process's own."""
+    """Serves in this process, with memory for each client and a thread for each connection."""
     memories = [warm_memory(2 * work.nbytes) for _ in range(work.clients)]
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -160,7 +160,7 @@ def serve(paths: Sequence[str], work: Work) -> Iterator[dict[str, Any]]:
 
 
 def _answer(stream: socket.socket, memories: Sequence[memoryview]) -> None:
-    """One connection: takes bytes and gives them back, as it is told."""
+    """Serves one connection: receives and sends bytes as its commands say."""
     with stream, suppress(OSError):
         stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         memory = memories[stream.recv(1)[0]]
@@ -180,7 +180,7 @@ def _send(stream: socket.socket, data: memoryview) -> None:
 
 
 def _receive_into(stream: socket.socket, into: memoryview) -> bool:
-    """False where the other side has closed."""
+    """Fills `into`. Returns False if the other side has closed the connection."""
     at = 0
     while at < into.nbytes:
         got = stream.recv_into(into[at : at + _PIECE_BYTES])

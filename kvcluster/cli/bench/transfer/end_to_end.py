@@ -1,7 +1,7 @@
 """Whole calls: `client.load` and `client.store` on a real cluster, from the tokens to the bytes in the caller's tensor.
 
-Hashes, lookup, ticket, pins, verification, commit and report are all in it: what an engine pays. The cluster is that of
-`kvcluster.local()`, with one shard and the settings that it has by default.
+The times include hashes, lookup, ticket, pins, verification, commit and report: the full cost for an engine. The
+cluster is `kvcluster.local()` with one shard and default settings.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _PURGED_S = 30.0
 
 
 def missing() -> str | None:
-    """Nothing can be."""
+    """Returns None: this driver needs nothing that could be missing."""
     return None
 
 
 def connect(path: str, work: Work, at: Any) -> Path:
-    """A client that takes no other transport."""
+    """Connects a client that uses only this transport."""
     torch.set_num_threads(1)
     name = path.removeprefix("client ")
     config = ClientConfig(deadline_ms=_CALL_MS, transports=(name,))
@@ -45,7 +45,7 @@ def connect(path: str, work: Work, at: Any) -> Path:
 
 
 class _Whole:
-    """Batch 0 is kept; every other is of the adapter that is purged."""
+    """Batch 0 is kept; every other batch is stored under the adapter that is purged after the turn."""
 
     def __init__(self, client: Client, transport: str, work: Work) -> None:
         self._client = client
@@ -68,30 +68,30 @@ class _Whole:
     def store(self, batch: int) -> None:
         stored = self._client.store(self._tokens(batch), self._source, adapter=_adapter(batch))
         if stored.blocks != self._work.pages:
-            raise KVClusterError(f"{self._work.pages} blocks were to be stored: {stored}")
+            raise KVClusterError(f"not all of {self._work.pages} blocks were stored: {stored}")
         if not batch:
             self._check_transport()
 
     def flush(self) -> None:
-        """What was stored can be looked up once the shard has told the coordinator."""
+        """Waits until the shard has reported the stored blocks, so that they can be looked up."""
         if not self._client.flush():
-            raise KVClusterError("what was stored cannot be looked up yet")
+            raise KVClusterError("the stored blocks cannot be looked up yet")
 
     def forget(self, batch: int) -> None:
-        """Whoever serves has purged it."""
+        """Does nothing: the serving process purges the batch."""
 
     def close(self) -> None:
         self._client.close()
 
     def _tokens(self, batch: int) -> list[int]:
-        # Nobody else has this prompt: what another has stored would not be stored again.
+        # Each client and transport has its own prompt, since a block that is already cached would not be stored.
         who = self._work.client * len(PATHS) + list(PATHS).index(f"client {self._transport}")
         return [who, batch, *self._rest]
 
     def _check_transport(self) -> None:
         used = self._client.status()["transports"]
         if not all(self._transport in str(transport) for transport in used.values()):
-            raise KVClusterError(f"{self._transport} was asked for, and these were used: {used}")
+            raise KVClusterError(f"{self._transport} was requested, but these transports were used: {used}")
 
 
 def _adapter(batch: int) -> str:
@@ -100,9 +100,9 @@ def _adapter(batch: int) -> str:
 
 @contextmanager
 def serve(paths: Sequence[str], work: Work) -> Iterator[dict[str, Any]]:
-    """The cluster. `pids` are its coordinator and its shard."""
+    """Starts the cluster. `pids` are its coordinator and its shard."""
     per_batch = work.nbytes * work.clients
-    # Twice what is there at most, so that nothing is evicted: low_free is a share of the whole.
+    # Twice the largest stored size, so that nothing is evicted: low_free is a share of the whole.
     with kvcluster.local(shards=1, device_bytes=max(256 * 2**20, 2 * per_batch * (len(paths) + 1))) as cluster:
         purger = cluster.client(pages.spec(work.page_bytes, pages.PASSING))
         kept = work.pages * work.clients * len(paths)
@@ -112,7 +112,7 @@ def serve(paths: Sequence[str], work: Work) -> Iterator[dict[str, Any]]:
             until = time.monotonic() + _PURGED_S
             while sum(shard["pages"] for shard in purger.status()["shards"]) > kept:
                 if time.monotonic() > until:
-                    raise KVClusterError(f"what was purged is still there after {_PURGED_S:.0f} s")
+                    raise KVClusterError(f"purged pages are still there after {_PURGED_S:.0f} s")
                 time.sleep(0.02)
 
         yield {"at": cluster.address, "pids": cluster.pids(), "forget": forget}

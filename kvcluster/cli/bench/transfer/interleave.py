@@ -1,11 +1,12 @@
-"""The turns: every path loads and stores in each, one after the other, so that a machine's moods meet them all alike.
+"""Runs the turns: in each turn every path loads and stores, one path after another, so that noise of the machine
+affects all paths alike.
 
-Before each load and each store the caches are filled with something else: an engine does not find a page there, and
-nobody shall have the benefit of what the path before has touched. A turn of a path is timed from when its first client
-begins to when its last one ends, and the CPU time of all of them and of whoever serves them is taken around it. The
-order moves on by one path each turn. The first turn warms up; in it, and in the last, what was loaded is compared with
-what was stored. A peer that fails is left out and its reason told; a path of our own that fails, or brings other bytes,
-ends the run.
+Before each load and each store the CPU caches are filled with other data: an engine does not find its pages there, and
+no path may profit from what the path before has touched. A turn of a path is timed from the start of its first client
+to the end of its last one, and the CPU time of the clients and of their servers is measured around it. The order
+rotates by one path each turn. The first turn warms up; in the first and the last turn, loaded bytes are compared with
+the stored ones. A peer that fails is left out and the reason reported; a path of our own that fails, or loads wrong
+bytes, ends the run.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ CHUNK_OF_PAGES = 20
 
 @dataclass(frozen=True)
 class Lane:
-    """One path of one driver: what a row of the table is about. `level`: FLOOR, TRANSPORT, WHOLE or PEER.
-    `rests`: its processes may be stopped between its turns, since they would take CPU time while they wait."""
+    """One path of one driver, which is a row of the table. `level`: FLOOR, TRANSPORT, WHOLE or PEER. `rests`: its
+    processes are stopped between its turns, since they would use CPU time while they wait."""
 
     driver: str
     path: str
@@ -43,8 +44,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class TurnsPlan:
-    """What is measured. `moved_bytes`: by each client, in each load and each store. `swept_bytes`: of something else,
-    which the caches hold before each of them."""
+    """What is measured. `moved_bytes`: bytes per client in each load and each store. `swept_bytes`: bytes of other data
+    that are read before each of them, to fill the CPU caches."""
 
     lanes: Sequence[Lane]
     sizes: Sequence[int]
@@ -59,7 +60,7 @@ class TurnsPlan:
 
 @dataclass
 class Figures:
-    """What came of it. `left_out`: why, by path."""
+    """The results. `left_out`: the reason why a path was left out, by path."""
 
     paths: list[dict[str, Any]] = field(default_factory=list)
     latencies: list[dict[str, Any]] = field(default_factory=list)
@@ -68,14 +69,14 @@ class Figures:
 
 @dataclass
 class _Samples:
-    """Of one lane, operation and number of clients."""
+    """The samples of one lane, operation and number of clients."""
 
     span_ns: list[int] = field(default_factory=list)
     cpu_ns: int = 0
 
 
 def run(plan: TurnsPlan) -> Figures:
-    """Measures everything, one page size after the other. Raises PartyError where a path of our own fails."""
+    """Measures everything, one page size after the other. Raises PartyError if a path of our own fails."""
     figures = Figures()
     for page_bytes in plan.sizes:
         with ExitStack() as house:
@@ -99,28 +100,28 @@ class _Stage:
         self._work = Work(page_bytes, max(1, plan.moved_bytes // page_bytes), max(plan.clients))
         self._lanes: list[Lane] = [lane for lane in plan.lanes if lane.path not in figures.left_out]
         self._servers: dict[Lane, PartyProcess] = {}
-        self._served: dict[Lane, dict[str, Any]] = {}  # what each said at its start
+        self._served: dict[Lane, dict[str, Any]] = {}  # each server's first answer
         self._serving: dict[Lane, list[CpuClock]] = {}
         self._clients: dict[Lane, list[tuple[PartyProcess, CpuClock]]] = {}
         self._batches = count(1)
         self._scratch = warm_memory(plan.swept_bytes)
 
     def start(self) -> None:
-        """Starts servers and clients, and has every client of every path store what it will load."""
+        """Starts servers and clients; every client of every path stores the batch that it will load."""
         for lane in list(self._lanes):
             with self._blaming(lane):
                 self._serve(lane)
-        # Our own paths share a process for each client; a peer's has one of its own, in its own environment.
+        # Our own paths share a process per client; each peer path has its own, in the peers' environment.
         ours = self._start_clients(OWN_PYTHON)
         for lane in list(self._lanes):
             with self._blaming(lane):
                 self._open(lane, self._start_clients(self._python(lane)) if lane.level == PEER else ours)
         for lane in self._lanes:
             with self._blaming(lane), self._awake(lane):
-                """From here on it rests, if it does."""
+                """From here on its processes rest, if they are of that kind."""
 
     def turns(self, clients: int) -> list[dict[str, Any]]:
-        """The rows of that many clients."""
+        """Runs all turns with `clients` clients and returns the rows."""
         samples: dict[tuple[Lane, str], _Samples] = defaultdict(_Samples)
         rounds = self._plan.rounds
         for turn in range(rounds + 1):
@@ -135,7 +136,7 @@ class _Stage:
         return self._rows(clients, samples)
 
     def single_pages(self) -> list[dict[str, Any]]:
-        """How long loads of one page take, for the paths that can load one by itself."""
+        """Returns the latencies of loads of one page, for the paths that can load a single page."""
         times: dict[Lane, list[int]] = defaultdict(list)
         lanes = [lane for lane in self._lanes if lane.level == TRANSPORT or lane.path == "raw TCP x1"]
         for _ in range(0, self._plan.single_pages, CHUNK_OF_PAGES):
@@ -157,7 +158,7 @@ class _Stage:
     # -------------------------------------------------------------------------------------------- parts
 
     def _turn(self, lane: Lane, number: int, compare: bool) -> Iterator[tuple[str, int, int]]:
-        """Each operation, how long it took and what CPU time."""
+        """Yields each operation with its duration and CPU time in nanoseconds."""
         clients = [client for client, _ in self._clients[lane][:number]]
         clocks = [*self._serving[lane], *(clock for _, clock in self._clients[lane][:number])]
         batch = next(self._batches)
@@ -187,7 +188,7 @@ class _Stage:
 
     @contextmanager
     def _awake(self, lane: Lane) -> Iterator[None]:
-        """Within it, a path that rests does not."""
+        """Wakes the processes of a path that rests, for the duration of the block."""
         resting = [self._servers[lane], *(client for client, _ in self._clients[lane])] if lane.rests else []
         for process in resting:
             process.wake()
@@ -198,8 +199,8 @@ class _Stage:
                 process.rest()
 
     def _serve(self, lane: Lane) -> None:
-        """Starts the server of a path, unless it runs. Paths of one driver of ours share it. Those of peers do not: the
-        threads of one would take time from another."""
+        """Starts the server of a path unless it runs. Paths of one of our own drivers share a server. Peer paths do
+        not: the threads of one would take CPU time from another."""
         if lane in self._servers:
             return
         together = [each for each in self._lanes if each == lane or (lane.level != PEER and each.driver == lane.driver)]
@@ -235,7 +236,7 @@ class _Stage:
 
     def _rows(self, clients: int, samples: dict[tuple[Lane, str], _Samples]) -> list[dict[str, Any]]:
         moved = self._work.nbytes * clients
-        # Those that were left out half-way have no rows; the others stand in the order in which they were given.
+        # Paths that were left out half-way have no rows; the others keep the order of the plan.
         taken = [(lane, operation) for lane in self._lanes for operation in (LOAD, STORE)]
         rates = {
             (lane.path, operation): moved / statistics.median(samples[lane, operation].span_ns)
@@ -262,7 +263,8 @@ class _Stage:
 
 
 class _Blaming:
-    """Within it, a failure of a peer leaves that peer out from here on; one of our own says whose it is."""
+    """Handles PartyError within its block: leaves out a peer that failed; for one of our own paths, adds its name to
+    the error and raises it."""
 
     def __init__(self, lanes: list[Lane], lane: Lane, left_out: dict[str, str]) -> None:
         self._lanes = lanes
@@ -270,7 +272,7 @@ class _Blaming:
         self._left_out = left_out
 
     def __enter__(self) -> None:
-        """Nothing has gone wrong yet."""
+        """Does nothing; the work is in `__exit__`."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, PartyError):
@@ -288,4 +290,4 @@ RATIOS = {
     "of_raw_tcp_1": "raw TCP x1",
     "of_raw_tcp_2": "raw TCP x2",
 }
-"""What every rate is divided by: the floor at the same page size, operation and number of clients."""
+"""For each ratio, the baseline by whose rate it divides: at the same page size, operation and number of clients."""

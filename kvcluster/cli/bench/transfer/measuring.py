@@ -1,4 +1,4 @@
-"""What is measured: our own paths, the peers that can be run here, and the plan that turns follows."""
+"""Selects what is measured: our own paths, the peers that can run here, and the plan that `interleave` carries out."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ OWN = ("shm", "tcp", "grpc")
 CLIENTS = (1, 2, 4)
 DRIVER = "_driver.py"
 SWEPT_BYTES = 256 * 2**20
-"""More than most caches hold."""
+"""More than most CPU caches hold."""
 
 SIZES = pages.SIZES
-"""Of the pages that can be measured."""
+"""Page sizes that can be measured."""
 
 _LEVELS = {FLOOR: baselines, TRANSPORT: transported, WHOLE: end_to_end}
 _CHECKOUT = Path(__file__).parents[4]
 
 
 def peers_folder() -> Path | None:
-    """Where a checkout keeps the drivers of peers; None where kvcluster was installed from a wheel."""
+    """Returns a checkout's folder of peer drivers; None if kvcluster was installed from a wheel."""
     folder = _CHECKOUT / "benchmarks"
     return folder if folder.is_dir() else None
 
@@ -44,8 +44,8 @@ def measure(
     peer_python: str,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Every figure, with the verdicts. `paths` names which of OWN and of the peers are measured; none means all. Raises
-    ConfigError for a name that is none, PartyError where a path of our own fails."""
+    """Returns all figures, with the verdicts. `paths` names which of OWN and of the peers are measured; empty means
+    all. Raises ConfigError for an unknown name, PartyError if a path of our own fails."""
     drivers = {file.name.removesuffix(DRIVER): file for file in sorted(peers.glob(f"*{DRIVER}"))} if peers else {}
     for page_bytes in sizes:
         pages.shape(page_bytes)

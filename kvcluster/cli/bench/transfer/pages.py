@@ -1,6 +1,6 @@
-"""The pages that are moved: specs of real models' shapes, one a page size, and names for blocks that nobody had.
+"""The pages that are moved: for each page size a spec with a real model's shape, and the adapters of their blocks.
 
-Both levels of the benchmark use them, so that a page has as many layers, and as many checksums, in one as in the other.
+Both levels of the benchmark use them, so that a page has equally many layers and checksums in both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ KEPT = ""
 """The adapter of blocks that are loaded in every turn."""
 
 PASSING = "bench-stores"
-"""That of blocks that are stored in a turn, and purged after it."""
+"""The adapter of blocks that are stored in a turn and purged after it."""
 
 _SHAPES = {  # layers, KV heads, tokens a block; 128 dimensions of bfloat16
     64 * 2**10: (4, 2, 16),
@@ -27,7 +27,8 @@ HEAD_DIM = 128
 
 
 def shape(page_bytes: int) -> tuple[int, int, int, int, int]:
-    """[layers, planes, block_tokens, heads, dim] of a page. Raises ConfigError for a size that is not measured."""
+    """Returns a page's [layers, planes, block_tokens, heads, dim]. Raises ConfigError for a size that is not
+    measured."""
     if page_bytes not in _SHAPES:
         sizes = ", ".join(map(size_text, SIZES))
         raise ConfigError(f"pages of {page_bytes} bytes are not measured; these are: {sizes}")
@@ -36,7 +37,7 @@ def shape(page_bytes: int) -> tuple[int, int, int, int, int]:
 
 
 def spec(page_bytes: int, adapter: str = KEPT) -> KVSpec:
-    """The spec whose pages have that size."""
+    """Returns the spec whose pages have that size."""
     layers, _, block_tokens, heads, dim = shape(page_bytes)
     uniform = KVSpec.uniform(
         model=f"bench-{page_bytes}",

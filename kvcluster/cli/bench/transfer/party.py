@@ -1,9 +1,9 @@
-"""A party of the benchmark: a process that serves pages, or one that loads and stores them, and does as it is told.
+"""A worker process of the benchmark: it serves pages, or loads and stores them, on command.
 
-It runs one driver, which is a module or a file of Python (benchmarks/README.md says what it holds), and speaks lines of
-JSON with whoever started it. The same few lines drive our own transports and every peer, so that all of them copy from
-and into the same kind of memory, touched before, and are timed at the same two places. It imports nothing but the
-standard library: a peer may live in an environment of its own, in which kvcluster is not installed.
+It runs one driver, which is a module or a Python file (benchmarks/README.md says what it contains), and exchanges lines
+of JSON with the process that started it. The same few lines drive our own transports and every peer, so that all of
+them copy from and into the same kind of memory, touched before, and are timed at the same two places. It imports only
+the standard library: a peer may be installed in another environment, without kvcluster.
 
     party.py probe DRIVER    what it offers, and why it cannot be run here
     party.py serve           {work}                  <- {"at", "pids"};  then "forget" and "end"
@@ -51,7 +51,7 @@ class Work:
         return self.page_bytes * self.pages
 
     def page(self, number: int) -> slice:
-        """Where that page lies in `source` and in `into`."""
+        """Returns the position of that page in `source` and in `into`."""
         return slice(number * self.page_bytes, (number + 1) * self.page_bytes)
 
 
@@ -59,24 +59,25 @@ class Path(Protocol):
     """One way to move pages. A batch is a number that names all of a client's pages at once."""
 
     def store(self, batch: int) -> None:
-        """`source`, under the names of that batch, which are new; returns when the other side has them."""
+        """Stores `source` under the batch's names, which are new. Returns when the other side has the pages."""
 
     def load(self, batch: int) -> None:
-        """What was stored under those names, into `into`."""
+        """Loads the pages stored under the batch's names into `into`."""
 
     def forget(self, batch: int) -> None:
-        """That batch is not wanted any more: its room can be used again."""
+        """Drops the batch, so that its memory can be reused."""
 
     def close(self) -> None: ...
 
 
 class _Voice:
-    """Lines of JSON, out on what was the standard output: a library that prints must not be taken for an answer."""
+    """Writes lines of JSON to the original standard output, and redirects other prints: a library that prints must not
+    be taken for an answer."""
 
     def __init__(self) -> None:
         self._out: IO[str] = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
-        sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", closefd=False)  # last words are not lost
+        sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", closefd=False)  # keeps output before a crash
 
     def say(self, **answer: Any) -> None:
         self._out.write(json.dumps(answer) + "\n")
@@ -84,7 +85,7 @@ class _Voice:
 
 
 def load_driver(name: str) -> Any:
-    """A module by its name, or a file by its path, which may `import party` to mean this one."""
+    """Imports a module by its name, or a file by its path, in which `import party` means this module."""
     sys.modules["party"] = sys.modules[__name__]
     if not name.endswith(".py"):
         return importlib.import_module(name)
@@ -97,7 +98,7 @@ def load_driver(name: str) -> Any:
 
 
 def warm_memory(nbytes: int) -> memoryview:
-    """Memory of whole pages of the system's, all of which have been touched."""
+    """Returns anonymous memory in whole pages of the system, all of which have been touched."""
     view = memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     for at in range(0, nbytes, mmap.PAGESIZE):
         view[at] = 1
@@ -105,7 +106,7 @@ def warm_memory(nbytes: int) -> memoryview:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on at this moment."""
+    """Returns a free TCP port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
@@ -113,7 +114,7 @@ def free_port() -> int:
 
 @contextmanager
 def running(command: Sequence[str], *, ready: Callable[[], bool]) -> Iterator[int]:
-    """A server of a peer, from when it is `ready`, and its process id. It ends with this process, however that ends."""
+    """Runs a peer's server; yields its process id once it is `ready`. It ends with this process, however this ends."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -137,7 +138,7 @@ def running(command: Sequence[str], *, ready: Callable[[], bool]) -> Iterator[in
 
 
 def listens(port: int) -> bool:
-    """Does somebody take connections there?"""
+    """Returns whether a server accepts connections on that port."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
     except OSError:
@@ -151,7 +152,7 @@ def _die_with_parent() -> None:
 
 
 class _Client:
-    """The client's side: its memory, and the paths that were opened."""
+    """A client: its memory, and its open paths."""
 
     def __init__(self, work: dict[str, Any]) -> None:
         plain = Work(**work)
@@ -178,7 +179,7 @@ class _Client:
         return {}
 
     def check(self, path: str, batch: int) -> dict[str, Any]:
-        """Is what a load brings what was stored? Nothing is left of what was there before."""
+        """Returns whether a load brings the stored bytes. Zeroes the memory first, so that no earlier bytes remain."""
         getattr(self._paths[path], "flush", lambda: None)()
         work, zeros = self._work, bytes(_COMPARED_BYTES)
         pieces = [slice(at, min(at + _COMPARED_BYTES, work.nbytes)) for at in range(0, work.nbytes, _COMPARED_BYTES)]
@@ -188,7 +189,7 @@ class _Client:
         return {"same": all(bytes(work.into[piece]) == bytes(work.source[piece]) for piece in pieces)}
 
     def pages(self, path: str, batch: int, count: int) -> dict[str, Any]:
-        """`count` loads of one page, each timed by itself."""
+        """Times `count` loads of one page each."""
         load_page = self._path(path, batch).load_page  # type: ignore[attr-defined]
         times = []
         for number in range(count):
@@ -202,14 +203,14 @@ class _Client:
             path.close()
 
     def _path(self, path: str, batch: int) -> Path:
-        """Where a path wants to know beforehand which batch is next, it is told before the clock starts."""
+        """Returns a path, after its `prepare(batch)` if it has one, before the clock starts."""
         opened = self._paths[path]
         getattr(opened, "prepare", lambda batch: None)(batch)
         return opened
 
 
 def _timed(move: Callable[[int], None], batch: int) -> dict[str, Any]:
-    """On the clock that all processes of a machine share: who began first and ended last is compared."""
+    """Times a move on the clock that all processes of a machine share, so that times of clients can be compared."""
     began = time.monotonic_ns()
     move(batch)
     return {"began": began, "ended": time.monotonic_ns()}
@@ -253,7 +254,7 @@ def _client(voice: _Voice, work: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Does what the command line says, until the end of its input."""
+    """Runs the role that the command line names, until the end of standard input."""
     voice = _Voice()
     role = sys.argv[1]
     if role == "probe":

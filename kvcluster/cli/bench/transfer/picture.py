@@ -1,4 +1,4 @@
-"""The figures as a picture: rates of loads and of stores, a column a page size, a bar for each number of clients."""
+"""Draws the figures: rates of loads and of stores, a column per page size, a bar per number of clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DPI = 120
 
 
 def draw(figures: Mapping[str, Any], file: str) -> None:
-    """Writes a PNG. Raises OSError where it cannot."""
+    """Writes a PNG. Raises OSError if it cannot."""
     rows = figures["paths"]
     sizes = list(dict.fromkeys(row["page_bytes"] for row in rows))
     clients = list(dict.fromkeys(row["clients"] for row in rows))

@@ -1,7 +1,7 @@
-"""The parties as whoever started them sees them: questions, answers, an end, and the CPU time that they have taken.
+"""Starts and controls the benchmark's worker processes: requests, answers, their end, and their CPU time.
 
-A party that dies or hangs costs what it was asked for and no more: every answer has a deadline, and the words of a
-failure are those that the process itself said last.
+A worker that dies or hangs fails only its request: every answer has a deadline, and the error message is the last line
+that the process printed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvcluster.errors import KVClusterError
 from kvcluster.runtime.malloc_env import ENVIRONMENT
 
 ANSWER_S = 180.0
-"""For any one answer. What is measured takes seconds; the start of a cluster takes longer on a busy machine."""
+"""Deadline of one answer. Measurements take seconds; the start of a cluster takes longer on a busy machine."""
 
 _END_S = 20.0
 _READ_BYTES = 2**16
@@ -32,17 +32,17 @@ OWN_PYTHON = (sys.executable, "-m", party.__name__)
 
 
 class PartyError(KVClusterError):
-    """A party failed at what it was asked."""
+    """A worker process failed at a request."""
 
 
 def python_of(driver: str, peer_python: str) -> tuple[str, ...]:
-    """How a party is started that runs this driver: a file is a peer's, which may have another Python. That one is
-    isolated, so that neither its folder nor anybody's environment hides a package that it needs."""
+    """Returns the command that starts a worker for this driver. A file is a peer's driver, which may use another Python
+    and runs isolated (-I), so that neither its folder nor environment variables hide a package that it needs."""
     return (peer_python, "-I", str(Path(party.__file__))) if driver.endswith(".py") else OWN_PYTHON
 
 
 def probe(driver: str, peer_python: str) -> dict[str, Any]:
-    """{"paths": ..., "missing": why it cannot be run here, or None, "rests": as Lane.rests}."""
+    """Returns {"paths": ..., "missing": why the driver cannot run here, or None, "rests": as Lane.rests}."""
     command = [*python_of(driver, peer_python), "probe", driver]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True)
@@ -53,7 +53,7 @@ def probe(driver: str, peer_python: str) -> dict[str, Any]:
 
 
 class PartyProcess:
-    """One party. A context manager; `first` is what it is told to begin with."""
+    """One worker process. A context manager; `first` is the first message that it gets."""
 
     def __init__(self, python: Sequence[str], role: str, first: Mapping[str, Any]) -> None:
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - what it prints besides its answers; closed with it
@@ -69,12 +69,12 @@ class PartyProcess:
         return self._process.pid
 
     def ask(self, **order: Any) -> dict[str, Any]:
-        """Raises PartyError."""
+        """Sends an order and returns its answer. Raises PartyError."""
         self.send(order)
         return self.answer()
 
     def send(self, order: Mapping[str, Any]) -> None:
-        """Without waiting for the answer. Raises PartyError."""
+        """Sends an order without waiting for its answer. Raises PartyError."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -83,7 +83,7 @@ class PartyProcess:
             raise self._failed("it ended") from None
 
     def answer(self) -> dict[str, Any]:
-        """The answer to the oldest question that has none yet. Raises PartyError."""
+        """Returns the answer to the oldest unanswered order. Raises PartyError."""
         assert self._process.stdout is not None
         out = self._process.stdout.fileno()
         until = time.monotonic() + ANSWER_S
@@ -101,7 +101,7 @@ class PartyProcess:
         return answer
 
     def rest(self) -> None:
-        """It stands still until it is woken."""
+        """Stops the process until `wake` is called."""
         self._process.send_signal(signal.SIGSTOP)
 
     def wake(self) -> None:
@@ -136,7 +136,7 @@ class CpuClock:
         self._clock = clock.value
 
     def now_ns(self) -> int:
-        """0 once the process has gone."""
+        """Returns the CPU time; 0 once the process is gone."""
         try:
             return time.clock_gettime_ns(self._clock)
         except OSError:

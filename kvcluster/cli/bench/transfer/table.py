@@ -1,4 +1,4 @@
-"""The figures as lines of text: a table for each page size and number of clients, then latencies and verdicts."""
+"""Formats the figures as text: a table for each page size and number of clients, then latencies and verdicts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from kvcluster.cli.bench.transfer.thresholds import size_text
 
 RULES = (
-    "All move the same bytes from and into the same kind of memory, touched before, in no cache; loads are compared.",
-    "A turn runs from when its first client begins to when its last ends; medians of turns, all paths taking turns.",
-    "GB/CPU s: bytes by the CPU time of all clients and of whoever serves them. torch has one thread.",
+    "All paths move the same bytes from and into touched memory outside the CPU caches; loaded bytes are compared.",
+    "A turn lasts from the start of its first client to the end of its last. Paths take turns; rates are medians.",
+    "GB/CPU s: bytes divided by the CPU time of all clients and their servers. torch has one thread.",
 )
 _NONE = "-"
 
 
 def lines(figures: Mapping[str, Any]) -> list[str]:
-    """All of it."""
+    """Returns all figures as lines of text."""
     out = [f"\n{figures['moved_bytes'] >> 20} MiB a client and turn, {figures['rounds']} turns", *RULES]
     groups = dict.fromkeys((row["page_bytes"], row["clients"]) for row in figures["paths"])
     for page_bytes, clients in groups:
@@ -47,13 +47,13 @@ def _rates(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield "\nwhat each does, and does not"
+    yield "\nwhat each path includes"
     for path, (over, note) in {row["path"]: (row["over"], row["note"]) for row in rows}.items():
         yield f"  {path:<16} over {over}; {note}"
 
 
 def _latencies(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield "\none page, from the question to the last byte, one client"
+    yield "\none page, from the request to the last byte, one client"
     yield f"{'page':>8} {'path':<16} {'p50 ms':>8} {'p99 ms':>8} {'loads':>6}"
     for row in rows:
         page = size_text(row["page_bytes"])

@@ -1,8 +1,8 @@
-"""What the data plane promises, and whether the figures of a run keep it. Pure: figures in, verdicts out.
+"""The performance goals of the data plane, and whether the figures of a run meet them. Pure: figures in, verdicts out.
 
-All promises are about one client and ratios within one run, but for two times of single pages, which a person feels.
-Transports are judged by themselves, and whole calls beside what others do. A promise is open, neither kept nor broken,
-where a figure that it needs was not taken.
+All goals are for one client, and are ratios within one run, except two absolute times of single pages. Transports are
+compared with the machine's limits, and whole calls with peers. A goal is open, neither met nor missed, if a figure that
+it needs was not measured.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 KIB64, MIB2 = 64 * 2**10, 2 * 2**20
 
 SAME_HOST, OVER_TCP = 2.5, 1.3
-"""How many times the best peer: on one host, and over TCP."""
+"""Goals as multiples of the best peer's rate: on one host, and over TCP."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A rate's share of a floor, at least."""
+    """A goal: the least ratio of a path's rate to a baseline's."""
 
     path: str
     page_bytes: int
@@ -30,7 +30,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """The median time of loading one page, at most: in milliseconds, or as a multiple of another path's."""
+    """A goal: the longest median time to load one page, in milliseconds or as a multiple of another path's time."""
 
     path: str
     page_bytes: int
@@ -56,7 +56,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def verdicts(paths: Rows, latencies: Rows) -> list[dict[str, Any]]:
-    """Each promise: `goal` in words, `bound`, `figure` and `met`, the last two None where it is open."""
+    """Returns for each goal its text as `goal`, its `bound`, `figure` and `met`; the last two are None if it is
+    open."""
     singles = [row for row in paths if row["clients"] == 1]
     return [*_ratios(singles), *_times(latencies), *_beside_peers(singles)]
 

@@ -1,8 +1,8 @@
-"""Pages between two processes through a transport alone: pinned, moved, verified, unpinned.
+"""Moves pages between two processes through one transport alone: pinned, moved, verified, unpinned.
 
-The other side is a real shard with its sessions, in a process of its own, behind the servers of all three transports.
-What a client adds is left out: no lookup, no ticket, no choice of a shard. Pages are read straight into place and
-verified there by `PageWriter`, which does for a shard's arena what a client's sink does for a caller's memory.
+The other side is a real shard with its sessions, in its own process, behind the servers of all three transports. The
+client's part is left out: no lookup, no ticket, no choice of a shard. Pages are read directly into place and verified
+there by `PageWriter`, which does for a shard's arena what a client's sink does for a caller's memory.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _OPEN: dict[str, Callable[[str, str | None], DataPath]] = {"shm": ShmPages, "tcp
 _SPARE_BYTES = 64 * 2**20
 _CALL_MS = 60_000
 _LEASE_MS = 60_000
-"""A client that is not scheduled for a while is slow here, and not cut off."""
+"""Long enough that a client that is not scheduled for a while is slow, and does not lose its lease."""
 
 
 def missing() -> str | None:
-    """Nothing can be."""
+    """Returns None: this driver needs nothing that could be missing."""
     return None
 
 
@@ -54,12 +54,12 @@ def missing() -> str | None:
 
 
 def connect(path: str, work: Work, at: Any) -> Path:
-    """A transport to the shard at those addresses."""
+    """Opens a transport to the shard at those addresses."""
     return _Transported(_OPEN[path](at[path], None), GrpcPages(at["grpc"], None), work, Epoch(at["epoch"]))
 
 
 class _BenchSource:
-    """A store's pages, straight out of the client's memory."""
+    """The source of a store: pages directly in the client's memory."""
 
     def __init__(self, work: Work, namespace: NamespaceId, keys: Sequence[PageKey], first: int) -> None:
         self._work = work
@@ -83,12 +83,12 @@ class _BenchSource:
         return self._work.source[start : start + layers * self._layer_bytes]
 
     def drained(self) -> None:
-        """The source stays as it is."""
+        """Does nothing: the source memory stays valid."""
 
 
 class _Transported:
-    """A batch is divided among as many exchanges as the transport says make it fastest; but over shm, where each is a
-    thread that copies, it is one, as that of a memcpy is."""
+    """Divides a batch among as many exchanges as the transport recommends; over shm, where each exchange is a copying
+    thread, it uses one, as the memcpy baseline does."""
 
     def __init__(self, path: DataPath, control: GrpcPages, work: Work, epoch: Epoch) -> None:
         self._path = path
@@ -103,7 +103,7 @@ class _Transported:
         self._attach()
 
     def prepare(self, batch: int) -> None:
-        """A transport is handed the names of pages: they are made before the clock starts."""
+        """Makes the page names that the transport takes, before the clock starts."""
         spec = pages.spec(self._work.page_bytes, pages.PASSING if batch else pages.KEPT)
         who = self._path.name.encode().ljust(8) + bytes([self._work.client]) + batch.to_bytes(8, "big")
         hashes = (BlockHash((who + n.to_bytes(8, "big")).ljust(HASH_BYTES, b"\0")) for n in range(self._work.pages))
@@ -122,7 +122,7 @@ class _Transported:
         self._each_share(self._write)
 
     def forget(self, batch: int) -> None:
-        """The shard has purged it; a namespace of which it holds nothing may have been forgotten as well."""
+        """Attaches again: the shard has purged the batch, and may have dropped its empty namespace as well."""
         self._attach()
 
     def close(self) -> None:
@@ -150,9 +150,9 @@ class _Transported:
         wants = self._wants[share.start : share.stop]
         request = ReadRequest(self._namespace, self._next_attempt(), self._epoch, wants)
         for _ in self._path.read(request, sink, self._deadline()):
-            """The sink has it."""
+            """The sink has received it."""
         if sink.missing() is not None or sink.wrong():
-            raise KVClusterError(f"a load of {len(share)} pages brought less, or other bytes")
+            raise KVClusterError(f"a load of {len(share)} pages returned too few pages, or wrong bytes")
 
     def _write(self, share: range) -> None:
         new = self._new[share.start : share.stop]
@@ -161,7 +161,7 @@ class _Transported:
         source = _BenchSource(self._work, self._namespace, self._keys[share.start : share.stop], share.start)
         outcome = self._path.write(request, source, self._deadline())
         if outcome != [Written.COMMITTED] * len(share):
-            raise KVClusterError(f"a store of {len(share)} pages ended as {outcome[0]} and the like")
+            raise KVClusterError(f"a store of {len(share)} pages failed; the outcome of the first is {outcome[0]}")
 
     def _deadline(self) -> Deadline:
         return Deadline.after_ms(_CALL_MS)
@@ -174,10 +174,10 @@ _TENANT = Tenant("default")
 
 @contextmanager
 def serve(paths: Sequence[str], work: Work) -> Iterator[dict[str, Any]]:
-    """A shard with a coordinator, as far as it needs one, behind the servers of these transports."""
+    """Serves a shard, with the coordinator that it needs, over these transports."""
     room = work.nbytes * work.clients * (len(paths) + 1) + _SPARE_BYTES
     quiet = {
-        "coordinator": {"low_free": 0.0, "high_free": 0.0},  # what is loaded all the time is not evicted
+        "coordinator": {"low_free": 0.0, "high_free": 0.0},  # nothing is evicted
         "shard": {"scrub_bytes": 0, "lease_ttl_ms": _LEASE_MS},
     }
     with MemoryCluster(device_bytes=room, config=quiet) as cluster:
