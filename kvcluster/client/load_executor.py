@@ -64,7 +64,7 @@ class LoadExecutor:
         self._ranges: dict[int, ReadRanges] = {}
 
     def perform(self, effect: LoadEffect, jobs: list[Job[LoadEvent]]) -> LoadEvent | None:
-        """As plan_runner.Perform."""
+        """As PlanExecutor."""
         match effect:
             case StartRead():
                 self._ranges[effect.exchange] = effect.ranges
