@@ -110,8 +110,7 @@ class Client:
         self._control.attach(self.spec, deadline)
 
     def warm_up(self, *, deadline_ms: float | None = None) -> None:
-        """Opens the connection to every shard that is up, so that the first load or store need not. Failures are
-        ignored."""
+        """Opens the connection to every shard that is up before the first load or store. Failures are ignored."""
         warm_up(self._control, self._shards, self.spec, self.parts, self._attempt, self._call(deadline_ms))
 
     def register(self, engine: EngineInfo, *, deadline_ms: float | None = None) -> Registered:
@@ -325,8 +324,7 @@ class Client:
         extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
     ) -> list[BlockExplanation]:
-        """Returns for every block of a prompt where it is, or why it cannot be loaded with at most the loss
-        `accept`."""
+        """Returns for every block of a prompt where it is, or why it cannot be loaded with a loss up to `accept`."""
         spec, deadline = self._spec(adapter), self._call(deadline_ms)
         return explain(self._control, spec, self._need(accept), token_ids, salt, extra_keys, deadline)
 

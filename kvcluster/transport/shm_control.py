@@ -206,7 +206,9 @@ def _connected(address: str, deadline: Deadline) -> socket.socket:
         if isinstance(error, TimeoutError):
             raise Unavailable(Miss(MissReason.DEADLINE, f"{address}: it does not answer")) from None
         if isinstance(error, ConnectionRefusedError):
-            raise _lost(address, "nobody listens: it has ended, or is of another host or network namespace") from None
+            raise _lost(
+                address, "no process listens: it has ended, or is of another host or network namespace"
+            ) from None
         if isinstance(error, OSError):
             raise _lost(address, error.strerror or str(error)) from None
         raise

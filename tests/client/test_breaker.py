@@ -56,7 +56,7 @@ def test_so_many_failures_in_a_row_open_it() -> None:
     assert breaker.state is BreakerState.OPEN
 
 
-def test_while_it_is_open_nobody_asks_and_everybody_is_told_why() -> None:
+def test_while_it_is_open_no_call_asks_and_each_gets_the_reason() -> None:
     breaker = opened()
     assert breaker.ask(200_000_000) == Miss(MissReason.SHARD_LOST, "not asked: failed 3 times, next attempt in 0.8 s")
     assert breaker.open_for(200_000_000) == 800_000_000
@@ -129,7 +129,7 @@ def test_what_ends_late_says_nothing_of_the_shard_as_it_is_now() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2 * S), st.integers(0, 9)), max_size=60), st.integers(1, 4))
-def test_whatever_happens_one_tries_at_a_time_and_everybody_gets_a_turn(
+def test_in_any_order_of_events_one_probe_runs_at_a_time_and_the_breaker_never_stays_open(
     steps: list[tuple[int, int, int]], failures: int
 ) -> None:
     breaker, now, longest = Breaker(failures=failures, open_ns=S), 0, S << DOUBLINGS

@@ -333,7 +333,7 @@ def test_it_is_renewed_as_long_as_it_is_open(start: Start) -> None:
             assert blocks.valid()
 
 
-def test_pages_that_are_evicted_meanwhile_are_nobody_elses_before_the_end(desk: Desk) -> None:
+def test_borrowed_pages_that_are_evicted_are_not_reused_before_the_end(desk: Desk) -> None:
     pool = desk.host.core.pool
     with desk.borrow() as blocks:
         mine = list(pool.ready())

@@ -320,7 +320,7 @@ def test_a_server_that_is_slow_to_shake_hands_is_waited_for() -> None:
             asked.result(BOUND_S)
 
 
-def test_a_grpc_server_of_somebody_else_is_told_as_such() -> None:
+def test_a_foreign_grpc_server_is_recognised() -> None:
     with serving({}) as transport, pytest.raises(ProtocolError, match="does not speak kvcluster"):
         transport.flush(soon())
 

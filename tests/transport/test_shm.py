@@ -201,7 +201,7 @@ def test_another_user_is_refused_by_either_side_in_words(world: World) -> None:
     assert theirs.startswith("FAILED") and f"of user {os.getuid()}, and this one is of 65534" in theirs
 
 
-def test_where_nobody_listens_the_reason_says_what_that_may_mean() -> None:
+def test_if_no_process_listens_the_reason_says_what_that_may_mean() -> None:
     nobody = ShmPages("@kvcluster-nobody", None)
     with pytest.raises(Unavailable, match="another host or network namespace") as trouble:
         nobody.connect(soon())
@@ -540,7 +540,7 @@ def test_when_all_is_closed_the_memory_is_given_back(world: World) -> None:
     assert mappings(file) == 1
 
 
-def test_the_memory_of_a_shard_that_has_gone_is_let_go_by_whoever_learns_of_it(world: World) -> None:
+def test_the_memory_of_a_shard_that_has_gone_is_released_once_that_is_noticed(world: World) -> None:
     file, content, transport = file_of(world), Content.of(world, 2, 2, 1_000), world.open()
     store(transport, content)
     world.cut()
@@ -659,7 +659,7 @@ def test_a_server_that_ends_frees_no_page_that_may_be_written_still(
 
 
 @pytest.mark.parametrize("when", ["before it is told", "after it is committed"])
-def test_who_writes_on_when_the_sums_are_made_gives_nobody_a_wrong_byte(world: World, when: str) -> None:
+def test_a_writer_that_continues_after_the_sums_are_made_gives_no_reader_a_wrong_byte(world: World, when: str) -> None:
     content, transport = Content.of(world, 1, 2, 1_000), world.open()
     transport.attach(content.spec, soon())
     request = content.write_request()
