@@ -1,5 +1,5 @@
-"""What an engine holds: `connect`, the Client and what its calls return. Nothing here imports torch until blocks of
-tensors are given to it."""
+"""The client package that an engine uses: `connect`, the Client and the results of its calls. Nothing here imports
+torch until the caller passes tensors."""
 
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect

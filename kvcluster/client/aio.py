@@ -1,7 +1,8 @@
-"""Async twins of the client's blocking calls, for engines that live on an event loop.
+"""Async versions of the client's blocking calls, for engines that run on an event loop.
 
-Each runs its twin on a thread of the loop's default executor; the deadline bounds it either way. A call that is
-cancelled ends when its thread has: until then the thread may read or write the caller's memory.
+Each runs the blocking call on a thread of the loop's default executor; the deadline bounds it as usual. A cancelled
+call raises CancelledError only after its thread has ended, because until then the thread may read or write the caller's
+memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ R = TypeVar("R")
 
 
 class BlockingClient(Protocol):
-    """A Client, as far as it has twins here."""
+    """The calls of a Client that have an async version here."""
 
     def lookup(self, *args: Any, **options: Any) -> Lookup: ...
 
@@ -40,7 +41,7 @@ class BlockingClient(Protocol):
 
 
 class AsyncClient:
-    """`client.aio`: the same names, arguments and results as the Client's, awaitable."""
+    """`client.aio`: awaitable calls with the same names, arguments and results as the Client's."""
 
     def __init__(self, client: BlockingClient) -> None:
         self._client = client
@@ -78,7 +79,7 @@ async def _on_a_thread(call: Callable[..., R], *args: Any, **options: Any) -> R:
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        while not running.done():  # however often it is cancelled
+        while not running.done():  # the call may be cancelled several times
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
         raise

@@ -1,17 +1,19 @@
-"""Learned rates: how fast recent loads came, so that the next can be decided on before it begins.
+"""Learned bandwidth: a model of how long recent loads took, used to decide whether the next load is worth it.
 
-A load of few bytes tells of the fixed time of a load and one of many tells of the rate, so both are fitted: a line
-through recent loads, each of which counts for a fifth less with every one that follows. While all were of about one
-size the line cannot be known, and all of their time is taken for that of their bytes.
+A small load shows the fixed cost of a load and a large one shows the rate, so both are fitted: a line through recent
+loads, in which the weight of each load falls by a fifth with every load that follows. While all loads had about the
+same size the line cannot be fitted, and all of their time is attributed to their bytes.
 
-Small loads tell nothing of a large one: most of their time is fixed, and there is no saying how much. So a load of more
-than twice what has been seen has to show it, and a rate is soon known for all sizes.
+Small loads predict nothing about a large one, because an unknown part of their time is fixed. So no estimate is given
+for a load of more than twice the largest size seen: that load is made, and its time is learned. After a few loads an
+estimate exists for all sizes.
 
-Who never loads learns nothing. A rate that says "compute instead" would say so for ever after one bad minute, and the
-cache would be off without a word. So what is known is believed for a while only: then one asker is sent to load, as if
-nothing were known, and what comes of that load replaces all that was known before. Meanwhile others go by the old.
+An engine that never loads learns nothing. After one bad minute an estimate that says "compute instead" would say so
+for ever, and the cache would be off silently. So an estimate is valid for a limited time: then one caller is told to
+load, as if nothing were known, and the time of that load replaces everything learned before. Until it ends, other
+callers get the old estimate.
 
-It knows no clock and no thread: `now` comes in, and whoever shares it brings a lock.
+This module reads no clock and takes no lock: `now` is an argument, and callers that share an object lock it themselves.
 """
 
 from __future__ import annotations
@@ -19,27 +21,28 @@ from __future__ import annotations
 from kvcluster.core.breakeven import LinkRate
 
 BELIEVED_NS = 30_000_000_000
-"""As long as a failed path is left alone: a slow load every half minute is not in the way."""
+"""How long an estimate is valid. The same time as a failed path is not used for: one slow load every half minute does
+little harm."""
 
 _KEPT = 0.8
 _BEYOND = 2
 _ALIKE = 0.01
-"""Variance of the sizes, in squares of their mean, below which a line through them would be noise."""
+"""Variance of the sizes, divided by the square of their mean, below which a line through them would fit noise."""
 
 
 class LearnedBandwidth:
-    """Of the loads over one way. Nanoseconds."""
+    """Learns from the loads over one path. Times are in nanoseconds."""
 
     def __init__(self, believed_ns: int = BELIEVED_NS) -> None:
         self._believed_ns = believed_ns
         self._until = 0
-        self._doubted = True  # what is known, if anything, is not to be mixed with what comes
+        self._doubted = True  # the next load replaces what was learned before, if anything
         self._weight = 0.0
         self._largest = 0
         self._bytes = self._ns = self._bytes_bytes = self._bytes_ns = 0.0  # weighted sums over loads
 
     def learn(self, nbytes: int, took_ns: int, now: int) -> None:
-        """A load has ended. One that brought nothing says nothing of a rate."""
+        """Records a load that has ended. Ignores a load that brought no bytes."""
         if nbytes <= 0 or took_ns <= 0:
             return
         anew = self._doubted or now >= self._until
@@ -54,7 +57,7 @@ class LearnedBandwidth:
         self._bytes_ns = kept * self._bytes_ns + float(nbytes) * took_ns
 
     def ask(self, nbytes: int, now: int) -> LinkRate | None:
-        """What to go by for a load of so many bytes, or None where that load itself is to show it."""
+        """Returns the estimate for a load of `nbytes`; None if the caller should load, so that its time is learned."""
         if not self._weight or nbytes > _BEYOND * self._largest:
             return None
         if now >= self._until:
@@ -64,7 +67,7 @@ class LearnedBandwidth:
         return self.known()
 
     def known(self) -> LinkRate | None:
-        """The last that was known, however long ago: for people. None before the first load."""
+        """Returns the last estimate, of any age, for display. None before the first load."""
         if not self._weight:
             return None
         spread = self._weight * self._bytes_bytes - self._bytes * self._bytes

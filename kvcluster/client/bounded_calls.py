@@ -1,22 +1,22 @@
-"""Calls to the coordinator that an engine makes and never waits long for.
+"""Calls to the coordinator for which an engine waits only a short time.
 
 CallPolicy decides and is pure: it starts no thread and reads no clock. It admits at most `limit` calls at a time. The
-asker of a call waits at most `patience_ns`. After `failures` failed calls in a row the policy's circuit breaker opens:
-it refuses calls at once, and now and then admits one as a probe. The asker of a probe does not wait for it.
+caller waits at most `patience_ns`. After `failures` failed calls in a row the policy's circuit breaker opens: it
+refuses calls at once, and from time to time admits one as a probe. The caller does not wait for a probe.
 
 Each admission gets at most one verdict, the first of these:
 
     answered    the coordinator answered; a failure if it took longer than `allowed_ns`
     failed      it could not be reached, or did not answer within the call's own deadline
-    late        the asker waited for its patience, and the coordinator had not answered
+    late        the caller waited for `patience_ns`, and the coordinator had not answered
     ended       none of the above: the call says nothing about the coordinator. A probe that ends so leaves the
                 breaker open, and the next call probes
 
-So an answer that arrives after its asker stopped waiting does not clear the failure that the asker saw. The breaker
+So an answer that arrives after its caller stopped waiting does not clear the failure that the caller saw. The breaker
 drops verdicts of calls that it admitted before it last changed its state.
 
-BoundedCalls is the shell: it runs calls on a few threads and hands their verdicts to the policy when its owner calls
-`tend`. A result that arrives after its asker has left is released. An engine that already calls on threads of its own,
+BoundedCalls is the shell: it runs calls on a few threads and passes their verdicts to the policy when its owner calls
+`tend`. A result that arrives after its caller has left is released. An engine that already calls on threads of its own,
 each with a deadline, uses CallPolicy alone.
 """
 
@@ -34,14 +34,14 @@ from kvcluster.core.miss import Miss, MissReason
 R = TypeVar("R")
 
 LIMIT = 64
-"""Calls at a time. A call may hold a ticket, so this is a part of limits.TICKETS_PER_HOLDER; and behind more than this
-many calls no asker's patience is long enough."""
+"""Calls at a time. A call may hold a ticket, so this is a part of limits.TICKETS_PER_HOLDER; and a call behind more
+than this many others would not be answered within its caller's patience."""
 
 FAILURES = 2
 """In a row, until the breaker opens. One may be this process's own fault: its thread got no CPU time to read."""
 
 OPEN_NS = 500_000_000
-"""How long the breaker stays open before the first probe. A probe costs no asker any time, so this is short."""
+"""How long the breaker stays open before the first probe. No caller waits for a probe, so this is short."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,14 +50,14 @@ class Admission:
 
     permit: PermitNumber
     probe: bool
-    until_ns: int  # when its asker stops waiting; for a probe, when it was admitted
+    until_ns: int  # when its caller stops waiting; for a probe, when it was admitted
     allowed_ns: int  # an answer that takes longer counts as a failure
     judged: bool = False
     over: bool = False
 
 
 class CallPolicy:
-    """Which calls may be made, and what their ends say about the coordinator. Times are in nanoseconds."""
+    """Admits calls, and learns from their verdicts whether the coordinator answers. Times are in nanoseconds."""
 
     def __init__(
         self,
@@ -78,16 +78,16 @@ class CallPolicy:
 
     @property
     def healthy(self) -> bool:
-        """True while the breaker is closed: calls are made, and their askers wait for them."""
+        """True while the breaker is closed: calls are made, and their callers wait for them."""
         return self._breaker.state is BreakerState.CLOSED
 
     def open_for(self, now: int) -> int:
-        """For how long from now no call is admitted; 0 unless the breaker is open."""
+        """Returns for how long from now no call is admitted; 0 unless the breaker is open."""
         return self._breaker.open_for(now)
 
     def ask(self, now: int) -> Admission | Miss | None:
-        """Admits a call; every admission must be given to `ended` once. Returns the miss that stands for the call if
-        the breaker refuses it, and None if too many calls are under way."""
+        """Admits a call; every admission must be passed to `ended` once. Returns a miss instead of an admission if the
+        breaker refuses the call, and None if too many calls are under way."""
         if self.under_way >= self._limit:
             return None
         permit = self._breaker.ask(now)
@@ -99,25 +99,25 @@ class CallPolicy:
         return Admission(permit, probe=True, until_ns=now, allowed_ns=self._probe_allowed_ns)
 
     def answered(self, call: Admission, now: int, *, took_ns: int = 0) -> None:
-        """The coordinator answered, after `took_ns` where that was measured."""
+        """Records that the coordinator answered, after `took_ns` if that was measured."""
         if took_ns > call.allowed_ns:
             self.failed(call, Miss(MissReason.DEADLINE, "the coordinator answers too slowly"), now)
         elif self._first_verdict(call):
             self._breaker.succeeded(call.permit)
 
     def failed(self, call: Admission, why: Miss, now: int) -> None:
-        """The coordinator did not answer."""
+        """Records that the coordinator did not answer."""
         if self._first_verdict(call):
             self._breaker.failed(call.permit, why, now)
 
     def late(self, call: Admission, now: int) -> None:
-        """The asker stopped waiting while the coordinator was being asked. Of a probe this says nothing: its asker did
-        not wait at all."""
+        """Records that the caller stopped waiting before the coordinator answered. Ignored for a probe, because its
+        caller did not wait at all."""
         if not call.probe:
             self.failed(call, Miss(MissReason.DEADLINE, "no answer from the coordinator in time"), now)
 
     def ended(self, call: Admission) -> None:
-        """The call is over and makes room for another."""
+        """Records that the call is over, which makes room for another."""
         assert not call.over and self.under_way > 0, "a call ends once"
         if self._first_verdict(call):
             self._breaker.gave_up(call.permit)
@@ -131,8 +131,8 @@ class CallPolicy:
 
 
 class Call(Generic[R]):
-    """One call of BoundedCalls. Its asker reads `done` and `result` and ends it with `leave`; the work that runs on
-    the call's thread reports with the other members."""
+    """One call of BoundedCalls. Its caller reads `done` and `result` and ends it with `leave`; the work that runs on
+    the call's thread reports through the other members."""
 
     def __init__(self, admission: Admission, release: Callable[[R], object]) -> None:
         self.admission = admission
@@ -150,11 +150,12 @@ class Call(Generic[R]):
         self._lock = threading.Lock()
 
     def answered(self, took_ns: int = 0) -> None:
-        """Called by the work: the coordinator answered. Of several exchanges the longest counts."""
+        """Called by the work when the coordinator has answered. If it made several exchanges, the longest counts."""
         self.took_ns = max(took_ns, self.took_ns or 0)
 
     def leave(self) -> None:
-        """The asker needs no result any more: one that is there, or comes, is released. May be called again."""
+        """Called when the caller no longer needs the result: it is released, now or when it arrives. May be called
+        again."""
         with self._lock:
             self._left = True
             result, self.result = self.result, None
@@ -162,7 +163,7 @@ class Call(Generic[R]):
             self._release(result)
 
     def run(self, work: Callable[[Call[R]], R]) -> None:
-        """On the call's thread."""
+        """Runs the work, on the call's thread."""
         try:
             result = work(self)
             with self._lock:
@@ -177,8 +178,8 @@ class Call(Generic[R]):
 
 
 class BoundedCalls(Generic[R]):
-    """Calls of one owner. `start`, `late` and `tend` belong to one thread; no method waits. Work should return a result
-    whatever happens: of work that raises the asker learns only that it is done."""
+    """Calls of one owner. `start`, `late` and `tend` are called on one thread; no method waits. Work should return a
+    result and not raise: if it raises, its caller sees only that it is done."""
 
     def __init__(
         self, name: str, policy: CallPolicy, *, threads: int, release: Callable[[R], object] = lambda result: None
@@ -190,11 +191,12 @@ class BoundedCalls(Generic[R]):
 
     @property
     def healthy(self) -> bool:
-        """As of CallPolicy, from what `tend` has heard."""
+        """As CallPolicy.healthy, as of the last `tend`."""
         return self._policy.healthy
 
     def start(self, work: Callable[[Call[R]], R], now: int) -> Call[R] | Miss | None:
-        """Runs `work` on a thread. Otherwise as CallPolicy.ask: the miss in its place, or None for too many calls."""
+        """Runs `work` on a thread. Returns a miss instead if the breaker refuses the call, and None if too many calls
+        are under way."""
         self.tend(now)
         admitted = self._policy.ask(now)
         if not isinstance(admitted, Admission):
@@ -205,12 +207,13 @@ class BoundedCalls(Generic[R]):
         return call
 
     def late(self, call: Call[R], now: int) -> None:
-        """The asker waited for its patience; the call was not done."""
+        """Records that the caller waited for `patience_ns` and the call was not done."""
         if call in self._open and call.asking:
             self._policy.late(call.admission, now)
 
     def tend(self, now: int) -> None:
-        """Tells the policy of the calls that are done. To be called regularly: they count as under way until then."""
+        """Passes the verdicts of the calls that are done to the policy. Must be called regularly: calls count as under
+        way until then."""
         for call in [one for one in self._open if one.done.done()]:
             del self._open[call]
             if call.failure is not None:
@@ -220,8 +223,8 @@ class BoundedCalls(Generic[R]):
             self._policy.ended(call.admission)
 
     def close(self) -> None:
-        """Leaves every call that `tend` has not seen done; others are their askers' to leave. Work that runs goes on to
-        its end."""
+        """Leaves every call that `tend` has not seen done; callers leave the others themselves. Work that is running
+        runs to its end."""
         for call in list(self._open):
             call.leave()
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,15 +1,15 @@
-"""A circuit breaker: when to leave a shard alone, and when to try it again.
+"""A circuit breaker: it decides when to stop asking a shard, and when to try it again.
 
-A shard that is gone costs each call a connection that fails; one that hangs costs it its whole deadline. So after
-some failures in a row nobody asks for a while, then one exchange tries; each try that fails doubles the while, so often
-at most. What counts as a failure is for its user to say. It knows no shard, no clock and no thread: `now` comes in,
-and whoever shares it brings a lock.
+A call to a shard that is gone costs a failed connection; a call to one that hangs costs the whole deadline. So after
+`failures` failures in a row no call is permitted for a while, then one exchange probes the shard. Each failed probe
+doubles that time, up to `doublings` times. The user decides what counts as a failure. This module knows no shard, reads
+no clock and takes no lock: `now` is an argument, and callers that share a breaker lock it themselves.
 
-    CLOSED --so many failures in a row--> OPEN --time--> PROBING --success--> CLOSED
-                                            ^------------failure-----'
+    CLOSED --`failures` in a row--> OPEN --time--> PROBING --success--> CLOSED
+                                      ^------------failure-----'
 
-Every exchange gets a permit number and names it when it ends. A permit is good for the state that it was given in: what
-ends later says nothing of the shard as it is now, and is dropped.
+Every exchange gets a permit number and names it when it ends. A permit is valid only in the state in which it was
+given: the verdict of an exchange that ends later says nothing about the shard as it is now, and is dropped.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from typing import NewType
 from kvcluster.core.miss import Miss
 
 DOUBLINGS = 6
-"""To half a minute by default, after which a shard that came back is seen soon enough: whoever tries it waits."""
+"""Up to half a minute by default. A caller waits for each probe, so probes are rare; a shard that came back is noticed
+soon enough."""
 
 FREE_DOUBLINGS = 2
-"""For those who wait for no try: it costs one exchange in two seconds, and they see sooner who came back."""
+"""For users that do not wait for probes: a probe every two seconds is cheap, and a shard that came back is noticed
+sooner."""
 
 PermitNumber = NewType("PermitNumber", int)
-"""To ask the shard once."""
+"""Permission to ask the shard once."""
 
 
 class BreakerState(Enum):
-    """Whether the shard is asked."""
+    """Whether calls to the shard are permitted."""
 
     CLOSED = "closed"
     OPEN = "open"
-    PROBING = "probing"  # one exchange is under way, and decides
+    PROBING = "probing"  # one exchange is under way, and its outcome decides the next state
 
 
 class Breaker:
-    """For one incarnation of a shard. Nanoseconds."""
+    """The breaker of one incarnation of a shard. Times are in nanoseconds."""
 
     def __init__(self, *, failures: int, open_ns: int, doublings: int = DOUBLINGS) -> None:
         assert failures > 0 and open_ns > 0 and doublings >= 0
@@ -47,13 +49,13 @@ class Breaker:
         self._allowed = failures
         self._first_ns = open_ns
         self._longest_ns = open_ns << doublings
-        self._open_ns = open_ns  # how long the next time
+        self._open_ns = open_ns  # how long it stays open the next time
         self._until = 0
         self._why: Miss | None = None  # the last failure; None only before the first
         self._permit = PermitNumber(0)
 
     def ask(self, now: int) -> PermitNumber | Miss:
-        """PermitNumber to ask the shard, or the miss that not asking it amounts to."""
+        """Returns a permit to ask the shard, or the miss to report for not asking it."""
         if self.state is BreakerState.OPEN and now >= self._until:
             self._become(BreakerState.PROBING)
             return self._permit
@@ -61,14 +63,14 @@ class Breaker:
             return self._permit
         assert self._why is not None
         when = (
-            "tried at this moment"
+            "a probe is under way"
             if self.state is BreakerState.PROBING
-            else f"again in {(self._until - now) / 1e9:.1f} s"
+            else f"next attempt in {(self._until - now) / 1e9:.1f} s"
         )
         return Miss(self._why.reason, f"not asked: failed {self.failures} times, {when}")
 
     def succeeded(self, number: PermitNumber) -> None:
-        """The shard answered, whatever it said."""
+        """Records that the shard answered, with any answer."""
         if number == self._permit:
             self.failures = 0
             self._open_ns = self._first_ns
@@ -76,7 +78,7 @@ class Breaker:
                 self._become(BreakerState.CLOSED)
 
     def failed(self, number: PermitNumber, why: Miss, now: int) -> None:
-        """It did not, or not in time."""
+        """Records that the shard did not answer, or not in time."""
         if number != self._permit:
             return
         assert self.state is not BreakerState.OPEN, "no permit is valid while it is open"
@@ -88,12 +90,13 @@ class Breaker:
             self._open_ns = min(2 * self._open_ns, self._longest_ns)
 
     def gave_up(self, number: PermitNumber) -> None:
-        """Its user broke off, which tells nothing of the shard. Where this was the probe, the next one is."""
+        """Records that the user cancelled the exchange, which says nothing about the shard. If it was the probe, the
+        next exchange probes."""
         if number == self._permit and self.state is BreakerState.PROBING:
             self._become(BreakerState.OPEN)
 
     def open_for(self, now: int) -> int:
-        """How long nobody will ask, from now; 0 where somebody may or does."""
+        """Returns for how long from now no exchange is permitted; 0 unless the breaker is open."""
         return max(0, self._until - now) if self.state is BreakerState.OPEN else 0
 
     def _become(self, state: BreakerState) -> None:

@@ -1,13 +1,14 @@
-"""The client: what an engine holds. Three levels, each built on the one before; this module has the first two.
+"""The client: the object that an engine holds. Three levels, each built on the one before; this module has the first
+two.
 
     1  blocks     prepare_load, redeem, begin_load, begin_store,      for engines that hash for themselves
                   borrow
-    2  tokens     lookup, load, store, flush, explain, pin, unpin     blocking; async twins on `client.aio`,
-                  clear, purge                                        as of these two
+    2  tokens     lookup, load, store, flush, explain, pin, unpin,    blocking; async versions of all of
+                  clear, purge                                        them on `client.aio`
 
-Every call has one deadline, which all its parts share. Misuse raises CallerError before anything moves; trouble in the
-cluster is a miss with a reason, and the engine recomputes. All that is raised is of the tree in errors.py. Bytes are
-moved by threads of the client's own (transfer_queue.py), and tickets renewed by another: no event loop is needed.
+Every call has one deadline, which all its parts share. Misuse raises CallerError before any bytes move; a failure in
+the cluster is a miss with a reason, and the engine recomputes. Every error raised is of the tree in errors.py. The
+client's own threads move bytes (transfer_queue.py) and one more renews tickets: no event loop is needed.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ R = TypeVar("R")
 class Client:
     """One worker's view of the cache for one spec. Made by `kvcluster.connect`; thread-safe; a context manager.
 
-    `part` is what this worker holds of every group: None for all of it, one Part for each group alike, or a
-    mapping from group to Part where groups differ (groups left out are not moved).
+    `part` is what this worker holds of every group: None for all of it, one Part for every group alike, or a
+    mapping from group to Part if groups differ (groups left out are not moved).
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Client:
         self.parts = parts_of(spec, part)
         self._config = config or ClientConfig()
         self._control = CoordinatorClient(port)
-        lock = threading.RLock()  # of what plans and policy decide: never held while anything takes time
+        lock = threading.RLock()  # guards the decisions of plans and policy: never held during I/O or copies
         policy = ShardPolicy(breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms)
         self._shards = ShardConnections(open_transport, policy, lock)
         self._attempt = own_attempts()
@@ -99,21 +100,21 @@ class Client:
             self._control, self._shards, policy, lock, self.parts, next_attempt=self._attempt, config=self._config
         )
         self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=self._deadline)
-        # Without anything to decode it with, a page that is encoded had better not be promised.
+        # Without a decoder, the coordinator must not promise this client an encoded page.
         self._accept = Loss[self._config.accept.upper()] if implementation() is not None else Loss.EXACT
         self._closed = False
 
     def attach(self, deadline: Deadline) -> None:
-        """Names the spec to the coordinator. Done by the first call otherwise; `connect` does it to fail early.
-        Raises Unavailable (an Unreachable) where it does not answer."""
+        """Registers the spec with the coordinator. Otherwise the first call does so; `connect` does it to fail early.
+        Raises Unavailable (an Unreachable) if the coordinator does not answer."""
         self._control.attach(self.spec, deadline)
 
     def warm_up(self, *, deadline_ms: float | None = None) -> None:
-        """Finds the way to every shard that is up, so that the first load or store need not. Nothing is raised."""
+        """Opens the connection to every shard that is up before the first load or store. Failures are ignored."""
         warm_up(self._control, self._shards, self.spec, self.parts, self._attempt, self._call(deadline_ms))
 
     def register(self, engine: EngineInfo, *, deadline_ms: float | None = None) -> Registered:
-        """Tells the cluster that this engine lives, and hears what its weights are to be called. Raises Unavailable."""
+        """Registers this engine with the cluster; the answer names its weights. Raises Unavailable."""
         return self._control.request(Registered, RegisterEngine(engine), self._call(deadline_ms))
 
     # ------------------------------------------------------------------------------------ level 1: blocks
@@ -127,8 +128,9 @@ class Client:
         extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
     ) -> list[BlockHash]:
-        """Hashes of the full blocks of a token sequence (core/hashing.py). Pure but for the first call of a spec,
-        which asks the cluster for the namespace; raises Unavailable (an Unreachable) where there is none to ask."""
+        """Returns the hashes of the full blocks of a token sequence (core/hashing.py). Pure, except that the first call
+        for a spec asks the coordinator for the namespace, and raises Unavailable (an Unreachable) if it does not
+        answer."""
         check_prompt(token_ids, salt, extra_keys)
         spec, deadline = self._spec(adapter), self._call(deadline_ms)
         namespace = self._control.namespace(spec, deadline)
@@ -143,11 +145,11 @@ class Client:
         adapter: str | None = None,
         deadline_ms: float | None = None,
     ) -> Ticket:
-        """How many of the leading blocks can be loaded; they are spared until the ticket is released.
+        """Returns a ticket for the leading blocks that can be loaded; they are not evicted until it is released.
 
-        `hashes` is the chain from the first block of the sequence. With `whole`, all layers and heads are prepared
-        for and not this client's part alone, for other processes to redeem. What has lost more than `accept` is a miss;
-        None stands for what the configuration says.
+        `hashes` is the chain from the first block of the sequence. With `whole`, the ticket covers all layers and heads
+        and not only this client's part, so that other processes can redeem it. A block with more loss than `accept` is
+        a miss; None means the configured loss.
         """
         check_hashes(hashes)
         spec = self._spec(adapter)
@@ -155,7 +157,8 @@ class Client:
         return self._tickets.prepare(spec, hashes, self._need(accept, parts), self._call(deadline_ms), hold=True)
 
     def redeem(self, data: bytes) -> Ticket:
-        """The ticket that another process of the same credential prepared. Raises ProtocolError if it is none."""
+        """Returns the ticket that another process with the same credential prepared. Raises ProtocolError if `data` is
+        not a ticket."""
         if not isinstance(data, bytes):
             raise CallerError(f"a ticket is redeemed from bytes(ticket), not from a {type(data).__name__}")
         return Ticket(decode_ticket(data), None, lambda: None)
@@ -163,13 +166,13 @@ class Client:
     def begin_load(
         self, ticket: Ticket, into: Any, *, first: int = 0, adapter: str | None = None, deadline_ms: float | None = None
     ) -> Transfer[Loaded]:
-        """Begins to load the ticket's blocks from `first` on into the leading blocks of `into`. Those before it the
-        caller has: they are not read, and Loaded counts them as there.
+        """Begins to load the ticket's blocks from `first` on into the leading blocks of `into`. The caller already has
+        the blocks before `first`: they are not read, and Loaded counts them as loaded.
 
         `into` is a dense tensor `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`, Paged or Buffers (see
-        client/layouts.py), of this client's part; a list of one a group where the spec has several. It must not be
-        used until the transfer says so. The ticket says for which adapter; only a client that redeems one which it
-        has never used names it here. Raises CallerError where something does not fit.
+        client/layouts.py), of this client's part; a list with one entry per group if the spec has several. It must not
+        be used until the transfer says so. The ticket names its adapter; `adapter` is needed only by a client that
+        redeems a ticket of an adapter that it has never used. Raises CallerError if an argument does not fit.
         """
         from kvcluster.client.memory import bind
 
@@ -179,14 +182,14 @@ class Client:
         return self._movers.load(ticket.body, first, bound, spec, deadline)
 
     def borrow(self, ticket: Ticket, *, adapter: str | None = None, deadline_ms: float | None = None) -> BorrowedBlocks:
-        """The ticket's blocks where they lie, without a copy, as far as their shards are reached over shared memory:
-        see BorrowedBlocks, which is to be closed. `adapter` as in begin_load."""
+        """Returns views of the ticket's blocks in shared memory, without a copy, for shards that are reached over
+        shared memory. The caller must close the BorrowedBlocks. `adapter` as in begin_load."""
         spec, deadline = self._spec_of(ticket, adapter, by="borrow"), self._call(deadline_ms)
         return self._borrower.borrow(ticket.body, spec, deadline)
 
     @property
     def wants_tokens(self) -> bool:
-        """Does the cluster publish KV events, for which stores are to tell token ids? False while it is not known."""
+        """Whether the cluster publishes KV events, for which stores should pass token ids. False until it is known."""
         return self._control.wants_tokens
 
     def begin_store(
@@ -202,12 +205,12 @@ class Client:
     ) -> Transfer[Stored]:
         """Begins to store `hashes[first:]`, whose KV lies in `source` (as `into` of begin_load). Returns at once.
 
-        `hashes` is the chain from the first block of the sequence. `source` must stay as it is until
-        `source_free()`. `loss` is that of the prefix which it was computed over (Loaded.loss). What others have stored,
-        with no more loss, or are storing is not moved. Where more stores of this client wait than may
-        (limits.STORES_QUEUED), this one has ended already, with a miss `full`. `token_ids` are those of
-        `hashes[first:]`, for KV events; they go nowhere unless the cluster `wants_tokens`. Raises CallerError where
-        something does not fit.
+        `hashes` is the chain from the first block of the sequence. `source` must not change until `source_free()`.
+        `loss` is the loss of the prefix over which the KV was computed (Loaded.loss). Blocks that others have stored
+        with no more loss, or are storing, are not moved. If this client already has limits.STORES_QUEUED stores
+        waiting, the returned transfer has already ended, with a miss `full`. `token_ids` are the tokens of
+        `hashes[first:]`, for KV events; they are sent only if the cluster `wants_tokens`. Raises CallerError if an
+        argument does not fit.
         """
         check_hashes(hashes)
         check_first(first, hashes)
@@ -243,7 +246,8 @@ class Client:
         extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
     ) -> Lookup:
-        """How far this prompt is cached, with no more loss than `accept` (as in prepare_load). Promises nothing."""
+        """Returns how much of this prompt is cached, with no more loss than `accept` (as in prepare_load). It pins
+        nothing: the blocks may be evicted before a load."""
         spec, deadline = self._spec(adapter), self._call(deadline_ms)
         hashes, trouble = self._hash(token_ids, spec, salt, extra_keys, deadline)
         if not hashes:
@@ -267,16 +271,16 @@ class Client:
         extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
     ) -> int:
-        """Loads the cached prefix into the leading blocks of `out` (as `into` of begin_load; it has room for every
-        full block of `token_ids`), as far as it has lost no more than `accept` (as in prepare_load). Returns the tokens
-        loaded; what lies behind them in `out` is undefined."""
+        """Loads the cached prefix into the leading blocks of `out` (as `into` of begin_load, with room for every full
+        block of `token_ids`), up to the first block with more loss than `accept` (as in prepare_load). Returns the
+        number of tokens loaded; the content of `out` after them is undefined."""
         from kvcluster.client.memory import bind
 
         spec, deadline = self._spec(adapter), self._call(deadline_ms)
         hashes, _ = self._hash(token_ids, spec, salt, extra_keys, deadline)
         if not hashes:
             return 0
-        # Checked before anything is asked: a mistake must not wait for the first hit to show.
+        # Checked before the coordinator is asked: otherwise a mistake in `out` would show only at the first hit.
         bound = bind(out, spec, self.parts, len(hashes), writable=True)
         with self._tickets.prepare(spec, hashes, self._need(accept), deadline, hold=True) as ticket:
             if not ticket.blocks:
@@ -294,7 +298,8 @@ class Client:
         extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
     ) -> Stored:
-        """Stores the full blocks of `token_ids`, whose KV lies in `blocks` (as `source` of begin_store, and `loss`)."""
+        """Stores the full blocks of `token_ids`, whose KV lies in `blocks`. `blocks` and `loss` as `source` and `loss`
+        of begin_store."""
         spec, deadline = self._spec(adapter), self._call(deadline_ms)
         hashes, trouble = self._hash(token_ids, spec, salt, extra_keys, deadline)
         if not hashes:
@@ -303,8 +308,8 @@ class Client:
         return self._store(hashes, blocks, 0, loss, tokens, spec, deadline).result()
 
     def flush(self, *, deadline_ms: float | None = None) -> bool:
-        """Waits until every store so far has ended and what it committed is visible to all. False where the
-        deadline came first or a shard could not be asked."""
+        """Waits until every store so far has ended and its committed blocks are visible to every client. Returns False
+        if the deadline came first or a shard could not be asked."""
         deadline = self._call(deadline_ms)
         ended = self._movers.wait_stored(deadline)
         return self._shards.flush(deadline) and ended
@@ -319,7 +324,7 @@ class Client:
         extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
     ) -> list[BlockExplanation]:
-        """For every block of a prompt where it is, or why it cannot be had with no more loss than `accept`."""
+        """Returns for every block of a prompt where it is, or why it cannot be loaded with a loss up to `accept`."""
         spec, deadline = self._spec(adapter), self._call(deadline_ms)
         return explain(self._control, spec, self._need(accept), token_ids, salt, extra_keys, deadline)
 
@@ -334,8 +339,8 @@ class Client:
         extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
     ) -> Pinned:
-        """Spares the cached prefix of a prompt from eviction for `ttl_s`, within the share that pins may take, and
-        keeps it on `replicas` shards as far as there are as many with room."""
+        """Protects the cached prefix of a prompt from eviction for `ttl_s` seconds, within the share of the cache that
+        pins may take, and keeps it on `replicas` shards, or on fewer if fewer have room."""
         ttl_ns, replicas = pin_terms(ttl_s, replicas)
         message = PinBlocks((), ttl_ns, replicas)
         return self._pin(message, token_ids, self._spec(adapter), salt, extra_keys, self._call(deadline_ms))
@@ -349,15 +354,16 @@ class Client:
         extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
     ) -> Pinned:
-        """Lets a pinned prompt be evicted again."""
+        """Ends the pin of a prompt, so that it can be evicted again."""
         message = UnpinBlocks(())
         return self._pin(message, token_ids, self._spec(adapter), salt, extra_keys, self._call(deadline_ms))
 
     def clear(self, *, deadline_ms: float | None = None) -> int:
-        """Forgets, for good, every block of this credential's tenant, whatever its spec: how many were known.
+        """Removes every block of this credential's tenant, of every spec, permanently. Returns how many blocks were
+        known.
 
-        Once it returns no lookup finds what was stored before it was called, whichever process restarts or was cut
-        off. Raises Unreachable where that is not known to hold: call it again.
+        After it returns, no lookup finds a block that was stored before the call, even if processes restart or were
+        partitioned. Raises Unreachable if that is not known to hold: call it again.
         """
         return self._purge(Purge(), deadline_ms)
 
@@ -369,31 +375,31 @@ class Client:
         adapter: str | None = None,
         deadline_ms: float | None = None,
     ) -> int:
-        """As `clear`, of the specs alone that have this model, these weights, this adapter ("" for none), as far as
-        they are given: what is to be done when weights or an adapter were replaced under the same name."""
+        """As `clear`, only for the specs that match every argument given: this model, these weights, this adapter (""
+        for none). Use it after weights or an adapter were replaced under the same name."""
         check_filters(model=model, weights=weights, adapter=adapter)
         return self._purge(Purge(model, weights, adapter), deadline_ms)
 
     def status(self, *, deadline_ms: float | None = None) -> dict[str, Any]:
-        """The cluster as the coordinator sees it, as plain values; and as this client does: `transports` in use and
-        `breakers`, by shard. Raises Unreachable where the coordinator does not answer."""
+        """Returns the coordinator's status of the cluster as plain values, and this client's `transports` in use and
+        `breakers`, by shard. Raises Unreachable if the coordinator does not answer."""
         status = self._must_hear(Status, GetStatus(), deadline_ms, "is the cluster up?")
         return status_dict(status) | {"transports": self._shards.names(), "breakers": self._shards.breakers()}
 
     @property
     def aio(self) -> AsyncClient:
-        """Async twins of the calls of level 2."""
+        """Async versions of the calls of level 2."""
         from kvcluster.client.aio import AsyncClient
 
         return AsyncClient(self)
 
     def close(self) -> None:
-        """Ends running transfers and gives everything back. May be called again."""
+        """Ends running transfers and releases every resource. May be called again."""
         if self._closed:
             return
         self._closed = True
         self._movers.close(self._shards.close)
-        self._borrower.close()  # after whoever hangs in asking a shard was broken off
+        self._borrower.close()  # after the shards are closed, which ends calls that hang in asking a shard
         self._tickets.close()
         self._control.close()
 
@@ -428,10 +434,10 @@ class Client:
         return Pinned(pinned.blocks * spec.block_tokens, pinned.blocks)
 
     def _purge(self, message: Purge, deadline_ms: float | None) -> int:
-        return self._must_hear(Purged, message, deadline_ms, "nothing is known to be forgotten; call it again").blocks
+        return self._must_hear(Purged, message, deadline_ms, "blocks may remain; call it again").blocks
 
     def _must_hear(self, kind: type[R], message: GetStatus | Purge, deadline_ms: float | None, advice: str) -> R:
-        """Asks what no miss could answer."""
+        """Asks a question whose answer cannot be a miss. Raises Unreachable if the coordinator does not answer."""
         try:
             return self._control.request(kind, message, self._call(deadline_ms))
         except Unavailable as trouble:
@@ -445,7 +451,7 @@ class Client:
         extra_keys: Mapping[int, bytes] | None,
         deadline: Deadline,
     ) -> tuple[list[BlockHash], Miss | None]:
-        """The prompt's hashes, or why there are none to ask for."""
+        """Returns the prompt's hashes; or no hashes, and the miss that says why."""
         check_prompt(token_ids, salt, extra_keys)
         if len(token_ids) < spec.block_tokens:
             detail = f"{len(token_ids)} tokens fill no block of {spec.block_tokens}"
@@ -462,7 +468,7 @@ class Client:
         return self.spec if adapter is None or adapter == self.spec.adapter else replace(self.spec, adapter=adapter)
 
     def _spec_of(self, ticket: Ticket, adapter: str | None, *, by: str = "begin_load") -> KVSpec:
-        """The spec that a ticket was prepared for. Raises CallerError where another is named."""
+        """Returns the spec that a ticket was prepared for. Raises CallerError if `adapter` names another."""
         if not isinstance(ticket, Ticket):
             raise CallerError(f"{by} takes a ticket of prepare_load or redeem, not a {type(ticket).__name__}")
         known = self._control.spec_of(ticket.body.namespace)
@@ -470,19 +476,19 @@ class Client:
             spec = self._spec(adapter)
             if ticket.blocks and self._control.is_attached(spec):
                 raise CallerError(
-                    "this ticket is of another namespace: give the spec and adapter that the ticket was prepared with, "
+                    "this ticket is of another namespace: pass the spec and adapter that the ticket was prepared with, "
                     "and the same credential"
                 )
             return spec
         if adapter is not None and adapter != known.adapter:
             raise CallerError(
                 f"this ticket was prepared for adapter {known.adapter!r}, not {adapter!r}; "
-                "leave it out, since the ticket says it"
+                "leave `adapter` out, since the ticket names it"
             )
         return known
 
     def _call(self, deadline_ms: float | None) -> Deadline:
-        """The deadline of a call that begins now. Raises CallerError where the client is closed."""
+        """Returns the deadline of a call that begins now. Raises CallerError if the client is closed."""
         if self._closed:
             raise CallerError("this client is closed; connect again")
         return self._deadline(deadline_ms)

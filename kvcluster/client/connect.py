@@ -24,11 +24,11 @@ def connect(
     part: Part | Mapping[int, Part] | None = None,
     config: ClientConfig | None = None,
 ) -> Client:
-    """A client of the cluster whose coordinator listens at `address` ("host:port"), for one spec.
+    """Returns a client, for one spec, of the cluster whose coordinator listens at `address` ("host:port").
 
-    `part` is what this worker holds of every group (see Client). Raises ConfigError for an address that is none,
-    Unreachable where nothing answers in time, CredentialError for a token that is missing or unknown,
-    ProtocolError where something else or another version answers.
+    `part` is what this worker holds of every group (see Client). Raises ConfigError for an invalid address,
+    Unreachable if nothing answers in time, CredentialError for a missing or unknown token, and ProtocolError if
+    another program or another version answers.
     """
     config = config or ClientConfig()
     connection = Connection(address, token)

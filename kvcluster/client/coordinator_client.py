@@ -1,7 +1,7 @@
-"""Questions to the coordinator: one deadline, attached namespaces, and trouble as a miss.
+"""Questions to the coordinator: one deadline, attached namespaces, and failures as misses.
 
-The client asks core questions; the port carries them, with the namespace of those that are asked within one. Call and
-tenant are the server's own knowledge.
+The client asks questions of the core's messages; the port carries them, with a namespace if they are asked within one.
+The server itself determines the call and the tenant.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class CoordinatorPort(Protocol):
-    """Carries a question to the coordinator, with the namespace that it is about, if any. Raises Unavailable where no
+    """Carries a question to the coordinator, with the namespace that it is about, if any. Raises Unavailable if no
     answer comes."""
 
     def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply: ...
@@ -44,7 +44,7 @@ class GrpcPort:
 
 
 class CoordinatorClient:
-    """Asks within a namespace, attaching its spec first and again when the coordinator has forgotten it."""
+    """Asks within a namespace. Attaches its spec first, and again if the coordinator no longer knows it."""
 
     def __init__(self, port: CoordinatorPort) -> None:
         self._port = port
@@ -52,7 +52,7 @@ class CoordinatorClient:
         self._lock = threading.Lock()
 
     def attach(self, spec: KVSpec, deadline: Deadline) -> Attached:
-        """The namespace of a spec, asked for once."""
+        """Returns the namespace of a spec; asks the coordinator only the first time."""
         with self._lock:
             known = self._attached.get(spec)
         if known is not None:
@@ -63,7 +63,7 @@ class CoordinatorClient:
         return attached
 
     def spec_of(self, namespace: NamespaceId) -> KVSpec | None:
-        """The spec of a namespace that was attached here."""
+        """Returns the spec of a namespace, None if this client has not attached it."""
         with self._lock:
             return next((spec for spec, known in self._attached.items() if known.namespace == namespace), None)
 
@@ -73,7 +73,7 @@ class CoordinatorClient:
 
     @property
     def wants_tokens(self) -> bool:
-        """Does the coordinator that was attached to want token ids with stores?"""
+        """Whether the coordinator asked for token ids with stores when a spec was attached."""
         with self._lock:
             return any(known.wants_tokens for known in self._attached.values())
 
@@ -81,9 +81,10 @@ class CoordinatorClient:
         return self.attach(spec, deadline).namespace
 
     def ask(self, kind: type[R], spec: KVSpec, question: CoordinatorQuestion, deadline: Deadline) -> R:
-        """Asks within the namespace of that spec, and returns an answer of that kind.
+        """Asks within the namespace of `spec`, and returns an answer of type `kind`.
 
-        Raises Unavailable where none comes, CallerError or LimitError where the question was wrong.
+        Raises Unavailable if no answer comes, CallerError or LimitError if the coordinator refuses the question, and
+        ProtocolError if the answer has another type.
         """
         answer = self._ask(question, self.namespace(spec, deadline), deadline)
         if isinstance(answer, Refused) and answer.kind is RefusedKind.UNKNOWN_NAMESPACE:
@@ -93,7 +94,7 @@ class CoordinatorClient:
         return expect(kind, answer)
 
     def _ask(self, question: CoordinatorQuestion, namespace: NamespaceId, deadline: Deadline) -> Reply:
-        """Asks once more where the answer was lost: a prepare names its attempt, so that it is not done twice."""
+        """Asks once more if the answer was lost. A prepare names its attempt, so that it is not done twice."""
         try:
             return self._port.ask(question, deadline, namespace)
         except Unavailable:
@@ -102,7 +103,7 @@ class CoordinatorClient:
             return self._port.ask(question, deadline, namespace)
 
     def request(self, kind: type[R], question: CoordinatorQuestion, deadline: Deadline) -> R:
-        """Asks a question that belongs to no namespace, and returns an answer of that kind. Raises as `ask`."""
+        """Asks a question that belongs to no namespace, and returns an answer of type `kind`. Raises as `ask`."""
         return expect(kind, self._port.ask(question, deadline))
 
     def close(self) -> None:
@@ -110,11 +111,11 @@ class CoordinatorClient:
 
 
 def expect(kind: type[R], answer: Reply) -> R:
-    """The answer, if it is of that kind; else the error that it amounts to."""
+    """Returns the answer if its type is `kind`; otherwise raises the matching error."""
     if isinstance(answer, kind):
         return answer
     if isinstance(answer, Refused):
-        if answer.kind in (RefusedKind.UNKNOWN_NAMESPACE, RefusedKind.STALE):  # though it was attached just now
-            raise Unavailable(Miss(MissReason.SHARD_LOST, f"the coordinator forgets what it knew: {answer.detail}"))
+        if answer.kind in (RefusedKind.UNKNOWN_NAMESPACE, RefusedKind.STALE):  # although it was just attached
+            raise Unavailable(Miss(MissReason.SHARD_LOST, f"the coordinator lost its state: {answer.detail}"))
         raise (LimitError if answer.kind is RefusedKind.LIMIT else CallerError)(answer.detail)
-    raise ProtocolError(f"the server answered {type(answer).__name__} where {kind.__name__} belongs")
+    raise ProtocolError(f"the server answered {type(answer).__name__}, expected {kind.__name__}")

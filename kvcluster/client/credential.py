@@ -1,4 +1,4 @@
-"""The credential that an engine's settings name by a file."""
+"""Reads the credential from the file that an engine's settings name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvcluster.errors import ConfigError
 
 
 def read_token(path: str) -> str | None:
-    """What stands in that file and nothing else; None for no file. Raises ConfigError where it cannot be read."""
+    """Returns the stripped text of the file; None if `path` is empty. Raises ConfigError if it cannot be read."""
     if not path:
         return None
     try:

@@ -1,22 +1,23 @@
-"""The numbers of batches of KV events: which batch is the next of its topic, what is missing, what has come before.
+"""Finds gaps in the sequence numbers of KV event batches: which batch is next in its topic, which are missing, and
+which have been seen.
 
-Pure: it is given batches as they come and says what may be handed on. Whoever listens keeps a picture of what is
-cached, which is right as long as it has seen every batch once and in order, from some batch on. So that is the
-invariant: between two batches of a topic that are handed on stands a `Reset`, unless the second is the one that was
-published after the first.
+Pure: it takes batches as they arrive and returns those that may be delivered. A subscriber keeps a picture of what is
+cached, which is right as long as it has seen every batch once and in order, from some batch on. So the invariant is:
+between two delivered batches of a topic stands a `Reset`, unless the second was published directly after the first.
 
-    live     higher by one             handed on
-             higher by more: a gap     it waits while what is missing is asked for; for what is not to be had, a Reset
-             lower, or the same        seen before: dropped. Else the publisher has restarted: a Reset
-             of a topic never heard    it waits while what came before it is asked for
-    replay   of what was asked for     handed on, in order; dropped where it has been seen
+    live     number higher by one      delivered
+             higher by more: a gap     it waits while the missing batches are requested; a Reset if some are lost
+             lower, or the same        dropped if seen before; otherwise the publisher has restarted: a Reset
+             of an unknown topic       it waits while the batches before it are requested
+    replay   of a requested batch      delivered, in order; dropped if it has been seen
 
-A publisher that restarts may begin with 0, as vLLM's does, or leap ahead, as ours does, which is a gap that its replay
-does not fill. What cannot be seen: that a publisher of the former kind has restarted, where what is heard of it first
-has a higher number than the last that was heard before, or where it answers for the one that said what is heard now.
+A publisher that restarts may begin with 0, as vLLM's does, or jump ahead, as ours does, which is a gap that its replay
+does not fill. A restart of the former kind cannot be detected in two cases: the first batch received after it has a
+higher number than the last one before it; or the restarted publisher answers a replay that was requested because of a
+batch of its predecessor.
 
-While something is asked for (`asked`), only `replayed` and `ended` may be called, and live batches are left where they
-are: there the socket bounds them, and drops what is too much, which is another gap.
+While a request is open (`asked`), only `replayed` and `ended` may be called, and live batches stay in the socket, which
+bounds them and drops the excess; that is another gap.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ from kvcluster.core import limits
 from kvcluster.wire.kv_events import Batch, ReplayRequest, parse_topic
 
 TOPICS = limits.NAMESPACES
-"""Whose numbers are remembered. Of one more, the topic longest unheard of is forgotten, and said to be."""
+"""Topics whose numbers are remembered. One more evicts the topic that was silent longest, and a Reset reports that."""
 
 SEEN = 256
-"""Batches of a topic that are known when they come again. Sockets repeat nothing; whoever forwards them may."""
+"""Recent batches per topic that are recognised as duplicates. Sockets repeat nothing; a forwarder may."""
 
 _LEAP = 1_000_000_000
-"""No publisher sends so many in the life of a subscriber; ours leaps so far, a nanosecond each, when it restarts."""
+"""No publisher sends this many batches in the life of a subscriber. Our publisher's numbers jump by more when it
+restarts, since it starts at the time in nanoseconds."""
 
 RESTARTED = "the publisher has restarted"
 
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Whatever was handed on of this topic is void."""
+    """Everything delivered of this topic so far is void."""
 
     topic: str
     why: str
@@ -56,13 +58,14 @@ class _Topic:
 
     def __init__(self) -> None:
         self.last = -1
-        """The highest number handed on in this life of the publisher; -1 for none."""
+        """The highest number delivered since the publisher started; -1 for none."""
 
         self.live = -1
-        """The highest number that came by itself, rather than in a replay."""
+        """The highest number that came live, not in a replay."""
 
         self.seen: dict[int, int] = {}
-        """Of the last batches, by number, a digest: what has the same number and another digest is of another life."""
+        """A digest of each recent batch, by number. A batch with the same number and another digest means that the
+        publisher has restarted."""
 
     def hand_on(self, batch: Batch) -> Batch:
         self.last = batch.sequence
@@ -75,26 +78,27 @@ class _Topic:
             del self.seen[next(iter(self.seen))]
 
     def knows(self, batch: Batch) -> bool | None:
-        """Is it the one that had its number before? None where that is forgotten."""
+        """Whether it is the batch that had its number before. None if that is no longer remembered."""
         digest = self.seen.get(batch.sequence)
         return None if digest is None else digest == xxh3_64_intdigest(batch.payload)
 
 
 class EventGaps:
-    """Of one subscriber. `replay` says whether anything can be asked for; if so, the first thing is everything."""
+    """The topics of one subscriber. `replay` says whether batches can be requested; if so, the first request is for
+    everything."""
 
     def __init__(self, *, replay: bool, topics: int = TOPICS) -> None:
         self._replay = replay
         self._most = topics
-        self._topics: dict[str, _Topic] = {}  # the one heard last at the end
+        self._topics: dict[str, _Topic] = {}  # the most recently heard last
         self._waiting: Batch | None = None
-        self._about: str | None = None  # the topic of which something is missing; at first, all
+        self._about: str | None = None  # the topic with missing batches; None at first, for all topics
         self.asked: ReplayRequest | None = ReplayRequest(0) if replay else None
-        """What is to be asked for now, or has been and is not answered yet."""
+        """The replay to request now, or requested and not answered yet."""
 
     def live(self, batch: Batch) -> list[Heard]:
-        """A batch that came by itself; what may be handed on."""
-        assert self.asked is None, "while something is asked for nothing else is heard"
+        """Takes a live batch; returns what may be delivered."""
+        assert self.asked is None, "live batches must wait while a replay is requested"
         topic, forgotten = self._topic(batch.topic)
         if topic is None:
             return [*forgotten, *self._begin(batch)]
@@ -102,7 +106,7 @@ class EventGaps:
         if batch.sequence > max(topic.last, topic.live):
             topic.live = batch.sequence
             return self._next(topic, batch)
-        if known or (known is None and batch.sequence > topic.live):  # the latter was replayed, a while ago
+        if known or (known is None and batch.sequence > topic.live):  # the latter was replayed earlier
             topic.live = max(topic.live, batch.sequence)
             topic.remember(batch)
             return []
@@ -110,26 +114,26 @@ class EventGaps:
         return [Reset(batch.topic, RESTARTED), *self._begin(batch)]
 
     def replayed(self, batch: Batch) -> list[Heard]:
-        """One of the batches that were asked for; what may be handed on."""
-        assert self.asked is not None, "nobody asked"
+        """Takes one of the requested batches; returns what may be delivered."""
+        assert self.asked is not None, "no replay was requested"
         if self.asked.topic not in (None, batch.topic):
             return []
         topic = self._topics.get(batch.topic)
         if topic is None:
-            # Of a topic that is not heard of yet, only all that there is: its first batches may be older than `start`.
+            # An unknown topic is opened only by a replay of everything: its first batches may be older than `start`.
             return [] if self.asked.start else self._open(batch)
         if self._about not in (None, batch.topic):
-            return []  # what one topic misses may be asked of all; of the others it proves nothing missing
+            return []  # a request for one topic may be answered with all; it proves no gap in the others
         heard = self._settle() if self._waiting is not None and self._waiting.sequence <= batch.sequence else []
         return [*heard, *self._hand_on(topic, batch)]
 
     def ended(self) -> list[Heard]:
-        """The answer is complete, or is not to be had; what may be handed on."""
+        """The replay is complete, or cannot be had. Returns what may be delivered."""
         self.asked = None
         return self._settle()
 
     def _topic(self, name: str) -> tuple[_Topic | None, list[Heard]]:
-        """It, and what is said of one that makes room for it."""
+        """Returns the topic, None if it is new; and the Reset of a topic that is evicted to make room for it."""
         topic = self._topics.pop(name, None)
         if topic is not None:
             self._topics[name] = topic
@@ -145,7 +149,7 @@ class EventGaps:
         return [*forgotten, topic.hand_on(batch)]
 
     def _begin(self, batch: Batch) -> list[Heard]:
-        """The first that is heard in a life of its publisher."""
+        """Takes the first batch since its publisher started."""
         topic = self._topics[batch.topic] = _Topic()
         topic.live = batch.sequence
         if not self._replay or not batch.sequence:
@@ -154,28 +158,28 @@ class EventGaps:
         return []
 
     def _next(self, topic: _Topic, batch: Batch) -> list[Heard]:
-        """One that is higher than all before."""
+        """Takes a batch whose number is higher than all before."""
         if batch.sequence == topic.last + 1 or not self._replay:
             return self._hand_on(topic, batch)
         self._ask(topic.last + 1, batch)
         return []
 
     def _ask(self, start: int, waiting: Batch) -> None:
-        """Of a single topic only where its publisher is one of ours: vLLM's does not answer that."""
+        """Requests a replay. It names a single topic only if the publisher is ours: vLLM's does not answer that."""
         self._waiting = waiting
         self._about = waiting.topic
         self.asked = ReplayRequest(start, waiting.topic if parse_topic(waiting.topic) else None)
 
     def _settle(self) -> list[Heard]:
-        """What waited, at its place."""
+        """Delivers the batch that waited for the replay, if any."""
         batch, self._waiting = self._waiting, None
         if batch is None:
             return []
-        # Other topics may have taken the place of its own meanwhile.
+        # Its topic may have been evicted in the meantime.
         return self._hand_on(self._topics.setdefault(batch.topic, _Topic()), batch)
 
     def _hand_on(self, topic: _Topic, batch: Batch) -> list[Heard]:
-        """Unless it has been. What cannot be had any more was between the last and this one, if anything was."""
+        """Delivers each batch once; a Reset comes first if batches between the last one and this are lost."""
         if batch.sequence <= topic.last:
             return []
         missed = batch.sequence - topic.last - 1

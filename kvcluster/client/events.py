@@ -1,11 +1,11 @@
-"""A subscriber to KV events: ours, and those of any engine with vLLM's words and sockets.
+"""A subscriber to KV events: ours, and those of any engine that uses vLLM's event format and sockets.
 
-    SUB    -> live batches      -> Sequences -> events, in order
-    DEALER -> what was missed   ->              AllBlocksCleared, where what was missed is not to be had
+    SUB    -> live batches      -> EventGaps -> events, in order
+    DEALER -> missed batches    ->              AllBlocksCleared, if missed batches are lost
 
-It has no thread: whoever calls `next` reads the sockets. Each replay has a socket of its own, so that what an earlier
-publisher had still to say is never taken for the answer of the one that runs now. Nothing that a network sends is an
-exception: what cannot be read is counted, and stands in the events as what it is, something missed.
+It has no thread: the caller's thread reads the sockets in `next`. Each replay uses a new socket, so that a late answer
+of an earlier publisher is never taken for the answer of the current one. Nothing received from the network raises: a
+message that cannot be read is counted, and the events show it as missed.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.wire import kv_events
 
 WAITING_BATCHES = 10_000
-"""Batches that wait for `next`. What comes when there are as many is missed."""
+"""Batches that wait for `next`. A batch that arrives when this many wait is missed."""
 
 REPLAY_SILENCE_S = 2.0
-"""A publisher that says nothing for so long has no more to replay, or cannot be reached."""
+"""A replay ends after this long without a message: the publisher has no more to replay, or cannot be reached."""
 
 _LINGERING_S = 1.0
-"""One wait of an iteration, so that an interrupt never waits for longer."""
+"""The longest wait of one iteration step, so that an interrupt is delayed at most this long."""
 
 _LONGEST_S = 3_600.0
-"""One wait: who asks for more is told that nothing came, as after any time."""
+"""The longest single wait. A caller that asks for a longer one gets None after this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One KV event as it was heard. `namespace` (its first digits, in hexadecimal) and `model` are "" where the topic
-    is not one of ours. `why` is told of an AllBlocksCleared that no publisher sent: it stands for what was missed, and
-    everything that was heard of that topic before is void."""
+    """One received KV event. `namespace` (its first digits, in hexadecimal) and `model` are "" if the topic is not one
+    of ours. `why` is set for an AllBlocksCleared that no publisher sent: it stands for missed batches, and all earlier
+    events of that topic are void."""
 
     topic: str
     namespace: str
@@ -51,12 +51,14 @@ class Event:
 
 
 class EventSubscriber:
-    """Hears the topics that begin with `topic` at `endpoint`, such as "tcp://127.0.0.1:5557"; "" is all of them. With
-    `replay`, the publisher's other endpoint, it begins with what is kept there, and asks there for what it missed.
+    """Subscribes to the topics that begin with `topic` at `endpoint`, such as "tcp://127.0.0.1:5557"; "" means all
+    topics. With `replay`, the publisher's other endpoint, it first replays the batches that are kept there, and later
+    requests the batches that it missed.
 
-    Of each topic the events come in order and once. A picture made of them is as right as the publisher's was, if it
-    forgets a topic's blocks at every AllBlocksCleared, those with a `why` included. A publisher that is away is waited
-    for, and heard again when it is back. For one thread; `with` ends it. Raises ConfigError for what is no endpoint.
+    Each topic's events come in order and once. A picture of the cache made from them is as right as the publisher's, if
+    it drops a topic's blocks at every AllBlocksCleared, including those with a `why`. The subscriber waits for a
+    publisher that is away, and reconnects when it is back. For one thread; `with` closes it. Raises ConfigError for an
+    invalid endpoint.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class EventSubscriber:
             self._live = self._connected(zmq.SUB, endpoint)
             self._live.subscribe(topic)
             if replay:
-                self._connected(zmq.DEALER, replay).close()  # a wrong address is told now, and not at the first gap
+                self._connected(zmq.DEALER, replay).close()  # a wrong address raises now, and not at the first gap
         except ConfigError:
             self.close()
             raise
@@ -90,15 +92,16 @@ class EventSubscriber:
         self.close()
 
     def close(self) -> None:
-        """Ends the sockets. May be called again."""
+        """Closes the sockets. May be called again."""
         self._context.destroy(linger=0)
 
     def counters(self) -> dict[str, int]:
-        """Messages that could not be read, AllBlocksCleared that stood for what was missed, replays asked for."""
+        """Returns the numbers of unreadable messages, of AllBlocksCleared that stood for missed batches, and of replays
+        requested."""
         return {"malformed": self._malformed, "resets": self._resets, "replays": self._replays}
 
     def next(self, timeout_s: float) -> Event | None:
-        """The next event; None where none comes in time."""
+        """Returns the next event; None if none comes within `timeout_s`."""
         until_s = time.monotonic() + timeout_s
         over = False
         while not self._events:
@@ -107,12 +110,12 @@ class EventSubscriber:
             elif over:
                 return None
             else:
-                over = time.monotonic() >= until_s  # then this look is the last, and does not wait
+                over = time.monotonic() >= until_s  # then this read is the last, and does not wait
                 self._listen(until_s)
         return self._events.popleft()
 
     def __iter__(self) -> Iterator[Event]:
-        """Every event, without end."""
+        """Yields every event, without end."""
         while True:
             event = self.next(_LINGERING_S)
             if event is not None:
@@ -121,7 +124,7 @@ class EventSubscriber:
     # -------------------------------------------------------------------------------------------- sockets
 
     def _connected(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        """It connects when somebody is there, and again when somebody is back."""
+        """Returns a socket that connects when a publisher is there, and reconnects when it is back."""
         connected = self._context.socket(kind)
         connected.set(zmq.LINGER, 0)
         connected.set(zmq.RCVHWM, WAITING_BATCHES)
@@ -130,11 +133,11 @@ class EventSubscriber:
         try:
             connected.connect(endpoint)
         except zmq.ZMQError as error:
-            raise ConfigError(f"{endpoint!r} is no endpoint ({error}); one is such as tcp://127.0.0.1:5557") from None
+            raise ConfigError(f"{endpoint!r} is no endpoint ({error}); expected e.g. tcp://127.0.0.1:5557") from None
         return connected
 
     def _listen(self, until_s: float) -> None:
-        """Reads one message, if one comes by then."""
+        """Reads one message, if one comes before `until_s`."""
         if self._sequences.asked is None:
             frames = _receive(self._live, until_s)
             if frames is not None:
@@ -195,7 +198,7 @@ class EventSubscriber:
 
 
 def _receive(readable: zmq.Socket[bytes], until_s: float) -> list[bytes] | None:
-    """One message, if one is there by then."""
+    """Returns one message, None if none comes before `until_s`."""
     wait_s = min(max(0.0, until_s - time.monotonic()), _LONGEST_S)
     if not readable.poll(math.ceil(wait_s * 1e3)):
         return None

@@ -1,8 +1,8 @@
-"""`explain`: for every block of a prompt where it is, or why it cannot be had.
+"""`explain`: for every block of a prompt, where it is or why it cannot be loaded.
 
-The coordinator knows what became of a hash. That the same tokens are cached under another spec it cannot know,
-since every hash is rooted in its namespace; so the tokens are hashed again here under each other spec of the same
-tenant, and the fields that differ are named. Specs of other tenants are never told.
+The coordinator knows what became of a hash. It cannot know that the same tokens are cached under another spec, since
+every hash is rooted in its namespace. So this module hashes the tokens again under each other spec of the same tenant,
+and names the fields that differ. Specs of other tenants are never revealed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ def explain(
     extra_keys: Mapping[int, bytes] | None,
     deadline: Deadline,
 ) -> list[BlockExplanation]:
-    """One entry a full block, and one for tokens at the end that fill none."""
+    """Returns one entry per full block, and one for tokens at the end that fill no block. If the coordinator does not
+    answer, every full block has that miss. Raises LimitError if there are more than limits.BLOCKS_PER_CALL blocks."""
     check_prompt(token_ids, salt, extra_keys)
     tokens = len(token_ids)
     try:
         namespace = control.namespace(spec, deadline)
         hashes = prompt_hashes(namespace, token_ids, spec.block_tokens, salt, extra_keys)
         if len(hashes) > limits.BLOCKS_PER_CALL:
-            raise LimitError(f"{len(hashes)} blocks in one call; at most {limits.BLOCKS_PER_CALL} go. Explain a part")
+            raise LimitError(f"{len(hashes)} blocks exceed the limit of {limits.BLOCKS_PER_CALL}; explain a part")
         out = _ask(control, spec, need, hashes, deadline)
         if any(e.reason is MissReason.NEVER_SEEN for e in out):
             out = _name_siblings(control, spec, out, token_ids, salt, extra_keys, deadline)
@@ -81,20 +82,20 @@ def _name_siblings(
     extra_keys: Mapping[int, bytes] | None,
     deadline: Deadline,
 ) -> list[BlockExplanation]:
-    """Turns "never seen" into "cached under another spec" where that is so; the most alike spec is the one named."""
+    """Replaces "never seen" by "cached under another spec" for blocks that are; names the most similar spec."""
     try:
         siblings = control.ask(SiblingSpecs, spec, Siblings(), deadline).specs
         for sibling in siblings:
             cached = _cached_tokens(control, sibling, token_ids, salt, extra_keys, deadline)
             named = Miss(MissReason.NAMESPACE, ", ".join(differing_fields(spec, sibling)))
             out = _never_seen_but(out, named, cached // spec.block_tokens)
-    except Unavailable as trouble:  # what is known already stays known
+    except Unavailable as trouble:  # keeps the explanations that are already known
         out = _never_seen_but(out, Miss(MissReason.NEVER_SEEN, f"other specs not compared: {trouble.miss}"), len(out))
     return out
 
 
 def _never_seen_but(out: list[BlockExplanation], miss: Miss, blocks: int) -> list[BlockExplanation]:
-    """The explanations, with `miss` in place of "never seen" among the first `blocks`."""
+    """Returns the explanations with `miss` in place of "never seen" among the first `blocks`."""
     return [_missed(e.block, miss) if e.reason is MissReason.NEVER_SEEN and e.block < blocks else e for e in out]
 
 
@@ -106,7 +107,7 @@ def _cached_tokens(
     extra_keys: Mapping[int, bytes] | None,
     deadline: Deadline,
 ) -> int:
-    """How many leading tokens that spec has in any shape."""
+    """Returns the number of leading tokens that are cached under `sibling`, as any part and with any loss."""
     try:
         namespace = control.namespace(sibling, deadline)
         hashes = prompt_hashes(namespace, token_ids, sibling.block_tokens, salt, extra_keys)[: limits.BLOCKS_PER_CALL]
@@ -118,7 +119,7 @@ def _cached_tokens(
         return 0
     blocks = 0
     for fate in fates:
-        # Blocks of which only a part is stored are cached too, as far as this question goes.
+        # For this question, blocks of which only a part is stored count as cached.
         if fate.plan is None and (fate.miss is None or fate.miss.reason is not MissReason.PART):
             break
         blocks += fate.count

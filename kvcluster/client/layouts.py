@@ -1,6 +1,6 @@
-"""Layouts: how the caller's memory is laid out, by the names that engines have for it.
+"""Layouts: how the caller's memory is laid out, in the terms that engines use.
 
-They say where blocks lie and touch nothing: client/memory.py binds one to a spec, and checks it.
+A layout only describes where blocks lie: client/memory.py binds it to a spec, and checks it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Dense:
     """One tensor `[blocks, layers, planes, block_tokens, heads, dim]`, of any strides: 2 planes for K and V.
 
-    For a group of one opaque plane it is uint8 `[blocks, layers, nbytes]`, or `[blocks, layers, heads, nbytes]` where
-    the plane has several heads. A bare tensor means this.
+    For a group of one opaque plane it is uint8 `[blocks, layers, nbytes]`, or `[blocks, layers, heads, nbytes]` if
+    the plane has several heads. A bare tensor is treated as Dense.
     """
 
     tensor: Tensor
@@ -32,10 +32,10 @@ class Paged:
     """A paged cache: block i of a call lies at index `block_ids[i]` of every layer's tensor.
 
     `layers` holds for each layer of the part, in order, a tensor viewed as `[num_blocks, planes, block_tokens,
-    heads, dim]`, of any strides; or a tuple of tensors, one a plane, each `[num_blocks, block_tokens, heads,
-    dim]`, which is the only way where planes differ in dim, dtype or strides. An opaque plane is uint8
-    `[num_blocks, nbytes]`, or `[num_blocks, heads, nbytes]` where it has several heads. Views are enough: the cache is
-    never copied as a whole. A destination's blocks that its group does not need, such as those before a window, may
+    heads, dim]`, of any strides; or a tuple of tensors, one per plane, each `[num_blocks, block_tokens, heads,
+    dim]`, which is the only way if planes differ in dim, dtype or strides. An opaque plane is uint8
+    `[num_blocks, nbytes]`, or `[num_blocks, heads, nbytes]` if it has several heads. Views are enough: the cache is
+    never copied as a whole. Blocks of a destination that its group does not need, such as those before a window, may
     have any id: they are not touched.
     """
 
@@ -44,17 +44,17 @@ class Paged:
 
     @classmethod
     def nhd(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
-        """From vLLM's NHD caches, a layer each: `[2, num_blocks, block_tokens, heads, dim]`."""
+        """From vLLM's NHD caches, one per layer: `[2, num_blocks, block_tokens, heads, dim]`."""
         return cls([_with_dims(5, cache).permute(1, 0, 2, 3, 4) for cache in caches], block_ids)
 
     @classmethod
     def hnd(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
-        """From vLLM's HND caches, a layer each: `[2, num_blocks, heads, block_tokens, dim]`."""
+        """From vLLM's HND caches, one per layer: `[2, num_blocks, heads, block_tokens, dim]`."""
         return cls([_with_dims(5, cache).permute(1, 0, 3, 2, 4) for cache in caches], block_ids)
 
     @classmethod
     def vllm(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
-        """From vLLM's caches on a GPU, a layer each: `[num_blocks, heads, block_tokens, 2 * dim]` of any strides. The
+        """From vLLM's caches on a GPU, one per layer: `[num_blocks, heads, block_tokens, 2 * dim]` of any strides. The
         last dimension is K, then V, of one token and head."""
         layers = []
         for cache in caches:
@@ -64,11 +64,11 @@ class Paged:
 
     @classmethod
     def vllm_cpu(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
-        """From vLLM's caches on a CPU whose attention kernel is "vec" or "vec16", a layer each: `[num_blocks, heads,
+        """From vLLM's caches on a CPU whose attention kernel is "vec" or "vec16", one per layer: `[num_blocks, heads,
         block_tokens, 2 * dim]`, contiguous within a head.
 
-        The shape is not the order of the bytes: a head of a block is K as `[dim, block_tokens]`, then V as
-        `[block_tokens, dim]`. Other kernels pack K and V in orders of their own: these are opaque planes.
+        The bytes are in another order than the shape says: a head of a block is K as `[dim, block_tokens]`, then V as
+        `[block_tokens, dim]`. Other kernels pack K and V in orders of their own: their planes are opaque.
         """
         layers = []
         for cache in caches:
@@ -88,7 +88,7 @@ class Paged:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffers:
-    """For each block one contiguous buffer of bytes that holds the page of the whole part, in page layout."""
+    """One contiguous buffer of bytes per block, which holds the page of the whole part, in page layout."""
 
     pages: Sequence[Buffer]
 
@@ -97,7 +97,7 @@ Memory = Union["Tensor", Dense, Paged, Buffers]
 
 
 def _half_of_last(cache: Tensor) -> int:
-    """Of a layer's cache that ends in K and V of one token and head: the dimension of each."""
+    """Returns the dimension of K and of V in a layer's cache whose last dimension is both, of one token and head."""
     both: int = _with_dims(4, cache).shape[3]
     if both % 2:
         raise CallerError(f"a layer's cache ends in a dimension of {both}; expected K and V of equal dimensions")
@@ -113,5 +113,5 @@ def _with_dims(dims: int, cache: Tensor) -> Tensor:
 
 
 def kind(value: object) -> str:
-    """How an error calls what was given."""
+    """Returns how an error names the given value."""
     return "None" if value is None else f"a {type(value).__name__}"

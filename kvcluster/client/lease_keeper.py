@@ -1,11 +1,12 @@
-"""Keeps the tickets of a client alive while it means to use them, and gives them back when it does not.
+"""Renews the tickets of a client until it releases them, and ends them at the coordinator when it does.
 
-An engine prepares a load when it schedules a request and may begin it much later; until then somebody has to tell
-the coordinator that the promise still matters. One thread a client, started with the first ticket; it renews each
-ticket at a third of its time. What cannot be renewed is let go: a hold is a hint, and the load finds out by itself.
+An engine prepares a load when it schedules a request and may begin it much later; until then the coordinator must be
+told that the ticket is still needed. Each client has one thread for that, started with the first ticket; it renews each
+ticket every third of its TTL. A ticket that cannot be renewed is dropped: a hold is a hint, and the load itself finds
+out whether its blocks are still there.
 
-The same thread says which tickets are over, so that whoever releases one waits for nobody: a coordinator that hangs
-must not keep an engine past its deadline, and one that does not hear it ends the ticket by time.
+The same thread ends released tickets, so that the caller of `release` does not wait: a coordinator that hangs must not
+keep an engine past its deadline, and if it does not hear of the end, the ticket expires.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from kvcluster.core.ids import Attempt
 
 
 class LeaseKeeper:
-    """Calls `renew(attempt)` for each kept attempt every `ttl_ns` / 3, until that returns False; and `end(attempt)`
-    once for each that is released, until that returns False for want of anybody who hears it."""
+    """Calls `renew(attempt)` for each kept attempt every `ttl_ns` / 3, until it returns False; and `end(attempt)` once
+    for each released attempt. If `end` returns False, because the coordinator cannot be reached, all attempts that are
+    still to be ended are dropped."""
 
     def __init__(self, renew: Callable[[Attempt], bool], end: Callable[[Attempt], bool]) -> None:
         self._renew = renew
         self._end = end
         self._due: dict[Attempt, tuple[int, int]] = {}  # (when to renew, how often)
-        self._released: dict[Attempt, None] = {}  # to be told, in order
+        self._released: dict[Attempt, None] = {}  # to be ended, in order
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -41,14 +43,14 @@ class LeaseKeeper:
             self._changed.notify()
 
     def release(self, attempt: Attempt) -> None:
-        """Renews it no longer and has it ended, if it was kept. Returns at once."""
+        """Stops renewing the ticket and has the thread end it, if it was kept. Returns at once."""
         with self._changed:
             if self._due.pop(attempt, None) is not None:
                 self._released[attempt] = None
                 self._changed.notify()
 
     def close(self) -> None:
-        """Ends every ticket that is still kept, and the thread."""
+        """Ends every ticket that is still kept, then the thread."""
         with self._changed:
             self._closed = True
             self._released.update(dict.fromkeys(self._due))
@@ -86,6 +88,6 @@ class LeaseKeeper:
             self._due.pop(attempt, None)
 
     def _give_up(self) -> None:
-        """Nobody hears: what is released ends by time, and nobody is kept waiting for it."""
+        """Drops the released tickets, which expire, so that `close` does not wait for an unreachable coordinator."""
         with self._changed:
             self._released.clear()

@@ -1,7 +1,7 @@
-"""Carrying out a load's plan (load_plan.py): exchanges with shards, questions to the coordinator, and the outcome.
+"""Carries out a load's plan (load_plan.py): exchanges with shards, questions to the coordinator, and the outcome.
 
-Each exchange is driven by one thread from its pin to its last byte: a thread that waits for bytes which do not come
-cannot be woken, and while one waits others verify and copy. What bytes go through is load_sink.py.
+One thread drives each exchange from its pin to its last byte: a thread that waits for missing bytes cannot be woken,
+and while one waits others verify and copy. The bytes pass through load_sink.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvcluster.transport.base import Deadline, Unavailable, run_to_completion
 
 
 class LoadExecutor:
-    """Of one load. `finish` is told the outcome, and `layer_came` that some layer is whole."""
+    """Executes one load. Calls `finish` with the outcome, and `layer_came` whenever a layer is complete."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class LoadExecutor:
         self._ranges: dict[int, ReadRanges] = {}
 
     def perform(self, effect: LoadEffect, jobs: list[Job[LoadEvent]]) -> LoadEvent | None:
-        """As plan_runner.Perform."""
+        """As PlanExecutor."""
         match effect:
             case StartRead():
                 self._ranges[effect.exchange] = effect.ranges
@@ -82,16 +82,16 @@ class LoadExecutor:
         return None
 
     def _read(self, start: StartRead) -> LoadEvent:
-        """One exchange."""
+        """Runs one exchange."""
         wants = tuple(piece.want for piece in start.ranges.pieces)
         request = ReadRequest(self._namespace, start.attempt, start.shard.epoch, wants, start.accept)
         sink = LoadSink(self._namespace, self._spec, self._into, start.ranges, self._progress, self._layer_came)
-        start.ranges.heard_ns = time.monotonic_ns()  # it may have waited for a thread
+        start.ranges.heard_ns = time.monotonic_ns()  # the exchange may have waited for a thread
         try:
             progress = self._shards.read(start.shard, self._spec, request, sink, self._deadline)
             return ReadEnded(start.exchange, run_to_completion(progress))
         except Unavailable as trouble:
-            return ReadEnded(start.exchange, error=trouble.with_traceback(None))  # it would keep the caller's memory
+            return ReadEnded(start.exchange, error=trouble.with_traceback(None))  # it would hold the caller's memory
         except BaseException as error:
             return ReadEnded(start.exchange, error=error)
 
@@ -101,7 +101,7 @@ class LoadExecutor:
             explain = Explain(question.hashes, question.need)
             try:
                 answers.append(self._control.ask(Explained, self._spec, explain, Deadline(ask.until_ns)))
-            except KVClusterError:  # what has come stays known, and so does why the rest has not
+            except KVClusterError:  # earlier answers are used; the plan knows why the other blocks failed
                 break
         return Answered(ask.number, answers)
 

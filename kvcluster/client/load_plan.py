@@ -1,16 +1,16 @@
 """The load plan: what one load does next, from a ticket's pieces to its outcome. Pure: `step(event, now) -> effects`.
 
 A load reads from several shards by exchanges, each of which owns its ranges of the caller's memory (read_ranges.py)
-until it has ended or is stopped. What an exchange does not bring is looked for on other shards within the same deadline
-(retry.py), and so is what it has been silent about for a while, which it may still bring if no other shard has it.
-Layers that did not match their checksums are read from elsewhere likewise, and reported to their shard.
+until it has ended or is stopped. Pieces that an exchange does not bring are read from other shards within the same
+deadline (retry.py). So are the pieces of an exchange that has been silent for a while; if no other shard has them, that
+exchange goes on. Layers that do not match their checksums are read from another shard too, and reported to their shard.
 
-    NEW --Begin--> RUNNING --all came, or no more can be had--> ENDED
+    NEW --Begin--> RUNNING --all arrived, or no other replica is left--> ENDED
                       |---Cancel, an error, the deadline---> STOPPING --every exchange has stopped--> ENDED
 
 An event that names an exchange or a question which is over changes nothing: answers may be late. An executor sends one
 ReadEnded for each StartRead that it was not told to stop as a whole, and one ReadStopped for each StopRead, within one
-chunk. How far the load has come is counted by executors alone (load_progress.py); the plan reads it there.
+chunk. Only executors count how far the load has come (load_progress.py); the plan reads it there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvcluster.core.tiers import FASTEST
 from kvcluster.transport.base import Streams
 
 READERS = 32
-"""Exchanges by which a client reads at once: sixteen shards, by two streams each."""
+"""Exchanges by which a client reads at once: sixteen shards with two streams each."""
 
 NEVER_BEGUN = "given up before it began"
 _LATE = Miss(MissReason.DEADLINE)
@@ -51,7 +51,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """An exchange has ended by itself: with an outcome for each of its pieces, or with an error."""
+    """An exchange has ended without being stopped: with an outcome for each of its pieces, or with an error."""
 
     exchange: int
     outcome: Sequence[Miss | None] = ()
@@ -60,7 +60,7 @@ class ReadEnded:
 
 @dataclass(frozen=True, slots=True)
 class ReadStopped:
-    """An exchange writes these of its items no more; None: it writes nothing more, and ends unheard."""
+    """An exchange no longer writes these of its items; None: it writes nothing more, and no ReadEnded will follow."""
 
     exchange: int
     items: tuple[int, ...] | None
@@ -68,7 +68,7 @@ class ReadStopped:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What the coordinator said to the questions of an AskElsewhere; fewer answers where it could not be asked."""
+    """The coordinator's answers to the questions of an AskElsewhere; fewer answers if it could not be asked."""
 
     number: int
     answers: Sequence[Explained]
@@ -76,14 +76,14 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The caller wants no more bytes. `why` is told of the blocks that have not come."""
+    """The caller cancels the load. `why` becomes the reason of the blocks that have not arrived."""
 
     why: Miss
 
 
 @dataclass(frozen=True, slots=True)
 class PlanTick:
-    """It may be time for something; see `next_deadline`."""
+    """The time that `next_deadline` returned has come."""
 
 
 LoadEvent = Begin | ReadEnded | ReadStopped | Answered | Cancel | PlanTick
@@ -93,7 +93,7 @@ LoadEvent = Begin | ReadEnded | ReadStopped | Answered | Cancel | PlanTick
 
 @dataclass(frozen=True, slots=True)
 class StartRead:
-    """Read the pieces of `ranges` from this shard into their places. `accept`: the worst loss that may come."""
+    """Read the pieces of `ranges` from this shard into their places. `accept`: the worst loss that is accepted."""
 
     exchange: int
     shard: ShardAddress
@@ -104,7 +104,7 @@ class StartRead:
 
 @dataclass(frozen=True, slots=True)
 class StopRead:
-    """Write these items of an exchange no more, or none (None), and say ReadStopped within one chunk."""
+    """Stop writing these items of an exchange, or all of them (None), and send ReadStopped within one chunk."""
 
     exchange: int
     items: tuple[int, ...] | None
@@ -112,7 +112,7 @@ class StopRead:
 
 @dataclass(frozen=True, slots=True)
 class AskElsewhere:
-    """Ask the coordinator these questions, one after the other, until that moment, and say Answered."""
+    """Ask the coordinator these questions, one after the other, until `until_ns`, and send Answered."""
 
     number: int
     questions: tuple[Question, ...]
@@ -129,8 +129,8 @@ class ReportCorrupt:
 
 @dataclass(frozen=True, slots=True)
 class FinishLoad:
-    """The outcome, or the mistake that the caller is to hear of. The caller's memory is written no more. `took_ns` of
-    an outcome is 0 where it was cancelled."""
+    """The outcome, or the error to raise at the caller. The caller's memory is no longer written. `took_ns` of an
+    outcome is 0 if the load was stopped."""
 
     loaded: Loaded | None
     error: BaseException | None = None
@@ -150,8 +150,8 @@ class _LoadState(Enum):
 
 @dataclass(eq=False, slots=True)
 class _ReadExchange:
-    """One read that is under way. `handed_over`: the items that others bring. `stopping`: those that it was told to
-    stop, and where else they lie."""
+    """One read that is under way. `handed_over`: the items that other exchanges bring. `stopping`: the items that it
+    was told to stop, and their other replicas."""
 
     number: int
     shard: ShardAddress
@@ -163,14 +163,15 @@ class _ReadExchange:
     stopping: tuple[tuple[int, ...], Alternatives] | None = None
 
     def missing(self) -> list[tuple[int, Piece]]:
-        """What has not come of what it was to bring, by item."""
+        """Returns the pieces that it still has to bring, by item."""
         items = (item for item in range(len(self.ranges.pieces)) if item not in self.handed_over)
         return [(item, rest) for item in items for rest in self.ranges.left(item)]
 
 
 @dataclass(frozen=True, slots=True)
 class _AskedElsewhere:
-    """Where else do these lie? `silent`: the exchange that may bring them still, None where none will."""
+    """An open question for other replicas of `rests`. `silent`: the exchange that may still bring them, None if it has
+    ended."""
 
     questions: tuple[Question, ...]
     rests: tuple[Piece, ...]
@@ -178,10 +179,10 @@ class _AskedElsewhere:
 
 
 class LoadPlan:
-    """Of one load. `pieces` are those of the ticket (pieces.plan_pieces), `progress` counts them.
+    """Plans one load. `pieces` are those of the ticket (pieces.plan_pieces), `progress` counts them.
 
-    `streams` tells how many exchanges make the way to a shard fastest; `next_attempt` names each exchange, since a
-    shard keeps one lease an attempt.
+    `streams` returns how many parallel exchanges are fastest with a shard; `next_attempt` names each exchange, since a
+    shard keeps one lease per attempt.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class LoadPlan:
         self._exchanges: dict[int, _ReadExchange] = {}
         self._asked: dict[int, _AskedElsewhere] = {}
         self._state = _LoadState.NEW
-        self._why = Miss(MissReason.SHARD_LOST)  # what is told of blocks of which nothing else is known
+        self._why = Miss(MissReason.SHARD_LOST)  # the reason of blocks without a recorded failure
         self._error: BaseException | None = None
 
     @property
@@ -225,14 +226,14 @@ class LoadPlan:
         return self._state is _LoadState.ENDED
 
     def next_deadline(self) -> int | None:
-        """When the next PlanTick is due; None where none will change anything."""
+        """Returns when the next PlanTick is due; None if none would change anything."""
         if self._state in (_LoadState.STOPPING, _LoadState.ENDED):
             return None
         patience = [each.ranges.heard_ns + self._patience_ns for each in self._exchanges.values() if not each.hedged]
         return min([self._deadline_ns, *patience])
 
     def step(self, event: LoadEvent, now: int) -> list[LoadEffect]:
-        """Takes note of an event, and says what is to be done. `now` never falls."""
+        """Applies an event, and returns the effects to carry out. `now` never decreases."""
         effects: list[LoadEffect] = []
         if self._state is _LoadState.ENDED:
             return effects
@@ -272,7 +273,7 @@ class LoadPlan:
     # ----------------------------------------------------------------------------------------- starting
 
     def _start(self, pieces: Pieces, now: int, *, reattached: bool = False) -> list[LoadEffect]:
-        """Exchanges that bring these, or what comes in the place of those that may not be asked."""
+        """Starts exchanges that read these pieces. For shards that may not be asked, looks for other replicas."""
         effects: list[LoadEffect] = []
         spare = READERS - len(self._exchanges)
         for shard, of_shard in pieces.items():
@@ -302,7 +303,7 @@ class LoadPlan:
         if isinstance(verdict, BaseException):
             self._error = verdict
             return [*self._report(exchange), *self._stop(self._why)]
-        effects = self._hand_over(exchange, now)  # it was told to stop those, and has stopped
+        effects = self._hand_over(exchange, now)  # the items that it was told to stop: it has stopped now
         effects += self._report(exchange)
         if isinstance(verdict, AskAgain):
             return effects + self._ask_again(exchange, verdict, now)
@@ -312,13 +313,13 @@ class LoadPlan:
             outcome = event.outcome[item] if event.outcome else None
             why = exchange.ranges.why(item) or verdict or outcome
             why = why or Miss(MissReason.SHARD_LOST, "the shard sent less than it promised")
-            # What has lost more since the ticket was made is there all the same, and its shard is to say so.
+            # A page that was quantised further since the ticket was made is still on that shard, at a worse loss.
             has_lost_more = outcome is not None and outcome.reason is MissReason.LOSSY
             (lossy if has_lost_more else gone).append((rest, why))
         return effects + self._look(exchange.shard, gone, lossy, now)
 
     def _ask_again(self, exchange: _ReadExchange, verdict: AskAgain, now: int) -> list[LoadEffect]:
-        """The same shard brings the rest, but for what came from there and was not right."""
+        """Reads the rest from the same shard, except for pieces that arrived from there and did not verify."""
         missing = [(rest, exchange.ranges.why(item)) for item, rest in exchange.missing()]
         again = [rest for rest, why in missing if why is None]
         wrong = [(rest, why) for rest, why in missing if why is not None]
@@ -332,7 +333,7 @@ class LoadPlan:
         lossy: Sequence[tuple[Piece, Miss]],
         now: int,
     ) -> list[LoadEffect]:
-        """Asks where else these lie; what is `gone` not on that shard, which has failed to give it."""
+        """Asks for other replicas of these pieces. For those `gone`, this shard has failed, and is not asked again."""
         for rest, why in (*gone, *lossy):
             self._progress.failed(rest.block, why)
         self._retry.failed(shard.shard, (rest for rest, _ in gone))
@@ -362,7 +363,8 @@ class LoadPlan:
         return self._start(self._alternatives(asked.rests, found), now)
 
     def _alternatives(self, rests: Sequence[Piece], found: Alternatives) -> Pieces:
-        """Other pieces in the place of these, as far as there are any. No exchange owns them."""
+        """Returns pieces on other shards that replace these; pieces without another replica are left out. No exchange
+        owns `rests`."""
         pieces: Pieces = {}
         for rest in rests:
             placed = self._retry.alternatives(rest, found)
@@ -373,7 +375,7 @@ class LoadPlan:
         return pieces
 
     def _report(self, exchange: _ReadExchange) -> list[LoadEffect]:
-        """Tells a shard which of its pages did not match here."""
+        """Reports to the shard which of its pages did not match their checksums here."""
         ranges = exchange.ranges
         keys = dict.fromkeys(ranges.pieces[item].want.key for item in ranges.corrupt if item not in ranges.unreadable)
         return [ReportCorrupt(exchange.shard, tuple(keys)[: limits.SUSPECTS_PER_CALL])] if keys else []
@@ -381,7 +383,7 @@ class LoadPlan:
     # ------------------------------------------------------------------------------------ silent shards
 
     def _hedge(self, now: int) -> list[LoadEffect]:
-        """Asks where else lies what silent exchanges have not brought."""
+        """Asks for other replicas of what silent exchanges have not brought."""
         effects: list[LoadEffect] = []
         for exchange in list(self._exchanges.values()):
             if not exchange.hedged and exchange.ranges.heard_ns + self._patience_ns <= now:
@@ -392,7 +394,7 @@ class LoadPlan:
         return effects
 
     def _take_away(self, exchange: _ReadExchange, found: Alternatives) -> list[LoadEffect]:
-        """Stops a silent exchange, as far as other shards have what it was to bring; it is waited for with the rest."""
+        """Stops a silent exchange for the items that other shards have; it goes on with its other items."""
         items: dict[int, bool] = {}
         for item, rest in exchange.missing():
             items[item] = items.get(item, True) and self._retry.alternatives(rest, found) is not None
@@ -416,7 +418,7 @@ class LoadPlan:
         return [*self._report(exchange), *self._hand_over(exchange, now)]
 
     def _hand_over(self, exchange: _ReadExchange, now: int) -> list[LoadEffect]:
-        """Other exchanges bring what this one has stopped to bring."""
+        """Starts other exchanges for the items that this one has stopped."""
         if exchange.stopping is None:
             return []
         (items, found), exchange.stopping = exchange.stopping, None

@@ -1,13 +1,13 @@
-"""The sink of one exchange of a load: it takes layers into the caller's memory, verifies them there, and counts them.
+"""The sink of one exchange of a load: it writes layers into the caller's memory, verifies them there, and counts them.
 
-It writes what its exchange owns and no more (read_ranges.py), under the gate of its ranges. What lies in memory comes
-as a batch of copies, which the first executor that takes it carries out in slices; the executor in Python
-(python_copies.py) takes any. What comes over a stream is received a record at a time, by chunks, and is placed by that
-same executor.
+It writes only what its exchange owns (read_ranges.py), under the gate of its ranges. Bytes that lie in mapped memory
+come as a batch of copies; the first executor that accepts the batch carries it out in slices, and the executor in
+Python (python_copies.py) accepts any batch. Bytes from a stream are received one record at a time, by chunks, and the
+Python executor places them.
 
-What does not verify may lie in the caller's memory, but is never told to have come: its block has failed, unless
-another shard's bytes take the place of these. A bulk load is made of many thousand records, so what holds for all
-records of a page is worked out once.
+Layers that do not verify may lie in the caller's memory, but are never counted as arrived: their block has failed,
+unless another shard's bytes replace them. A bulk load has many thousands of records, so values that are the same for
+all records of a page are computed once.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _TARGET = HostMemory()
 
 @dataclass(eq=False, slots=True)
 class _Form:
-    """In which codec a page comes."""
+    """The codec in which a page arrives."""
 
     codec_id: int
     layer_bytes: int
     identity: int
-    coder: codec.Coder | None  # None where it comes raw
+    coder: codec.Coder | None  # None if it arrives raw
 
 
 class LoadSink:
-    """Of one exchange with one shard: a CopySink. `layer_came` is called when some layer is there of every block."""
+    """The CopySink of one exchange with one shard. `layer_came` is called when a layer is complete in every block."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class LoadSink:
         self._layer_came = layer_came
         self._items = _items(ranges, into)
         self._python = PythonCopies(into)
-        self._forms: list[_Form | None] = [None] * len(ranges.pieces)  # that came last of each
+        self._forms: list[_Form | None] = [None] * len(ranges.pieces)  # the last form of each piece
         self._model_layers: list[tuple[int, ...] | None] = [None] * len(ranges.pieces)
         self._sizes: dict[tuple[int, int, int], int] = {}  # group, codec, heads -> bytes of a layer
         self._staging = Staging()
@@ -83,16 +83,16 @@ class LoadSink:
     # ------------------------------------------------------------------------------------ batches of copies
 
     def copies(self, records: CopyRecords, source: PageMemory, keeps: object) -> ExchangeCopies:
-        """As CopySink. What cannot be decoded here, or has another length than its codec says, is not copied: it
-        counts as what did not match."""
+        """As CopySink. Records that cannot be decoded here, or whose length does not fit their codec, are not copied
+        and count as not matching. Raises ProtocolError for layers that were not requested."""
         identities, status = array("Q"), bytearray(len(records))
         rows = zip(records.items, records.layers, records.counts, records.codecs, strict=True)
         for at, (item, layer, layers, codec_id) in enumerate(rows):
             want = self._ranges.pieces[item].want
             if not want.layer_start <= layer < layer + layers <= want.layer_stop:
                 raise ProtocolError(
-                    f"what was granted is not what was asked for: record {at} has layers {layer} to {layer + layers}, "
-                    f"not some of those from {want.layer_start} to {want.layer_stop}"
+                    f"the grant does not match the request: record {at} has layers {layer} to {layer + layers}, "
+                    f"which are not within {want.layer_start} to {want.layer_stop}"
                 )
             form = self._form(item, codec_id)
             identities.append(0 if form is None else form.identity)
@@ -115,15 +115,15 @@ class LoadSink:
         )
         executor = choose([*EXECUTORS, self._python], batch.direction, source, _TARGET)
         assert executor is not None
-        if executor is not self._python:  # which reaches memory through views, and no number of a batch leads it astray
+        if executor is not self._python:  # it uses bounded views, so that wrong numbers in a batch do no harm
             try:
                 batch.check()
             except BadBatch as bad:
-                raise ProtocolError(f"what was granted is not what was asked for: {bad}") from None
+                raise ProtocolError(f"the grant does not match the request: {bad}") from None
         return _LoadCopies(self, batch, executor)
 
     def run(self, batch: CopyBatch, executor: CopyExecutor, start: int, stop: int) -> None:
-        """Carries out some records of a batch, and counts them. Raises Cancelled where they were stopped."""
+        """Carries out some records of a batch, and counts them. Raises Cancelled if they were stopped."""
         whole = False
         with self._ranges.gate:
             now = time.monotonic_ns()
@@ -137,7 +137,7 @@ class LoadSink:
         if whole:
             self._layer_came()
         if CopyStatus.STOPPED in batch.status[start:stop]:
-            self._ranges.check(time.monotonic_ns())  # dropped items stop nothing else
+            self._ranges.check(time.monotonic_ns())  # raises unless only dropped items were stopped
 
     def _count_record(self, batch: CopyBatch, at: int) -> bool:
         item, layer, status = batch.records.items[at], batch.records.layers[at], batch.status[at]
@@ -151,12 +151,12 @@ class LoadSink:
             self._ranges.did_not_match(item, layer, stop)
         return False
 
-    # --------------------------------------------------------------------------------------- what comes
+    # ------------------------------------------------------------------------------------------ streams
 
     def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
         stop, asked = layer + len(sums), self._ranges.pieces[item].want
         if stop > asked.layer_stop:
-            raise ProtocolError(f"layers to {stop} of a page came of which those to {asked.layer_stop} were asked for")
+            raise ProtocolError(f"layers up to {stop} of a page arrived, but only {asked.layer_stop} were requested")
         form = self._form(item, codec_id)
         if form is None or data.nbytes != len(sums) * form.layer_bytes:
             self._take_none(item, layer, stop)
@@ -169,7 +169,7 @@ class LoadSink:
                 return
 
     def _take(self, item: int, place: PagePlace, form: _Form, layer: int, sums: Sequence[int], data: Payload) -> bool:
-        """Some layers into the caller's memory, and verified. False where others bring them."""
+        """Takes some layers into the caller's memory and verifies them. False if another exchange brings them."""
         stop = layer + len(sums)
         nbytes, run = len(sums) * form.layer_bytes, place.of(layer, stop)
         view = run if run is not None and form.coder is None else self._staging.room(nbytes)
@@ -196,7 +196,7 @@ class LoadSink:
     def _count(
         self, item: int, place: PagePlace, form: _Form, layer: int, stop: int, verified: bool, view: memoryview
     ) -> bool:
-        """Those layers have come. True where some layer is there of every block by that."""
+        """Records that these layers have arrived. True if that completes some layer in every block."""
         if not verified:
             self._ranges.did_not_match(item, layer, stop)
             return False
@@ -205,7 +205,7 @@ class LoadSink:
         return self._came(item, layer, stop)
 
     def _came(self, item: int, layer: int, stop: int) -> bool:
-        """Counts layers that are in place. True as in `_count`."""
+        """Counts layers that are in place. Returns as `_count`."""
         piece = self._ranges.pieces[item]
         layers = self._model_layers[item]
         if layers is None:
@@ -214,13 +214,13 @@ class LoadSink:
         return self._progress.came(piece.block, layers[layer - first : stop - first], nbytes)
 
     def _take_none(self, item: int, layer: int, stop: int) -> None:
-        """What came cannot be what was asked for."""
+        """Records that these layers cannot be used: their codec or length is wrong."""
         with self._ranges.gate:
             if self._ranges.may_write(item, layer, time.monotonic_ns()):
                 self._ranges.did_not_match(item, layer, stop)
 
     def _form(self, item: int, codec_id: int) -> _Form | None:
-        """How this page comes. None where this process cannot decode it."""
+        """Returns the form of this page; None if this process cannot decode it."""
         form = self._forms[item]
         if form is not None and form.codec_id == codec_id:
             return form
@@ -238,7 +238,7 @@ class LoadSink:
         return form
 
     def _layer_bytes(self, item: int, codec_id: int) -> int:
-        """Of a page in that codec, which is known."""
+        """Returns the bytes of one layer of the item's page in that codec, which must be known."""
         items = self._items
         shape = items.groups[item], codec_id, items.head_stops[item] - items.head_starts[item]
         size = self._sizes.get(shape)
@@ -248,7 +248,7 @@ class LoadSink:
 
 
 class _LoadCopies:
-    """A batch of one exchange and what carries it out."""
+    """A batch of one exchange and its executor."""
 
     def __init__(self, sink: LoadSink, batch: CopyBatch, executor: CopyExecutor) -> None:
         self._sink = sink
@@ -261,7 +261,7 @@ class _LoadCopies:
 
 
 def _items(ranges: ReadRanges, into: BoundMemory) -> CopyItems:
-    """A row for each piece of an exchange."""
+    """Returns one row for each piece of an exchange."""
     items = CopyItems(into.geometries())
     for piece in ranges.pieces:
         items.add(piece.group, piece.block - into.first, piece.want.key.part, (piece.head_start, piece.head_stop))

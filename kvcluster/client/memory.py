@@ -1,12 +1,12 @@
 """Memory: where a worker's blocks lie, and how the bytes of pages get into and out of it.
 
 A page is `[layers, planes, block_tokens, heads, dim]` of one part, contiguous (DESIGN.md, "Bytes: pages");
-an engine's memory is whatever its attention kernels want. The caller names its layout with `Dense`, `Paged`
-or `Buffers`; `bind` checks all of it against the spec before a byte moves; the `BoundMemory` that comes out moves
-rectangles of layers and heads, and cannot fail on the caller's account any more.
+the layout of an engine's memory is what its attention kernels require. The caller names that layout with `Dense`,
+`Paged` or `Buffers`; `bind` checks all of it against the spec before a byte moves, and returns a `BoundMemory`, which
+moves rectangles of layers and heads and cannot fail through a mistake of the caller any more.
 
-This module knows layouts by name and pages as bytes. What it takes to see tensors so is in tensors.py, which is
-imported when the first tensor is bound: torch is neither needed nor loaded for `Buffers`.
+This module knows layouts by name and pages as bytes. The code for tensors is in tensors.py, which is imported when the
+first tensor is bound: torch is neither needed nor loaded for `Buffers`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def bind(
     first: int = 0,
     writable: bool,
 ) -> BoundMemory:
-    """Checks that `memory` holds `blocks` blocks of `parts`, one part a group, and opens it for moving bytes.
+    """Checks that `memory` holds `blocks` blocks of `parts`, one part per group, and opens it for moving bytes.
 
-    They are the blocks from `first` on of a sequence: the BoundMemory counts as the sequence does.
-    A spec with several groups takes a list with one entry a group, None exactly where its part is None. A
+    They are the blocks of a sequence from `first` on: the BoundMemory numbers blocks as the sequence does.
+    A spec with several groups takes a list with one entry per group, None exactly where its part is None. A
     destination (`writable`) may have room for more blocks than `blocks`; a source has exactly as many.
-    Raises CallerError, which says what was given, what was expected and what to do; nothing has moved then.
+    Raises CallerError, which says what was given, what was expected and what to do; no bytes have moved then.
     """
     given = list(memory) if isinstance(memory, (list, tuple)) else [memory]
     assert len(parts) == len(spec.groups) and blocks >= 0 and first >= 0
     if len(given) != len(parts):
         raise CallerError(
-            f"memory is a list of {len(given)} where the spec has {len(parts)} group(s): "
-            "give one entry a group; the layers of a group go into Paged(layers, block_ids)"
+            f"memory is a list of {len(given)}, but the spec has {len(parts)} group(s): "
+            "give one entry per group; the layers of a group go into Paged(layers, block_ids)"
         )
     memories: list[PartMemory | None] = []
     for index, (one, part) in enumerate(zip(given, parts, strict=True)):
@@ -63,8 +63,7 @@ def bind(
 class BoundMemory:
     """Checked memory of one call. It keeps the caller's objects alive.
 
-    Any number of threads may use it at once, as long as no two write the same place; each gathers into a Staging of
-    its own.
+    Any number of threads may use it at once, as long as no two write the same place; each thread uses its own Staging.
     """
 
     def __init__(self, memories: tuple[PartMemory | None, ...], first: int, owners: object) -> None:
@@ -73,17 +72,17 @@ class BoundMemory:
         self._owners = owners  # the memories hold addresses only
 
     def put(self, block: int, group: int, rect: Part, data: memoryview, fills: Part | None = None) -> None:
-        """Writes what `data` and the bound part of `group` have in common, within `fills` where that is given; ignores
-        layers and heads outside.
+        """Writes the intersection of `rect`, the bound part of `group` and, if given, `fills`; ignores layers and heads
+        outside.
 
         `data` is flat bytes in page layout `[rect.layers, planes, block_tokens, rect.heads, dim]`, `rect` in
-        the group's own coordinates. Raises ProtocolError, and writes nothing, where it has another length.
+        the group's own coordinates. Raises ProtocolError, and writes nothing, if `data` has another length.
         """
         memory = self._memories[group]
         assert memory is not None
         expected = rect.layers * rect.heads * memory.head_bytes
         if len(data) != expected:
-            raise ProtocolError(f"{rect} of a page take {expected} bytes, but {len(data)} came: does its spec differ?")
+            raise ProtocolError(f"{rect} of a page takes {expected} bytes, but {len(data)} arrived; compare the specs")
         both = memory.part.intersect(rect)
         if both is not None and fills is not None:
             both = both.intersect(fills)
@@ -91,7 +90,7 @@ class BoundMemory:
             memory.write(block - self._first, rect, both, data)
 
     def place(self, block: int, group: int, rect: Part) -> memoryview | None:
-        """Where `rect` of a page lies here, as `put` would write it; None where that is not one run of bytes."""
+        """Returns the memory that `put` would write for `rect` of a page; None if it is not one run of bytes."""
         memory = self._memories[group]
         assert memory is not None
         return memory.place(block - self._first, rect) if memory.part.intersect(rect) == rect else None
@@ -102,15 +101,15 @@ class BoundMemory:
         return self._first
 
     def geometries(self) -> tuple[BlockGeometry | None, ...]:
-        """For each group where its blocks lie, None where none is moved or the memory is read-only. What they address
-        lives as long as this."""
+        """Returns for each group where its blocks lie; None if the group is not moved or its memory is read-only. The
+        addresses are valid as long as this object lives."""
         return tuple(None if memory is None else memory.geometry() for memory in self._memories)
 
     def get(self, block: int, group: int, layer_start: int, layer_stop: int, staging: Staging) -> memoryview:
-        """Those layers of the bound part, read-only, in page layout; layers are counted in the group.
+        """Returns those layers of the bound part, read-only, in page layout; layers are counted in the group.
 
-        Without a copy where the memory lies so (Dense, Buffers), otherwise gathered into `staging`: what is
-        returned is valid until that is used again.
+        No copy is made if the memory is in page layout (Dense, Buffers). Otherwise the bytes are gathered into
+        `staging`, and the result is valid until that is used again.
         """
         memory = self._memories[group]
         assert memory is not None
@@ -124,7 +123,7 @@ def _bind_group(ask: Ask, memory: object) -> PartMemory:
     try:
         from kvcluster.client.tensors import bind_tensors
     except ModuleNotFoundError:
-        raise CallerError(f"{ask.name} is {kind(memory)}; without torch installed only Buffers can be served") from None
+        raise CallerError(f"{ask.name} is {kind(memory)}; without torch installed only Buffers are supported") from None
     return bind_tensors(ask, memory)
 
 
@@ -132,7 +131,7 @@ def _bind_buffers(ask: Ask, buffers: Buffers) -> Pages:
     expected = ask.spec.page_bytes(ask.index, ask.part)
     given: object = buffers.pages
     if not isinstance(given, (list, tuple)):
-        raise CallerError(f"{ask.name} has pages that are {kind(given)}; expected a list with one buffer a block")
+        raise CallerError(f"{ask.name} has pages that are {kind(given)}; expected a list with one buffer per block")
     ask.check_count(len(given))
     pages: list[memoryview] = []
     for number, buffer in enumerate(given[: ask.blocks]):

@@ -1,4 +1,5 @@
-"""Part memory: the bound memory of one group's part, as code that moves bytes sees it, and what binds it."""
+"""Part memory: the bound memory of one group's part, as the code that moves bytes sees it, and the request that `bind`
+checks it against."""
 
 from __future__ import annotations
 
@@ -13,42 +14,42 @@ from kvcluster.pages.region import address_of
 
 
 class Staging:
-    """Where bytes lie between two places: one buffer, as large as the largest piece so far. Of one thread."""
+    """A staging buffer for copies, as large as the largest piece so far. Used by one thread."""
 
     def __init__(self) -> None:
         self._buffer = memoryview(b"")
 
     def room(self, nbytes: int) -> memoryview:
-        """That many bytes, in which what was asked for before may have lain."""
+        """Returns `nbytes` bytes of the buffer, which earlier results share; their content is undefined."""
         if self._buffer.nbytes < nbytes:
             self._buffer = memoryview(bytearray(nbytes))
         return self._buffer[:nbytes]
 
 
 class PartMemory(Protocol):
-    """The memory of one group's part. `head_bytes` are those of one head in one layer of one block."""
+    """The memory of one group's part. `head_bytes` is the size of one head in one layer of one block."""
 
     part: Part
     head_bytes: int
 
     def write(self, block: int, rect: Part, both: Part, data: memoryview) -> None:
-        """Puts the rectangle `both` out of `data`, which is `rect` in page layout."""
+        """Writes the rectangle `both` from `data`, which holds `rect` in page layout."""
 
     def place(self, block: int, rect: Part) -> memoryview | None:
-        """The bytes of `rect`, which lies within the part, where they are one run in page layout."""
+        """Returns the bytes of `rect`, which lies within the part; None if they are not one run in page layout."""
         ...
 
     def read(self, block: int, layer_start: int, layer_stop: int, staging: Staging) -> memoryview:
-        """Those layers in page layout; in `staging` where they do not lie so."""
+        """Returns those layers in page layout; gathers them into `staging` if the memory has another layout."""
         ...
 
     def geometry(self) -> BlockGeometry | None:
-        """The address of every byte; None of bytes that are read-only, whose addresses Python does not give."""
+        """Returns the addresses of the blocks; None for read-only bytes, whose addresses Python does not give."""
         ...
 
 
 class Pages:
-    """Memory where each block lies as a page does: moved as bytes."""
+    """Memory in which each block is in page layout: moved as bytes."""
 
     def __init__(self, ask: Ask, pages: Sequence[memoryview]) -> None:
         self.part = ask.part
@@ -86,7 +87,7 @@ class Pages:
         return self._pages[block][start : start + rect.layers * layer_bytes]
 
     def write_heads(self, page: memoryview, rect: Part, both: Part, data: memoryview) -> None:
-        """As `write`, where the heads of `rect` are not those of the part: row by row."""
+        """As `write`, row by row, for a `rect` whose heads are not those of the part."""
         part = self.part
         for layer in range(both.layer_start, both.layer_stop):
             into = (layer - part.layer_start) * part.heads * self.head_bytes
@@ -107,7 +108,7 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What the memory of one group is asked to be."""
+    """The requirements for the memory of one group."""
 
     spec: KVSpec
     index: int
@@ -118,7 +119,7 @@ class Ask:
 
     @property
     def name(self) -> str:
-        """How an error calls the memory."""
+        """How an error names the memory."""
         side = "the destination" if self.writable else "the source"
         return f"{side} of group {self.index}" if len(self.spec.groups) > 1 else side
 
@@ -132,7 +133,7 @@ class Ask:
 
     @property
     def untouched(self) -> int:
-        """So many of the blocks, at their beginning, are neither read nor written: their group can do without."""
+        """The number of leading blocks that are neither read nor written, because their group does not need them."""
         if not self.writable:
             return 0
         end = self.first + self.blocks
@@ -140,18 +141,18 @@ class Ask:
         return max(0, self.blocks - needed)
 
     def tokens(self, plane: Plane) -> int:
-        """Rows of a head in one block: opaque bytes are one, whatever the number of tokens."""
+        """Returns the rows of a head in one block: one for opaque bytes, for any number of tokens."""
         return 1 if plane.dtype == "opaque" else self.spec.block_tokens
 
     def check_count(self, given: int) -> None:
-        """Raises CallerError where that is not a number of blocks that will do."""
+        """Raises CallerError if `given` is too few blocks, or for a source too many."""
         if given < self.blocks or (given > self.blocks and not self.writable):
             least = "at least " if self.writable else ""
             raise CallerError(f"{self.name} has {given} blocks; expected {least}{self.blocks}, one for each block hash")
 
     def shared(self) -> CallerError:
-        """The error of a destination that would be written twice."""
+        """Returns the error for a destination in which two blocks overlap."""
         return CallerError(
-            f"{self.name} uses some memory twice; expected a place of its own for every element: "
+            f"{self.name} uses some memory twice; expected separate memory for every element: "
             "pass no expanded or overlapping tensor or buffer, and no tensor a second time"
         )

@@ -1,6 +1,6 @@
-"""What a load reads: pieces, each some layers of one page on one shard, cut so that together they fill a worker's part.
+"""Pieces: what a load reads. Each is some layers of one page on one shard; together they fill a worker's part.
 
-Pure geometry over a ticket's plan. A piece knows which block and group it fills, never where in memory that lies nor
+Pure geometry over a ticket's plan. A piece knows which block and group it fills, but not where in memory that lies or
 how its bytes travel. Rectangles are in their group's own layers and heads.
 """
 
@@ -18,8 +18,8 @@ from kvcluster.errors import CallerError, ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One want: for which block, of which group, what rectangle of it arrives (`rect`), and which heads of that it
-    fills. No two pieces of a load fill the same place."""
+    """One want of a block and group. `rect` is the rectangle that arrives; only the heads from `head_start` to
+    `head_stop` of it are filled. No two pieces of a load fill the same place."""
 
     block: int
     group: int
@@ -33,11 +33,11 @@ class Piece:
 
     @property
     def fills(self) -> Part:
-        """What of `rect` it fills."""
+        """The part of `rect` that it fills."""
         return self.rect._replace(head_start=self.head_start, head_stop=self.head_stop)
 
     def rect_of(self, layer_start: int, layer_stop: int) -> Part:
-        """The rectangle of some of its layers, counted as its want counts them."""
+        """Returns the rectangle of some of its layers, counted as its want counts them."""
         part = self.want.key.part
         first = part.layer_start
         return Part(first + layer_start, first + layer_stop, part.head_start, part.head_stop)
@@ -47,17 +47,17 @@ class Piece:
         return self.want.layer_stop - self.want.layer_start
 
     def cut(self, layer_start: int, layer_stop: int) -> Piece:
-        """Only these layers of it, counted as its want counts them."""
+        """Returns a piece with only these layers, counted as its want counts them."""
         want = self.want._replace(layer_start=layer_start, layer_stop=layer_stop)
         return Piece(self.block, self.group, want, self.head_start, self.head_stop)
 
     def model_layers(self, spec: KVSpec) -> tuple[int, ...]:
-        """The model's own numbers of its layers."""
+        """Returns the model's numbers of its layers."""
         first = self.want.key.part.layer_start
         return spec.groups[self.group].layers[first + self.want.layer_start : first + self.want.layer_stop]
 
     def nbytes(self, spec: KVSpec) -> int:
-        """What arrives."""
+        """Returns the size of `rect`, the bytes that arrive."""
         return self.layers * spec.layer_bytes(self.group, self.want.key.part)
 
 
@@ -66,10 +66,10 @@ Pieces = dict[ShardAddress, list[Piece]]
 
 
 def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None], first: int = 0) -> Pieces:
-    """What to read from each shard so that this worker's parts of the ticket's blocks from `first` on are filled.
+    """Returns what to read from each shard to fill this worker's parts of the ticket's blocks from `first` on.
 
-    Raises CallerError where the ticket was prepared for less than these parts, ProtocolError where it does not say
-    where all of them lie: what is not asked for would else be taken for loaded.
+    Raises CallerError if the ticket was prepared for less than these parts, and ProtocolError if it does not say where
+    all of them lie: blocks that are not read would otherwise count as loaded.
     """
     if len(body.need.parts) != len(parts):
         raise CallerError(
@@ -90,7 +90,7 @@ def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None], fi
     ]
     at = 0
     for run in body.runs:
-        # The blocks of a run lie alike, so where each of them is cut is worked out once.
+        # The blocks of a run have the same sources, so their cuts are computed once.
         cuts = [None if part is None else _cuts(part, run.plan[group] or ()) for group, part in enumerate(parts)]
         for block in range(at, at + run.count):
             for group, needed in enumerate(first_needed):
@@ -98,7 +98,7 @@ def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None], fi
                     continue
                 of_group = cuts[group]
                 if of_group is None:
-                    raise ProtocolError(f"this ticket does not say where block {block} lies; prepare it anew")
+                    raise ProtocolError(f"this ticket does not say where block {block} lies; prepare a new one")
                 for cut in of_group:
                     pieces.setdefault(cut.shard, []).append(cut.piece(body.hashes[block], block, group))
         at += run.count
@@ -106,14 +106,14 @@ def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None], fi
 
 
 def cover(name: BlockHash, block: int, group: int, rect: Part, sources: Iterable[Source]) -> list[Placed] | None:
-    """Pieces of these sources, the first first, that together fill `rect`; None where they leave a hole."""
+    """Returns pieces of these sources, in order of preference, that together fill `rect`; None if they leave a hole."""
     cuts = _cuts(rect, sources)
     return None if cuts is None else [(cut.shard, cut.piece(name, block, group)) for cut in cuts]
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Some layers and heads of a page of that part on that shard, whichever block it is of."""
+    """Some layers and heads of a page of `part` on a shard, for any block."""
 
     shard: ShardAddress
     part: Part
@@ -126,7 +126,7 @@ class _Cut:
 
 
 def _cuts(rect: Part, sources: Iterable[Source]) -> list[_Cut] | None:
-    """As `cover`, of any block that lies so."""
+    """As `cover`, for any block with these sources."""
     given = list(sources)
     chosen, whole = choose(rect, [source.part for source in given])
     if not whole:
@@ -141,13 +141,13 @@ def _cuts(rect: Part, sources: Iterable[Source]) -> list[_Cut] | None:
 
 
 def each(pieces: Pieces) -> Iterable[Piece]:
-    """The pieces of every shard."""
+    """Returns the pieces of every shard."""
     return (piece for of_shard in pieces.values() for piece in of_shard)
 
 
 def layer_counts(pieces: Iterable[Piece], spec: KVSpec) -> dict[int, int]:
-    """How many pieces each model layer waits for."""
-    # Thousands of pieces have the layers of only a few, so that those are counted first.
+    """Returns the number of pieces that each model layer waits for."""
+    # Thousands of pieces share few combinations of layers, so these are counted first.
     alike: dict[tuple[int, ...], int] = {}
     for piece in pieces:
         layers = piece.model_layers(spec)
@@ -160,7 +160,7 @@ def layer_counts(pieces: Iterable[Piece], spec: KVSpec) -> dict[int, int]:
 
 
 def _without(hole: Part, filled: Part) -> list[Part]:
-    """What is left of a rectangle: the layers before and behind, and beside them the heads before and behind."""
+    """Returns `hole` without `filled`: the layers before and after it, and in its layers the heads before and after."""
     both = hole.intersect(filled)
     if both is None:
         return [hole]

@@ -1,9 +1,9 @@
 """The plan runner: steps one load's or store's plan, and has its effects carried out.
 
-An event is stepped on the thread that delivers it, under the client's lock, with all the events that its effects bring
-about at once: no queue, no hop. What takes time (an exchange, a question) is a job, which is run after the lock is
-released: by the thread that delivered the event where that is one of the pool's own with nothing else to do, and else
-by another of the pool.
+The thread that delivers an event steps it under the client's lock, together with all events that its effects cause
+immediately: no queue, no switch of threads. Work that takes time (an exchange, a question) is a job, which runs after
+the lock is released: on the thread that delivered the event if that is an idle thread of the pool, otherwise on another
+thread of the pool.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Effect_contra = TypeVar("Effect_contra", contravariant=True)
 
 
 Job = Callable[[], "Event | None"]
-"""Takes its time, and returns the event that comes of it, if any does. It never raises."""
+"""Work that takes time. Returns the resulting event, if any, and never raises."""
 
 
 class Plan(Protocol[Event_contra, Effect_co]):
-    """LoadPlan, StorePlan."""
+    """A plan to step: LoadPlan or StorePlan."""
 
     @property
     def ended(self) -> bool: ...
@@ -43,16 +43,15 @@ class Plan(Protocol[Event_contra, Effect_co]):
 
 
 class PlanExecutor(Protocol[Event, Effect_contra]):
-    """LoadExecutor, StoreExecutor."""
+    """Carries out a plan's effects: LoadExecutor or StoreExecutor."""
 
     def perform(self, effect: Effect_contra, jobs: list[Job[Event]]) -> Event | None:
-        """Carries out an effect at once: returns the event that comes of it, if any does, and adds what takes time to
-        the jobs. Called under the client's lock."""
+        """Carries out an effect at once: returns the resulting event, if any, and appends work that takes time to
+        `jobs`. Called under the client's lock."""
 
 
 class PlanRunner(Generic[Event, Effect]):
-    """Of one plan. `lock` is the client's, and may be entered again by the thread that has it. `executor` is to be set
-    before anything is delivered."""
+    """Runs one plan. `lock` is the client's, and reentrant. `executor` must be set before an event is delivered."""
 
     executor: PlanExecutor[Event, Effect]
 
@@ -74,16 +73,17 @@ class PlanRunner(Generic[Event, Effect]):
         self.deliver(Begin())
 
     def cancel(self, why: Miss) -> None:
-        """When this returns, no exchange touches the caller's memory: waits for the chunks in hand."""
+        """Cancels the plan. When this returns, no exchange touches the caller's memory: it waits for the chunks in
+        progress."""
         self.deliver(Cancel(why))
 
     def deliver(self, event: Event | Begin | Cancel | PlanTick) -> None:
-        """Steps an event. From any thread; waits for nothing that takes long."""
+        """Steps an event. May be called from any thread; does not wait for anything that takes long."""
         for job in self._step(event):
             self._pool.submit(partial(self._work, job))
 
     def _work(self, first: Job[Event]) -> None:
-        """On a thread of the pool: a job, and one of those that follow from it, while there is one."""
+        """Runs a job on a thread of the pool, then one of the jobs that follow from it, until there is none."""
         job: Job[Event] | None = first
         while job is not None:
             event = job()
@@ -107,7 +107,7 @@ class PlanRunner(Generic[Event, Effect]):
                     if follows is not None:
                         events.append(follows)
             if self._plan.ended and hasattr(self, "executor"):
-                del self.executor  # which knows the caller's memory, and this
+                del self.executor  # it refers to the caller's memory and to this runner
             self._arm()
         return jobs
 

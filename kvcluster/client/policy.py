@@ -1,15 +1,15 @@
-"""Policy: which shards are asked, for how long a silent one is waited for, and what the end of an exchange means.
+"""Policy: which shards are asked, how long a load waits for a silent one, and what the end of an exchange means.
 
-Pure, and one object of a client: it knows no clock, no thread and no socket. `now` is nanoseconds of one monotonic
-clock; callers that share a policy bring a lock. Each exchange with a shard needs a permit, and names it once when it
-ends, so that the circuit breaker of that incarnation (breaker.py) learns from it:
+Pure, one object per client: it reads no clock and uses no thread and no socket. `now` is in nanoseconds of one
+monotonic clock; callers that share a policy lock it themselves. Each exchange with a shard needs a permit, and names it
+once when it ends, so that the circuit breaker of that incarnation (breaker.py) learns from it:
 
-    answered    whatever the shard said, a refusal too, shows that it lives
+    answered    any answer, a refusal included, shows that the shard is alive
     failed      no answer, or none in time
-    gave_up     its user broke off, which says nothing of the shard
+    gave_up     the user cancelled the exchange, which says nothing about the shard
 
-What a load does about pages that did not come is load_plan.py with retry.py; about a store, store_plan.py. Both ask
-here.
+load_plan.py with retry.py decides what a load does about pages that did not come, store_plan.py what a store does. Both
+ask this policy.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kvcluster.errors import CallerError, LimitError
 from kvcluster.transport.base import Cancelled, PathLost, RefusedByShard, Unavailable
 
 SILENT_SHARE = 4
-"""A shard that sends nothing for this part of a load's time is silent: early enough to read it all from another."""
+"""A shard that sends nothing for 1/4 of a load's time is silent: early enough to read everything from another shard."""
 
 ASKING_SHARE = 4
-"""Asking where else blocks lie takes this part of the time left at most: what has come must still be told in time."""
+"""Asking for other replicas takes at most 1/4 of the time left, so that the outcome is still reported in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """To ask this incarnation once."""
+    """Permission to ask this incarnation once."""
 
     shard: ShardAddress
     number: PermitNumber
@@ -40,14 +40,14 @@ class Permit:
 
 @dataclass(frozen=True, slots=True)
 class AskAgain:
-    """The same shard is to be asked once more: over another path, or `reattached`, since it had forgotten the namespace
-    as after many others."""
+    """The same shard should be asked once more: over another path, or `reattached`, because it no longer knew the
+    namespace (a shard forgets one when many others are attached)."""
 
     reattached: bool
 
 
 class ShardPolicy:
-    """Of one client. A newer epoch of a shard takes the place of an older one, and never the other way round."""
+    """The policy of one client. A newer epoch of a shard replaces an older one, never the other way round."""
 
     def __init__(self, *, breaker_failures: int, breaker_ms: int) -> None:
         self._failures = breaker_failures
@@ -55,7 +55,7 @@ class ShardPolicy:
         self._known: dict[str, tuple[ShardAddress, Breaker]] = {}
 
     def permit(self, shard: ShardAddress, now: int) -> Permit | Miss:
-        """A permit to ask this shard once, or the miss that not asking it amounts to."""
+        """Returns a permit to ask this shard once, or the miss to report for not asking it."""
         known, breaker = self._known.get(shard.shard, (None, None))
         if known is not None and known.epoch > shard.epoch:  # of an old ticket
             return restarted(shard)
@@ -85,10 +85,10 @@ class ShardPolicy:
     def ended(
         self, permit: Permit, error: BaseException | None, now: int, *, reattached: bool = False
     ) -> BaseException | Miss | AskAgain | None:
-        """Takes note of how an exchange ended: by its answer, or by `error`.
+        """Records how an exchange ended: with an answer, or with `error`.
 
-        Returns None where it was answered; AskAgain where it is to be asked once more, for a forgotten namespace unless
-        it was `reattached` already; a Miss where the cluster is to blame; and an exception where its caller is, or a
+        Returns None if it was answered; AskAgain if the shard should be asked once more (for a forgotten namespace only
+        unless `reattached`); a Miss if the cluster failed; and the exception if it is a mistake of the caller or a
         programming error.
         """
         if error is None:
@@ -107,12 +107,12 @@ class ShardPolicy:
         return error.miss if isinstance(error, Cancelled) else error
 
     def serves(self, shard: ShardAddress) -> bool:
-        """Is it asked without reserve? False of an incarnation that was never asked, and of one on probation."""
+        """Whether its breaker is closed. False for an incarnation that was never asked."""
         breaker = self._breaker(shard)
         return breaker is not None and breaker.state is BreakerState.CLOSED
 
     def status(self, now: int) -> dict[str, dict[str, Any]]:
-        """Shard -> its breaker's state, the failures in a row, and for how long it will not be asked."""
+        """Returns by shard its breaker's state, the failures in a row, and for how long it will not be asked."""
         return {
             name: {
                 "state": breaker.state.value,
@@ -128,7 +128,7 @@ class ShardPolicy:
 
 
 def refusal(refused: Refused, shard: ShardAddress, *, reattached: bool) -> Exception | Miss | AskAgain:
-    """What a refusal is to the caller of the exchange; see ShardPolicy.ended."""
+    """Returns what a refusal means for the caller of the exchange, as ShardPolicy.ended."""
     if refused.kind is RefusedKind.STALE:
         return restarted(shard)
     if refused.kind is RefusedKind.UNKNOWN_NAMESPACE:
@@ -139,5 +139,5 @@ def refusal(refused: Refused, shard: ShardAddress, *, reattached: bool) -> Excep
 
 
 def restarted(shard: ShardAddress) -> Miss:
-    """Of pages of an incarnation that is over."""
+    """Returns the miss for pages of an incarnation that has ended."""
     return Miss(MissReason.SHARD_LOST, f"{shard.shard} has restarted")

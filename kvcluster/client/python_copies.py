@@ -1,13 +1,12 @@
-"""The copy executor in Python: loads from memory of this host into whatever a BoundMemory describes, and stores out of
-it.
+"""The copy executor in Python: loads from memory of this host into the memory of a BoundMemory, and stores from it.
 
-A page that lies as one run of bytes gets its layers straight from the source, summed as they are written there. A
-strided destination gets them from a buffer beside it, verified before they are put; what is encoded is verified in a
-buffer as it came, and decoded from there. Buffers hold a chunk, so that it is verified, decoded and put from the cache.
-A store copies each record from where its layers lie as one run, or are gathered, and sums what it has written.
+If the destination page is one run of bytes, layers are copied straight from the source, and summed while they are
+written. For a strided destination, layers are copied to a buffer, verified there, and then written. Encoded layers are
+verified in a buffer as they arrived, and decoded from there. A buffer holds one chunk, so that verifying, decoding and
+writing it hit the CPU cache. A store copies each record from one run of bytes, or gathers its layers, and sums what it
+has written.
 
-It needs no address: it is the reference that other executors, which compute addresses from the batch's geometry, are
-compared with.
+It needs no addresses: it is the reference for other executors, which compute addresses from the batch's geometry.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory, MappedMemor
 
 @dataclass(eq=False, slots=True)
 class PagePlace:
-    """Where the layers of one page go. `run`: the bytes of all its layers that the memory has, if they are one run."""
+    """The destination of one page's layers. `run`: the bytes of those of its layers that the memory has, None if they
+    are not one run."""
 
     block: int
     group: int
@@ -38,7 +38,7 @@ class PagePlace:
     run_start: int  # the first layer of `run`, counted in the page
 
     def of(self, layer: int, stop: int) -> memoryview | None:
-        """Where these layers lie, counted in the page, if that is one run of bytes."""
+        """Returns the bytes of these layers, counted in the page; None if they are not one run."""
         if self.run is None:
             return None
         first = self.run_start
@@ -46,8 +46,8 @@ class PagePlace:
 
 
 class PythonCopies:
-    """Of one thread. A CopyExecutor for loads into `memory` and stores out of it, which the geometries of its batches
-    describe."""
+    """A CopyExecutor for loads into `memory` and stores from it; the geometries of its batches describe that memory.
+    Used by one thread."""
 
     def __init__(self, memory: BoundMemory) -> None:
         self._memory = memory
@@ -57,7 +57,7 @@ class PythonCopies:
         self._places: dict[int, PagePlace] = {}
 
     def takes(self, direction: CopyDirection, source: CopyEndpoint, target: CopyEndpoint) -> bool:
-        """As CopyExecutor: where the CPU reads and writes the pages."""
+        """As CopyExecutor: True if the CPU can read and write the pages."""
         pages, blocks = (source, target) if direction is CopyDirection.LOAD else (target, source)
         return isinstance(pages, MappedMemory | HostMemory) and isinstance(blocks, HostMemory)
 
@@ -143,7 +143,7 @@ class PythonCopies:
 
 
 def coder_of(items: CopyItems, item: int, codec_id: int) -> codec.Coder | None:
-    """What decodes that page; None where it comes raw."""
+    """Returns the coder that decodes the item's page; None if it arrives raw."""
     if codec_id == codec.RAW:
         return None
     geometry, heads = items.geometry(item), items.head_stops[item] - items.head_starts[item]

@@ -1,4 +1,4 @@
-"""What a client's calls return: plain values, fit to print."""
+"""The results of a client's calls: plain, printable values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvcluster.core.miss import Loss, Miss, MissReason
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """How far a prompt is cached: whole blocks from its start. `load_seconds` is an estimate from this client's own
-    loads so far, None before the first. `reason` says why the next block missed, None where none is left. `loss`: the
-    worst that any of these blocks has lost."""
+    """How much of a prompt is cached: whole blocks from its start. `load_seconds` is an estimate from this client's
+    own loads so far, None before the first. `reason` says why the next block missed, None if none is left. `loss`: the
+    worst loss of any of these blocks."""
 
     tokens: int
     blocks: int
@@ -23,13 +23,14 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The leading `blocks` blocks are valid in the destination. `nbytes` of KV came and were verified, and decoded
-    where they came encoded. `loss` is the worst that any of it has lost: what is computed over it has lost as much, and
-    is to be stored so. `took_ns` is how long the bytes took; 0 where it was broken off.
+    """The leading `blocks` blocks are valid in the destination. `nbytes` of KV arrived and were verified, and decoded
+    if they were encoded. `loss` is the worst loss of any of it: KV computed over it has the same loss, and must be
+    stored with it. `took_ns` is how long the bytes took; 0 if the load was stopped.
 
-    `failed` names, in order, every block of the ticket that is not whole there, and why; all others were filled, those
-    behind it too. `miss` is the first of these reasons, None where nothing failed. Where a group needs only the blocks
-    before the boundary (reuse "window" or "last"), one failed block leaves no boundary: `blocks` is 0.
+    `failed` names, in order, every block of the ticket that is not complete in the destination, and why; all others
+    were filled, also those behind a failed one. `miss` is the first of these reasons, None if nothing failed. If a
+    group needs only the blocks before the boundary (reuse "window" or "last"), one failed block leaves no usable
+    boundary: `blocks` is then the load's `first`, 0 by default.
     """
 
     blocks: int
@@ -42,9 +43,8 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Of the blocks given: `blocks` were written and committed by this call, `deduplicated` were there already,
-    `pending` are being written by somebody else. `nbytes` were moved. `miss` is the first reason why any other
-    was not stored."""
+    """Of the blocks given, this call wrote and committed `blocks`; `deduplicated` were cached already; another client
+    is writing `pending`. `nbytes` were moved. `miss` is the first reason why any other block was not stored."""
 
     blocks: int
     deduplicated: int
@@ -55,9 +55,9 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """The leading `blocks` blocks of a prompt, `tokens` tokens, are spared from now on (or, of an unpin, no longer).
-    Fewer than it has: the rest is not cached, or the share of pins is full. `miss` says why nothing could be asked for,
-    None where the cluster has answered."""
+    """The leading `blocks` blocks of a prompt, `tokens` tokens, are now pinned (after an unpin: no longer pinned). If
+    the prompt has more, the rest is not cached or the share of pins is full. `miss` says why the cluster could not be
+    asked, None if it answered."""
 
     tokens: int
     blocks: int
@@ -66,7 +66,7 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class BlockExplanation:
-    """One block of an `explain`: where it is, or why it cannot be had. `block` counts from the prompt's start."""
+    """One block of an `explain`: where it is, or why it cannot be loaded. `block` counts from the prompt's start."""
 
     block: int
     hit: bool

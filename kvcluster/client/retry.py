@@ -1,11 +1,12 @@
-"""The retry plan of a load: which shards have failed which blocks, what to ask for them, what to make of the answer.
+"""The retry plan of a load: which shards failed to deliver which blocks, what to ask the coordinator about them, and
+how to use the answer.
 
-A retry is safe because a load changes nothing at a shard and puts nothing into memory that has not been verified. It
-is bounded because no shard is asked twice for a page of one block and group, and none is looked for more than ROUNDS
-times. Who asks, reads and keeps the time is load_executor.py; nothing here does.
+A retry is safe because a load changes nothing at a shard and counts nothing that has not been verified. It is bounded
+because no shard is asked twice for a page of one block and group, and other replicas of a page are looked for at most
+ROUNDS times. This module is pure: load_plan.py decides when to ask and read, and load_executor.py does it.
 
-The question is Explain and not PrepareLoad: the blocks that failed are no chain from a sequence's start, and where
-the rest of the chain lies does not matter any more, since it has come.
+The question is Explain and not PrepareLoad: the blocks that failed are no chain from a sequence's start, and where the
+rest of the chain lies no longer matters, since it has arrived.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from kvcluster.core.miss import Loss
 from kvcluster.core.spec import Part
 
 ROUNDS = 3
-"""Three further replicas that fail one after another are no accident; recomputing is cheaper than a fourth."""
+"""If three further replicas fail one after another, recomputing is cheaper than trying a fourth."""
 
 Place = tuple[int, int]
 """A block and a group."""
 
 Alternatives = dict[Place, tuple[Source, ...]]
-"""Where else a group of a block lies."""
+"""The other sources of a group of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Where else do these blocks lie? `need` names the groups that are missing and the shards that have failed."""
+    """A question for other replicas of these blocks. `need` names the missing groups and the shards that failed."""
 
     blocks: tuple[int, ...]
     hashes: tuple[BlockHash, ...]
@@ -40,7 +41,7 @@ class Question:
 
 
 class RetryPlan:
-    """Of one load: the blocks of its ticket, and the part that its worker wants of each group."""
+    """The retries of one load: of the blocks of its ticket, and of the part that its worker wants of each group."""
 
     def __init__(self, hashes: Sequence[BlockHash], parts: Sequence[Part | None], accept: Loss) -> None:
         self._hashes = hashes
@@ -50,12 +51,13 @@ class RetryPlan:
         self._rounds: dict[Place, int] = {}
 
     def failed(self, shard: ShardId, pieces: Iterable[Piece]) -> None:
-        """That shard did not give these, or keeps its reader waiting: it is not asked for them again."""
+        """Records that the shard did not deliver these pieces, or is silent: it is not asked for them again."""
         for piece in pieces:
             self._failed.setdefault((piece.block, piece.group), {})[shard] = None
 
     def questions(self, pieces: Iterable[Piece]) -> list[Question]:
-        """What to ask so that these may come from elsewhere: one question for all blocks that fare alike."""
+        """Returns the questions to ask for other replicas of these pieces: one for all blocks with the same need.
+        Leaves out pieces that have used up ROUNDS, or for which more than limits.AVOIDED_SHARDS shards failed."""
         groups: dict[int, dict[int, None]] = {}
         for piece in pieces:
             place = piece.block, piece.group
@@ -73,7 +75,7 @@ class RetryPlan:
         return [Question(tuple(b), tuple(self._hashes[at] for at in b), need) for need, b in alike.items()]
 
     def found(self, question: Question, fates: Sequence[BlockFate]) -> Alternatives:
-        """Where else they lie, by the answer. A shard that has failed is not believed to serve after all."""
+        """Returns the other sources that the answer names, without shards that have already failed."""
         found: Alternatives = {}
         plans = (fate.plan for fate in fates for _ in range(fate.count))
         for block, plan in zip(question.blocks, plans, strict=False):
@@ -84,6 +86,6 @@ class RetryPlan:
         return found
 
     def alternatives(self, piece: Piece, found: Alternatives) -> list[Placed] | None:
-        """Pieces that together stand for this one, or None where nothing else serves."""
+        """Returns pieces that together replace this one; None if the alternatives do not cover it."""
         sources = found.get((piece.block, piece.group), ())
         return cover(self._hashes[piece.block], piece.block, piece.group, piece.fills, sources)

@@ -1,7 +1,7 @@
-"""The client's connections to shards: one transport an incarnation, attached before use, kept while it serves.
+"""The client's connections to shards: one transport per incarnation, attached before use, kept while it works.
 
-Which shard is asked, and what its failures mean, is decided in policy.py: loads and stores bring a permit, and the
-questions beside them (flush, suspect, borrow) get one here.
+policy.py decides which shard is asked and what its failures mean: loads and stores already have a permit, and other
+questions (flush, suspect, borrow) get one here.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from kvcluster.transport.shm_views import BorrowedPages, Lends, NotLent
 
 
 class CircuitOpen(Unavailable):
-    """The shard has failed so often that it is left alone for a while (policy.py)."""
+    """The shard has failed so often that it is not asked for a while (policy.py)."""
 
 
 class OpenTransport(Protocol):
-    """Opens the best transport to a shard that both ends have. Returns at once; raises Unavailable where there is
+    """Opens the best transport to a shard that both ends support. Returns at once; raises Unavailable if there is
     none."""
 
     def __call__(self, shard: ShardAddress) -> Transport: ...
@@ -49,7 +49,7 @@ class OpenTransport(Protocol):
 
 @dataclass(slots=True)
 class _Way:
-    """To one incarnation of a shard."""
+    """The connection to one incarnation of a shard, and the namespaces attached over it."""
 
     shard: ShardAddress
     transport: Transport | None = None
@@ -57,7 +57,7 @@ class _Way:
 
 
 class ShardConnections:
-    """Ways by shard; thread-safe. A newer epoch replaces the older one's, and never the other way round."""
+    """The connections by shard; thread-safe. A newer epoch's replaces an older one's, never the other way round."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ShardConnections:
         self._policy = policy
         self._clock = clock
         self._ways: dict[str, _Way] = {}
-        self._unflushed: dict[ShardAddress, int] = {}  # written to, and not known to have told: its last write's number
+        self._unflushed: dict[ShardAddress, int] = {}  # shards with unflushed writes, and the last write's number
         self._writes = itertools.count()
         self._lock = lock
         self._closed = False
@@ -79,15 +79,15 @@ class ShardConnections:
     def read(
         self, shard: ShardAddress, spec: KVSpec, request: ReadRequest, sink: PageSink, deadline: Deadline
     ) -> Generator[None, None, list[Miss | None]]:
-        """As Transport.read, of an exchange that has its permit; attaches first. Raises Unavailable, RefusedByShard, or
-        CallerError where the request was wrong."""
+        """As Transport.read, for an exchange that has its permit; attaches first. Raises Unavailable, RefusedByShard,
+        or CallerError if the request is wrong."""
         with self._attached(shard, spec, request.namespace, deadline) as transport:
             return (yield from transport.read(request, sink, deadline))
 
     def write(
         self, shard: ShardAddress, spec: KVSpec, request: WriteRequest, source: PageSource, deadline: Deadline
     ) -> list[Written]:
-        """As Transport.write, as `read`."""
+        """As Transport.write; permit, attaching and errors as `read`."""
         with self._attached(shard, spec, request.namespace, deadline) as transport:
             outcome = transport.write(request, source, deadline)
         with self._lock:
@@ -97,8 +97,8 @@ class ShardConnections:
     def borrow(
         self, shard: ShardAddress, spec: KVSpec, request: ReadRequest, deadline: Deadline, *, until: ExitStack
     ) -> BorrowedPages:
-        """As Lends.borrow, until that stack is closed; attaches first. Raises NotLent where the way to the shard cannot
-        lend, Unavailable, or CallerError where the request was wrong."""
+        """As Lends.borrow, until the stack `until` is closed; attaches first. Raises NotLent if the transport to the
+        shard cannot lend, Unavailable, or CallerError if the request is wrong."""
         try:
             return self._borrow(shard, spec, request, deadline, until)
         except RefusedByShard as refused:
@@ -112,8 +112,8 @@ class ShardConnections:
         raise verdict if isinstance(verdict, Exception) else Unavailable(verdict)
 
     def flush(self, deadline: Deadline) -> bool:
-        """Has the coordinator heard of everything written so far? A shard that is late is asked again by the next
-        flush; one that is gone is not, since what it held is gone with it."""
+        """Asks every shard written to whether the coordinator knows of everything written so far. The next flush asks a
+        late shard again, but not one that is gone, since its pages are gone with it."""
         with self._lock:
             asked = [(shard, number, self._ways.get(shard.shard)) for shard, number in self._unflushed.items()]
         all_heard = True
@@ -129,14 +129,14 @@ class ShardConnections:
             except KVClusterError:
                 pass
             with self._lock:
-                if not late and self._unflushed.get(shard) == number:  # and nothing was written meanwhile
+                if not late and self._unflushed.get(shard) == number:  # and nothing was written in the meantime
                     del self._unflushed[shard]
             all_heard = all_heard and heard
         return all_heard
 
     def streams(self, shard: ShardAddress) -> Streams:
-        """How many exchanges at once make the way to that shard fastest. One where nothing is known of it yet, and
-        while its breaker waits for a single one to show whether it answers."""
+        """Returns how many parallel exchanges are fastest with that shard. One if there is no transport yet, or while
+        its breaker is not closed, so that a single exchange shows whether the shard answers."""
         with self._lock:
             way = self._ways.get(shard.shard)
             if way is None or way.shard != shard or way.transport is None or not self._policy.serves(shard):
@@ -146,19 +146,20 @@ class ShardConnections:
     def knock(
         self, shard: ShardAddress, spec: KVSpec, request: ReadRequest, sink: PageSink, deadline: Deadline
     ) -> None:
-        """Reads, to see whether the shard answers, and over which path. Raises as `borrow`."""
+        """Reads, to find out whether the shard answers, and over which path. Raises Unavailable (CircuitOpen without a
+        permit), RefusedByShard, or CallerError if the request is wrong."""
         with self._asked(shard, spec, request.namespace, deadline) as transport:
             run_to_completion(transport.read(request, sink, deadline))
 
     def suspect(
         self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, keys: Sequence[PageKey], deadline: Deadline
     ) -> None:
-        """As Transport.suspect, where that can be done: a report that is lost is made again by the next reader."""
+        """As Transport.suspect. Failures are ignored: the next reader of the page reports it again."""
         with suppress(KVClusterError, RefusedByShard), self._asked(shard, spec, namespace, deadline) as transport:
             transport.suspect(namespace, shard.epoch, keys, deadline)
 
     def names(self) -> dict[str, dict[str, Any]]:
-        """Shard -> the transport in use, and of each one before it why it is not."""
+        """Returns by shard the transport in use, and why each better one is not."""
         with self._lock:
             in_use = {shard: way.transport for shard, way in self._ways.items() if way.transport is not None}
         return {
@@ -167,12 +168,12 @@ class ShardConnections:
         }
 
     def breakers(self) -> dict[str, dict[str, Any]]:
-        """Shard -> its breaker's state, the failures in a row, and for how long it will not be asked."""
+        """Returns by shard its breaker's state, the failures in a row, and for how long it will not be asked."""
         with self._lock:
             return self._policy.status(self._clock())
 
     def close(self) -> None:
-        """Ends what is under way. May be called from any thread, and again."""
+        """Ends exchanges that are under way. May be called from any thread, and again."""
         with self._lock:
             self._closed = True
             transports = [way.transport for way in self._ways.values() if way.transport is not None]
@@ -194,14 +195,14 @@ class ShardConnections:
     def _asked(
         self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, deadline: Deadline
     ) -> Iterator[Transport]:
-        """As `_attached`, with a permit of its own. Raises CircuitOpen where there is none."""
+        """As `_attached`, with its own permit. Raises CircuitOpen if the breaker gives none."""
         with self._permitted(shard, deadline), self._attached(shard, spec, namespace, deadline) as transport:
             yield transport
 
     @contextmanager
     def _permitted(self, shard: ShardAddress, deadline: Deadline) -> Iterator[None]:
-        """Tells the policy how what is done within has ended."""
-        deadline.check()  # who comes too late learns nothing of the shard
+        """Takes a permit, and reports to the policy how the body ended."""
+        deadline.check()  # a call that is already late says nothing about the shard
         with self._lock:
             permit = self._policy.permit(shard, self._clock())
         if isinstance(permit, Miss):
@@ -220,10 +221,10 @@ class ShardConnections:
     def _attached(
         self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, deadline: Deadline
     ) -> Iterator[Transport]:
-        """One exchange with a transport that knows the namespace. What the shard forgets of it is named again by the
-        next exchange."""
+        """Yields a transport that is attached to the namespace, for one exchange. If the shard no longer knows the
+        namespace, the next exchange attaches again."""
         if not deadline.remaining_ns():
-            raise Cancelled(Miss(MissReason.DEADLINE))  # it says nothing of the shard
+            raise Cancelled(Miss(MissReason.DEADLINE))  # it says nothing about the shard
         way = self._way(shard)
         transport = self._opened(way)
         if namespace not in way.attached:
@@ -266,8 +267,8 @@ class ShardConnections:
             raise RefusedByShard(Refused(RefusedKind.STALE, "another incarnation answers"))
         if answer.namespace != namespace:
             raise CallerError(
-                f"{way.shard.shard} knows this spec and credential by another namespace: give the spec and adapter "
-                "that the ticket was prepared with, and all servers of the cluster the same token file"
+                f"{way.shard.shard} has another namespace for this spec and credential: pass the spec and adapter that "
+                "the ticket was prepared with, and give all servers of the cluster the same token file"
             )
         with self._lock:
             way.attached[namespace] = None

@@ -1,7 +1,7 @@
-"""Shares: how the pages that go to or come from one shard are divided among exchanges that go on at once.
+"""Shares: how the pages written to or read from one shard are divided among parallel exchanges.
 
-A transport says how many exchanges with one shard make it fastest (seam.DataPath, `streams`). Each gets a run of
-consecutive pages, so that within it they keep the order of their use. Arithmetic over sizes, and nothing else.
+A transport says how many parallel exchanges with one shard are fastest (base.DataPath, `streams`). Each exchange gets a
+run of consecutive pages, so that its pages keep the order of their use. This module only does arithmetic over sizes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from kvcluster.core import limits
 
 
 def share_out(sizes: Sequence[int], most: int) -> list[range]:
-    """Runs that together are all of `sizes`, of about equally many bytes each. At most `most` of them, and never so
-    many that they would be smaller than STREAM_BYTES; none is empty. A page is not divided."""
+    """Divides `sizes` into consecutive runs of about the same number of bytes. Returns at most `most` runs, and never
+    so many that they would be smaller than STREAM_BYTES; none is empty. A page is not divided."""
     total = sum(sizes)
     ways = max(1, min(most, len(sizes), total // limits.STREAM_BYTES))
     runs: list[range] = []

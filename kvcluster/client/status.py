@@ -9,9 +9,9 @@ from kvcluster.core.messages import Status
 
 
 def status_dict(status: Status) -> dict[str, Any]:
-    """Fit for JSON: counters as a mapping, shards as a list of mappings, `hit_rate` of blocks or None.
+    """Returns a value fit for JSON: counters as a mapping, shards as a list of mappings, `hit_rate` of blocks or None.
 
-    `totals` sums the counters of all shards; `lost_shards` names those of which nothing is heard any more.
+    `totals` sums the counters of all shards; `lost_shards` names those in state "lost".
     """
     out = asdict(status)
     out["counters"] = dict(status.counters)

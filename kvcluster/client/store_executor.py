@@ -1,6 +1,6 @@
-"""Carrying out a store's plan (store_plan.py): the question what to write, exchanges with shards, and the outcome.
+"""Carries out a store's plan (store_plan.py): the question what to write, exchanges with shards, and the outcome.
 
-Each exchange is driven by one thread, which gathers its pages out of the caller's memory (store_source.py).
+One thread drives each exchange, and gathers its pages from the caller's memory (store_source.py).
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Deadline, Unavailable
 
 _FAREWELL_MS = 1_000
-"""A store whose own time is up has all the more reason to say so; only the next store waits for it."""
+"""Time for ending a ticket, independent of the store's deadline: the ticket of a store that ran out of time must be
+ended too. Only the next store waits for it."""
 
 
 def prepare_store(terms: StoreTerms, attached: Attached, tokens: Sequence[int], host: str) -> PrepareStore:
-    """The question of a store, once it is known how the cluster places runs and whether it wants token ids."""
+    """Returns the question of a store. `attached` says how the cluster places runs and whether it wants token ids."""
     return PrepareStore(
         attempt=terms.attempt,
         first=terms.first,
@@ -61,8 +62,8 @@ def prepare_store(terms: StoreTerms, attached: Attached, tokens: Sequence[int], 
 
 
 class StoreExecutor:
-    """Of one store. `deliver` takes events from any thread; `finish` is told the outcome, `drained` that the source is
-    free, and `over` that the next store may begin."""
+    """Executes one store. `deliver` takes events from any thread. Calls `drained` when the source is free, `finish`
+    with the outcome, and `over` when the next store may begin."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class StoreExecutor:
         self._sources: dict[int, StoreSource] = {}
 
     def perform(self, effect: StoreEffect, jobs: list[Job[StoreEvent]]) -> StoreEvent | None:
-        """As plan_runner.Perform."""
+        """As PlanExecutor."""
         match effect:
             case AskStore():
                 jobs.append(self._ask)
@@ -134,7 +135,7 @@ class StoreExecutor:
             return NotGranted(error, asked)
 
     def _write(self, start: StartWrite, source: StoreSource) -> StoreEvent:
-        """One exchange, from its reservation to its outcome."""
+        """Runs one exchange, from its reservation to its outcome."""
         try:
             outcome = self._shards.write(start.shard, self._spec, start.request, source, self._deadline)
             return WriteEnded(start.exchange, source.nbytes, outcome)

@@ -1,16 +1,16 @@
 """The store plan: what one store does next, from its blocks to their outcome. Pure: `step(event, now) -> effects`.
 
-The coordinator says which blocks are to be written, and where. All shards are written at once, each by one exchange or
-by a few where its transport is faster so; every exchange has whole blocks, and says what became of them. The source is
-free when the last exchange has taken its last byte, ended or stopped, long before the shards have committed.
+The coordinator says which blocks to write, and where. All shards are written at once, each by one exchange, or by a few
+if its transport is faster so; every exchange has whole blocks, and reports their outcome. The source is free when every
+exchange has taken its last byte, ended or stopped, long before the shards have committed.
 
     NEW --Begin--> ASKING --StoreGranted--> WRITING --every exchange has ended--> CLOSING --the ticket is ended--> OVER
 
-The outcome is told once, before or after the ticket is ended: where a block was not written others may write it, and
-this caller in another try, from the moment that they can know of it, so the ticket ends first; where all is there, no
-one is kept from anything, and the caller does not wait. A Cancel tells the outcome as soon as no exchange reads the
-source; the next store of this client begins when this one is OVER, since it may be of the same blocks and is not to be
-told that they are pending. Events of exchanges that are over change nothing.
+The outcome is reported once. If a block was not written, the ticket is ended first, so that other clients, and a retry
+of this caller, can write it as soon as the outcome is known. If every block is stored, an open ticket blocks no other
+client, and the outcome is reported before the ticket is ended. After a Cancel the outcome is reported as soon as no
+exchange reads the source. The next store of this client begins when this one is OVER: it may be of the same blocks, and
+would otherwise find them pending. Events of exchanges that are over change nothing.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from kvcluster.core.spec import KVSpec, Part
 from kvcluster.transport.base import PathLost, Streams, Unavailable
 
 PAUSES_NS = (10_000_000, 20_000_000, 40_000_000, 80_000_000, 160_000_000)
-"""Before asking again for a page that a broken try of ours still holds: its shard aborts it when it sees the connection
-close, and a shard that takes longer than all of these is one whose answer is not worth waiting for."""
+"""Pauses before asking again for a page that a broken attempt of this store may still hold. Its shard aborts that
+attempt when it sees the connection close; a shard that takes longer than all of these is not worth waiting for."""
 
 WRITERS = 32
-"""Exchanges by which a client writes at once: sixteen shards, by two streams each. Those beyond it wait for these."""
+"""Exchanges by which a client writes at once: sixteen shards with two streams each. Further exchanges wait."""
 
 _LATE = Miss(MissReason.DEADLINE)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreTerms:
-    """What is to be stored: the blocks `hashes[first:]` of a chain, these parts of them, computed over a prefix of that
-    loss. `attempt` names the ticket; `wait_ns` is how long a shard may wait for room."""
+    """What to store: the given `parts` of the blocks `hashes[first:]` of a chain, computed over a prefix with this
+    `loss`. `attempt` names the ticket; `wait_ns` is how long a shard may wait for room."""
 
     hashes: Sequence[BlockHash]
     first: int
@@ -75,7 +75,7 @@ class StoreGranted:
 
 @dataclass(frozen=True, slots=True)
 class NotGranted:
-    """No grant came. `asked`: the coordinator may have granted something all the same."""
+    """No grant came. `asked`: the coordinator was asked, and may have granted something although its answer is lost."""
 
     error: BaseException
     asked: bool
@@ -90,8 +90,8 @@ class SourceDrained:
 
 @dataclass(frozen=True, slots=True)
 class WriteEnded:
-    """An exchange has ended, with an outcome for each of its pages or with an error. It has taken so many bytes of the
-    source, of these of its pages."""
+    """An exchange has ended, with an outcome for each of its pages or with an error. It has read `nbytes` of the
+    source, from the pages `taken`."""
 
     exchange: int
     nbytes: int
@@ -102,14 +102,14 @@ class WriteEnded:
 
 @dataclass(frozen=True, slots=True)
 class WriteStopped:
-    """An exchange reads the source no more. It has still to end."""
+    """An exchange no longer reads the source. Its WriteEnded follows."""
 
     exchange: int
 
 
 @dataclass(frozen=True, slots=True)
 class TicketEnded:
-    """The coordinator has heard that the ticket is over, or could not be told."""
+    """The coordinator has ended the ticket, or could not be reached."""
 
 
 StoreEvent = (
@@ -121,13 +121,12 @@ StoreEvent = (
 
 @dataclass(frozen=True, slots=True)
 class AskStore:
-    """Ask the coordinator what to write, and say StoreGranted or NotGranted."""
+    """Ask the coordinator what to write, and send StoreGranted or NotGranted."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartWrite:
-    """Write these pages to that shard. `blocks`: for each page the block that it is of, counted from the first new
-    one."""
+    """Write these pages to this shard. `blocks`: the block of each page, counted from the first new one."""
 
     exchange: int
     shard: ShardAddress
@@ -137,7 +136,7 @@ class StartWrite:
 
 @dataclass(frozen=True, slots=True)
 class StopWrite:
-    """Read no more of the source for this exchange, and say WriteStopped within one chunk."""
+    """Stop reading the source for this exchange, and send WriteStopped within one chunk."""
 
     exchange: int
 
@@ -149,14 +148,14 @@ class FreeSource:
 
 @dataclass(frozen=True, slots=True)
 class CloseTicket:
-    """Tell the coordinator that this ticket is over, and say TicketEnded."""
+    """Tell the coordinator that this ticket is over, and send TicketEnded."""
 
     attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
 class FinishStore:
-    """The outcome, or the mistake that the caller is to hear of."""
+    """The outcome, or the error to raise at the caller."""
 
     stored: Stored | None
     error: BaseException | None = None
@@ -182,8 +181,8 @@ class _StoreState(Enum):
 
 @dataclass(eq=False, slots=True)
 class _Pages:
-    """Pages that go to one shard by one exchange, or by several where a path breaks: what is known of each. A try that
-    broke off may hold its pages still (`doubtful`), or may have committed those that it had taken."""
+    """Pages that are written to one shard by one exchange, or by several if a path breaks, with the outcome of each. An
+    attempt that broke off may still hold its pages (`doubtful`), or may have committed those that it had `taken`."""
 
     shard: ShardAddress
     pages: tuple[NewPage, ...]
@@ -195,7 +194,7 @@ class _Pages:
     pauses: int = 0
 
     def open(self) -> list[int]:
-        """Those without an outcome, and those that are pending where that may be a try of ours."""
+        """Returns the pages without an outcome, and the pending ones that an attempt of this store may still hold."""
         return [
             at
             for at, written in enumerate(self.known)
@@ -203,20 +202,20 @@ class _Pages:
         ]
 
     def ended(self, items: Sequence[int], outcome: Sequence[Written]) -> None:
-        """An exchange of these has this outcome."""
+        """Records the outcome of an exchange of these pages."""
         for at, written in zip(items, outcome, strict=True):
             ours = written is Written.DUPLICATE and at in self.taken
             self.known[at] = Written.COMMITTED if ours else written
 
     def broke_off(self, items: Sequence[int], taken: Collection[int]) -> None:
-        """An exchange of these has no outcome. It had taken some, which are counted among these."""
+        """Records that an exchange of these pages ended without an outcome. `taken` are indices into `items`."""
         self.doubtful.update(dict.fromkeys(items))
         self.taken.update(dict.fromkeys(items[at] for at in taken))
 
 
 @dataclass(eq=False, slots=True)
 class _WriteExchange:
-    """One write that is under way, of these of its pages. `reads`: may it read the source still?"""
+    """One write that is under way, of the pages `items`. `reads`: whether it may still read the source."""
 
     of: _Pages
     items: Sequence[int]
@@ -226,7 +225,7 @@ class _WriteExchange:
 
 
 class StorePlan:
-    """Of one store. `streams` and `next_attempt` as in LoadPlan."""
+    """Plans one store. `streams` and `next_attempt` as in LoadPlan."""
 
     def __init__(
         self,
@@ -248,10 +247,10 @@ class StorePlan:
         self._deadline_ns = deadline_ns
         self._numbers = itertools.count(1)
         self._exchanges: dict[int, _WriteExchange] = {}
-        self._paused: list[tuple[int, _Pages]] = []  # when to ask again for what is pending
+        self._paused: list[tuple[int, _Pages]] = []  # when to ask again for pending pages
         self._namespace: NamespaceId | None = None
         self._state = _StoreState.NEW
-        self._ticket: Attempt | None = None  # that the coordinator has still to be told to end
+        self._ticket: Attempt | None = None  # the ticket to end at the coordinator, None if there is none
         self._all_there = True
         self._source_free = self._told = False
         self._cancelled: Miss | None = None
@@ -262,13 +261,13 @@ class StorePlan:
         return self._state is _StoreState.OVER
 
     def next_deadline(self) -> int | None:
-        """When the next PlanTick is due; None where none will change anything."""
+        """Returns when the next PlanTick is due; None if none would change anything."""
         if self._told or self._cancelled is not None:
             return None
         return min([self._deadline_ns, *(when for when, _ in self._paused)])
 
     def step(self, event: StoreEvent, now: int) -> list[StoreEffect]:
-        """Takes note of an event, and says what is to be done. `now` never falls."""
+        """Applies an event, and returns the effects to carry out. `now` never decreases."""
         if self._state is _StoreState.OVER:
             return []
         effects: list[StoreEffect] = []
@@ -281,8 +280,8 @@ class StorePlan:
                 self._not_granted(event)
             case SourceDrained(number):
                 exchange = self._exchanges.get(number)
-                # A path seldom takes every byte and then breaks: then its pages are not sent again. Those that were
-                # sent again already may have to be once more.
+                # A path rarely takes every byte and then breaks; then its pages are not sent again. Pages that were
+                # sent again already may have to be sent once more, so their source stays in use.
                 if exchange is not None and not exchange.of.doubtful:
                     exchange.reads = False
             case WriteStopped(number):
@@ -301,15 +300,15 @@ class StorePlan:
     def _begin(self, now: int) -> list[StoreEffect]:
         assert self._state is _StoreState.NEW, "a store begins once"
         if not self._terms.new or self._cancelled is not None or now >= self._deadline_ns:
-            self._state = _StoreState.WRITING  # of nothing
+            self._state = _StoreState.WRITING  # with no pages
             self._cancelled = self._cancelled or (_LATE if self._terms.new else None)
             return []
         self._state = _StoreState.ASKING
-        self._ticket = self._terms.attempt  # from now on: a grant may be out there though its answer is lost
+        self._ticket = self._terms.attempt  # from now on the coordinator may have a grant whose answer is lost
         return [AskStore()]
 
     def _not_granted(self, event: NotGranted) -> None:
-        self._state = _StoreState.WRITING  # of nothing
+        self._state = _StoreState.WRITING  # with no pages
         self._all_there = False
         if not event.asked:
             self._ticket = None
@@ -326,7 +325,7 @@ class StorePlan:
             return []
         by_shard = self._progress.sort(grant)
         if not by_shard:
-            self._ticket = None  # there is none for nothing
+            self._ticket = None  # the coordinator keeps no ticket if nothing is to be written
         effects: list[StoreEffect] = []
         block_bytes = sum(self._spec.page_bytes(group, part) for group, part in self._terms.parts)
         for shard, blocks in by_shard.items():
@@ -337,8 +336,8 @@ class StorePlan:
         return effects
 
     def _start(self, of: _Pages, now: int, *, reattached: bool = False) -> list[StoreEffect]:
-        """An exchange of what has no outcome. No two have pages of one block, so that each can say what became of its
-        own."""
+        """Starts an exchange of the pages without an outcome. No two exchanges have pages of one block, so that each
+        one determines the outcome of its blocks."""
         permit = self._policy.permit(of.shard, now)
         if isinstance(permit, Miss):
             self._without_answer(of, permit)
@@ -374,7 +373,7 @@ class StorePlan:
         return []
 
     def _pause(self, of: _Pages, now: int) -> bool:
-        """Will what is pending be asked for again, after a while?"""
+        """Plans to ask again for pending pages after a pause. False if there are none, or no pause or time is left."""
         if not of.open() or of.pauses == len(PAUSES_NS) or self._cancelled is not None:
             return False
         when = now + PAUSES_NS[of.pauses]
@@ -390,14 +389,15 @@ class StorePlan:
         return [effect for of in due for effect in self._start(of, now)]
 
     def _count(self, of: _Pages) -> None:
-        """Every page of these has its outcome."""
+        """Counts pages that all have an outcome."""
         outcome = [written for written in of.known if written is not None]
         self._progress.count(of.blocks, outcome, of.nbytes)
         there = all(written in (Written.COMMITTED, Written.DUPLICATE) for written in outcome)
         self._all_there = self._all_there and there
 
     def _without_answer(self, of: _Pages, why: Miss) -> None:
-        """The last exchange of these has no outcome. What was known before is told, if that is known of all."""
+        """The last exchange of these pages had no outcome. Counts earlier outcomes if all pages have one, otherwise the
+        miss."""
         if None in of.known:
             self._missed(why, of.nbytes)
         else:
@@ -423,7 +423,8 @@ class StorePlan:
     # ------------------------------------------------------------------------------------------- the end
 
     def _settle(self) -> list[StoreEffect]:
-        """What follows from where it stands: the source is free, the outcome is told, the ticket ended, all is over."""
+        """Returns the effects that are now due: freeing the source, reporting the outcome, ending the ticket, being
+        over."""
         effects: list[StoreEffect] = []
         asking = self._state is _StoreState.ASKING
         reads = bool(self._paused) or any(exchange.reads for exchange in self._exchanges.values())
@@ -457,7 +458,7 @@ class StorePlan:
 
 
 def _why(error: BaseException | None, verdict: Miss | AskAgain, shard: ShardAddress) -> Miss:
-    """Why there is no answer of a shard that cannot be asked again, since the source may be free."""
+    """Returns why there is no answer of a shard that cannot be asked again because the source may be free."""
     if isinstance(verdict, Miss):
         return verdict
     if isinstance(error, PathLost):
@@ -466,7 +467,7 @@ def _why(error: BaseException | None, verdict: Miss | AskAgain, shard: ShardAddr
 
 
 def _pages(terms: StoreTerms, blocks: Sequence[int]) -> tuple[tuple[NewPage, ...], list[int]]:
-    """The pages of these new blocks, and for each the block that it belongs to."""
+    """Returns the pages of these new blocks, and the block of each page."""
     pages: list[NewPage] = []
     of_block: list[int] = []
     for block in blocks:

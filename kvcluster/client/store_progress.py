@@ -1,4 +1,4 @@
-"""The progress of a store: what became of its blocks so far."""
+"""The progress of a store: the outcomes of its blocks so far."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MISSES = {
 
 
 class StoreProgress:
-    """Thread-safe; what stands there is true at every moment."""
+    """The counts of one store. Thread-safe; they are correct at every moment."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,13 +25,13 @@ class StoreProgress:
         self._miss: Miss | None = None
 
     def missed(self, miss: Miss, nbytes: int) -> None:
-        """An exchange that moved so many bytes ended without an answer. The first reason is the one told."""
+        """Records that an exchange which moved `nbytes` ended without an answer. The first reason is reported."""
         with self._lock:
             self._nbytes += nbytes
             self._miss = self._miss or miss
 
     def count(self, of_block: Sequence[int], outcome: Sequence[Written], nbytes: int) -> None:
-        """An exchange that moved so many bytes ended well. A block counts by the worst that happened to its pages."""
+        """Records the outcome of an exchange that moved `nbytes`. A block counts by the worst outcome of its pages."""
         fates: dict[int, set[Written]] = {}
         for block, written in zip(of_block, outcome, strict=True):
             fates.setdefault(block, set()).add(written)
@@ -49,7 +49,7 @@ class StoreProgress:
                     self._deduplicated += 1
 
     def sort(self, grant: StoreGrant) -> dict[ShardAddress, list[int]]:
-        """The blocks that each shard is to get. The others are counted."""
+        """Returns the blocks to write to each shard, and counts the others."""
         by_shard: dict[ShardAddress, list[int]] = {}
         at = 0
         with self._lock:
@@ -67,11 +67,11 @@ class StoreProgress:
         return by_shard
 
     def stored(self) -> Stored:
-        """The outcome, where it has gone as far as it could."""
+        """Returns the outcome of a store that was not cancelled."""
         with self._lock:
             return Stored(self._blocks, self._deduplicated, self._pending, self._nbytes, self._miss)
 
     def so_far(self, why: Miss) -> Stored:
-        """The outcome where it goes no further for that reason."""
+        """Returns the outcome of a store that ends early. `why` is its miss unless an earlier one was recorded."""
         with self._lock:
             return Stored(self._blocks, self._deduplicated, self._pending, self._nbytes, self._miss or why)

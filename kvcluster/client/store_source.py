@@ -1,8 +1,8 @@
-"""The source of one exchange of a store: it gathers layers out of the caller's memory and tells their checksums.
+"""The source of one exchange of a store: it gathers layers from the caller's memory and computes their checksums.
 
-It reads under its gate, and no more once it is stopped. Pages that lie in memory of this host are filled by batches of
-copies, which the first executor that takes them carries out in slices (copy_executor.py); a path that streams asks for
-a record at a time.
+It reads under its gate, and no more once it is stopped. Pages in memory of this host are filled by batches of copies,
+which the first executor that accepts them carries out in slices (copy_executor.py); a streaming path asks for one
+record at a time.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
 
 
 class StoreSource:
-    """Of one exchange with one shard: a CopySource. Page `item` is that of block `blocks[item]`, which `memory` counts
-    as the sequence does. `on_drained` is called when the path has read its last byte."""
+    """The CopySource of one exchange with one shard. Page `item` is of block `blocks[item]`, in the numbering of
+    `memory`, which is that of the sequence. `on_drained` is called when the path has read its last byte."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class StoreSource:
         self._gate = threading.Lock()
         self._cancel = array("I", [0])
         self._staging = Staging()
-        self._identity = (-1, 0)  # of the last item, since its layers come one after the other
+        self._identity = (-1, 0)  # of the last item, since its layers are read one after the other
         self.nbytes = 0
-        self.taken: dict[int, None] = {}  # the items of which anything was asked for
+        self.taken: dict[int, None] = {}  # the items of which anything was read
 
     def layer_bytes(self, item: int) -> int:
         """As PageSource."""
@@ -65,10 +65,10 @@ class StoreSource:
         return self._spec.layer_bytes(key.group, key.part)
 
     def stop(self) -> None:
-        """Gives nothing more. Waits for the chunk in hand."""
+        """Stops reading the caller's memory. Waits for the chunk in progress."""
         self._cancel[0] = 1
         with self._gate:
-            """Nothing is read any more."""
+            """From here on nothing more is read."""
 
     def drained(self) -> None:
         """As PageSource."""
@@ -97,7 +97,7 @@ class StoreSource:
         return _StoreCopies(self, batch, self._executor(batch))
 
     def run(self, batch: CopyBatch, executor: CopyExecutor, start: int, stop: int) -> None:
-        """Carries out some records of a batch. Raises Cancelled where they were stopped, and Trouble where the deadline
+        """Carries out some records of a batch. Raises Cancelled if they were stopped, and Unavailable if the deadline
         has passed."""
         with self._gate:
             self._check()
@@ -110,8 +110,8 @@ class StoreSource:
             raise Cancelled(_GIVEN_UP)
 
     def _executor(self, batch: CopyBatch) -> CopyExecutor:
-        """The first that takes the batch. The one in Python, which needs no address, takes what has none: memory that
-        is read-only."""
+        """Returns the first executor that accepts the batch. The Python executor, which needs no addresses, copies
+        read-only memory, whose addresses are unknown."""
         python = PythonCopies(self._memory)
         if any(batch.items.geometries[group] is None for group in batch.items.groups):
             return python
@@ -121,7 +121,7 @@ class StoreSource:
             try:
                 batch.check()
             except BadBatch as bad:
-                raise ProtocolError(f"what was granted is not what was asked for: {bad}") from None
+                raise ProtocolError(f"the grant does not match the request: {bad}") from None
         return executor
 
     def _identities(self, records: CopyRecords) -> array[int]:
@@ -143,7 +143,7 @@ class StoreSource:
             return checksum.copy_sums(self._identity[1], layer, layers, into, data)
 
     def _get(self, item: int, layer: int, layers: int) -> memoryview:
-        """Under the gate."""
+        """Returns the bytes of some layers. Called under the gate."""
         self._check()
         key = self._pages[item].key
         self.taken[item] = None
@@ -160,7 +160,7 @@ class StoreSource:
 
 
 class _StoreCopies:
-    """A batch of one exchange and what carries it out."""
+    """A batch of one exchange and its executor."""
 
     def __init__(self, source: StoreSource, batch: CopyBatch, executor: CopyExecutor) -> None:
         self._source = source
@@ -173,7 +173,7 @@ class _StoreCopies:
 
 
 def _items(pages: Sequence[NewPage], blocks: Sequence[int], memory: BoundMemory) -> CopyItems:
-    """A row for each page of an exchange, all heads of it."""
+    """Returns one row for each page of an exchange, with all its heads."""
     items = CopyItems(memory.geometries())
     for page, block in zip(pages, blocks, strict=True):
         items.add(page.key.group, block - memory.first, page.key.part)

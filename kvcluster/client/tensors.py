@@ -1,9 +1,9 @@
 """Tensors as the memory of parts: torch memory of any strides, moved to and from page layout.
 
-Where each block lies as a page does, bytes are moved as bytes. All else is moved by torch through aliases of
-the caller's tensors: integer tensors made from addresses, so that neither autograd nor inference mode has a
-say in a copy on another thread, in the widest words that the strides allow, so that one layer of a block
-stays below the size at which torch would wake its threads. Only bits are moved; no number is converted.
+If each block is in page layout, bytes are moved as bytes. Otherwise torch moves them through aliases of the caller's
+tensors: integer tensors made from addresses, so that neither autograd nor inference mode affects a copy on another
+thread, in the widest words that the strides allow, so that one layer of a block stays below the size at which torch
+would wake its threads. Only bits are moved; no number is converted.
 
 This is the only module of the client that imports torch; memory.py imports it late.
 """
@@ -33,17 +33,17 @@ _DTYPES: dict[str, torch.dtype] = {
 _WORDS: dict[int, torch.dtype] = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 _SERIAL_WORDS = 32_768
-"""torch spreads larger copies over its threads, which then fight the engine's own for the cores."""
+"""torch spreads larger copies over its own threads, which then compete with the engine's threads for cores."""
 
 with warnings.catch_warnings():
-    # torch warns, once a process, that a tensor over read-only bytes could be written. None is, here; and
-    # to silence the warning later, around each copy, would be slow and not safe among threads.
+    # torch warns, once per process, that a tensor over read-only bytes could be written. Here none is; and silencing
+    # the warning later, around each copy, would be slow and not thread-safe.
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 def bind_tensors(ask: Ask, memory: object) -> PartMemory:
-    """The memory of a part over a bare tensor, Dense or Paged. Raises CallerError, as `memory.bind` says."""
+    """Returns the memory of a part over a bare tensor, Dense or Paged. Raises CallerError as `memory.bind`."""
     if isinstance(memory, Tensor):
         memory = Dense(memory)
     with torch.inference_mode(False):  # an alias made in inference mode could not be written outside it
@@ -55,16 +55,17 @@ def bind_tensors(ask: Ask, memory: object) -> PartMemory:
 
 
 def page_tensor(spec: KVSpec, group: int, part: Part, page: memoryview | None) -> Tensor | None:
-    """A page's bytes in place as `[layers, planes, block_tokens, heads, dim]`; they stay in memory as long as it does.
-    Raises CallerError where the group's planes do not make one tensor, whether or not there is a page."""
+    """Returns a page's bytes in place as a tensor `[layers, planes, block_tokens, heads, dim]`, which keeps the bytes
+    in memory; None if there is no page. Raises CallerError if the group's planes do not make one tensor, with or
+    without a page."""
     planes = spec.groups[group].planes
     if not _joinable(planes) or planes[0].dtype == "opaque":
         raise CallerError(
-            f"the planes of group {group} differ in dim or dtype, or are opaque: no tensor has them. Take page(block)"
+            f"the planes of group {group} differ in dim or dtype, or are opaque: no tensor holds them; use page(block)"
         )
     if page is None:
         return None
-    # A view of our own: torch keeps a reference to it and not to its buffer, so that nobody else may release it.
+    # A view of its own: torch references the view object and not its buffer, and no other code can release this one.
     with torch.inference_mode(False):
         flat = torch.frombuffer(memoryview(page), dtype=torch.uint8)
         shape = (part.layers, len(planes), spec.block_tokens, part.heads, planes[0].dim)
@@ -72,7 +73,7 @@ def page_tensor(spec: KVSpec, group: int, part: Part, page: memoryview | None) -
 
 
 class _Geometry:
-    """How page bytes of a group are seen as tensors, one for each run of planes that lie in one tensor."""
+    """Views page bytes of a group as tensors, one for each run of planes that lie in one tensor."""
 
     def __init__(self, ask: Ask, tensors: Sequence[Tensor], *, joined: bool) -> None:
         rows = [plane.dim * DTYPE_BYTES[plane.dtype] for plane in ask.planes]
@@ -87,14 +88,14 @@ class _Geometry:
         self._runs = [(len(runs), *runs[0][1:])] if joined else runs
 
     def views(self, data: memoryview, part: Part) -> list[Tensor]:
-        """Page bytes of `part` in place: for each run `[layers, planes, tokens, heads, words]`."""
+        """Returns page bytes of `part` in place: for each run a tensor `[layers, planes, tokens, heads, words]`."""
         flat = torch.frombuffer(data, dtype=_WORDS[self.word_bytes]).view(part.layers, -1)
         shapes = [(planes, tokens, part.heads, words) for planes, tokens, words in self._runs]
         pieces = flat.split_with_sizes([p * t * h * w for p, t, h, w in shapes], 1)
         return [piece.view(part.layers, *shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
     def arrived(self, data: memoryview, part: Part) -> list[Tensor]:
-        """As `views`, for bytes out of a message, where they may begin at an address that no word has."""
+        """As `views`, for bytes from a message; copies them if they are not aligned to words."""
         views = self.views(data, part)
         if views[0].data_ptr() % self.word_bytes:
             views = self.views(memoryview(bytes(data)), part)
@@ -117,7 +118,7 @@ class _TensorPages(Pages):
 class _Strided:
     """Memory of tensors `[num_blocks, layers, planes, tokens, heads, words]`, block i at index `rows[i]`.
 
-    `runs` has for each run of planes one tensor with all layers where the strides permit, or one a layer.
+    `runs` has for each run of planes one tensor with all layers if the strides permit, otherwise one per layer.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class _Strided:
         return gathered.toreadonly()
 
     def _pairs(self, block: int, both: Part, pages: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rectangle `both` of a block, piece by piece, each beside its piece of `pages`."""
+        """Yields the rectangle `both` of a block piece by piece, each with the matching piece of `pages`."""
         row, first = self._rows[block], both.layer_start - self.part.layer_start
         for stacks, page in zip(self._runs, pages, strict=True):
             if len(stacks) == 1:
@@ -170,7 +171,7 @@ class _Strided:
 
 
 def _cut(view: Tensor, has: Part, both: Part) -> Tensor:
-    """The rectangle `both` out of a view `[layers, planes, tokens, heads, words]` of `has`."""
+    """Returns the rectangle `both` of a view `[layers, planes, tokens, heads, words]` of `has`."""
     layers = view.narrow(0, both.layer_start - has.layer_start, both.layers)
     return layers.narrow(3, both.head_start - has.head_start, both.heads)
 
@@ -193,7 +194,7 @@ def _bind_dense(ask: Ask, tensor: Tensor) -> PartMemory:
     if not _joinable(ask.planes):
         raise CallerError(
             f"{ask.name} is one tensor, but its planes differ in dim or dtype, or are opaque: "
-            "give Paged with a tuple of tensors a layer, one a plane, or Buffers"
+            "give Paged with a tuple of tensors per layer, one per plane, or Buffers"
         )
     plane = ask.planes[0]
     _check(ask, ask.name, tensor, plane, {"layers": ask.part.layers, **_sizes(ask, plane, joined=True)})
@@ -212,8 +213,8 @@ def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
     joined = isinstance(layers[0], Tensor)
     if joined and not _joinable(ask.planes):
         raise CallerError(
-            f"{ask.name} has one tensor a layer, but its planes differ in dim or dtype, or are opaque: "
-            "give a tuple of tensors a layer, one a plane"
+            f"{ask.name} has one tensor per layer, but its planes differ in dim or dtype, or are opaque: "
+            "give a tuple of tensors per layer, one per plane"
         )
     planes = ask.planes[:1] if joined else ask.planes
     runs: list[list[Tensor]] = [[] for _ in planes]
@@ -234,7 +235,8 @@ def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
 
 
 def _bind_layers(ask: Ask, runs: list[list[Tensor]], rows: Sequence[int]) -> PartMemory:
-    """From checked tensors `[num_blocks, planes, block_tokens, heads, dim]`, one a layer for each run."""
+    """Returns the memory over checked tensors `[num_blocks, planes, block_tokens, heads, dim]`, one per layer for each
+    run."""
     tensors = [tensor for run in runs for tensor in run]
     geometry = _Geometry(ask, tensors, joined=len(runs) == 1)
     if not rows:
@@ -253,7 +255,7 @@ def _bind_layers(ask: Ask, runs: list[list[Tensor]], rows: Sequence[int]) -> Par
 
 
 def _layouts(runs: Sequence[Sequence[Tensor]], planes: int) -> list[list[PlaneLayout]]:
-    """Where each plane of each layer lies, from tensors `[num_blocks, planes, tokens, heads, dim]`."""
+    """Returns where each plane of each layer lies, from tensors `[num_blocks, planes, tokens, heads, dim]`."""
     layers = []
     for of_layer in zip(*runs, strict=True):
         layouts = []
@@ -267,10 +269,10 @@ def _layouts(runs: Sequence[Sequence[Tensor]], planes: int) -> list[list[PlaneLa
 
 
 def _stack(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
-    """Aliases `[num_blocks, layers, planes, tokens, heads, words]`, the words of `width` bytes.
+    """Returns aliases `[num_blocks, layers, planes, tokens, heads, words]`, with words of `width` bytes.
 
-    One for all layers where they lie at equal distances in memory, as they do in a Dense and in caches that
-    were allocated as one; otherwise one a layer.
+    One alias for all layers if they lie at equal distances in memory, as in a Dense and in caches that were allocated
+    as one; otherwise one per layer.
     """
     layouts = [_layout(tensor, width) for tensor in tensors]
     starts = [tensor.data_ptr() for tensor in tensors]
@@ -286,7 +288,7 @@ def _stack(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
 
 
 def _layout(tensor: Tensor, width: int) -> tuple[list[int], list[int]]:
-    """Shape in words, and strides in bytes."""
+    """Returns the shape in words, and the strides in bytes."""
     size = tensor.element_size()
     strides = [stride * size for stride in tensor.stride()]
     if width != size:
@@ -301,7 +303,7 @@ def _alias(start: int, width: int, shape: list[int], strides: list[int]) -> Tens
 
 
 def _fits(tensor: Tensor, width: int) -> bool:
-    """Can words of that many bytes address the tensor, each holding whole values or lying within one?"""
+    """Whether words of `width` bytes can address the tensor, each holding whole values or lying within one."""
     size = tensor.element_size()
     if width == size:
         return True
@@ -310,7 +312,7 @@ def _fits(tensor: Tensor, width: int) -> bool:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """May two indices mean one element? Exact for whatever slicing, permuting and expanding can make."""
+    """Whether two indices may address one element. Exact for any tensor made by slicing, permuting and expanding."""
     reach = 1
     for stride, n in sorted((stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
         if stride < reach:
@@ -320,13 +322,13 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def _joinable(planes: Sequence[Plane]) -> bool:
-    """Can one tensor hold all planes of a layer?"""
+    """Whether one tensor can hold all planes of a layer."""
     alike = len({(plane.dim, plane.dtype) for plane in planes}) == 1
     return len(planes) == 1 or (alike and planes[0].dtype != "opaque")
 
 
 def _sizes(ask: Ask, plane: Plane, *, joined: bool) -> dict[str, int]:
-    """The dimensions of one layer of one block: of one plane, or of all of them joined."""
+    """Returns the dimensions of one layer of one block: of one plane, or of all planes joined."""
     if plane.dtype == "opaque":
         return {"nbytes": plane.dim} if plane.heads == 1 else {"heads": ask.part.heads, "nbytes": plane.dim}
     rest = {"block_tokens": ask.spec.block_tokens, "heads": ask.part.heads, "dim": plane.dim}
@@ -334,26 +336,26 @@ def _sizes(ask: Ask, plane: Plane, *, joined: bool) -> dict[str, int]:
 
 
 def _full(tensor: Tensor, plane: Plane, *, joined: bool) -> Tensor:
-    """As `[num_blocks, planes, block_tokens, heads, dim]`."""
+    """Returns the tensor viewed as `[num_blocks, planes, block_tokens, heads, dim]`."""
     if plane.dtype == "opaque":
         return tensor[:, None, None, None, :] if plane.heads == 1 else tensor[:, None, None, :, :]
     return tensor if joined else tensor.unsqueeze(1)
 
 
 def _check(ask: Ask, name: str, tensor: object, plane: Plane, sizes: dict[str, int]) -> None:
-    """All but the first dimension, which counts blocks, and the use of memory."""
+    """Checks everything but the first dimension, which counts blocks, and overlapping memory. Raises CallerError."""
     dtype = _DTYPES[plane.dtype]
     if not isinstance(tensor, Tensor):
         raise CallerError(f"{name} is {kind(tensor)}; expected a torch tensor")
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         raise CallerError(
             f"{name} is a {tensor.layout} tensor on {tensor.device}; expected torch.strided on cpu, "
-            "which is all that is served so far: pass tensor.to_dense() or tensor.cpu()"
+            "the only kind supported so far: pass tensor.to_dense() or tensor.cpu()"
         )
     if tensor.dtype != dtype:
         raise CallerError(
             f"{name} is {tensor.dtype}; expected {dtype} (plane {plane.name!r} is {plane.dtype}): "
-            "pass that, or give your KV's dtype in the spec"
+            "pass that dtype, or set your KV's dtype in the spec"
         )
     if tensor.dim() == 0 or tuple(tensor.shape[1:]) != tuple(sizes.values()):
         expected = ", ".join(f"{size} {n}" for size, n in sizes.items())
@@ -361,7 +363,7 @@ def _check(ask: Ask, name: str, tensor: object, plane: Plane, sizes: dict[str, i
             f"{name} has shape {list(tensor.shape)}; expected [blocks, {expected}]: pass a view of that shape"
         )
     if ask.writable and tensor.requires_grad:
-        raise CallerError(f"{name} requires grad; expected memory that autograd does not watch: pass tensor.detach()")
+        raise CallerError(f"{name} requires grad; expected memory that autograd does not track: pass tensor.detach()")
 
 
 def _check_block_ids(ask: Ask, block_ids: Sequence[int] | Tensor) -> list[int]:
@@ -375,5 +377,5 @@ def _check_block_ids(ask: Ask, block_ids: Sequence[int] | Tensor) -> list[int]:
     ids = ids[ask.untouched : ask.blocks]
     if ask.writable and len(set(ids)) < len(ids):
         twice = next(i for i in ids if ids.count(i) > 1)
-        raise CallerError(f"block id {twice} of {ask.name} occurs twice; expected a place of its own for each block")
+        raise CallerError(f"block id {twice} of {ask.name} occurs twice; expected a separate id for each block")
     return [*ids[:1] * ask.untouched, *ids]

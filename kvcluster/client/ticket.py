@@ -1,4 +1,4 @@
-"""Tickets: how far a prepared load reaches, and how another process redeems it."""
+"""Tickets: which blocks a prepared load can read, and how another process redeems it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvcluster.wire.frames import encode_ticket
 class Ticket:
     """The answer to a prepared load: the leading `blocks` of the hashes can be loaded.
 
-    While it is neither released nor abandoned by its process, the cluster spares these blocks. `bytes(ticket)` is
-    all that other processes of the same credential need to redeem it (`client.redeem`), each for its own layers
-    and heads. `miss` says why it reaches no further; None where it reaches the end.
+    The cluster does not evict these blocks until the ticket is released or its process has died. Other processes with
+    the same credential need only `bytes(ticket)` to redeem it (`client.redeem`), each for its own layers and heads.
+    `miss` says why the next block cannot be loaded; None if all can.
     """
 
     def __init__(self, body: TicketBody, miss: Miss | None, release: Callable[[], None]) -> None:
@@ -34,11 +34,11 @@ class Ticket:
 
     @property
     def loss(self) -> Loss:
-        """The worst that any of these blocks has lost: what has lost more by the time that it is loaded is a miss."""
+        """The worst loss of any of these blocks. A block with more loss by the time of the load is a miss."""
         return self.body.loss
 
     def release(self) -> None:
-        """The blocks need be spared no longer. May be called again; never raises."""
+        """Lets the blocks be evicted again. May be called again; never raises."""
         release, self._release = self._release, lambda: None
         release()
 

@@ -1,4 +1,4 @@
-"""A client's load tickets: asked for, renewed as long as they are held, and ended."""
+"""A client's load tickets: requested, renewed as long as they are held, and ended."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Deadline, Unavailable
 
 _HOUSEKEEPING_MS = 2_000
-"""To renew or end a ticket. Both are hints, so that a coordinator which hangs need not keep `close` any longer."""
+"""The deadline for renewing or ending a ticket. Both are hints, so `close` waits no longer than this for a coordinator
+that hangs."""
 
 
 class Tickets:
-    """Those of one client."""
+    """The tickets of one client."""
 
     def __init__(self, control: CoordinatorClient, next_attempt: Callable[[], Attempt]) -> None:
         self._control = control
@@ -28,8 +29,8 @@ class Tickets:
     def prepare(
         self, spec: KVSpec, hashes: Sequence[BlockHash], need: Need, deadline: Deadline, *, hold: bool
     ) -> Ticket:
-        """How far these blocks can be loaded; trouble is a ticket of none. With `hold` they are spared until it is
-        released."""
+        """Returns a ticket for the leading blocks that can be loaded; it has none if the coordinator does not answer.
+        With `hold` they are not evicted until it is released."""
         attempt = self._next_attempt()
         message = PrepareLoad(attempt, tuple(hashes), need, hold)
         try:
@@ -40,12 +41,12 @@ class Tickets:
         body = TicketBody(attached.namespace, attempt, tuple(hashes[: grant.blocks]), need, grant.runs)
         if not grant.hold_ns:
             return Ticket(body, grant.miss, lambda: None)
-        # The hold is shorter than the ticket: it is what has to be renewed in time.
+        # A hold may be shorter than the ticket's TTL, and must be renewed in time.
         self._keeper.keep(attempt, min(attached.ticket_ttl_ns, grant.hold_ns))
         return Ticket(body, grant.miss, lambda: self._keeper.release(attempt))
 
     def close(self) -> None:
-        """Gives back what is still held."""
+        """Ends the tickets that are still held."""
         self._keeper.close()
 
     def _end(self, attempt: Attempt) -> bool:
@@ -59,6 +60,6 @@ class Tickets:
         try:
             return self._control.request(Done, RenewTicket(attempt), Deadline.after_ms(_HOUSEKEEPING_MS)).ok
         except Unavailable:
-            return True  # perhaps the next time
+            return True  # the next renewal may succeed
         except KVClusterError:
             return False

@@ -1,8 +1,8 @@
-"""A timer: one thread of a client that wakes plans when something may be due. Started with the first plan.
+"""A timer: one thread per client that calls plans when something may be due. Started with the first plan.
 
-What is called must return at once. Entries hold their objects weakly, so that a transfer that has ended is not kept
-until its deadline; an entry that is not needed any more is left to run out, which wakes a thread less often than to
-take it back would.
+The called methods must return at once. Entries hold their objects weakly, so that a transfer that has ended is not kept
+alive until its deadline. An entry that is no longer needed is left to expire, which wakes the thread less often than
+removing it would.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 
 class Timer:
-    """Thread-safe. `close` waits for the call in hand."""
+    """Calls bound methods at set times. Thread-safe. `close` waits for the call in progress."""
 
     def __init__(self) -> None:
         self._due: list[tuple[int, int, weakref.WeakMethod[Callable[[], object]]]] = []
@@ -26,7 +26,7 @@ class Timer:
         self._closed = False
 
     def call_at(self, when_ns: int, method: Callable[[], object]) -> None:
-        """Has that bound method called at that moment of the monotonic clock, if its object is there still."""
+        """Calls the bound method at `when_ns` of the monotonic clock, if its object still exists then."""
         with self._changed:
             if self._closed:
                 return
@@ -38,7 +38,7 @@ class Timer:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Calls nothing more, and ends the thread. May be called again, but not by what is called."""
+        """Calls nothing more, and ends the thread. May be called again, but not from a called method."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -1,9 +1,9 @@
-"""A transfer: what the caller of a load or store holds while it is under way on the client's own threads.
+"""A transfer: the caller's handle on a load or store while it is under way on the client's own threads.
 
-The caller's memory is touched by exchanges alone, each within ranges of its own (read_ranges.py), and `result` and
-`cancel` return only when all of them have stopped. So what had come by then is known exactly, and is told even where
-the deadline came first. A transport may still read what it was handed of a source; a page that changes under it fails
-its checksum, and is not committed.
+Only exchanges touch the caller's memory, each within its own ranges (read_ranges.py), and `result` and `cancel` return
+only when all of them have stopped. So it is known exactly what had arrived by then, and reported even if the deadline
+came first. A transport may still read bytes of a source that it was given; a page that changes meanwhile fails its
+checksum, and is not committed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
 class Transfer(Generic[R]):
     """Progress and outcome. `R` is Loaded or Stored. Made by the client; safe to use from any thread.
 
-    `cancel` ends the transfer for that reason: once it has returned, `finish` or `fail` was called. `layer_left` says
-    how many pieces of a model layer have not arrived; the thread that makes it 0 calls `layer_came`.
+    The argument `cancel` ends the transfer with a reason; once it has returned, `finish` has been called. `layer_left`
+    returns how many pieces of a model layer have not arrived; the thread that makes it 0 calls `layer_came`.
     """
 
     def __init__(
@@ -41,35 +41,36 @@ class Transfer(Generic[R]):
     # --------------------------------------------------------------------------------------- the caller
 
     def done(self) -> bool:
-        """Has it ended, well or not?"""
+        """Whether it has ended, with any outcome."""
         with self._changed:
             return self._ended()
 
     def layer_done(self, layer: int) -> bool:
-        """Has everything that was asked for of this model layer arrived, verified?"""
+        """Whether everything requested of this model layer has arrived and been verified."""
         return self._layer_left(layer) == 0
 
     def wait_layer(self, layer: int, deadline_ms: float | None = None) -> bool:
-        """Waits until `layer_done(layer)`; False where the transfer ended or the deadline passed without it."""
+        """Waits until `layer_done(layer)`; False if the transfer ended or the deadline passed without it."""
         deadline = self._deadline if deadline_ms is None else Deadline.after_ms(deadline_ms)
         with self._changed:
             self._changed.wait_for(lambda: self.layer_done(layer) or self._ended(), deadline.remaining_s())
             return self.layer_done(layer)
 
     def wait_ended(self, deadline: Deadline) -> bool:
-        """Waits until it has ended, well or not; False where the deadline comes first."""
+        """Waits until it has ended, with any outcome; False if the deadline comes first."""
         with self._changed:
             return self._changed.wait_for(self._ended, deadline.remaining_s())
 
     def source_free(self) -> bool:
-        """May the source of a store be overwritten? True earlier than `done`."""
+        """Whether the source of a store may be overwritten. True earlier than `done`."""
         with self._changed:
             return self._source_free or self._ended()
 
     def result(self, deadline_ms: float | None = None) -> R:
-        """Waits for the outcome. Where the deadline comes first, ends the transfer: what had come by then, and a miss.
+        """Waits for the outcome. If the deadline comes first, ends the transfer, and returns what had arrived by then,
+        with a miss.
 
-        Raises CallerError, CredentialError or ProtocolError where the transfer showed a mistake.
+        Raises CallerError, CredentialError or ProtocolError if the transfer failed for one of these.
         """
         deadline = self._deadline if deadline_ms is None else Deadline.after_ms(deadline_ms)
         if not self.wait_ended(deadline):
@@ -81,24 +82,24 @@ class Transfer(Generic[R]):
             return self._outcome
 
     def cancel(self) -> None:
-        """Ends it: when this returns, the caller's memory is written no more."""
+        """Ends the transfer: when this returns, the caller's memory is no longer written."""
         self._cancel(_GIVEN_UP)
 
     # --------------------------------------------------------------------------------- the client's threads
 
     def layer_came(self) -> None:
-        """Some layer is whole now: whoever waits for one looks again. No lock of the caller's own may be held."""
+        """Some layer is complete now: wakes threads that wait for one. Must be called without holding a lock."""
         with self._changed:
             self._changed.notify_all()
 
     def drained(self) -> None:
-        """The source has been read to its end, or will be read no further."""
+        """The source will not be read any more."""
         with self._changed:
             self._source_free = True
             self._changed.notify_all()
 
     def finish(self, outcome: R | None, error: BaseException | None = None) -> None:
-        """It has ended, with an outcome or with the error that `result` raises. What ended it is let go."""
+        """Ends the transfer with an outcome, or with the error that `result` raises. Drops `cancel`."""
         with self._changed:
             self._outcome = outcome
             self._error = error

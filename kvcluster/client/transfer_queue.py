@@ -1,10 +1,10 @@
-"""Begins loads and stores of one client, and has each follow the other: loads in order, and stores in order.
+"""Begins the loads and stores of one client: one load after the other, and one store after the other.
 
-Loads never wait behind stores. Bytes are moved by threads of two pools, one for each kind; a thread that waits for one
-shard's bytes keeps only its own exchange, and ends by the deadline of the call that it works for.
+Loads never wait behind stores. Two pools of threads move bytes, one for loads and one for stores; a thread that waits
+for one shard's bytes delays only its own exchange, and ends by the deadline of the call that it works for.
 
-To begin a transfer waits for nothing. Stores that wait in line are bounded in number and bytes: one more ends at once
-with a miss, since an engine must get its memory back and has nothing to gain from waiting.
+Beginning a transfer does not wait. Queued stores are bounded in number and bytes: one more ends at once with a miss,
+since an engine must get its memory back and gains nothing from waiting.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from kvcluster.runtime.threads import be_nice
 from kvcluster.transport.base import Deadline
 
 _SPARE_THREADS = 2
-"""Beside the exchanges of a pool, for questions that cannot wait until one of them has ended."""
+"""Threads in addition to the exchanges of a pool, for questions that cannot wait until one of them has ended."""
 
 
 class _Line:
-    """Plans of one kind that begin one after the other. Under the client's lock."""
+    """Plans of one kind, which begin one after the other. Used under the client's lock."""
 
     def __init__(self) -> None:
         self._waiting: deque[PlanRunner[Any, Any]] = deque()
@@ -60,7 +60,7 @@ class _Line:
         self._begin_next()
 
     def over(self, runner: PlanRunner[Any, Any]) -> None:
-        """That plan is over, or was given up before it began."""
+        """Removes a plan that is over, or was cancelled before it began."""
         if runner is self._under_way:
             self._under_way = None
             self._begin_next()
@@ -68,8 +68,8 @@ class _Line:
             self._waiting.remove(runner)
 
     def _begin_next(self) -> None:
-        """A plan that is over as it begins comes back here: those behind it are begun by the loop, and not one within
-        the other."""
+        """Begins the next plan. A plan that is over as soon as it begins calls this again; the loop then begins the
+        next one, without recursion."""
         if self._beginning:
             return
         self._beginning = True
@@ -96,7 +96,7 @@ class TransferQueue:
         config: ClientConfig,
     ) -> None:
         self.learned = LearnedBandwidth()
-        """Of recent loads, of which one ends at a time."""
+        """The bandwidth of recent loads; updated when a load ends, one at a time."""
         self._control = control
         self._shards = shards
         self._policy = policy
@@ -159,7 +159,7 @@ class TransferQueue:
         spec: KVSpec,
         deadline: Deadline,
     ) -> Transfer[Stored]:
-        """As Client.begin_store, out of checked memory."""
+        """As Client.begin_store, from checked memory."""
         parts = tuple((group, part) for group, part in enumerate(self._parts) if part is not None)
         terms = StoreTerms(hashes, first, parts, loss, self._next_attempt(), self._store_wait_ns)
         progress = StoreProgress()
@@ -199,17 +199,17 @@ class TransferQueue:
         return transfer
 
     def wait_stored(self, deadline: Deadline) -> bool:
-        """Waits for the stores that were begun so far; False where the deadline comes first."""
+        """Waits for the stores that were begun so far; False if the deadline comes first."""
         with self._lock:
             stores = list(self._stores)
         return all(transfer.wait_ended(deadline) for transfer in stores)
 
     def close(self, break_off: Callable[[], object]) -> None:
-        """Ends what is under way, and the threads. `break_off` ends exchanges that hang."""
+        """Cancels transfers that are under way, and ends the threads. `break_off` ends exchanges that hang."""
         with self._lock:
             self._closed = True
             running: list[Transfer[Any]] = [*self._loads, *self._stores]
-        for transfer in reversed(running):  # so that none begins because the one before it ends
+        for transfer in reversed(running):  # so that ending one does not begin the next
             transfer.cancel()
         break_off()
         for threads in (self._readers, self._writers):
@@ -238,7 +238,7 @@ class TransferQueue:
         self._store_line.over(runner)
 
     def _why_full(self, nbytes: int) -> Miss | None:
-        """Why no store of that size may be begun now. Under the lock."""
+        """Returns why a store of that size may not be queued now; None if it may. Called under the lock."""
         waiting = list(self._stores.values())
         if not waiting:
             return None

@@ -1,7 +1,7 @@
-"""What callers give, checked before anything is asked or moved.
+"""Checks of the arguments of a call, made before the client asks or moves anything.
 
-Every check raises CallerError (SpecError, LimitError), which says what was given and what to give instead. A mistake
-is the caller's whether or not a cluster is there, so nothing here asks one.
+Every check raises CallerError (SpecError, LimitError), which says what was given and what to give instead. A wrong
+argument is wrong with or without a cluster, so no check here asks one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError, LimitError
 
 MAX_SECONDS = 10 * 365 * 86_400
-"""No time that anybody means is longer, and it fits the wire in nanoseconds."""
+"""Longer than any time that makes sense, and it fits the wire in nanoseconds."""
 
 
 def check_prompt(token_ids: Sequence[int], salt: bytes, extra_keys: Mapping[int, bytes] | None) -> None:
-    """A prompt is token ids, a salt, and the content hash of what its tokens do not tell, by block."""
+    """Checks a prompt: token ids, a salt, and by block the content hash of inputs that the tokens do not identify."""
     hashing.token_bytes(token_ids)
     if not isinstance(salt, bytes):
         raise CallerError(f"salt is {_kind(salt)}; expected bytes: for text give text.encode()")
@@ -42,45 +42,45 @@ def prompt_hashes(
     salt: bytes,
     extra_keys: Mapping[int, bytes] | None,
 ) -> list[BlockHash]:
-    """The full blocks of a prompt that was checked."""
+    """Returns the hashes of the full blocks of a checked prompt."""
     return hashing.chain(hashing.root(namespace, salt), token_ids, block_tokens, extra_keys)
 
 
 def check_hashes(hashes: Sequence[BlockHash]) -> None:
-    """A chain of block hashes that one call can carry."""
+    """Checks a chain of block hashes. Raises LimitError if it exceeds limits.BLOCKS_PER_CALL."""
     given: object = hashes
     if not isinstance(given, (list, tuple)):
         raise CallerError(f"block hashes are a list, not {_kind(given)}; make them with client.hashes(...)")
     if len(hashes) > limits.BLOCKS_PER_CALL:
-        raise LimitError(f"{len(hashes)} blocks in one call; at most {limits.BLOCKS_PER_CALL} go. Split it")
+        raise LimitError(f"{len(hashes)} blocks exceed the limit of {limits.BLOCKS_PER_CALL} per call; split the call")
     if any(type(block) is not bytes or len(block) != HASH_BYTES for block in hashes):
         raise CallerError("block hashes are 32 bytes each; make them with client.hashes(...) or hashing.foreign")
 
 
 def check_first(first: int, hashes: Sequence[BlockHash]) -> None:
-    """Where a store begins in its chain."""
+    """Checks the index in its chain at which a load or store begins."""
     if type(first) is not int or not 0 <= first <= len(hashes):
         raise CallerError(f"first={first!r} does not lie within the {len(hashes)} hashes")
 
 
 def check_tokens_of(token_ids: Sequence[int], blocks: int, block_tokens: int) -> None:
-    """The token ids of so many full blocks, or none."""
+    """Checks that there are no token ids, or exactly those of `blocks` full blocks."""
     hashing.token_bytes(token_ids)
     if token_ids and len(token_ids) != blocks * block_tokens:
         raise CallerError(f"{len(token_ids)} token ids are not those of {blocks} blocks of {block_tokens} tokens")
 
 
 def check_loss(loss: Loss) -> Loss:
-    """What KV has lost, or may have."""
+    """Checks that `loss` is a Loss, and returns it."""
     given: object = loss
     if not isinstance(given, Loss):
         names = ", ".join(f"Loss.{one.name}" for one in Loss)
-        raise CallerError(f"{loss!r} is no loss; give one of {names} of kvcluster.Loss")
+        raise CallerError(f"{loss!r} is no loss; pass one of {names} of kvcluster.Loss")
     return loss
 
 
 def pin_terms(ttl_s: float, replicas: int) -> tuple[int, int]:
-    """How long to pin, in nanoseconds, and on how many shards."""
+    """Checks the terms of a pin. Returns its time in nanoseconds and the number of shards."""
     if not _is_number(ttl_s) or not 0 < ttl_s <= MAX_SECONDS:
         raise CallerError(f"ttl_s={ttl_s!r} is not a number of seconds above 0 and up to {MAX_SECONDS}")
     if type(replicas) is not int or not 1 <= replicas <= limits.REPLICAS:
@@ -89,17 +89,18 @@ def pin_terms(ttl_s: float, replicas: int) -> tuple[int, int]:
 
 
 def check_deadline_ms(deadline_ms: float) -> float:
-    """Of one call. Nothing left is a miss, and no mistake; what never comes is one."""
+    """Checks the deadline of one call. Zero or less is allowed, returns 0.0, and makes the call miss; a deadline that
+    never comes raises."""
     if not _is_number(deadline_ms) or not deadline_ms <= MAX_SECONDS * 1e3:
         raise CallerError(f"deadline_ms={deadline_ms!r} is not a number of milliseconds; every call ends in time")
     return max(0.0, deadline_ms)
 
 
 def check_filters(**filters: str | None) -> None:
-    """What a purge is to name: at least one thing, each as text."""
+    """Checks that a purge names at least one field, and each as text."""
     if all(value is None for value in filters.values()):
         raise CallerError(
-            f"purge names nothing: give one of {', '.join(filters)}, or call clear() to forget everything"
+            f"purge names nothing: give one of {', '.join(filters)}, or call clear() to remove everything"
         )
     for name, value in filters.items():
         if value is not None and not isinstance(value, str):
@@ -107,7 +108,7 @@ def check_filters(**filters: str | None) -> None:
 
 
 def parts_of(spec: KVSpec, part: Part | Mapping[int, Part] | None) -> tuple[Part | None, ...]:
-    """What a worker holds, for each group of the spec."""
+    """Returns the part that a worker holds of each group of the spec; None for groups left out."""
     if part is None:
         return tuple(spec.whole(group) for group in range(len(spec.groups)))
     by_group = part if isinstance(part, Mapping) else dict.fromkeys(range(len(spec.groups)), part)

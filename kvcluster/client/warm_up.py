@@ -1,7 +1,8 @@
-"""Opening the ways to shards before they are needed.
+"""Opens the connections to shards before they are needed.
 
-A client finds out by which transport it reaches a shard when it first moves pages there, which takes a few hundred
-milliseconds: nothing to a store that nobody waits for, and much to a first load, or to whoever waits for that store.
+A client otherwise chooses the transport to a shard when it first moves pages there, which takes a few hundred
+milliseconds. That does not matter for a store in the background, but it delays a first load, or a store that the caller
+waits for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvcluster.core.messages import PageKey, PageWant, ReadRequest
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError
-from kvcluster.transport.base import Deadline
+from kvcluster.transport.base import Deadline, RefusedByShard
 from kvcluster.transport.path_selector import Nowhere
 
 
@@ -29,12 +30,13 @@ def warm_up(
     next_attempt: Callable[[], Attempt],
     deadline: Deadline,
 ) -> None:
-    """Asks every shard that is up for a page that nobody has. Whoever does not answer is left to whoever needs it."""
+    """Reads a random hash from each shard that is up, to open its connection. Failures are ignored: the first call that
+    needs the shard connects then."""
     group, part = next((group, part) for group, part in enumerate(parts) if part is not None)
     with suppress(KVClusterError):
         attached = control.attach(spec, deadline)
         nobodys = PageWant(PageKey(BlockHash(os.urandom(HASH_BYTES)), group, part), 0, 1)
         for shard in attached.shards:
             request = ReadRequest(attached.namespace, next_attempt(), shard.epoch, (nobodys,), Loss.Q4)
-            with suppress(KVClusterError):
+            with suppress(KVClusterError, RefusedByShard):  # refused, if it has restarted since
                 shards.knock(shard, spec, request, Nowhere(), deadline)

@@ -1,8 +1,8 @@
-"""A pool of threads for plans: a job is given to the thread that became idle last, and no thread is started for one
-that another is about to take.
+"""A pool of threads for plans: a job goes to the thread that became idle last, and no thread is started for a job that
+a thread about to become idle will take.
 
-concurrent.futures starts a thread whenever none is idle at that moment. A thread that tells the outcome of a transfer
-is not idle while it does, but will be when the caller that it wakes begins its next transfer: so every transfer would
+concurrent.futures starts a thread whenever none is idle at that moment. A thread that reports the outcome of a transfer
+is not idle while it does so, but is when the caller that it wakes begins its next transfer: so every transfer would
 start a thread, until the pool is full of threads that take turns.
 """
 
@@ -17,7 +17,7 @@ Work = Callable[[], None]
 
 
 class _Worker:
-    """A thread, and what it is to do next. `wake` is held while there is nothing."""
+    """A thread and its next work. `wake` is held while there is none."""
 
     __slots__ = ("wake", "work")
 
@@ -28,8 +28,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """At most `limit` threads, started as they are needed; `begin` is called on each first. What it runs must not
-    raise. Thread-safe."""
+    """At most `limit` threads, started as needed; each calls `begin` first. Work must not raise. Thread-safe."""
 
     def __init__(self, limit: int, name: str, begin: Callable[[], object] = lambda: None) -> None:
         self._limit = limit
@@ -39,11 +38,11 @@ class WorkerPool:
         self._waiting: deque[Work] = deque()
         self._parked: list[_Worker] = []
         self._threads: list[threading.Thread] = []
-        self._soon_idle = 0  # threads that will look for work in a moment
+        self._soon_idle = 0  # threads that will look for work soon
         self._closed = False
 
     def submit(self, work: Work) -> None:
-        """Runs it on a thread, at once or when one is idle. Raises RuntimeError once the pool is closed."""
+        """Runs `work` on a thread, at once or when one is idle. Raises RuntimeError once the pool is closed."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("this pool is closed")
@@ -57,7 +56,8 @@ class WorkerPool:
 
     @contextmanager
     def soon_idle(self) -> Iterator[None]:
-        """A thread of the pool does something short within; what is submitted meanwhile it will find."""
+        """Marks the calling thread of the pool as idle soon: within, it does something short, and then takes work that
+        was submitted in the meantime."""
         with self._lock:
             self._soon_idle += 1
         try:
@@ -67,12 +67,12 @@ class WorkerPool:
                 self._soon_idle -= 1
 
     def busy_again(self) -> None:
-        """The thread that was soon to be idle is not: what was left for it gets another."""
+        """The calling thread, marked as idle soon, has other work: starts a thread for what was left to it."""
         with self._lock:
             self._start_if_needed()
 
     def close(self) -> None:
-        """Runs what was submitted, and ends the threads; waits for them. May be called again."""
+        """Runs the submitted work, ends the threads and waits for them. May be called again."""
         with self._lock:
             self._closed = True
             for worker in self._parked:
@@ -82,7 +82,7 @@ class WorkerPool:
             thread.join()
 
     def _start_if_needed(self) -> None:
-        """Under the lock."""
+        """Starts a thread unless the threads that are idle soon suffice. Called under the lock."""
         if len(self._waiting) > self._soon_idle and len(self._threads) < self._limit:
             worker = _Worker(self._waiting.popleft())
             number = len(self._threads)
@@ -94,11 +94,11 @@ class WorkerPool:
         self._begin()
         while worker.work is not None:
             worker.work()
-            worker.work = None  # nothing that it knew is kept while this thread waits
+            worker.work = None  # so that a waiting thread keeps no object alive
             self._take(worker)
 
     def _take(self, worker: _Worker) -> None:
-        """Its next work; none once the pool is closed."""
+        """Waits for the worker's next work; leaves it None once the pool is closed."""
         with self._lock:
             if self._waiting:
                 worker.work = self._waiting.popleft()

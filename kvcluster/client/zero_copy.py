@@ -1,11 +1,11 @@
-"""Borrowing: a ticket's blocks read where they lie in the arenas of this host's shards, without a copy.
+"""Borrowing: reads a ticket's blocks in place in the arenas of this host's shards, without a copy.
 
-For who attends over pages in place. A page is had as it lies or not at all: nothing is looked for on another shard,
-decoded, gathered from several pages, or copied. What is not to be had so can be loaded as ever.
+For callers that compute attention over pages in place. A page is available exactly as it lies or not at all: it is not
+looked for on another shard, decoded, gathered from several pages, or copied. Other pages can be loaded as usual.
 
-Bytes that are read in place can be verified beforehand only. That they stayed those of their pages rests on the pin
-leases of the shards, which the borrower renews while the blocks are open, and which may end all the same. So what was
-computed from them counts when `valid` has said so afterwards, and not before.
+Bytes that are read in place can be verified only beforehand. The pin leases of the shards keep them unchanged; the
+borrower renews these while the blocks are open, but they may still end. So a result computed from them counts only
+after `valid` has returned True.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     from kvcluster.client.tensors import Tensor
 
 _RENEW_MS = 200
-"""To hand a few bytes to the system. A shard that has not taken what it was sent before has stopped."""
+"""Time for handing a few bytes to the operating system. If that takes longer, the shard has stopped reading."""
 
 Place = tuple[int, int]
 """A block and a group."""
 
 
 class BorrowedBlocks:
-    """Blocks of a ticket where they lie in shared memory. Made by `client.borrow`; thread-safe; a context manager.
+    """Blocks of a ticket in place in shared memory. Made by `client.borrow`; thread-safe; a context manager.
 
-    Compute from pages or tensors within the block, then ask `valid`, and throw the result away where it says no:
+    Compute from pages or tensors within the `with` block, then call `valid`, and discard the result if it is False:
 
         with client.borrow(ticket) as blocks:
             out = attend(query, [blocks.tensor(i) for i in range(blocks.blocks)])
             if not blocks.valid():
                 ...
 
-    The leases are renewed until the block ends and gives the pages back; neither page nor tensor may be used after it.
-    Nor may a child that is forked touch them: it does not have the memory, and would end (SIGSEGV).
+    The leases are renewed until the `with` block ends and releases the pages; neither page nor tensor may be used after
+    it. A forked child must not touch them: it does not have the memory mapped, and would end (SIGSEGV).
     """
 
     def __init__(
@@ -75,51 +75,52 @@ class BorrowedBlocks:
         self._ended = False
 
     def page(self, block: int, group: int = 0) -> memoryview | None:
-        """Bytes of this client's part of a block, read-only, in page layout: `[layers, planes, block_tokens, heads,
-        dim]`. None where they cannot be had so (see `why`), or the group does not need this block.
+        """Returns the bytes of this client's part of a block, read-only, in page layout: `[layers, planes,
+        block_tokens, heads, dim]`. None if they are not available in place (see `why`), or the group does not need this
+        block.
 
-        After the end the view is released: to use it raises ValueError.
+        After `close` the view is released: using it raises ValueError.
         """
         self._part(block, group)
         return self._views.get((block, group))
 
     def tensor(self, block: int, group: int = 0) -> Tensor | None:
-        """The bytes of `page`, without a copy, as a tensor `[layers, planes, block_tokens, heads, dim]` of the spec's
-        dtype. Raises CallerError where the group's planes do not make one tensor: take `page` then.
+        """Returns the bytes of `page`, without a copy, as a tensor `[layers, planes, block_tokens, heads, dim]` of the
+        spec's dtype. Raises CallerError if the group's planes do not make one tensor: use `page` then.
 
-        It must not be written. torch knows no read-only tensors, so nothing refuses it: the memory is mapped for
-        reading only, and a write ends the process (SIGSEGV). The page stays as it was. After the end nothing refuses
-        to read it either, and it shows whatever the shard has put there; until the last such tensor is gone the
-        process keeps the mapping, and with it the memory of a shard that has ended.
+        The tensor must not be written. torch has no read-only tensors, so it does not refuse a write, but the memory is
+        mapped read-only, and a write ends the process (SIGSEGV) without changing the page. After `close` reads are not
+        refused either, and return what the shard has written there since. The process keeps the mapping, and with it
+        the memory of a shard that has ended, until the last such tensor is gone.
         """
         part = self._part(block, group)
         try:
             from kvcluster.client.tensors import page_tensor
         except ModuleNotFoundError:
-            raise CallerError("without torch installed there are no tensors; take page(block)") from None
+            raise CallerError("without torch installed there are no tensors; use page(block)") from None
         return page_tensor(self._spec, group, part, self._views.get((block, group)))
 
     def why(self, block: int) -> Miss | None:
-        """Why not all of this block can be had so; None where it can. `shard_lost` stands for a shard that is reached
-        over something else, too; `part` for pages that do not hold just these heads, or not all of these layers."""
+        """Returns why not all of this block is available in place; None if it is. `shard_lost` also stands for a shard
+        that is not reached over shared memory; `part` for pages that do not hold exactly these heads and layers."""
         self._check_block(block)
         return self._misses.get(block)
 
     def valid(self, deadline_ms: float | None = None) -> bool:
-        """Was every view that of its page until now? To be asked when the computation is over. One question to each
-        shard; False where one does not say so by the deadline, and from then on."""
-        loans = self._loans  # before it is known to be open: at the end there are none, who would all be valid
+        """Whether every view was that of its page until now. Call it when the computation is over. It asks each shard
+        one question; False if a shard does not confirm by the deadline, and then always."""
+        loans = self._loans  # read before the check: `close` empties it, and all of no loans would be valid
         self._check_open()
         deadline = self._deadline(deadline_ms)
         return all(loan.valid(deadline) for loan in loans)
 
     def close(self) -> None:
-        """Gives the pages back. May be called again."""
+        """Releases the pages. May be called again."""
         with self._lock:
             first, self._ended = not self._ended, True
         if first:
             self._end(self)
-            self._views, self._loans = {}, ()  # so that whoever keeps this keeps no memory
+            self._views, self._loans = {}, ()  # so that a reference to this object keeps no memory
 
     def __enter__(self) -> BorrowedBlocks:
         self._check_open()
@@ -144,12 +145,12 @@ class BorrowedBlocks:
 
     def _check_open(self) -> None:
         if self._ended:
-            raise CallerError("these blocks were given back: use them within the `with` block, and borrow them again")
+            raise CallerError("these blocks were released: use them within the `with` block, or borrow them again")
 
 
 class Borrower:
-    """What one client has borrowed and not given back; thread-safe. One thread renews all of it, and waits for no
-    shard: it is another than that of the tickets, which may have to wait for the coordinator."""
+    """The blocks that one client has borrowed and not released; thread-safe. One thread renews their leases, and waits
+    for no shard. It is not the thread of the tickets, which may have to wait for the coordinator."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class Borrower:
         self._parts = parts
         self._next_attempt = next_attempt
         self._deadline = deadline
-        self._keeper = LeaseKeeper(self._renew, lambda attempt: True)  # whoever releases a loan has ended it
+        self._keeper = LeaseKeeper(self._renew, lambda attempt: True)  # a released loan has already been ended
         self._loans: dict[Attempt, BorrowedPages] = {}
         self._open: dict[BorrowedBlocks, ExitStack] = {}
         self._lock = threading.Lock()
@@ -206,7 +207,7 @@ class Borrower:
         return blocks
 
     def close(self) -> None:
-        """Gives everything back, and ends the thread."""
+        """Releases everything, and ends the thread."""
         with self._lock:
             self._closed = True
             left = list(self._open)
@@ -225,7 +226,8 @@ class Borrower:
         deadline: Deadline,
         until: ExitStack,
     ) -> BorrowedPages | Miss:
-        """These pages of one shard, renewed until that stack is closed; or why there are none."""
+        """Borrows these pages of one shard, and has the lease renewed until the stack `until` is closed. Returns the
+        miss if the shard lends none."""
         wants = tuple(piece.want for piece in pieces)
         request = ReadRequest(body.namespace, self._next_attempt(), shard.epoch, wants, body.loss)
         try:
@@ -249,7 +251,7 @@ class Borrower:
         outcome: Sequence[Miss | None],
         deadline: Deadline,
     ) -> None:
-        """Tells a shard which of its pages did not match, as loads do."""
+        """Reports to the shard which of its pages did not match their checksums, as loads do."""
         corrupt = [
             piece.want.key
             for piece, miss in zip(pieces, outcome, strict=True)
@@ -275,8 +277,8 @@ class Borrower:
 
 
 def _whole_pages(pieces: Pieces, parts: Sequence[Part | None]) -> tuple[Pieces, dict[int, Miss]]:
-    """Of a load's pieces those that alone are a worker's part of their block: all its heads and no others, and all its
-    layers. And for each block of which some are not, why."""
+    """Returns those of a load's pieces that alone are a worker's part of their block: all its heads and no others, and
+    all its layers; and for each block with a group that has no such piece, the miss."""
     whole: Pieces = {}
     for shard, of_shard in pieces.items():
         kept = [piece for piece in of_shard if piece.rect == parts[piece.group]]
@@ -284,7 +286,7 @@ def _whole_pages(pieces: Pieces, parts: Sequence[Part | None]) -> tuple[Pieces, 
             whole[shard] = kept
     there = {(piece.block, piece.group) for piece in each(whole)}
     misses = {
-        piece.block: Miss(MissReason.PART, f"no one page has just {parts[piece.group]} of group {piece.group}")
+        piece.block: Miss(MissReason.PART, f"no single page holds exactly {parts[piece.group]} of group {piece.group}")
         for piece in each(pieces)
         if (piece.block, piece.group) not in there
     }

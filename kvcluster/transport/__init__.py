@@ -1,1 +1,1 @@
-"""Moving page bytes between processes: one seam, several transports (base.py)."""
+"""Moving page bytes between processes: one interface, several transports (base.py)."""

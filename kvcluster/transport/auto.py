@@ -1,10 +1,9 @@
-"""Choice: a worker's way to one shard incarnation, by the fastest data path that both ends have.
+"""A worker's transport to one shard incarnation: gRPC for control, and the fastest data path that both ends support.
 
-Control goes over gRPC; pages go over the first of shm, tcp, grpc that serves (path_selector.py). Where that one fails
-in the middle of an exchange, PathLost says that there is another: who asked asks for the rest again
-(client/load_plan.py, client/store_plan.py), which goes over the next. A shard that is really gone fails over gRPC as
-well, and that is the Trouble that is raised. Two things end a call over any path: that its bytes are not wanted any
-more, and being too slow.
+Pages go over the first of shm, tcp, grpc that works (path_selector.py). If that path fails in the middle of an
+exchange, PathLost says that there is another: the caller asks for the rest again (client/load_plan.py,
+client/store_plan.py), and that goes over the next path. A shard that is really gone fails over gRPC as well, and that
+Unavailable is raised. Two things end a call over any path: its caller cancels it, or it is too slow.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ def _opener(spec: TransportSpec) -> Opener:
 
 
 FAILURES = (Unavailable, ProtocolError, CredentialError)
-"""What a path fails by. What a shard refuses, and what is wrong with a request, are the same over every path."""
+"""The errors by which a path fails. A refusal of the shard, or a wrong request, would be the same over every path."""
 
 OPENERS: Mapping[str, Opener] = {spec.name: _opener(spec) for spec in BESIDE_GRPC}
-"""The data paths that there are beside gRPC. Their code is loaded when one is opened."""
+"""The data paths other than gRPC. Their code is loaded when one is opened."""
 
 
 class AutoTransport:
@@ -82,7 +81,7 @@ class AutoTransport:
         self.name, self.streams = self._paths.in_use
 
     def refused(self) -> dict[str, str]:
-        """Why each path before the one in use is not used, as far as they were looked at."""
+        """Returns why each path preferred to the one in use is not used, for those that were tried."""
         return self._paths.refused()
 
     # ------------------------------------------------------------------------------------------- control
@@ -97,7 +96,7 @@ class AutoTransport:
         self._control.suspect(namespace, epoch, keys, deadline)
 
     def close(self) -> None:
-        """Ends what is under way. May be called from any thread, and again."""
+        """Ends exchanges that are under way. May be called from any thread, and again."""
         self._paths.close()
 
     # ---------------------------------------------------------------------------------------------- data
@@ -120,7 +119,8 @@ class AutoTransport:
 
     @contextmanager
     def borrow(self, request: ReadRequest, deadline: Deadline) -> Iterator[BorrowedPages]:
-        """As Lends (shm_views.py), while the path in use lends: no other could go on with what this one began."""
+        """As Lends (shm_views.py). Raises NotLent if the path in use does not lend, or fails while another is left: no
+        other path could continue what this one began."""
         with self._path(deadline) as path:
             if not isinstance(path, Lends):
                 why = "".join(f"; {name}: {reason}" for name, reason in self.refused().items())
@@ -130,7 +130,7 @@ class AutoTransport:
             except FAILURES as error:
                 if not self._goes_on(path, error, deadline):
                     raise
-                raise NotLent(f"{path.name}: {said(error)}") from None  # of the shard itself it says nothing
+                raise NotLent(f"{path.name}: {said(error)}") from None  # it says nothing about the shard itself
             with lent as borrowed:
                 yield borrowed
 
@@ -141,16 +141,16 @@ class AutoTransport:
             yield path
 
     def _failed(self, path: DataPath, error: Exception, deadline: Deadline) -> Exception:
-        """What the failure of a path is to whoever used it."""
+        """Returns the error to raise at the caller when a path failed with `error`."""
         if isinstance(error, Cancelled) or not self._goes_on(path, error, deadline):
             return error
         return PathLost(error.miss if isinstance(error, Unavailable) else Miss(MissReason.SHARD_LOST, str(error)))
 
     def _goes_on(self, path: DataPath, error: Exception, deadline: Deadline) -> bool:
-        """Is there another path, and time to go on over it?"""
+        """Retires a failed path. Returns whether there is another path, and time left to use it."""
         if self._paths.is_last(path):
             return False
-        # A lease that ended, like a call's own time, is nothing that another path could bring back.
+        # Another path cannot bring back an ended lease, or the time of the call.
         late = isinstance(error, Unavailable) and error.miss.reason is MissReason.DEADLINE
         if late or not deadline.remaining_s():
             self._paths.doubt(path)
@@ -170,13 +170,13 @@ def choose(
     *,
     takes: Sequence[str] = TRANSPORTS,
 ) -> AutoTransport:
-    """A way to a shard by whatever there is."""
+    """Returns a transport to a shard over the paths of this platform that `takes` names."""
     return AutoTransport(
         shard, GrpcPages(shard.address, token), OPENERS, token=token, next_attempt=next_attempt, takes=takes
     )
 
 
 def own_attempts() -> Callable[[], Attempt]:
-    """Attempts under a holder of their own, which nobody can guess and take before; thread-safe."""
+    """Returns a source of attempts under a new random holder, which other processes cannot guess; thread-safe."""
     holder, counter = Holder(os.urandom(HOLDER_BYTES)), itertools.count(1)
     return lambda: Attempt(holder, next(counter))

@@ -1,8 +1,8 @@
-"""The seam: what a worker asks of a transport, and what a page server needs from its shard.
+"""The transport interface: what a worker asks of a transport, and what a page server needs from its shard.
 
 A transport moves layers of pages between a worker's memory and a shard's arena, and nothing else: it chooses no
-shard, hashes nothing, decides nothing. Whoever receives verifies: the worker's sink on loads, the shard's session
-on stores (sessions.py). Trouble is raised as `Unavailable` with the miss that it amounts to.
+shard, hashes nothing, decides nothing. The receiver verifies: the worker's sink on loads, the shard's session on stores
+(sessions.py). A failure is raised as `Unavailable` with the miss to report for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvcluster.errors import Unreachable
 
 
 class Unavailable(Unreachable):
-    """An exchange with a shard or the coordinator failed. `miss` is what that means for its pages."""
+    """An exchange with a shard or the coordinator failed. `miss` is the miss to report for its pages."""
 
     def __init__(self, miss: Miss) -> None:
         super().__init__(str(miss))
@@ -40,16 +40,16 @@ class Unavailable(Unreachable):
 
 
 class Cancelled(Unavailable):
-    """The caller of an exchange wants its bytes no more. It says nothing of the shard."""
+    """The caller cancelled the exchange. It says nothing about the shard."""
 
 
 class PathLost(Unavailable):
-    """The path that an exchange went over has broken, and there is another to the same shard: what is left of the
-    exchange may be asked for again at once. Nothing is known of what was under way."""
+    """The path of an exchange has broken, and there is another path to the same shard: the caller may ask for the rest
+    of the exchange again at once. The outcome of what was under way is unknown."""
 
 
 class RefusedByShard(Exception):
-    """The shard answered that it cannot do this; the client knows what to do about each kind."""
+    """The shard answered that it cannot do this. The client decides by the refusal's kind what to do."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.detail)
@@ -58,7 +58,7 @@ class RefusedByShard(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment of this process's monotonic clock, in nanoseconds. One a call, whatever its parts."""
+    """A time of this process's monotonic clock, in nanoseconds. One per call, shared by all its parts."""
 
     at_ns: int
 
@@ -67,15 +67,15 @@ class Deadline:
         return cls(time.monotonic_ns() + int(ms * 1_000_000))
 
     def remaining_s(self) -> float:
-        """Seconds left, never negative."""
+        """Returns the seconds left, never negative."""
         return max(0.0, (self.at_ns - time.monotonic_ns()) / 1e9)
 
     def remaining_ns(self) -> int:
-        """As `remaining_s`."""
+        """Returns the nanoseconds left, never negative."""
         return max(0, self.at_ns - time.monotonic_ns())
 
     def share(self, parts: int) -> Deadline:
-        """An earlier one: when a `parts`-th of what is left will have passed. For a step that others must follow."""
+        """Returns an earlier deadline, after 1/`parts` of the time left. For a step that others must follow."""
         now = time.monotonic_ns()
         return Deadline(now + max(0, self.at_ns - now) // parts)
 
@@ -86,25 +86,25 @@ class Deadline:
 
 
 class Payload(Protocol):
-    """The bytes of some layers on their way: read once, from the first to the last."""
+    """The bytes of some layers in transit: read once, from the first to the last."""
 
     nbytes: int
 
     @property
     def present(self) -> memoryview | None:
-        """All of them, where they lie in memory and none has been read: then they can be copied from there instead.
-        They may change there at any time."""
+        """All bytes, if they lie in memory and none has been read; None otherwise. They can be copied from there
+        instead. They may change at any time."""
 
     def read_into(self, view: memoryview) -> int:
-        """Copies the next bytes, as many as are there and `view` has room for; 0 where `wait` is to be called. Never
-        blocks, so that it can be called under a lock."""
+        """Copies the next available bytes, as many as fit into `view`, and returns their number; 0 if `wait` must be
+        called. Never blocks, so that it can be called under a lock."""
 
     def wait(self) -> None:
-        """Until more are there. Raises Unavailable at the deadline, or where no more will come."""
+        """Waits until more bytes are available. Raises Unavailable at the deadline, or if no more will come."""
 
 
 class BytesPayload:
-    """A payload that lies in memory already, its own or somebody else's."""
+    """A payload that already lies in memory, private or shared."""
 
     def __init__(self, data: memoryview) -> None:
         self.nbytes = data.nbytes
@@ -122,38 +122,38 @@ class BytesPayload:
         return stop - start
 
     def wait(self) -> None:
-        """Everything is there."""
+        """Returns at once: everything is available."""
 
 
 class PageSink(Protocol):
-    """Where a load's layers go."""
+    """Takes the layers of a load."""
 
     def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
-        """`len(sums)` layers of `wants[item]`, from its page's layer `layer` on. The sink reads them into memory of
-        its own, and verifies them there and not before: until it has read them anybody may change them. What it
-        leaves unread the transport skips."""
+        """Takes `len(sums)` layers of `wants[item]`, from its page's layer `layer` on. The sink reads them into its own
+        memory, and verifies them there and not before: until it has read them, other processes may change them. The
+        transport skips what the sink leaves unread."""
 
 
 class PageSource(Protocol):
-    """Where a store's layers come from."""
+    """Supplies the layers of a store."""
 
     def layer_bytes(self, item: int) -> int:
-        """Bytes of one layer of page `item`."""
+        """Returns the bytes of one layer of page `item`."""
 
     def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
-        """Checksums and bytes of `layers` layers of page `item`, from its layer `layer` on. The bytes stay valid
-        until the next call."""
+        """Returns checksums and bytes of `layers` layers of page `item`, from its layer `layer` on. The bytes stay
+        valid until the next call."""
 
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
-        """As `send`, with the bytes copied into memory of the transport. What is summed are the source's own bytes,
-        once copying has brought them into the cache."""
+        """As `send`, but copies the bytes into memory of the transport. The checksums are of the source's own bytes,
+        computed while copying has them in the CPU cache."""
 
     def drained(self) -> None:
-        """Nothing more will be asked for: the memory behind the source may be overwritten."""
+        """Nothing more will be read: the memory behind the source may be overwritten."""
 
 
 def run_to_completion(progress: Generator[None, None, list[Miss | None]]) -> list[Miss | None]:
-    """Drives one `read` by this thread alone; its outcome."""
+    """Drives one `read` on this thread alone, and returns its outcome."""
     while True:
         try:
             next(progress)
@@ -163,8 +163,8 @@ def run_to_completion(progress: Generator[None, None, list[Miss | None]]) -> lis
 
 
 class Streams(NamedTuple):
-    """How many exchanges at once with one shard make a path fastest: for stores, for loads, and for loads of what lies
-    in q4, whose reader has more to do than the wire."""
+    """The number of parallel exchanges with one shard that is fastest on a path: for stores, for loads, and for loads
+    of q4 pages, whose reader spends more time decoding than the network needs."""
 
     stores: int = 1
     loads: int = 1
@@ -179,7 +179,7 @@ class DataPath(Protocol):
 
     Thread-safe: loads and stores share one, and none waits for another. A sink, a source and the generator of one
     `read` belong to the thread that drives them. No call outlasts its deadline by more than the piece that its sink or
-    source has in hand; after `close`, from any thread, each ends with Unavailable or as if it were open.
+    source is processing. After `close`, from any thread, each call ends with Unavailable or as if it were open.
     """
 
     name: str
@@ -190,7 +190,8 @@ class DataPath(Protocol):
         self, request: ReadRequest, sink: PageSink, deadline: Deadline
     ) -> Generator[None, None, list[Miss | None]]:
         """Loads; yields after each piece, so that one thread can drive several shards. Returns for each want the
-        reason why it was not sent, or None. Closing it early unpins. Raises Unavailable or RefusedByShard."""
+        reason why it was not sent, or None. Closing the generator early unpins. Raises Unavailable or
+        RefusedByShard."""
 
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
         """Stores. Returns what became of each page. Raises Unavailable or RefusedByShard."""
@@ -199,17 +200,17 @@ class DataPath(Protocol):
 
 
 class Transport(DataPath, Protocol):
-    """A worker's whole way to one shard incarnation: a data path, and the questions beside it."""
+    """A worker's complete transport to one shard incarnation: a data path, and the control questions."""
 
     def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
         """Names the spec to the shard. Raises Unavailable or RefusedByShard."""
 
     def flush(self, deadline: Deadline) -> bool:
-        """Has the coordinator heard of everything committed so far? Raises Unavailable."""
+        """Returns whether the coordinator knows of everything committed so far. Raises Unavailable."""
 
     def suspect(self, namespace: NamespaceId, epoch: Epoch, keys: Sequence[PageKey], deadline: Deadline) -> None:
-        """Reports pages of that incarnation whose bytes did not match their checksums here. It condemns nothing: the
-        shard reads them again. Raises Unavailable or RefusedByShard."""
+        """Reports pages of that incarnation whose bytes did not match their checksums here. It does not drop them: the
+        shard verifies them again itself. Raises Unavailable or RefusedByShard."""
 
 
 class PageHost(Protocol):
@@ -219,10 +220,10 @@ class PageHost(Protocol):
         """Steps the core and returns its answer; raises Unavailable(DEADLINE) when it takes longer than `wait_s`."""
 
     def view(self, slot: PageSlot) -> memoryview:
-        """The bytes of a leased page in the arena, writable. Raises Unavailable(SHARD_LOST) once the arena is
+        """Returns the bytes of a leased page in the arena, writable. Raises Unavailable(SHARD_LOST) once the arena is
         closed."""
 
     def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
         """Within the context, `stop()` is called (from any thread) when the lease of `attempt` is revoked.
 
-        Raises RefusedByShard(BAD) where this attempt is under way already."""
+        Raises RefusedByShard(BAD) if this attempt is under way already."""

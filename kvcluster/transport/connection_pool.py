@@ -1,7 +1,7 @@
-"""Connections: those of one data path to one shard. One carries one exchange at a time and is kept for the next.
+"""The connections of one data path to one shard. Each carries one exchange at a time and is kept for the next.
 
-What is under way is known, so that `close` can end it from any thread. They belong to the process that made them: in a
-forked child, which shares their streams, they are of no use, and nothing that is done to them there reaches the shard.
+The pool knows the busy connections, so that `close` can end them from any thread. Connections belong to the process
+that made them: a forked child shares their streams but cannot use them, and nothing it does to them reaches the shard.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.transport.base import Deadline, Unavailable
 
 _IDLE = 8
-"""Kept for later: more were opened only for a burst of threads."""
+"""Idle connections kept for later. More were opened only for a burst of threads."""
 
 
 class PooledConnection(Protocol):
-    """As much of a link as is needed here (framed_socket.py)."""
+    """The methods of a connection that the pool needs (framed_socket.py)."""
 
     def is_quiet(self) -> bool:
-        """Is it open, with nothing to read?"""
+        """Whether it is open, with nothing to read."""
         ...
 
     def shut(self) -> None:
-        """Ends its stream, for the other side as well, whoever else may have it open. Any thread may call."""
+        """Ends its stream for both sides, even if another process has it open. Any thread may call."""
 
     def close(self) -> None:
-        """Gives it back."""
+        """Releases its descriptor."""
 
 
 C = TypeVar("C", bound=PooledConnection)
 
 
 class ConnectionPool(Generic[C]):
-    """Thread-safe. `connect` opens one by a deadline; `address` is for the words of errors."""
+    """A pool of connections. Thread-safe. `connect` opens one by a deadline; `address` appears in errors."""
 
     def __init__(self, address: str, connect: Callable[[Deadline], C]) -> None:
         self._address = address
@@ -48,10 +48,11 @@ class ConnectionPool(Generic[C]):
         self._closed = False
 
     def take(self, deadline: Deadline) -> C:
-        """An idle one that is still open, or a new one: to be kept or discarded. Raises as `connect` does."""
+        """Returns an idle connection that is still open, or a new one. The caller must `keep` or `discard` it. Raises
+        Unavailable if the pool is closed or was made before a fork, and as `connect`."""
         deadline.check(self._address)
         if os.getpid() != self._owner:
-            raise self._lost("this connection is of the process that this one was forked from; connect anew")
+            raise self._lost("this connection belongs to the process that this one was forked from; connect again")
         while True:
             with self._lock:
                 if self._closed:
@@ -63,17 +64,17 @@ class ConnectionPool(Generic[C]):
                 break
             if one.is_quiet():
                 return one
-            self.discard(one)  # the shard has closed it meanwhile
+            self.discard(one)  # the shard has closed it in the meantime
         one = self._connect(deadline)
         with self._lock:
             self._busy[one] = None
-        if self._is_closed():  # meanwhile
+        if self._is_closed():  # in the meantime
             self.discard(one)
             raise self._was_closed()
         return one
 
     def keep(self, one: C) -> None:
-        """The other side waits for the next exchange on it."""
+        """Keeps a connection whose exchange has ended, for the next one."""
         with self._lock:
             if not self._closed and len(self._idle) < _IDLE:
                 self._busy.pop(one, None)
@@ -82,14 +83,14 @@ class ConnectionPool(Generic[C]):
         self.discard(one)
 
     def discard(self, one: C) -> None:
-        """It is within an exchange that has ended here, or broken. What the shard has closed is closed with it."""
+        """Closes a connection that broke or whose exchange was abandoned, and idle ones that the shard has closed."""
         with self._lock:
             self._busy.pop(one, None)
         self._end(one)
         self.tidy()
 
     def tidy(self) -> None:
-        """Closes those that lie idle and that the shard has closed."""
+        """Closes idle connections that the shard has closed."""
         with self._lock:
             ended = [one for one in self._idle if not one.is_quiet()]
             self._idle = [one for one in self._idle if one not in ended]
@@ -97,7 +98,7 @@ class ConnectionPool(Generic[C]):
             self._end(one)
 
     def close(self) -> None:
-        """Ends what is under way. May be called from any thread, and again."""
+        """Ends exchanges that are under way. May be called from any thread, and again."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -109,7 +110,7 @@ class ConnectionPool(Generic[C]):
                 one.shut()
 
     def _end(self, one: C) -> None:
-        if os.getpid() == self._owner:  # a child that was forked meanwhile must not keep the stream open
+        if os.getpid() == self._owner:  # otherwise a child forked in the meantime would keep the stream open
             one.shut()
         one.close()
 

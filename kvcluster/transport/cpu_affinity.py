@@ -1,8 +1,8 @@
-"""Processors: which one a thread runs on, and how another thread keeps off it.
+"""CPU affinity: which processor a thread runs on, and how another thread avoids it.
 
-A system wakes a thread near the one that woke it, which is about to wait itself, it supposes. A writer of pages is not:
-it copies the next while the shard verifies the last. Left alone on two processors, both shared one, and the other was
-idle (docs/measurements.md).
+The operating system wakes a thread on or near the processor of the thread that woke it, on the assumption that that one
+is about to wait. A writer of pages does not wait: it copies the next page while the shard verifies the last. On two
+processors without affinity, both threads shared one processor, and the other was idle (docs/measurements.md).
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _GETCPU = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
 
 def here() -> int:
-    """The processor that the calling thread runs on; NO_PROCESSOR where the system does not say."""
+    """Returns the processor that the calling thread runs on; NO_PROCESSOR if the system does not say."""
     number: int = _GETCPU() if _GETCPU is not None else -1
     return number if 0 <= number < NO_PROCESSOR else NO_PROCESSOR
 
 
 class AffinityGuard:
-    """The thread that enters this, which may then be kept off a processor at a time, until it leaves."""
+    """Keeps the thread that enters it off one processor at a time, until it leaves."""
 
     def __init__(self) -> None:
         self._all = os.sched_getaffinity(0)
         self._off = NO_PROCESSOR
 
     def keep_off(self, processor: int) -> None:
-        """It runs anywhere else from now on, where it may run anywhere else."""
+        """Keeps the thread off this processor from now on, if it may run on any other."""
         if processor == self._off:
             return
         self._off = processor
-        with contextlib.suppress(OSError):  # a sandbox that does not let it choose
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
             os.sched_setaffinity(0, self._all - {processor} or self._all)
 
     def __enter__(self) -> AffinityGuard:

@@ -1,7 +1,7 @@
-"""The copies of one exchange: how a data path that knows where all its bytes lie hands them over at once.
+"""The copies of one exchange: how a data path that knows where all its bytes lie passes them on as one batch.
 
-Such a path builds the records of a load or store from what it was granted, and has them copied in slices between the
-renewals of its lease: by the sink or source itself, where that takes batches of copies, else one record at a time.
+Such a path builds the records of a load or store from its grant, and has them copied in slices between the renewals of
+its lease: by the sink or source itself if that takes batches of copies, otherwise one record at a time.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from kvcluster.transport.sessions import in_order_of_use
 from kvcluster.wire.shm_frames import Place
 
 PageMemory = MappedMemory | HostMemory
-"""Where pages lie that the CPU reads and writes."""
+"""Memory of pages that the CPU can read and write."""
 
 
 class ExchangeCopies(Protocol):
     """The copies of one exchange under way."""
 
     def run(self, start: int, stop: int) -> None:
-        """Carries out the records from `start` to `stop`, each once and in order. What it raises ends the exchange."""
+        """Carries out the records from `start` to `stop`, each once and in order. An error ends the exchange."""
 
 
 @runtime_checkable
 class CopySink(PageSink, Protocol):
-    """A sink that takes batches too. What it gets so it verifies where it was written."""
+    """A sink that takes batches too. It verifies their bytes at their destination."""
 
     def copies(self, records: CopyRecords, source: PageMemory, keeps: object) -> ExchangeCopies:
-        """Prepares to take these records out of `source`, which lives as long as `keeps`. Raises ProtocolError, and
-        has written nothing, where they are not what was asked for."""
+        """Prepares to copy these records from `source`, which lives as long as `keeps`. Raises ProtocolError, and
+        has written nothing, if they do not match the request."""
         ...
 
 
@@ -47,13 +47,14 @@ class CopySource(PageSource, Protocol):
     """A source that fills pages by batches too."""
 
     def copies(self, records: CopyRecords, target: PageMemory, keeps: object) -> ExchangeCopies:
-        """Prepares to put these records into `target`, which lives as long as `keeps`; `run` sets their sums. Raises
-        ProtocolError, and has written nothing, where they are not what the source has."""
+        """Prepares to copy these records into `target`, which lives as long as `keeps`; `run` sets their sums. Raises
+        ProtocolError, and has written nothing, if they do not match the source."""
         ...
 
 
 def granted_records(request: ReadRequest, places: Mapping[int, Place]) -> CopyRecords:
-    """What was granted to a load, in the order of its use. Offsets count as those of `places` do."""
+    """Returns the records granted to a load, in the order of their use. Offsets are relative to the same base as those
+    of `places`."""
     order = in_order_of_use(request.wants, {item: place.layer_bytes for item, place in places.items()})
     sums = array("Q")
     for item, layer, count in order:
@@ -63,7 +64,8 @@ def granted_records(request: ReadRequest, places: Mapping[int, Place]) -> CopyRe
 
 
 def reserved_records(pages: Sequence[NewPage], places: Mapping[int, Place]) -> CopyRecords:
-    """What was reserved for a store, page after page, so that each is whole soon; with room for the sums."""
+    """Returns the records reserved for a store, page after page so that each is complete early, with room for the
+    sums."""
     order = []
     for item, place in places.items():
         layers, step = pages[item].key.part.layers, max(1, limits.RECORD_BYTES // place.layer_bytes)
@@ -75,7 +77,8 @@ def reserved_records(pages: Sequence[NewPage], places: Mapping[int, Place]) -> C
 def _records(
     order: Sequence[tuple[int, int, int]], places: Mapping[int, Place], codecs: array[int], sums: array[int]
 ) -> CopyRecords:
-    """A record for each (item, first layer, layers). Thousands: a column at a time takes half the time of a row."""
+    """Returns one record for each (item, first layer, layers). There are thousands, and building them by columns takes
+    half the time of building them by rows."""
     counts = [count for _, _, count in order]
     of_order = [places[item] for item, _, _ in order]
     return CopyRecords(
@@ -100,8 +103,8 @@ def open_load(
     keeps: object,
     between: Callable[[], object] = lambda: None,
 ) -> ExchangeCopies:
-    """The copies of these records into `sink`, whatever it is. `between` is called between two records that are
-    handed over one at a time: a slow sink may take its time with each."""
+    """Returns the copies of these records into any kind of `sink`. If the sink takes one record at a time, `between` is
+    called between two records, because a slow sink may take long with each."""
     if isinstance(sink, CopySink):
         return sink.copies(records, source, keeps)
     return _SingleLoads(sink, records, source, between)
@@ -114,14 +117,14 @@ def open_store(
     keeps: object,
     between: Callable[[], object] = lambda: None,
 ) -> ExchangeCopies:
-    """As `open_load`, out of `source`. Raises ProtocolError where its pages have other lengths than the records."""
+    """As `open_load`, from `source`. Raises ProtocolError if its pages have other lengths than the records."""
     if isinstance(source, CopySource):
         return source.copies(records, target, keeps)
     return _SingleStores(source, records, target, between)
 
 
 class _SingleLoads:
-    """Into a sink that takes one record at a time."""
+    """Copies into a sink that takes one record at a time."""
 
     def __init__(self, sink: PageSink, records: CopyRecords, source: PageMemory, between: Callable[[], object]) -> None:
         self._sink = sink
@@ -140,7 +143,7 @@ class _SingleLoads:
 
 
 class _SingleStores:
-    """Out of a source that gives one record at a time."""
+    """Copies from a source that gives one record at a time."""
 
     def __init__(
         self, source: PageSource, records: CopyRecords, target: PageMemory, between: Callable[[], object]
@@ -164,6 +167,6 @@ class _SingleStores:
 
 
 def check_layer_bytes(item: int, granted: int, own: int) -> None:
-    """Raises ProtocolError where a page was granted with layers of another length than the source's own."""
+    """Raises ProtocolError if a page was granted with layers of another length than the source's own."""
     if granted != own:
         raise ProtocolError(f"page {item} has layers of {own} bytes, not {granted}")

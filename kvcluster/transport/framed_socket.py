@@ -1,8 +1,9 @@
-"""A link: one connected stream socket, TCP or unix, that carries frames (wire/streams.py) for one exchange at a time.
+"""A framed socket: one connected stream socket, TCP or unix, that carries frames (wire/streams.py) for one exchange at
+a time.
 
-It knows deadlines and how to move bytes without copying them: out of any memory with `send`, into any memory through
+It knows deadlines and how to move bytes without copying them: from any memory with `send`, into any memory through
 `Incoming`. It knows nothing of pages. Every wait ends by its deadline or when the other side or `shut` ends it. After
-anything was raised, the stream is somewhere within a frame and of no more use: whoever owns the link closes it.
+an error the stream is somewhere within a frame and cannot be used any more: the owner closes the socket.
 
 A TLS socket will be another implementation of `_send` and `_receive_into`, the only two calls that touch the socket.
 """
@@ -24,16 +25,17 @@ from kvcluster.wire import streams
 from kvcluster.wire.streams import HEADER, Broken, Kind
 
 _BUFFERS = 1_024
-"""What one sendmsg takes (IOV_MAX)."""
+"""The most buffers that one sendmsg takes (IOV_MAX)."""
 
 _MOST_FDS = 4
 
 _ENDED: int = getattr(select, "POLLRDHUP", 0)
-"""The other side sends no more: it has ended, since nobody here closes half a stream. Whoever waits to send would not
-learn it otherwise: a kernel whose reader is gone opens its window no more, and may answer no probe for a minute."""
+"""The other side sends no more. It has ended, since this protocol never closes half a stream. A sender that waits would
+not notice otherwise: a kernel whose reader is gone keeps its window closed, and may answer no probe for a minute."""
 
 _LAST_WORDS_MS = 1_000
-"""A side that takes no more says why, if it can, and then closes the connection: it is seldom waited for so long."""
+"""How long a sender whose bytes are not taken waits for the other side's reason. That side sends it, if it can, and
+then closes the connection, so the wait is rarely this long."""
 
 
 class FramedSocket:
@@ -52,16 +54,16 @@ class FramedSocket:
         self._process: int | None = None
         self._ending = _ENDED
         self.ended = False
-        """Has the other side been seen to end the stream, or to end?"""
+        """Whether the other side is known to have closed the stream, or to have ended."""
 
     def tune(self, tune: Callable[[socket.socket], None]) -> None:
-        """Has the socket's options set."""
+        """Calls `tune` with the socket, to set its options."""
         tune(self._socket)
 
     # ------------------------------------------------------------------------------------------ frames
 
     def send(self, kind: Kind, body: bytes, deadline: Deadline, payloads: Sequence[memoryview] = ()) -> None:
-        """One frame, and the bytes that follow it. Raises Unavailable."""
+        """Sends one frame, and the bytes that follow it. Raises Unavailable, or the other side's FAILED error."""
         left = [memoryview(streams.encode_header(kind, len(body)) + body), *payloads]
         while left:
             try:
@@ -73,31 +75,32 @@ class FramedSocket:
             left = _after(left, sent)
 
     def receive(self, *kinds: Kind, deadline: Deadline) -> tuple[Kind, bytes]:
-        """The next frame, which has to be of one of these kinds.
+        """Returns the next frame, which must be of one of these kinds.
 
-        Raises Unavailable, ProtocolError, or what the other side says in a FAILED frame.
+        Raises Unavailable, ProtocolError, or the error of a FAILED frame from the other side.
         """
         kind, nbytes = streams.decode_header(bytes(self._exactly(HEADER.size, deadline)))
         if kind is not Kind.FAILED and kind not in kinds:
-            raise ProtocolError(f"{self.peer} sent a {kind.name} frame, where {_either(kinds)} belongs")
+            raise ProtocolError(f"{self.peer} sent a {kind.name} frame, expected {_either(kinds)}")
         body = bytes(self._exactly(nbytes, deadline)) if nbytes else b""
         if kind is Kind.FAILED:
             raise _failure(streams.decode_failure(body), self.peer)
         return kind, body
 
     def incoming(self, nbytes: int, deadline: Deadline) -> Incoming:
-        """The next bytes after a frame, as a Payload. They have all to be read, or skipped, before the next frame."""
+        """Returns the next bytes after a frame as a Payload. All of them must be read or skipped before the next
+        frame."""
         return Incoming(self, nbytes, deadline)
 
     def fail(self, error: KVClusterError, deadline: Deadline) -> None:
-        """Says why this ends, where that can still be said."""
+        """Sends the reason why this side ends, if it still can."""
         with contextlib.suppress(Unavailable):
             self.send(Kind.FAILED, streams.encode_failure(error), deadline)
 
     # ------------------------------------------------------------------------------------ file descriptors
 
     def send_fds(self, kind: Kind, body: bytes, fds: Sequence[int], deadline: Deadline) -> None:
-        """A frame that carries these descriptors; a unix socket only."""
+        """Sends a frame with these file descriptors; for unix sockets only."""
         data = streams.encode_header(kind, len(body)) + body
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
         self._wait(select.POLLOUT, deadline)
@@ -113,36 +116,36 @@ class FramedSocket:
             rest = rest[done:]
 
     def take_fds(self) -> list[int]:
-        """The descriptors that came so far; they are the caller's now."""
+        """Returns the descriptors received so far; the caller owns them now."""
         fds, self._fds = self._fds, []
         return fds
 
     # -------------------------------------------------------------------------------------------- ending
 
     def shut(self) -> None:
-        """Ends what is under way, and all after it. Any thread may call; the descriptor stays until `close`."""
+        """Ends the exchange under way, and all later ones. Any thread may call; the descriptor stays until `close`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def shutdown_read(self) -> None:
-        """Hears no more than has come; what is sent still goes out. Any thread may call."""
-        self._ending = 0  # from here on it would tell of this side
+        """Receives no more than has arrived already; sending still works. Any thread may call."""
+        self._ending = 0  # from here on POLLRDHUP would also report this side's own shutdown
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 
     def end_with(self, process: int) -> None:
-        """Takes the other side's process, as a descriptor: its end is the end of the stream, whoever else may have
-        inherited the socket."""
+        """Takes ownership of a descriptor of the other side's process: its end ends the stream, even if another process
+        has inherited the socket."""
         assert self._process is None
         self._process = process
         self._poll.register(process, select.POLLIN)
 
     def is_quiet(self) -> bool:
-        """Is it open, with nothing to read? What lies idle is looked at before it is used again."""
+        """Whether it is open, with nothing to read. Checked before an idle connection is used again."""
         return not self._looking.poll(0)
 
     def close(self) -> None:
-        """Gives the socket back."""
+        """Closes the socket and the descriptors that it owns."""
         for fd in self.take_fds():
             os.close(fd)
         process, self._process = self._process, None
@@ -153,18 +156,19 @@ class FramedSocket:
     # ------------------------------------------------------------------------------------------- helpers
 
     def read_into(self, view: memoryview) -> int:
-        """What is there, at most len(view); 0 where nothing is. Raises Unavailable at the end of the stream."""
+        """Reads what is available, at most len(view), and returns the number of bytes; 0 if there are none. Raises
+        Unavailable at the end of the stream."""
         return self._receive_into(view) if view.nbytes else 0
 
     def wait_readable(self, deadline: Deadline, least: int = 1) -> None:
-        """Until so many bytes are there, or the end of the stream is. Raises Unavailable(DEADLINE)."""
+        """Waits until `least` bytes are available, or the stream ends. Raises Unavailable(DEADLINE)."""
         if least != self._least:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
             self._least = least
         self._wait(select.POLLIN, deadline)
 
     def _why(self, lost: Unavailable, deadline: Deadline) -> KVClusterError:
-        """Why this side's bytes are not taken any more: in the other's own words, where it has left some."""
+        """Returns why the other side takes no more bytes: the error of its FAILED frame if it sent one, else `lost`."""
         if not deadline.remaining_s():
             return Unavailable(Miss(MissReason.DEADLINE, self.peer))
         words = min(deadline, Deadline.after_ms(_LAST_WORDS_MS), key=lambda one: one.at_ns)
@@ -173,7 +177,7 @@ class FramedSocket:
             if kind is Kind.FAILED:
                 return _failure(streams.decode_failure(bytes(self._exactly(nbytes, words))), self.peer)
         except (Unavailable, ProtocolError):
-            """It left none."""
+            """It sent none."""
         return lost
 
     def _exactly(self, nbytes: int, deadline: Deadline) -> bytearray:
@@ -219,7 +223,7 @@ class FramedSocket:
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
                 self._fds.extend(fds)
         if flags & socket.MSG_CTRUNC or len(self._fds) > _MOST_FDS:
-            raise ProtocolError(f"{self.peer} sent more descriptors than it may")
+            raise ProtocolError(f"{self.peer} sent more file descriptors than allowed")
         return got
 
     def _wait(self, event: int, deadline: Deadline) -> None:
@@ -255,7 +259,7 @@ class Incoming:
 
     @property
     def present(self) -> None:
-        """They are on their way."""
+        """None: the bytes are still on their way."""
 
     def read_into(self, view: memoryview) -> int:
         got = self._link.read_into(view[: self._left])
@@ -263,11 +267,11 @@ class Incoming:
         return got
 
     def wait(self) -> None:
-        # To be woken for every packet would cost more than the bytes.
+        # Waking up for every packet would cost more than receiving the bytes.
         self._link.wait_readable(self._deadline, min(self._left, limits.CHUNK_BYTES))
 
     def skip(self) -> None:
-        """Throws away what has not been read."""
+        """Discards the bytes that have not been read."""
         scratch = memoryview(bytearray(min(self._left, 65_536)))
         while self._left:
             if not self.read_into(scratch):
@@ -275,7 +279,7 @@ class Incoming:
 
 
 def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:
-    """What is left of these once so many bytes are gone."""
+    """Returns what is left of these buffers after `sent` bytes."""
     for at, buffer in enumerate(buffers):
         if sent < buffer.nbytes:
             return [buffer[sent:], *buffers[at + 1 :]]
@@ -288,16 +292,16 @@ def _either(kinds: Sequence[Kind]) -> str:
 
 
 def _failure(error: KVClusterError, peer: str) -> KVClusterError:
-    """What the other side failed by, as this side raises it."""
+    """Returns the other side's error as this side raises it."""
     if isinstance(error, Broken):
         return Unavailable(Miss(error.miss.reason, f"{peer}: {error.miss.detail}"))
     return error
 
 
 def dial(connected: socket.socket, peer: str, token: str | None, deadline: Deadline) -> tuple[FramedSocket, bytes]:
-    """Opens a link over a socket that has just been connected, and brings the server's WELCOME.
+    """Opens a framed socket over a newly connected socket. Returns it and the body of the server's WELCOME.
 
-    Raises Unavailable, CredentialError or ProtocolError; the socket is closed then.
+    Raises Unavailable, CredentialError or ProtocolError, and closes the socket.
     """
     link = FramedSocket(connected, peer)
     try:

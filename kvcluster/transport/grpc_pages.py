@@ -1,8 +1,8 @@
 """Pages over gRPC: the path that works everywhere, through meshes and proxies.
 
-One RPC is one load or one store: the shard pins, sends and unpins, or reserves, takes, verifies and commits, while
-the stream lives. A worker that dies breaks its stream, and the shard gives the pages back at once. Messages are
-frames of about 1 MiB (wire/frames.py); gRPC wants them as `bytes`, so each side copies once.
+One RPC is one load or one store: while the stream is open, the shard pins, sends and unpins, or reserves, receives,
+verifies and commits. A worker that dies breaks its stream, and the shard releases the pages at once. Messages are
+frames of about 1 MiB (wire/frames.py); gRPC requires them as `bytes`, so each side copies once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ WRITE = "/kvcluster.v1.Shard/Write"
 
 
 class GrpcPages:
-    """A worker's way to a shard over gRPC."""
+    """A worker's transport to a shard over gRPC."""
 
     name = "grpc"
     streams = ONE_STREAM
@@ -97,7 +97,7 @@ class GrpcPages:
         failed: list[BaseException] = []
 
         def messages() -> Iterator[bytes]:
-            # gRPC drains this on a thread of its own and swallows what is raised here, so it is kept.
+            # gRPC runs this on a thread of its own and swallows errors raised here, so they are kept in `failed`.
             try:
                 yield opening
                 outcome = granted.get()
@@ -180,7 +180,7 @@ def page_handlers(
         tenant = tenant_of(context)
         try:
             request = frames.decode_write_request(next(messages, b""))
-            # Who has given up waits no longer: a thread of the server would wait in his place.
+            # The server must not wait for room longer than the worker does: a server thread would be busy for nothing.
             request = replace(request, wait_ns=int(min(request.wait_ns, context.time_remaining() * 1e9)))
             with WriteSession(host, tenant, request, stop=context.cancel) as session:
                 yield frames.encode_write_head(session.outcome)

@@ -1,8 +1,10 @@
-"""The listening side of links: accepts connections, asks each for its credential, and serves it on a thread of its own.
+"""The listening side of framed sockets: accepts connections, reads each one's credential, and serves it on its own
+thread.
 
-It knows nothing of pages: what is done with a link is for `serve`. At most limits.STREAMS connections are open at once;
-one more is told so and closed. A connection that does not say who it is within HELLO_S is closed as well, so that a
-stranger costs little. What `serve` raises ends its connection, in words where they can still be sent.
+It knows nothing of pages: `serve` decides what is done with a connection. At most limits.STREAMS connections are open
+at once; one more gets an error and is closed. A connection that does not send its credential within HELLO_S is closed
+as well, so that an unknown process costs little. An error raised by `serve` ends its connection, and is sent to the
+other side if possible.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from kvcluster.wire.streams import Kind
 log = logging.getLogger(__name__)
 
 HELLO_S = 5.0
-"""For the handshake. Whoever connects speaks first."""
+"""Time for the handshake. The connecting side sends first."""
 
 _NEXT_S = 3_600.0
-"""How long a connection is kept on which nothing is asked; a lease ends long before."""
+"""How long an unused connection is kept; a lease ends long before."""
 
 _LONGEST_S = 60.0
-"""A caller that says it has more time than this gets this much: no thread of a shard waits for ever."""
+"""The longest deadline of an exchange, whatever its caller allows, so that no thread of a shard waits for ever."""
 
 _FAREWELL_MS = 200
 _BACKLOG = 128
@@ -46,11 +48,11 @@ Serve = Callable[[FramedSocket, Tenant], None]
 
 
 Exchange = Callable[[FramedSocket, Tenant, bytes], None]
-"""One load or store, from the body of the frame that opens it to its end. Raises RefusedByShard where none began."""
+"""One load or store, from the body of the frame that opens it to its end. Raises RefusedByShard if none began."""
 
 
 def serve_exchanges(link: FramedSocket, tenant: Tenant, *, read: Exchange, write: Exchange) -> NoReturn:
-    """One after the other, until the connection ends."""
+    """Serves exchanges one after the other, until the connection ends, which raises."""
     while True:
         kind, body = link.receive(Kind.READ, Kind.WRITE, deadline=patient())
         try:
@@ -60,17 +62,17 @@ def serve_exchanges(link: FramedSocket, tenant: Tenant, *, read: Exchange, write
 
 
 def bounded(remaining_ns: float = math.inf) -> Deadline:
-    """For an answer to somebody who has so much time."""
+    """Returns the deadline for an answer to a caller that has `remaining_ns` left."""
     return Deadline.after_ms(min(remaining_ns / 1e6, _LONGEST_S * 1e3))
 
 
 def patient() -> Deadline:
-    """For the next word of somebody who may take his time."""
+    """Returns the deadline for the next frame of a side that may be idle."""
     return Deadline.after_ms(_NEXT_S * 1e3)
 
 
 def _anybody(link: FramedSocket) -> None:
-    """Whoever connects is listened to."""
+    """Admits every connection."""
 
 
 class Listener:
@@ -85,7 +87,8 @@ class Listener:
         name: str,
         admit: Callable[[FramedSocket], None] = _anybody,
     ) -> None:
-        """`admit` is asked of each connection before it is listened to, and raises what is to be said to it."""
+        """`admit` is called with each connection before anything is read from it; an error that it raises is sent to
+        the other side."""
         listening.listen(_BACKLOG)
         self._admit = admit
         self._listening = listening
@@ -126,7 +129,7 @@ class Listener:
             except OSError as error:
                 if self._closed:
                     return
-                # Out of descriptors, or a peer that has gone already: neither is a reason to listen no more.
+                # Out of descriptors, or a peer that has already gone: neither is a reason to stop listening.
                 log.warning("%s could not accept a connection: %s", self._name, error)
                 if not self._pause():
                     return
@@ -134,7 +137,7 @@ class Listener:
             self._begin(FramedSocket(connected, f"{self._name} peer {address or 'here'}"))
 
     def _pause(self) -> bool:
-        """Not at once again. False where this is being closed."""
+        """Waits before the next attempt. Returns False if the listener is being closed."""
         waiting = threading.Event()
         waiting.wait(0.05)
         return not self._closed
@@ -148,7 +151,7 @@ class Listener:
                 thread.start()
                 return
         if full:
-            log.warning("%s has %d connections, as many as may be", self._name, limits.STREAMS)
+            log.warning("%s has reached its limit of %d connections", self._name, limits.STREAMS)
             lost = Unavailable(Miss(MissReason.SHARD_LOST, f"this shard has {limits.STREAMS} connections already"))
             link.fail(lost, Deadline.after_ms(_FAREWELL_MS))
         link.close()

@@ -1,6 +1,6 @@
-"""Pages within one process: the transport of tests, and of whoever embeds a cluster without Ray.
+"""Pages within one process: the transport of tests, and of programs that embed a cluster without Ray.
 
-It uses the very sessions that servers use, so what holds here of leases, checksums and outcomes holds there.
+It uses the same sessions as the servers, so leases, checksums and outcomes behave the same here as there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvcluster.wire.shm_frames import Place
 
 
 class MemoryTransport:
-    """A worker's way to a shard of the same process."""
+    """A worker's transport to a shard of the same process."""
 
     name = "memory"
     streams = ONE_STREAM
@@ -93,7 +93,7 @@ class MemoryTransport:
 
     def flush(self, deadline: Deadline) -> bool:
         deadline.check()
-        wait_ns = int(deadline.remaining_s() * 0.9e9)  # a shard that waits in vain still says so in time
+        wait_ns = int(deadline.remaining_s() * 0.9e9)  # leaves time for the shard's answer if it waits in vain
         return self._ask(Flush(wait_ns), deadline) == Done(True)
 
     def suspect(self, namespace: NamespaceId, epoch: Epoch, keys: Sequence[PageKey], deadline: Deadline) -> None:
@@ -103,14 +103,14 @@ class MemoryTransport:
             raise RefusedByShard(answer)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Does nothing: there is nothing to release."""
 
     def _ask(self, question: ShardQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
         return self._host.ask(lambda call: Request(call, self._tenant, namespace, question), deadline.remaining_s())
 
 
 def _places(request: ReadRequest, granted: Mapping[int, PageSlot], views: Mapping[int, memoryview]) -> dict[int, Place]:
-    """Where granted pages lie, by their addresses."""
+    """Returns where granted pages lie, as addresses."""
     places = {}
     for item, slot in granted.items():
         want, layer_bytes = request.wants[item], slot.nbytes // slot.key.part.layers

@@ -1,16 +1,16 @@
 """The page session: one load or store at a shard, from its lease to its end. Pure: `step(event) -> effects`.
 
-A session takes a lease of the core, lets a frame of pages move at a time, and gives the lease back when no byte moves
-under it any more, and never before: only then may the core give its pages to others. Each frame shows that the worker
-is alive, and renews the lease first. Where the core revokes it, the transport is told to break off.
+A session takes a lease from the core, permits one frame of pages at a time, and returns the lease only when no byte
+moves under it any more: only then may the core give its pages to others. Each frame shows that the worker is alive, and
+renews the lease first. If the core revokes the lease, the session interrupts the transport.
 
     NEW --Open--> ASKING --granted--> MOVING <--MoveNext, renewed--> RENEWING
                      |                  |---Finished, renewed--> COMMITTING --> OVER
-                     |--refused--> OVER |---Stopped--> ENDING --given back--> OVER
-                     `--no answer--> ENDING: what was granted too late to be heard of is given back as well
+                     |--refused--> OVER |---Stopped--> ENDING --lease returned--> OVER
+                     `--no answer--> ENDING: a lease that was granted too late for its answer is returned as well
 
-A store commits what matched its writer's checksums, and nothing where not all has come: the end of its stream cannot
-always be told from its being cut. The shells are sessions.py and the simulator's.
+A store commits the pages that matched their writer's checksums, and nothing if any page is incomplete: the end of a
+stream cannot always be told from a broken one. The shells are sessions.py and the simulator's.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.base import Unavailable
 
 PROMPT_NS = 5_000_000_000
-"""Questions that the core answers at once; the wait only bounds a process that hangs."""
+"""Wait for questions that the core answers at once; it only bounds the time of a process that hangs."""
 
 STAGED_NS = 55_000_000_000
-"""Beyond that, for pages that have to be read from disk first: likewise, and no longer than an exchange may take."""
+"""Additional wait for pages that must be read from disk first; no longer than an exchange may take."""
 
 # ------------------------------------------------------------------------------------------------- events
 
@@ -67,13 +67,13 @@ class CoreSaid:
 
 @dataclass(frozen=True, slots=True)
 class MoveNext:
-    """The transport wants to move a frame; the worker lives."""
+    """The transport wants to move a frame; the worker is alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A writer has sent all. `verified`: the packed sums of each page that is whole and right, by item; `missing`: an
-    item that is not whole, if there is one."""
+    """A writer has sent everything. `verified`: the packed sums of each complete and correct page, by item; `missing`:
+    an incomplete item, if there is one."""
 
     verified: Mapping[int, bytes]
     missing: int | None
@@ -81,13 +81,13 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """The core has ended the lease; its pages are kept until it is given back. From any thread."""
+    """The core has revoked the lease; it keeps the pages until the lease is returned. May come from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """No byte moves under the lease any more. `for_good` False: a worker may write on unseen, and its pages stay as
-    they are until the arena goes."""
+    """No byte moves under the lease any more. `for_good` False: a worker may still write undetected, so its pages stay
+    leased until the arena is closed."""
 
     for_good: bool = True
 
@@ -99,7 +99,7 @@ SessionEvent = Open | CoreSaid | MoveNext | Finished | Revoked | Stopped
 
 @dataclass(frozen=True, slots=True)
 class AskCore:
-    """Step this message and say CoreSaid, after so long at most."""
+    """Step this message in the core and send CoreSaid, after at most `wait_ns`."""
 
     build: Callable[[CallId], Request[ShardQuestion]]
     wait_ns: int
@@ -107,14 +107,14 @@ class AskCore:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The worker may be told: for each want or page its slot, or why there is none."""
+    """The lease is granted: for each want or page its slot, or why there is none. The worker may be told."""
 
     pages: Sequence[PageSlot | Miss | Written]
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Nothing was granted; the worker is told so, and the session is over."""
+    """Nothing was granted. The worker gets the refusal, and the session is over."""
 
     refused: Refused
 
@@ -126,19 +126,19 @@ class MoveFrame:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """Break off what the transport is doing, and say Stopped."""
+    """Interrupt the transport, and send Stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What became of each page; the session is over."""
+    """The outcome of each page; the session is over."""
 
     outcome: list[Written]
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The exchange ends with this error. Unless the session is over, Stopped is to be said."""
+    """The exchange ends with this error. Unless the session is over, Stopped must follow."""
 
     error: KVClusterError
 
@@ -159,7 +159,7 @@ class _State(Enum):
 
 
 class PageSession:
-    """Of one request, under the tenant of its worker's credential."""
+    """The session of one request, under the tenant of its worker's credential."""
 
     def __init__(self, tenant: Tenant, request: ReadRequest | WriteRequest) -> None:
         self._tenant = tenant
@@ -168,14 +168,14 @@ class PageSession:
         self._revoked = False
         self._pages: Sequence[PageSlot | Miss | Written] = ()
         self._finished: Finished | None = None
-        self._error: KVClusterError | None = None  # to be told when the lease is given back
+        self._error: KVClusterError | None = None  # to be reported when the lease is returned
 
     @property
     def over(self) -> bool:
         return self._state is _State.OVER
 
     def step(self, event: SessionEvent) -> list[SessionEffect]:
-        """Takes note of an event, and says what is to be done."""
+        """Applies an event, and returns the effects to carry out."""
         match event:
             case Open():
                 assert self._state is _State.NEW, "a session is opened once"
@@ -205,7 +205,7 @@ class PageSession:
                 self._state = _State.OVER
                 return [Fail(Unavailable(reply))] if isinstance(reply, Miss) else [Committed(self._outcome(reply))]
             case _:
-                assert self._state is _State.ENDING, "an answer that nothing asked for"
+                assert self._state is _State.ENDING, "an answer without a question"
                 self._state = _State.OVER
                 return [Fail(self._error)] if self._error is not None else []
 

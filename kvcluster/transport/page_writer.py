@@ -1,7 +1,8 @@
-"""Arrivals: layers on their way into reserved pages of the arena, each verified where it has come to lie.
+"""The page writer: receives layers into reserved pages of the arena, and verifies each one in place.
 
-The receiving half of a store and of a fetch. Nobody else writes these pages, and nobody reads them before they are
-committed, so what is verified here is what readers will get. Nothing that the sender says of itself enters an identity.
+It is the receiving half of a store and of a fetch. These pages have no other writer, and no reader before they are
+committed, so readers will get the bytes that are verified here. Nothing that the sender claims enters a checksum's
+identity.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvcluster.transport.base import Payload
 
 
 class _Page:
-    """One page that arrives: where, and how far it is."""
+    """One arriving page: its place, and the layers received so far."""
 
     __slots__ = ("codec", "identity", "layer_bytes", "layers", "place", "sums", "wrong")
 
@@ -27,18 +28,18 @@ class _Page:
         self.layer_bytes = slot.nbytes // self.layers
         self.codec = slot.codec
         self.identity = checksum.identity(namespace, slot.key, slot.codec)
-        self.sums: list[int] = []  # of the layers that came, as their sender made them
+        self.sums: list[int] = []  # of the layers received, as computed by their sender
         self.wrong = False
 
     def count(self, sums: Sequence[int], came: tuple[int, ...]) -> None:
-        """Layers that should have these sums came with those."""
+        """Counts layers with the sender's `sums`, whose bytes have the sums `came`."""
         self.sums += sums
         if came != tuple(sums):
             self.wrong = True
 
 
 class PageWriter:
-    """A PageSink over slots that were reserved, by item. The layers of an item come in order."""
+    """A PageSink over reserved slots, by item. The layers of an item arrive in order."""
 
     def __init__(
         self, namespace: NamespaceId, slots: Mapping[int, PageSlot], view: Callable[[PageSlot], memoryview]
@@ -46,13 +47,13 @@ class PageWriter:
         self._namespace = namespace
         self._slots = slots
         self._view = view
-        self._pages: dict[int, _Page] = {}  # of which something came
+        self._pages: dict[int, _Page] = {}  # those with at least one layer received
 
     def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
-        """Takes layers into their page. Raises ProtocolError for what was not to be sent."""
+        """Receives layers into their page. Raises ProtocolError for layers that should not have been sent."""
         page = self._pages.get(item) or self._page(item)
         if codec_id != page.codec:
-            return  # it has changed its tier meanwhile, and no room was reserved for what it is now: it does not come
+            return  # the page has changed its tier since, and no room was reserved for its new form: it is not received
         stop, layer_bytes = layer + len(sums), page.layer_bytes
         if layer != len(page.sums) or stop > page.layers or data.nbytes != len(sums) * layer_bytes:
             raise ProtocolError(f"page {item} has {page.layers} layers of {layer_bytes} bytes; other bytes came")
@@ -69,21 +70,21 @@ class PageWriter:
             page.count(these, checksum.layer_sums(page.identity, layer + at, len(these), chunk))
 
     def written(self, item: int, sums: Sequence[int]) -> None:
-        """The whole page was written into its slot by somebody who will not write it again."""
+        """The worker has written the whole page into its slot, and will not write it again: verifies it."""
         page = self._pages.get(item) or self._page(item)
         if page.sums or len(sums) != page.layers:
-            raise ProtocolError(f"page {item} has {page.layers} layers to be written once; {len(sums)} were said to be")
+            raise ProtocolError(f"page {item} has {page.layers} layers to write once; {len(sums)} sums were given")
         page.count(sums, checksum.layer_sums(page.identity, 0, page.layers, page.place))
 
     def _page(self, item: int) -> _Page:
         slot = self._slots.get(item)
         if slot is None:
-            raise ProtocolError(f"page {item} came, which was not to be sent")
+            raise ProtocolError(f"page {item} arrived, but was not requested")
         page = self._pages[item] = _Page(self._namespace, slot, self._view(slot))
         return page
 
     def missing(self) -> int | None:
-        """An item that is not whole, if there is one."""
+        """Returns an incomplete item, if there is one."""
         for item in self._slots:
             page = self._pages.get(item)
             if page is None or len(page.sums) < page.layers:
@@ -91,12 +92,12 @@ class PageWriter:
         return None
 
     def unfinished(self) -> dict[int, int]:
-        """By item that is not whole, the layer that comes next of it."""
+        """Returns the next layer of each incomplete item."""
         stands = {item: len(self._pages[item].sums) if item in self._pages else 0 for item in self._slots}
         return {item: layer for item, layer in stands.items() if layer < self._slots[item].key.part.layers}
 
     def verified(self) -> dict[int, bytes]:
-        """The packed sums of each page that is whole and right, by item."""
+        """Returns the packed sums of each complete and correct page, by item."""
         return {
             item: checksum.pack_sums(page.sums)
             for item, page in self._pages.items()
@@ -104,12 +105,12 @@ class PageWriter:
         }
 
     def wrong(self) -> tuple[PageKey, ...]:
-        """The pages of which bytes came that were not theirs."""
+        """Returns the pages with layers that did not match their checksums."""
         return tuple(self._slots[item].key for item, page in self._pages.items() if page.wrong)
 
 
 def read_whole(data: Payload, view: memoryview) -> None:
-    """The next `view.nbytes` bytes. Raises Trouble where they do not come."""
+    """Reads the next `view.nbytes` bytes into `view`. Raises Unavailable if they do not arrive."""
     got = data.read_into(view)
     while got < view.nbytes:
         data.wait()

@@ -1,12 +1,12 @@
-"""Paths: which of a shard's data paths is in use, and why those before it are not.
+"""The path selector: which of a shard's data paths is in use, and why the preferred ones before it are not.
 
-What a shard offers is asked once, over gRPC. Of what both ends name, the first in the order of config.TRANSPORTS that
-answers when it is tried is used. A path that fails is left alone for a while and then tried again, by whoever comes
-next; gRPC needs no trying, since control goes over it, and comes last. A path that is given up is closed when its last
-exchange has ended, so that the failure of one breaks off no other.
+The client asks once, over gRPC, which paths the shard offers. Of the paths that both ends name, it uses the first in
+the order of config.TRANSPORTS that answers a trial. A path that fails is not used for a while, and then tried again by
+the next caller. gRPC comes last and needs no trial, since control goes over it. A path that is retired is closed when
+its last exchange has ended, so that the failure of one exchange does not break others.
 
-Whoever comes while nothing is known waits for whoever tries, but no longer than a trial takes, and a trial takes a
-share of the caller's time and never more than TRY_MS: connecting must not eat the call.
+A caller that comes while another is trying a path waits for the result, but no longer than a trial may take. A trial
+takes at most a share of the caller's time and at most TRY_MS, so that connecting does not use up the call's time.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ from kvcluster.transport.base import DataPath, Deadline, Payload, RefusedByShard
 from kvcluster.transports import BY_NAME
 
 TRY_MS = 1_000
-"""For one path to show that it works. On a network where this is too short, gRPC is as good as any."""
+"""Time for one path to show that it works. On a network where this is too short, gRPC is as good as any path."""
 
 _SHARE = 4
-"""Of the time that is left, a trial takes this part at most."""
+"""A trial takes at most 1/4 of the time left."""
 
 LEFT_ALONE_NS = 30_000_000_000
-"""What failed may be a process that restarts or a rule of a firewall: worth another look, but not by every call."""
+"""How long a failed path is not used. The cause may be a restarting process or a firewall rule: worth another trial,
+but not in every call."""
 
 NOT_TAKEN = "this client's configuration leaves it out"
 
 Opener = Callable[[Offer, str | None], DataPath]
-"""A shard's offer, and a token -> a path, which connects when it is first used. Raises KVClusterError where such an
-offer leads nowhere from here."""
+"""(A shard's offer, token) -> a path, which connects when it is first used. Raises KVClusterError if the offer cannot
+be used from here."""
 
 
 class ControlPath(Transport, Protocol):
-    """The way that is always there."""
+    """The control transport, which is always available."""
 
     def offers(self, deadline: Deadline) -> Offers:
-        """What the shard serves besides. Raises Unavailable, or RefusedByShard."""
+        """Returns the other paths that the shard serves. Raises Unavailable or RefusedByShard."""
 
 
 class _OpenPath:
-    """A path and its users. One that is retired takes no more of them."""
+    """A path and the number of its users. A retired path gets no new users."""
 
     def __init__(self, name: str, path: DataPath) -> None:
         self.name = name
@@ -60,7 +61,7 @@ class _OpenPath:
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """Why a path is not used, and until when; None where nothing will change while the shard lives."""
+    """Why a path is not used, and until when; None if that cannot change while the shard lives."""
 
     why: str
     until_ns: int | None
@@ -91,7 +92,7 @@ class PathSelector:
         self._clock = clock
         self._last = _OpenPath("grpc", control)
         self._current = self._last
-        self._open: dict[_OpenPath, None] = {}  # every path that is to be closed but the last
+        self._open: dict[_OpenPath, None] = {}  # every open path except `_last`
         self._refused: dict[str, _Refusal] = {}
         self._offers: Offers | None = None
         self._trying = threading.Lock()  # held by the one thread that opens paths
@@ -100,8 +101,7 @@ class PathSelector:
 
     @contextmanager
     def use(self, deadline: Deadline) -> Iterator[DataPath]:
-        """The best path there is at this moment, for one exchange. Raises Unavailable where this end takes none of
-        them."""
+        """Yields the best path available now, for one exchange. Raises Unavailable if this end takes none of them."""
         deadline.check()
         self._try(deadline)
         with self._lock:
@@ -122,35 +122,35 @@ class PathSelector:
                 self._close(way)
 
     def is_last(self, path: DataPath) -> bool:
-        """Is there none to go on with after it?"""
+        """Whether there is no other path to continue with after it."""
         return self._closed or path is self._control
 
     def failed(self, path: DataPath, why: str) -> None:
-        """This one is not used for a while; whoever uses it still goes on."""
+        """Stops using this path for a while; its running exchanges go on."""
         with self._lock:
             if path is self._current.path and self._current is not self._last:
                 self._refused[self._current.name] = _Refusal(why, self._clock() + LEFT_ALONE_NS)
                 self._retire()
 
     def doubt(self, path: DataPath) -> None:
-        """A call ran out of time on this one. Nobody knows whose fault it was: it is tried before it is used again."""
+        """A call ran out of time on this path, for an unknown reason: it is tried again before it is used again."""
         with self._lock:
             if path is self._current.path and self._current is not self._last:
                 self._retire()
 
     @property
     def in_use(self) -> tuple[str, Streams]:
-        """The name of the path in use, and how many exchanges at once make it fastest."""
+        """The name of the path in use, and how many parallel exchanges are fastest on it."""
         way = self._current
         return way.name if way.name in self._takes else "none", way.path.streams
 
     def refused(self) -> dict[str, str]:
-        """Why each path before the one in use is not used, as far as they were looked at."""
+        """Returns why each path preferred to the one in use is not used, for those that were tried."""
         with self._lock:
             return self._reasons()
 
     def close(self) -> None:
-        """Ends what is under way on all of them. May be called from any thread, and again."""
+        """Ends exchanges that are under way on all paths. May be called from any thread, and again."""
         with self._lock:
             self._closed = True
             self._current = self._last
@@ -162,7 +162,7 @@ class PathSelector:
     # ------------------------------------------------------------------------------------------ trying
 
     def _try(self, deadline: Deadline) -> None:
-        """Opens the best path, where one that is better than the one in use has not been looked at lately."""
+        """Opens the best path, if a better one than the one in use is due for a trial."""
         if not self._due() or not self._trying.acquire(timeout=_trial(deadline).remaining_s()):
             return
         try:
@@ -175,7 +175,7 @@ class PathSelector:
             self._trying.release()
 
     def _due(self) -> list[str]:
-        """What comes before the path in use and may be tried now, in order."""
+        """Returns the paths preferred to the one in use that may be tried now, in order."""
         with self._lock:
             now = self._clock()
             refusals = {name: self._refused.get(name) for name in self._before_current()}
@@ -186,7 +186,7 @@ class PathSelector:
         ]
 
     def _opened(self, name: str, deadline: Deadline) -> _OpenPath | None:
-        """A way by that transport that has just answered; else it is refused."""
+        """Returns a path by that transport that has just answered a trial; otherwise records the refusal."""
         trial, way = _trial(deadline), None
         try:
             why = not_taken(name, self._takes, self._openers) or self._not_offered(name, trial)
@@ -201,7 +201,7 @@ class PathSelector:
             if way is not None:
                 self._close(way)
             late = isinstance(error, Unavailable) and error.miss.reason is MissReason.DEADLINE
-            # Who had little time to give has learned nothing of the path.
+            # A trial that had less than TRY_MS says nothing about the path.
             hurried = late and deadline.share(_SHARE).at_ns < Deadline.after_ms(TRY_MS).at_ns
             self._refuse(name, _Refusal(said(error), self._clock() + (0 if hurried else LEFT_ALONE_NS)))
             return None
@@ -211,8 +211,8 @@ class PathSelector:
         return not_offered(name, self._learn(deadline), self._shard.host, self._here)
 
     def _learn(self, deadline: Deadline) -> Offers:
-        """What the shard offers, asked once. Raises Unavailable, ProtocolError or RefusedByShard where it does not
-        say."""
+        """Returns what the shard offers; asks only once. Raises Unavailable, ProtocolError or RefusedByShard if the
+        shard does not say."""
         if self._offers is None:
             offers = self._control.offers(deadline)
             if offers.epoch != self._shard.epoch:
@@ -233,7 +233,8 @@ class PathSelector:
             self._close(unused)
 
     def _retire(self) -> _OpenPath | None:
-        """Takes the path in use out of use. Under the lock. Returned is what nobody is left to close."""
+        """Takes the path in use out of use. Called under the lock. Returns it if it has no users, for the caller to
+        close."""
         way, self._current = self._current, self._last
         way.retired = way is not self._last
         return way if way.retired and not way.users else None
@@ -259,14 +260,14 @@ class PathSelector:
 
 
 def not_taken(transport: str, takes: Sequence[str], openers: Mapping[str, Opener]) -> str | None:
-    """Why this end would not use such a path, whatever the shard offers; None where it would."""
+    """Returns why this end would not use such a path, for any offer of the shard; None if it would."""
     if transport not in takes:
         return NOT_TAKEN
     return None if transport in openers else "this client cannot use it on this platform"
 
 
 def not_offered(transport: str, offers: Offers, shard_host: str, here: str) -> str | None:
-    """Why there is no such path from here to a shard that offers these; None where there should be one."""
+    """Returns why there is no such path from here to a shard with these offers; None if there should be one."""
     if not any(offer.transport == transport for offer in offers.offers):
         return dict(offers.refused).get(transport) or "not offered by the shard"
     spec, offer = BY_NAME[transport], offer_of(transport, offers)
@@ -278,13 +279,13 @@ def not_offered(transport: str, offers: Offers, shard_host: str, here: str) -> s
 
 
 def offer_of(transport: str, offers: Offers) -> Offer:
-    """What a shard offers of a transport that it offers."""
+    """Returns the shard's offer of a transport, which must be among its offers."""
     return next(offer for offer in offers.offers if offer.transport == transport)
 
 
 def try_path(path: DataPath, epoch: Epoch, attempt: Attempt, deadline: Deadline) -> None:
-    """One round trip through all of it, by a load of nothing, of a namespace that no shard knows: it is refused by the
-    shard itself. Raises Unavailable, ProtocolError or CredentialError where the path does not get so far."""
+    """Makes one round trip over the path: an empty load of a namespace that no shard knows, which the shard itself
+    refuses. Raises Unavailable, ProtocolError or CredentialError if the request does not get that far."""
     nothing = ReadRequest(NamespaceId(bytes(HASH_BYTES)), attempt, epoch, ())
     with suppress(RefusedByShard):
         for _ in path.read(nothing, Nowhere(), deadline):
@@ -292,15 +293,15 @@ def try_path(path: DataPath, epoch: Epoch, attempt: Attempt, deadline: Deadline)
 
 
 def said(error: Exception) -> str:
-    """What to tell of it."""
+    """Returns the text that describes the error."""
     return error.miss.detail or str(error) if isinstance(error, Unavailable) else str(error)
 
 
 class Nowhere:
-    """Where nothing goes to."""
+    """A sink that expects no pages."""
 
     def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
-        raise ProtocolError("pages came that nobody had asked for")
+        raise ProtocolError("pages arrived that were not requested")
 
 
 def _trial(deadline: Deadline) -> Deadline:

@@ -1,7 +1,7 @@
 """gRPC as this project uses it: raw bytes, our own codecs, errors of our own tree.
 
-Messages are encoded by wire/ before gRPC sees them (identity serialisers), so one place knows protobuf. The
-channel ignores proxies of the environment: a cache is on the same network or it is of no use.
+wire/ encodes messages before gRPC gets them (identity serialisers), so only one place knows protobuf. The channel
+ignores proxies set in the environment: a cache must be on the same network to be useful.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ CHANNEL_OPTIONS = [
     *_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # in truth how long one attempt to connect may take
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # in fact the limit for one attempt to connect
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 SERVER_OPTIONS = [*_OPTIONS, ("grpc.so_reuseport", 0)]
-"""Without so_reuseport=0 a second server binds the same port in silence and takes half the calls."""
+"""Without so_reuseport=0 a second server silently binds the same port and takes half the calls."""
 
 
 def identity(data: bytes) -> bytes:
@@ -53,7 +53,7 @@ def identity(data: bytes) -> bytes:
 class Connection:
     """A channel to one server, with the credential that every call carries.
 
-    Raises ConfigError for an address that is none, CredentialError for a token that no server could have made.
+    Raises ConfigError for an invalid address, CredentialError for a token that no server could have made.
     """
 
     def __init__(self, address: str, token: str | None) -> None:
@@ -71,17 +71,18 @@ class Connection:
     def ask(
         self, method: Method, question: Question | None, deadline: Deadline, namespace: NamespaceId | None = None
     ) -> Reply:
-        """One question, about that namespace if the method has one, and its answer. Raises Unavailable, CallerError,
-        CredentialError or ProtocolError."""
+        """Asks one question, about that namespace if the method has one, and returns the answer. Raises Unavailable,
+        CallerError, CredentialError or ProtocolError."""
         request = method.encode_request(question, namespace)
         return method.decode_reply(self._start(self._channel.unary_unary, method.path, request, deadline))
 
     def read_stream(self, path: str, message: bytes, deadline: Deadline) -> Any:
-        """Sends one message; many come. Raises Unavailable; hand what the stream raises to `raise_for`."""
+        """Sends one message, and returns a stream of answers. Raises Unavailable; pass errors of the stream to
+        `raise_for`."""
         return self._start(self._channel.unary_stream, path, message, deadline)
 
     def write_stream(self, path: str, messages: Iterator[bytes], deadline: Deadline) -> Any:
-        """Sends many messages, on a thread of gRPC's, while many come. Raises as `read_stream`."""
+        """Sends many messages on a thread of gRPC's own, and returns a stream of answers. Raises as `read_stream`."""
         return self._start(self._channel.stream_stream, path, messages, deadline)
 
     def _start(self, kind: Callable[..., Any], path: str, argument: object, deadline: Deadline) -> Any:
@@ -101,7 +102,7 @@ class Connection:
             raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.address}: this connection was closed")) from None
 
     def raise_for(self, error: grpc.RpcError) -> NoReturn:
-        """A gRPC error as one of ours."""
+        """Raises the error of our own tree for a gRPC error."""
         code = error.code() if hasattr(error, "code") else None
         detail = error.details() if hasattr(error, "details") else str(error)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -131,13 +132,13 @@ class Connection:
             ) from None
 
     def close(self) -> None:
-        """Ends what is under way. May be called from any thread, and again."""
+        """Ends calls that are under way. May be called from any thread, and again."""
         self._closed = True
         self._channel.close()
 
 
 def host_and_port(host: str, port: int) -> str:
-    """As an address is written."""
+    """Returns the address "host:port", with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -149,7 +150,7 @@ def check_address(address: str) -> None:
 
 
 def status_of(error: Unavailable | KVClusterError) -> grpc.StatusCode:
-    """How a server says one of our errors to gRPC. Connection.raise_for is the way back."""
+    """Returns the gRPC status by which a server reports one of our errors. Connection.raise_for is the reverse."""
     if isinstance(error, Unavailable):
         late = error.miss.reason is MissReason.DEADLINE
         return grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.UNAVAILABLE

@@ -1,6 +1,6 @@
 """The shard's side that all transports share: carries out page sessions (page_session.py) on a transport's thread.
 
-What a session decides is there; here are its waits, its frames out of the arena, and what arrives in it.
+page_session.py decides. This module waits for the core, reads frames from the arena, and receives layers.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from kvcluster.wire.frames import Record
 
 
 def outgoing(request: WriteRequest, outcome: Sequence[Written | None], source: PageSource) -> Iterator[list[Record]]:
-    """The worker's side of a store: the layers of every page that is to be sent, in batches of about FRAME_BYTES.
+    """The worker's side of a store: yields the layers of every page to send, in batches of about FRAME_BYTES.
 
-    A source's bytes are valid until it is asked again, so what shares a frame with others is copied; those are
-    small pages, for which one frame each would cost far more.
+    A source's bytes are valid only until its next call, so records that share a frame with later ones are copied. These
+    are small, and one frame for each would cost far more.
     """
     batch: list[Record] = []
     room = limits.FRAME_BYTES
@@ -65,9 +65,9 @@ def outgoing(request: WriteRequest, outcome: Sequence[Written | None], source: P
 
 
 class Asked:
-    """What a load asked of a shard, to hold its answer to: layers that were asked for, in order, each once.
+    """What a load requested from a shard. Checks that the answer has only requested layers, in order, each once.
 
-    A layer that came twice would hide one that did not come.
+    Otherwise a layer that arrived twice would hide a missing one.
     """
 
     def __init__(self, request: ReadRequest, outcome: Sequence[Miss | None], address: str) -> None:
@@ -77,7 +77,7 @@ class Asked:
         self._next = [want.layer_start for want in request.wants]
 
     def check(self, item: int, layer: int, layers: int) -> None:
-        """Raises ProtocolError unless these layers of that item are the ones that come next of it."""
+        """Raises ProtocolError unless these layers are the next ones of that item."""
         stop = layer + layers
         if (
             item >= len(self._next)
@@ -90,18 +90,18 @@ class Asked:
 
 
 def check_length(outcome: Sequence[object], asked: Sequence[object], address: str) -> None:
-    """Raises ProtocolError where a shard has not answered for exactly the pages that it was asked for."""
+    """Raises ProtocolError if a shard has not answered for exactly the requested pages."""
     if len(outcome) != len(asked):
         raise ProtocolError(f"{address} answered for {len(outcome)} pages of {len(asked)}")
 
 
 def _nothing() -> None:
-    """How to stop what cannot be stopped from outside."""
+    """Does nothing: for transports that cannot be stopped from outside."""
 
 
 class _Session:
-    """Carries out a page session (page_session.py) for a transport whose thread it runs on. Use as a context manager:
-    where it ends, no byte of the exchange moves any more."""
+    """Carries out a page session (page_session.py) on its transport's thread. Use as a context manager: when it ends,
+    no byte of the exchange moves any more."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Session:
         self._stop = stop
         self._deadline = deadline
         self._watch = ExitStack()
-        self._lock = threading.Lock()  # of the session: a lease is revoked from another thread
+        self._lock = threading.Lock()  # guards the session: a lease is revoked from another thread
         self._pages: Sequence[PageSlot | Miss | Written] = ()
 
     def _open(self) -> None:
@@ -129,17 +129,17 @@ class _Session:
             raise
 
     def alive(self) -> None:
-        """The worker has shown that it lives. Raises Unavailable where its lease has ended."""
+        """The worker has shown that it is alive: renews its lease. Raises Unavailable if the lease has ended."""
         self._drive(MoveNext())
 
     def _end(self, *, for_good: bool = True) -> None:
-        """Gives the lease back. It is a message under way even where its answer is late; or the shard is over."""
+        """Returns the lease. The core gets this message even if its answer is late, unless the shard has ended."""
         self._watch.close()
         self._drive(Stopped(for_good))
 
     def _drive(self, event: SessionEvent) -> SessionEffect | None:
-        """Steps an event, and asks the core what that wants to know. Returns the effect in which it ends; raises
-        RefusedByShard, or what the exchange fails by."""
+        """Steps an event, and asks the core the questions that follow. Returns the last effect; raises RefusedByShard,
+        or the error by which the exchange fails."""
         effects = self._step(event)
         while effects and isinstance(effects[0], AskCore):
             effects = self._step(CoreSaid(self._ask(effects[0])))
@@ -161,8 +161,8 @@ class _Session:
             self._stop()
 
     def _ask(self, ask: AskCore) -> Reply | Miss:
-        """Waits no longer than whoever waits for this session. What was asked is stepped even where the wait is over
-        before."""
+        """Asks the core, and waits no longer than the caller of this session. The core steps the question even if the
+        wait ends before."""
         wait_s = ask.wait_ns / 1e9
         try:
             return self._host.ask(ask.build, wait_s if self._deadline is None else min(wait_s, self._remaining_s()))
@@ -175,8 +175,8 @@ class _Session:
 
 
 class ReadSession(_Session):
-    """One load. `outcome` is for each want None or its miss, and `granted` the pages that are pinned, by their place
-    among the wants."""
+    """One load. `outcome` is for each want None or its miss, and `granted` the pinned pages, by the index of their
+    want."""
 
     def __init__(
         self,
@@ -205,9 +205,11 @@ class ReadSession(_Session):
         return [page if isinstance(page, Miss) else None for page in self._pages]
 
     def frames(self) -> Iterator[list[Record]]:
-        """All wanted layers in the order of their use, in batches of about FRAME_BYTES. The records view the arena.
+        """Yields all wanted layers in the order of their use, in batches of about FRAME_BYTES. The records are views of
+        the arena.
 
-        The first layers of every page come before the second of any, so that who waits for a layer waits for it alone.
+        The first layers of every page come before the second of any, so that a worker that waits for a layer does not
+        wait for later ones.
         """
         batch: list[Record] = []
         room = limits.FRAME_BYTES
@@ -228,9 +230,9 @@ class ReadSession(_Session):
 
 
 def in_order_of_use(wants: Sequence[PageWant], layer_bytes: Mapping[int, int]) -> list[tuple[int, int, int]]:
-    """(item, layer within its page, layers) of each record: what a load moves at a time.
+    """Returns (item, layer within its page, layers) of each record, the unit in which a load moves bytes.
 
-    Of the items that `layer_bytes` names; the first layers of every page come before the second of any.
+    Only for the items in `layer_bytes`; the first layers of every page come before the second of any.
     """
     records = []
     for item, nbytes in layer_bytes.items():
@@ -242,8 +244,8 @@ def in_order_of_use(wants: Sequence[PageWant], layer_bytes: Mapping[int, int]) -
 
 
 class WriteSession(_Session):
-    """One store; pages that `finish` did not commit are aborted at its end. `granted` are the pages that are to be
-    written, by their place in the request."""
+    """One store; pages that `finish` did not commit are aborted at its end. `granted` are the pages to write, by their
+    index in the request."""
 
     def __init__(
         self,
@@ -272,27 +274,28 @@ class WriteSession(_Session):
 
     @property
     def outcome(self) -> list[Written | None]:
-        """For each page None where it is to be sent, else why not."""
+        """For each page None if it is to be sent, otherwise why not."""
         return [page if isinstance(page, Written) else None for page in self._pages]
 
     def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
-        """Takes layers into their page, as a PageSink. Raises ProtocolError for what was not asked for."""
+        """Receives layers into their page, as a PageSink. Raises ProtocolError for layers that were not requested."""
         if codec_id != codec.RAW:
             raise ProtocolError(f"page {item} came in codec {codec_id:#06x}; what is stored is raw")
         self._arrivals.receive(item, layer, codec_id, sums, data)
 
     def written(self, item: int, sums: Sequence[int]) -> None:
-        """The worker has written the whole page in place, and writes it no more. Raises as `receive`."""
+        """The worker has written the whole page in place, and no longer writes it. Raises as `receive`."""
         self._arrivals.written(item, sums)
 
     def leave(self) -> None:
-        """The worker has not stopped, and will not be seen to stop: its pages are its own while the arena is."""
+        """The worker has not stopped, and the shard will not see it stop: its pages stay leased until the arena is
+        closed."""
         self._left = True
 
     def finish(self) -> list[Written]:
-        """Commits what matched the writer's checksums.
+        """Commits the pages that matched the writer's checksums, and returns the outcome of each page.
 
-        Raises ProtocolError, and commits nothing, where not all has come.
+        Raises ProtocolError, and commits nothing, if a page is incomplete.
         """
         missing = self._arrivals.missing()
         done = Finished({} if missing is not None else self._arrivals.verified(), missing)

@@ -1,8 +1,8 @@
-"""The worker's end of shm's control: one connection, the arena that came with it, and whose turn it is to speak.
+"""The worker's end of shm's control: one connection, the arena received over it, and which side sends next.
 
-Connections of one data path share the arena's mappings, of which there is one for reading and, once something is
-stored, one for writing. A mapping goes with the last connection, exchange or view that refers to it, so that nobody
-keeps the memory of a shard that has ended.
+Connections of one data path share the arena's mappings: one for reading and, after the first store, one for writing. A
+mapping ends with the last connection, exchange or view that refers to it, so that no worker keeps the memory of a shard
+that has ended.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from kvcluster.wire.shm_frames import Place
 from kvcluster.wire.streams import Kind
 
 _RENEWALS = 8
-"""A worker shows this often within a lease that it lives, however slow its sink or source is."""
+"""A worker shows that it is alive this many times per lease, however slow its sink or source is."""
 
 _CREDENTIALS = struct.Struct("3i")
-"""Of a unix socket's other side: process, user, group."""
+"""Credentials of a unix socket's other side: process, user, group."""
 
 
 class Turn(Enum):
-    """How a connection stands. Only one that is IDLE can be kept for another exchange."""
+    """Which side of a connection sends next. Only an IDLE connection can be kept for another exchange."""
 
     IDLE = "no exchange is under way"
     OURS = "an exchange is, and the shard waits for our next frame"
@@ -60,7 +60,7 @@ class ShmConnection:
     # ------------------------------------------------------------------------------------------ frames
 
     def ask_to_read(self, request: ReadRequest, deadline: Deadline) -> tuple[list[Miss | None], dict[int, Place]]:
-        """The outcome for each want, and where what was granted lies. Raises Unavailable, RefusedByShard,
+        """Returns the outcome for each want, and where the granted pages lie. Raises Unavailable, RefusedByShard or
         ProtocolError."""
         body = self._ask(Kind.READ, streams.encode_read(request, deadline.remaining_ns()), deadline)
         answer = shm_frames.decode_read_grant(body, request.wants, self.arena.nbytes)
@@ -77,7 +77,7 @@ class ShmConnection:
         return answer
 
     def say(self, kind: Kind, body: bytes, deadline: Deadline, *, then: Turn = Turn.OURS) -> None:
-        """Sends a frame, after which it is `then`."""
+        """Sends a frame, after which the turn is `then`."""
         self.turn = Turn.THEIRS
         self._check_process()
         self._link.send(kind, body, deadline)
@@ -85,25 +85,25 @@ class ShmConnection:
         self.turn = then
 
     def hear(self, kind: Kind, deadline: Deadline, *, then: Turn) -> bytes:
-        """The body of the next frame, which has to be of that kind; after it, it is `then`."""
+        """Returns the body of the next frame, which must be of that kind; after it the turn is `then`."""
         self.turn = Turn.THEIRS
         _, body = self._link.receive(kind, deadline=deadline)
         self.turn = then
         return body
 
     def listen(self, deadline: Deadline) -> None:
-        """Raises what the shard has to say: unasked it speaks only when the exchange is over."""
+        """Raises the shard's error, if it has sent one: without a question it sends only when the exchange is over."""
         deadline.check(self._link.peer)
         if not self._link.is_quiet():
             self.hear(Kind.FAILED, deadline, then=Turn.THEIRS)
 
     def renew(self, deadline: Deadline) -> None:
-        """Says that this side lives, where it has not been heard of for a while; waits for no answer."""
+        """Renews the lease if this side has sent nothing for a while; does not wait for an answer."""
         if time.monotonic_ns() - self._said_ns >= self._renew_ns:
             self.renew_now(deadline)
 
     def renew_now(self, deadline: Deadline) -> None:
-        """As `renew`, whether it was heard of or not."""
+        """As `renew`, unconditionally."""
         self.listen(deadline)
         self.say(Kind.RENEW, shm_frames.encode_renew(answer=False), deadline)
 
@@ -116,21 +116,21 @@ class ShmConnection:
         return body
 
     def _check_process(self) -> None:
-        """A child that was forked in the middle of an exchange must neither go on with it nor end it: the shard would
-        take its word for that of whoever writes."""
+        """Raises Unavailable in a forked child. A child forked in the middle of an exchange must neither continue nor
+        end it: the shard would take its frames for those of the parent, which still writes."""
         if os.getpid() != self._owner:
-            raise _lost(self._link.peer, "this exchange is of the process that this one was forked from")
+            raise _lost(self._link.peer, "this exchange belongs to the process that this one was forked from")
 
     # ------------------------------------------------------------------------------------------- bytes
 
     @property
     def writable(self) -> Mapping:
-        """The arena, to be written where pages were granted, a slice at a time under `unbroken`."""
+        """The arena, writable only where pages were granted, one slice at a time under `unbroken`."""
         assert self._writable is not None
         return self._writable
 
     def check_open(self) -> None:
-        """Raises Unavailable where this is closed. To be asked under `unbroken`, before anything is written."""
+        """Raises Unavailable if this is closed. Must be called under `unbroken`, before anything is written."""
         assert self.turn is Turn.OURS
         self._check_process()
         if self._shut:
@@ -142,7 +142,8 @@ class ShmConnection:
         return self._link.is_quiet()
 
     def shut(self) -> None:
-        """Waits for the slice in hand: at the end of the stream the shard gives to others what was being written."""
+        """Ends the stream, after waiting for the slice in progress: at the end of the stream the shard gives the pages
+        that were being written to others."""
         with self.unbroken:
             self._shut = True
             self._link.shut()
@@ -159,7 +160,8 @@ class Maps:
         self._known: weakref.WeakValueDictionary[bool, Mapping] = weakref.WeakValueDictionary()
 
     def get(self, link: FramedSocket, nbytes: int, *, writable: bool) -> Mapping:
-        """What is mapped already, or now by the descriptor that has just come. Raises ProtocolError or Unavailable."""
+        """Returns the existing mapping, or maps the arena by the descriptor just received. Raises ProtocolError or
+        Unavailable."""
         fds = link.take_fds()
         try:
             if len(fds) != 1:
@@ -177,7 +179,7 @@ class Maps:
 
 
 def reach(address: str, token: str | None, maps: Maps, deadline: Deadline) -> ShmConnection:
-    """A new connection. Raises Unavailable, CredentialError or ProtocolError."""
+    """Opens a new connection. Raises Unavailable, CredentialError or ProtocolError."""
     connected = _connected(address, deadline)
     link, body = dial(connected, address, token, deadline)
     try:
@@ -194,7 +196,7 @@ def _connected(address: str, deadline: Deadline) -> socket.socket:
     try:
         connected.settimeout(deadline.remaining_s() or 1e-3)
         connected.connect("\0" + address[1:])
-        # Before anything is said: anybody may take a name that nobody has, and wait there for tokens.
+        # Checked before the token is sent: any process may bind an unused name, and wait there for tokens.
         _, user = peer_of(connected)
         if user != os.getuid():
             raise _lost(address, f"another user: the shard runs as {user}, and this process as {os.getuid()}")
@@ -204,15 +206,17 @@ def _connected(address: str, deadline: Deadline) -> socket.socket:
         if isinstance(error, TimeoutError):
             raise Unavailable(Miss(MissReason.DEADLINE, f"{address}: it does not answer")) from None
         if isinstance(error, ConnectionRefusedError):
-            raise _lost(address, "nobody listens: it has ended, or is of another host or network namespace") from None
+            raise _lost(
+                address, "no process listens: it has ended, or is of another host or network namespace"
+            ) from None
         if isinstance(error, OSError):
             raise _lost(address, error.strerror or str(error)) from None
         raise
 
 
 def peer_of(connected: socket.socket) -> tuple[int, int]:
-    """Process and user at the other side of a unix socket, as the system saw them when it was connected. The process
-    is 0 where it is not visible from here."""
+    """Returns process and user at the other side of a unix socket, as of its connecting. The process is 0 if it is not
+    visible from here."""
     process, user, _ = _CREDENTIALS.unpack(
         connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )

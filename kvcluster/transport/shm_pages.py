@@ -1,10 +1,10 @@
 """Pages through shared memory: a worker on the shard's host maps its arena, and each page is copied once.
 
-Control goes over a unix socket, a connection for each exchange that is under way; the bytes of pages never do. What is
-copied out of the arena is verified as it was written to its place, like what came from elsewhere: a reader that stood
-still past its lease finds another page there, which does not verify. A writer stands still for as long as it
-likes: the shard gives its pages to nobody before it has said that it has stopped, or its connection has ended
-(shm_server.py). So no connection is ended while a byte is on its way into the arena.
+Control goes over a unix socket, with one connection for each exchange that is under way; the bytes of pages never do.
+Bytes copied from the arena are verified at their destination, as on every other path: a reader that paused past its
+lease may find another page there, which does not verify. A writer may pause for any time: the shard gives its pages to
+no other writer before the worker has said that it has stopped, or its connection has ended (shm_server.py). So no
+connection is ended while a byte is being written into the arena.
 
     load    -> READ   <- GRANT  -> RENEW ..., DONE
     store   -> WRITE  <- GRANT  -> WRITTEN or RENEW ..., DONE  <- TAIL     or ABORT in the place of DONE
@@ -32,23 +32,24 @@ from kvcluster.wire.shm_frames import Place, Progress
 from kvcluster.wire.streams import Kind
 
 WRITTEN_BYTES = 4 * limits.FRAME_BYTES
-"""So much is told to be written at once. To wake the shard costs the writer as much as to copy 256 KiB, and what it has
-to verify when all is written should be little."""
+"""A writer reports written pages to the shard in batches of this size. Waking the shard costs the writer as much as
+copying 256 KiB, but little should be left to verify when everything is written."""
 
 _FAREWELL_MS = 200
 
 _LOADS = 2 if (os.cpu_count() or 1) > 1 else 1
-"""A load is copied and decoded by its reader alone, and two threads of it are nearly twice as fast as one. A store is
-verified by the shard meanwhile, which wants the other processor."""
+"""Only the reader copies and decodes a load, and its two threads are nearly twice as fast as one. A store is verified
+by the shard at the same time, which needs the other processor."""
 
 _NAME_BYTES = 100
-"""Of the 108 that the name of a unix socket may have."""
+"""The longest address accepted; the name of a unix socket may have 108 bytes."""
 
 
 class ShmPages:
-    """A worker's data path to a shard of its own host and user. Connects, and maps, when it is first used.
+    """A worker's data path to a shard on the same host under the same user. Connects and maps when it is first used.
 
-    Where that cannot be, Trouble says why: another host or network namespace, another user, a platform without it.
+    If that is impossible, Unavailable says why: another host or network namespace, another user, or an unsupported
+    platform.
     """
 
     name = "shm"
@@ -64,7 +65,8 @@ class ShmPages:
         )
 
     def connect(self, deadline: Deadline) -> None:
-        """Has a connection ready, and the arena mapped. Raises Trouble, CredentialError or ProtocolError."""
+        """Opens a connection and maps the arena, if none is idle. Raises Unavailable, CredentialError or
+        ProtocolError."""
         self._connections.keep(self._connections.take(deadline))
 
     def read(
@@ -80,7 +82,7 @@ class ShmPages:
             self._end(control, Kind.DONE)
 
     def borrow(self, request: ReadRequest, deadline: Deadline) -> BorrowedPages:
-        """What is wanted, where it lies in the arena, without a copy: see BorrowedPages. Raises as `read`."""
+        """Returns the wanted pages in place in the arena, without a copy: see BorrowedPages. Raises as `read`."""
         control = self._connections.take(deadline)
         try:
             return borrow(control, request, deadline, end=lambda: self._end(control, Kind.DONE))
@@ -102,22 +104,22 @@ class ShmPages:
             self._end(control, Kind.ABORT)
 
     def tidy(self) -> None:
-        """Lets go of the memory of a shard that has ended, as far as nobody views it: for whoever holds this for long
-        without using it."""
+        """Releases the memory of a shard that has ended, unless a view still refers to it. For owners that keep this
+        path unused for a long time."""
         self._connections.tidy()
 
     def close(self) -> None:
-        """Ends what is under way, when the chunk in hand is copied. May be called from any thread, and again."""
+        """Ends exchanges that are under way, after the chunk in progress. May be called from any thread, and again."""
         self._connections.close()
 
     def _end(self, control: ShmConnection, last: Kind) -> None:
-        """Of an exchange that has not come to its end: by that frame where the shard waits for one, else with its
-        connection."""
+        """Ends an unfinished exchange: with the frame `last` if the shard waits for one, otherwise by closing the
+        connection. Keeps the connection if no exchange is under way."""
         if control.turn is Turn.OURS:
             try:
                 control.say(last, b"", Deadline.after_ms(_FAREWELL_MS), then=Turn.IDLE)
             except KVClusterError:
-                """It is the shard that has ended it."""
+                """The shard has ended the exchange."""
         if control.turn is Turn.IDLE:
             self._connections.keep(control)
         else:
@@ -127,7 +129,7 @@ class ShmPages:
 def _copies(
     control: ShmConnection, request: ReadRequest, places: Mapping[int, Place], sink: PageSink, deadline: Deadline
 ) -> Generator[None, None, None]:
-    """Copies what was granted, in the order of use; yields after each slice of about FRAME_BYTES."""
+    """Copies the granted layers in the order of use; yields after each slice of about FRAME_BYTES."""
     records = granted_records(request, places)
     arena = control.arena
     copies = open_load(sink, records, MappedMemory(arena), arena, between=lambda: control.renew(deadline))
@@ -145,14 +147,14 @@ def _copies(
 def _store(
     control: ShmConnection, request: WriteRequest, places: Mapping[int, Place], source: PageSource, deadline: Deadline
 ) -> None:
-    """Page after page from the source into the arena. Each is told when it is whole, small ones together, so that the
-    shard verifies one while the next is copied."""
+    """Copies page after page from the source into the arena. Reports complete pages to the shard, small ones together,
+    so that the shard verifies one while the next is copied."""
     if not places:
         return
     records = reserved_records(request.pages, places)
     arena = control.writable
     copies = open_store(source, records, MappedMemory(arena), arena, between=lambda: control.renew(deadline))
-    whole: list[tuple[int, Sequence[int]]] = []  # of which the shard has not been told
+    whole: list[tuple[int, Sequence[int]]] = []  # complete, and not reported to the shard yet
     nbytes = 0
     for start, stop in records.slices(limits.FRAME_BYTES):
         deadline.check()

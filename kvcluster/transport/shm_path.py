@@ -1,4 +1,4 @@
-"""The two halves of shared memory, by the names that kvcluster/transports.py looks for."""
+"""The worker's and the shard's half of the shm transport, under the names that kvcluster/transports.py looks for."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvcluster.transport.shm_server import ShmHost, ShmServer
 
 
 def open_path(offer: Offer, token: str | None) -> ShmPages:
-    """As paths.Opener."""
+    """As path_selector.Opener."""
     return ShmPages(offer.address, token)
 
 
 def serve(host: ShmHost, tenant_of: TenantOf, listen_host: str) -> ShmServer:
-    """As offering.Serve. It listens at a name of its own."""
+    """As transport_servers.Serve. Ignores `listen_host`: it listens at a random abstract name."""
     return ShmServer(host, tenant_of)

@@ -1,15 +1,15 @@
-"""The shard's side of shm: grants leases over a unix socket, and sees them to their end. The bytes move without it.
+"""The shard's side of shm: grants leases over a unix socket, and follows them to their end. It does not move the bytes.
 
-The socket has an abstract name, so that a crash leaves no file, and speaks to processes of this user only. A
-connection brings a descriptor of the arena for reading, and one for writing when something is first stored over it.
+The socket has an abstract name, so that a crash leaves no file, and accepts only processes of this user. A connection
+receives a descriptor of the arena for reading, and one for writing with its first store.
 
-A page under a write lease is in the hands of a worker, who may stand still for any time and then write on. So its lease
-ends only when the worker has said that it has stopped, or can write no more: its stream has ended, which it does not
-end before it has stopped, or its process has, which is watched by itself, since a child that was forked has the stream
-open as well. A lease that ran out commits nothing, and frees nothing before that. While the shard itself is ending
-nobody sees a worker stop, and its pages stay as they are until the arena goes.
+A worker writes directly into a page under a write lease. It may pause for any time and then continue. So the lease ends
+only when the worker has said that it has stopped, or can no longer write: its stream has ended, which it does not end
+before it has stopped; or its process has ended, which is watched separately, because a forked child has the stream open
+as well. An expired lease commits nothing, and frees no page before that. While the shard itself is closing, it cannot
+see a worker stop, and the worker's pages stay leased until the arena is closed.
 
-A reader's lease does end with its time: what it reads after that does not verify.
+A reader's lease ends when it expires: what it reads after that does not verify.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ class ShmHost(PageHost, Protocol):
 
     @property
     def lease_ttl_ns(self) -> int:
-        """How long a lease runs that is not renewed."""
+        """How long a lease lasts without renewal, in nanoseconds."""
 
     def open_arena(self, *, writable: bool) -> int:
-        """A new descriptor of the arena; the caller closes it. Raises ConfigError where there is none to be had."""
+        """Returns a new descriptor of the arena, which the caller closes. Raises ConfigError if the arena has none."""
 
 
 class ShmServer:
-    """Listens from its construction on, at `address`, a name that nobody had. Raises ConfigError where this platform or
-    arena cannot be shared."""
+    """Listens from its construction on, at `address`, a new random name. Raises ConfigError if this platform or arena
+    cannot be shared."""
 
     details = b""
 
     def __init__(self, host: ShmHost, tenant_of: TenantOf) -> None:
-        os.close(host.open_arena(writable=False))  # what cannot be handed out is not to be offered
+        os.close(host.open_arena(writable=False))  # an arena that cannot be shared must not be offered
         self._host = host
         self._closing = False
         name = f"kvcluster-{secrets.token_hex(16)}"
@@ -72,8 +72,8 @@ class ShmServer:
         self._listener.start()
 
     def close(self) -> None:
-        """Ends every exchange. Workers that write may write on: their pages are nobody else's any more. May be called
-        again."""
+        """Ends every exchange. Workers may continue to write: their pages are never given to others again. May be
+        called again."""
         self._closing = True
         self._listener.close()
 
@@ -106,7 +106,7 @@ class ShmServer:
                     if shm_frames.decode_renew(body):
                         link.send(Kind.RENEW, shm_frames.encode_renew(answer=True), bounded())
             except Unavailable:
-                session.alive()  # says so where it was not the worker that went, but its lease that ended
+                session.alive()  # raises this instead if the lease ended and not the worker
                 raise
 
     def _write(self, link: FramedSocket, tenant: Tenant, body: bytes, *, first: bool) -> None:
@@ -134,7 +134,7 @@ class ShmServer:
     def _until_written(
         self, link: FramedSocket, session: WriteSession, request: WriteRequest, deadline: Deadline
     ) -> bool:
-        """Verifies pages as they are written, until the worker has stopped. False where it has given up."""
+        """Verifies pages as they are written, until the worker has stopped. False if it has aborted."""
         with AffinityGuard() as thread:
             while True:
                 kind, body = link.receive(Kind.WRITTEN, Kind.RENEW, Kind.DONE, Kind.ABORT, deadline=deadline)
@@ -150,7 +150,7 @@ class ShmServer:
                     session.written(item, sums)
 
     def _until_stopped(self, link: FramedSocket, error: BaseException) -> None:
-        """Tells the worker why its store has ended, and returns when it can write no more: however long that takes."""
+        """Tells the worker why its store has ended, and waits without limit until it can no longer write."""
         words = error if isinstance(error, KVClusterError) else ProtocolError("the shard failed; its log says how")
         link.fail(words, Deadline.after_ms(_FAREWELL_MS))
         while not link.ended:
@@ -168,7 +168,7 @@ class ShmServer:
 
 
 def _admit(link: FramedSocket) -> None:
-    """Processes of this user only, and each for as long as it lives."""
+    """Admits only processes of this user, and ties the connection to the life of the process."""
 
     def look(connected: socket.socket) -> None:
         process, user = peer_of(connected)
@@ -182,8 +182,8 @@ def _admit(link: FramedSocket) -> None:
 
 
 def _process_of(connected: socket.socket, process: int) -> int | None:
-    """A descriptor of the process at the other side. None where the system gives none: then only the end of the stream
-    tells of its end, and that comes late where it has forked."""
+    """Returns a descriptor of the process at the other side. None if the system gives none: then only the end of the
+    stream shows that the process has ended, and that comes late if it has forked."""
     with contextlib.suppress(OSError):
         return connected.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     with contextlib.suppress(OSError, AttributeError):

@@ -1,9 +1,9 @@
-"""Borrowed: pages that a worker reads where they lie in a shard's arena, without a copy, while a pin lease lives.
+"""Borrowed pages: a worker reads pages in place in a shard's arena, without a copy, while a pin lease lasts.
 
-What is read so can be verified beforehand only: once, when it is borrowed. Whether the bytes were still those of their
-pages when they were used is told afterwards, as by a sequence lock: compute, and then ask `valid`. The shard itself
-answers, since no clock of this process can know that a lease was revoked before its time. A result that was computed
-from pages which are not valid any more is thrown away.
+Such bytes can be verified only beforehand: once, when they are borrowed. Whether they were still those of their pages
+when they were used is determined afterwards, as with a sequence lock: compute, and then call `valid`. The shard itself
+answers, since no clock of this process can know that a lease was revoked early. A result computed from pages that are
+no longer valid must be discarded.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from kvcluster.wire.streams import Kind
 
 
 class NotLent(Exception):
-    """The way to a shard leads over no memory that both ends see. What it leads over instead, and why, is its text."""
+    """The shard is not reached over memory that both ends share. The text says how it is reached instead, and why."""
 
 
 @runtime_checkable
 class Lends(Protocol):
-    """A way to a shard that may lead over memory which both ends see. Not every Transport can."""
+    """A transport that may reach a shard over shared memory. Not every Transport can."""
 
     def borrow(self, request: ReadRequest, deadline: Deadline) -> AbstractContextManager[BorrowedPages]:
-        """What is wanted, where it lies, until the context ends. Raises as Transport.read, and NotLent."""
+        """Lends the wanted pages in place until the context ends. Raises as Transport.read, and NotLent."""
 
 
 class BorrowedPages:
-    """Use as a context manager. Thread-safe: one thread may renew what another computes with.
+    """Pages borrowed from one shard. Use as a context manager. Thread-safe: one thread may renew the lease while
+    another computes.
 
-    `outcome` is for each want None or its miss, CORRUPT where its bytes did not verify. `views` holds the wanted layers
-    of each, read-only, or None. What was made of a view (an array, a tensor) keeps the memory after the end, and shows
-    whatever comes to lie in it. Unless it is renewed, the lease ends `lease_ttl_ns` after it was asked for.
+    `outcome` is for each want None or its miss, CORRUPT if its bytes did not verify. `views` holds the wanted layers of
+    each, read-only, or None. An array or tensor made from a view keeps the memory mapped after the end, and shows
+    whatever is written there. Unless it is renewed, the lease ends `lease_ttl_ns` after the request.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class BorrowedPages:
         self._lives = True
 
     def renew(self, deadline: Deadline) -> bool:
-        """Says that they are still used: to be called now and then, several times within a lease. Waits for nothing,
-        nor for a thread that asks `valid`, which renews it too. False once it is known to have ended."""
+        """Renews the lease; must be called several times within its TTL. Does not wait, not even for a thread in
+        `valid`, which renews the lease too. False once the lease is known to have ended."""
         if not self._lock.acquire(blocking=False):
             return True
         try:
@@ -72,8 +73,8 @@ class BorrowedPages:
             self._lock.release()
 
     def valid(self, deadline: Deadline) -> bool:
-        """Was every view that of its page until now? One round trip, which renews the lease; False where the shard
-        does not say so by the deadline, and from then on."""
+        """Whether every view was that of its page until now. One round trip, which renews the lease. False if the shard
+        does not confirm by the deadline, and then always."""
 
         def ask() -> None:
             deadline.check()
@@ -84,7 +85,7 @@ class BorrowedPages:
             return self._while_it_lives(ask)
 
     def close(self) -> None:
-        """Gives the pages back; the views are not to be had any more. May be called again."""
+        """Returns the lease, and releases the views. May be called again."""
         with self._lock:
             self._finish()
             views, self.views = self.views, [None] * len(self.views)
@@ -93,7 +94,7 @@ class BorrowedPages:
                 _release(view)
 
     def _while_it_lives(self, work: Callable[[], object]) -> bool:
-        """Under the lock."""
+        """Does the work, and ends the loan if it fails. Returns whether the loan still lives. Called under the lock."""
         if self._lives:
             try:
                 work()
@@ -116,9 +117,9 @@ class BorrowedPages:
 
 
 def _release(view: memoryview) -> None:
-    """Nobody reads through it any more, and yet its memory stays as long as the view does: torch.frombuffer keeps the
-    view, but not its buffer."""
-    with suppress(ValueError, BufferError):  # released before, or something was made of it
+    """Releases a view, so that it cannot be read any more, but keeps its memory as long as the view object exists:
+    torch.frombuffer keeps a reference to the view, but not to its buffer."""
+    with suppress(ValueError, BufferError):  # released before, or something still uses its buffer
         keeper = memoryview(view)
         view.release()
         weakref.finalize(view, keeper.release).atexit = False

@@ -1,9 +1,8 @@
-"""Pages over plain sockets: out of the arena with sendmsg, into the destination with recv_into, no copy between.
+"""Pages over TCP sockets: from the arena with sendmsg, into the destination with recv_into, no copy in between.
 
-One connection carries one exchange at a time and is kept for the next; as many exchanges as there are threads go on at
-once, each on a connection of its own. A connection on which anything went wrong is closed, by which the other side
-learns that the exchange is over: the shard gives its pages back at once. Control (attach, flush, suspect) is not here:
-it goes over gRPC.
+One connection carries one exchange at a time and is kept for the next; parallel exchanges use a connection each. A
+connection on which anything went wrong is closed, which tells the other side that the exchange is over: the shard
+releases its pages at once. Control (attach, flush, suspect) goes over gRPC and is not here.
 
     load    -> READ   <- HEAD, PAGES ..., DONE
     store   -> WRITE  <- HEAD  -> PAGES ..., DONE  <- TAIL
@@ -34,10 +33,10 @@ from kvcluster.wire.streams import Kind
 T = TypeVar("T")
 
 _BUFFER_BYTES = 2**20
-"""Of a socket, each way, which Linux doubles: what is under way on a link of 10 GB/s with 0.2 ms between its ends."""
+"""A socket's buffer in each direction, which Linux doubles: the bytes in flight at 10 GB/s and 0.2 ms latency."""
 
 _STREAMS = 2 if (os.cpu_count() or 1) > 2 else 1
-"""One thread in Python can drive about 3 GB/s. A second one needs a core for itself and one for the kernel's part."""
+"""One Python thread can drive about 3 GB/s. A second thread needs a core for itself and one for the kernel's part."""
 
 _DECODING = 2 if (os.cpu_count() or 1) > 1 else 1
 """While one thread decodes, the other receives."""
@@ -57,7 +56,7 @@ class TcpPages:
         )
 
     def connect(self, deadline: Deadline) -> None:
-        """Has a connection ready. Raises Unavailable, CredentialError or ProtocolError."""
+        """Opens a connection if none is idle. Raises Unavailable, CredentialError or ProtocolError."""
         self._links.keep(self._links.take(deadline))
 
     def read(
@@ -92,14 +91,14 @@ class TcpPages:
             return tail
 
     def close(self) -> None:
-        """Ends what is under way. May be called from any thread, and again."""
+        """Ends exchanges that are under way. May be called from any thread, and again."""
         self._links.close()
 
     # ----------------------------------------------------------------------------------------- helpers
 
     @contextmanager
     def _exchange(self, deadline: Deadline) -> Iterator[FramedSocket]:
-        """A connection for one exchange, kept where that ends well or is refused, and else closed."""
+        """Yields a connection for one exchange; keeps it if that succeeds or is refused, and closes it otherwise."""
         link = self._links.take(deadline)
         try:
             yield link
@@ -122,8 +121,8 @@ class TcpPages:
         return outcome
 
     def _why(self, error: BaseException, deadline: Deadline) -> BaseException:
-        """A shard that closes a connection in the middle can seldom say why. One that takes another is there: then
-        it has broken off because the lease had ended."""
+        """Returns the error of a broken exchange. A shard that closes a connection in the middle can rarely say why. If
+        it accepts another connection, it is alive, and closed this one because the lease had ended."""
         if not isinstance(error, Unavailable) or error.miss.reason is not MissReason.SHARD_LOST:
             return error
         try:
@@ -158,17 +157,17 @@ def _tune(connected: socket.socket) -> None:
 
 
 def open_path(offer: Offer, token: str | None) -> TcpPages:
-    """As paths.Opener."""
+    """As path_selector.Opener."""
     return TcpPages(offer.address, token)
 
 
 def serve(host: PageHost, tenant_of: TenantOf, listen_host: str) -> TcpServer:
-    """As offering.Serve."""
+    """As transport_servers.Serve."""
     return TcpServer(host, tenant_of, listen_host)
 
 
 class TcpServer:
-    """A shard's side. Listens on `listen_host`; port 0 takes a free one, and `address` says which."""
+    """The shard's side. Listens on `listen_host`; port 0 takes a free port, and `address` says which."""
 
     details = b""
 
@@ -189,7 +188,7 @@ class TcpServer:
         self._listener.start()
 
     def close(self) -> None:
-        """Ends every exchange, and waits until none moves a byte. May be called again."""
+        """Ends every exchange, and waits until no bytes move. May be called again."""
         self._listener.close()
 
     def _serve(self, link: FramedSocket, tenant: Tenant) -> None:

@@ -122,7 +122,7 @@ def test_records_that_were_not_asked_for_are_refused_before_a_byte_moves() -> No
     into = room(BLOCKS)
     grant = Grant(Bench(into))
     grant.records.layers[3] = LAYERS
-    with pytest.raises(ProtocolError, match="not what was asked for: record 3 has layers"):
+    with pytest.raises(ProtocolError, match="does not match the request: record 3 has layers"):
         grant.open()
     assert unwritten(into)
 

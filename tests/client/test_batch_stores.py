@@ -193,7 +193,7 @@ def test_a_batch_that_contradicts_itself_reaches_no_executor(monkeypatch: pytest
     monkeypatch.setattr(sources, "EXECUTORS", (Takes(),))
     reserved = Reserved(room(BLOCKS).copy_(kv(BLOCKS)))
     reserved.records.layers[0] = LAYERS
-    with pytest.raises(ProtocolError, match="not what was asked for: record 0 has layers"):
+    with pytest.raises(ProtocolError, match="does not match the request: record 0 has layers"):
         reserved.open()
 
 

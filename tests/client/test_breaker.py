@@ -56,9 +56,9 @@ def test_so_many_failures_in_a_row_open_it() -> None:
     assert breaker.state is BreakerState.OPEN
 
 
-def test_while_it_is_open_nobody_asks_and_everybody_is_told_why() -> None:
+def test_while_it_is_open_no_call_asks_and_each_gets_the_reason() -> None:
     breaker = opened()
-    assert breaker.ask(200_000_000) == Miss(MissReason.SHARD_LOST, "not asked: failed 3 times, again in 0.8 s")
+    assert breaker.ask(200_000_000) == Miss(MissReason.SHARD_LOST, "not asked: failed 3 times, next attempt in 0.8 s")
     assert breaker.open_for(200_000_000) == 800_000_000
 
 
@@ -66,13 +66,13 @@ def test_the_reason_is_that_of_the_last_failure() -> None:
     breaker = Breaker(failures=2, open_ns=S)
     fail(breaker, 0)
     fail(breaker, 0, why=LATE)
-    assert breaker.ask(0) == Miss(MissReason.DEADLINE, "not asked: failed 2 times, again in 1.0 s")
+    assert breaker.ask(0) == Miss(MissReason.DEADLINE, "not asked: failed 2 times, next attempt in 1.0 s")
 
 
 def test_then_one_exchange_tries_and_no_other() -> None:
     breaker = opened()
     ask(breaker, S)
-    assert breaker.ask(S) == Miss(MissReason.SHARD_LOST, "not asked: failed 3 times, tried at this moment")
+    assert breaker.ask(S) == Miss(MissReason.SHARD_LOST, "not asked: failed 3 times, a probe is under way")
     assert breaker.open_for(S) == 0
 
 
@@ -129,7 +129,7 @@ def test_what_ends_late_says_nothing_of_the_shard_as_it_is_now() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2 * S), st.integers(0, 9)), max_size=60), st.integers(1, 4))
-def test_whatever_happens_one_tries_at_a_time_and_everybody_gets_a_turn(
+def test_in_any_order_of_events_one_probe_runs_at_a_time_and_the_breaker_never_stays_open(
     steps: list[tuple[int, int, int]], failures: int
 ) -> None:
     breaker, now, longest = Breaker(failures=failures, open_ns=S), 0, S << DOUBLINGS
@@ -150,7 +150,7 @@ def test_whatever_happens_one_tries_at_a_time_and_everybody_gets_a_turn(
                 breaker.failed(leave, LOST, now)
             else:
                 breaker.gave_up(leave)
-        live = [state for one, state in out if one == breaker._leave]
+        live = [state for one, state in out if one == breaker._permit]
         assert breaker.state is not BreakerState.OPEN or not live
         assert breaker.state is not BreakerState.PROBING or live == [BreakerState.PROBING]
         assert breaker.open_for(now) <= longest
@@ -201,7 +201,7 @@ def test_a_shard_that_failed_three_times_is_a_miss_at_once(alone: MemoryCluster,
             assert load(client) == missed(miss, range(4))
         not_asked = load(client).miss
         assert not_asked is not None and not_asked.reason is miss.reason
-        assert not_asked.detail.startswith("shard-0 not asked: failed 3 times, again in ")
+        assert not_asked.detail.startswith("shard-0 not asked: failed 3 times, next attempt in ")
         stored = client.store(prompt(2, seed=1), kv(2))
         assert (stored.blocks, stored.miss and stored.miss.reason) == (0, miss.reason)
         assert shard.asked == 3

@@ -395,7 +395,7 @@ class _Future(Watched):
         return super().read(request, _Recoded(sink, self.items), deadline)
 
 
-def test_a_load_of_a_codec_from_the_future_says_what_to_do_and_suspects_nobody(cluster: MemoryCluster) -> None:
+def test_a_load_of_a_codec_from_the_future_says_what_to_do_and_suspects_no_page(cluster: MemoryCluster) -> None:
     suspected: list[None] = []
     steps, open_transport = Steps(suspect=lambda: suspected.append(None)), cluster.opener()
 

@@ -1,4 +1,4 @@
-"""One deadline a call, however many parts it has: every part gets it and no other, and who hangs keeps nobody."""
+"""One deadline a call, however many parts it has: every part gets it, and a side that hangs delays no call past it."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def test_what_is_gone_for_good_is_told_as_missed(scripted: Scripted) -> None:
         assert subscriber.counters()["resets"] == 1
 
 
-def test_a_replay_that_nobody_answers_ends(scripted: Scripted) -> None:
+def test_a_replay_without_an_answer_ends(scripted: Scripted) -> None:
     with EventSubscriber(*scripted.endpoints, replay_silence_s=0.01) as subscriber:
         scripted.let_in()
         scripted.send(batch(0), batch(2))

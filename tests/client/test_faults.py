@@ -100,7 +100,7 @@ def test_without_a_coordinator_every_call_is_a_miss_that_says_so(alone: MemoryCl
     check_that_all_miss(stranger, NOT_RUNNING)
 
 
-def test_a_coordinator_that_hangs_holds_nobody_past_the_deadline(alone: MemoryCluster) -> None:
+def test_a_coordinator_that_hangs_holds_no_call_past_the_deadline(alone: MemoryCluster) -> None:
     storing(alone)
     port, hold = Port(alone), Hold()
     port.before = lambda message: hold()
@@ -111,7 +111,7 @@ def test_a_coordinator_that_hangs_holds_nobody_past_the_deadline(alone: MemoryCl
         hold.let_go()
 
 
-def test_a_release_waits_for_nobody(alone: MemoryCluster) -> None:
+def test_a_release_does_not_wait(alone: MemoryCluster) -> None:
     storing(alone)
     port, hold = Port(alone), Hold()
     port.before = lambda message: hold() if isinstance(message, EndTicket) else None

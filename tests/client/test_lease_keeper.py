@@ -1,4 +1,4 @@
-"""The keeper of tickets: it renews what is kept, ends what is released, and makes nobody wait."""
+"""The keeper of tickets: it renews what is kept, ends what is released, and makes no caller wait."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_release_returns_while_the_coordinator_hangs(coordinator: Coordinator)
     assert coordinator.ended == [ONE, TWO]
 
 
-def test_a_farewell_that_nobody_hears_is_the_last_of_those_waiting(coordinator: Coordinator) -> None:
+def test_after_an_end_that_is_not_delivered_the_waiting_ones_are_dropped(coordinator: Coordinator) -> None:
     coordinator.hears = False
     with keeping(coordinator) as keeper:
         for attempt in (ONE, TWO, THREE):

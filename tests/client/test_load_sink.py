@@ -208,10 +208,10 @@ def test_layers_that_were_not_asked_for_are_refused_and_written_nowhere() -> Non
     bench = Bench(into)
     some: Piece = bench.pieces[0].cut(0, 2)
     sink = bench.new_sink(ReadRanges([some], now=0, deadline_ns=NEVER))
-    with pytest.raises(ProtocolError, match="layers to 3 of a page came of which those to 2"):
+    with pytest.raises(ProtocolError, match="layers up to 3 of a page arrived, but only 2"):
         bench.send(0, 0, LAYERS, sink=sink)
     bench.send(0, 0, 2, sink=sink)
-    with pytest.raises(ProtocolError, match="layer 0 of a page came where 2 belongs"):
+    with pytest.raises(ProtocolError, match="layer 0 of a page arrived, expected layer 2"):
         bench.send(0, 0, 2, sink=sink)
     assert same(into[0, :2], bench.values[0, :2]) and unwritten(into[0, 2:])
 

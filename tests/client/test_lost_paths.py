@@ -240,7 +240,7 @@ def test_a_source_that_was_told_that_it_is_free_is_not_asked_again(new: Desk) ->
 
 
 def hold(desk: Desk, pages: slice = slice(None)) -> Callable[[], object]:
-    """Somebody else begins to write these pages; what lets them go."""
+    """Another client begins to write these pages; returns what releases them."""
     attempt = desk.world.attempt()
     request = desk.content.write_request(keys=desk.content.keys[pages])
     reserve = Reserve(attempt, desk.world.epoch, request.pages)
@@ -282,7 +282,7 @@ def test_a_page_that_stays_pending_is_told_so_after_a_few_tries(new: Desk) -> No
     let_go[0]()
 
 
-def test_what_somebody_else_writes_is_pending_at_once(new: Desk) -> None:
+def test_pages_that_another_client_writes_are_pending_at_once(new: Desk) -> None:
     new.ways.choice.attach(new.content.spec, soon())
     let_go = hold(new, slice(1, 2))
     stored = new.store()

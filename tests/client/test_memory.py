@@ -502,7 +502,7 @@ def test_each_group_has_its_own_memory() -> None:
         bind([kv, kv], spec, (WHOLE, spec.whole(1)), 5, writable=True)
     with pytest.raises(CallerError, match="memory for group 0 is a Tensor, but the part to be moved is None"):
         bind([kv, states], spec, (None, spec.whole(1)), 5, writable=True)
-    with pytest.raises(CallerError, match="a list of 3 where the spec has 2 group"):
+    with pytest.raises(CallerError, match="a list of 3, but the spec has 2 group"):
         bind([kv, states, None], spec, (WHOLE, spec.whole(1)), 5, writable=True)
 
 
@@ -511,7 +511,7 @@ def test_bytes_of_another_length_are_refused_and_nothing_is_written(length: int)
     tensor = torch.zeros(SHAPE, dtype=torch.bfloat16)
     for memory in (tensor, Paged.nhd([torch.zeros(2, 5, 2, 4, 8, dtype=torch.bfloat16) for _ in range(3)], range(5))):
         bound = bind(memory, SPEC, (WHOLE,), 5, writable=True)
-        with pytest.raises(ProtocolError, match=f"take {PAGE_BYTES} bytes, but {length} came"):
+        with pytest.raises(ProtocolError, match=f"takes {PAGE_BYTES} bytes, but {length} arrived"):
             bound.put(0, 0, WHOLE, memoryview(b"x" * length))
         assert not any(bound.get(0, 0, 0, 3, Staging()))
 
@@ -522,7 +522,7 @@ def test_bytes_of_another_length_are_refused_and_nothing_is_written(length: int)
 MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
     "no memory": (lambda: None, "is None, but the part"),
     "not a memory": (lambda: "cuda", "is a str; expected a torch tensor, Dense, Paged or Buffers"),
-    "layers as a bare list": (layers, "a list of 3 where the spec has 1 group.*Paged"),
+    "layers as a bare list": (layers, "a list of 3, but the spec has 1 group.*Paged"),
     "dense of an array": (lambda: Dense([1.0]), "is a list; expected a torch tensor"),  # type: ignore[arg-type]
     "dtype": (lambda: like(torch.float16), "is torch.float16; expected torch.bfloat16"),
     "scalar": (lambda: like(shape=()), r"shape \[\]; expected \[blocks, layers 3, planes 2, block_tokens 2, heads 4"),
@@ -646,7 +646,7 @@ def test_without_torch_buffers_are_served_and_others_refused(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "kvcluster.client.tensors", None)
     monkeypatch.delattr("kvcluster.client.tensors", raising=False)
     bind(Buffers([bytes(PAGE_BYTES)]), SPEC, (WHOLE,), 1, writable=False)
-    with pytest.raises(CallerError, match="without torch installed only Buffers can be served"):
+    with pytest.raises(CallerError, match="without torch installed only Buffers are supported"):
         bind([b"page"], SPEC, (WHOLE,), 1, writable=False)  # type: ignore[list-item]
 
 

@@ -93,7 +93,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "a sparse layout": (lambda: torch.zeros(kv(2).shape).to_sparse(), "torch.sparse_coo tensor"),
     "no memory at all": (lambda: "memory", "a str; expected a torch tensor"),
     "none": (lambda: None, "None"),
-    "a list for one group": (lambda: [kv(2), kv(2)], "a list of 2 where the spec has 1 group"),
+    "a list for one group": (lambda: [kv(2), kv(2)], "a list of 2, but the spec has 1 group"),
     "buffers of another length": (lambda: Buffers(pages(2, PAGE_BYTES - 1)), "bytes; expected the"),
     "too few buffers": (lambda: Buffers(pages(1)), "1 blocks"),
     "a layer too few": (lambda: Paged.nhd(caches(2, 4, BLOCK, HEADS, DIM, layers=2), [0, 1]), "for each of 3 layers"),
@@ -164,7 +164,7 @@ def test_what_are_no_token_ids_is_refused(desk: Desk, call: Callable[[Client, An
 
 @pytest.mark.parametrize("call", CALLS[1:])
 def test_more_blocks_than_a_call_takes_are_refused(desk: Desk, call: Callable[[Client, Any], Any]) -> None:
-    with desk.refuses(f"at most {limits.BLOCKS_PER_CALL}", LimitError) as client:
+    with desk.refuses(f"limit of {limits.BLOCKS_PER_CALL}", LimitError) as client:
         call(client, [0] * (limits.BLOCKS_PER_CALL + 1) * BLOCK)
 
 
@@ -249,9 +249,9 @@ def test_what_are_no_block_hashes_is_refused(desk: Desk, bad: Any) -> None:
 
 def test_more_hashes_than_a_call_takes_are_refused(desk: Desk) -> None:
     hashes = [HASH] * (limits.BLOCKS_PER_CALL + 1)
-    with desk.refuses(f"at most {limits.BLOCKS_PER_CALL}", LimitError) as client:
+    with desk.refuses(f"limit of {limits.BLOCKS_PER_CALL}", LimitError) as client:
         client.prepare_load(hashes)
-    with desk.refuses(f"at most {limits.BLOCKS_PER_CALL}", LimitError) as client:
+    with desk.refuses(f"limit of {limits.BLOCKS_PER_CALL}", LimitError) as client:
         client.begin_store(hashes, kv(1))
 
 
@@ -314,9 +314,9 @@ def test_a_client_of_nothing_is_refused(cluster: MemoryCluster) -> None:
 @pytest.mark.parametrize(
     ("memory", "match"),
     [
-        (lambda: kv(2), "a list of 1 where the spec has 2 group"),
+        (lambda: kv(2), "a list of 1, but the spec has 2 group"),
         (lambda: [kv(2), None], "for group 1 is None"),
-        (lambda: [kv(2)], "a list of 1 where the spec has 2 group"),
+        (lambda: [kv(2)], "a list of 1, but the spec has 2 group"),
         (lambda: [kv(2), kv(2)[..., :-1]], "of group 1 has shape"),
     ],
 )

@@ -18,7 +18,7 @@ SLIDING = KVSpec("sliding", "sha256:1", BLOCK, (Group((0, 2), PLANES), Group((1,
 
 
 def fill(cluster: MemoryCluster) -> torch.Tensor:
-    """Four blocks, which everybody finds."""
+    """Four blocks, which every client finds."""
     writer, content = cluster.client(SPEC), kv(4)
     writer.store(prompt(4), content)
     assert writer.flush()

@@ -44,7 +44,7 @@ def test_each_shard_has_a_breaker_of_its_own() -> None:
 def test_what_is_not_permitted_is_a_miss_that_names_the_shard() -> None:
     shards = policy(failures=1)
     fail(shards)
-    assert shards.permit(A, 0) == Miss(MissReason.SHARD_LOST, "a not asked: failed 1 times, again in 0.0 s")
+    assert shards.permit(A, 0) == Miss(MissReason.SHARD_LOST, "a not asked: failed 1 times, next attempt in 0.0 s")
 
 
 def test_after_its_time_one_exchange_is_permitted_and_decides() -> None:

@@ -49,7 +49,7 @@ def test_layers_come_in_order_and_what_is_left_shrinks() -> None:
 def test_a_layer_that_is_not_the_next_is_not_what_was_asked_for(layer: int) -> None:
     some = ranges()
     some.came(0, 3)
-    with pytest.raises(ProtocolError, match=f"layer {layer} of a page came where 3 belongs"):
+    with pytest.raises(ProtocolError, match=f"layer {layer} of a page arrived, expected layer 3"):
         some.may_write(0, layer, 6)
 
 

@@ -165,7 +165,7 @@ def test_a_pin_with_replicas_is_kept_on_so_many_shards(doubled: MemoryCluster) -
     assert [len(pages(doubled, shard)) for shard in doubled.shards] == [4, 4]
 
 
-def test_of_a_shard_that_stops_after_the_prepare_nobody_notices(doubled: MemoryCluster) -> None:
+def test_a_shard_that_stops_after_the_prepare_goes_unnoticed(doubled: MemoryCluster) -> None:
     with Bench(doubled) as bench:
         doubled.stop_shard(bench.first)
         assert bench.load() == WHOLE
@@ -233,7 +233,7 @@ def test_what_a_silent_shard_does_not_send_comes_from_elsewhere(doubled: MemoryC
     assert not into.any(), "what came late went nowhere"
 
 
-def test_a_silent_shard_that_nobody_can_replace_is_waited_for(single: MemoryCluster) -> None:
+def test_a_silent_shard_that_no_other_can_replace_is_waited_for(single: MemoryCluster) -> None:
     hold = Hold(at=2)
     with Bench(single) as bench:
         bench.steps[bench.first].receive = hold
@@ -282,7 +282,7 @@ def test_without_a_coordinator_to_ask_what_is_missing_is_told_at_once(doubled: M
         assert bench.load() == Loaded(2, 3 * PAGE_BYTES, evicted, {2: evicted})
 
 
-def test_a_coordinator_that_hangs_keeps_nobody_from_what_has_come(doubled: MemoryCluster) -> None:
+def test_a_coordinator_that_hangs_does_not_delay_what_has_come(doubled: MemoryCluster) -> None:
     """It is asked for a part of the time left, so that the outcome is told within the deadline."""
     with Bench(doubled) as bench:
         forget(doubled, bench.first, bench.hashes[2])
@@ -308,7 +308,7 @@ def test_where_the_deadline_comes_first_what_has_come_is_told(single: MemoryClus
         hold.let_go()
 
 
-def test_a_shard_that_hangs_keeps_nobody_from_what_other_shards_have(start: Start) -> None:
+def test_a_shard_that_hangs_does_not_delay_what_other_shards_have(start: Start) -> None:
     cluster = start(shards=2, device_bytes="1MiB", config={"coordinator": {"run_blocks": 1}})
     tokens, hold = prompt(16), Hold()
     client = cluster.client(SPEC)
@@ -344,7 +344,7 @@ def test_a_report_that_fails_costs_the_load_nothing(doubled: MemoryCluster, erro
         eventually(lambda: told.calls == 1)
 
 
-def test_nobody_waits_for_a_report(doubled: MemoryCluster) -> None:
+def test_no_load_waits_for_a_report(doubled: MemoryCluster) -> None:
     hold = Hold()
     with Bench(doubled) as bench:
         bench.steps[bench.first].suspect = hold

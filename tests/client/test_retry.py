@@ -126,7 +126,7 @@ def test_only_what_is_missing_of_a_page_is_read_from_elsewhere() -> None:
     assert retry.alternatives(rest, found) == [(B, rest)]
 
 
-def test_what_nobody_else_has_stays_missing() -> None:
+def test_pages_without_another_replica_stay_missing() -> None:
     retry, missing = plan(), [piece(0), piece(1)]
     retry.failed(A.shard, missing)
     (question,) = retry.questions(missing)

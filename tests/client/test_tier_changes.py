@@ -1,4 +1,4 @@
-"""Blocks that change their tier, or are stored again, while somebody copies, reads or waits for them."""
+"""Blocks that change their tier, or are stored again, while other calls copy, read or wait for them."""
 
 from __future__ import annotations
 

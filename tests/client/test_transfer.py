@@ -148,7 +148,7 @@ def test_nothing_is_written_once_a_load_was_given_up(
     assert same(into[:, :1], kv(3)[:, :1]) and unwritten(into[:, 1:])
 
 
-def test_a_load_past_its_deadline_writes_nothing_even_if_nobody_asks_for_its_result(cluster: MemoryCluster) -> None:
+def test_a_load_past_its_deadline_writes_nothing_even_if_its_result_is_never_read(cluster: MemoryCluster) -> None:
     hold, into = Hold(), room(3)
     with loading(cluster, into, hold, deadline_ms=500) as transfer:
         hold.wait_reached()
@@ -359,7 +359,7 @@ def test_closing_gives_tickets_back(cluster: MemoryCluster) -> None:
         ticket.release()
 
 
-def test_closing_without_a_coordinator_waits_for_nobody(cluster: MemoryCluster) -> None:
+def test_closing_does_not_wait_for_a_lost_coordinator(cluster: MemoryCluster) -> None:
     port = Port(cluster)
     client = watched_client(cluster, port=port)
     for _ in range(3):

@@ -276,7 +276,7 @@ def test_a_client_of_some_heads_does_not_find_them_alone_in_whole_pages(desk: De
     client = desk.connect(part=Part(0, LAYERS, 1, 3))
     with desk.borrow(client=client) as blocks:
         assert [blocks.page(block) for block in range(4)] == [blocks.tensor(block) for block in range(4)] == [None] * 4
-        miss = Miss(MissReason.PART, "no one page has just layers 0:3, heads 1:3 of group 0")
+        miss = Miss(MissReason.PART, "no single page holds exactly layers 0:3, heads 1:3 of group 0")
         assert [blocks.why(block) for block in range(4)] == [miss] * 4
         assert blocks.valid(), "of nothing"
     assert desk.unleased()
@@ -305,7 +305,7 @@ def test_groups_of_several_kinds_are_borrowed_each_as_it_lies(start: Start) -> N
         with desk.borrow(prompt(2), client=client) as blocks:
             assert same(tensor(blocks, 1), dense[1])
             assert [data(blocks.page(block, 1)) for block in (0, 1)] == states
-            with pytest.raises(CallerError, match=r"the planes of group 1 .* are opaque: .* Take page\(block\)"):
+            with pytest.raises(CallerError, match=r"the planes of group 1 .* are opaque: .* use page\(block\)"):
                 blocks.tensor(0, 1)
             assert blocks.valid()
         only = desk.connect(spec, part={0: Part(0, 2, 0, HEADS)})
@@ -333,7 +333,7 @@ def test_it_is_renewed_as_long_as_it_is_open(start: Start) -> None:
             assert blocks.valid()
 
 
-def test_pages_that_are_evicted_meanwhile_are_nobody_elses_before_the_end(desk: Desk) -> None:
+def test_borrowed_pages_that_are_evicted_are_not_reused_before_the_end(desk: Desk) -> None:
     pool = desk.host.core.pool
     with desk.borrow() as blocks:
         mine = list(pool.ready())
@@ -398,7 +398,7 @@ def test_a_client_that_is_closed_gives_back_what_it_had_borrowed(desk: Desk) -> 
     client = desk.connect()
     blocks = desk.borrow(client=client)
     client.close()
-    with pytest.raises(CallerError, match="these blocks were given back"):
+    with pytest.raises(CallerError, match="these blocks were released"):
         blocks.page(0)
     desk.cluster.wait_until(desk.unleased)
 
@@ -556,7 +556,7 @@ def test_misuse_is_said_in_words(desk: Desk) -> None:
             blocks.valid(deadline_ms=float("nan"))
         assert blocks.valid()
     for use in (lambda: blocks.page(0), lambda: blocks.tensor(0), blocks.valid, blocks.__enter__):
-        with pytest.raises(CallerError, match="given back: use them within the `with` block"):
+        with pytest.raises(CallerError, match="released: use them within the `with` block"):
             use()
     desk.client.close()
     with pytest.raises(CallerError, match="closed; connect again"):

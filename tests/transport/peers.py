@@ -27,8 +27,8 @@ NO_FRAMES = [
     (bytes(64), "another service"),
     (OTHER_VERSION, "install the same release"),
     (OTHER_KIND, "kind 99"),
-    (TERABYTE, "exceeds the limit|belongs"),
-    (streams.encode_header(Kind.PAGES, 4), "belongs"),
+    (TERABYTE, "exceeds the limit|expected"),
+    (streams.encode_header(Kind.PAGES, 4), "expected"),
 ]
 """What somebody may send in the place of a frame, and a pattern of what he is told."""
 

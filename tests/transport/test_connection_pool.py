@@ -47,7 +47,7 @@ class Opened:
         return self.connections.take(soon())
 
 
-def test_what_is_kept_is_taken_again_and_what_is_taken_is_nobody_elses() -> None:
+def test_a_kept_connection_is_taken_again_and_a_taken_one_has_no_other_user() -> None:
     opened = Opened()
     first, second = opened.take(), opened.take()
     opened.connections.keep(first)
@@ -74,7 +74,7 @@ def test_what_the_other_side_has_ended_is_passed_over() -> None:
     assert [one.done for one in kept] == [[], ["shut", "closed"], ["shut", "closed"]]
 
 
-def test_whoever_tidies_closes_what_has_ended_and_nothing_else() -> None:
+def test_tidying_closes_what_has_ended_and_nothing_else() -> None:
     opened = Opened()
     idle, ended, busy = (opened.take() for _ in range(3))
     for one in (idle, ended):

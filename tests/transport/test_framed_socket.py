@@ -151,7 +151,7 @@ def test_who_waits_to_send_learns_that_the_other_side_has_ended_with_all_of_it_r
 
 def test_a_frame_of_another_kind_is_refused_before_its_body_is_read(pair: Pair) -> None:
     pair.near.send(Kind.TAIL, bytes(1_000), soon())
-    with pytest.raises(ProtocolError, match="a TAIL frame, where HEAD or DONE belongs"):
+    with pytest.raises(ProtocolError, match="a TAIL frame, expected HEAD or DONE"):
         pair.far.receive(Kind.HEAD, Kind.DONE, deadline=soon())
 
 

@@ -152,8 +152,8 @@ NONSENSE = [
     (b"", "frame"),
     (os.urandom(1_000), "frame"),
     (record()[:-1], "announced"),
-    (record(item=3), "was not to be sent"),
-    (record(item=2), "was not to be sent"),
+    (record(item=3), "was not requested"),
+    (record(item=2), "was not requested"),
     (record(nbytes=99), "layers of 100 bytes"),
     (record(layer=1, layers=2, nbytes=200), "has 2 layers"),
     (record(layer=65_535), "is invalid"),
@@ -207,8 +207,8 @@ def test_a_store_given_up_while_it_waits_for_room_waits_no_longer(world: World) 
     reading = read_begun(world.open(), fill(world, transport))
     with suppress(Unavailable):  # or it is told in time that the shard is full
         write(transport, new, wait_ns=int(BOUND_S * 1e9), deadline=Deadline.after_ms(50))
-    world.watched.wait_until(lambda: not world.host.core._queue, "the wish for room goes with whoever had it")
-    assert world.leased(reading.request.attempt), "long before whoever was in the way ran out of time"
+    world.watched.wait_until(lambda: not world.host.core._queue, "the request for room ends with its caller")
+    assert world.leased(reading.request.attempt), "long before the lease in the way expires"
     reading.pieces.close()
 
 
@@ -320,7 +320,7 @@ def test_a_server_that_is_slow_to_shake_hands_is_waited_for() -> None:
             asked.result(BOUND_S)
 
 
-def test_a_grpc_server_of_somebody_else_is_told_as_such() -> None:
+def test_a_foreign_grpc_server_is_recognised() -> None:
     with serving({}) as transport, pytest.raises(ProtocolError, match="does not speak kvcluster"):
         transport.flush(soon())
 

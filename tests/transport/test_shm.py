@@ -98,13 +98,13 @@ def written(*items: int, layers: int = 2, wrong: int = 0) -> bytes:
     params=[
         (b"nonsense", "another service"),
         (written(7), "beyond the 3"),
-        (written(2), "was not to be"),
-        (written(0, 0), "to be written once"),
+        (written(2), "was not requested"),
+        (written(0, 0), "to write once"),
         (written(0, layers=3), "one sum for each"),
         (written(0, wrong=1), "one sum for each"),
         (streams.encode_header(Kind.WRITTEN, 4) + b"\xff\xff\xff\xff", "is too short"),
         (streams.encode_header(Kind.RENEW, 1) + b"\7", "must be one byte"),
-        (streams.encode_header(Kind.TAIL, 0), "belongs"),
+        (streams.encode_header(Kind.TAIL, 0), "expected"),
         (written(0) + streams.encode_header(Kind.DONE, 0), "before page 1 was whole"),
     ],
     ids=lambda case: case[1],
@@ -201,7 +201,7 @@ def test_another_user_is_refused_by_either_side_in_words(world: World) -> None:
     assert theirs.startswith("FAILED") and f"of user {os.getuid()}, and this one is of 65534" in theirs
 
 
-def test_where_nobody_listens_the_reason_says_what_that_may_mean() -> None:
+def test_if_no_process_listens_the_reason_says_what_that_may_mean() -> None:
     nobody = ShmPages("@kvcluster-nobody", None)
     with pytest.raises(Unavailable, match="another host or network namespace") as trouble:
         nobody.connect(soon())
@@ -367,7 +367,7 @@ def test_an_arena_that_is_none_or_smaller_than_it_says_is_refused(tmp_path: Path
         for body, files, says in [
             (welcome, [], "0 descriptors"),
             (welcome, [good, good], "2 descriptors"),
-            (welcome, [good] * 5, "more descriptors"),
+            (welcome, [good] * 5, "more file descriptors"),
             (welcome, [file], "not a memory file|not sealed"),
             (welcome, [unsealed], "not sealed"),
             (terabyte, [good], "has 4096"),
@@ -540,7 +540,7 @@ def test_when_all_is_closed_the_memory_is_given_back(world: World) -> None:
     assert mappings(file) == 1
 
 
-def test_the_memory_of_a_shard_that_has_gone_is_let_go_by_whoever_learns_of_it(world: World) -> None:
+def test_the_memory_of_a_shard_that_has_gone_is_released_once_that_is_noticed(world: World) -> None:
     file, content, transport = file_of(world), Content.of(world, 2, 2, 1_000), world.open()
     store(transport, content)
     world.cut()
@@ -659,7 +659,7 @@ def test_a_server_that_ends_frees_no_page_that_may_be_written_still(
 
 
 @pytest.mark.parametrize("when", ["before it is told", "after it is committed"])
-def test_who_writes_on_when_the_sums_are_made_gives_nobody_a_wrong_byte(world: World, when: str) -> None:
+def test_a_writer_that_continues_after_the_sums_are_made_gives_no_reader_a_wrong_byte(world: World, when: str) -> None:
     content, transport = Content.of(world, 1, 2, 1_000), world.open()
     transport.attach(content.spec, soon())
     request = content.write_request()

@@ -114,7 +114,7 @@ def store_and_stop(address: str, epoch: int) -> None:
         print(trouble.miss.reason.value, flush=True)
 
 
-def test_a_page_of_a_writer_that_was_stopped_past_its_lease_is_given_to_nobody(world: World) -> None:
+def test_a_page_of_a_writer_that_was_stopped_past_its_lease_is_not_reused(world: World) -> None:
     transport = world.open()
     transport.attach(mine(world.epoch).spec, soon())
     room = world.host.core.pool.allocator.room(FRAME)

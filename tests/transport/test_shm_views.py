@@ -73,7 +73,7 @@ def test_what_misses_and_what_does_not_verify_is_not_handed_out(world: World, wa
         assert [view is None for view in borrowed.views] == [False, True, False, True]
 
 
-def test_while_it_is_borrowed_a_page_is_nobody_elses(world: World, way: ShmPages) -> None:
+def test_a_borrowed_page_is_not_reused(world: World, way: ShmPages) -> None:
     content = stored(world)
     pool = world.host.core.pool
     with way.borrow(content.read_request(), soon()) as borrowed:

@@ -103,7 +103,7 @@ TOO_MUCH = streams.encode_header(Kind.HELLO, limits.TOKEN_BYTES + 1)
 
 
 NO_REQUESTS = [
-    *((hello, *frame) for hello in (True, False) for frame in (*NO_FRAMES, (TOO_MUCH, "exceeds the limit|belongs"))),
+    *((hello, *frame) for hello in (True, False) for frame in (*NO_FRAMES, (TOO_MUCH, "exceeds the limit|expected"))),
     (False, streams.encode_header(Kind.HELLO, 2) + b"\xff\xfe", "UTF-8"),
     *(
         (True, streams.encode_header(kind, len(body)) + body, says)
@@ -148,8 +148,8 @@ def claiming(nbytes: int) -> bytes:
 @pytest.fixture(
     params=[
         (b"nonsense", "another service"),
-        (pages(item=3), "was not to be sent"),
-        (pages(item=2), "was not to be sent"),
+        (pages(item=3), "was not requested"),
+        (pages(item=2), "was not requested"),
         (pages(nbytes=99), "layers of 100 bytes"),
         (pages(layer=1, layers=2, nbytes=200), "has 2 layers"),
         (pages(layer=0), "has 2 layers"),
@@ -157,7 +157,7 @@ def claiming(nbytes: int) -> bytes:
         (claiming(2**40), "exceeds the limit"),
         (streams.encode_header(Kind.PAGES, 2) + b"xx", "before its number of records"),
         (streams.encode_header(Kind.PAGES, 4) + b"\xff\xff\xff\xff", "cannot hold"),
-        (streams.encode_header(Kind.TAIL, 0), "belongs"),
+        (streams.encode_header(Kind.TAIL, 0), "expected"),
         (streams.encode_header(Kind.DONE, 0), "before page 0 was whole"),
     ],
     ids=lambda case: case[1],
