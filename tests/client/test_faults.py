@@ -338,6 +338,18 @@ def test_what_the_shard_finds_wrong_with_a_call_is_the_callers_to_know(
         client.store(TOKENS, kv(4))
 
 
+def test_a_warm_up_ignores_a_shard_that_refuses_it(alone: MemoryCluster) -> None:
+    asked: list[None] = []
+
+    def refuse() -> None:
+        asked.append(None)
+        raise RefusedByShard(Refused(RefusedKind.STALE, "it has restarted"))
+
+    with watched_client(alone, Steps(read=refuse)) as client:
+        client.warm_up()
+    assert asked
+
+
 def test_of_what_was_lost_with_its_shard_explain_says_so(start: Start) -> None:
     cluster = start(
         shards=1,
