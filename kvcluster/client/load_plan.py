@@ -20,13 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from kvcluster.client.exchange_split import split_among_exchanges
 from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.pieces import Piece, Pieces
 from kvcluster.client.policy import ASKING_SHARE, SILENT_SHARE, AskAgain, Permit, ShardPolicy
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.results import Loaded
 from kvcluster.client.retry import Alternatives, Question, RetryPlan
-from kvcluster.client.shares import share_out
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt
 from kvcluster.core.messages import Explained, PageKey, ShardAddress, TicketBody
@@ -280,7 +280,7 @@ class LoadPlan:
             streams = self._streams(shard)
             most = min(streams.decoding if self._decodes else streams.loads, spare // len(pieces))
             sizes = [piece.nbytes(self._spec) for piece in of_shard]
-            for run in share_out(sizes, most):
+            for run in split_among_exchanges(sizes, most):
                 share = of_shard[run.start : run.stop]
                 permit = self._policy.permit(shard, now)
                 if isinstance(permit, Miss):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvcluster.core.cover import cover as choose
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import PageKey, PageWant, ShardAddress, Source, TicketBody
+from kvcluster.core.rect_cover import cover as choose
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError, ProtocolError
 

@@ -20,10 +20,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvcluster.client.exchange_split import split_among_exchanges
 from kvcluster.client.load_plan import NEVER_BEGUN, Begin, Cancel, PlanTick
 from kvcluster.client.policy import AskAgain, Permit, ShardPolicy
 from kvcluster.client.results import Stored
-from kvcluster.client.shares import share_out
 from kvcluster.client.store_progress import StoreProgress
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import NewPage, PageKey, ShardAddress, StoreGrant, WriteRequest, Written
@@ -330,7 +330,7 @@ class StorePlan:
         block_bytes = sum(self._spec.page_bytes(group, part) for group, part in self._terms.parts)
         for shard, blocks in by_shard.items():
             most = min(self._streams(shard).stores, WRITERS // len(by_shard))
-            for run in share_out([block_bytes] * len(blocks), most):
+            for run in split_among_exchanges([block_bytes] * len(blocks), most):
                 pages, of_block = _pages(self._terms, blocks[run.start : run.stop])
                 effects += self._start(_Pages(shard, pages, of_block, [None] * len(pages)), now)
         return effects

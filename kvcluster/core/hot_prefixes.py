@@ -22,7 +22,7 @@ class HotPrefixes:
         self._counts: dict[BlockHash, int] = {}
         self._window_ends = 0
 
-    def loaded(self, hashes: Sequence[BlockHash], now: int) -> Iterator[Sequence[BlockHash]]:
+    def record_load(self, hashes: Sequence[BlockHash], now: int) -> Iterator[Sequence[BlockHash]]:
         """Counts one load of a chain, from its first block on. Yields the runs that become hot by it."""
         if now >= self._window_ends:
             self._counts.clear()

@@ -98,7 +98,7 @@ class Replicator:
     def loaded(self, space: CoordinatorNamespace, hashes: Sequence[BlockHash], now: int) -> None:
         """Counts a load that was promised these blocks, a chain from its first block on."""
         if self._hot_replicas > 1 and len(self._members) > 1:
-            for run in self._hot_prefixes.loaded(hashes, now):
+            for run in self._hot_prefixes.record_load(hashes, now):
                 for block in run:
                     self.want(space, block, self._hot_replicas)
 

@@ -61,7 +61,7 @@ class Tiering:
 
     def loaded(self, space: CoordinatorNamespace, hashes: Sequence[BlockHash], now: int) -> None:
         """Counts a load that was promised these blocks, a chain from its first block on."""
-        for run in self._hot_prefixes.loaded(hashes, now):
+        for run in self._hot_prefixes.record_load(hashes, now):
             for block in run:
                 record = space.index.get(block)
                 for slot in _only_below(record) if record is not None else ():

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcluster.client.credential import read_token
 from kvcluster.core import limits
-from kvcluster.engines.given import check
+from kvcluster.engines.settings_check import check_settings
 from kvcluster.errors import ConfigError
 from kvcluster.transport.rpc import check_address
 
@@ -47,7 +47,7 @@ class RouterSettings:
 def read(given: Mapping[str, Any]) -> RouterSettings:
     """Returns the settings. Raises ConfigError, naming the key, for one that is unknown, missing, of the wrong type or
     out of range."""
-    check(given, RouterSettings, "the router has no setting")
+    check_settings(given, RouterSettings, "the router has no setting")
     settings = RouterSettings(**given)
     check_address(settings.address)
     if not settings.model:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcluster.client.credential import read_token
 from kvcluster.config import LOSSES, TRANSPORTS
-from kvcluster.engines.given import check
+from kvcluster.engines.settings_check import check_settings
 from kvcluster.errors import ConfigError
 
 
@@ -52,7 +52,7 @@ class ConnectorSettings:
 def read(given: Mapping[str, Any]) -> ConnectorSettings:
     """Returns the settings. Raises ConfigError, naming the key, for one that is unknown, of the wrong type or out of
     range."""
-    check(given, ConnectorSettings, "kv_connector_extra_config has no")
+    check_settings(given, ConnectorSettings, "kv_connector_extra_config has no")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     settings = ConnectorSettings(**values)
     if not settings.address:

@@ -9,7 +9,7 @@ from typing import Any
 from kvcluster.errors import ConfigError
 
 
-def check(given: Mapping[str, Any], settings: type[Any], has_no: str) -> None:
+def check_settings(given: Mapping[str, Any], settings: type[Any], has_no: str) -> None:
     """Raises ConfigError, naming the key, for a key that is unknown, or a value that is negative or of another type
     than its default. If the default is a tuple, the value must be a tuple or list of entries of that default. `has_no`
     is the beginning of the error message for an unknown key."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.core.cover import bits, cover
+from kvcluster.core.rect_cover import bits, cover
 from kvcluster.core.spec import Part
 from tests.core.oracle import cells, covered
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.shares import share_out
+from kvcluster.client.exchange_split import split_among_exchanges
 from kvcluster.core.limits import STREAM_BYTES
 
 PAGE = STREAM_BYTES // 4
@@ -14,14 +14,14 @@ PAGE = STREAM_BYTES // 4
 
 @given(st.lists(st.integers(1, 3 * STREAM_BYTES), max_size=60), st.integers(0, 9))
 def test_the_shares_are_all_pages_in_order_and_none_is_empty(sizes: list[int], most: int) -> None:
-    runs = share_out(sizes, most)
+    runs = split_among_exchanges(sizes, most)
     assert [at for run in runs for at in run] == list(range(len(sizes)))
     assert all(runs) and len(runs) <= max(1, most)
 
 
 @given(st.lists(st.integers(1, 3 * STREAM_BYTES), min_size=1, max_size=60), st.integers(1, 9))
 def test_shares_are_even_up_to_a_page(sizes: list[int], most: int) -> None:
-    runs = share_out(sizes, most)
+    runs = split_among_exchanges(sizes, most)
     even = sum(sizes) / len(runs)
     for run in runs:
         assert sum(sizes[at] for at in run) < even + max(sizes)
@@ -41,9 +41,9 @@ def test_shares_are_even_up_to_a_page(sizes: list[int], most: int) -> None:
     ],
 )
 def test_each_of_several_shares_has_as_much_as_a_stream_is_worth(pages: int, most: int, shares: list[int]) -> None:
-    assert [len(run) for run in share_out([PAGE] * pages, most)] == shares
+    assert [len(run) for run in split_among_exchanges([PAGE] * pages, most)] == shares
 
 
 def test_one_large_page_is_not_divided() -> None:
-    assert share_out([9 * STREAM_BYTES], 4) == [range(1)]
-    assert share_out([9 * STREAM_BYTES, 1, 1], 3) == [range(1), range(1, 2), range(2, 3)]
+    assert split_among_exchanges([9 * STREAM_BYTES], 4) == [range(1)]
+    assert split_among_exchanges([9 * STREAM_BYTES, 1, 1], 3) == [range(1), range(1, 2), range(2, 3)]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from kvcluster.core import limits
 
 
-def share_out(sizes: Sequence[int], most: int) -> list[range]:
+def split_among_exchanges(sizes: Sequence[int], most: int) -> list[range]:
     """Divides `sizes` into consecutive runs of about the same number of bytes. Returns at most `most` runs, and never
     so many that they would be smaller than STREAM_BYTES; none is empty. A page is not divided."""
     total = sum(sizes)
