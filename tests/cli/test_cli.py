@@ -197,7 +197,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 def test_up_starts_one_cluster_however_many_ask_and_says_how_to_go_on(cluster: Up) -> None:
     first, *rest = zip(*(said.splitlines() for said in cluster.said), strict=True)
     assert sorted(first) == [f"already up at {cluster.address}: 2 shard(s)", f"up at {cluster.address}: 2 shard(s)"]
-    on = f"`kvcluster status --port {cluster.port}` shows it, `kvcluster down --port {cluster.port}` ends it"
+    on = f"`kvcluster status --port {cluster.port}` shows it, `kvcluster down --port {cluster.port}` stops it"
     assert rest == [(on, on)]
 
 

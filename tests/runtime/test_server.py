@@ -237,7 +237,7 @@ def test_a_question_that_is_malformed_never_comes_near_the_core() -> None:
         raise AssertionError("nothing was built")
 
     malformed = replace(SHARD["Attach"], encode_question=lambda question, namespace: b"\xff\xff\xff")
-    with connected(shard_methods(ask)) as connection, pytest.raises(ProtocolError, match="no AttachRequest"):
+    with connected(shard_methods(ask)) as connection, pytest.raises(ProtocolError, match="not a valid AttachRequest"):
         connection.ask(malformed, None, soon())
 
 
