@@ -29,10 +29,13 @@ LOST = Miss(MissReason.SHARD_LOST, "gone")
 BLOCK_BYTES = 1_000
 """What a block is said to have brought."""
 
-ALWAYS = {"prefill_tokens_per_s": 1, "layerwise_ms": 10_000}
+PATIENT = {"lookup_ms": 30_000, "store_ms": 30_000, "hold_ms": 30_000}
+"""So that no claim depends on how busy the machine is."""
+
+ALWAYS = {"prefill_tokens_per_s": 1, "layerwise_ms": 10_000} | PATIENT
 """A load pays, and goes on within the forward pass where it may."""
 
-BESIDE = {"prefill_tokens_per_s": 1, "layerwise_ms": 0}
+BESIDE = {"prefill_tokens_per_s": 1, "layerwise_ms": 0} | PATIENT
 """A load pays, and goes on beside the passes."""
 
 _MS = 1_000_000
