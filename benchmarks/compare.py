@@ -64,12 +64,12 @@ class Side:
         return heard
 
 
-def compare(other: Path, path: str, size: str, turns: int, seed: int) -> None:
+def compare(other: Path, path: str, size: str, calls: list[str], turns: int, seed: int) -> None:
     """Prints a line for each call."""
     rng = random.Random(seed)
     sides = {"this": Side(HERE, path, size), "other": Side(other, path, size)}
     try:
-        for call in CALLS:
+        for call in calls:
             ratios, own = [], []
             for turn in range(turns + 1):
                 order = list(sides)
@@ -166,6 +166,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=41, help="number of turns of each call (default 41)")
     parser.add_argument("--paths", nargs="+", default=["shm", "tcp"], help="transports (default shm tcp)")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES), help="page sizes (default all)")
+    parser.add_argument(
+        "--calls", nargs="+", default=CALLS, choices=CALLS, metavar="CALL", help="such as 'load dense' (all)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the order within each turn (default 0)")
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -176,7 +179,7 @@ def main() -> None:
         parser.error("give the path of the other checkout")
     for path in options.paths:
         for size in options.sizes:
-            compare(options.other.resolve(), path, size, options.turns, options.seed)
+            compare(options.other.resolve(), path, size, options.calls, options.turns, options.seed)
 
 
 if __name__ == "__main__":
