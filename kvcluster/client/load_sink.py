@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvcluster.client.batch_copies import BatchCopies
 from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.memory import BoundMemory
 from kvcluster.client.part_memory import Staging
@@ -29,7 +30,6 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
 from kvcluster.pages.copy_batch import (
-    BadBatch,
     CopyBatch,
     CopyDirection,
     CopyItems,
@@ -38,7 +38,7 @@ from kvcluster.pages.copy_batch import (
     encoded_layer_bytes,
 )
 from kvcluster.pages.copy_endpoints import HostMemory
-from kvcluster.pages.copy_executor import EXECUTORS, CopyExecutor, choose
+from kvcluster.pages.copy_executor import CopyExecutor
 from kvcluster.transport.base import Payload
 from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
 
@@ -113,14 +113,7 @@ class LoadSink:
             self._ranges.deadline_ns,
             keeps=(keeps, self._into),
         )
-        executor = choose([*EXECUTORS, self._python], batch.direction, source, _TARGET)
-        assert executor is not None
-        if executor is not self._python:  # it uses bounded views, so that wrong numbers in a batch do no harm
-            try:
-                batch.check()
-            except BadBatch as bad:
-                raise ProtocolError(f"the grant does not match the request: {bad}") from None
-        return _LoadCopies(self, batch, executor)
+        return BatchCopies(batch, self._python, self.run)
 
     def run(self, batch: CopyBatch, executor: CopyExecutor, start: int, stop: int) -> None:
         """Carries out some records of a batch, and counts them. Raises Cancelled if they were stopped."""
@@ -245,19 +238,6 @@ class LoadSink:
         if size is None:
             size = self._sizes[shape] = encoded_layer_bytes(items.geometry(item), codec_id, shape[2])
         return size
-
-
-class _LoadCopies:
-    """A batch of one exchange and its executor."""
-
-    def __init__(self, sink: LoadSink, batch: CopyBatch, executor: CopyExecutor) -> None:
-        self._sink = sink
-        self._batch = batch
-        self._executor = executor
-
-    def run(self, start: int, stop: int) -> None:
-        """As ExchangeCopies."""
-        self._sink.run(self._batch, self._executor, start, stop)
 
 
 def _items(ranges: ReadRanges, into: BoundMemory) -> CopyItems:

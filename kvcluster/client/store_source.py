@@ -11,6 +11,7 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 
+from kvcluster.client.batch_copies import BatchCopies
 from kvcluster.client.memory import BoundMemory
 from kvcluster.client.part_memory import Staging
 from kvcluster.client.python_copies import PythonCopies
@@ -18,14 +19,13 @@ from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import NewPage
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum
 from kvcluster.pages.codec import RAW
-from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
+from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory
-from kvcluster.pages.copy_executor import EXECUTORS, CopyExecutor, choose
+from kvcluster.pages.copy_executor import CopyExecutor
 from kvcluster.transport.base import Cancelled, Deadline
-from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory, check_layer_bytes
+from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
 
 _SOURCE = HostMemory()
 _GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
@@ -78,9 +78,6 @@ class StoreSource:
 
     def copies(self, records: CopyRecords, target: PageMemory, keeps: object) -> ExchangeCopies:
         """As CopySource."""
-        layer_bytes = [self.layer_bytes(item) for item in range(len(self._pages))]
-        for item, count, nbytes in zip(records.items, records.counts, records.nbytes, strict=True):
-            check_layer_bytes(item, nbytes // count, layer_bytes[item])
         batch = CopyBatch(
             CopyDirection.STORE,
             _SOURCE,
@@ -94,7 +91,7 @@ class StoreSource:
             self._deadline.at_ns,
             keeps=(keeps, self._memory),
         )
-        return _StoreCopies(self, batch, self._executor(batch))
+        return BatchCopies(batch, PythonCopies(self._memory), self.run)
 
     def run(self, batch: CopyBatch, executor: CopyExecutor, start: int, stop: int) -> None:
         """Carries out some records of a batch. Raises Cancelled if they were stopped, and Unavailable if the deadline
@@ -108,21 +105,6 @@ class StoreSource:
         if len(done) < stop - start:
             self._deadline.check()
             raise Cancelled(_GIVEN_UP)
-
-    def _executor(self, batch: CopyBatch) -> CopyExecutor:
-        """Returns the first executor that accepts the batch. The Python executor, which needs no addresses, copies
-        read-only memory, whose addresses are unknown."""
-        python = PythonCopies(self._memory)
-        if any(batch.items.geometries[group] is None for group in batch.items.groups):
-            return python
-        executor = choose([*EXECUTORS, python], batch.direction, _SOURCE, batch.target)
-        assert executor is not None
-        if executor is not python:
-            try:
-                batch.check()
-            except BadBatch as bad:
-                raise ProtocolError(f"the grant does not match the request: {bad}") from None
-        return executor
 
     def _identities(self, records: CopyRecords) -> array[int]:
         of_item = [checksum.identity(self._namespace, page.key, RAW) for page in self._pages]
@@ -157,19 +139,6 @@ class StoreSource:
     def _check(self) -> None:
         if self._cancel[0]:
             raise Cancelled(_GIVEN_UP)
-
-
-class _StoreCopies:
-    """A batch of one exchange and its executor."""
-
-    def __init__(self, source: StoreSource, batch: CopyBatch, executor: CopyExecutor) -> None:
-        self._source = source
-        self._batch = batch
-        self._executor = executor
-
-    def run(self, start: int, stop: int) -> None:
-        """As ExchangeCopies."""
-        self._source.run(self._batch, self._executor, start, stop)
 
 
 def _items(pages: Sequence[NewPage], blocks: Sequence[int], memory: BoundMemory) -> CopyItems:

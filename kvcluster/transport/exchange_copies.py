@@ -47,8 +47,9 @@ class CopySource(PageSource, Protocol):
     """A source that fills pages by batches too."""
 
     def copies(self, records: CopyRecords, target: PageMemory, keeps: object) -> ExchangeCopies:
-        """Prepares to copy these records into `target`, which lives as long as `keeps`; `run` sets their sums. Raises
-        ProtocolError, and has written nothing, if they do not match the source."""
+        """Prepares to copy these records into `target`, which lives as long as `keeps`; `run` sets their sums. Their
+        lengths were checked (`open_store`). Raises ProtocolError, and has written nothing, if they do not match the
+        source otherwise."""
         ...
 
 
@@ -107,7 +108,12 @@ def open_load(
     called between two records, because a slow sink may take long with each."""
     if isinstance(sink, CopySink):
         return sink.copies(records, source, keeps)
-    return _SingleLoads(sink, records, source, between)
+
+    def load(at: int) -> None:
+        data = BytesPayload(source.view(records.offsets[at], records.nbytes[at]))
+        sink.receive(records.items[at], records.layers[at], records.codecs[at], records.sums_of(at), data)
+
+    return _SingleCopies(load, between)
 
 
 def open_store(
@@ -118,55 +124,30 @@ def open_store(
     between: Callable[[], object] = lambda: None,
 ) -> ExchangeCopies:
     """As `open_load`, from `source`. Raises ProtocolError if its pages have other lengths than the records."""
+    own = {item: source.layer_bytes(item) for item in dict.fromkeys(records.items)}
+    for item, count, nbytes in zip(records.items, records.counts, records.nbytes, strict=True):
+        if nbytes != count * own[item]:
+            raise ProtocolError(f"page {item} has layers of {own[item]} bytes, not {nbytes // count}")
     if isinstance(source, CopySource):
         return source.copies(records, target, keeps)
-    return _SingleStores(source, records, target, between)
+
+    def store(at: int) -> None:
+        into = target.view(records.offsets[at], records.nbytes[at])
+        records.set_sums(at, source.copy(records.items[at], records.layers[at], records.counts[at], into))
+
+    return _SingleCopies(store, between)
 
 
-class _SingleLoads:
-    """Copies into a sink that takes one record at a time."""
+class _SingleCopies:
+    """Copies that are handed over one record at a time."""
 
-    def __init__(self, sink: PageSink, records: CopyRecords, source: PageMemory, between: Callable[[], object]) -> None:
-        self._sink = sink
-        self._records = records
-        self._source = source
+    def __init__(self, copy: Callable[[int], None], between: Callable[[], object]) -> None:
+        self._copy = copy
         self._between = between
 
     def run(self, start: int, stop: int) -> None:
         """As ExchangeCopies."""
-        records = self._records
         for at in range(start, stop):
             if at > start:
                 self._between()
-            data = BytesPayload(self._source.view(records.offsets[at], records.nbytes[at]))
-            self._sink.receive(records.items[at], records.layers[at], records.codecs[at], records.sums_of(at), data)
-
-
-class _SingleStores:
-    """Copies from a source that gives one record at a time."""
-
-    def __init__(
-        self, source: PageSource, records: CopyRecords, target: PageMemory, between: Callable[[], object]
-    ) -> None:
-        for item, count, nbytes in zip(records.items, records.counts, records.nbytes, strict=True):
-            check_layer_bytes(item, nbytes // count, source.layer_bytes(item))
-        self._source = source
-        self._records = records
-        self._target = target
-        self._between = between
-
-    def run(self, start: int, stop: int) -> None:
-        """As ExchangeCopies."""
-        records = self._records
-        for at in range(start, stop):
-            if at > start:
-                self._between()
-            into = self._target.view(records.offsets[at], records.nbytes[at])
-            sums = self._source.copy(records.items[at], records.layers[at], records.counts[at], into)
-            records.set_sums(at, sums)
-
-
-def check_layer_bytes(item: int, granted: int, own: int) -> None:
-    """Raises ProtocolError if a page was granted with layers of another length than the source's own."""
-    if granted != own:
-        raise ProtocolError(f"page {item} has layers of {own} bytes, not {granted}")
+            self._copy(at)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcluster.client import load_sink as sinks
+from kvcluster.client import batch_copies
 from kvcluster.client.load_sink import LoadSink
 from kvcluster.client.python_copies import PythonCopies
 from kvcluster.client.read_ranges import ReadRanges
@@ -149,7 +149,7 @@ class Interrupted:
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, bench: Bench, at: int, happens: Callable[[], object]) -> None:
-    monkeypatch.setattr(sinks, "EXECUTORS", (Interrupted(bench, at, happens),))
+    monkeypatch.setattr(batch_copies, "EXECUTORS", (Interrupted(bench, at, happens),))
 
 
 def test_a_cancel_stops_before_the_next_record_and_what_came_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_what_came_behind_a_gap_is_not_counted(monkeypatch: pytest.MonkeyPatch) 
             batch.status[start:stop] = bytes([CopyStatus.DONE]) * (stop - start)
             batch.status[1] = CopyStatus.STOPPED  # the first layer of the second page
 
-    monkeypatch.setattr(sinks, "EXECUTORS", (Gap(),))
+    monkeypatch.setattr(batch_copies, "EXECUTORS", (Gap(),))
     bench = Bench(room(BLOCKS))
     Grant(bench).load()
     assert bench.so_far().nbytes == (BLOCKS - 1) * PAGE_BYTES
@@ -279,12 +279,12 @@ def test_a_load_of_a_client_is_offered_to_executors_before_the_one_in_python(mon
         def run(self, batch: CopyBatch, start: int, stop: int) -> None:
             raise AssertionError("it takes nothing")
 
-    monkeypatch.setattr(sinks, "EXECUTORS", (Refuses(),))
     into, tokens = room(BLOCKS), prompt(BLOCKS)
     with MemoryCluster() as cluster:
         client = cluster.client(SPEC)
         client.store(tokens, kv(BLOCKS))
         assert client.flush()
+        monkeypatch.setattr(batch_copies, "EXECUTORS", (Refuses(),))
         assert client.load(tokens, into) == len(tokens)
     assert same(into, kv(BLOCKS))
     assert offered == [(CopyDirection.LOAD, HostMemory(may_change=True), HostMemory())]

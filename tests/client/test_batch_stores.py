@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcluster.client import store_source as sources
+from kvcluster.client import batch_copies
 from kvcluster.client.layouts import Buffers
 from kvcluster.client.memory import bind
 from kvcluster.client.python_copies import PythonCopies
@@ -22,7 +22,7 @@ from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
 from kvcluster.pages.region import address_of
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Cancelled, Deadline, Unavailable
-from kvcluster.transport.exchange_copies import ExchangeCopies, reserved_records
+from kvcluster.transport.exchange_copies import ExchangeCopies, open_store, reserved_records
 from kvcluster.wire.shm_frames import Place
 from tests.client.build import BLOCK, DIM, HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same
 from tests.client.test_load_sink import BLOCKS, LAYER_BYTES, NAMESPACE, WHOLE, nhd
@@ -43,7 +43,7 @@ class Reserved:
         self.records = reserved_records(PAGES, places)
 
     def open(self) -> ExchangeCopies:
-        return self.source.copies(self.records, HostMemory(), self.pages)
+        return open_store(self.source, self.records, HostMemory(), self.pages)
 
     def store(self) -> None:
         self.open().run(0, len(self.records))
@@ -112,7 +112,7 @@ class Interrupted:
 def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, happens: Callable[[Reserved], object]) -> Reserved:
     monkeypatch.setattr("kvcluster.core.limits.RECORD_BYTES", LAYER_BYTES)
     reserved = Reserved(room(BLOCKS).copy_(kv(BLOCKS)))
-    monkeypatch.setattr(sources, "EXECUTORS", (Interrupted(reserved, at, lambda: happens(reserved)),))
+    monkeypatch.setattr(batch_copies, "EXECUTORS", (Interrupted(reserved, at, lambda: happens(reserved)),))
     return reserved
 
 
@@ -167,11 +167,12 @@ class Offered:
 
 def test_a_store_of_a_client_is_offered_to_executors_before_the_one_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = Offered()
-    monkeypatch.setattr(sources, "EXECUTORS", (offered,))
     into, tokens = room(BLOCKS), prompt(BLOCKS)
     with MemoryCluster() as cluster:
         client = cluster.client(SPEC)
-        client.store(tokens, kv(BLOCKS))
+        with monkeypatch.context() as patched:
+            patched.setattr(batch_copies, "EXECUTORS", (offered,))
+            client.store(tokens, kv(BLOCKS))
         assert client.flush() and client.load(tokens, into) == len(tokens)
     assert same(into, kv(BLOCKS))
     assert offered.ends == [(CopyDirection.STORE, HostMemory(), HostMemory())]
@@ -179,7 +180,7 @@ def test_a_store_of_a_client_is_offered_to_executors_before_the_one_in_python(mo
 
 def test_memory_without_addresses_is_copied_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = Offered()
-    monkeypatch.setattr(sources, "EXECUTORS", (offered,))
+    monkeypatch.setattr(batch_copies, "EXECUTORS", (offered,))
     reserved = Reserved(read_only())
     reserved.store()
     assert not offered.ends and any(reserved.pages[0])
@@ -190,7 +191,7 @@ def test_a_batch_that_contradicts_itself_reaches_no_executor(monkeypatch: pytest
         def takes(self, direction: CopyDirection, source: CopyEndpoint, target: CopyEndpoint) -> bool:
             return True
 
-    monkeypatch.setattr(sources, "EXECUTORS", (Takes(),))
+    monkeypatch.setattr(batch_copies, "EXECUTORS", (Takes(),))
     reserved = Reserved(room(BLOCKS).copy_(kv(BLOCKS)))
     reserved.records.layers[0] = LAYERS
     with pytest.raises(ProtocolError, match="does not match the request: record 0 has layers"):

@@ -148,8 +148,9 @@ class Desk:
             return leases.next_expiry is None
 
         self.host.inspect(expired)
-        nobody = Attempt(Holder(bytes(HOLDER_BYTES)), 1)
-        self.host.ask(build_request(Renew(nobody), CLUSTER), BOUND_S)  # the driver sees a deadline after a step
+        unknown = Attempt(Holder(bytes(HOLDER_BYTES)), 1)
+        # The driver looks at deadlines only after a step, so give it one: a renewal that changes nothing.
+        self.host.ask(build_request(Renew(unknown), CLUSTER), BOUND_S)
         self.cluster.wait_until(lambda: bool(self.host.inspect(expired)))
 
     def unleased(self) -> bool:
