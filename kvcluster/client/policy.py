@@ -26,6 +26,9 @@ from kvcluster.transport.base import Cancelled, PathLost, RefusedByShard, Unavai
 SILENT_SHARE = 4
 """A shard that sends nothing for 1/4 of a load's time is silent: early enough to read everything from another shard."""
 
+INCARNATIONS = 2
+"""A shard that has restarted is asked by its new address, and by tickets of before for a while by its old one."""
+
 ASKING_SHARE = 4
 """Asking for other replicas takes at most 1/4 of the time left, so that the outcome is still reported in time."""
 
@@ -47,21 +50,25 @@ class AskAgain:
 
 
 class ShardPolicy:
-    """The policy of one client. A newer epoch of a shard replaces an older one, never the other way round."""
+    """The policy of one client. Each incarnation of a shard has a breaker; those of the last INCARNATIONS asked are
+    kept.
+
+    An incarnation of a lower epoch than another's may be an old ticket's, or the newest: epochs are wall-clock time,
+    and a shard may come back on a node whose clock is behind. So both are asked, and each answers for itself.
+    """
 
     def __init__(self, *, breaker_failures: int, breaker_ms: int) -> None:
         self._failures = breaker_failures
         self._open_ns = breaker_ms * 1_000_000
-        self._known: dict[str, tuple[ShardAddress, Breaker]] = {}
+        self._breakers: dict[str, dict[ShardAddress, Breaker]] = {}  # by shard and incarnation, the last asked last
 
     def permit(self, shard: ShardAddress, now: int) -> Permit | Miss:
         """Returns a permit to ask this shard once, or the miss to report for not asking it."""
-        known, breaker = self._known.get(shard.shard, (None, None))
-        if known is not None and known.epoch > shard.epoch:  # of an old ticket
-            return restarted(shard)
-        if breaker is None or known != shard:
-            breaker = Breaker(failures=self._failures, open_ns=self._open_ns)
-            self._known[shard.shard] = shard, breaker
+        breakers = self._breakers.setdefault(shard.shard, {})
+        breaker = breakers.pop(shard, None) or Breaker(failures=self._failures, open_ns=self._open_ns)
+        breakers[shard] = breaker
+        if len(breakers) > INCARNATIONS:
+            del breakers[next(iter(breakers))]
         number = breaker.ask(now)
         if isinstance(number, Miss):
             return Miss(number.reason, f"{shard.shard} {number.detail}")
@@ -112,19 +119,20 @@ class ShardPolicy:
         return breaker is not None and breaker.state is BreakerState.CLOSED
 
     def status(self, now: int) -> dict[str, dict[str, Any]]:
-        """Returns by shard its breaker's state, the failures in a row, and for how long it will not be asked."""
+        """Returns by shard the breaker of the incarnation asked last: its state, the failures in a row, and for how
+        long it will not be asked."""
+        last = {name: next(reversed(breakers.values())) for name, breakers in self._breakers.items()}
         return {
             name: {
                 "state": breaker.state.value,
                 "failures": breaker.failures,
                 "open_ms": breaker.open_for(now) // 1_000_000,
             }
-            for name, (_, breaker) in self._known.items()
+            for name, breaker in last.items()
         }
 
     def _breaker(self, shard: ShardAddress) -> Breaker | None:
-        known, breaker = self._known.get(shard.shard, (None, None))
-        return breaker if known == shard else None
+        return self._breakers.get(shard.shard, {}).get(shard)
 
 
 def refusal(refused: Refused, shard: ShardAddress, *, reattached: bool) -> Exception | Miss | AskAgain:

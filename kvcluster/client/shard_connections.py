@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvcluster.client.policy import AskAgain, ShardPolicy, refusal, restarted
+from kvcluster.client.policy import INCARNATIONS, AskAgain, ShardPolicy, refusal
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import PageKey, ReadRequest, Refused, RefusedKind, ShardAddress, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
@@ -55,9 +55,17 @@ class _Way:
     transport: Transport | None = None
     attached: dict[NamespaceId, None] = field(default_factory=dict)
 
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+
 
 class ShardConnections:
-    """The connections by shard; thread-safe. A newer epoch's replaces an older one's, never the other way round."""
+    """The connections by shard; thread-safe.
+
+    When an incarnation is first asked, the connections to those of lower epochs are closed: they are gone. One to a
+    higher epoch is kept, since the lower one may be an old ticket's (policy.py).
+    """
 
     def __init__(
         self,
@@ -70,7 +78,7 @@ class ShardConnections:
         self._open = open_transport
         self._policy = policy
         self._clock = clock
-        self._ways: dict[str, _Way] = {}
+        self._ways: dict[str, dict[ShardAddress, _Way]] = {}  # by shard and incarnation, the last asked last
         self._unflushed: dict[ShardAddress, int] = {}  # shards with unflushed writes, and the last write's number
         self._writes = itertools.count()
         self._lock = lock
@@ -115,12 +123,12 @@ class ShardConnections:
         """Asks every shard written to whether the coordinator knows of everything written so far. The next flush asks a
         late shard again, but not one that is gone, since its pages are gone with it."""
         with self._lock:
-            asked = [(shard, number, self._ways.get(shard.shard)) for shard, number in self._unflushed.items()]
+            asked = [(shard, number, self._known(shard)) for shard, number in self._unflushed.items()]
         all_heard = True
         for shard, number, way in asked:
             late = heard = False
             try:
-                if way is not None and way.shard == shard and way.transport is not None:
+                if way is not None and way.transport is not None:
                     with self._permitted(shard, deadline):
                         heard = way.transport.flush(deadline)
                     late = not heard
@@ -138,8 +146,8 @@ class ShardConnections:
         """Returns how many parallel exchanges are fastest with that shard. One if there is no transport yet, or while
         its breaker is not closed, so that a single exchange shows whether the shard answers."""
         with self._lock:
-            way = self._ways.get(shard.shard)
-            if way is None or way.shard != shard or way.transport is None or not self._policy.serves(shard):
+            way = self._known(shard)
+            if way is None or way.transport is None or not self._policy.serves(shard):
                 return ONE_STREAM
             return way.transport.streams
 
@@ -161,7 +169,8 @@ class ShardConnections:
     def names(self) -> dict[str, dict[str, Any]]:
         """Returns by shard the transport in use, and why each better one is not."""
         with self._lock:
-            in_use = {shard: way.transport for shard, way in self._ways.items() if way.transport is not None}
+            last = {name: next(reversed(ways.values())) for name, ways in self._ways.items()}
+            in_use = {name: way.transport for name, way in last.items() if way.transport is not None}
         return {
             shard: {"name": way.name, "refused": way.refused() if isinstance(way, AutoTransport) else {}}
             for shard, way in in_use.items()
@@ -176,10 +185,10 @@ class ShardConnections:
         """Ends exchanges that are under way. May be called from any thread, and again."""
         with self._lock:
             self._closed = True
-            transports = [way.transport for way in self._ways.values() if way.transport is not None]
+            everything = [way for ways in self._ways.values() for way in ways.values()]
             self._ways.clear()
-        for transport in transports:
-            transport.close()
+        for way in everything:
+            way.close()
 
     # ------------------------------------------------------------------------------------------- helpers
 
@@ -239,14 +248,18 @@ class ShardConnections:
 
     def _way(self, shard: ShardAddress) -> _Way:
         with self._lock:
-            way = self._ways.get(shard.shard)
-            if way is not None and way.shard.epoch > shard.epoch:  # an old ticket
-                raise Unavailable(restarted(shard))
-            if way is None or way.shard != shard:
-                if way is not None and way.transport is not None:
-                    way.transport.close()
-                way = self._ways[shard.shard] = _Way(shard)
+            ways = self._ways.setdefault(shard.shard, {})
+            way = ways.pop(shard, None)
+            if way is None:
+                gone = [known for known in ways if known.epoch <= shard.epoch]
+                for known in gone or list(ways)[: 1 + len(ways) - INCARNATIONS]:
+                    ways.pop(known).close()
+                way = _Way(shard)
+            ways[shard] = way
             return way
+
+    def _known(self, shard: ShardAddress) -> _Way | None:
+        return self._ways.get(shard.shard, {}).get(shard)
 
     def _opened(self, way: _Way) -> Transport:
         with self._lock:

@@ -125,13 +125,13 @@ class MemoryCluster:
             self._coordinator.close()
             self._coordinator = None
 
-    def start_shard(self, number: int) -> ShardId:
-        """Starts a new incarnation of that shard."""
+    def start_shard(self, number: int, *, behind_ns: int = 0) -> ShardId:
+        """Starts a new incarnation of that shard, on a node whose clock is so far behind that of the others."""
         shard = ShardId(f"shard-{number}")
         assert shard not in self._shards, "it runs"
         host = ShardHost(
             shard,
-            self._next_epoch(),
+            Epoch(self._next_epoch() - behind_ns),
             self.config,
             address=shard,
             host="memory",

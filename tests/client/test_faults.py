@@ -247,8 +247,23 @@ def test_an_old_ticket_does_not_cost_the_way_to_the_shard_that_came_back(alone: 
         alone.start_shard(0)
         alone.wait_until_up()
         assert client.store(TOKENS, kv(4)).blocks == 4
-        assert client.begin_load(old, room(4)).result().miss == Miss(MissReason.SHARD_LOST, "shard-0 has restarted")
+        assert client.begin_load(old, room(4)).result().miss == NOT_RUNNING
         old.release()
+        assert client.flush()
+        assert client.load(TOKENS, room(4)) == 4 * BLOCK
+
+
+def test_a_shard_that_came_back_on_a_node_whose_clock_is_behind_is_asked(alone: MemoryCluster) -> None:
+    """Epochs are wall-clock time, and a coordinator that has restarted knows none of before."""
+    storing(alone)
+    with watched_client(alone) as client:
+        assert client.load(TOKENS, room(4)) == 4 * BLOCK
+        alone.stop_shard(SHARD)
+        alone.stop_coordinator()
+        alone.start_coordinator()
+        alone.start_shard(0, behind_ns=3_600_000_000_000)
+        alone.wait_until_up()
+        assert client.store(TOKENS, kv(4)) == Stored(4, 0, 0, 4 * PAGE_BYTES)
         assert client.flush()
         assert client.load(TOKENS, room(4)) == 4 * BLOCK
 

@@ -74,11 +74,24 @@ def test_a_newer_incarnation_begins_afresh() -> None:
     assert state(shards) == ("closed", 0, 0)
 
 
-def test_an_older_incarnation_is_not_asked_and_changes_nothing() -> None:
-    shards = policy()
+def test_the_incarnation_of_the_lower_epoch_is_asked_too_and_changes_nothing_of_the_other() -> None:
+    """It may be an old ticket's, or the newest, on a node whose clock is behind."""
+    shards = policy(failures=1)
     permit(shards, NEWER)
-    assert shards.permit(A, 0) == RESTARTED
+    fail(shards)
+    assert state(shards) == ("open", 1, 1)
     assert shards.serves(NEWER) and not shards.serves(A)
+    permit(shards, NEWER)
+    assert state(shards) == ("closed", 0, 0)
+
+
+def test_the_breakers_of_two_incarnations_are_kept() -> None:
+    shards = policy(failures=1)
+    fail(shards)
+    for epoch in range(2, 100):
+        fail(shards, ShardAddress(A.shard, Epoch(epoch), "elsewhere"))
+        assert isinstance(shards.permit(ShardAddress(A.shard, Epoch(epoch), "elsewhere"), 0), Miss)
+    permit(shards)
 
 
 def test_what_ends_of_an_older_incarnation_says_nothing_of_the_newer() -> None:

@@ -14,6 +14,7 @@ from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Answer,
     Decision,
+    Drain,
     Effect,
     EndTicket,
     EvictOrder,
@@ -75,6 +76,7 @@ class CoordinatorOracle:
             Explain: self._explained,
             PrepareStore: self._store_prepared,
             EndTicket: self._ticket_ended,
+            Drain: self._drain_asked,
         }
 
     def stepped(self, c: CoordinatorProcess, message: object, effects: list[Effect], now: int) -> None:
@@ -92,10 +94,16 @@ class CoordinatorOracle:
         if reply.leave is Farewell.DRAINED:
             self._drained(c, m.info, now)
         elif m.info.draining:
-            member = c.core.members.get(m.info.shard)
-            if member is not None and member.drain_until is not None:
-                self._drain_until[c.name, member.address] = member.drain_until
-                self._others_had.setdefault((c.name, member.address), self._had_by_others(member.info.shard))
+            self._drain_began(c, m.info.shard)
+
+    def _drain_asked(self, c: CoordinatorProcess, request: Request[Drain], reply: object, now: int) -> None:
+        self._drain_began(c, request.question.shard)
+
+    def _drain_began(self, c: CoordinatorProcess, shard: ShardId) -> None:
+        member = c.core.members.get(shard)
+        if member is not None and member.drain_until is not None:
+            self._drain_until[c.name, member.address] = member.drain_until
+            self._others_had.setdefault((c.name, member.address), self._had_by_others(shard))
 
     def _orders_given(self, c: CoordinatorProcess, info: ShardInfo, ack: ReportAck, now: int) -> None:
         member = c.core.members.get(info.shard)

@@ -6,7 +6,7 @@ only the current incarnations live. Finally a worker loads what the shards hold,
 
 from __future__ import annotations
 
-from kvcluster.core.ids import BlockHash, NamespaceId
+from kvcluster.core.ids import BlockHash, NamespaceId, ShardId
 from kvcluster.core.messages import PageKey, Tier
 from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.testing.kernel import MS, SECOND, TIMED_OUT, Script
@@ -113,11 +113,11 @@ def _last_wishes(world: SimulatedWorld, worker: Worker) -> Script:
         yield from _all_is_told(world)
         yield from _no_shard_is_left_alone(worker)
         expected, rotten = _restorable(world, model, hashes), _rotten(world)  # pages found now may be gone afterwards
-        too_much = _is_too_much(world, hashes)
+        too_much, before = _is_too_much(world, hashes), _copies(world, model, hashes)
         loaded = yield from worker.load(model, hashes, model.need())
-        # Reading them from disk may need room, and pages may have been evicted to make it: a disk file is given up
-        # without an order.
-        gone = world.scenario.config.shard.disk_bytes and _restorable(world, model, hashes) < expected
+        # Reading them from disk may need room, and copies may have been evicted to make it, one that the coordinator
+        # had chosen perhaps: a disk file is given up without an order.
+        gone = world.scenario.config.shard.disk_bytes and not before <= _copies(world, model, hashes)
         excused = rotten or gone or too_much or _rotten(world)
         hold(loaded == expected or excused, f"{expected} blocks can be loaded, and {loaded} were")
     for model in world.models:
@@ -128,6 +128,8 @@ def _last_wishes(world: SimulatedWorld, worker: Worker) -> Script:
             yield from _no_shard_is_left_alone(worker)
             for _ in range(6):  # reports ask for room
                 stored = stored or (yield from worker.store(model, short, 0, model.whole(), 300 * MS))
+                if not stored:
+                    yield None, _LOOK_NS  # it may be pending: the load may have had the block promoted
             hold(stored or _rotten(world), "a block could not be stored after the healing")
             return
 
@@ -147,21 +149,28 @@ def _no_shard_is_left_alone(worker: Worker) -> Script:
     yield None, (max(open_ms, default=0) + 1) * MS
 
 
-def _restorable(world: SimulatedWorld, model: content.Model, hashes: tuple[BlockHash, ...]) -> int:
-    """Returns the longest boundary at which every group has the blocks that it needs before it on some shard."""
-    ready = {
-        (page.space, page.key)
+def _copies(
+    world: SimulatedWorld, model: content.Model, hashes: tuple[BlockHash, ...]
+) -> set[tuple[ShardId, Tier, PageKey]]:
+    """Returns where the pages of these blocks are."""
+    return {
+        (shard.shard, page.tier, page.key)
         for shard in world.incarnations.values()
         if not shard.dead
         for page in shard.core.pool.ready()
+        if page.space == model.space and page.key.hash in hashes
     }
+
+
+def _restorable(world: SimulatedWorld, model: content.Model, hashes: tuple[BlockHash, ...]) -> int:
+    """Returns the longest boundary at which every group has the blocks that it needs before it on some shard."""
+    ready = {key for _, _, key in _copies(world, model, hashes)}
     spec = model.spec
     whole, halves = model.whole(), model.halves()
 
     def has(block: BlockHash, group: int) -> bool:
         return any(
-            all((model.space, PageKey(block, group, part)) in ready for of, part in parts if of == group)
-            for parts in (whole, halves)
+            all(PageKey(block, group, part) in ready for of, part in parts if of == group) for parts in (whole, halves)
         )
 
     for boundary in range(len(hashes), 0, -1):

@@ -127,6 +127,7 @@ class ShardProcess(SimulatedCore):
             stored_at = self.disks[page.tier].stored_at(page.offset)
             self.ready[page.space, page.key, page.tier] = page.slot(), stored_at
         self.moves: dict[Attempt, MovePages | Stage] = {}  # under way, or ending now
+        self._moved_stored_at: dict[Attempt, list[int]] = {}  # when the pages of each queued MovePages were stored
         self.heard = HeardOrders()
         self._queue: list[MovePages | Erase] = []  # the jobs of one thread, in order
         # The oracle's own number too: that of the last tombstone that this shard has carried out.
@@ -226,6 +227,10 @@ class ShardProcess(SimulatedCore):
             case Fetch():
                 self.start(self._fetch(effect))
             case MovePages() | Erase():
+                if isinstance(effect, MovePages):  # a better copy may replace a page before it is written
+                    self._moved_stored_at[effect.attempt] = [
+                        self.ready[page.namespace, page.source.key, page.source.tier][1] for page in effect.pages
+                    ]
                 self._queue.append(effect)
                 if len(self._queue) == 1:
                     self.start(self._work())
@@ -275,6 +280,7 @@ class ShardProcess(SimulatedCore):
     def _move(self, effect: MovePages) -> Script:
         """Moves pages in the background, page by page: sound pages are encoded, decoded or copied."""
         session = self._began(effect)
+        stored_at = self._moved_stored_at.pop(effect.attempt)
         sums: list[bytes | None] = []
         corrupt: list[int] = []
         for index, page in enumerate(effect.pages):
@@ -282,7 +288,7 @@ class ShardProcess(SimulatedCore):
             before = self.bytes_of(page.source)
             sound = self.matches(page.namespace, page.source, before)
             if not page.target.tier.spec.addressable:
-                made = (yield from self._write(page)) if sound else None
+                made = (yield from self._write(page, stored_at[index])) if sound else None
             else:
                 made = self._recode(page, before)
             if not sound:
@@ -303,15 +309,14 @@ class ShardProcess(SimulatedCore):
         self.begin(session)
         return session
 
-    def _write(self, page: PageMove) -> Script:
+    def _write(self, page: PageMove, stored_at: int) -> Script:
         """Writes a page to a store, as it is. Returns its packed sums."""
         disk = self.disks[page.target.tier]
-        known = self.ready.get((page.namespace, page.source.key, page.source.tier))
         disk.begin_write(page)
         yield None, self.world.rng.randrange(2 * MS)  # dying now leaves neither the old page nor the new
         data = self.bytes_of(page.source)
         assert data is not None
-        disk.write(page, data, known[1] if known is not None else 0)
+        disk.write(page, data, stored_at)
         return page.source.sums
 
     def _stage(self, effect: Stage) -> Script:

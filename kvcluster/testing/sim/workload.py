@@ -88,10 +88,15 @@ def redeemer(world: EngineSurroundings, worker: Worker) -> Script:
     so then.
     """
     term_ns = world.scenario.config.membership_ttl_ms * MS
+    first, last = term_ns // 4, term_ns * 5 // 4
     while world.working:
-        yield None, int(2 * REDEEM_NS * world.rng.random())
-        if term_ns // 4 < worker.unanswered_ns() < term_ns * 5 // 4:
-            yield from _redeem(world, worker)
+        silent_ns = worker.unanswered_ns()
+        soonest = first - silent_ns if silent_ns <= first else 0 if silent_ns < last else first
+        yield None, soonest + int(2 * REDEEM_NS * world.rng.random())
+        if world.working:
+            silent_ns = worker.unanswered_ns()
+            if first < silent_ns < last:
+                yield from _redeem(world, worker)
 
 
 def conversation(world: EngineSurroundings) -> tuple[Model, tuple[BlockHash, ...]]:
