@@ -13,6 +13,7 @@
 
 #include "bytes.hpp"
 #include "codecs.hpp"
+#include "modules.hpp"
 
 namespace nb = nanobind;
 
@@ -84,6 +85,8 @@ class Coder {
                    });
     }
 
+    const LayerShape& shape() const { return layer_; }
+
     // The norm of what was lost by that of what there was, of the plane that has lost most.
     double error(nb::handle data, nb::handle coded, std::size_t layers) const {
         const Bytes raw(data, false), from(coded, false);
@@ -126,6 +129,8 @@ class Coder {
 };
 
 }  // namespace
+
+const LayerShape& shape_of(nb::handle coder) { return nb::cast<const Coder&>(coder).shape(); }
 
 void bind_codecs(nb::module_& m) {
     nb::class_<Coder>(m, "Coder")

@@ -12,6 +12,7 @@
 #include <immintrin.h>
 
 #include <cstring>
+#include <type_traits>
 
 namespace kvc {
 namespace {
@@ -144,6 +145,24 @@ struct Secret {
     Stripe at(std::size_t offset) const { return Stripe::load(bytes + offset); }
 };
 
+// The sums of no bytes.
+Stripe start() {
+    alignas(64) static constexpr u64 lanes[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
+                                                 kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+    return Stripe::load(reinterpret_cast<const u8*>(lanes));
+}
+
+u64 finish(const u64* lanes, const Secret& secret, std::size_t nbytes) {
+    u64 result = nbytes * kPrime64_1;
+    for (int i = 0; i < 4; i++) {
+        const u8* key = secret.bytes + 11 + 16 * i;
+        result += folded(lanes[2 * i] ^ load64(key), lanes[2 * i + 1] ^ load64(key + 8));
+    }
+    result ^= result >> 37;
+    result *= kPrimeMx1;
+    return result ^ (result >> 32);
+}
+
 enum class To { kNowhere, kMemory, kPastCaches };
 
 template <To to>
@@ -157,9 +176,8 @@ template <To to>
 u64 sum(u8* into, const u8* data, std::size_t nbytes, u64 seed) {
     const Secret secret(seed);
     const Stripe scrambler = secret.at(kSecretBytes - kStripe);
-    alignas(64) u64 lanes[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
-                                kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
-    Stripe sums = Stripe::load(reinterpret_cast<const u8*>(lanes));
+    alignas(64) u64 lanes[8];
+    Stripe sums = start();
 
     // The last stripe stands alone, and reaches back where it would not be whole.
     const std::size_t stripes = (nbytes - 1) / kStripe, blocks = stripes / kStripesPerBlock;
@@ -184,14 +202,122 @@ u64 sum(u8* into, const u8* data, std::size_t nbytes, u64 seed) {
     if constexpr (to != To::kNowhere) std::memcpy(into + at, tail + kStripe - (nbytes - at), nbytes - at);
 
     sums.store(reinterpret_cast<u8*>(lanes));
-    u64 result = nbytes * kPrime64_1;
-    for (int i = 0; i < 4; i++) {
-        const u8* key = secret.bytes + 11 + 16 * i;
-        result += folded(lanes[2 * i] ^ load64(key), lanes[2 * i + 1] ^ load64(key + 8));
+    return finish(lanes, secret, nbytes);
+}
+
+// ----------------------------------------------------------------------------------------------------- rows
+
+constexpr std::size_t kAhead = 4096;  // so many bytes ahead are rows prefetched that are read: found by trying
+
+// Hands out contiguous bytes, `step` at a time.
+struct Run {
+    u8* at;
+
+    inline __attribute__((always_inline)) u8* next(std::size_t step) {
+        u8* const here = at;
+        at += step;
+        return here;
     }
-    result ^= result >> 37;
-    result *= kPrimeMx1;
-    return result ^ (result >> 32);
+};
+
+// Hands out the bytes of rows, `step` at a time: plane after plane.
+struct Walk {
+    const Rows* rows;
+    u8* at;
+    u8* group;
+    std::size_t left, inner, outer;
+
+    explicit Walk(const Rows* first) : rows(first) { open(); }
+
+    void open() {
+        at = group = rows->base;
+        left = rows->run;
+        inner = rows->inner;
+        outer = rows->outer;
+    }
+    inline __attribute__((always_inline)) u8* next(std::size_t step) {
+        u8* const here = at;
+        at += step;
+        left -= step;
+        if (!left) turn();
+        return here;
+    }
+    inline __attribute__((always_inline)) void turn() {
+        left = rows->run;
+        if (--inner) {
+            at += rows->inner_stride - static_cast<std::ptrdiff_t>(rows->run);
+        } else if (--outer) {
+            inner = rows->inner;
+            at = group += rows->outer_stride;
+        } else {
+            ++rows;
+            open();
+        }
+    }
+};
+
+// Runs ahead of what is read, if that is rows.
+struct NoWalk {
+    explicit NoWalk(const Rows*) {}
+};
+
+// As `sum`, of a multiple of kStep bytes between places that hand out kStep bytes at a time.
+template <To to, std::size_t kStep, class From, class Into, class Ahead>
+u64 sum_steps(Into into, From from, Ahead ahead, std::size_t nbytes, u64 seed) {
+    constexpr std::size_t kStripes = kStep / kStripe;
+    const Secret secret(seed);
+    const Stripe scrambler = secret.at(kSecretBytes - kStripe);
+    alignas(64) u64 lanes[8];
+    Stripe sums = start();
+    const auto take = [&](std::size_t number, std::size_t last) __attribute__((always_inline)) {
+        const u8* const data = from.next(kStep);
+        u8* const place = into.next(kStep);
+        const u8* fetch = data + kPrefetch;
+        if constexpr (std::is_same_v<Ahead, Walk>) fetch = ahead.next(kStep);
+#pragma GCC unroll 16
+        for (std::size_t i = 0; i < kStripes; i++) {
+            __builtin_prefetch(fetch + i * kStripe);
+            const Stripe stripe = Stripe::load(data + i * kStripe);
+            const std::size_t key = number + i == last ? kSecretBytes - kStripe - 7 : 8 * (number + i);
+            sums.add(stripe, secret.at(key));
+            put<to>(stripe, place + i * kStripe);
+        }
+    };
+    const std::size_t blocks = (nbytes - 1) / (kStripe * kStripesPerBlock);
+    for (std::size_t block = 0; block < blocks; block++) {
+#pragma GCC unroll 16
+        for (std::size_t number = 0; number < kStripesPerBlock; number += kStripes) take(number, kStripesPerBlock);
+        sums.scramble(scrambler);
+    }
+    const std::size_t rest = nbytes / kStripe - blocks * kStripesPerBlock;
+    for (std::size_t number = 0; number < rest; number += kStripes) take(number, rest - 1);
+    sums.store(reinterpret_cast<u8*>(lanes));
+    return finish(lanes, secret, nbytes);
+}
+
+template <To to, class From, class Into, class Ahead>
+u64 sum_by(std::size_t step, Into into, From from, Ahead ahead, std::size_t nbytes, u64 seed) {
+    switch (step) {
+        case 64: return sum_steps<to, 64>(into, from, ahead, nbytes, seed);
+        case 128: return sum_steps<to, 128>(into, from, ahead, nbytes, seed);
+        case 256: return sum_steps<to, 256>(into, from, ahead, nbytes, seed);
+        case 512: return sum_steps<to, 512>(into, from, ahead, nbytes, seed);
+        default: return sum_steps<to, 1024>(into, from, ahead, nbytes, seed);
+    }
+}
+
+u64 scatter(const Rows* rows, const u8* data, std::size_t nbytes, std::size_t step, u64 seed, bool aligned) {
+    const Run from{const_cast<u8*>(data)};
+    const NoWalk none(rows);
+    return aligned ? sum_by<To::kPastCaches>(step, Walk(rows), from, none, nbytes, seed)
+                   : sum_by<To::kMemory>(step, Walk(rows), from, none, nbytes, seed);
+}
+
+u64 gather(u8* into, const Rows* rows, std::size_t nbytes, std::size_t step, u64 seed, bool aligned) {
+    Walk ahead(rows);
+    for (std::size_t at = 0; at < kAhead && at < nbytes; at += step) ahead.next(step);
+    return aligned ? sum_by<To::kPastCaches>(step, Run{into}, Walk(rows), ahead, nbytes, seed)
+                   : sum_by<To::kMemory>(step, Run{into}, Walk(rows), ahead, nbytes, seed);
 }
 
 template <To to>
@@ -214,8 +340,14 @@ void copy_sums(u8* into, const u8* data, const Layers& layers, u64* sums) {
         return;
     }
     sum_each<To::kPastCaches>(into, data, layers, sums);
-    _mm_sfence();  // what is said after this is heard after the bytes are there
+    _mm_sfence();
 }
+
+void stage_sums(u8* into, const u8* data, const Layers& layers, u64* sums) {
+    sum_each<To::kMemory>(into, data, layers, sums);
+}
+
+void fence() { _mm_sfence(); }
 
 }  // namespace
 
@@ -225,6 +357,6 @@ void copy_sums(u8* into, const u8* data, const Layers& layers, u64* sums) {
 #define KVC_TEXT(a) KVC_TEXT_(a)
 
 extern const Kernels KVC_JOIN(kernels_, KVC_ISA);
-const Kernels KVC_JOIN(kernels_, KVC_ISA){KVC_TEXT(KVC_ISA), sums, copy_sums};
+const Kernels KVC_JOIN(kernels_, KVC_ISA){KVC_TEXT(KVC_ISA), Stripe::kAlign, sums, copy_sums, stage_sums, scatter, gather, fence};
 
 }  // namespace kvc

@@ -18,13 +18,35 @@ struct Layers {
     std::uint64_t seed_step;
 };
 
+// One plane of one layer of one block, in the order of a page: `outer` times `inner` runs of `run` contiguous bytes.
+struct Rows {
+    std::uint8_t* base;
+    std::size_t run;
+    std::size_t inner;
+    std::size_t outer;
+    std::ptrdiff_t inner_stride;
+    std::ptrdiff_t outer_stride;
+};
+
 struct Kernels {
     const char* name;
+    std::size_t align;  // rows at multiples of it are written past the caches
     // The XXH3 sum of each layer of `data`.
     void (*sums)(const std::uint8_t* data, const Layers& layers, std::uint64_t* sums);
     // Copies `data` to `into`, which do not overlap; the sums are those of the bytes that were written there, whatever
     // happens to `data` meanwhile.
     void (*copy_sums)(std::uint8_t* into, const std::uint8_t* data, const Layers& layers, std::uint64_t* sums);
+    // As copy_sums, through the caches: for bytes that are read again at once.
+    void (*stage_sums)(std::uint8_t* into, const std::uint8_t* data, const Layers& layers, std::uint64_t* sums);
+    // Copies a layer of `nbytes` bytes into rows, and returns the sum of the bytes that were written. Every run is a
+    // multiple of `step`, a power of two from 64 to 1,024. `rows` are the planes of this layer; at least one more
+    // follows, which is not written. `aligned`: all addresses are multiples of `align`; then the caller fences.
+    std::uint64_t (*scatter)(const Rows* rows, const std::uint8_t* data, std::size_t nbytes, std::size_t step,
+                             std::uint64_t seed, bool aligned);
+    // The reverse; `aligned` is that of `into`. As many planes follow as the layer has, which are prefetched, and one more.
+    std::uint64_t (*gather)(std::uint8_t* into, const Rows* rows, std::size_t nbytes, std::size_t step,
+                            std::uint64_t seed, bool aligned);
+    void (*fence)();  // what is said after it is heard after the bytes are there
 };
 
 extern const Kernels kernels_avx2;

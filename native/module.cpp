@@ -10,12 +10,9 @@
 
 #include "bytes.hpp"
 #include "kernels.hpp"
+#include "modules.hpp"
 
 namespace nb = nanobind;
-
-namespace kvc {
-void bind_codecs(nb::module_& m);  // codec_module.cpp
-}
 
 namespace {
 
@@ -36,10 +33,16 @@ std::vector<const Kernels*> kernels_here() {
 const std::vector<const Kernels*> kHere = kernels_here();
 const Kernels* chosen = kHere.empty() ? nullptr : kHere.back();
 
-const Kernels* kernels() {
+}  // namespace
+
+const kvc::Kernels* kvc::kernels() {
     if (!chosen) throw std::runtime_error("this machine has no instruction set that kernels were compiled for");
     return chosen;
 }
+
+namespace {
+
+using kvc::kernels;
 
 kvc::Layers layers_of(const Bytes& data, std::size_t layers, std::uint64_t seed, std::uint64_t step) {
     if (!layers || data.size() % layers || data.size() / layers < kvc::kLeastLayerBytes)
@@ -100,6 +103,7 @@ NB_MODULE(_native, m) {
     m.def("choose", &choose, nb::arg("name"));
     m.def("chosen", [] { return kernels()->name; });
     kvc::bind_codecs(m);
+    kvc::bind_copies(m);
     m.def("names", [] {
         nb::list all;
         for (const Kernels* each : kHere) all.append(each->name);

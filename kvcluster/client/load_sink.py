@@ -38,7 +38,7 @@ from kvcluster.pages.copy_batch import (
     encoded_layer_bytes,
 )
 from kvcluster.pages.copy_endpoints import HostMemory
-from kvcluster.pages.copy_executor import CopyExecutor
+from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.transport.base import Payload
 from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
 
@@ -115,7 +115,7 @@ class LoadSink:
         )
         return BatchCopies(batch, self._python, self.run)
 
-    def run(self, batch: CopyBatch, executor: CopyExecutor, start: int, stop: int) -> None:
+    def run(self, batch: CopyBatch, run: RunRecords, start: int, stop: int) -> None:
         """Carries out some records of a batch, and counts them. Raises Cancelled if they were stopped."""
         whole = False
         with self._ranges.gate:
@@ -123,7 +123,7 @@ class LoadSink:
             self._ranges.check(now)
             self._ranges.heard_ns = now
             try:
-                executor.run(batch, start, stop)
+                run(start, stop)
             finally:
                 for at in range(start, stop):
                     whole = self._count_record(batch, at) or whole

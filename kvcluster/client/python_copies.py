@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from kvcluster.client.memory import BoundMemory
 from kvcluster.client.part_memory import Staging
@@ -21,7 +22,8 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.spec import Part
 from kvcluster.pages import checksum, codec
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyStatus
-from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory, MappedMemory
+from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
+from kvcluster.pages.copy_executor import RunRecords
 
 
 @dataclass(eq=False, slots=True)
@@ -56,13 +58,13 @@ class PythonCopies:
         self._items: CopyItems | None = None
         self._places: dict[int, PagePlace] = {}
 
-    def takes(self, direction: CopyDirection, source: CopyEndpoint, target: CopyEndpoint) -> bool:
-        """As CopyExecutor: True if the CPU can read and write the pages."""
-        pages, blocks = (source, target) if direction is CopyDirection.LOAD else (target, source)
-        return isinstance(pages, MappedMemory | HostMemory) and isinstance(blocks, HostMemory)
+    def open(self, batch: CopyBatch) -> RunRecords:
+        """As CopyExecutor: opens every batch of a load from pages, or a store to pages, that the CPU addresses. It
+        uses bounded views, so that wrong numbers in a batch do no harm."""
+        return partial(self.run, batch)
 
     def run(self, batch: CopyBatch, start: int, stop: int) -> None:
-        """As CopyExecutor."""
+        """As RunRecords."""
         loads, status, records = batch.direction is CopyDirection.LOAD, batch.status, batch.records
         pages = batch.source if loads else batch.target
         assert isinstance(pages, MappedMemory | HostMemory)

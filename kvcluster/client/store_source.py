@@ -23,7 +23,7 @@ from kvcluster.pages import checksum
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory
-from kvcluster.pages.copy_executor import CopyExecutor
+from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.transport.base import Cancelled, Deadline
 from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
 
@@ -93,13 +93,13 @@ class StoreSource:
         )
         return BatchCopies(batch, PythonCopies(self._memory), self.run)
 
-    def run(self, batch: CopyBatch, executor: CopyExecutor, start: int, stop: int) -> None:
+    def run(self, batch: CopyBatch, run: RunRecords, start: int, stop: int) -> None:
         """Carries out some records of a batch. Raises Cancelled if they were stopped, and Unavailable if the deadline
         has passed."""
         with self._gate:
             self._check()
             self.taken.update(dict.fromkeys(batch.records.items[start:stop]))
-            executor.run(batch, start, stop)
+            run(start, stop)
             done = [at for at in range(start, stop) if batch.status[at] == CopyStatus.DONE]
             self.nbytes += sum(batch.records.nbytes[at] for at in done)
         if len(done) < stop - start:

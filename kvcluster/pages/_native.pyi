@@ -47,3 +47,33 @@ class Coder:
 def names() -> list[str]:
     """The instruction sets that were compiled and that this machine has, the fastest last. Where there is none, the
     others here raise RuntimeError."""
+
+class Copies:
+    """A batch of copies (kvcluster/pages/copy_batch.py), checked. It holds the columns, which must not be resized as
+    long as it lives."""
+
+    def __init__(
+        self,
+        load: bool,
+        pages: Buffer | None,
+        geometries: tuple[tuple[object, ...] | None, ...],
+        items: tuple[Buffer, ...],
+        records: tuple[Buffer, ...],
+        coded: list[tuple[int, int, int, object]],
+        identities: Buffer,
+        status: Buffer,
+        cancel: Buffer,
+        dropped: Buffer,
+        deadline_ns: int,
+        most_record_bytes: int,
+    ) -> None:
+        """`pages`: the bytes that offsets count from; None if offsets are addresses. Each geometry is (layers and heads
+        of the part, planes, rows, bases, strides of row, token, head and element); `coded` has (codec, group, heads,
+        Coder). ValueError says what contradicts."""
+
+    @property
+    def able(self) -> bool:
+        """Whether every pending record can be carried out here."""
+
+    def run(self, start: int, stop: int) -> None:
+        """Carries out the pending records from `start` to `stop`; other threads run meanwhile."""

@@ -23,6 +23,8 @@ class Kernels(Protocol):
 
     Coder: type[kernels.Coder]
 
+    Copies: type[kernels.Copies]
+
     def choose(self, name: str) -> None: ...
 
     def chosen(self) -> str: ...

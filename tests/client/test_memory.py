@@ -257,18 +257,21 @@ def parts(draw: st.DrawFn, whole: Part) -> Part:
 
 
 @st.composite
-def memories(draw: st.DrawFn) -> tuple[Case, Any, Row]:
+def memories(draw: st.DrawFn, dims: st.SearchStrategy[int] | None = None, tokens: int = 4) -> tuple[Case, Any, Row]:
+    """A case, its memory in any layout, and how to read it. `dims`: of K and V, or of a latent."""
     heads, shapes = draw(st.integers(1, 4)), draw(st.sampled_from(["k and v", "latent", "different", "opaque"]))
     if shapes == "different":
-        planes = tuple(Plane(name, heads, draw(st.integers(1, 9)), draw(numbers)) for name in "abc")
+        planes = tuple(
+            Plane(name, heads, draw(st.integers(1, 9) if dims is None else dims), draw(numbers)) for name in "abc"
+        )
     elif shapes == "opaque":
         latent = Plane("latent", heads, draw(st.integers(1, 9)), draw(numbers))
         planes = (Plane.opaque("state", draw(st.integers(1, 40)), heads=heads), latent)
     else:
-        dim, dtype = draw(st.integers(1, 20)), draw(numbers)
+        dim, dtype = draw(st.integers(1, 20) if dims is None else dims), draw(numbers)
         planes = tuple(Plane(name, heads, dim, dtype) for name in ("kv" if shapes == "k and v" else "c"))
     group = Group(tuple(range(draw(st.integers(1, 4)))), planes)
-    spec = KVSpec(model="m", weights="sha256:0", block_tokens=draw(st.integers(1, 4)), groups=(group,))
+    spec = KVSpec(model="m", weights="sha256:0", block_tokens=draw(st.integers(1, tokens)), groups=(group,))
     case = Case(spec, draw(parts(spec.whole(0))), draw(st.integers(1, 4)), draw(st.integers(0, 2**32)))
     layouts = {"k and v": K_AND_V, "latent": ALIKE, "different": ANY_PLANES, "opaque": ANY_PLANES}[shapes]
     memory, row = draw(st.sampled_from(layouts))(case, random.Random(case.seed))

@@ -1,0 +1,91 @@
+"""The copy executor in native code (native/copies.cpp): batches between mapped memory and memory of this process.
+
+One call carries out many records without the GIL. Bytes go straight between a page and the rows of the caller's memory,
+whatever their strides, and are summed on the way, so that the sums are those of what was written.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
+from kvcluster.pages import codec, native
+from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection
+from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory, MappedMemory
+from kvcluster.pages.copy_executor import RunRecords
+from kvcluster.pages.copy_geometry import BlockGeometry
+
+if TYPE_CHECKING:
+    from kvcluster.pages import _native as kernels
+
+_NEVER = 2**63 - 1
+
+
+class NativeCopies:
+    """A CopyExecutor. It opens a batch if this process has kernels for it, the CPU addresses both endpoints, every
+    layer has at least native.LEAST_LAYER_BYTES bytes, and a store writes whole pages."""
+
+    def open(self, batch: CopyBatch) -> RunRecords | None:
+        """As CopyExecutor."""
+        loads = batch.direction is CopyDirection.LOAD
+        pages, blocks = (batch.source, batch.target) if loads else (batch.target, batch.source)
+        if native.KERNELS is None or batch.waits or batch.signals or not isinstance(blocks, HostMemory):
+            return None
+        if not isinstance(pages, MappedMemory | HostMemory) or not len(batch.records):
+            return None
+        unknown = {group for group, geometry in enumerate(batch.items.geometries) if geometry is None}
+        if unknown & set(batch.items.groups):  # read-only memory, whose addresses are unknown
+            return None
+        try:
+            copies = native.KERNELS.Copies(
+                loads,
+                _view(pages),
+                tuple(None if geometry is None else _columns(geometry) for geometry in batch.items.geometries),
+                batch.items.columns(),
+                batch.records.columns(),
+                _coders(batch),
+                batch.identities,
+                batch.status,
+                batch.cancel,
+                batch.dropped,
+                min(batch.deadline_ns, _NEVER),
+                limits.RECORD_BYTES,
+            )
+        except ValueError as refused:
+            raise BadBatch(str(refused)) from None
+        return partial(_run, copies, batch) if copies.able else None
+
+
+def _run(copies: kernels.Copies, batch: CopyBatch, start: int, stop: int) -> None:
+    """As RunRecords. `batch` keeps the memory alive that the copies address."""
+    copies.run(start, stop)
+
+
+def _view(pages: CopyEndpoint) -> memoryview | None:
+    """Returns the bytes that offsets count from; None if offsets are addresses."""
+    return pages.view(0, pages.region.nbytes) if isinstance(pages, MappedMemory) else None
+
+
+def _columns(of: BlockGeometry) -> tuple[object, ...]:
+    part = of.part.layer_start, of.part.layer_stop, of.part.head_start, of.part.head_stop
+    strides = of.row_strides, of.token_strides, of.head_strides, of.element_strides
+    return part, of.planes, of.rows, of.bases, *strides
+
+
+def _coders(batch: CopyBatch) -> list[tuple[int, int, int, object]]:
+    """Returns (codec, group, heads, coder) for each kind of encoded page."""
+    items = batch.items
+    kinds = {
+        (codec_id, items.groups[item], items.head_stops[item] - items.head_starts[item])
+        for item, codec_id in zip(batch.records.items, batch.records.codecs, strict=True)
+        if codec_id != codec.RAW and codec.check_codec(codec_id) is None
+    }
+    coders: list[tuple[int, int, int, object]] = []
+    for codec_id, group, heads in sorted(kinds):
+        geometry = items.geometries[group]
+        assert geometry is not None
+        coder = codec.coder(Codec(codec_id), geometry.group, block_tokens=geometry.block_tokens, heads=heads)
+        coders.append((codec_id, group, heads, coder))
+    return coders
