@@ -61,9 +61,9 @@ struct BatchRun::Place {
 
 // -------------------------------------------------------------------------------------------------------- checks
 
-BatchRun::BatchRun(const Batch& batch, std::size_t most_record_bytes) : batch_(batch) { check(most_record_bytes); }
+BatchRun::BatchRun(const Batch& batch) : batch_(batch) { check(); }
 
-void BatchRun::check(std::size_t most_record_bytes) {
+void BatchRun::check() {
     const Records& records = batch_.records;
     if (records.sum_count) {
         u64 layers = 0;
@@ -80,7 +80,7 @@ void BatchRun::check(std::size_t most_record_bytes) {
     if (!refusal_.empty()) return;
     check_items();
     for (std::size_t at = 0; at < records.count && refusal_.empty(); at++)
-        if (batch_.status[at] == kPending) check_record(at, most_record_bytes);
+        if (batch_.status[at] == kPending) check_record(at);
     if (refusal_.empty()) check_overlaps();
 }
 
@@ -105,7 +105,7 @@ void BatchRun::check_items() {
     }
 }
 
-void BatchRun::check_record(std::size_t at, std::size_t most_record_bytes) {
+void BatchRun::check_record(std::size_t at) {
     const Records& records = batch_.records;
     const Items& items = batch_.items;
     const u64 item = records.items[at], layer = records.layers[at], count = records.counts[at], codec = records.codecs[at];
@@ -139,7 +139,7 @@ void BatchRun::check_record(std::size_t at, std::size_t most_record_bytes) {
     const u64 nbytes = records.nbytes[at], offset = records.offsets[at];
     if (nbytes != count * layer_bytes) {
         refusal_ = text("record ", at, " has ", nbytes, " bytes for ", count, " layers of ", layer_bytes);
-    } else if (nbytes > most_record_bytes && count > 1) {
+    } else if (nbytes > batch_.most_record_bytes && count > 1) {
         refusal_ = text("record ", at, " has ", nbytes, " bytes, more than may still be written after a cancel");
     } else if (nbytes > batch_.page_bytes || offset > batch_.page_bytes - nbytes) {
         refusal_ = text("record ", at, " begins at ", offset, " and reaches beyond the ", batch_.page_bytes, " bytes of its pages");
@@ -314,6 +314,18 @@ void BatchRun::run(const Kernels& kernels, std::size_t start, std::size_t stop) 
     }
 }
 
+void BatchRun::run_now(const Kernels& kernels, const Records& records, u8* pages, std::size_t page_bytes) {
+    batch_.records = records;
+    batch_.pages = pages;
+    batch_.page_bytes = page_bytes;
+    past_caches_ = false;
+    able_ = true;
+    refusal_.clear();
+    for (std::size_t at = 0; at < records.count && refusal_.empty(); at++) check_record(at);
+    if (refusal_.empty() && !able_) refusal_ = "layers that are too short, or heads of which only some are stored";
+    if (refusal_.empty()) run(kernels, 0, records.count);
+}
+
 std::uint8_t BatchRun::load(const Kernels& kernels, const Place& place) {
     const std::size_t planes = place.geometry.planes.size(), nbytes = place.page_layer_bytes;
     const bool whole = place.fills == place.heads;
@@ -363,15 +375,17 @@ void BatchRun::store(const Kernels& kernels, const Place& place) {
         const u64 seed = seed_of(batch_.identities[place.at], place.first + layer, nbytes);
         const Layers one{1, nbytes, seed, 0};
         const std::size_t step = rows_are_runs ? step_of(rows, planes) : 0;
+        const auto copy_sums = past_caches_ ? kernels.copy_sums : kernels.stage_sums;
         if (rows_are_runs && one_run(rows, planes)) {
-            kernels.copy_sums(page, rows->base, one, sums + layer);
+            copy_sums(page, rows->base, one, sums + layer);
         } else if (step) {
-            const bool past_caches = (reinterpret_cast<std::uintptr_t>(page) | nbytes) % kernels.align == 0;
+            const bool past_caches =
+                past_caches_ && (reinterpret_cast<std::uintptr_t>(page) | nbytes) % kernels.align == 0;
             sums[layer] = kernels.gather(page, rows, nbytes, step, seed, past_caches);
         } else {
             stage_.resize(std::max(stage_.size(), nbytes));
             move_elements(place, layer, stage_.data(), true);
-            kernels.copy_sums(page, stage_.data(), one, sums + layer);
+            copy_sums(page, stage_.data(), one, sums + layer);
         }
     }
 }

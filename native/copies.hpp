@@ -75,6 +75,7 @@ struct Batch {
     const std::uint32_t* cancel;
     const std::uint8_t* dropped;
     std::int64_t deadline_ns;
+    std::size_t most_record_bytes;  // of a record of several layers
 };
 
 constexpr std::uint64_t kRawCodec = 1;  // kvcluster/core/codecs.py
@@ -82,19 +83,23 @@ constexpr std::uint64_t kRawCodec = 1;  // kvcluster/core/codecs.py
 // Carries out a batch. `refusal` says what is wrong with it, and is empty for one that may be run.
 class BatchRun {
   public:
-    BatchRun(const Batch& batch, std::size_t most_record_bytes);
+    explicit BatchRun(const Batch& batch);
 
     const std::string& refusal() const { return refusal_; }
     // Whether every pending record can be carried out here: its codec is known and its layers are long enough.
     bool able() const { return able_; }
     void run(const Kernels& kernels, std::size_t start, std::size_t stop);
 
+    // Checks these records and carries them out, with offsets from `pages`, in the place of those of the batch. A store
+    // goes through the caches, for bytes that are sent at once. Nothing is moved if that leaves a refusal.
+    void run_now(const Kernels& kernels, const Records& records, std::uint8_t* pages, std::size_t page_bytes);
+
   private:
     struct Place;  // of one record
 
-    void check(std::size_t most_record_bytes);
+    void check();
     void check_items();
-    void check_record(std::size_t at, std::size_t most_record_bytes);
+    void check_record(std::size_t at);
     void check_overlaps();
     bool stopped(std::size_t at) const;
     std::uint8_t load(const Kernels& kernels, const Place& place);
@@ -105,6 +110,7 @@ class BatchRun {
     Batch batch_;
     std::string refusal_;
     bool able_ = true;
+    bool past_caches_ = true;
     std::vector<Rows> rows_;  // of the record under way, and of what is prefetched after it
     std::vector<std::uint8_t> stage_, decoded_;
     std::vector<float> scratch_;

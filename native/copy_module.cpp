@@ -99,6 +99,29 @@ Records records_of(const nb::tuple& given, Columns& columns) {
     return records;
 }
 
+// (codec, group, heads, coder) of each kind of encoded page
+std::vector<Coded> coded_of(const nb::list& given) {
+    std::vector<Coded> all;
+    for (const nb::handle each : given) {
+        const auto one = nb::cast<nb::tuple>(each);
+        if (one.size() != 4) throw std::invalid_argument("a codec has four entries");
+        all.push_back({nb::cast<std::uint64_t>(one[0]), nb::cast<std::uint32_t>(one[1]), nb::cast<std::size_t>(one[2]),
+                       shape_of(one[3])});
+    }
+    return all;
+}
+
+// By group; null where there is no memory.
+std::vector<const Geometry*> geometries_of(const nb::tuple& given, std::vector<Geometry>& own, Columns& columns) {
+    std::vector<const Geometry*> all;
+    own.reserve(given.size());
+    for (const nb::handle each : given) {
+        if (!each.is_none()) own.push_back(geometry_of(each, columns));
+        all.push_back(each.is_none() ? nullptr : &own.back());
+    }
+    return all;
+}
+
 class Copies {
   public:
     Copies(bool load, nb::object pages, const nb::tuple& geometries, const nb::tuple& items, const nb::tuple& records,
@@ -113,23 +136,10 @@ class Copies {
             batch.pages = bytes.data();
             batch.page_bytes = bytes.size();
         }
-        geometries_.reserve(geometries.size());
-        for (const nb::handle each : geometries) {
-            if (each.is_none()) {
-                batch.geometries.push_back(nullptr);
-            } else {
-                geometries_.push_back(geometry_of(each, columns_));
-                batch.geometries.push_back(&geometries_.back());
-            }
-        }
+        batch.geometries = geometries_of(geometries, geometries_, columns_);
         batch.items = items_of(items, columns_);
         batch.records = records_of(records, columns_);
-        for (const nb::handle each : coded) {  // (codec, group, heads, coder)
-            const auto one = nb::cast<nb::tuple>(each);
-            if (one.size() != 4) throw std::invalid_argument("a codec has four entries");
-            batch.coded.push_back({nb::cast<std::uint64_t>(one[0]), nb::cast<std::uint32_t>(one[1]),
-                                   nb::cast<std::size_t>(one[2]), shape_of(one[3])});
-        }
+        batch.coded = coded_of(coded);
         count_ = batch.records.count;
         batch.identities = columns_.of<std::uint64_t>(identities, count_);
         batch.status = columns_.of<std::uint8_t>(status, count_, true);
@@ -137,7 +147,8 @@ class Copies {
         batch.cancel = columns_.of<std::uint32_t>(cancel, 1);
         batch.dropped = columns_.of<std::uint8_t>(dropped, batch.items.count);
         batch.deadline_ns = deadline_ns;
-        run_ = std::make_unique<BatchRun>(batch, most_record_bytes);
+        batch.most_record_bytes = most_record_bytes;
+        run_ = std::make_unique<BatchRun>(batch);
         if (!run_->refusal().empty()) throw std::invalid_argument(run_->refusal());
     }
 
@@ -158,6 +169,67 @@ class Copies {
     std::unique_ptr<BatchRun> run_;
 };
 
+// One record at a time between rows and bytes of the caller, for paths that know where bytes lie only when they come.
+class BlockCopier {
+  public:
+    BlockCopier(bool load, const nb::tuple& geometries, const nb::tuple& items, const nb::list& coded) {
+        Batch batch{};
+        batch.load = load;
+        batch.geometries = geometries_of(geometries, geometries_, columns_);
+        batch.items = items_of(items, columns_);
+        batch.coded = coded_of(coded);
+        batch.identities = &identity_;
+        batch.status = &status_;
+        batch.cancel = &cancel_;
+        dropped_.resize(batch.items.count);
+        batch.dropped = dropped_.data();
+        batch.deadline_ns = std::numeric_limits<std::int64_t>::max();
+        batch.most_record_bytes = std::numeric_limits<std::size_t>::max();
+        run_ = std::make_unique<BatchRun>(batch);
+        if (!run_->refusal().empty()) throw std::invalid_argument(run_->refusal());
+    }
+
+    bool load(std::uint32_t item, std::uint32_t layer, std::uint64_t codec, std::uint64_t identity,
+              const nb::typed<nb::tuple, int, nb::ellipsis>& sums, nb::handle data) {
+        sums_.clear();
+        for (const nb::handle sum : sums) sums_.push_back(nb::cast<std::uint64_t>(sum));
+        move(item, layer, codec, identity, Bytes(data, false));
+        return status_ == kDone;
+    }
+
+    nb::tuple store(std::uint32_t item, std::uint32_t layer, std::uint32_t layers, std::uint64_t identity, nb::handle into) {
+        sums_.assign(layers, 0);
+        move(item, layer, kRawCodec, identity, Bytes(into, true));
+        nb::list all;
+        for (const std::uint64_t sum : sums_) all.append(sum);
+        return nb::tuple(all);
+    }
+
+  private:
+    void move(std::uint32_t item, std::uint32_t layer, std::uint64_t codec, std::uint64_t identity, const Bytes& bytes) {
+        const std::uint32_t count = static_cast<std::uint32_t>(sums_.size()), first = 0;
+        const std::uint64_t offset = 0, nbytes = bytes.size();
+        identity_ = identity;
+        status_ = kPending;
+        const Records record{1, &item, &layer, &count, &offset, &nbytes, &codec, &first, sums_.data(), sums_.size()};
+        const Kernels& here = *kernels();
+        {
+            nb::gil_scoped_release others_run;
+            run_->run_now(here, record, bytes.data(), bytes.size());
+        }
+        if (!run_->refusal().empty()) throw std::invalid_argument(run_->refusal());
+    }
+
+    Columns columns_;
+    std::vector<Geometry> geometries_;
+    std::vector<std::uint64_t> sums_;
+    std::vector<std::uint8_t> dropped_;
+    std::uint64_t identity_ = 0;
+    std::uint32_t cancel_ = 0;
+    std::uint8_t status_ = kPending;
+    std::unique_ptr<BatchRun> run_;
+};
+
 }  // namespace
 
 void bind_copies(nb::module_& m) {
@@ -169,6 +241,13 @@ void bind_copies(nb::module_& m) {
              nb::arg("deadline_ns"), nb::arg("most_record_bytes"))
         .def_prop_ro("able", &Copies::able)
         .def("run", &Copies::run, nb::arg("start"), nb::arg("stop"));
+    nb::class_<BlockCopier>(m, "BlockCopier")
+        .def(nb::init<bool, const nb::tuple&, const nb::tuple&, const nb::list&>(), nb::arg("load"), nb::arg("geometries"),
+             nb::arg("items"), nb::arg("coded"))
+        .def("load", &BlockCopier::load, nb::arg("item"), nb::arg("layer"), nb::arg("codec"), nb::arg("identity"),
+             nb::arg("sums"), nb::arg("data"))
+        .def("store", &BlockCopier::store, nb::arg("item"), nb::arg("layer"), nb::arg("layers"), nb::arg("identity"),
+             nb::arg("into"));
 }
 
 }  // namespace kvc

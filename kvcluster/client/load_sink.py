@@ -16,6 +16,8 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from kvcluster.client.batch_copies import BatchCopies
 from kvcluster.client.load_progress import LoadProgress
@@ -28,7 +30,7 @@ from kvcluster.core.ids import NamespaceId
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ProtocolError
-from kvcluster.pages import checksum, codec
+from kvcluster.pages import checksum, codec, native, native_copies
 from kvcluster.pages.copy_batch import (
     CopyBatch,
     CopyDirection,
@@ -41,6 +43,9 @@ from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.transport.base import Payload
 from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
+
+if TYPE_CHECKING:
+    from kvcluster.pages._native import BlockCopier
 
 _TARGET = HostMemory()
 
@@ -173,29 +178,42 @@ class LoadSink:
                     return False
                 here = None if run is None else data.present
                 if here is not None and here.nbytes == nbytes:
-                    came = checksum.copy_sums(form.identity, layer, len(sums), view, here)
-                    whole = self._count(item, place, form, layer, stop, came == tuple(sums), view)
+                    verified = checksum.copy_sums(form.identity, layer, len(sums), view, here) == tuple(sums)
+                    if verified:
+                        self._python.put(place, layer, stop, view, form.coder)
+                    whole = self._count(item, layer, stop, verified)
                     break
                 got += data.read_into(view[got:] if got else view)
                 if got == nbytes:
-                    right = checksum.first_mismatch(form.identity, layer, sums, view) is None
-                    whole = self._count(item, place, form, layer, stop, right, view)
+                    whole = self._count(item, layer, stop, self._put(item, place, form, layer, sums, view))
                     break
             data.wait()
         if whole:
             self._layer_came()
         return True
 
-    def _count(
-        self, item: int, place: PagePlace, form: _Form, layer: int, stop: int, verified: bool, view: memoryview
-    ) -> bool:
+    def _put(self, item: int, place: PagePlace, form: _Form, layer: int, sums: Sequence[int], view: memoryview) -> bool:
+        """Verifies layers that have arrived in `view`, and puts them where they belong. False if they do not match."""
+        stop = layer + len(sums)
+        in_place = form.coder is None and place.run is not None
+        if not in_place and form.layer_bytes >= native.LEAST_LAYER_BYTES and self._blocks is not None:
+            return self._blocks.load(item, layer, form.codec_id, form.identity, tuple(sums), view)
+        if checksum.first_mismatch(form.identity, layer, sums, view) is not None:
+            return False
+        self._python.put(place, layer, stop, view, form.coder)
+        return True
+
+    def _count(self, item: int, layer: int, stop: int, verified: bool) -> bool:
         """Records that these layers have arrived. True if that completes some layer in every block."""
         if not verified:
             self._ranges.did_not_match(item, layer, stop)
             return False
         self._ranges.came(item, stop)
-        self._python.put(place, layer, stop, view, form.coder)
         return self._came(item, layer, stop)
+
+    @cached_property
+    def _blocks(self) -> BlockCopier | None:
+        return native_copies.block_copier(CopyDirection.LOAD, self._items)
 
     def _came(self, item: int, layer: int, stop: int) -> bool:
         """Counts layers that are in place. Returns as `_count`."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from kvcluster.client.batch_copies import BatchCopies
 from kvcluster.client.memory import BoundMemory
@@ -19,13 +21,16 @@ from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import NewPage
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.pages import checksum
+from kvcluster.pages import checksum, native, native_copies
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.transport.base import Cancelled, Deadline
 from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
+
+if TYPE_CHECKING:
+    from kvcluster.pages._native import BlockCopier
 
 _SOURCE = HostMemory()
 _GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
@@ -48,7 +53,7 @@ class StoreSource:
         self._spec = spec
         self._namespace = namespace
         self._pages = pages
-        self._blocks = blocks
+        self._numbers = blocks
         self._memory = memory
         self._deadline = deadline
         self._on_drained = on_drained
@@ -83,7 +88,7 @@ class StoreSource:
             _SOURCE,
             target,
             records,
-            _items(self._pages, self._blocks, self._memory),
+            _items(self._pages, self._numbers, self._memory),
             self._identities(records),
             bytearray(len(records)),
             self._cancel,
@@ -115,8 +120,14 @@ class StoreSource:
     def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
         """As PageSource."""
         with self._gate:
-            data = self._get(item, layer, layers)
-            return checksum.layer_sums(self._identity[1], layer, layers, data), data
+            if self._blocks is None or self.layer_bytes(item) < native.LEAST_LAYER_BYTES:
+                data = self._get(item, layer, layers)
+                return checksum.layer_sums(self._identity[1], layer, layers, data), data
+            self._take(item)
+            gathered = self._staging.room(layers * self.layer_bytes(item))
+            sums = self._blocks.store(item, layer, layers, self._identity[1], gathered)
+            self.nbytes += gathered.nbytes
+            return sums, gathered.toreadonly()
 
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
         """As PageSource."""
@@ -124,17 +135,29 @@ class StoreSource:
             data = self._get(item, layer, layers)
             return checksum.copy_sums(self._identity[1], layer, layers, into, data)
 
+    @cached_property
+    def _blocks(self) -> BlockCopier | None:
+        """What gathers layers in native code; None where they need not be gathered."""
+        geometries = self._memory.geometries()
+        if all(geometry is None or geometry.page_layout for geometry in geometries):
+            return None
+        return native_copies.block_copier(CopyDirection.STORE, _items(self._pages, self._numbers, self._memory))
+
     def _get(self, item: int, layer: int, layers: int) -> memoryview:
         """Returns the bytes of some layers. Called under the gate."""
-        self._check()
+        self._take(item)
         key = self._pages[item].key
-        self.taken[item] = None
-        if self._identity[0] != item:
-            self._identity = item, checksum.identity(self._namespace, key, RAW)
         first = key.part.layer_start + layer
-        data = self._memory.get(self._blocks[item], key.group, first, first + layers, self._staging)
+        data = self._memory.get(self._numbers[item], key.group, first, first + layers, self._staging)
         self.nbytes += data.nbytes
         return data
+
+    def _take(self, item: int) -> None:
+        """Begins to read some layers of an item."""
+        self._check()
+        self.taken[item] = None
+        if self._identity[0] != item:
+            self._identity = item, checksum.identity(self._namespace, self._pages[item].key, RAW)
 
     def _check(self) -> None:
         if self._cancel[0]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.pages import codec, native
-from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection
+from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems
 from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory, MappedMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.copy_geometry import BlockGeometry
@@ -42,7 +42,7 @@ class NativeCopies:
             copies = native.KERNELS.Copies(
                 loads,
                 _view(pages),
-                tuple(None if geometry is None else _columns(geometry) for geometry in batch.items.geometries),
+                _geometries(batch.items),
                 batch.items.columns(),
                 batch.records.columns(),
                 _coders(batch),
@@ -58,6 +58,18 @@ class NativeCopies:
         return partial(_run, copies, batch) if copies.able else None
 
 
+def block_copier(direction: CopyDirection, items: CopyItems) -> kernels.BlockCopier | None:
+    """Returns what copies single records of these items, or None if there is no native core or the memory is read-only.
+    Used by one thread. `items` must stay as they are, and the caller keeps the memory alive."""
+    if native.KERNELS is None or any(items.geometries[group] is None for group in set(items.groups)):
+        return None
+    loads = direction is CopyDirection.LOAD
+    kinds = {(group, stop - start) for group, _, _, _, start, stop, _, _ in zip(*items.columns(), strict=True)}
+    known = [codec_id for codec_id in (Codec.Q8, Codec.Q4) if loads and codec.check_codec(codec_id) is None]
+    coders = [_coder(items, codec_id, *kind) for codec_id in known for kind in sorted(kinds)]
+    return native.KERNELS.BlockCopier(loads, _geometries(items), items.columns(), coders)
+
+
 def _run(copies: kernels.Copies, batch: CopyBatch, start: int, stop: int) -> None:
     """As RunRecords. `batch` keeps the memory alive that the copies address."""
     copies.run(start, stop)
@@ -66,6 +78,10 @@ def _run(copies: kernels.Copies, batch: CopyBatch, start: int, stop: int) -> Non
 def _view(pages: CopyEndpoint) -> memoryview | None:
     """Returns the bytes that offsets count from; None if offsets are addresses."""
     return pages.view(0, pages.region.nbytes) if isinstance(pages, MappedMemory) else None
+
+
+def _geometries(items: CopyItems) -> tuple[tuple[object, ...] | None, ...]:
+    return tuple(None if geometry is None else _columns(geometry) for geometry in items.geometries)
 
 
 def _columns(of: BlockGeometry) -> tuple[object, ...]:
@@ -82,10 +98,11 @@ def _coders(batch: CopyBatch) -> list[tuple[int, int, int, object]]:
         for item, codec_id in zip(batch.records.items, batch.records.codecs, strict=True)
         if codec_id != codec.RAW and codec.check_codec(codec_id) is None
     }
-    coders: list[tuple[int, int, int, object]] = []
-    for codec_id, group, heads in sorted(kinds):
-        geometry = items.geometries[group]
-        assert geometry is not None
-        coder = codec.coder(Codec(codec_id), geometry.group, block_tokens=geometry.block_tokens, heads=heads)
-        coders.append((codec_id, group, heads, coder))
-    return coders
+    return [_coder(items, codec_id, group, heads) for codec_id, group, heads in sorted(kinds)]
+
+
+def _coder(items: CopyItems, codec_id: int, group: int, heads: int) -> tuple[int, int, int, object]:
+    geometry = items.geometries[group]
+    assert geometry is not None
+    coder = codec.coder(Codec(codec_id), geometry.group, block_tokens=geometry.block_tokens, heads=heads)
+    return codec_id, group, heads, coder
