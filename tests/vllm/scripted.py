@@ -14,6 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvcluster.client.client import Client
 from kvcluster.client.layouts import Dense
+from kvcluster.client.prompt import Prompt
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.vllm import compat
@@ -145,10 +146,10 @@ def blocks_of(store: StoreOrder) -> set[int]:
     return {block for source in store.source for block in source}
 
 
-def fill(client: Client, tokens: Sequence[int], *, loss: Loss = Loss.EXACT, **more: Any) -> None:
+def fill(client: Client, tokens: Sequence[int], *, loss: Loss = Loss.EXACT, salt: bytes = b"") -> None:
     """Has the cluster hold the full blocks of a prompt, whatever is in them."""
     blocks = len(tokens) // client.spec.block_tokens
-    stored = client.store(list(tokens), memory_of(client.spec, blocks), loss=loss, **more)
+    stored = client.store(Prompt(tokens, salt), memory_of(client.spec, blocks), loss=loss)
     assert stored.miss is None
     assert client.flush(deadline_ms=BOUND_S * 1e3)
 
