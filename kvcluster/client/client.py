@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 from kvcluster.client.aio import awaitable
 from kvcluster.client.coordinator_client import CoordinatorClient, CoordinatorPort
 from kvcluster.client.explain import explain
+from kvcluster.client.memory import bind
 from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.prompt import Prompt, as_prompt
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
 from kvcluster.client.shard_connections import OpenTransport, ShardConnections
 from kvcluster.client.status import status_dict
-from kvcluster.client.ticket import Ticket
-from kvcluster.client.tickets import Tickets
+from kvcluster.client.tickets import Ticket, Tickets
 from kvcluster.client.transfer import Transfer
 from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.client.validation import (
@@ -35,7 +35,9 @@ from kvcluster.client.validation import (
     check_first,
     check_hashes,
     check_loss,
+    check_open,
     check_tokens_of,
+    kind_of,
     parts_of,
     pin_terms,
 )
@@ -92,7 +94,7 @@ class Client:
         self._shards = ShardConnections(open_transport, policy, lock)
         self._attempt = own_attempts()
         self._tickets = Tickets(self._control, self._attempt)
-        self._movers = TransferQueue(
+        self._transfers = TransferQueue(
             self._control, self._shards, policy, lock, self.parts, next_attempt=self._attempt, config=self._config
         )
         self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=self._deadline)
@@ -146,8 +148,8 @@ class Client:
         """Returns the ticket that another process with the same credential prepared. Raises ProtocolError if `data` is
         not a ticket."""
         if not isinstance(data, bytes):
-            raise CallerError(f"a ticket is redeemed from bytes(ticket), not from a {type(data).__name__}")
-        return Ticket(decode_ticket(data), None, lambda: None)
+            raise CallerError(f"a ticket is redeemed from bytes(ticket), not from {kind_of(data)}")
+        return Ticket(decode_ticket(data))
 
     def begin_load(
         self, ticket: Ticket, into: Any, *, first: int = 0, adapter: str | None = None, deadline_ms: float | None = None
@@ -160,17 +162,15 @@ class Client:
         be used until the transfer says so. The ticket names its adapter; `adapter` is needed only by a client that
         redeems a ticket of an adapter that it has never used. Raises CallerError if an argument does not fit.
         """
-        from kvcluster.client.memory import bind
-
         spec, deadline = self._spec_of(ticket, adapter), self._call(deadline_ms)
         check_first(first, ticket.hashes)
         bound = bind(into, spec, self.parts, ticket.blocks - first, first=first, writable=True)
-        return self._movers.load(ticket.body, first, bound, spec, deadline)
+        return self._transfers.load(ticket.body, first, bound, spec, deadline)
 
     def borrow(self, ticket: Ticket, *, adapter: str | None = None, deadline_ms: float | None = None) -> BorrowedBlocks:
         """Returns views of the ticket's blocks in shared memory, without a copy, for shards that are reached over
         shared memory. The caller must close the BorrowedBlocks. `adapter` as in begin_load."""
-        spec, deadline = self._spec_of(ticket, adapter, by="borrow"), self._call(deadline_ms)
+        spec, deadline = self._spec_of(ticket, adapter), self._call(deadline_ms)
         return self._borrower.borrow(ticket.body, spec, deadline)
 
     @property
@@ -200,25 +200,10 @@ class Client:
         """
         check_hashes(hashes)
         check_first(first, hashes)
-        spec = self._spec(adapter)
+        spec, deadline = self._spec(adapter), self._call(deadline_ms)
         check_tokens_of(token_ids, len(hashes) - first, spec.block_tokens)
-        return self._store(hashes, source, first, loss, token_ids, spec, self._call(deadline_ms))
-
-    def _store(
-        self,
-        hashes: Sequence[BlockHash],
-        source: Any,
-        first: int,
-        loss: Loss,
-        tokens: Sequence[int],
-        spec: KVSpec,
-        deadline: Deadline,
-    ) -> Transfer[Stored]:
-        from kvcluster.client.memory import bind
-
-        loss = check_loss(loss)
         bound = bind(source, spec, self.parts, len(hashes) - first, writable=False)
-        return self._movers.store(hashes, first, loss, bound, tokens, spec, deadline)
+        return self._transfers.store(hashes, first, check_loss(loss), bound, token_ids, spec, deadline)
 
     # ------------------------------------------------------------------------------------ level 2: prompts
 
@@ -232,11 +217,7 @@ class Client:
         if not hashes:
             return Lookup(0, 0, None, miss)
         ticket = self._tickets.prepare(spec, hashes, self._need(accept), deadline, hold=False)
-        link = self._movers.learned.known()
-        page_bytes = sum(spec.page_bytes(g, p) for g, p in enumerate(self.parts) if p is not None)
-        seconds = None
-        if link is not None:
-            seconds = link.load_ns(ticket.blocks * page_bytes) / 1e9 if ticket.blocks else 0.0
+        seconds = self._transfers.load_seconds(ticket.blocks, spec)
         return Lookup(ticket.blocks * spec.block_tokens, ticket.blocks, seconds, ticket.miss, ticket.loss)
 
     def load(
@@ -250,8 +231,6 @@ class Client:
         """Loads the cached prefix into the leading blocks of `out` (as `into` of begin_load, with room for every full
         block of the prompt), up to the first block with more loss than `accept` (as in prepare_load). Returns the
         number of tokens loaded; the content of `out` after them is undefined."""
-        from kvcluster.client.memory import bind
-
         deadline = self._call(deadline_ms)
         spec, hashes, _ = self._hash(prompt, deadline)
         if not hashes:
@@ -261,7 +240,7 @@ class Client:
         with self._tickets.prepare(spec, hashes, self._need(accept), deadline, hold=True) as ticket:
             if not ticket.blocks:
                 return 0
-            return self._movers.load(ticket.body, 0, bound, spec, deadline).result().blocks * spec.block_tokens
+            return self._transfers.load(ticket.body, 0, bound, spec, deadline).result().blocks * spec.block_tokens
 
     def store(
         self,
@@ -277,14 +256,15 @@ class Client:
         spec, hashes, miss = self._hash(prompt, deadline)
         if not hashes:
             return Stored(0, 0, 0, 0, miss)
+        bound = bind(blocks, spec, self.parts, len(hashes), writable=False)
         tokens = prompt.token_ids[: len(hashes) * spec.block_tokens]
-        return self._store(hashes, blocks, 0, loss, tokens, spec, deadline).result()
+        return self._transfers.store(hashes, 0, check_loss(loss), bound, tokens, spec, deadline).result()
 
     def flush(self, *, deadline_ms: float | None = None) -> bool:
         """Waits until every store so far has ended and its committed blocks are visible to every client. Returns False
         if the deadline came first or a shard could not be asked."""
         deadline = self._call(deadline_ms)
-        ended = self._movers.wait_stored(deadline)
+        ended = self._transfers.wait_stored(deadline)
         return self._shards.flush(deadline) and ended
 
     def explain(
@@ -336,7 +316,7 @@ class Client:
     def status(self, *, deadline_ms: float | None = None) -> dict[str, Any]:
         """Returns the coordinator's status of the cluster as plain values, and this client's `transports` in use and
         `breakers`, by shard. Raises Unreachable if the coordinator does not answer."""
-        status = self._must_hear(Status, GetStatus(), deadline_ms, "is the cluster up?")
+        status = self._require_answer(Status, GetStatus(), deadline_ms, "is the cluster up?")
         return status_dict(status) | {"transports": self._shards.names(), "breakers": self._shards.breakers()}
 
     @property
@@ -349,7 +329,7 @@ class Client:
         if self._closed:
             return
         self._closed = True
-        self._movers.close(self._shards.close)
+        self._transfers.close(self._shards.close)
         self._borrower.close()  # after the shards are closed, which ends calls that hang in asking a shard
         self._tickets.close()
         self._control.close()
@@ -383,9 +363,9 @@ class Client:
         return Pinned(pinned.blocks * spec.block_tokens, pinned.blocks)
 
     def _purge(self, message: Purge, deadline_ms: float | None) -> int:
-        return self._must_hear(Purged, message, deadline_ms, "blocks may remain; call it again").blocks
+        return self._require_answer(Purged, message, deadline_ms, "blocks may remain; call it again").blocks
 
-    def _must_hear(self, kind: type[R], message: GetStatus | Purge, deadline_ms: float | None, advice: str) -> R:
+    def _require_answer(self, kind: type[R], message: GetStatus | Purge, deadline_ms: float | None, advice: str) -> R:
         """Asks a question whose answer cannot be a miss. Raises Unreachable if the coordinator does not answer."""
         try:
             return self._control.request(kind, message, self._call(deadline_ms))
@@ -408,10 +388,10 @@ class Client:
     def _spec(self, adapter: str | None) -> KVSpec:
         return self.spec if adapter is None or adapter == self.spec.adapter else replace(self.spec, adapter=adapter)
 
-    def _spec_of(self, ticket: Ticket, adapter: str | None, *, by: str = "begin_load") -> KVSpec:
+    def _spec_of(self, ticket: Ticket, adapter: str | None) -> KVSpec:
         """Returns the spec that a ticket was prepared for. Raises CallerError if `adapter` names another."""
         if not isinstance(ticket, Ticket):
-            raise CallerError(f"{by} takes a ticket of prepare_load or redeem, not a {type(ticket).__name__}")
+            raise CallerError(f"expected a ticket of prepare_load or redeem, not {kind_of(ticket)}")
         known = self._control.spec_of(ticket.body.namespace)
         if known is None:
             spec = self._spec(adapter)
@@ -430,8 +410,7 @@ class Client:
 
     def _call(self, deadline_ms: float | None) -> Deadline:
         """Returns the deadline of a call that begins now. Raises CallerError if the client is closed."""
-        if self._closed:
-            raise CallerError("this client is closed; connect again")
+        check_open(self._closed)
         return self._deadline(deadline_ms)
 
     def _deadline(self, deadline_ms: float | None) -> Deadline:

@@ -72,13 +72,14 @@ def _name_siblings(
         for sibling in siblings:
             cached = _cached_tokens(control, sibling, prompt, deadline)
             named = Miss(MissReason.NAMESPACE, ", ".join(differing_fields(spec, sibling)))
-            out = _never_seen_but(out, named, cached // spec.block_tokens)
+            out = _replace_never_seen(out, named, cached // spec.block_tokens)
     except Unavailable as trouble:  # keeps the explanations that are already known
-        out = _never_seen_but(out, Miss(MissReason.NEVER_SEEN, f"other specs not compared: {trouble.miss}"), len(out))
+        unknown = Miss(MissReason.NEVER_SEEN, f"other specs not compared: {trouble.miss}")
+        out = _replace_never_seen(out, unknown, len(out))
     return out
 
 
-def _never_seen_but(out: list[BlockExplanation], miss: Miss, blocks: int) -> list[BlockExplanation]:
+def _replace_never_seen(out: list[BlockExplanation], miss: Miss, blocks: int) -> list[BlockExplanation]:
     """Returns the explanations with `miss` in place of "never seen" among the first `blocks`."""
     return [_missed(e.block, miss) if e.reason is MissReason.NEVER_SEEN and e.block < blocks else e for e in out]
 

@@ -19,6 +19,12 @@ MAX_SECONDS = 10 * 365 * 86_400
 """Longer than any time that makes sense, and it fits the wire in nanoseconds."""
 
 
+def check_open(closed: bool) -> None:
+    """Refuses a call of a closed client."""
+    if closed:
+        raise CallerError("this client is closed; connect again")
+
+
 def check_hashes(hashes: Sequence[BlockHash]) -> None:
     """Checks a chain of block hashes. Raises LimitError if it exceeds limits.BLOCKS_PER_CALL."""
     given: object = hashes

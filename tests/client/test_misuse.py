@@ -12,7 +12,7 @@ import torch
 
 from kvcluster.client.client import Client
 from kvcluster.client.layouts import Buffers, Paged
-from kvcluster.client.ticket import Ticket
+from kvcluster.client.tickets import Ticket
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.spec import Part
@@ -217,7 +217,7 @@ def test_a_purge_of_nothing_in_particular_is_refused(desk: Desk) -> None:
 def test_what_is_no_ticket_is_refused(desk: Desk, bad: Any) -> None:
     with desk.refuses(r"redeemed from bytes\(ticket\)") as client:
         client.redeem(bad)
-    with desk.refuses("begin_load takes a ticket of prepare_load or redeem") as client:
+    with desk.refuses("expected a ticket of prepare_load or redeem") as client:
         client.begin_load(bad, room(2))
 
 

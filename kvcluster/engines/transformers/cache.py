@@ -25,7 +25,7 @@ from kvcluster.client.client import Client
 from kvcluster.client.layouts import Paged
 from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import Loaded, Stored
-from kvcluster.client.ticket import Ticket
+from kvcluster.client.tickets import Ticket
 from kvcluster.client.transfer import Transfer
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
