@@ -32,7 +32,8 @@ class Prompt:
     extra_keys: Mapping[int, bytes] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token_ids", hashing.token_array(self.token_ids))
+        to_list = getattr(self.token_ids, "tolist", None)  # arrays and tensors are slow to iterate
+        object.__setattr__(self, "token_ids", hashing.token_array(self.token_ids if to_list is None else to_list()))
         if not isinstance(self.salt, bytes):
             raise CallerError(f"salt is {kind_of(self.salt)}; expected bytes: for text give text.encode()")
         if self.adapter is not None and not isinstance(self.adapter, str):

@@ -75,6 +75,9 @@ def test_a_prompt_goes_to_another_process() -> None:
     [
         ({"token_ids": "text"}, "token ids must be a flat sequence of integers"),
         ({"token_ids": torch.zeros(2, 2, dtype=torch.int64)}, "token ids must be a flat sequence of integers"),
+        ({"token_ids": torch.tensor(7)}, "token ids must be a flat sequence of integers from 0 to 2.*, not 7"),
+        ({"token_ids": torch.tensor([True, False])}, "token ids must be .*, not True"),
+        ({"token_ids": numpy.array([1.0, 2.0])}, "token ids must be .*, not 1.0"),
         ({"salt": "text"}, r"salt is a str; expected bytes: for text give text.encode\(\)"),
         ({"salt": None}, "salt is None; expected bytes"),
         ({"salt": bytearray(b"s")}, "salt is a bytearray"),
