@@ -7,7 +7,7 @@
     ├── ConfigError            a configuration, token file or address that cannot be used
     ├── CredentialError        the token is missing or not known to the server
     ├── Unreachable            no answer from that address in time
-    │   └── Trouble            the same within an exchange, as a miss (transport/base.py)
+    │   └── Unavailable        the same within an exchange, as a miss (transport/base.py)
     └── ProtocolError          the other side does not speak kvcluster, or another version of it
 
 A failure inside the cluster (a dead shard, a full tier, a passed deadline) is not an error of a client's call: it is a

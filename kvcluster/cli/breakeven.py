@@ -104,7 +104,7 @@ def _run(options: argparse.Namespace) -> int:
     spec = KVSpec(
         model=MODEL, weights=f"random:{os.urandom(16).hex()}", block_tokens=options.block_tokens, groups=read.groups
     )
-    even = Breakeven(spec, [spec.whole(group) for group in range(len(spec.groups))], options.prefill)
+    even = Breakeven(spec, spec.whole_parts(), options.prefill)
     try:
         measured = measure(address_of(options), options.token, even, _blocks(spec, options.tokens), options.rounds)
     except Unreachable as error:

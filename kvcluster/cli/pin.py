@@ -16,6 +16,7 @@ from kvcluster.cli.coordinator_args import add_where, address_of, coordinator
 from kvcluster.cli.extras import needs
 from kvcluster.cli.namespace_diff import Known, read_namespaces
 from kvcluster.client.connect import connect
+from kvcluster.client.prompt import Prompt
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 
@@ -52,23 +53,23 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    tokens = _tokens(Path(options.prompt_file), options.tokenizer)
+    prompt = Prompt(_tokens(Path(options.prompt_file), options.tokenizer), salt=options.salt.encode())
+    tokens = len(prompt.token_ids)
     with coordinator(options, wait_ms=_ANSWER_MS) as port:
         spec = chosen(read_namespaces(port, _ANSWER_MS), options.model, options.weights, options.adapter)
-    salt = options.salt.encode()
     with connect(address_of(options), spec, token=options.token) as client:
         if options.verb == "unpin":
-            client.unpin(tokens, salt=salt)
+            client.unpin(prompt)
             print("the prompt may be evicted again")
             return 0
-        pinned = client.pin(tokens, options.ttl, replicas=options.replicas, salt=salt)
-    whole = len(tokens) // spec.block_tokens
+        pinned = client.pin(prompt, options.ttl, replicas=options.replicas)
+    whole = tokens // spec.block_tokens
     if not pinned.blocks:
         raise CallerError(
-            f"none of these {len(tokens):,} tokens is cached ({pinned.miss or 'never seen, or no room for pins'}): "
+            f"none of these {tokens:,} tokens is cached ({pinned.miss or 'never seen, or no room for pins'}): "
             "have an engine compute it, then pin it"
         )
-    print(f"{pinned.tokens:,} of {len(tokens):,} tokens are pinned for {options.ttl:,.0f} s")
+    print(f"{pinned.tokens:,} of {tokens:,} tokens are pinned for {options.ttl:,.0f} s")
     if pinned.blocks < whole:
         print(f"the other {whole - pinned.blocks:,} block(s) are not cached, or the limit of pinned bytes is reached")
     return 0

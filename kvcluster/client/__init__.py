@@ -3,8 +3,9 @@ torch until the caller passes tensors."""
 
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
+from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
-from kvcluster.client.ticket import Ticket
+from kvcluster.client.tickets import Ticket
 from kvcluster.client.transfer import Transfer
 from kvcluster.client.zero_copy import BorrowedBlocks
 
@@ -15,6 +16,7 @@ __all__ = [
     "Loaded",
     "Lookup",
     "Pinned",
+    "Prompt",
     "Stored",
     "Ticket",
     "Transfer",

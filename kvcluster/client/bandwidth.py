@@ -20,58 +20,57 @@ from __future__ import annotations
 
 from kvcluster.core.breakeven import LinkRate
 
-BELIEVED_NS = 30_000_000_000
+VALID_NS = 30_000_000_000
 """How long an estimate is valid. The same time as a failed path is not used for: one slow load every half minute does
 little harm."""
 
-_KEPT = 0.8
-_BEYOND = 2
-_ALIKE = 0.01
+_DECAY = 0.8
+_MAX_EXTRAPOLATION = 2
+_MIN_SPREAD = 0.01
 """Variance of the sizes, divided by the square of their mean, below which a line through them would fit noise."""
 
 
-class LearnedBandwidth:
-    """Learns from the loads over one path. Times are in nanoseconds."""
+class BandwidthEstimator:
+    """Estimates how long a load over one path takes, from the loads before it. Times are in nanoseconds."""
 
-    def __init__(self, believed_ns: int = BELIEVED_NS) -> None:
-        self._believed_ns = believed_ns
-        self._until = 0
-        self._doubted = True  # the next load replaces what was learned before, if anything
+    def __init__(self) -> None:
+        self._valid_until = 0
+        self._restart = True  # the next load replaces what was learned before, if anything
         self._weight = 0.0
         self._largest = 0
         self._bytes = self._ns = self._bytes_bytes = self._bytes_ns = 0.0  # weighted sums over loads
 
-    def learn(self, nbytes: int, took_ns: int, now: int) -> None:
+    def record(self, nbytes: int, took_ns: int, now: int) -> None:
         """Records a load that has ended. Ignores a load that brought no bytes."""
         if nbytes <= 0 or took_ns <= 0:
             return
-        anew = self._doubted or now >= self._until
-        kept = 0.0 if anew else _KEPT
-        self._largest = nbytes if anew else max(nbytes, self._largest)
-        self._doubted = False
-        self._until = now + self._believed_ns
+        restart = self._restart or now >= self._valid_until
+        kept = 0.0 if restart else _DECAY
+        self._largest = nbytes if restart else max(nbytes, self._largest)
+        self._restart = False
+        self._valid_until = now + VALID_NS
         self._weight = kept * self._weight + 1.0
         self._bytes = kept * self._bytes + nbytes
         self._ns = kept * self._ns + took_ns
         self._bytes_bytes = kept * self._bytes_bytes + float(nbytes) * nbytes
         self._bytes_ns = kept * self._bytes_ns + float(nbytes) * took_ns
 
-    def ask(self, nbytes: int, now: int) -> LinkRate | None:
+    def estimate(self, nbytes: int, now: int) -> LinkRate | None:
         """Returns the estimate for a load of `nbytes`; None if the caller should load, so that its time is learned."""
-        if not self._weight or nbytes > _BEYOND * self._largest:
+        if not self._weight or nbytes > _MAX_EXTRAPOLATION * self._largest:
             return None
-        if now >= self._until:
-            self._until = now + self._believed_ns
-            self._doubted = True
+        if now >= self._valid_until:
+            self._valid_until = now + VALID_NS
+            self._restart = True
             return None
-        return self.known()
+        return self.last_estimate()
 
-    def known(self) -> LinkRate | None:
+    def last_estimate(self) -> LinkRate | None:
         """Returns the last estimate, of any age, for display. None before the first load."""
         if not self._weight:
             return None
         spread = self._weight * self._bytes_bytes - self._bytes * self._bytes
-        if spread > _ALIKE * self._bytes * self._bytes:
+        if spread > _MIN_SPREAD * self._bytes * self._bytes:
             ns_per_byte = (self._weight * self._bytes_ns - self._bytes * self._ns) / spread
             fixed_ns = (self._ns - ns_per_byte * self._bytes) / self._weight
             if ns_per_byte > 0 and fixed_ns >= 0:

@@ -1,9 +1,8 @@
-"""The client: the object that an engine holds. Three levels, each built on the one before; this module has the first
-two.
+"""The client: the object that an engine holds. Two levels, the second built on the first.
 
     1  blocks     prepare_load, redeem, begin_load, begin_store,      for engines that hash for themselves
                   borrow
-    2  tokens     lookup, load, store, flush, explain, pin, unpin,    blocking; async versions of all of
+    2  prompts    lookup, load, store, flush, explain, pin, unpin,    blocking; async versions of all of
                   clear, purge                                        them on `client.aio`
 
 Every call has one deadline, which all its parts share. Misuse raises CallerError before any bytes move; a failure in
@@ -14,18 +13,20 @@ client's own threads move bytes (transfer_queue.py) and one more renews tickets:
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from kvcluster.client.aio import awaitable
 from kvcluster.client.coordinator_client import CoordinatorClient, CoordinatorPort
 from kvcluster.client.explain import explain
+from kvcluster.client.memory import bind
 from kvcluster.client.policy import ShardPolicy
+from kvcluster.client.prompt import Prompt, as_prompt
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
 from kvcluster.client.shard_connections import OpenTransport, ShardConnections
 from kvcluster.client.status import status_dict
-from kvcluster.client.ticket import Ticket
-from kvcluster.client.tickets import Tickets
+from kvcluster.client.tickets import Ticket, Tickets
 from kvcluster.client.transfer import Transfer
 from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.client.validation import (
@@ -34,18 +35,18 @@ from kvcluster.client.validation import (
     check_first,
     check_hashes,
     check_loss,
-    check_prompt,
+    check_open,
     check_tokens_of,
+    kind_of,
     parts_of,
     pin_terms,
-    prompt_hashes,
 )
 from kvcluster.client.warm_up import warm_up
 from kvcluster.client.zero_copy import BorrowedBlocks, Borrower
 from kvcluster.config import ClientConfig
-from kvcluster.core import messages
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
+    BlocksPinned,
     EngineInfo,
     GetStatus,
     Need,
@@ -64,9 +65,6 @@ from kvcluster.pages.codec import implementation
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.wire.frames import decode_ticket
-
-if TYPE_CHECKING:
-    from kvcluster.client.aio import AsyncClient
 
 R = TypeVar("R")
 
@@ -96,7 +94,7 @@ class Client:
         self._shards = ShardConnections(open_transport, policy, lock)
         self._attempt = own_attempts()
         self._tickets = Tickets(self._control, self._attempt)
-        self._movers = TransferQueue(
+        self._transfers = TransferQueue(
             self._control, self._shards, policy, lock, self.parts, next_attempt=self._attempt, config=self._config
         )
         self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=self._deadline)
@@ -119,22 +117,12 @@ class Client:
 
     # ------------------------------------------------------------------------------------ level 1: blocks
 
-    def hashes(
-        self,
-        token_ids: Sequence[int],
-        *,
-        salt: bytes = b"",
-        adapter: str | None = None,
-        extra_keys: Mapping[int, bytes] | None = None,
-        deadline_ms: float | None = None,
-    ) -> list[BlockHash]:
-        """Returns the hashes of the full blocks of a token sequence (core/hashing.py). Pure, except that the first call
-        for a spec asks the coordinator for the namespace, and raises Unavailable (an Unreachable) if it does not
-        answer."""
-        check_prompt(token_ids, salt, extra_keys)
-        spec, deadline = self._spec(adapter), self._call(deadline_ms)
-        namespace = self._control.namespace(spec, deadline)
-        return prompt_hashes(namespace, token_ids, spec.block_tokens, salt, extra_keys)
+    def hashes(self, prompt: Prompt | Sequence[int], *, deadline_ms: float | None = None) -> list[BlockHash]:
+        """Returns the hashes of the full blocks of a prompt (core/hashing.py). Pure, except that the first call for a
+        spec asks the coordinator for the namespace, and raises Unavailable (an Unreachable) if it does not answer."""
+        prompt = as_prompt(prompt)
+        spec, deadline = self._spec(prompt.adapter), self._call(deadline_ms)
+        return prompt.hashes(self._control.namespace(spec, deadline), spec.block_tokens)
 
     def prepare_load(
         self,
@@ -153,15 +141,15 @@ class Client:
         """
         check_hashes(hashes)
         spec = self._spec(adapter)
-        parts = tuple(spec.whole(g) for g in range(len(spec.groups))) if whole else self.parts
+        parts = spec.whole_parts() if whole else self.parts
         return self._tickets.prepare(spec, hashes, self._need(accept, parts), self._call(deadline_ms), hold=True)
 
     def redeem(self, data: bytes) -> Ticket:
         """Returns the ticket that another process with the same credential prepared. Raises ProtocolError if `data` is
         not a ticket."""
         if not isinstance(data, bytes):
-            raise CallerError(f"a ticket is redeemed from bytes(ticket), not from a {type(data).__name__}")
-        return Ticket(decode_ticket(data), None, lambda: None)
+            raise CallerError(f"a ticket is redeemed from bytes(ticket), not from {kind_of(data)}")
+        return Ticket(decode_ticket(data))
 
     def begin_load(
         self, ticket: Ticket, into: Any, *, first: int = 0, adapter: str | None = None, deadline_ms: float | None = None
@@ -174,17 +162,15 @@ class Client:
         be used until the transfer says so. The ticket names its adapter; `adapter` is needed only by a client that
         redeems a ticket of an adapter that it has never used. Raises CallerError if an argument does not fit.
         """
-        from kvcluster.client.memory import bind
-
         spec, deadline = self._spec_of(ticket, adapter), self._call(deadline_ms)
         check_first(first, ticket.hashes)
         bound = bind(into, spec, self.parts, ticket.blocks - first, first=first, writable=True)
-        return self._movers.load(ticket.body, first, bound, spec, deadline)
+        return self._transfers.load(ticket.body, first, bound, spec, deadline)
 
     def borrow(self, ticket: Ticket, *, adapter: str | None = None, deadline_ms: float | None = None) -> BorrowedBlocks:
         """Returns views of the ticket's blocks in shared memory, without a copy, for shards that are reached over
         shared memory. The caller must close the BorrowedBlocks. `adapter` as in begin_load."""
-        spec, deadline = self._spec_of(ticket, adapter, by="borrow"), self._call(deadline_ms)
+        spec, deadline = self._spec_of(ticket, adapter), self._call(deadline_ms)
         return self._borrower.borrow(ticket.body, spec, deadline)
 
     @property
@@ -214,70 +200,39 @@ class Client:
         """
         check_hashes(hashes)
         check_first(first, hashes)
-        spec = self._spec(adapter)
+        spec, deadline = self._spec(adapter), self._call(deadline_ms)
         check_tokens_of(token_ids, len(hashes) - first, spec.block_tokens)
-        return self._store(hashes, source, first, loss, token_ids, spec, self._call(deadline_ms))
-
-    def _store(
-        self,
-        hashes: Sequence[BlockHash],
-        source: Any,
-        first: int,
-        loss: Loss,
-        tokens: Sequence[int],
-        spec: KVSpec,
-        deadline: Deadline,
-    ) -> Transfer[Stored]:
-        from kvcluster.client.memory import bind
-
-        loss = check_loss(loss)
         bound = bind(source, spec, self.parts, len(hashes) - first, writable=False)
-        return self._movers.store(hashes, first, loss, bound, tokens, spec, deadline)
+        return self._transfers.store(hashes, first, check_loss(loss), bound, token_ids, spec, deadline)
 
-    # ------------------------------------------------------------------------------------ level 2: tokens
+    # ------------------------------------------------------------------------------------ level 2: prompts
 
     def lookup(
-        self,
-        token_ids: Sequence[int],
-        *,
-        accept: Loss | None = None,
-        salt: bytes = b"",
-        adapter: str | None = None,
-        extra_keys: Mapping[int, bytes] | None = None,
-        deadline_ms: float | None = None,
+        self, prompt: Prompt | Sequence[int], *, accept: Loss | None = None, deadline_ms: float | None = None
     ) -> Lookup:
         """Returns how much of this prompt is cached, with no more loss than `accept` (as in prepare_load). It pins
         nothing: the blocks may be evicted before a load."""
-        spec, deadline = self._spec(adapter), self._call(deadline_ms)
-        hashes, trouble = self._hash(token_ids, spec, salt, extra_keys, deadline)
+        deadline = self._call(deadline_ms)
+        spec, hashes, miss = self._hash(prompt, deadline)
         if not hashes:
-            return Lookup(0, 0, None, trouble)
+            return Lookup(0, 0, None, miss)
         ticket = self._tickets.prepare(spec, hashes, self._need(accept), deadline, hold=False)
-        link = self._movers.learned.known()
-        page_bytes = sum(spec.page_bytes(g, p) for g, p in enumerate(self.parts) if p is not None)
-        seconds = None
-        if link is not None:
-            seconds = link.load_ns(ticket.blocks * page_bytes) / 1e9 if ticket.blocks else 0.0
+        seconds = self._transfers.load_seconds(ticket.blocks, spec)
         return Lookup(ticket.blocks * spec.block_tokens, ticket.blocks, seconds, ticket.miss, ticket.loss)
 
     def load(
         self,
-        token_ids: Sequence[int],
+        prompt: Prompt | Sequence[int],
         out: Any,
         *,
         accept: Loss | None = None,
-        salt: bytes = b"",
-        adapter: str | None = None,
-        extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
     ) -> int:
         """Loads the cached prefix into the leading blocks of `out` (as `into` of begin_load, with room for every full
-        block of `token_ids`), up to the first block with more loss than `accept` (as in prepare_load). Returns the
+        block of the prompt), up to the first block with more loss than `accept` (as in prepare_load). Returns the
         number of tokens loaded; the content of `out` after them is undefined."""
-        from kvcluster.client.memory import bind
-
-        spec, deadline = self._spec(adapter), self._call(deadline_ms)
-        hashes, _ = self._hash(token_ids, spec, salt, extra_keys, deadline)
+        deadline = self._call(deadline_ms)
+        spec, hashes, _ = self._hash(prompt, deadline)
         if not hashes:
             return 0
         # Checked before the coordinator is asked: otherwise a mistake in `out` would show only at the first hit.
@@ -285,78 +240,56 @@ class Client:
         with self._tickets.prepare(spec, hashes, self._need(accept), deadline, hold=True) as ticket:
             if not ticket.blocks:
                 return 0
-            return self._movers.load(ticket.body, 0, bound, spec, deadline).result().blocks * spec.block_tokens
+            return self._transfers.load(ticket.body, 0, bound, spec, deadline).result().blocks * spec.block_tokens
 
     def store(
         self,
-        token_ids: Sequence[int],
+        prompt: Prompt | Sequence[int],
         blocks: Any,
         *,
         loss: Loss = Loss.EXACT,
-        salt: bytes = b"",
-        adapter: str | None = None,
-        extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
     ) -> Stored:
-        """Stores the full blocks of `token_ids`, whose KV lies in `blocks`. `blocks` and `loss` as `source` and `loss`
-        of begin_store."""
-        spec, deadline = self._spec(adapter), self._call(deadline_ms)
-        hashes, trouble = self._hash(token_ids, spec, salt, extra_keys, deadline)
+        """Stores the full blocks of a prompt, whose KV lies in `blocks`. `blocks` and `loss` as `source` and `loss` of
+        begin_store."""
+        prompt, deadline = as_prompt(prompt), self._call(deadline_ms)
+        spec, hashes, miss = self._hash(prompt, deadline)
         if not hashes:
-            return Stored(0, 0, 0, 0, trouble)
-        tokens = token_ids[: len(hashes) * spec.block_tokens]
-        return self._store(hashes, blocks, 0, loss, tokens, spec, deadline).result()
+            return Stored(0, 0, 0, 0, miss)
+        bound = bind(blocks, spec, self.parts, len(hashes), writable=False)
+        tokens = prompt.token_ids[: len(hashes) * spec.block_tokens]
+        return self._transfers.store(hashes, 0, check_loss(loss), bound, tokens, spec, deadline).result()
 
     def flush(self, *, deadline_ms: float | None = None) -> bool:
         """Waits until every store so far has ended and its committed blocks are visible to every client. Returns False
         if the deadline came first or a shard could not be asked."""
         deadline = self._call(deadline_ms)
-        ended = self._movers.wait_stored(deadline)
+        ended = self._transfers.wait_stored(deadline)
         return self._shards.flush(deadline) and ended
 
     def explain(
-        self,
-        token_ids: Sequence[int],
-        *,
-        accept: Loss | None = None,
-        salt: bytes = b"",
-        adapter: str | None = None,
-        extra_keys: Mapping[int, bytes] | None = None,
-        deadline_ms: float | None = None,
+        self, prompt: Prompt | Sequence[int], *, accept: Loss | None = None, deadline_ms: float | None = None
     ) -> list[BlockExplanation]:
         """Returns for every block of a prompt where it is, or why it cannot be loaded with a loss up to `accept`."""
-        spec, deadline = self._spec(adapter), self._call(deadline_ms)
-        return explain(self._control, spec, self._need(accept), token_ids, salt, extra_keys, deadline)
+        prompt, deadline = as_prompt(prompt), self._call(deadline_ms)
+        return explain(self._control, self._spec(prompt.adapter), self._need(accept), prompt, deadline)
 
     def pin(
         self,
-        token_ids: Sequence[int],
+        prompt: Prompt | Sequence[int],
         ttl_s: float,
         *,
         replicas: int = 1,
-        salt: bytes = b"",
-        adapter: str | None = None,
-        extra_keys: Mapping[int, bytes] | None = None,
         deadline_ms: float | None = None,
     ) -> Pinned:
         """Protects the cached prefix of a prompt from eviction for `ttl_s` seconds, within the share of the cache that
         pins may take, and keeps it on `replicas` shards, or on fewer if fewer have room."""
         ttl_ns, replicas = pin_terms(ttl_s, replicas)
-        message = PinBlocks((), ttl_ns, replicas)
-        return self._pin(message, token_ids, self._spec(adapter), salt, extra_keys, self._call(deadline_ms))
+        return self._pin(lambda hashes: PinBlocks(hashes, ttl_ns, replicas), prompt, deadline_ms)
 
-    def unpin(
-        self,
-        token_ids: Sequence[int],
-        *,
-        salt: bytes = b"",
-        adapter: str | None = None,
-        extra_keys: Mapping[int, bytes] | None = None,
-        deadline_ms: float | None = None,
-    ) -> Pinned:
+    def unpin(self, prompt: Prompt | Sequence[int], *, deadline_ms: float | None = None) -> Pinned:
         """Ends the pin of a prompt, so that it can be evicted again."""
-        message = UnpinBlocks(())
-        return self._pin(message, token_ids, self._spec(adapter), salt, extra_keys, self._call(deadline_ms))
+        return self._pin(UnpinBlocks, prompt, deadline_ms)
 
     def clear(self, *, deadline_ms: float | None = None) -> int:
         """Removes every block of this credential's tenant, of every spec, permanently. Returns how many blocks were
@@ -383,14 +316,12 @@ class Client:
     def status(self, *, deadline_ms: float | None = None) -> dict[str, Any]:
         """Returns the coordinator's status of the cluster as plain values, and this client's `transports` in use and
         `breakers`, by shard. Raises Unreachable if the coordinator does not answer."""
-        status = self._must_hear(Status, GetStatus(), deadline_ms, "is the cluster up?")
+        status = self._require_answer(Status, GetStatus(), deadline_ms, "is the cluster up?")
         return status_dict(status) | {"transports": self._shards.names(), "breakers": self._shards.breakers()}
 
     @property
     def aio(self) -> AsyncClient:
         """Async versions of the calls of level 2."""
-        from kvcluster.client.aio import AsyncClient
-
         return AsyncClient(self)
 
     def close(self) -> None:
@@ -398,7 +329,7 @@ class Client:
         if self._closed:
             return
         self._closed = True
-        self._movers.close(self._shards.close)
+        self._transfers.close(self._shards.close)
         self._borrower.close()  # after the shards are closed, which ends calls that hang in asking a shard
         self._tickets.close()
         self._control.close()
@@ -417,60 +348,50 @@ class Client:
 
     def _pin(
         self,
-        message: PinBlocks | UnpinBlocks,
-        token_ids: Sequence[int],
-        spec: KVSpec,
-        salt: bytes,
-        extra_keys: Mapping[int, bytes] | None,
-        deadline: Deadline,
+        question: Callable[[tuple[BlockHash, ...]], PinBlocks | UnpinBlocks],
+        prompt: Prompt | Sequence[int],
+        deadline_ms: float | None,
     ) -> Pinned:
-        hashes, trouble = self._hash(token_ids, spec, salt, extra_keys, deadline)
+        deadline = self._call(deadline_ms)
+        spec, hashes, miss = self._hash(prompt, deadline)
         if not hashes:
-            return Pinned(0, 0, trouble)
+            return Pinned(0, 0, miss)
         try:
-            pinned = self._control.ask(messages.BlocksPinned, spec, replace(message, hashes=tuple(hashes)), deadline)
+            pinned = self._control.ask(BlocksPinned, spec, question(tuple(hashes)), deadline)
         except Unavailable as trouble:
             return Pinned(0, 0, trouble.miss)
         return Pinned(pinned.blocks * spec.block_tokens, pinned.blocks)
 
     def _purge(self, message: Purge, deadline_ms: float | None) -> int:
-        return self._must_hear(Purged, message, deadline_ms, "blocks may remain; call it again").blocks
+        return self._require_answer(Purged, message, deadline_ms, "blocks may remain; call it again").blocks
 
-    def _must_hear(self, kind: type[R], message: GetStatus | Purge, deadline_ms: float | None, advice: str) -> R:
+    def _require_answer(self, kind: type[R], message: GetStatus | Purge, deadline_ms: float | None, advice: str) -> R:
         """Asks a question whose answer cannot be a miss. Raises Unreachable if the coordinator does not answer."""
         try:
             return self._control.request(kind, message, self._call(deadline_ms))
         except Unavailable as trouble:
             raise Unreachable(f"the coordinator does not answer: {trouble.miss}; {advice}") from None
 
-    def _hash(
-        self,
-        token_ids: Sequence[int],
-        spec: KVSpec,
-        salt: bytes,
-        extra_keys: Mapping[int, bytes] | None,
-        deadline: Deadline,
-    ) -> tuple[list[BlockHash], Miss | None]:
-        """Returns the prompt's hashes; or no hashes, and the miss that says why."""
-        check_prompt(token_ids, salt, extra_keys)
-        if len(token_ids) < spec.block_tokens:
-            detail = f"{len(token_ids)} tokens fill no block of {spec.block_tokens}"
-            return [], Miss(MissReason.BELOW_BLOCK, detail)
+    def _hash(self, prompt: Prompt | Sequence[int], deadline: Deadline) -> tuple[KVSpec, list[BlockHash], Miss | None]:
+        """Returns the prompt's spec and hashes; or no hashes, and the miss that says why."""
+        prompt = as_prompt(prompt)
+        spec, tokens = self._spec(prompt.adapter), len(prompt.token_ids)
+        if tokens < spec.block_tokens:
+            return spec, [], Miss(MissReason.BELOW_BLOCK, f"{tokens} tokens fill no block of {spec.block_tokens}")
         try:
-            namespace = self._control.namespace(spec, deadline)
+            hashes = prompt.hashes(self._control.namespace(spec, deadline), spec.block_tokens)
         except Unavailable as trouble:
-            return [], trouble.miss
-        hashes = prompt_hashes(namespace, token_ids, spec.block_tokens, salt, extra_keys)
+            return spec, [], trouble.miss
         check_hashes(hashes)
-        return hashes, None
+        return spec, hashes, None
 
     def _spec(self, adapter: str | None) -> KVSpec:
         return self.spec if adapter is None or adapter == self.spec.adapter else replace(self.spec, adapter=adapter)
 
-    def _spec_of(self, ticket: Ticket, adapter: str | None, *, by: str = "begin_load") -> KVSpec:
+    def _spec_of(self, ticket: Ticket, adapter: str | None) -> KVSpec:
         """Returns the spec that a ticket was prepared for. Raises CallerError if `adapter` names another."""
         if not isinstance(ticket, Ticket):
-            raise CallerError(f"{by} takes a ticket of prepare_load or redeem, not a {type(ticket).__name__}")
+            raise CallerError(f"expected a ticket of prepare_load or redeem, not {kind_of(ticket)}")
         known = self._control.spec_of(ticket.body.namespace)
         if known is None:
             spec = self._spec(adapter)
@@ -489,11 +410,25 @@ class Client:
 
     def _call(self, deadline_ms: float | None) -> Deadline:
         """Returns the deadline of a call that begins now. Raises CallerError if the client is closed."""
-        if self._closed:
-            raise CallerError("this client is closed; connect again")
+        check_open(self._closed)
         return self._deadline(deadline_ms)
 
     def _deadline(self, deadline_ms: float | None) -> Deadline:
         if deadline_ms is None:
             return Deadline.after_ms(self._config.deadline_ms)
         return Deadline.after_ms(check_deadline_ms(deadline_ms))
+
+
+class AsyncClient:
+    """`client.aio`: each blocking call of level 2 as an awaitable, with the same arguments and result."""
+
+    def __init__(self, client: Client) -> None:
+        self.lookup = awaitable(client.lookup)
+        self.load = awaitable(client.load)
+        self.store = awaitable(client.store)
+        self.flush = awaitable(client.flush)
+        self.explain = awaitable(client.explain)
+        self.pin = awaitable(client.pin)
+        self.unpin = awaitable(client.unpin)
+        self.clear = awaitable(client.clear)
+        self.purge = awaitable(client.purge)

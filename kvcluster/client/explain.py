@@ -7,48 +7,38 @@ and names the fields that differ. Specs of other tenants are never revealed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvcluster.client.coordinator_client import CoordinatorClient
+from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import BlockExplanation
-from kvcluster.client.validation import check_prompt, prompt_hashes
+from kvcluster.client.validation import check_hashes
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Explain, Explained, Need, Siblings, SiblingSpecs
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, differing_fields
-from kvcluster.errors import KVClusterError, LimitError
+from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Deadline, Unavailable
 
 
 def explain(
-    control: CoordinatorClient,
-    spec: KVSpec,
-    need: Need,
-    token_ids: Sequence[int],
-    salt: bytes,
-    extra_keys: Mapping[int, bytes] | None,
-    deadline: Deadline,
+    control: CoordinatorClient, spec: KVSpec, need: Need, prompt: Prompt, deadline: Deadline
 ) -> list[BlockExplanation]:
     """Returns one entry per full block, and one for tokens at the end that fill no block. If the coordinator does not
     answer, every full block has that miss. Raises LimitError if there are more than limits.BLOCKS_PER_CALL blocks."""
-    check_prompt(token_ids, salt, extra_keys)
-    tokens = len(token_ids)
+    full, rest = divmod(len(prompt.token_ids), spec.block_tokens)
     try:
-        namespace = control.namespace(spec, deadline)
-        hashes = prompt_hashes(namespace, token_ids, spec.block_tokens, salt, extra_keys)
-        if len(hashes) > limits.BLOCKS_PER_CALL:
-            raise LimitError(f"{len(hashes)} blocks exceed the limit of {limits.BLOCKS_PER_CALL}; explain a part")
+        hashes = prompt.hashes(control.namespace(spec, deadline), spec.block_tokens)
+        check_hashes(hashes)
         out = _ask(control, spec, need, hashes, deadline)
         if any(e.reason is MissReason.NEVER_SEEN for e in out):
-            out = _name_siblings(control, spec, out, token_ids, salt, extra_keys, deadline)
+            out = _name_siblings(control, spec, out, prompt, deadline)
     except Unavailable as trouble:
-        full = tokens // spec.block_tokens
         out = [_missed(block, trouble.miss) for block in range(full)]
-    rest = tokens % spec.block_tokens
     if rest:
         detail = f"{rest} tokens fill no block of {spec.block_tokens}"
-        out.append(_missed(tokens // spec.block_tokens, Miss(MissReason.BELOW_BLOCK, detail)))
+        out.append(_missed(full, Miss(MissReason.BELOW_BLOCK, detail)))
     return out
 
 
@@ -74,44 +64,31 @@ def _ask(
 
 
 def _name_siblings(
-    control: CoordinatorClient,
-    spec: KVSpec,
-    out: list[BlockExplanation],
-    token_ids: Sequence[int],
-    salt: bytes,
-    extra_keys: Mapping[int, bytes] | None,
-    deadline: Deadline,
+    control: CoordinatorClient, spec: KVSpec, out: list[BlockExplanation], prompt: Prompt, deadline: Deadline
 ) -> list[BlockExplanation]:
     """Replaces "never seen" by "cached under another spec" for blocks that are; names the most similar spec."""
     try:
         siblings = control.ask(SiblingSpecs, spec, Siblings(), deadline).specs
         for sibling in siblings:
-            cached = _cached_tokens(control, sibling, token_ids, salt, extra_keys, deadline)
+            cached = _cached_tokens(control, sibling, prompt, deadline)
             named = Miss(MissReason.NAMESPACE, ", ".join(differing_fields(spec, sibling)))
-            out = _never_seen_but(out, named, cached // spec.block_tokens)
+            out = _replace_never_seen(out, named, cached // spec.block_tokens)
     except Unavailable as trouble:  # keeps the explanations that are already known
-        out = _never_seen_but(out, Miss(MissReason.NEVER_SEEN, f"other specs not compared: {trouble.miss}"), len(out))
+        unknown = Miss(MissReason.NEVER_SEEN, f"other specs not compared: {trouble.miss}")
+        out = _replace_never_seen(out, unknown, len(out))
     return out
 
 
-def _never_seen_but(out: list[BlockExplanation], miss: Miss, blocks: int) -> list[BlockExplanation]:
+def _replace_never_seen(out: list[BlockExplanation], miss: Miss, blocks: int) -> list[BlockExplanation]:
     """Returns the explanations with `miss` in place of "never seen" among the first `blocks`."""
     return [_missed(e.block, miss) if e.reason is MissReason.NEVER_SEEN and e.block < blocks else e for e in out]
 
 
-def _cached_tokens(
-    control: CoordinatorClient,
-    sibling: KVSpec,
-    token_ids: Sequence[int],
-    salt: bytes,
-    extra_keys: Mapping[int, bytes] | None,
-    deadline: Deadline,
-) -> int:
+def _cached_tokens(control: CoordinatorClient, sibling: KVSpec, prompt: Prompt, deadline: Deadline) -> int:
     """Returns the number of leading tokens that are cached under `sibling`, as any part and with any loss."""
     try:
-        namespace = control.namespace(sibling, deadline)
-        hashes = prompt_hashes(namespace, token_ids, sibling.block_tokens, salt, extra_keys)[: limits.BLOCKS_PER_CALL]
-        need = Need(tuple(sibling.whole(group) for group in range(len(sibling.groups))), Loss.Q4)
+        hashes = prompt.hashes(control.namespace(sibling, deadline), sibling.block_tokens)[: limits.BLOCKS_PER_CALL]
+        need = Need(sibling.whole_parts(), Loss.Q4)
         fates = control.ask(Explained, sibling, Explain(tuple(hashes), need), deadline).fates
     except Unavailable:
         raise

@@ -1,4 +1,7 @@
-"""A client's load tickets: requested, renewed as long as they are held, and ended."""
+"""Load tickets: which blocks a prepared load can read, and how another process redeems it.
+
+A client requests its tickets from the coordinator, renews them as long as they are held, and ends them.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,59 @@ from collections.abc import Callable, Sequence
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.lease_keeper import LeaseKeeper
-from kvcluster.client.ticket import Ticket
 from kvcluster.core.ids import Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import Done, EndTicket, LoadGrant, Need, PrepareLoad, RenewTicket, TicketBody
+from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.wire.frames import encode_ticket
 
 _HOUSEKEEPING_MS = 2_000
 """The deadline for renewing or ending a ticket. Both are hints, so `close` waits no longer than this for a coordinator
 that hangs."""
+
+
+class Ticket:
+    """The answer to a prepared load: the leading `blocks` of the hashes can be loaded.
+
+    The cluster does not evict these blocks until the ticket is released or its process has died. Other processes with
+    the same credential need only `bytes(ticket)` to redeem it (`client.redeem`), each for its own layers and heads.
+    `miss` says why the next block cannot be loaded; None if all can.
+    """
+
+    def __init__(self, body: TicketBody, miss: Miss | None = None, release: Callable[[], None] = lambda: None) -> None:
+        self.body = body
+        self.miss = miss
+        self._release = release
+
+    @property
+    def blocks(self) -> int:
+        return len(self.body.hashes)
+
+    @property
+    def hashes(self) -> tuple[BlockHash, ...]:
+        """Hashes of the blocks that can be loaded."""
+        return self.body.hashes
+
+    @property
+    def loss(self) -> Loss:
+        """The worst loss of any of these blocks. A block with more loss by the time of the load is a miss."""
+        return self.body.loss
+
+    def release(self) -> None:
+        """Lets the blocks be evicted again. May be called again; never raises."""
+        release, self._release = self._release, lambda: None
+        release()
+
+    def __bytes__(self) -> bytes:
+        return encode_ticket(self.body)
+
+    def __enter__(self) -> Ticket:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
 
 class Tickets:
@@ -37,10 +83,10 @@ class Tickets:
             grant = self._control.ask(LoadGrant, spec, message, deadline)
             attached = self._control.attach(spec, deadline)
         except Unavailable as trouble:
-            return Ticket(TicketBody(NamespaceId(bytes(32)), attempt, (), need, ()), trouble.miss, lambda: None)
+            return Ticket(TicketBody(NamespaceId(bytes(32)), attempt, (), need, ()), trouble.miss)
         body = TicketBody(attached.namespace, attempt, tuple(hashes[: grant.blocks]), need, grant.runs)
         if not grant.hold_ns:
-            return Ticket(body, grant.miss, lambda: None)
+            return Ticket(body, grant.miss)
         # A hold may be shorter than the ticket's TTL, and must be renewed in time.
         self._keeper.keep(attempt, min(attached.ticket_ttl_ns, grant.hold_ns))
         return Ticket(body, grant.miss, lambda: self._keeper.release(attempt))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kvcluster.client.bandwidth import LearnedBandwidth
+from kvcluster.client.bandwidth import BandwidthEstimator
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.load_executor import LoadExecutor
 from kvcluster.client.load_plan import READERS, LoadEffect, LoadEvent, LoadPlan
@@ -32,6 +32,7 @@ from kvcluster.client.store_plan import WRITERS, StoreEffect, StoreEvent, StoreP
 from kvcluster.client.store_progress import StoreProgress
 from kvcluster.client.timer import Timer
 from kvcluster.client.transfer import Transfer
+from kvcluster.client.validation import check_open
 from kvcluster.client.worker_pool import WorkerPool
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
@@ -39,7 +40,6 @@ from kvcluster.core.ids import Attempt, BlockHash
 from kvcluster.core.messages import TicketBody
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.errors import CallerError
 from kvcluster.runtime.threads import be_nice
 from kvcluster.transport.base import Deadline
 
@@ -95,8 +95,7 @@ class TransferQueue:
         next_attempt: Callable[[], Attempt],
         config: ClientConfig,
     ) -> None:
-        self.learned = LearnedBandwidth()
-        """The bandwidth of recent loads; updated when a load ends, one at a time."""
+        self._bandwidth = BandwidthEstimator()  # updated when a load ends, one at a time
         self._control = control
         self._shards = shards
         self._policy = policy
@@ -144,7 +143,7 @@ class TransferQueue:
             finish=lambda loaded, error: self._load_ended(transfer, runner, loaded, error),
         )
         with self._lock:
-            self._check_open()
+            check_open(self._closed)
             self._loads[transfer] = None
             self._load_line.add(runner)
         return transfer
@@ -189,7 +188,7 @@ class TransferQueue:
         )
         nbytes = len(terms.new) * sum(spec.page_bytes(group, part) for group, part in parts)
         with self._lock:
-            self._check_open()
+            check_open(self._closed)
             full = self._why_full(nbytes)
             if full is None:
                 self._stores[transfer] = nbytes
@@ -197,6 +196,14 @@ class TransferQueue:
             else:
                 transfer.finish(progress.so_far(full))
         return transfer
+
+    def load_seconds(self, blocks: int, spec: KVSpec) -> float | None:
+        """Returns how long a load of this many blocks would take by the loads so far; None before the first."""
+        link = self._bandwidth.last_estimate()
+        if link is None:
+            return None
+        page_bytes = sum(spec.page_bytes(group, part) for group, part in enumerate(self._parts) if part is not None)
+        return link.load_ns(blocks * page_bytes) / 1e9 if blocks else 0.0
 
     def wait_stored(self, deadline: Deadline) -> bool:
         """Waits for the stores that were begun so far; False if the deadline comes first."""
@@ -216,10 +223,6 @@ class TransferQueue:
             threads.close()
         self._timer.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise CallerError("this client is closed; connect again")
-
     def _load_ended(
         self,
         transfer: Transfer[Loaded],
@@ -228,7 +231,7 @@ class TransferQueue:
         error: BaseException | None,
     ) -> None:
         if loaded is not None:
-            self.learned.learn(loaded.nbytes, loaded.took_ns, time.monotonic_ns())
+            self._bandwidth.record(loaded.nbytes, loaded.took_ns, time.monotonic_ns())
         del self._loads[transfer]
         transfer.finish(loaded, error)
         self._load_line.over(runner)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kvcluster.core import hashing, limits
-from kvcluster.core.ids import HASH_BYTES, BlockHash, NamespaceId
+from kvcluster.core.ids import HASH_BYTES, BlockHash
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError, LimitError
@@ -19,38 +19,17 @@ MAX_SECONDS = 10 * 365 * 86_400
 """Longer than any time that makes sense, and it fits the wire in nanoseconds."""
 
 
-def check_prompt(token_ids: Sequence[int], salt: bytes, extra_keys: Mapping[int, bytes] | None) -> None:
-    """Checks a prompt: token ids, a salt, and by block the content hash of inputs that the tokens do not identify."""
-    hashing.token_bytes(token_ids)
-    if not isinstance(salt, bytes):
-        raise CallerError(f"salt is {_kind(salt)}; expected bytes: for text give text.encode()")
-    if extra_keys is None:
-        return
-    if not isinstance(extra_keys, Mapping):
-        raise CallerError(f"extra_keys is {_kind(extra_keys)}; expected a mapping from a block's index to bytes")
-    for block, key in extra_keys.items():
-        if type(block) is not int or block < 0:
-            raise CallerError(f"extra_keys names block {block!r}; expected an index, counted from the prompt's start")
-        if not isinstance(key, bytes):
-            raise CallerError(f"extra_keys[{block}] is {_kind(key)}; expected bytes, such as digest() of the image")
-
-
-def prompt_hashes(
-    namespace: NamespaceId,
-    token_ids: Sequence[int],
-    block_tokens: int,
-    salt: bytes,
-    extra_keys: Mapping[int, bytes] | None,
-) -> list[BlockHash]:
-    """Returns the hashes of the full blocks of a checked prompt."""
-    return hashing.chain(hashing.root(namespace, salt), token_ids, block_tokens, extra_keys)
+def check_open(closed: bool) -> None:
+    """Refuses a call of a closed client."""
+    if closed:
+        raise CallerError("this client is closed; connect again")
 
 
 def check_hashes(hashes: Sequence[BlockHash]) -> None:
     """Checks a chain of block hashes. Raises LimitError if it exceeds limits.BLOCKS_PER_CALL."""
     given: object = hashes
     if not isinstance(given, (list, tuple)):
-        raise CallerError(f"block hashes are a list, not {_kind(given)}; make them with client.hashes(...)")
+        raise CallerError(f"block hashes are a list, not {kind_of(given)}; make them with client.hashes(...)")
     if len(hashes) > limits.BLOCKS_PER_CALL:
         raise LimitError(f"{len(hashes)} blocks exceed the limit of {limits.BLOCKS_PER_CALL} per call; split the call")
     if any(type(block) is not bytes or len(block) != HASH_BYTES for block in hashes):
@@ -66,7 +45,7 @@ def check_first(first: int, hashes: Sequence[BlockHash]) -> None:
 def check_tokens_of(token_ids: Sequence[int], blocks: int, block_tokens: int) -> None:
     """Checks that there are no token ids, or exactly those of `blocks` full blocks."""
     hashing.token_bytes(token_ids)
-    if token_ids and len(token_ids) != blocks * block_tokens:
+    if len(token_ids) and len(token_ids) != blocks * block_tokens:
         raise CallerError(f"{len(token_ids)} token ids are not those of {blocks} blocks of {block_tokens} tokens")
 
 
@@ -104,13 +83,13 @@ def check_filters(**filters: str | None) -> None:
         )
     for name, value in filters.items():
         if value is not None and not isinstance(value, str):
-            raise CallerError(f"{name} is {_kind(value)}; expected the text that the spec has")
+            raise CallerError(f"{name} is {kind_of(value)}; expected the text that the spec has")
 
 
 def parts_of(spec: KVSpec, part: Part | Mapping[int, Part] | None) -> tuple[Part | None, ...]:
     """Returns the part that a worker holds of each group of the spec; None for groups left out."""
     if part is None:
-        return tuple(spec.whole(group) for group in range(len(spec.groups)))
+        return spec.whole_parts()
     by_group = part if isinstance(part, Mapping) else dict.fromkeys(range(len(spec.groups)), part)
     if not by_group:
         raise CallerError("part names no group; leave it out to hold everything")
@@ -119,9 +98,10 @@ def parts_of(spec: KVSpec, part: Part | Mapping[int, Part] | None) -> tuple[Part
     return tuple(Part(*by_group[group]) if group in by_group else None for group in range(len(spec.groups)))
 
 
+def kind_of(value: object) -> str:
+    """Returns the type of a wrong argument, for a message."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from kvcluster.client.lease_keeper import LeaseKeeper
 from kvcluster.client.pieces import Piece, Pieces, each, plan_pieces
 from kvcluster.client.shard_connections import ShardConnections
+from kvcluster.client.validation import check_open
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, NamespaceId
 from kvcluster.core.messages import ReadRequest, ShardAddress, TicketBody
@@ -201,8 +202,7 @@ class Borrower:
                 end=self._give_back,
             )
             with self._lock:
-                if self._closed:
-                    raise CallerError("this client is closed; connect again")
+                check_open(self._closed)
                 self._open[blocks] = stack.pop_all()
         return blocks
 

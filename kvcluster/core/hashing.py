@@ -73,6 +73,14 @@ def foreign(namespace: NamespaceId, engine_hashes: Iterable[bytes]) -> list[Bloc
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
     """Returns the token ids as little-endian uint32. Raises CallerError that names the first invalid one."""
+    tokens = token_array(token_ids)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def token_array(token_ids: Sequence[int]) -> array[int]:
+    """Returns a copy of the token ids, which are iterated only once. Raises as token_bytes."""
     try:
         # array() would accept bytes as machine words, and a boolean mask as the tokens 0 and 1.
         if isinstance(token_ids, (bytes, bytearray)) or (len(token_ids) and type(token_ids[0]) is bool):
@@ -84,9 +92,7 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
             "pass tensor.tolist() of one row"
         ) from None
     assert tokens.itemsize == 4
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    return tokens.tobytes()
+    return tokens
 
 
 def _culprit(token_ids: object) -> object:

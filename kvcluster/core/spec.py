@@ -283,6 +283,10 @@ class KVSpec:
         """The part that covers all of a group."""
         return Part(0, len(self.groups[group].layers), 0, self.groups[group].heads)
 
+    def whole_parts(self) -> tuple[Part, ...]:
+        """The part that covers all of each group."""
+        return tuple(self.whole(group) for group in range(len(self.groups)))
+
     def check_part(self, group: int, part: Part) -> None:
         """Raises SpecError if `part` does not lie within `group`."""
         if not 0 <= group < len(self.groups):

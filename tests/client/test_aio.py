@@ -7,8 +7,8 @@ import inspect
 
 import pytest
 
-from kvcluster.client.aio import AsyncClient
 from kvcluster.client.client import Client
+from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import Stored
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
@@ -28,20 +28,20 @@ from tests.client.build import (
 )
 
 TOKENS = prompt(3)
+SALTED = Prompt(TOKENS, salt=b"s")
 TWINS = ["lookup", "load", "store", "flush", "explain", "pin", "unpin", "clear", "purge"]
 
 
-def test_there_is_a_twin_of_each_call_that_blocks_on_the_cluster_and_no_other() -> None:
-    assert [name for name in vars(AsyncClient) if not name.startswith("_")] == TWINS
+def test_there_is_a_twin_of_each_call_that_blocks_on_the_cluster_and_no_other(cluster: MemoryCluster) -> None:
+    assert list(vars(cluster.client(SPEC).aio)) == TWINS
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_a_twin_takes_what_its_blocking_call_takes(name: str) -> None:
-    def positional(call: object) -> list[str]:
-        parameters = inspect.signature(call).parameters.values()  # type: ignore[arg-type]
-        return [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-
-    assert positional(getattr(AsyncClient, name)) == positional(getattr(Client, name))
+def test_a_twin_takes_what_its_blocking_call_takes(cluster: MemoryCluster, name: str) -> None:
+    client = cluster.client(SPEC)
+    twin, blocking = getattr(client.aio, name), getattr(client, name)
+    assert inspect.signature(twin) == inspect.signature(blocking)
+    assert inspect.iscoroutinefunction(twin)
 
 
 def test_twins_do_what_the_blocking_calls_do(cluster: MemoryCluster) -> None:
@@ -49,13 +49,13 @@ def test_twins_do_what_the_blocking_calls_do(cluster: MemoryCluster) -> None:
 
     async def use() -> None:
         aio = client.aio
-        assert await aio.store(TOKENS, kv(3), salt=b"s") == Stored(3, 0, 0, 3 * PAGE_BYTES)
+        assert await aio.store(SALTED, kv(3)) == Stored(3, 0, 0, 3 * PAGE_BYTES)
         assert await aio.flush()
-        assert (await aio.lookup(TOKENS, salt=b"s")).tokens == 3 * BLOCK
-        assert await aio.pin(TOKENS, 60.0, salt=b"s") == pinned(3)
-        assert await aio.unpin(TOKENS, salt=b"s") == pinned(3)
-        assert [e.hit for e in await aio.explain(TOKENS, salt=b"s")] == [True] * 3
-        assert await aio.load(TOKENS, into, salt=b"s") == 3 * BLOCK
+        assert (await aio.lookup(SALTED)).tokens == 3 * BLOCK
+        assert await aio.pin(SALTED, 60.0) == pinned(3)
+        assert await aio.unpin(SALTED) == pinned(3)
+        assert [e.hit for e in await aio.explain(SALTED)] == [True] * 3
+        assert await aio.load(SALTED, into) == 3 * BLOCK
         assert await aio.load(TOKENS, room(3)) == 0
         with pytest.raises(CallerError):
             await aio.load(TOKENS, room(2))

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import BlockExplanation, Stored
 from kvcluster.core.miss import MissReason
 from kvcluster.testing import MemoryCluster
@@ -128,10 +129,10 @@ def test_a_spec_is_named_to_the_cluster_once(cluster: MemoryCluster) -> None:
         assert port.asked == [], "nothing is asked before the first call"
         client.attach(Deadline.after_ms(BOUND_S * 1e3))
         client.hashes(TOKENS)
-        client.hashes(TOKENS, adapter="")
+        client.hashes(Prompt(TOKENS, adapter=""))
         assert len(port.asked) == 1
-        client.hashes(TOKENS, adapter="sha256:lora")
-        client.hashes(TOKENS, adapter="sha256:lora")
+        client.hashes(Prompt(TOKENS, adapter="sha256:lora"))
+        client.hashes(Prompt(TOKENS, adapter="sha256:lora"))
         assert len(port.asked) == 2
 
 

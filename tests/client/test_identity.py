@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvcluster.client.client import Client
+from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import BlockExplanation, Lookup, Stored
 from kvcluster.core.messages import Siblings
 from kvcluster.core.miss import Miss, MissReason
@@ -35,6 +36,7 @@ from tests.client.build import (
 )
 
 TOKENS = prompt(4)
+TUNED = Prompt(TOKENS, adapter="sha256:lora")
 
 
 @pytest.fixture
@@ -92,29 +94,27 @@ def test_what_another_spec_has_stored_is_not_written_over(stored: MemoryCluster)
 
 def test_an_adapter_of_one_call_is_an_adapter_of_the_spec(stored: MemoryCluster) -> None:
     base, tuned = stored.client(SPEC), stored.client(spec_of(adapter="sha256:lora"))
-    assert base.lookup(TOKENS, adapter="sha256:lora").blocks == 0
-    assert {(e.reason, e.detail) for e in base.explain(TOKENS, adapter="sha256:lora")} == {
-        (MissReason.NAMESPACE, "adapter")
-    }
-    assert base.store(TOKENS, kv(4, seed=3), adapter="sha256:lora").blocks == 4
+    assert base.lookup(TUNED).blocks == 0
+    assert {(e.reason, e.detail) for e in base.explain(TUNED)} == {(MissReason.NAMESPACE, "adapter")}
+    assert base.store(TUNED, kv(4, seed=3)).blocks == 4
     base.flush()
 
     into = room(4)
     assert tuned.load(TOKENS, into) == 4 * BLOCK
     assert same(into, kv(4, seed=3))
     into = room(4)
-    assert tuned.load(TOKENS, into, adapter="") == 4 * BLOCK
+    assert tuned.load(Prompt(TOKENS, adapter=""), into) == 4 * BLOCK
     assert same(into, kv(4))
 
 
 def test_an_adapter_goes_along_with_tickets_and_pins(stored: MemoryCluster) -> None:
     client, values = stored.client(SPEC), kv(2, seed=3)
-    hashes = client.hashes(TOKENS[: 2 * BLOCK], adapter="sha256:lora")
+    hashes = client.hashes(Prompt(TOKENS[: 2 * BLOCK], adapter="sha256:lora"))
     assert client.begin_store(hashes, values, adapter="sha256:lora").result().blocks == 2
     client.flush()
-    assert client.pin(TOKENS, 60.0, adapter="sha256:lora") == pinned(2)
+    assert client.pin(TUNED, 60.0) == pinned(2)
     assert client.unpin(TOKENS) == pinned(0), "that is the prompt without the adapter"
-    assert client.unpin(TOKENS, adapter="sha256:lora") == pinned(2)
+    assert client.unpin(TUNED) == pinned(2)
     with client.prepare_load(hashes, adapter="sha256:lora") as ticket:
         for named in ({}, {"adapter": "sha256:lora"}):
             into = room(2)
@@ -127,7 +127,7 @@ def test_an_adapter_goes_along_with_tickets_and_pins(stored: MemoryCluster) -> N
 
 def test_a_ticket_from_elsewhere_for_an_adapter_is_redeemed_by_naming_it(stored: MemoryCluster) -> None:
     owner, values = stored.client(SPEC), kv(2, seed=3)
-    hashes = owner.hashes(TOKENS[: 2 * BLOCK], adapter="sha256:lora")
+    hashes = owner.hashes(Prompt(TOKENS[: 2 * BLOCK], adapter="sha256:lora"))
     assert owner.begin_store(hashes, values, adapter="sha256:lora").result().blocks == 2
     owner.flush()
     with owner.prepare_load(hashes, adapter="sha256:lora") as ticket:
@@ -147,10 +147,10 @@ def test_a_ticket_from_elsewhere_for_an_adapter_is_redeemed_by_naming_it(stored:
 def test_a_clear_forgets_everything_of_its_tenant_and_nothing_of_others(stored: MemoryCluster) -> None:
     client, stranger = stored.client(SPEC), stored.client(SPEC, tenant="stranger")
     assert stranger.store(TOKENS, kv(4)).blocks == 4
-    assert client.store(TOKENS, kv(4), adapter="sha256:lora").blocks == 4
+    assert client.store(TUNED, kv(4)).blocks == 4
     assert stranger.flush() and client.flush()
     assert client.clear() == 8
-    assert client.lookup(TOKENS).blocks == client.lookup(TOKENS, adapter="sha256:lora").blocks == 0
+    assert client.lookup(TOKENS).blocks == client.lookup(TUNED).blocks == 0
     assert client.clear() == 0
     assert stranger.lookup(TOKENS).blocks == 4
     stored.wait_until(lambda: sum(len(host.core.pool) for host in stored.shards.values()) == 4)
@@ -285,9 +285,9 @@ def test_another_tenants_block_looks_like_one_that_was_never_stored(stored: Memo
 def test_a_block_under_another_salt_looks_like_one_that_was_never_stored(stored: MemoryCluster) -> None:
     client = stored.client(SPEC)
     for salt in (b"\0", b"secret"):
-        assert client.explain(TOKENS, salt=salt) == client.explain(NEVER_SEEN, salt=salt)
-        assert client.lookup(TOKENS, salt=salt) == client.lookup(NEVER_SEEN, salt=salt)
-    assert client.lookup(TOKENS, salt=b"").blocks == 4
+        assert client.explain(Prompt(TOKENS, salt)) == client.explain(Prompt(NEVER_SEEN, salt))
+        assert client.lookup(Prompt(TOKENS, salt)) == client.lookup(Prompt(NEVER_SEEN, salt))
+    assert client.lookup(Prompt(TOKENS, salt=b"")).blocks == 4
 
 
 def test_another_tenants_specs_are_not_told(stored: MemoryCluster) -> None:
@@ -305,15 +305,15 @@ def test_tenants_that_store_the_same_prompt_store_it_each_for_itself(stored: Mem
 
 
 def test_a_salt_is_a_place_of_its_own(stored: MemoryCluster) -> None:
-    client = stored.client(SPEC)
-    assert client.store(TOKENS, kv(4, seed=2), salt=b"s").blocks == 4
+    client, salted = stored.client(SPEC), Prompt(TOKENS, salt=b"s")
+    assert client.store(salted, kv(4, seed=2)).blocks == 4
     client.flush()
     into = room(4)
-    assert client.load(TOKENS, into, salt=b"s") == 4 * BLOCK
+    assert client.load(salted, into) == 4 * BLOCK
     assert same(into, kv(4, seed=2))
-    assert client.pin(TOKENS, 60.0, salt=b"s") == pinned(4)
+    assert client.pin(salted, 60.0) == pinned(4)
     assert client.unpin(TOKENS) == pinned(0)
-    assert client.unpin(TOKENS, salt=b"s") == pinned(4)
+    assert client.unpin(salted) == pinned(4)
 
 
 def test_hashes_of_another_tenant_open_nothing(stored: MemoryCluster) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvcluster.client.client import Client
 from kvcluster.client.results import Loaded
-from kvcluster.client.ticket import Ticket
+from kvcluster.client.tickets import Ticket
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, ShardId

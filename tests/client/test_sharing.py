@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvcluster.client.layouts import Buffers, Dense, Paged
+from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.core.hashing import chain, root
 from kvcluster.core.ids import Tenant
@@ -169,10 +170,10 @@ def test_tokens_that_fill_no_block_are_neither_stored_nor_found(cluster: MemoryC
 
 def test_an_image_in_a_block_is_part_of_its_content(cluster: MemoryCluster) -> None:
     tokens, client = prompt(3), cluster.client(SPEC)
-    client.store(tokens, kv(3), extra_keys={1: b"a cat"})
+    client.store(Prompt(tokens, extra_keys={1: b"a cat"}), kv(3))
     client.flush()
-    assert client.lookup(tokens, extra_keys={1: b"a cat"}).blocks == 3
-    assert client.lookup(tokens, extra_keys={1: b"a dog"}).blocks == 1
+    assert client.lookup(Prompt(tokens, extra_keys={1: b"a cat"})).blocks == 3
+    assert client.lookup(Prompt(tokens, extra_keys={1: b"a dog"})).blocks == 1
     assert client.lookup(tokens).blocks == 1
 
 
@@ -181,8 +182,8 @@ def test_hashes_are_those_that_the_core_defines(cluster: MemoryCluster) -> None:
     client = cluster.client(SPEC, tenant="t")
     namespace = SPEC.namespace(Tenant("t"))
     assert client.hashes(tokens) == chain(root(namespace), tokens, BLOCK)
-    assert client.hashes(tokens, salt=b"s") == chain(root(namespace, b"s"), tokens, BLOCK)
-    assert client.hashes(tokens, extra_keys={0: b"x"}) == chain(root(namespace), tokens, BLOCK, {0: b"x"})
+    assert client.hashes(Prompt(tokens, salt=b"s")) == chain(root(namespace, b"s"), tokens, BLOCK)
+    assert client.hashes(Prompt(tokens, extra_keys={0: b"x"})) == chain(root(namespace), tokens, BLOCK, {0: b"x"})
 
 
 def test_hashes_of_a_spec_and_tenant_never_change(cluster: MemoryCluster) -> None:

@@ -21,7 +21,7 @@ from kvcluster import BorrowedBlocks
 from kvcluster.client.client import Client
 from kvcluster.client.layouts import Buffers
 from kvcluster.client.tensors import page_tensor
-from kvcluster.client.ticket import Ticket
+from kvcluster.client.tickets import Ticket
 from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core.ids import CLUSTER, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
@@ -543,7 +543,7 @@ def test_a_namespace_that_the_shard_forgot_is_named_to_it_again(desk: Desk) -> N
 
 def test_misuse_is_said_in_words(desk: Desk) -> None:
     ticket: Any = b"no ticket"
-    with pytest.raises(CallerError, match="borrow takes a ticket of prepare_load or redeem, not a bytes"):
+    with pytest.raises(CallerError, match="expected a ticket of prepare_load or redeem, not a bytes"):
         desk.client.borrow(ticket)
     with desk.borrow() as blocks:
         for block in (-1, 4, True, "0"):

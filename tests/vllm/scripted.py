@@ -14,6 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvcluster.client.client import Client
 from kvcluster.client.layouts import Dense
+from kvcluster.client.prompt import Prompt
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.vllm import compat
@@ -145,10 +146,10 @@ def blocks_of(store: StoreOrder) -> set[int]:
     return {block for source in store.source for block in source}
 
 
-def fill(client: Client, tokens: Sequence[int], *, loss: Loss = Loss.EXACT, **more: Any) -> None:
+def fill(client: Client, tokens: Sequence[int], *, loss: Loss = Loss.EXACT, salt: bytes = b"") -> None:
     """Has the cluster hold the full blocks of a prompt, whatever is in them."""
     blocks = len(tokens) // client.spec.block_tokens
-    stored = client.store(list(tokens), memory_of(client.spec, blocks), loss=loss, **more)
+    stored = client.store(Prompt(tokens, salt), memory_of(client.spec, blocks), loss=loss)
     assert stored.miss is None
     assert client.flush(deadline_ms=BOUND_S * 1e3)
 
@@ -169,4 +170,4 @@ def engine_of(bench: Bench, model: Path, extra: dict[str, Any] | None = None, **
 
 def knows_link(engine: Engine, bytes_per_s: int = 2**30) -> None:
     """As if a load had shown how fast they come."""
-    engine.side._link.learn(bytes_per_s, 10**9, engine.side._clock())
+    engine.side._bandwidth.record(bytes_per_s, 10**9, engine.side._clock())

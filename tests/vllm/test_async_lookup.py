@@ -10,7 +10,7 @@ import pytest
 
 from kvcluster.client.bounded_calls import LIMIT, OPEN_NS, Call
 from kvcluster.client.client import Client
-from kvcluster.client.ticket import Ticket
+from kvcluster.client.tickets import Ticket
 from kvcluster.core.messages import CoordinatorQuestion, PrepareLoad
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups, LookupAnswer, PendingLookup

@@ -25,12 +25,12 @@ from typing import TypeVar
 
 from kvcluster.client.bounded_calls import BoundedCalls, Call, CallPolicy
 from kvcluster.client.coordinator_client import CoordinatorClient, GrpcPort
-from kvcluster.client.validation import prompt_hashes
+from kvcluster.client.prompt import Prompt
 from kvcluster.core.messages import Explain, Explained, GetNamespaces, Namespaces, Need
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.ray_serve.policy import Stretch
-from kvcluster.engines.ray_serve.prompts import Prompt
+from kvcluster.engines.ray_serve.prompts import RequestPrompt
 from kvcluster.engines.ray_serve.settings import RouterSettings
 from kvcluster.engines.ray_serve.tokens import NoTokens, PromptTokenizer
 from kvcluster.transport.base import Deadline, Unavailable
@@ -111,7 +111,7 @@ class PrefixLocator:
         """Whether a namespace of the model is known, and the tokenizer is loaded if one is configured."""
         return self._spec is not None and (self._tokens.ready or not self._settings.tokenizer)
 
-    async def find(self, prompt: Prompt) -> PrefixLocation:
+    async def find(self, prompt: RequestPrompt) -> PrefixLocation:
         """Returns where the prompt's leading blocks are, or why that is not known in time."""
         text = prompt.tokens is None
         began = time.monotonic()
@@ -128,7 +128,7 @@ class PrefixLocator:
 
     # ------------------------------------------------------------------------------------------ the asker's side
 
-    def _begin(self, prompt: Prompt, pinged: Future[None]) -> Call[PrefixLocation] | PrefixLocation:
+    def _begin(self, prompt: RequestPrompt, pinged: Future[None]) -> Call[PrefixLocation] | PrefixLocation:
         now = time.monotonic_ns()
         self._refresh(now)
         if prompt.tokens is None and not self._tokens.ready:
@@ -177,7 +177,9 @@ class PrefixLocator:
                 self._refreshed_ns = time.monotonic_ns()
                 self._refreshing = False
 
-    def _run(self, call: Call[PrefixLocation], prompt: Prompt, spec: KVSpec, pinged: Future[None]) -> PrefixLocation:
+    def _run(
+        self, call: Call[PrefixLocation], prompt: RequestPrompt, spec: KVSpec, pinged: Future[None]
+    ) -> PrefixLocation:
         """Catches every exception, because a request waits for the result."""
         try:
             return self._locate(call, prompt, spec, pinged)
@@ -194,7 +196,9 @@ class PrefixLocator:
             if not pinged.done():
                 pinged.set_result(None)
 
-    def _locate(self, call: Call[PrefixLocation], prompt: Prompt, spec: KVSpec, pinged: Future[None]) -> PrefixLocation:
+    def _locate(
+        self, call: Call[PrefixLocation], prompt: RequestPrompt, spec: KVSpec, pinged: Future[None]
+    ) -> PrefixLocation:
         settings = self._settings
         if prompt.tokens is None:
             with _asking(call):
@@ -203,10 +207,10 @@ class PrefixLocator:
         tokens = self._tokens.of(prompt, settings.max_blocks * spec.block_tokens)
         deadline = Deadline.after_ms(_ANSWER_MS)
         namespace = self._control.namespace(spec, deadline)
-        hashes = prompt_hashes(namespace, tokens, spec.block_tokens, prompt.salt, None)
+        hashes = Prompt(tokens, prompt.salt).hashes(namespace, spec.block_tokens)
         if not hashes:
             return PrefixLocation(LocateOutcome.SHORT)
-        need = Need(tuple(spec.whole(group) for group in range(len(spec.groups))), Loss.Q4)
+        need = Need(spec.whole_parts(), Loss.Q4)
         message = Explain(tuple(hashes), need)
         with _asking(call):
             explained = self._control.ask(Explained, spec, message, deadline)

@@ -25,7 +25,7 @@ _UNUSUAL = {
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class RequestPrompt:
     """Exactly one of `tokens`, `text` and `messages` is set. `special` is whether the tokenizer adds special tokens to
     the text. `chat` holds the other arguments of the chat template."""
 
@@ -37,7 +37,7 @@ class Prompt:
     chat: Mapping[str, object] = field(default_factory=dict)
 
 
-def find(args: Sequence[object], kwargs: Mapping[str, object]) -> Prompt | str:
+def find(args: Sequence[object], kwargs: Mapping[str, object]) -> RequestPrompt | str:
     """Returns the prompt of a call, or one word that says why it has none to look up."""
     for given in (*args, kwargs):
         if any(_get(given, name) is not None for name in _WANTED):
@@ -45,7 +45,7 @@ def find(args: Sequence[object], kwargs: Mapping[str, object]) -> Prompt | str:
     return "no_prompt"
 
 
-def _read(given: object) -> Prompt | str:
+def _read(given: object) -> RequestPrompt | str:
     for name, why in _UNUSUAL.items():
         if _get(given, name) is not None:
             return why
@@ -65,13 +65,13 @@ def _read(given: object) -> Prompt | str:
             return "batch"
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return Prompt(text=prompt, salt=salted, special=special is not False)
+        return RequestPrompt(text=prompt, salt=salted, special=special is not False)
     if isinstance(prompt, (list, tuple)) and prompt and type(prompt[0]) is int:
-        return Prompt(tokens=prompt, salt=salted)
+        return RequestPrompt(tokens=prompt, salt=salted)
     return "no_prompt"
 
 
-def _chat(given: object, messages: object, salt: bytes, special: bool) -> Prompt | str:
+def _chat(given: object, messages: object, salt: bytes, special: bool) -> RequestPrompt | str:
     if not isinstance(messages, (list, tuple)) or not messages:
         return "no_prompt"
     plain = []
@@ -89,7 +89,7 @@ def _chat(given: object, messages: object, salt: bytes, special: bool) -> Prompt
         chat.update(more)
     if "tools" in chat and isinstance(chat["tools"], (list, tuple)):
         chat["tools"] = [_as_dict(tool) for tool in chat["tools"]]
-    return Prompt(messages=plain, salt=salt, special=special, chat=chat)
+    return RequestPrompt(messages=plain, salt=salt, special=special, chat=chat)
 
 
 def _text_of(content: object) -> str | None:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol, cast
 
-from kvcluster.engines.ray_serve.prompts import Prompt
+from kvcluster.engines.ray_serve.prompts import RequestPrompt
 from kvcluster.errors import KVClusterError
 
 _CHARACTERS_A_TOKEN = 8
@@ -44,7 +44,7 @@ class PromptTokenizer:
     def ready(self) -> bool:
         return self._loaded is not None
 
-    def of(self, prompt: Prompt, most: int) -> list[int]:
+    def of(self, prompt: RequestPrompt, most: int) -> list[int]:
         """Returns the first tokens of a prompt, at most `most`. Raises NoTokens."""
         if prompt.tokens is not None:
             return list(prompt.tokens[:most])
@@ -68,7 +68,7 @@ class PromptTokenizer:
             self._log(f"text prompts are not located: {self._why}")
 
 
-def _rendered(tokenizer: _Tokenizer, prompt: Prompt) -> str:
+def _rendered(tokenizer: _Tokenizer, prompt: RequestPrompt) -> str:
     options = {"add_generation_prompt": True, **prompt.chat, "tokenize": False}
     try:
         return tokenizer.apply_chat_template(prompt.messages, **options)

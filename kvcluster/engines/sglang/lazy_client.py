@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from kvcluster.client.bounded_calls import Admission, CallPolicy
 from kvcluster.client.client import Client
-from kvcluster.client.ticket import Ticket
+from kvcluster.client.tickets import Ticket
 from kvcluster.core.ids import HASH_BYTES, NamespaceId
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, Unreachable

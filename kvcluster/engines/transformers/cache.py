@@ -23,8 +23,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvcluster.client.client import Client
 from kvcluster.client.layouts import Paged
+from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import Loaded, Stored
-from kvcluster.client.ticket import Ticket
+from kvcluster.client.tickets import Ticket
 from kvcluster.client.transfer import Transfer
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
@@ -40,7 +41,7 @@ DEADLINE_MS: float = ClientConfig().deadline_ms
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
+class _PaddedPrompt:
     """One row of `input_ids`: its columns, of which the first `padding` hold no token, and the hashes of its full
     blocks."""
 
@@ -58,7 +59,7 @@ class PrefixCache(DynamicCache):
     and so of the KV that is computed over them.
     """
 
-    def __init__(self, client: Client, model: PreTrainedModel, prompts: Sequence[_Prompt], salt: bytes) -> None:
+    def __init__(self, client: Client, model: PreTrainedModel, prompts: Sequence[_PaddedPrompt], salt: bytes) -> None:
         super().__init__(config=text_config(model))
         self.cached_tokens: list[int] = [0] * len(prompts)
         self.misses: list[Miss | None] = [None] * len(prompts)
@@ -96,7 +97,7 @@ class PrefixCache(DynamicCache):
         deadline = Deadline.after_ms(deadline_ms)
         rows = input_ids.tolist()
         hashes, trouble = _hashes(client, [row[p:] for row, p in zip(rows, paddings, strict=True)], salt, deadline)
-        prompts = [_Prompt(*prompt) for prompt in zip(rows, paddings, hashes, strict=True)]
+        prompts = [_PaddedPrompt(*prompt) for prompt in zip(rows, paddings, hashes, strict=True)]
         cache = cls(client, model, prompts, salt)
         if trouble is not None:
             cache.misses = [trouble] * len(prompts)
@@ -316,7 +317,7 @@ def _hashes(
     does not answer."""
     try:
         return [
-            client.hashes(tokens, salt=salt, deadline_ms=_rest_ms(deadline))[: limits.BLOCKS_PER_CALL]
+            client.hashes(Prompt(tokens, salt), deadline_ms=_rest_ms(deadline))[: limits.BLOCKS_PER_CALL]
             for tokens in rows
         ], None
     except Unavailable as trouble:

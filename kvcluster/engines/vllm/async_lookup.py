@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvcluster.client.bounded_calls import BoundedCalls, Call, CallPolicy
 from kvcluster.client.client import Client
-from kvcluster.client.ticket import Ticket
+from kvcluster.client.tickets import Ticket
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError

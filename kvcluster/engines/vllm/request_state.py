@@ -10,6 +10,7 @@ from typing import Any
 import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.pd_disagg as handover
 from kvcluster.client.client import Client
+from kvcluster.client.prompt import Prompt
 from kvcluster.core import hashing
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss
@@ -67,7 +68,7 @@ class RequestState:
         def grow() -> list[BlockHash]:
             if known:
                 return known + hashing.chain(known[-1], tokens, step, extra)
-            return client.hashes(tokens, salt=salt, adapter=adapter, extra_keys=extra, deadline_ms=deadline_ms)
+            return client.hashes(Prompt(tokens, salt, adapter, extra), deadline_ms=deadline_ms)
 
         return grow
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.pd_disagg as handover
-from kvcluster.client.bandwidth import LearnedBandwidth
+from kvcluster.client.bandwidth import BandwidthEstimator
 from kvcluster.client.client import Client
-from kvcluster.client.ticket import Ticket
+from kvcluster.client.tickets import Ticket
 from kvcluster.core import limits
 from kvcluster.core.breakeven import Breakeven
 from kvcluster.core.ids import BlockHash
@@ -76,7 +76,7 @@ class SchedulerSide:
         self._forget = forget
         self._clock = clock
         self._lookups = AsyncLookups(settings.lookup_ms * 1_000_000)
-        self._link = LearnedBandwidth()
+        self._bandwidth = BandwidthEstimator()
         self._prefill = PrefillRate(settings.prefill_tokens_per_s)
         self._requests: dict[str, RequestState] = {}
         self._new_loads: list[LoadOrder] = []
@@ -203,7 +203,7 @@ class SchedulerSide:
         """Returns whether computing `tokens` tokens is faster than loading them. If not, sets `request.layerwise`."""
         prefill = self._prefill.known()
         even = Breakeven(request.client.spec, self._layout.parts, prefill or 1)
-        link = self._link.ask(even.nbytes(tokens), self._clock())
+        link = self._bandwidth.estimate(even.nbytes(tokens), self._clock())
         request.layerwise = False
         if link is None:
             return False  # this load measures it
@@ -378,7 +378,7 @@ class SchedulerSide:
         if load.ranks < self._ranks:
             return
         del self._loading[name]
-        self._link.learn(load.nbytes // self._ranks, load.took_ns, now)
+        self._bandwidth.record(load.nbytes // self._ranks, load.took_ns, now)
         self.stats.loaded(load)
         order = loading.order
         wanted = order.first + len(order.into[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import kvcluster
+from kvcluster.client.prompt import Prompt
 from kvcluster.core.spec import KVSpec
 from tests.client.build import kv
 from tests.waiting import eventually
@@ -33,7 +34,8 @@ def store(address: str, spec: KVSpec, tokens: list[int], salt: bytes = b"") -> N
     """Puts a prompt's full blocks into the cluster, and waits until they can be found."""
     blocks = len(tokens) // spec.block_tokens
     with kvcluster.connect(address, spec) as client:
-        stored = client.store(tokens, kv(blocks, spec=spec), salt=salt)
+        prompt = Prompt(tokens, salt)
+        stored = client.store(prompt, kv(blocks, spec=spec))
         assert stored.blocks == blocks, stored
         client.flush()
-        eventually(lambda: client.lookup(tokens, salt=salt).blocks == blocks)
+        eventually(lambda: client.lookup(prompt).blocks == blocks)

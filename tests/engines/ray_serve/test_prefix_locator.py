@@ -20,7 +20,7 @@ from kvcluster.client.bounded_calls import LIMIT
 from kvcluster.engines.ray_serve import prefix_locator
 from kvcluster.engines.ray_serve.policy import Stretch
 from kvcluster.engines.ray_serve.prefix_locator import THREADS, LocateOutcome, PrefixLocation, PrefixLocator
-from kvcluster.engines.ray_serve.prompts import Prompt
+from kvcluster.engines.ray_serve.prompts import RequestPrompt
 from kvcluster.engines.ray_serve.settings import RouterSettings
 from tests.cli.served import Served
 from tests.client.build import BLOCK, SPEC, prompt, spec_of
@@ -58,7 +58,7 @@ def looking(address: str, ready: bool = True, **settings: Any) -> Iterator[Prefi
 
 
 def find(where: PrefixLocator, **prompt: Any) -> PrefixLocation:
-    return asyncio.run(where.find(Prompt(**prompt)))
+    return asyncio.run(where.find(RequestPrompt(**prompt)))
 
 
 def found(blocks: int) -> PrefixLocation:
@@ -120,7 +120,7 @@ def test_text_is_looked_for_as_its_tokens(served: Served, tmp_path: Path) -> Non
     save_tokenizer(tmp_path)
     with looking(served.coordinator, tokenizer=str(tmp_path)) as where:
         text = "Once upon a time there was a cache."
-        tokens = where._tokens.of(Prompt(text=text), 1_000)
+        tokens = where._tokens.of(RequestPrompt(text=text), 1_000)
         store(served.coordinator, SPEC, tokens)
         assert find(where, text=text) == found(len(tokens) // BLOCK)
         assert find(where, messages=[{"role": "user", "content": text}]) == PrefixLocation(LocateOutcome.NOTHING)
@@ -148,7 +148,7 @@ class Held:
     def __init__(self) -> None:
         self.go = threading.Event()
 
-    def of(self, prompt: Prompt, most: int) -> list[int]:
+    def of(self, prompt: RequestPrompt, most: int) -> list[int]:
         assert self.go.wait(20)
         return CACHED
 
@@ -169,7 +169,7 @@ def test_one_question_too_many_is_answered_at_once(served: Served) -> None:
         where._tokens = held  # type: ignore[assignment]
 
         async def all_of_them() -> list[PrefixLocation]:
-            asked = {asyncio.ensure_future(where.find(Prompt(text="Once"))) for _ in range(LIMIT + 1)}
+            asked = {asyncio.ensure_future(where.find(RequestPrompt(text="Once"))) for _ in range(LIMIT + 1)}
             at_once, others = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
             assert [one.result() for one in at_once] == [PrefixLocation(LocateOutcome.BUSY)]
             held.go.set()
@@ -245,6 +245,6 @@ def test_a_mistake_of_ours_is_said_once_and_answered(served: Served, monkeypatch
         def broken(*_: object) -> None:
             raise ZeroDivisionError("oops")
 
-        monkeypatch.setattr(prefix_locator, "prompt_hashes", broken)
+        monkeypatch.setattr(prefix_locator, "Prompt", broken)
         assert [find(where, tokens=CACHED).outcome for _ in range(2)] == [LocateOutcome.FAILED] * 2
     assert said == ["routing without prefix locations: ZeroDivisionError: oops"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from kvcluster.engines.ray_serve.prompts import Prompt, find
+from kvcluster.engines.ray_serve.prompts import RequestPrompt, find
 
 IDS = [5, 6, 7]
 
@@ -25,25 +25,25 @@ class Request(BaseModel):
     chat_template_kwargs: Any = None
 
 
-def of(given: object) -> Prompt | str:
+def of(given: object) -> RequestPrompt | str:
     return find([given, SimpleNamespace(headers={})], {})
 
 
 @pytest.mark.parametrize("wrap", [lambda fields: Request(**fields), lambda f: SimpleNamespace(**f), dict])
 def test_objects_namespaces_and_mappings_are_read_alike(wrap: Any) -> None:
-    assert of(wrap({"prompt": IDS, "cache_salt": "mine"})) == Prompt(tokens=IDS, salt=b"mine")
-    assert of(wrap({"prompt": "Once"})) == Prompt(text="Once")
-    assert of(wrap({"messages": [{"role": "user", "content": "Hi"}]})) == Prompt(
+    assert of(wrap({"prompt": IDS, "cache_salt": "mine"})) == RequestPrompt(tokens=IDS, salt=b"mine")
+    assert of(wrap({"prompt": "Once"})) == RequestPrompt(text="Once")
+    assert of(wrap({"messages": [{"role": "user", "content": "Hi"}]})) == RequestPrompt(
         messages=[{"role": "user", "content": "Hi"}], special=False
     )
 
 
 def test_keyword_arguments_and_the_forms_of_vllm_are_understood() -> None:
-    assert find([], {"prompt": IDS}) == Prompt(tokens=IDS)
-    assert find([], {"prompt_token_ids": IDS}) == Prompt(tokens=IDS)
-    assert of({"prompt": {"prompt_token_ids": IDS}}) == Prompt(tokens=IDS)
-    assert of({"prompt": ["Once"]}) == Prompt(text="Once")
-    assert of({"prompt": [IDS]}) == Prompt(tokens=IDS)
+    assert find([], {"prompt": IDS}) == RequestPrompt(tokens=IDS)
+    assert find([], {"prompt_token_ids": IDS}) == RequestPrompt(tokens=IDS)
+    assert of({"prompt": {"prompt_token_ids": IDS}}) == RequestPrompt(tokens=IDS)
+    assert of({"prompt": ["Once"]}) == RequestPrompt(text="Once")
+    assert of({"prompt": [IDS]}) == RequestPrompt(tokens=IDS)
 
 
 def test_what_is_no_single_text_is_left_alone_by_name() -> None:
@@ -76,7 +76,7 @@ def test_a_chat_is_handed_to_its_template_as_vllm_would() -> None:
             add_special_tokens=True,
         )
     )
-    assert isinstance(found, Prompt)
+    assert isinstance(found, RequestPrompt)
     assert found.messages is not None
     assert [message["content"] for message in found.messages] == ["one\ntwo", ""]
     assert found.chat == {"tools": [{"type": "function"}], "enable_thinking": False}
@@ -85,6 +85,6 @@ def test_a_chat_is_handed_to_its_template_as_vllm_would() -> None:
 
 def test_completions_take_special_tokens_unless_told_otherwise_and_chats_do_not() -> None:
     told = of(Request(prompt="Once", add_special_tokens=False))
-    assert isinstance(told, Prompt)
+    assert isinstance(told, RequestPrompt)
     assert not told.special
-    assert Prompt(text="Once").special
+    assert RequestPrompt(text="Once").special

@@ -16,7 +16,7 @@ import torch
 import kvcluster
 from kvcluster.cli.bench.transfer import pages
 from kvcluster.cli.bench.transfer.party import Path, Work
-from kvcluster.client import Client
+from kvcluster.client import Client, Prompt
 from kvcluster.config import ClientConfig
 from kvcluster.errors import KVClusterError
 
@@ -59,14 +59,15 @@ class _Whole:
         )
 
     def load(self, batch: int) -> None:
-        tokens = self._tokens(batch)
-        loaded = self._client.load(tokens, self._into, adapter=_adapter(batch))
-        if loaded != len(tokens):
-            why = self._client.explain(tokens, adapter=_adapter(batch))
-            raise KVClusterError(f"{loaded} of {len(tokens)} tokens were loaded; the last: {why[-1]}")
+        prompt = self._prompt(batch)
+        tokens = len(prompt.token_ids)
+        loaded = self._client.load(prompt, self._into)
+        if loaded != tokens:
+            why = self._client.explain(prompt)
+            raise KVClusterError(f"{loaded} of {tokens} tokens were loaded; the last: {why[-1]}")
 
     def store(self, batch: int) -> None:
-        stored = self._client.store(self._tokens(batch), self._source, adapter=_adapter(batch))
+        stored = self._client.store(self._prompt(batch), self._source)
         if stored.blocks != self._work.pages:
             raise KVClusterError(f"not all of {self._work.pages} blocks were stored: {stored}")
         if not batch:
@@ -83,19 +84,15 @@ class _Whole:
     def close(self) -> None:
         self._client.close()
 
-    def _tokens(self, batch: int) -> list[int]:
+    def _prompt(self, batch: int) -> Prompt:
         # Each client and transport has its own prompt, since a block that is already cached would not be stored.
         who = self._work.client * len(PATHS) + list(PATHS).index(f"client {self._transport}")
-        return [who, batch, *self._rest]
+        return Prompt([who, batch, *self._rest], adapter=pages.PASSING if batch else pages.KEPT)
 
     def _check_transport(self) -> None:
         used = self._client.status()["transports"]
         if not all(self._transport in str(transport) for transport in used.values()):
             raise KVClusterError(f"{self._transport} was requested, but these transports were used: {used}")
-
-
-def _adapter(batch: int) -> str:
-    return pages.PASSING if batch else pages.KEPT
 
 
 @contextmanager

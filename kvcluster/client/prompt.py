@@ -1,0 +1,63 @@
+"""A prompt: everything that identifies the blocks of one sequence within a spec.
+
+Two sequences share a block if all tokens up to its end are the same, and also their salt, their adapter, and the
+contents of the images up to there. These travel together through every call, so they are one value. It is checked when
+it is made, and it is a copy: an engine that goes on appending to its own list of tokens does not change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvcluster.client.validation import kind_of
+from kvcluster.core import hashing
+from kvcluster.core.ids import BlockHash, NamespaceId
+from kvcluster.errors import CallerError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The token ids of a sequence, and what else its KV depends on.
+
+    `token_ids` are integers from 0 to 2**32-1: a list, a tuple, an array, or a one-dimensional numpy array or torch
+    tensor. Prompts with different `salt` share no blocks. `adapter` is the content hash of a LoRA, "" for none; None
+    means that of the client's spec. `extra_keys` maps the index of a block to the content hash of the images, audio or
+    embeddings in it. Raises CallerError if one of them is something else.
+    """
+
+    token_ids: Sequence[int]
+    salt: bytes = b""
+    adapter: str | None = None
+    extra_keys: Mapping[int, bytes] | None = None
+
+    def __post_init__(self) -> None:
+        to_list = getattr(self.token_ids, "tolist", None)  # arrays and tensors are slow to iterate
+        object.__setattr__(self, "token_ids", hashing.token_array(self.token_ids if to_list is None else to_list()))
+        if not isinstance(self.salt, bytes):
+            raise CallerError(f"salt is {kind_of(self.salt)}; expected bytes: for text give text.encode()")
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise CallerError(f"adapter is {kind_of(self.adapter)}; expected the content hash of a LoRA as text")
+        if self.extra_keys is not None:
+            object.__setattr__(self, "extra_keys", _checked_keys(self.extra_keys))
+
+    def hashes(self, namespace: NamespaceId, block_tokens: int) -> list[BlockHash]:
+        """Returns the hashes of the full blocks within a namespace."""
+        return hashing.chain(hashing.root(namespace, self.salt), self.token_ids, block_tokens, self.extra_keys)
+
+
+def as_prompt(given: Prompt | Sequence[int]) -> Prompt:
+    """Returns the prompt itself, or the prompt with these token ids and nothing else. Raises CallerError as Prompt."""
+    return given if isinstance(given, Prompt) else Prompt(given)
+
+
+def _checked_keys(extra_keys: Mapping[int, bytes]) -> dict[int, bytes]:
+    given: object = extra_keys
+    if not isinstance(given, Mapping):
+        raise CallerError(f"extra_keys is {kind_of(given)}; expected a mapping from a block's index to bytes")
+    for block, key in extra_keys.items():
+        if type(block) is not int or block < 0:
+            raise CallerError(f"extra_keys names block {block!r}; expected an index, counted from the prompt's start")
+        if not isinstance(key, bytes):
+            raise CallerError(f"extra_keys[{block}] is {kind_of(key)}; expected bytes, such as digest() of the image")
+    return dict(extra_keys)
