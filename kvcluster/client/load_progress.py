@@ -8,7 +8,7 @@ piece that is replaced by others counts until those have arrived, and is replace
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvcluster.client.pieces import Piece, Pieces, each, layer_counts
 from kvcluster.client.results import Loaded
@@ -39,16 +39,18 @@ class LoadProgress:
         """Returns the number of pieces of this model layer that have not arrived."""
         return self._layers.get(layer, 0)
 
-    def came(self, block: int, layers: Sequence[int], nbytes: int) -> bool:
-        """Records that these model layers of a piece of `block` are in place. True if that completes one of them."""
-        left = self._layers
-        whole = False
+    def came(self, layers_of: Mapping[tuple[int, ...], Sequence[int]], nbytes: int) -> bool:
+        """Records that pieces of these blocks, by their model layers, are in place: `nbytes` in all. True if that
+        completes a layer."""
+        left, whole = self._layers, False
         with self._lock:
-            self._left[block] -= len(layers)
             self._nbytes += nbytes
-            for layer in layers:
-                left[layer] -= 1
-                whole = whole or not left[layer]
+            for layers, blocks in layers_of.items():
+                for block in blocks:
+                    self._left[block] -= len(layers)
+                for layer in layers:
+                    left[layer] -= len(blocks)
+                    whole = whole or not left[layer]
         return whole
 
     @property

@@ -50,14 +50,13 @@ if TYPE_CHECKING:
 _TARGET = HostMemory()
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Form:
-    """The codec in which a page arrives."""
+    """How pages of one group and number of heads arrive in one codec."""
 
     codec_id: int
     layer_bytes: int
-    identity: int
-    coder: codec.Coder | None  # None if it arrives raw
+    coder: codec.Coder | None  # None if they arrive raw
 
 
 class LoadSink:
@@ -80,9 +79,9 @@ class LoadSink:
         self._layer_came = layer_came
         self._items = _items(ranges, into)
         self._python = PythonCopies(into)
-        self._forms: list[_Form | None] = [None] * len(ranges.pieces)  # the last form of each piece
+        self._forms: dict[tuple[int, int, int], _Form | None] = {}  # by group, heads and codec
+        self._identity = (-1, -1, 0)  # the last (item, codec), since its layers arrive one after the other, and its own
         self._model_layers: list[tuple[int, ...] | None] = [None] * len(ranges.pieces)
-        self._sizes: dict[tuple[int, int, int], int] = {}  # group, codec, heads -> bytes of a layer
         self._staging = Staging()
 
     # ------------------------------------------------------------------------------------ batches of copies
@@ -100,7 +99,7 @@ class LoadSink:
                     f"which are not within {want.layer_start} to {want.layer_stop}"
                 )
             form = self._form(item, codec_id)
-            identities.append(0 if form is None else form.identity)
+            identities.append(0 if form is None else self._identity_of(item, codec_id))
             if form is None:
                 status[at] = CopyStatus.UNREADABLE
             elif records.nbytes[at] != layers * form.layer_bytes:
@@ -130,24 +129,29 @@ class LoadSink:
             try:
                 run(start, stop)
             finally:
-                for at in range(start, stop):
-                    whole = self._count_record(batch, at) or whole
+                whole = self._count_records(batch, start, stop)
         if whole:
             self._layer_came()
         if CopyStatus.STOPPED in batch.status[start:stop]:
             self._ranges.check(time.monotonic_ns())  # raises unless only dropped items were stopped
 
-    def _count_record(self, batch: CopyBatch, at: int) -> bool:
-        item, layer, status = batch.records.items[at], batch.records.layers[at], batch.status[at]
-        stop = layer + batch.records.counts[at]
-        if not self._ranges.is_next(item, layer):
-            return False
-        if status == CopyStatus.DONE:
-            self._ranges.came(item, stop)
-            return self._came(item, layer, stop)
-        if status in (CopyStatus.MISMATCH, CopyStatus.UNREADABLE) and not self._ranges.dropped[item]:
-            self._ranges.did_not_match(item, layer, stop)
-        return False
+    def _count_records(self, batch: CopyBatch, start: int, stop: int) -> bool:
+        """Counts what has become of these records. True if that completes some layer in every block."""
+        records, ranges = batch.records, self._ranges
+        came: dict[tuple[int, ...], list[int]] = {}  # blocks, by the model layers that they got
+        nbytes = 0
+        for at in range(start, stop):
+            item, layer, status = records.items[at], records.layers[at], batch.status[at]
+            last = layer + records.counts[at]
+            if not ranges.is_next(item, layer):
+                continue
+            if status == CopyStatus.DONE:
+                ranges.came(item, last)
+                came.setdefault(self._layers_of(item, layer, last), []).append(ranges.pieces[item].block)
+                nbytes += (last - layer) * self._raw_bytes(item)
+            elif status in (CopyStatus.MISMATCH, CopyStatus.UNREADABLE) and not ranges.dropped[item]:
+                ranges.did_not_match(item, layer, last)
+        return self._progress.came(came, nbytes)
 
     # ------------------------------------------------------------------------------------------ streams
 
@@ -178,7 +182,8 @@ class LoadSink:
                     return False
                 here = None if run is None else data.present
                 if here is not None and here.nbytes == nbytes:
-                    verified = checksum.copy_sums(form.identity, layer, len(sums), view, here) == tuple(sums)
+                    sums_here = checksum.copy_sums(self._identity_of(item, form.codec_id), layer, len(sums), view, here)
+                    verified = sums_here == tuple(sums)
                     if verified:
                         self._python.put(place, layer, stop, view, form.coder)
                     whole = self._count(item, layer, stop, verified)
@@ -194,11 +199,11 @@ class LoadSink:
 
     def _put(self, item: int, place: PagePlace, form: _Form, layer: int, sums: Sequence[int], view: memoryview) -> bool:
         """Verifies layers that have arrived in `view`, and puts them where they belong. False if they do not match."""
-        stop = layer + len(sums)
+        stop, identity = layer + len(sums), self._identity_of(item, form.codec_id)
         in_place = form.coder is None and place.run is not None
         if not in_place and form.layer_bytes >= native.LEAST_LAYER_BYTES and self._blocks is not None:
-            return self._blocks.load(item, layer, form.codec_id, form.identity, tuple(sums), view)
-        if checksum.first_mismatch(form.identity, layer, sums, view) is not None:
+            return self._blocks.load(item, layer, form.codec_id, identity, tuple(sums), view)
+        if checksum.first_mismatch(identity, layer, sums, view) is not None:
             return False
         self._python.put(place, layer, stop, view, form.coder)
         return True
@@ -209,20 +214,21 @@ class LoadSink:
             self._ranges.did_not_match(item, layer, stop)
             return False
         self._ranges.came(item, stop)
-        return self._came(item, layer, stop)
+        nbytes = (stop - layer) * self._raw_bytes(item)
+        return self._progress.came({self._layers_of(item, layer, stop): [self._ranges.pieces[item].block]}, nbytes)
 
     @cached_property
     def _blocks(self) -> BlockCopier | None:
         return native_copies.block_copier(CopyDirection.LOAD, self._items)
 
-    def _came(self, item: int, layer: int, stop: int) -> bool:
-        """Counts layers that are in place. Returns as `_count`."""
-        piece = self._ranges.pieces[item]
-        layers = self._model_layers[item]
+    def _layers_of(self, item: int, layer: int, stop: int) -> tuple[int, ...]:
+        """Returns the model's numbers of these layers of a page."""
+        want, layers = self._ranges.pieces[item].want, self._model_layers[item]
         if layers is None:
-            layers = self._model_layers[item] = piece.model_layers(self._spec)
-        first, nbytes = piece.want.layer_start, (stop - layer) * self._layer_bytes(item, codec.RAW)
-        return self._progress.came(piece.block, layers[layer - first : stop - first], nbytes)
+            layers = self._model_layers[item] = self._ranges.pieces[item].model_layers(self._spec)
+        if layer == want.layer_start and stop == want.layer_stop:
+            return layers
+        return layers[layer - want.layer_start : stop - want.layer_start]
 
     def _take_none(self, item: int, layer: int, stop: int) -> None:
         """Records that these layers cannot be used: their codec or length is wrong."""
@@ -232,30 +238,32 @@ class LoadSink:
 
     def _form(self, item: int, codec_id: int) -> _Form | None:
         """Returns the form of this page; None if this process cannot decode it."""
-        form = self._forms[item]
-        if form is not None and form.codec_id == codec_id:
-            return form
-        why = codec.check_codec(codec_id)
-        if why is not None:
-            self._ranges.unreadable[item] = Miss(MissReason.LOSSY, why)
-            return None
-        key = self._ranges.pieces[item].want.key
-        form = self._forms[item] = _Form(
-            codec_id,
-            self._layer_bytes(item, codec_id),
-            checksum.identity(self._namespace, key, codec_id),
-            coder_of(self._items, item, codec_id),
-        )
+        items = self._items
+        group, heads = items.groups[item], items.head_stops[item] - items.head_starts[item]
+        try:
+            form = self._forms[group, heads, codec_id]
+        except KeyError:
+            form = None
+            if codec.check_codec(codec_id) is None:
+                nbytes = encoded_layer_bytes(items.geometry(item), codec_id, heads)
+                form = _Form(codec_id, nbytes, coder_of(items, item, codec_id))
+            self._forms[group, heads, codec_id] = form
+        if form is None:
+            self._ranges.unreadable[item] = Miss(MissReason.LOSSY, codec.check_codec(codec_id) or "")
         return form
 
-    def _layer_bytes(self, item: int, codec_id: int) -> int:
-        """Returns the bytes of one layer of the item's page in that codec, which must be known."""
-        items = self._items
-        shape = items.groups[item], codec_id, items.head_stops[item] - items.head_starts[item]
-        size = self._sizes.get(shape)
-        if size is None:
-            size = self._sizes[shape] = encoded_layer_bytes(items.geometry(item), codec_id, shape[2])
-        return size
+    def _identity_of(self, item: int, codec_id: int) -> int:
+        known, in_codec, identity = self._identity
+        if item != known or codec_id != in_codec:
+            identity = checksum.identity(self._namespace, self._ranges.pieces[item].want.key, codec_id)
+            self._identity = item, codec_id, identity
+        return identity
+
+    def _raw_bytes(self, item: int) -> int:
+        """Returns the bytes of one layer of the item's page, raw."""
+        form = self._form(item, codec.RAW)
+        assert form is not None
+        return form.layer_bytes
 
 
 def _items(ranges: ReadRanges, into: BoundMemory) -> CopyItems:

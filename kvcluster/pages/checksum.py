@@ -25,16 +25,18 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 
 from xxhash import xxh3_64_intdigest
 
 from kvcluster.core import limits
 from kvcluster.core.ids import HASH_BYTES, SUM_BYTES, NamespaceId
 from kvcluster.core.messages import PageKey
+from kvcluster.core.spec import Part
 from kvcluster.pages import native
 
 _DOMAIN = b"kvcluster-sum-v1"
-_IDENTITY = struct.Struct(f"<{len(_DOMAIN)}s{HASH_BYTES}s{HASH_BYTES}s5IH")
+_REST = struct.Struct("<5IH")
 _A = 0x9E3779B97F4A7C15
 _B = 0xC2B2AE3D27D4EB4F
 _MASK = 2**64 - 1
@@ -43,8 +45,14 @@ _MASK = 2**64 - 1
 def identity(namespace: NamespaceId, key: PageKey, codec: int) -> int:
     """Returns 64 bits that identify a page: a hash of namespace, block hash, group, part, and codec with its
     version."""
-    assert len(namespace) == HASH_BYTES and len(key.hash) == HASH_BYTES  # struct would cut or pad them silently
-    return xxh3_64_intdigest(_IDENTITY.pack(_DOMAIN, namespace, key.hash, key.group, *key.part, codec))
+    assert len(namespace) == HASH_BYTES and len(key.hash) == HASH_BYTES  # the fields have fixed widths
+    return xxh3_64_intdigest(_DOMAIN + namespace + key.hash + _rest(key.group, key.part, codec))
+
+
+@lru_cache(maxsize=1_024)
+def _rest(group: int, part: Part, codec: int) -> bytes:
+    """Packed, and remembered: thousands of pages share one."""
+    return _REST.pack(group, *part, codec)
 
 
 def layer_sum(identity: int, layer: int, data: memoryview | bytes) -> int:

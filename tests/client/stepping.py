@@ -141,7 +141,7 @@ class SteppedLoad:
                 ranges.did_not_match(item, layer, layer + 1)
             else:
                 ranges.came(item, layer + 1)
-                self.progress.came(piece.block, piece.cut(layer, layer + 1).model_layers(SPEC), 1)
+                self.progress.came({piece.cut(layer, layer + 1).model_layers(SPEC): [piece.block]}, 1)
 
     def finish(self, start: StartRead, *outcome: Miss | None) -> list[LoadEffect]:
         """Its exchange ends; by default all its items come before."""

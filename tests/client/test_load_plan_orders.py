@@ -145,7 +145,7 @@ class LoadsInAnyOrder(RuleBasedStateMachine):
             return
         ranges.came(item, layer + 1)
         layers = piece.cut(layer, layer + 1).model_layers(SPEC)
-        if self.load.progress.came(piece.block, layers, 1):
+        if self.load.progress.came({layers: [piece.block]}, 1):
             self.destination.check_layers(layers)
 
     @precondition(lambda self: self.running)

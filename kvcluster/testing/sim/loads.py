@@ -184,7 +184,7 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
             self._destination.write(start.exchange, piece, layer.layer, right=True)
             ranges.came(layer.item, layer.layer + 1)
             layers = piece.model_layers(self._model.spec)[layer.layer - piece.want.layer_start :][:1]
-            if self._progress.came(piece.block, layers, len(layer.data)):
+            if self._progress.came({layers: [piece.block]}, len(layer.data)):
                 self._destination.check_layers(layers)
         else:
             worker.world.oracle.refused(key, layer)
