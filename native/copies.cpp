@@ -20,6 +20,9 @@ using u64 = std::uint64_t;
 constexpr u64 kLayerFactor = 0x9E3779B97F4A7C15, kBytesFactor = 0xC2B2AE3D27D4EB4F;
 constexpr std::size_t kLeastStep = 64, kMostStep = 1024;
 
+// Addresses are sums of numbers that wrap around, and become pointers last.
+u8* at_address(u64 address) { return reinterpret_cast<u8*>(static_cast<std::uintptr_t>(address)); }
+
 u64 seed_of(u64 identity, u64 layer, u64 nbytes) { return identity + layer * kLayerFactor + nbytes * kBytesFactor; }
 
 // As Python's time.monotonic_ns.
@@ -217,7 +220,7 @@ void BatchRun::rows_of(const Place& place) {
             const u64 row = geometry.rows[place.block] * static_cast<u64>(geometry.row_strides[i]);
             const u64 head = place.memory_head * static_cast<u64>(geometry.head_strides[i]);
             Rows rows{};
-            rows.base = reinterpret_cast<u8*>(static_cast<std::uintptr_t>(geometry.bases[i] + row + head));
+            rows.base = at_address(geometry.bases[i] + row + head);
             rows.run = plane.elements * plane.element_bytes;
             rows.inner = place.fills;
             rows.inner_stride = static_cast<std::ptrdiff_t>(geometry.head_strides[i]);
@@ -258,8 +261,7 @@ void BatchRun::move_elements(const Place& place, std::size_t layer, u8* page, bo
                 u8* const bytes = page + (token * place.heads + place.fill + head) * row;
                 for (std::size_t element = 0; element < plane.elements; element++) {
                     const u64 at = start + inner + element * static_cast<u64>(geometry.element_strides[i]);
-                    move(reinterpret_cast<u8*>(static_cast<std::uintptr_t>(at)), bytes + element * plane.element_bytes,
-                         plane.element_bytes);
+                    move(at_address(at), bytes + element * plane.element_bytes, plane.element_bytes);
                 }
             }
         }
@@ -301,7 +303,7 @@ void BatchRun::run(const Kernels& kernels, std::size_t start, std::size_t stop) 
                           items.fill_starts[item] - geometry.head_start,
                           records.nbytes[at] / records.counts[at],
                           heads * geometry.head_bytes(),
-                          batch_.pages + records.offsets[at]};
+                          at_address(reinterpret_cast<std::uintptr_t>(batch_.pages) + records.offsets[at])};
         rows_of(place);
         std::uint8_t status = kDone;
         if (batch_.load) {

@@ -20,4 +20,5 @@ done
 echo "==> tests of the native core, sanitized"
 LD_PRELOAD=$preload ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$site \
   "$python" -m pytest -q -n0 --capture=sys -p no:cacheprovider -o pythonpath="$site ." --timeout 900 \
-  tests/pages/test_native.py tests/pages/test_checksum.py tests/pages/test_codec.py
+  tests/pages/test_native.py tests/pages/test_checksum.py tests/pages/test_codec.py tests/pages/test_copy_batch.py \
+  tests/client/test_native_copies.py
