@@ -45,9 +45,9 @@ class LearnedBandwidth:
         """Records a load that has ended. Ignores a load that brought no bytes."""
         if nbytes <= 0 or took_ns <= 0:
             return
-        anew = self._doubted or now >= self._until
-        kept = 0.0 if anew else _KEPT
-        self._largest = nbytes if anew else max(nbytes, self._largest)
+        reset = self._doubted or now >= self._until
+        kept = 0.0 if reset else _KEPT
+        self._largest = nbytes if reset else max(nbytes, self._largest)
         self._doubted = False
         self._until = now + self._believed_ns
         self._weight = kept * self._weight + 1.0

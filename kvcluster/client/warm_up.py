@@ -35,8 +35,8 @@ def warm_up(
     group, part = next((group, part) for group, part in enumerate(parts) if part is not None)
     with suppress(KVClusterError):
         attached = control.attach(spec, deadline)
-        nobodys = PageWant(PageKey(BlockHash(os.urandom(HASH_BYTES)), group, part), 0, 1)
+        absent = PageWant(PageKey(BlockHash(os.urandom(HASH_BYTES)), group, part), 0, 1)
         for shard in attached.shards:
-            request = ReadRequest(attached.namespace, next_attempt(), shard.epoch, (nobodys,), Loss.Q4)
+            request = ReadRequest(attached.namespace, next_attempt(), shard.epoch, (absent,), Loss.Q4)
             with suppress(KVClusterError, RefusedByShard):  # refused, if it has restarted since
                 shards.knock(shard, spec, request, Nowhere(), deadline)

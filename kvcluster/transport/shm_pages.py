@@ -35,7 +35,7 @@ WRITTEN_BYTES = 4 * limits.FRAME_BYTES
 """A writer reports written pages to the shard in batches of this size. Waking the shard costs the writer as much as
 copying 256 KiB, but little should be left to verify when everything is written."""
 
-_FAREWELL_MS = 200
+_LAST_MESSAGE_MS = 200
 
 _LOADS = 2 if (os.cpu_count() or 1) > 1 else 1
 """Only the reader copies and decodes a load, and its two threads are nearly twice as fast as one. A store is verified
@@ -117,7 +117,7 @@ class ShmPages:
         connection. Keeps the connection if no exchange is under way."""
         if control.turn is Turn.OURS:
             try:
-                control.say(last, b"", Deadline.after_ms(_FAREWELL_MS), then=Turn.IDLE)
+                control.say(last, b"", Deadline.after_ms(_LAST_MESSAGE_MS), then=Turn.IDLE)
             except KVClusterError:
                 """The shard has ended the exchange."""
         if control.turn is Turn.IDLE:

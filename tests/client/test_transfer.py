@@ -367,4 +367,4 @@ def test_closing_does_not_wait_for_a_lost_coordinator(cluster: MemoryCluster) ->
     cluster.stop_coordinator()
     asked = len(port.asked)
     client.close()
-    assert len(port.asked) - asked == 1, "what one farewell shows of the coordinator holds for all"
+    assert len(port.asked) - asked == 1, "what ending one ticket shows of the coordinator holds for all"

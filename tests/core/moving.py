@@ -9,7 +9,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.disk_recovery import NO_STORE, RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
-from kvcluster.core.messages import Farewell, GoneEvent, NewPage, PageEvent, PullOrder, ShardAddress, Tier
+from kvcluster.core.messages import GoneEvent, LeaveReason, NewPage, PageEvent, PullOrder, ShardAddress, Tier
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from tests.core.lone_shard import A, LoneShard
@@ -97,7 +97,7 @@ def interrupt(shard: LoneShard, how: str) -> None:
             shard.later(6 * SECOND)
             assert not shard.core.member(shard.now)
         case "the end":
-            shard.hear(leave=Farewell.DRAINED)
+            shard.hear(leave=LeaveReason.DRAINED)
             assert shard.moving.attempt in shard.revoked
 
 

@@ -338,12 +338,12 @@ def test_what_was_adopted_is_given_back_like_what_was_reserved() -> None:
     assert taken(allocator, owner(0, OTHER_SPACE)) == FIRST
 
 
-@given(wishes=st.lists(st.tuples(spaces, parts, sizes), max_size=12), order=st.randoms(use_true_random=False))
+@given(wanted=st.lists(st.tuples(spaces, parts, sizes), max_size=12), order=st.randoms(use_true_random=False))
 def test_all_that_was_given_out_is_adopted_by_the_next_in_any_order(
-    wishes: list[tuple[NamespaceId, Part, int]], order: random.Random
+    wanted: list[tuple[NamespaceId, Part, int]], order: random.Random
 ) -> None:
     before, after = FileAllocator(4 * FILE, FILE), FileAllocator(4 * FILE, FILE)
-    owners = [(owner(number, space, part), nbytes) for number, (space, part, nbytes) in enumerate(wishes)]
+    owners = [(owner(number, space, part), nbytes) for number, (space, part, nbytes) in enumerate(wanted)]
     given_out = [(before.reserve(nbytes, of), of, nbytes) for of, nbytes in owners]
     order.shuffle(given_out)
     for offset, of, nbytes in given_out:

@@ -17,9 +17,9 @@ from kvcluster.core.messages import (
     Effect,
     Erase,
     EvictOrder,
-    Farewell,
     GoneEvent,
     Leave,
+    LeaveReason,
     Move,
     MoveOrder,
     MovePages,
@@ -178,7 +178,7 @@ def test_a_pull_ends_with_its_lease_in_whatever_way_that_ends(how: str) -> None:
         shard.coordinator = Epoch(200)
         shard.settle()
     elif how == "the end":
-        shard.hear(leave=Farewell.DRAINED)
+        shard.hear(leave=LeaveReason.DRAINED)
     stopped = how in ("time", "purge", "the end")
     assert shard.revoked == ([fetch.attempt] if stopped else [])
     if how == "abort":
@@ -439,7 +439,7 @@ def test_a_shard_that_is_to_go_says_so_from_then_on_and_serves_readers_until_it_
     assert report(shard).info.draining, "so that the next coordinator knows"
     assert pinned(shard.pin(attempt(2), A))
     assert shard.reserve(attempt(3), B) == (Written.LOST,), "it would go along, after the last report"
-    [*_, leave] = shard.hear(leave=Farewell.DRAINED)
+    [*_, leave] = shard.hear(leave=LeaveReason.DRAINED)
     assert leave == Leave("this shard is drained", for_good=True)
 
 

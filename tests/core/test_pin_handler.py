@@ -12,8 +12,8 @@ from kvcluster.core.messages import (
     Commit,
     CommitGrant,
     Erase,
-    Farewell,
     GoneEvent,
+    LeaveReason,
     PageSlot,
     PinGrant,
     PurgedEvent,
@@ -522,11 +522,11 @@ def test_a_reader_who_waits_for_room_is_given_nothing_once_no_coordinator_is_the
     assert shard.stages == [] and host_bytes(shard) == 0
 
 
-@pytest.mark.parametrize("farewell", Farewell)
-def test_a_shard_that_leaves_tells_who_waits_for_room(farewell: Farewell) -> None:
+@pytest.mark.parametrize("leave_reason", LeaveReason)
+def test_a_shard_that_leaves_tells_who_waits_for_room(leave_reason: LeaveReason) -> None:
     shard = crowded(A, B)
     call = shard.pinning(attempt(1), B, D)
-    shard.hear(leave=farewell)
+    shard.hear(leave=leave_reason)
     assert misses(shard.replies[call]) == [MissReason.SHARD_LOST] * 2
     assert end(shard, attempt(0)) and not end(shard, attempt(1))
     shard.later(SECOND)
@@ -632,13 +632,13 @@ def test_a_corrupt_page_is_found_by_a_later_read_if_no_reader_waits_for_it_any_m
     assert counters(shard)["corrupt"] == 1
 
 
-@pytest.mark.parametrize("farewell", Farewell)
-def test_a_shard_that_leaves_tells_who_waits_and_ends_what_is_under_way(farewell: Farewell) -> None:
+@pytest.mark.parametrize("leave_reason", LeaveReason)
+def test_a_shard_that_leaves_tells_who_waits_and_ends_what_is_under_way(leave_reason: LeaveReason) -> None:
     shard = having(A)
     shard.store(attempt(9), B)
     call = shard.pinning(attempt(1), A, B)
     [stage] = shard.stages
-    effects = shard.hear(leave=farewell)
+    effects = shard.hear(leave=leave_reason)
     assert shard.left
     revoked = [effect.attempt for effect in effects if isinstance(effect, Revoke)]
     assert sorted(revoked) == sorted([attempt(1), stage.attempt])

@@ -10,10 +10,10 @@ from kvcluster.core.messages import (
     AttachedShard,
     Done,
     EvictOrder,
-    Farewell,
     Flush,
     GoneEvent,
     Inventory,
+    LeaveReason,
     OrderProgress,
     PageEvent,
     ReportAck,
@@ -98,7 +98,7 @@ def test_a_newer_incarnation_ends_this_one() -> None:
     shard.pin(attempt(3), A)
     flush = shard.call(ours(Flush(SECOND)))
     later = shard.reserving(attempt(4), C, wait_ns=SECOND)
-    shard.answer(ReportAck(Epoch(1), 0, leave=Farewell.REPLACED))
+    shard.answer(ReportAck(Epoch(1), 0, leave=LeaveReason.REPLACED))
     assert shard.left
     assert shard.revoked == [attempt(3)]
     assert granted(shard, waiting) == granted(shard, later) == (Written.LOST,)
@@ -376,7 +376,7 @@ def test_more_than_the_backlog_holds_becomes_an_inventory(monkeypatch: pytest.Mo
 def test_a_flush_at_a_shard_that_is_over_is_answered() -> None:
     shard = LoneShard.joined()
     commit_one(shard, 1, A)
-    shard.answer(ReportAck(shard.coordinator, 0, leave=Farewell.REPLACED))
+    shard.answer(ReportAck(shard.coordinator, 0, leave=LeaveReason.REPLACED))
     assert shard.replies[flushing(shard)] == Done(False)
     assert shard.core.next_deadline() is None
 

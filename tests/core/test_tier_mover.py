@@ -284,7 +284,7 @@ def test_a_new_coordinator_s_orders_follow_the_batch_under_way_and_nothing_else(
     shard.demote(C)
     assert sources(shard) == [A]
     shard.move()
-    assert sources(shard) == [C], "the rest of the old order is nobody's wish any more"
+    assert sources(shard) == [C], "no report asks for the rest of the old order any more"
     assert lies(shard) == [BELOW]
     assert running(shard) == (shard.ordered,)
     shard.move()

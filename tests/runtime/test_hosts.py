@@ -14,9 +14,9 @@ from kvcluster.core.messages import (
     AttachedShard,
     AttachShard,
     Done,
-    Farewell,
     Inventory,
     Leave,
+    LeaveReason,
     NewPage,
     PageKey,
     PageSlot,
@@ -98,7 +98,7 @@ def test_a_report_that_fails_is_sent_again(error: Exception) -> None:
 
 def test_a_shard_whose_successor_is_known_ends_itself() -> None:
     ended: queue.SimpleQueue[Leave] = queue.SimpleQueue()
-    coordinator = Coordinator(lambda message: ReportAck(Epoch(1), 0, leave=Farewell.REPLACED))
+    coordinator = Coordinator(lambda message: ReportAck(Epoch(1), 0, leave=LeaveReason.REPLACED))
     with shard(coordinator, on_end=ended.put):
         leave = ended.get(timeout=BOUND_S)
     assert "newer incarnation" in leave.reason
@@ -107,7 +107,7 @@ def test_a_shard_whose_successor_is_known_ends_itself() -> None:
 
 def test_a_drained_shard_ends_for_good() -> None:
     ended: queue.SimpleQueue[Leave] = queue.SimpleQueue()
-    coordinator = Coordinator(lambda message: ReportAck(Epoch(1), 0, leave=Farewell.DRAINED))
+    coordinator = Coordinator(lambda message: ReportAck(Epoch(1), 0, leave=LeaveReason.DRAINED))
     with shard(coordinator, on_end=ended.put):
         assert ended.get(timeout=BOUND_S) == Leave("this shard is drained", for_good=True)
 

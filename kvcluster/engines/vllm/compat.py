@@ -206,7 +206,7 @@ def preemptions(request: Any) -> int:
     return int(request.num_preemptions)
 
 
-def is_clear(cache_manager: Any) -> bool:
+def prefix_cache_is_unused(cache_manager: Any) -> bool:
     """Whether the engine's own prefix cache holds nothing that a request could continue from: it is disabled, or no
     block is in use. While one is in use, vLLM cannot reset the cache."""
     pool = cache_manager.block_pool

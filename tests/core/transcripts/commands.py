@@ -17,11 +17,11 @@ from kvcluster.core.messages import (
     EndTicket,
     EvictOrder,
     Explain,
-    Farewell,
     Flush,
     GetStatus,
     GoneEvent,
     Inventory,
+    LeaveReason,
     LoadGrant,
     NewPage,
     Order,
@@ -410,7 +410,7 @@ class Commands:
             orders=tuple(orders),
             tombstones=() if purge is None else (Tombstone(int(purge), Tenant(TENANT)),),
             drain="drain" in words.rest,
-            leave=Farewell[words.options["leave"].upper()] if "leave" in words.options else None,
+            leave=LeaveReason[words.options["leave"].upper()] if "leave" in words.options else None,
         )
         stage.say(f"coordinator -> {name}: {stage.tell.ack(ack)}")
         shard.step(ReportAnswered(ack))

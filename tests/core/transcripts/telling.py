@@ -20,10 +20,10 @@ from kvcluster.core.messages import (
     EndTicket,
     EvictOrder,
     Explained,
-    Farewell,
     Flush,
     GoneEvent,
     Inventory,
+    LeaveReason,
     LoadGrant,
     Order,
     OrderProgress,
@@ -139,7 +139,9 @@ class Teller:
             told.append("drain")
         if ack.leave is not None:
             told.append(
-                {Farewell.REPLACED: "leave, you are replaced", Farewell.DRAINED: "leave, you are drained"}[ack.leave]
+                {LeaveReason.REPLACED: "leave, you are replaced", LeaveReason.DRAINED: "leave, you are drained"}[
+                    ack.leave
+                ]
             )
         return f"{', '.join(told)} [epoch {ack.epoch}]"
 
