@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvcluster.cli.coordinator_args import add_where, coordinator
+from kvcluster.cli.coordinator_args import add_coordinator_args, coordinator
 from kvcluster.cli.extras import needs
 from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.messages import EngineInfo, Engines, GetEngines, SetWeights
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
     )
     weights.add_argument("--engine", default="", help="name or id of one private engine (default: all of the model)")
     weights.add_argument("--json", action="store_true", help="print the engines as JSON")
-    add_where(weights)
+    add_coordinator_args(weights)
     weights.set_defaults(run=lambda options: _weights(options, weights))
 
 

@@ -201,7 +201,7 @@ class ShardConnections:
     ) -> BorrowedPages:
         with self._asked(shard, spec, request.namespace, deadline) as transport:
             if not isinstance(transport, Lends):
-                raise NotLent(f"its pages come over {transport.name}")
+                raise NotLent(f"the transport in use is {transport.name}, which cannot lend pages")
             return until.enter_context(transport.borrow(request, deadline))
 
     @contextmanager

@@ -179,5 +179,5 @@ class Listener:
         try:
             token = body.decode() or None
         except UnicodeDecodeError:
-            raise ProtocolError("a token that is not UTF-8") from None
+            raise ProtocolError("the token is not UTF-8") from None
         self._serve(link, self._tenant_of(token))

@@ -173,7 +173,9 @@ def _admit(link: FramedSocket) -> None:
     def look(connected: socket.socket) -> None:
         process, user = peer_of(connected)
         if user != os.getuid():
-            raise CredentialError(f"shared memory is for processes of user {os.getuid()}, and this one is of {user}")
+            raise CredentialError(
+                f"shared memory is only for processes of user {os.getuid()}, but this process runs as user {user}"
+            )
         descriptor = _process_of(connected, process)
         if descriptor is not None:
             link.end_with(descriptor)

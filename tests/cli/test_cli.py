@@ -74,9 +74,9 @@ def test_an_unknown_command_or_option_is_named_and_never_guessed(
     ("arguments", "sentence"),
     [
         (["--device-bytes", "1Gig"], "shard.device_bytes: '1Gig' is no size; write bytes, or a number with KiB, MiB"),
-        (["--device-bytes", "1KiB"], "shard.device_bytes must hold at least a page"),
+        (["--device-bytes", "1KiB"], "shard.device_bytes must hold at least one page"),
         (["--shards", "0"], "shards must be at least 1"),
-        (["--port", "0"], "needs a fixed port, by which it is found again; give --port"),
+        (["--port", "0"], "needs a fixed port, so that later commands find it: give --port"),
         (["--port", "70000"], "server.port must be between 0 and 65535"),
         (["--host", "0.0.0.0"], "refusing to listen on 0.0.0.0 without a token file"),
         (["--token-file", "nowhere"], "cannot read the token file nowhere"),

@@ -435,7 +435,9 @@ def test_blocks_of_a_shard_that_is_reached_otherwise_are_none_and_say_so(desk: D
     with desk.borrow(client=client) as blocks:
         assert [blocks.page(block) for block in range(4)] == [None] * 4
         left_out = "this client's configuration leaves it out"
-        detail = f"its pages come over grpc; shm: {left_out}; tcp: not offered by the shard"
+        detail = (
+            f"the transport in use is grpc, which cannot lend pages; shm: {left_out}; tcp: not offered by the shard"
+        )
         miss = Miss(MissReason.SHARD_LOST, f"shard-0 is not reached over shared memory: {detail}")
         assert [blocks.why(block) for block in range(4)] == [miss] * 4
     into = room(4)
@@ -445,7 +447,7 @@ def test_blocks_of_a_shard_that_is_reached_otherwise_are_none_and_say_so(desk: D
 def test_a_transport_that_cannot_lend_at_all_is_such_a_one(desk: Desk) -> None:
     client = desk.cluster.client(SPEC)
     with desk.borrow(client=client) as blocks:
-        detail = "shard-0 is not reached over shared memory: its pages come over memory"
+        detail = "shard-0 is not reached over shared memory: the transport in use is memory, which cannot lend pages"
         assert blocks.why(0) == Miss(MissReason.SHARD_LOST, detail)
     assert client.status()["breakers"][SHARD]["failures"] == 0
 
@@ -477,7 +479,7 @@ class _Breaking(ShmPages):
 
 def test_a_path_that_fails_says_nothing_of_the_shard_and_is_left_alone(desk: Desk) -> None:
     client = desk.connect(path=lambda offer, token: _Breaking(offer.address, token))
-    for words in ("shm: @.* this connection was closed", "come over grpc; shm: @.* closed; tcp: not offered"):
+    for words in ("shm: @.* this connection was closed", "in use is grpc, .*; shm: @.* closed; tcp: not offered"):
         with desk.borrow(client=client) as blocks:
             assert blocks.page(0) is None
             miss = blocks.why(0)

@@ -551,7 +551,7 @@ def tiny(kind: str, **settings: Any) -> Any:
         ("gemma2", {}, "layer 0 is sliding_attention"),
         ("llama4_text", {}, "chunked_attention"),
         ("mamba", {}, "linear_attention"),
-        ("rwkv", {}, "does not fill layer 0"),
+        ("rwkv", {}, "keeps other state than K and V in layer 0"),
         ("rwkv", {"num_attention_heads": None}, "no attention heads"),
         ("jamba", {"num_key_value_heads": 2}, "linear_attention"),
         ("deepseek_v3", {"num_key_value_heads": 4, "n_routed_experts": 8, "first_k_dense_replace": 2}, "MLA"),

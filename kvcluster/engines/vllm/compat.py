@@ -129,7 +129,9 @@ def views(kv_caches: Mapping[str, torch.Tensor], layout: Layout, number: int) ->
         if cache.ndim != 4 or cache.shape[0] == 0 or cache.shape[2:] != (layout.block_tokens, k_dim + v_dim):
             raise _unknown(name, cache, layout, number)
         if cache.device.type != "cpu":
-            raise CallerError(f"{name} lies on {cache.device}; this release moves KV in CPU memory only")
+            raise CallerError(
+                f"{name} is on {cache.device}; kvcluster moves KV in CPU memory only: start without this connector"
+            )
         try:
             out.append(layout.formats[number].views(cache, k_dim=k_dim, v_dim=v_dim, heads=layout.groups[number].heads))
         except CallerError:

@@ -51,7 +51,7 @@ def test_a_chat_is_rendered_by_the_models_template(tokens: PromptTokenizer) -> N
 
 
 def test_a_template_that_refuses_is_no_mistake(tokens: PromptTokenizer) -> None:
-    with pytest.raises(NoTokens, match="the chat template refused"):
+    with pytest.raises(NoTokens, match="the chat template cannot render these messages"):
         tokens.of(Prompt(messages=[{"role": "user", "content": "Hi"}], chat={"chat_template": "{{ 1 / 0 }}"}), 100)
 
 
