@@ -47,7 +47,7 @@ class Cluster:
     shards: tuple[Any, ...]
 
     def stop(self) -> None:
-        """Ends serving and kills the actors, for good."""
+        """Ends serving and kills the actors; Ray does not restart them."""
         for actor in (*self.shards, self.coordinator):
             ray.kill(actor, no_restart=True)
 

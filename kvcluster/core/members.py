@@ -134,7 +134,7 @@ class Membership:
         return member
 
     def dismiss(self, member: Member) -> None:
-        """Removes a drained member for good: later messages of this incarnation do not bring it back."""
+        """Removes a drained member: later messages of this incarnation do not bring it back."""
         self.drop(member.info.shard)
         _note(self._dismissed, member.info.shard, member.info.epoch)
 

@@ -198,7 +198,7 @@ class Replicator:
 
     def apply_tombstone(self, stone: Tombstone) -> None:
         """Withdraws all pulls of what the tombstone names. A source may carry out the purge later than a target, which
-        would then keep purged pages for good."""
+        would then keep purged pages."""
         for member in self._members.all():
             pull = member.orders.of(PullOrder)
             if pull is not None and stone.names(pull.tenant, pull.spec):

@@ -71,7 +71,7 @@ def patient() -> Deadline:
     return Deadline.after_ms(_NEXT_S * 1e3)
 
 
-def _anybody(link: FramedSocket) -> None:
+def _admit_all(link: FramedSocket) -> None:
     """Admits every connection."""
 
 
@@ -85,7 +85,7 @@ class Listener:
         serve: Serve,
         *,
         name: str,
-        admit: Callable[[FramedSocket], None] = _anybody,
+        admit: Callable[[FramedSocket], None] = _admit_all,
     ) -> None:
         """`admit` is called with each connection before anything is read from it; an error that it raises is sent to
         the other side."""

@@ -71,7 +71,7 @@ class Run:
         with ExitStack() as house:
             self._folder = Path(tempfile.mkdtemp(prefix="kvchaos-"))
             house.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            # A shard that begins anew on another node has its disk there too, as with a volume that goes along.
+            # A shard that restarts on another node finds its disk there, as with a volume that moves with it.
             settings = {**SETTINGS, "shard": {**SETTINGS["shard"], "disk_dir": str(self._folder / "disks")}}
             self._site: Site = house.enter_context(OneHost(settings) if why else Nodes(settings))
             house.callback(self._end_processes)

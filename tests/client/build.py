@@ -133,7 +133,7 @@ class Hold:
             stop = self.calls >= self._at
         if stop:
             self._reached.set()
-            assert self._open.wait(BOUND_S), "nobody let it go on"
+            assert self._open.wait(BOUND_S), "no test let it go on"
 
     def wait_reached(self) -> None:
         assert self._reached.wait(BOUND_S), "it never came there"
@@ -164,7 +164,7 @@ class Steps:
 
 
 class Watched:
-    """A transport whose steps are watched. Once closed it serves nobody, as a connection would not."""
+    """A transport whose steps are watched. Once closed it serves no call, like a closed connection."""
 
     def __init__(self, inner: Transport, steps: Steps) -> None:
         self.name = inner.name
@@ -261,7 +261,7 @@ class Port:
 
 
 def watched_client(cluster: MemoryCluster, steps: Steps | None = None, spec: KVSpec = SPEC, **options: Any) -> Client:
-    """A client whose port and transports are a test's to bend. It is closed by whoever asked for it."""
+    """A client whose port and transports a test may replace. Its caller closes it."""
     port = options.pop("port", None) or cluster.port()
     open_transport = cluster.opener()
 

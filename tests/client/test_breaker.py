@@ -20,7 +20,7 @@ from tests.client.conftest import Start
 
 SHARD = ShardId("shard-0")
 TOKENS = prompt(4)
-LOST = Miss(MissReason.SHARD_LOST, "nobody there")
+LOST = Miss(MissReason.SHARD_LOST, "no shard there")
 LATE = Miss(MissReason.DEADLINE)
 S = 1_000_000_000
 

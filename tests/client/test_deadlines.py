@@ -84,7 +84,7 @@ def test_every_part_of_a_call_has_the_deadline_of_the_call(cluster: MemoryCluste
         given += [
             deadline
             for message, deadline in zip(port.asked, port.deadlines, strict=True)
-            if not isinstance(message, (EndTicket, RenewTicket))  # nobody's call waits for these
+            if not isinstance(message, (EndTicket, RenewTicket))  # no call waits for these
         ]
         now = time.monotonic_ns()
     (deadline,) = {deadline.at_ns for deadline in given}

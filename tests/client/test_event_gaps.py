@@ -1,4 +1,4 @@
-"""Whatever is lost, repeated, replayed or begun anew: no batch is handed on twice, and none is skipped in silence."""
+"""Whatever is lost, repeated, replayed or restarted: no batch is delivered twice, and none is skipped silently."""
 
 from __future__ import annotations
 

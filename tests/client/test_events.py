@@ -125,7 +125,7 @@ def test_a_publisher_that_went_away_and_came_back_resets_what_was_told() -> None
         subscriber = subscribed(publisher)
         assert block_numbers([following(subscriber) for _ in range(2)]) == [1]
     with subscriber:
-        assert subscriber.next(0.05) is None, "nobody is there"
+        assert subscriber.next(0.05) is None, "no publisher is there"
         with published(first_sequence=2 * 10**18, **endpoints) as publisher:
             events: list[Event] = []
 
@@ -184,7 +184,7 @@ class Scripted:
         self.requests: list[ReplayRequest] = []
 
     def let_in(self) -> None:
-        assert self.live.poll(BOUND_S * 1e3), "nobody subscribed"
+        assert self.live.poll(BOUND_S * 1e3), "no subscriber came"
         self.live.recv()
 
     def send(self, *batches: Batch) -> None:

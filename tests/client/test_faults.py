@@ -46,7 +46,7 @@ NOT_RUNNING = Miss(MissReason.SHARD_LOST, "not running")
 
 @pytest.fixture
 def alone(start: Start) -> MemoryCluster:
-    """A cluster of one shard, which may go away without anybody waiting long for it."""
+    """A cluster of one shard, which may go away without a long wait for it."""
     return start(
         shards=1,
         device_bytes="1MiB",
@@ -116,7 +116,7 @@ def test_a_release_does_not_wait(alone: MemoryCluster) -> None:
     port, hold = Port(alone), Hold()
     port.before = lambda message: hold() if isinstance(message, EndTicket) else None
     with watched_client(alone, port=port) as client:
-        assert client.load(TOKENS, room(4)) == 4 * BLOCK, "though the end of its ticket is heard by nobody"
+        assert client.load(TOKENS, room(4)) == 4 * BLOCK, "though no coordinator hears of the end of its ticket"
         hold.wait_reached()
         hold.let_go()
 

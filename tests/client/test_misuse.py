@@ -205,7 +205,7 @@ def test_a_prompt_that_is_none_is_refused_in_words(
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1.0, float("nan"), float("inf"), 10**12, "60", None, True], ids=repr)
-def test_a_pin_for_no_time_that_anybody_means_is_refused(desk: Desk, ttl_s: Any) -> None:
+def test_a_pin_for_an_impossible_time_is_refused(desk: Desk, ttl_s: Any) -> None:
     with desk.refuses("is not a number of seconds above 0") as client:
         client.pin(TOKENS, ttl_s)
 

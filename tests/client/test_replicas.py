@@ -40,7 +40,7 @@ from tests.waiting import eventually
 
 TOKENS = prompt(4)
 CORRUPT = Miss(MissReason.CORRUPT)
-LOST = Miss(MissReason.SHARD_LOST, "nobody there")
+LOST = Miss(MissReason.SHARD_LOST, "no shard there")
 WHOLE = Loaded(4, 4 * PAGE_BYTES)
 
 
@@ -56,7 +56,7 @@ def spoil(cluster: MemoryCluster, shard: ShardId, block: BlockHash) -> None:
 
 
 def forget(cluster: MemoryCluster, shard: ShardId, *blocks: BlockHash) -> None:
-    """The shard gives these to nobody any more, as after an eviction that the coordinator has yet to hear of."""
+    """The shard no longer serves these, as after an eviction of which the coordinator has not been told yet."""
     pool = cluster.shard_core(shard).pool
     gone = [page for page in pages(cluster, shard) if page.key.hash in blocks]
     cluster.shards[shard].inspect(lambda: [pool.condemn(page) for page in gone])

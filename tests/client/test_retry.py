@@ -35,7 +35,7 @@ def piece(block: int, group: int = 0, part: Part = WHOLE, layers: tuple[int, int
 
 
 def fate(*shards: ShardAddress, count: int = 1) -> BlockFate:
-    """Served by the first of these that it names, or by nobody."""
+    """Served by the first of these that it names, or by none."""
     return BlockFate(count, (tuple(source(shard) for shard in shards),), None) if shards else BlockFate(1, None, NEVER)
 
 

@@ -44,7 +44,7 @@ HALVES = [Part(0, LAYERS, 0, HEADS // 2), Part(0, LAYERS, HEADS // 2, HEADS)]
 
 
 def tiers(start: Start, codec: str = "q8", *, shards: int = 1, client: str = "q4", **coordinator: Any) -> MemoryCluster:
-    """A cluster whose shards have a host tier, and read no page again that nobody suspects."""
+    """A cluster whose shards have a host tier, and verify no page unless a reader suspects it."""
     settings = {"hold_ms": 0, "host_codec": codec, **EAGER, **coordinator}
     config = {"coordinator": settings, "shard": {"host_bytes": "2MiB", "scrub_bytes": 0}, "client": {"accept": client}}
     return start(shards=shards, device_bytes=DEVICE_BYTES, config=config)

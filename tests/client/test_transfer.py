@@ -159,7 +159,7 @@ def test_a_load_past_its_deadline_writes_nothing_even_if_its_result_is_never_rea
     assert unwritten(into)
 
 
-def test_a_store_given_up_commits_nothing_and_may_be_tried_anew(cluster: MemoryCluster) -> None:
+def test_a_cancelled_store_commits_nothing_and_may_be_retried(cluster: MemoryCluster) -> None:
     tokens, hold = prompt(3, seed=1), Hold(at=2)
     with watched_client(cluster, Steps(send=hold)) as client:
         transfer = client.begin_store(client.hashes(tokens), kv(3))
@@ -169,14 +169,14 @@ def test_a_store_given_up_commits_nothing_and_may_be_tried_anew(cluster: MemoryC
         assert client.store(tokens, kv(3)) == Stored(3, 0, 0, 3 * PAGE_BYTES)
 
 
-def test_a_store_whose_deadline_passed_on_its_way_may_be_tried_anew(cluster: MemoryCluster) -> None:
+def test_a_store_whose_deadline_passed_on_its_way_may_be_retried(cluster: MemoryCluster) -> None:
     tokens, hold = prompt(3, seed=1), Hold(at=2)
     with watched_client(cluster, Steps(send=hold)) as client:
         transfer = client.begin_store(client.hashes(tokens), kv(3), deadline_ms=500)
         hold.wait_reached()
         assert transfer.result() == Stored(0, 0, 0, 0, Miss(MissReason.DEADLINE))
         hold.let_go()
-        assert client.store(tokens, kv(3)).pending == 0, "not pending for the life of a ticket that nobody uses"
+        assert client.store(tokens, kv(3)).pending == 0, "not pending for the life of an unused ticket"
     assert cluster.client(SPEC).store(tokens, kv(3)).pending == 0
 
 
@@ -291,7 +291,7 @@ def test_a_flush_that_came_too_early_leaves_the_rest_to_the_next(cluster: Memory
         hold.wait_reached()
         cluster.stop_coordinator()
         hold.let_go()
-        assert transfer.result().blocks == 3, "the shard commits, and tells it when somebody listens"
+        assert transfer.result().blocks == 3, "the shard commits, and says so when a client asks"
         assert not client.flush(deadline_ms=50)
         assert not client.flush(deadline_ms=50)
         cluster.start_coordinator()

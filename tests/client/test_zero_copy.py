@@ -356,7 +356,7 @@ def test_once_the_shard_has_ended_the_lease_it_is_not_valid_any_more(desk: Desk)
         assert not blocks.valid()
         assert len(data(blocks.page(0))) == PAGE_BYTES, "to look at it is no error, only of no worth"
     with desk.borrow() as blocks:
-        assert blocks.valid(), "those that are borrowed anew are"
+        assert blocks.valid(), "those that are borrowed again are"
 
 
 def test_of_several_shards_all_have_to_say_that_it_was_valid(start: Start) -> None:

@@ -232,7 +232,7 @@ def test_one_order_may_take_a_page_from_the_host_tier_and_then_from_the_device_w
     shard = doubled_over_disk(A)
     down = (Move(shard.space, A, Tier.DISK), Move(shard.space, A, Tier.HOST, Codec.Q4))
     shard.order(moves(*down))
-    assert sources(shard) == [A], "it is written once and encoded by nobody"
+    assert sources(shard) == [A], "it is written once and not encoded"
     shard.move()
     assert lies(shard) == [ON_DISK]
     assert running(shard) == ()

@@ -140,7 +140,7 @@ def test_a_drain_waits_for_shards_whose_inventory_is_not_complete(full: bool) ->
     assert one.report().leave is (LeaveReason.DRAINED if full else None)
 
 
-@pytest.mark.parametrize("how", ["lost", "corrupt", "telling anew"])
+@pytest.mark.parametrize("how", ["lost", "corrupt", "new inventory"])
 def test_a_block_whose_new_place_is_no_more_is_moved_once_again(how: str) -> None:
     coordinator, one = LoneCoordinator.serving(*pages([A]))
     two, three = others(coordinator, "bc")

@@ -213,7 +213,7 @@ def test_what_goes_while_all_is_told_again_is_not_told_as_there(monkeypatch: pyt
     assert late.blocks == {}
 
 
-def test_to_be_asked_again_while_it_tells_all_does_not_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_request_while_it_publishes_all_does_not_restart_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announcing, "RETOLD_BLOCKS", 4)
     coordinator, voice, _ = published(strict=False)
     voice.report(*pages(CHAIN))

@@ -356,7 +356,7 @@ def test_entries_of_scores_that_fell_are_given_back() -> None:
     assert len(index.coldest(100)) == 100
 
 
-def test_a_purged_namespace_leaves_nothing_and_what_comes_back_is_counted_anew() -> None:
+def test_a_purged_namespace_leaves_nothing_and_what_comes_back_is_counted_from_zero() -> None:
     records = chain(10)
     other = Record(3)
     other.space = OTHER

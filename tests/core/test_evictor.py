@@ -146,7 +146,7 @@ def test_an_order_is_repeated_until_it_is_accepted() -> None:
     assert ordered(second) == [BLOCKS[10]]
 
 
-def test_orders_count_on_when_a_shard_tells_its_content_anew() -> None:
+def test_order_numbers_continue_when_a_shard_sends_a_new_inventory() -> None:
     _coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS[:3]), hold_ms=0)
     carry_out(voice, voice.report(pressure=PAGE))
     voice.inventory(*pages(BLOCKS[:2]))

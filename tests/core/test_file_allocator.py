@@ -471,7 +471,7 @@ class FilesAgainstOffsets(RuleBasedStateMachine):
             self.allocator.free(offset, size)
 
     @rule(data=st.data())
-    def begin_anew_with_what_is_found(self, data: st.DataObject) -> None:
+    def restart_with_what_is_found(self, data: st.DataObject) -> None:
         before = self.allocator
         self.allocator = FileAllocator(before.capacity_bytes, FILE)
         for offset in data.draw(st.permutations(list(self.pages))):

@@ -386,7 +386,9 @@ def test_what_a_tombstone_names_is_erased_from_disk_once_with_all_that_one_answe
     assert done_to_disk(shard.hear(tombstones=(first, second))) == [Erase((first, second), (first, second))]
     assert list(shard.core.pool.ready()) == []
     shard.settle()
-    assert done_to_disk(shard.hear(tombstones=(first, second))) == [], "it was told again, since nobody knew yet"
+    assert done_to_disk(shard.hear(tombstones=(first, second))) == [], (
+        "it was told again, since it had not acknowledged it"
+    )
     assert done_to_disk(shard.hear(tombstones=(second, third))) == [Erase((third,), (first, second, third))]
     assert done_to_disk(shard.hear()) == []
 

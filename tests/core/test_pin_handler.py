@@ -480,7 +480,7 @@ def test_a_page_that_goes_while_a_reader_waits_for_room_is_a_miss() -> None:
     shard = crowded(A, B)
     call = shard.pinning(attempt(1), B)
     shard.evict(B, tier=Tier.DISK)
-    assert used(shard) == 1, "nobody has held it"
+    assert used(shard) == 1, "no reader has held it"
     shard.later(ROOM_NS)
     assert reply(shard, call) == (Miss(MissReason.EVICTED),)
 
@@ -562,7 +562,7 @@ def test_a_commit_of_a_reader_who_waits_ends_him_and_commits_nothing() -> None:
     assert nothing_is_left(shard, on_disk=1)
 
 
-def test_an_attempt_that_begins_anew_does_not_get_what_was_read_for_its_first() -> None:
+def test_an_attempt_that_is_repeated_does_not_get_what_was_read_for_its_first() -> None:
     shard = having(A)
     first = shard.pinning(attempt(1), A)
     assert end(shard, attempt(1))

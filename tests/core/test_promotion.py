@@ -74,7 +74,7 @@ def test_a_page_that_is_being_promoted_or_demoted_is_not_written_by_a_worker() -
 def test_what_loses_more_and_is_being_demoted_gives_way_to_a_better_store() -> None:
     shard = holding(A, loss=Loss.Q8)
     shard.demote(A)
-    assert all(isinstance(page, PageSlot) for page in shard.reserve(attempt(2), A)), "nobody else stores it so"
+    assert all(isinstance(page, PageSlot) for page in shard.reserve(attempt(2), A)), "no other writer stores it raw"
     shard.move()
     assert shard.commit(attempt(2), 0) == (Written.COMMITTED,)
     shard.settle()
@@ -133,7 +133,7 @@ def test_a_page_that_is_stored_during_its_promotion_has_one_writer_and_one_twin(
     shard = lowered(A)
     shard.reserve(attempt(2), A)
     shard.promote(A)
-    assert shard.moving is None, "somebody writes it up there"
+    assert shard.moving is None, "a worker writes it there"
     shard.commit(attempt(2), 0)
     assert lies(shard) == [ON_DEVICE]
 

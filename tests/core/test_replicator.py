@@ -245,7 +245,7 @@ def test_what_a_lost_shard_leaves_with_fewer_copies_gets_another() -> None:
     assert homes(coordinator, A) == ["a", "c"]
 
 
-def test_a_shard_that_tells_its_content_anew_has_lost_nothing() -> None:
+def test_a_shard_that_sends_a_new_inventory_has_lost_nothing() -> None:
     coordinator, one = LoneCoordinator.serving(*pages([A]))
     two, three = others(coordinator, "bc")
     two.report(*pages([A]))

@@ -160,7 +160,7 @@ def test_a_silent_shard_is_lost_for_lookups_at_once_and_swept_in_bounded_steps(m
     assert unpin(coordinator, [A]) == 0, "a pin goes with its block"
 
 
-def test_a_lost_shard_that_speaks_again_tells_everything_anew() -> None:
+def test_a_lost_shard_that_reports_again_sends_a_new_inventory() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages([A]))
     voice.report(page(B, parent=A, depth=1))
     coordinator.later(5 * SECOND)
@@ -242,7 +242,7 @@ def test_a_higher_epoch_reported_while_rebuilding_is_outbid() -> None:
     assert ack.epoch > 500 and ack.inventory
     voice.join(*pages([A]))
     assert coordinator.status().epoch == ack.epoch
-    assert early.report().inventory, "who heard the lower one begins anew"
+    assert early.report().inventory, "a shard that heard of the lower one sends a new inventory"
     early.join()
     assert coordinator.load(attempt(1), [A]).blocks == 1
     assert not rebuilding(coordinator)

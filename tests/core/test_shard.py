@@ -221,7 +221,7 @@ def test_a_commit_after_the_lease_is_lost_and_counted_and_frees_its_pages() -> N
     shard.later(SECOND)
     assert shard.commit(attempt(1), 0) == (Written.LOST,)
     assert slots(shard.reserve(attempt(2), B))
-    assert shard.commit(attempt(9), 0) == (Written.LOST,), "nobody knows this attempt"
+    assert shard.commit(attempt(9), 0) == (Written.LOST,), "this attempt is unknown"
     assert counters(shard)["late"] == 2
 
 

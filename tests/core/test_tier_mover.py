@@ -342,7 +342,7 @@ def test_a_move_goes_on_when_a_coordinator_is_there_again(monkeypatch: pytest.Mo
     shard.settle()
     shard.later(6 * SECOND)
     shard.move()
-    assert shard.moving is None, "nobody knows of this shard"
+    assert shard.moving is None, "no coordinator knows this shard"
     shard.settle()
     assert sources(shard) == [B]
     shard.move()

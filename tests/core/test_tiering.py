@@ -205,7 +205,7 @@ def test_what_stayed_on_the_device_is_ordered_again() -> None:
     assert moved(ack, Tier.HOST) == [B]
 
 
-def test_orders_count_on_when_a_shard_tells_its_content_anew() -> None:
+def test_order_numbers_continue_when_a_shard_sends_a_new_inventory() -> None:
     _, voice = serving(*above(A, B))
     carry_out(voice, voice.report(pressure=RAW), *encoded(A, B)[1:], *left(B))
     voice.inventory(*above(A), *encoded(A, B)[1:])

@@ -1,7 +1,7 @@
 """One shard with two or three tiers under whatever may happen to it, against a plain account of what it should hold.
 
 What it tells is what it holds; no page was encoded twice; a reader gets nothing that has lost more than he accepts,
-and nothing that is not held for him; what lies on disk is there again when the shard has been started anew; and when
+and nothing that is not held for him; what lies on disk is there again when the shard has been restarted; and when
 all has ended, no room is lost.
 """
 
@@ -78,7 +78,7 @@ class TiersOfAShard(RuleBasedStateMachine):
         self.files = files
         self.shard = self.started(found(*lying(*there), files=files) if files else NO_STORE)
         self.told: dict[tuple[PageKey, Tier], tuple[Loss, Codec]] = {}
-        self.tell_anew()
+        self.send_new_inventory()
         self.encoded: dict[int, int] = {}
         self.open: dict[Attempt, bool] = {}  # with whether it writes
         self.unanswered: dict[CallId, tuple[Attempt, Loss]] = {}  # pins
@@ -117,7 +117,7 @@ class TiersOfAShard(RuleBasedStateMachine):
             if page is Written.DUPLICATE:
                 assert best is not None and best <= loss
             elif isinstance(page, PageSlot):
-                assert best is None or best > loss, "somebody has it, with no more loss"
+                assert best is None or best > loss, "a page of no more loss is there or on its way"
                 assert (page.tier, page.codec, page.loss) == (Tier.DEVICE, Codec.RAW, loss)
         if ends:
             shard.commit(of, *(at for at, page in enumerate(reply) if isinstance(page, PageSlot)))
@@ -279,7 +279,7 @@ class TiersOfAShard(RuleBasedStateMachine):
         self.settle()
 
     @rule()
-    def tell_anew(self) -> None:
+    def send_new_inventory(self) -> None:
         self.shard.hear(inventory=True)
         self.told.clear()
         self.settle()
@@ -295,7 +295,7 @@ class TiersOfAShard(RuleBasedStateMachine):
         self.settle()
 
     @rule()
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """It dies, and another has its folder. What was being written is none."""
         if not self.files:
             return

@@ -98,7 +98,7 @@ def test_a_purge_is_admitted_while_there_is_room_or_it_makes_some(monkeypatch: p
     assert not stones.admits(Tombstone(3, THEIRS, model="c"))
 
 
-def test_what_a_shard_passed_over_is_numbered_anew() -> None:
+def test_a_tombstone_that_a_shard_skipped_gets_a_new_number() -> None:
     late, carried, later = Tombstone(3, OURS, model="a"), Tombstone(5, OURS, model="b"), Tombstone(6, THEIRS)
     stones = Tombstones([late, carried, later])
     assert stones.renew([carried], Epoch(1)) == [Tombstone(7, OURS, model="a")]

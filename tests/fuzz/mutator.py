@@ -161,7 +161,7 @@ def _lying(rng: Random, node: Node) -> bytes:
 
 
 def _renamed(rng: Random, node: Node) -> bytes:
-    """Another field, or another wire type; a field that nobody knows."""
+    """Another field, or another wire type; an unknown field."""
     return bytes([int(rng.random() * 256)]) + node.whole[len(node.head) :]
 
 

@@ -57,7 +57,7 @@ def _slot(item: int, place: Place) -> PageSlot:
     key, layers = _KEYS[item], _LAYERS[item]
     first = _WANTS[item].layer_start
     sums = [0] * first + list(place.sums) + [0] * (layers - first - len(place.sums))
-    # Whatever codec is told is passed on: what it means is for whoever decodes it.
+    # Any codec number is passed on: the decoder of the page rejects an unknown one.
     codec = cast("Codec", place.codec)
     return PageSlot(key, place.offset, place.layer_bytes * layers, 1, Loss.EXACT, checksum.pack_sums(sums), codec)
 

@@ -140,7 +140,7 @@ class Content:
         return sums
 
     def drained(self) -> None:
-        """It is made anew each time."""
+        """Returns a new one each time."""
 
 
 def store(host: ShardHost, numbers: Sequence[int]) -> None:

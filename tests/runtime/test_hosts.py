@@ -102,7 +102,7 @@ def test_a_shard_whose_successor_is_known_ends_itself() -> None:
     with shard(coordinator, on_end=ended.put):
         leave = ended.get(timeout=BOUND_S)
     assert "newer incarnation" in leave.reason
-    assert not leave.for_good, "and Ray starts it anew"
+    assert not leave.for_good, "and Ray restarts it"
 
 
 def test_a_drained_shard_ends_for_good() -> None:

@@ -186,8 +186,8 @@ def test_what_touches_every_tenant_is_for_operators_alone() -> None:
 def test_without_a_token_file_every_client_is_an_operator() -> None:
     gate = Gate(Authenticator(None, SECRET))
     handlers = unary_handlers(COORDINATOR, gate, lambda build, wait_s: Done(), operators=frozenset({"Drain"}))
-    with connected(handlers) as anybody:
-        assert anybody.ask(COORDINATOR["Drain"], DRAIN, soon()) == Done()
+    with connected(handlers) as client:
+        assert client.ask(COORDINATOR["Drain"], DRAIN, soon()) == Done()
 
 
 def test_what_is_shared_is_asked_by_workers_and_by_shards_which_speak_for_all() -> None:

@@ -261,7 +261,7 @@ def test_a_token_that_cannot_be_sent_is_a_credential_error_that_keeps_it_secret(
 
 @contextmanager
 def listening(answer: bytes | None) -> Iterator[str]:
-    """Something that is no kvcluster: it greets whoever comes with `answer`, or keeps silent."""
+    """A server of another protocol: it sends `answer` to each connection, or nothing."""
     with socket.create_server((HOST, 0)) as server:
         kept: list[socket.socket] = []
 

@@ -295,7 +295,7 @@ class Shard:
             self._send(peer, self._welcome, memory.open(writable=False))
             for answer in self._answers:
                 while self._hear(peer) in (Kind.RENEW, Kind.WRITTEN):
-                    """What nobody waits for an answer to."""
+                    """A message for whose answer no caller waits."""
                 self._send(peer, answer, memory.open(writable=True))
 
     def _hear(self, peer: socket.socket) -> Kind:
@@ -346,7 +346,7 @@ def silent() -> Iterator[tuple[ShmPages, str]]:
 
 
 def greeting(body: bytes, *files: int) -> Callable[[socket.socket], object]:
-    """Somebody who greets with these descriptors."""
+    """A peer that sends these descriptors with its greeting."""
 
     def greet(peer: socket.socket) -> None:
         peer.recv(4_096)
@@ -460,7 +460,7 @@ def test_a_worker_shows_that_it_lives_however_little_it_moves() -> None:
     with answering(fake) as way:
         sink = ContentSink(CONTENT, request)
         list(way.read(request, sink, soon()))
-        assert len(sink.corrupt) == 6, "zeros are nobody's"
+        assert len(sink.corrupt) == 6, "zeros match no checksum"
     assert fake.heard.count(Kind.RENEW) == 2, "a record each"
 
 

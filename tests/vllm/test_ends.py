@@ -162,7 +162,7 @@ def test_stores_of_a_preempted_request_hold_no_blocks(bench: Bench, llama: Path)
 def test_a_request_that_is_preempted_and_resumed_in_one_step_loads_what_it_is_given_room_for(
     bench: Bench, llama: Path
 ) -> None:
-    """reset_prefix_cache has all that runs begin anew, with the very next step."""
+    """reset_prefix_cache restarts all running requests with the very next step."""
     engine = engine_of(bench, llama, BESIDE)
     (rank,) = engine.ranks
     engine.add("a", SIX, max_tokens=8)
@@ -271,7 +271,7 @@ def test_an_engine_without_a_cluster_that_answers_computes_and_stores_nothing(be
     assert not [store for store in engine.ranks[0].stores if store.request == "3"]
 
 
-def test_a_store_never_asks_anybody_nor_raises(bench: Bench, llama: Path) -> None:
+def test_a_store_never_asks_the_cluster_nor_raises(bench: Bench, llama: Path) -> None:
     """Of a request that is not looked up the chain may have no root yet: it goes without."""
     from vllm.sampling_params import SamplingParams
 

@@ -157,7 +157,7 @@ class SimulatedWorld:
         self.kill(process)
         if for_good:
             assert isinstance(process, ShardProcess)
-            require(process.shard in self.told_to_go, f"{process.name} leaves for good, but no operator drained it")
+            require(process.shard in self.told_to_go, f"{process.name} leaves permanently, but no operator drained it")
             if process is self.shards[process.shard]:
                 self.names.remove(process.shard)
 

@@ -134,7 +134,7 @@ class Commands:
             case [shard, verb, *rest] if shard[0] == "s":
                 self._of_shard(shard, verb, Words(rest))
             case _:
-                raise AssertionError("nobody knows this command")
+                raise AssertionError("this command is not known")
 
     def _start(self, name: str, words: Words) -> None:
         epoch = words.number("epoch", 10 if name[0] == "c" else 1)

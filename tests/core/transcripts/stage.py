@@ -173,7 +173,7 @@ class Stage:
 
     def latest(self) -> str:
         """The coordinator that was started last."""
-        return next(reversed(self.coordinators), "nobody")
+        return next(reversed(self.coordinators), "no coordinator")
 
     # ------------------------------------------------------------------------------------------- steps
 
@@ -227,7 +227,7 @@ class Stage:
             case Revoke(attempt):
                 self.say(f"{name}: the lease of {self.names.attempt(attempt)} is revoked")
             case Leave(reason, for_good):
-                self.say(f"{name} leaves{' for good' if for_good else ''}: {reason}")
+                self.say(f"{name} leaves{' permanently' if for_good else ''}: {reason}")
                 self._soon(name, lambda: self.stop(name))
             case Persist(tombstones):
                 self.disk = tombstones
@@ -280,7 +280,7 @@ class Stage:
         self.shards[name].step(ReportFailed())
 
     def repeat(self, name: str) -> None:
-        """The network delivers what it has delivered before; nobody waits for the answer."""
+        """The network delivers what it has delivered before; no caller waits for the answer."""
         letter = self.shards[name].delivered
         assert letter is not None
         self._post(name, letter)

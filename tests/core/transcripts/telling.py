@@ -107,7 +107,7 @@ class Teller:
                 return self._status(reply)
             case ReportAck():
                 return self.ack(reply)
-        raise AssertionError(f"nobody has said how to tell {type(reply).__name__}")
+        raise AssertionError(f"no words are known for {type(reply).__name__}")
 
     def letter(self, message: Report | Inventory) -> str:
         """What a shard tells the coordinator."""

@@ -2,7 +2,7 @@
 
 vLLM's processes wait for each other by calling sched_yield for up to a second. Three of them on two cores keep all else
 on the machine from running, now and then for the better part of a minute (seen with Linux 6.18): the cluster, and
-whoever holds answers against a deadline.
+every process that must answer by a deadline.
 """
 
 import os
