@@ -1,4 +1,4 @@
-"""Eviction policies: each can be chosen and obeys the seam; what LRU and GDSF prefer."""
+"""Eviction policies: each can be chosen and obeys the interface; what LRU and GDSF prefer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other processes, as /proc shows them: who lives, who listens; and starting workers."""
+"""Other processes, as /proc shows them: which live and which listen; and starting workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster that `up` leaves running: found again, found by others, and gone without a trace after `down`."""
+"""A cluster that `up` leaves running: later commands and other processes find it, and `down` leaves no trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An embedded cluster between real processes: what is shared, and what is left of whatever is killed."""
+"""An embedded cluster of real processes: what is shared, and what is left of a killed process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster behind sockets without Ray: one coordinator and one shard, real servers, in whichever process wants them.
+"""A cluster behind sockets without Ray: one coordinator and one shard, real servers, in any process.
 
 As a program, `python -m tests.cli.served HOST [SHARD_AT]`, it says on stdout where it is and serves until stdin ends.
 Where SHARD_AT is given, the shard is reached there, through a proxy, and over gRPC alone.

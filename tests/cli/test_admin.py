@@ -1,4 +1,4 @@
-"""`kvcluster drain`, `clear`, `purge`, `off` and `on` as a person meets them: what they ask, say, and end with."""
+"""`kvcluster drain`, `clear`, `purge`, `off` and `on` as a person uses them: what they ask, print and exit with."""
 
 from __future__ import annotations
 

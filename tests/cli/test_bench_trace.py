@@ -1,4 +1,4 @@
-"""`kvcluster bench trace`: what it counts is what the cores decide, and a file that is no trace is refused by line."""
+"""`kvcluster bench trace`: its counts are decisions of the cores, and a malformed trace is refused with its line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a person meets it: what it prints, what it refuses, and in which words."""
+"""The command line as a person uses it: what it prints, what it refuses, and with which words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvcluster weights`: engines are seen, and those whose weights changed in memory get a name for them."""
+"""`kvcluster weights`: shows engines, and names the weights of those whose weights changed in memory."""
 
 from __future__ import annotations
 

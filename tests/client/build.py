@@ -1,4 +1,4 @@
-"""What tests of the client are made of: small specs, prompts, KV of random bits, and ways to hold a thread."""
+"""Builders for tests of the client: small specs, prompts, KV of random bits, and ways to hold a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recent loads say of the next, for how long it is believed, and that a bad minute is not the end of loading."""
+"""What recent loads predict for the next, how long that counts, and that one slow minute does not end loading."""
 
 from __future__ import annotations
 

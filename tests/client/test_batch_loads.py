@@ -1,4 +1,5 @@
-"""Batches of copies into a sink: the bytes and counts of single records, stopped at a record, held to their sums."""
+"""Batches of copies into a sink: the same bytes and counts as single records, stopped at a record, checked by their
+sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client tells of the cluster: `explain`, `status`, estimates; and the life of a client itself."""
+"""What a client says of the cluster: `explain`, `status`, estimates; and the life of a client itself."""
 
 from __future__ import annotations
 

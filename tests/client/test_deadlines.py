@@ -1,4 +1,5 @@
-"""One deadline a call, however many parts it has: every part gets it, and a side that hangs delays no call past it."""
+"""A call has one deadline, however many parts it has: every part gets it, and a side that hangs delays no call beyond
+it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What leaves the host tier lies on disk, is read back as right as it was, and is found by the shard that starts next;
-whatever became of its files meanwhile is a miss, and never a wrong byte."""
+"""Pages that leave the host tier go to disk, are read back unchanged, and are found by the next shard that starts. If
+the files are damaged meanwhile, the result is a miss, never a wrong byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A subscriber over real sockets: what is published is heard once and in order, or is said to be missed."""
+"""A subscriber over real sockets: each published batch is delivered once and in order, or reported as missed."""
 
 from __future__ import annotations
 

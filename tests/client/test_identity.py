@@ -1,4 +1,4 @@
-"""Who may share: KV of any other spec, tenant or salt is a miss; `explain` says what differs, within a tenant only."""
+"""KV of another spec, tenant or salt is a miss; `explain` says what differs, within one tenant only."""
 
 from __future__ import annotations
 

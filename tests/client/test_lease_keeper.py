@@ -1,4 +1,4 @@
-"""The keeper of tickets: it renews what is kept, ends what is released, and makes no caller wait."""
+"""The lease keeper renews the tickets that are kept, ends those that are released, and makes no caller wait."""
 
 from __future__ import annotations
 

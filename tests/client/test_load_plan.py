@@ -1,4 +1,5 @@
-"""The load plan, stepped by hand: who reads what, what is asked elsewhere, who owns memory, and when it is over."""
+"""The load plan, stepped by hand: which shard is read, what is asked elsewhere, who owns memory, and when the load
+ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loads in any order of events: an executor of which hypothesis draws every move, and when each event is heard of.
+"""Loads in any order of events: hypothesis draws every move of the executor and the time at which each event arrives.
 
 Who owns a place, who writes it, and what may be told of it is judged by the oracle of the simulator.
 """

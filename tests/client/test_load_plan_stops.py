@@ -1,4 +1,4 @@
-"""How the load plan stops exchanges: silent ones whose ranges others have, and all of them at its end."""
+"""How the load plan stops exchanges: silent ones whose ranges other shards have, and all of them when the load ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The sink of a load: bytes come straight to where they belong, in any portions, and count only once they verify."""
+"""The sink of a load writes bytes directly to their place, in portions of any size, and counts them once they
+verify."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Many things at once: shards and streams of one transfer, stores in line behind one another, and as few questions as
-can be asked."""
+"""Concurrency: shards and streams of one transfer, stores that wait for one another, and as few questions as
+possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The plan runner: on which thread and under which lock plans are stepped, jobs run, and what is let go at the end."""
+"""The plan runner: on which thread and under which lock plans are stepped and jobs run, and what is released at the
+end."""
 
 from __future__ import annotations
 

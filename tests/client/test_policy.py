@@ -1,4 +1,4 @@
-"""The policy of a client towards its shards: whom it permits to ask, and what the end of an exchange means."""
+"""A client's policy towards its shards: which requests it permits, and what the end of an exchange means."""
 
 from __future__ import annotations
 

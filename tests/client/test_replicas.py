@@ -1,4 +1,5 @@
-"""A load that fails here is tried elsewhere, within its deadline: what a second copy is worth, and what none leaves."""
+"""A load that fails at one shard is tried at another within its deadline: with a second copy it succeeds, without one
+it misses."""
 
 from __future__ import annotations
 

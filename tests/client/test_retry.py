@@ -1,4 +1,4 @@
-"""What a load reads, and what it makes of failure, as plans: no clock, no bytes, no cluster."""
+"""Which shards a load reads, and what it does when they fail: pure plans, without clock, bytes or cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one client has stored, others load: whatever the layout of their memory, and whichever part of it is theirs."""
+"""What one client has stored, other clients load, whatever the layout of their memory and whichever part they hold."""
 
 from __future__ import annotations
 

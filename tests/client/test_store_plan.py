@@ -1,4 +1,5 @@
-"""The store plan, stepped by hand: when the source is free, when the outcome is told, and when the ticket is ended."""
+"""The store plan, stepped by hand: when the source is free, when the outcome is reported, and when the ticket is
+ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Stores in any order of events: an executor of which hypothesis draws every move, and when each event is heard of."""
+"""Stores in any order of events: hypothesis draws every move of the executor and the time at which each event
+arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What does not fit the device tier goes down encoded; who loads it learns what it has lost, and gets no wrong byte."""
+"""Pages that do not fit the device tier are demoted and encoded; their readers are told the loss and get no wrong
+byte."""
 
 from __future__ import annotations
 

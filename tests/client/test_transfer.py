@@ -1,4 +1,4 @@
-"""Transfers under way: what may be asked of them, how they are given up, and that memory is let alone after that."""
+"""Transfers under way: what they can be asked, how they are cancelled, and that memory is not touched after that."""
 
 from __future__ import annotations
 

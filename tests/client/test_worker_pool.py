@@ -1,4 +1,4 @@
-"""The threads that carry out plans: as few as the work needs, and none that waits for work is forgotten."""
+"""The threads that run plans: no more than the work needs, and no work that waits is forgotten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that are read where they lie: the very memory of a shard, kept while they are open, and never copied."""
+"""Blocks that are read in the shard's own memory: kept while they are borrowed, and never copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards that move pages between their tiers, as a test plays them, and what such pages look like."""
+"""Shards that move pages between their tiers, played by a test, and what such pages look like."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards that pull, as a test plays them to a coordinator."""
+"""Shards that pull, played by a test towards a coordinator."""
 
 from __future__ import annotations
 

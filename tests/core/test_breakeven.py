@@ -1,4 +1,4 @@
-"""On which side of the crossing a load lies, to the last bit; and what the measured line through two loads is."""
+"""Whether a load is faster than computing, to the last bit; and the line through two measured loads."""
 
 from __future__ import annotations
 

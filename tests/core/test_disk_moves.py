@@ -1,4 +1,4 @@
-"""Pages between a shard's host tier and its files: as they are on their way down, decoded on their way up."""
+"""Pages between a shard's host tier and its files: unchanged on their way down, decoded on their way up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shard that is to go: what moves, who waits for whom, and when it may go."""
+"""A shard that drains: what is copied, what waits for what, and when the shard may leave."""
 
 from __future__ import annotations
 

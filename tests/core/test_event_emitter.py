@@ -1,4 +1,4 @@
-"""KV events: an outsider who heard everything knows what the index knows, and who heard too late is told again."""
+"""KV events: a listener that received all of them knows what the index knows, and one that came late gets all again."""
 
 from __future__ import annotations
 

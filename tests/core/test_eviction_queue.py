@@ -1,4 +1,5 @@
-"""Which records go first, whatever the policy: leaves before what they follow, and the lowest score among them."""
+"""Which records are evicted first under any policy: leaves before the blocks they follow, and the lowest score among
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who goes when room is wanted, and who is spared."""
+"""Which blocks are evicted when room is wanted, and which are spared."""
 
 from __future__ import annotations
 

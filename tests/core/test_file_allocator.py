@@ -1,4 +1,4 @@
-"""Room in the files of the disk tier: where slots lie, which file serves whom, and that no room is lost."""
+"""Room in the files of the disk tier: where slots lie, which file serves which owner, and that no room is lost."""
 
 from __future__ import annotations
 

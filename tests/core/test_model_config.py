@@ -1,4 +1,4 @@
-"""What a config.json says of KV, in the forms that models come in; and what it does not say, which is never guessed."""
+"""What a config.json says of KV, in the forms in which models come; what it does not say is never guessed."""
 
 from __future__ import annotations
 

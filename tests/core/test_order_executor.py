@@ -1,4 +1,4 @@
-"""What a shard does because the coordinator says so: evictions, pulls, purges and drains, each of them once."""
+"""What a shard does by order of the coordinator: evictions, pulls, purges and drains, each of them once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stream of orders at its two ends, with answers and reports that are lost, repeated, late and overtaken."""
+"""Both ends of the stream of orders, with answers and reports that are lost, repeated, late and overtaken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers of pages that lie on disk: whom they wait for, what they get, and all that may come between."""
+"""Readers of pages on disk: what they wait for, what they get, and what may happen in between."""
 
 from __future__ import annotations
 

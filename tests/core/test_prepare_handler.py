@@ -1,4 +1,5 @@
-"""What workers are promised: how far a load reaches, who may write, and tickets from their grant to their end."""
+"""What workers are promised: how far a load reaches, which of them may write, and tickets from their grant to their
+end."""
 
 from __future__ import annotations
 

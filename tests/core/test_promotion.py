@@ -1,4 +1,4 @@
-"""Promotions, twins, and who gives way to whom: what has lost more to what has lost less."""
+"""Promotions and twins: a page with more loss gives way to one with less."""
 
 from __future__ import annotations
 

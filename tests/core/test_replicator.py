@@ -1,4 +1,4 @@
-"""Who is to have another copy of what: heat, pins and losses, and the pulls that come of them."""
+"""Which blocks get another copy, because of heat, pins and lost copies, and the pulls that follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the coordinator makes of reports and inventories, and of shards that come, go and are silent."""
+"""How the coordinator handles reports and inventories, and shards that join, leave and fall silent."""
 
 from __future__ import annotations
 

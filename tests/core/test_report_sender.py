@@ -1,4 +1,4 @@
-"""What a shard tells the coordinator, when, and how long it may think itself a member."""
+"""What a shard reports to the coordinator, when, and how long it may consider itself a member."""
 
 from __future__ import annotations
 

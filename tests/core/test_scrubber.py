@@ -1,4 +1,4 @@
-"""Which pages a shard reads again, at what pace, and what a verdict does."""
+"""Which pages a shard reads again, at what rate, and what follows from the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages on their way down between a shard's tiers, the orders that say so, and all that may come between."""
+"""Pages that are demoted between a shard's tiers, the orders for that, and what may happen in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each tier says of itself, and what a shard with any of them does with that."""
+"""The properties of each tier, and how a shard with any combination of tiers uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was purged is remembered, in order, in bounded memory, and is carried out by everybody."""
+"""What was purged is remembered in order and in bounded memory, and every shard carries it out."""
 
 from __future__ import annotations
 

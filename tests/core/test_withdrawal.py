@@ -1,4 +1,4 @@
-"""Withdrawing a page, and with it what was decoded from it; and what a shard tells of its tiers."""
+"""Withdrawing a page together with the pages that were decoded from it, and what a shard reports of its tiers."""
 
 from __future__ import annotations
 

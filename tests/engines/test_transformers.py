@@ -1,4 +1,4 @@
-"""What the transformers engine promises: exactness above all, and a refusal by name where it cannot be had."""
+"""What the transformers engine promises: exact results, and a refusal by name where these are not possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fuzzer: makes inputs by the thousand, and holds a parser to its contract.
+"""The fuzzer: makes thousands of inputs, and checks a parser's contract with each.
 
 Whatever comes in, a parser returns a value of a type that valid inputs give, or raises an error that it documents. A
 value that can be written is read again as the same. Of every few hundred inputs one is watched while it is read: how

@@ -1,4 +1,4 @@
-"""From valid inputs to almost valid ones: the half of a fuzzer that makes things up.
+"""The mutator of the fuzzer: makes almost valid inputs from valid ones.
 
 Most inputs have one node changed in a way that its kind invites (a number for one at a limit, a list for one that is
 longer than its fellows, a length that is a lie, a field from another message), some have bits spoiled wherever they

@@ -1,4 +1,5 @@
-"""The readers of shared memory's control: what a shard tells of its arena, and what a worker tells that it wrote.
+"""The readers of shared memory's control messages: what a shard says of its arena, and what a worker says that it
+wrote.
 
 A grant is read for a request, so the readers here know one; what they are fed need not.
 """

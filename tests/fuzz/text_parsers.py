@@ -1,4 +1,4 @@
-"""The readers of files, settings and arguments: what operators write and what engines hand in.
+"""The readers of files, settings and arguments that operators write and engines pass.
 
 Files are real ones, without a place in any folder: what is read is what an operator's file would be read as.
 """

@@ -1,4 +1,4 @@
-"""The Triton kernels make the bytes of the definition, as far as can be seen without a GPU."""
+"""The Triton kernels make the same bytes as the definition, as far as can be tested without a GPU."""
 
 from __future__ import annotations
 

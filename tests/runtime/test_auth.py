@@ -1,4 +1,5 @@
-"""Who asks: what a token file may hold, whom a token stands for, and when strangers could get in."""
+"""Authentication: what a token file may hold, which tenant a token stands for, and when a server would be open to
+all."""
 
 from __future__ import annotations
 

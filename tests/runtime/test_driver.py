@@ -1,5 +1,5 @@
-"""The driver: every question gets its answer or Unavailable, time is judged after what has arrived, nothing stays
-behind.
+"""The driver: every question gets its answer or Unavailable, deadlines are judged after the messages that have arrived,
+and nothing is left behind.
 
 The core of these tests does what its messages say, so that each test writes down one course of events.
 """

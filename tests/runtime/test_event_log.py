@@ -1,4 +1,4 @@
-"""What was published keeps its numbers, and what is asked for again is what there is of it."""
+"""Published batches keep their numbers, and a replay returns those that are still kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetching over the network, as shards of a real cluster do: with their secret, and connections that hang."""
+"""Pulls over the network, as shards of a real cluster make them: with their secret, and over connections that hang."""
 
 from __future__ import annotations
 

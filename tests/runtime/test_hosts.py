@@ -1,4 +1,4 @@
-"""A core with its driver: what effects come to, and how an incarnation ends."""
+"""A core with its driver: how effects are carried out, and how an incarnation ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server over a table of methods: who may ask what, and how every kind of trouble is told to the asker."""
+"""A server over a table of methods: which caller may ask what, and how each kind of error reaches the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages between tiers: encoded, decoded or copied to where they go, summed there, and verified where they came from."""
+"""Pages between tiers: encoded, decoded or copied to their target, summed there, and verified at their source."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One seam for the bytes of every tier: what is written is read, where it is addressable it is shown, and where it is
-durable it is erased when it is purged."""
+"""The interface to the bytes of every tier: what is written is read, an addressable tier gives views, and a durable one
+erases purged pages."""
 
 from __future__ import annotations
 

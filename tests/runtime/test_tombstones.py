@@ -1,4 +1,4 @@
-"""What was purged outlives the coordinator that was told, or its caller is told that it may not."""
+"""A purge outlives the coordinator that recorded it, or its caller is told that it may not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shard serves beside gRPC, and what it says of the rest."""
+"""Which transports a shard serves beside gRPC, and what it says of the others."""
 
 from __future__ import annotations
 

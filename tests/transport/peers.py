@@ -1,4 +1,4 @@
-"""What tests of several transports share: tokens, frames that are none, and a peer that sends any bytes."""
+"""Helpers for tests of several transports: tokens, malformed frames, and a peer that sends any bytes."""
 
 from __future__ import annotations
 

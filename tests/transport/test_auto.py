@@ -1,4 +1,4 @@
-"""The choice among data paths: which is used, why the others are not, and what becomes of a call whose path breaks."""
+"""The choice among data paths: which is used, why the others are not, and how a call goes on when its path breaks."""
 
 from __future__ import annotations
 

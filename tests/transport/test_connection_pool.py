@@ -1,4 +1,4 @@
-"""Connections are kept for the next exchange while they are of use, and none survives what ends them."""
+"""Connections are kept for the next exchange while they are usable, and every one is closed in the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A link carries frames whole through a socket that takes and gives them in pieces, and ends by its deadline."""
+"""A framed socket carries frames whole over a socket that transfers them in pieces, and ends by its deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages over gRPC: what every transport holds, and what only a network can do to one."""
+"""Pages over gRPC: the claims of every transport, and failures that only a network has."""
 
 from __future__ import annotations
 

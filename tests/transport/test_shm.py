@@ -1,4 +1,5 @@
-"""Pages through shared memory: what every transport holds, who may have it, and what neither side takes."""
+"""Pages through shared memory: the claims of every transport, which processes may map it, and what each side
+refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the connector reads of vLLM's objects: layouts, bytes, keys, schedules; and what it refuses, by name."""
+"""What the connector reads from vLLM's objects: layouts, bytes, keys, schedules; and what it refuses by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that end, pause and come back, driven by vLLM's own scheduler: whose blocks are whose, and until when."""
+"""Requests that end, pause and come back, driven by vLLM's own scheduler: who owns which blocks, and until when."""
 
 from __future__ import annotations
 

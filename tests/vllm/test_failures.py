@@ -1,5 +1,5 @@
-"""Loads that fail, driven by vLLM's own scheduler: nothing is told or stored that was computed over KV that did not
-come, and a request fails to load once."""
+"""Loads that fail, driven by vLLM's own scheduler: nothing that was computed over KV that did not arrive is reported or
+stored, and a request fails to load once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Prefill on one engine, decode on another: what the first promises is there, and the second waits a moment for it."""
+"""Prefill on one engine, decode on another: the blocks that the first promises are stored, and the second waits a
+moment for them."""
 
 from __future__ import annotations
 

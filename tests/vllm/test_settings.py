@@ -1,4 +1,4 @@
-"""What stands in `kv_connector_extra_config`: whatever is wrong with it is told by name, before an engine runs."""
+"""`kv_connector_extra_config`: every mistake in it is named before an engine runs."""
 
 from __future__ import annotations
 

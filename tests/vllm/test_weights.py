@@ -1,4 +1,4 @@
-"""The fingerprint of a checkpoint: equal exactly where its names and bytes are, and read as seldom as can be."""
+"""The fingerprint of a checkpoint: equal exactly if its names and bytes are, and read as seldom as possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies for core messages as they may travel: valid, small, and of every kind."""
+"""Strategies for core messages as they may be sent: valid, small, and of every kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What comes from outside is held to shapes and bounds before the core sees it, and refused in words."""
+"""Input from outside is checked for shape and bounds before the core sees it, and refused with an error that names the
+field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The language of transcripts: a command is looked up by who acts and what they do, and becomes a step of the stage."""
+"""The language of transcripts: a command is looked up by its actor and verb, and becomes a step of the stage."""
 
 from __future__ import annotations
 

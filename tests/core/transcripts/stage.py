@@ -1,4 +1,4 @@
-"""Where a transcript is played: real cores in processes of testing/kernel.py, which the script drives.
+"""Runs a transcript: real cores in processes of testing/kernel.py, driven by the script.
 
 Mail arrives at once and in order, pages are read and fetched in no time, and ticks come when they are due while time
 passes. Time passes in `wait` and `stall` only.

@@ -1,4 +1,4 @@
-"""How a transcript tells what the cores say: one line for each effect, the same for ever where the protocol is.
+"""Formats the effects of the cores for transcripts: one line for each, unchanged as long as the protocol is.
 
 A line tells what a reader of the protocol needs and leaves out what follows from the rest: addresses, specs,
 checksums, counters, and where in the arena a page lies.

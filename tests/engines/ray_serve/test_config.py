@@ -1,4 +1,4 @@
-"""What an application is configured with is what vLLM and Serve expect, and mistakes are named at once."""
+"""The configuration of an application is what vLLM and Serve expect, and mistakes are named at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt is found in whatever a deployment is called with, and what is unusual is left alone by name."""
+"""The prompt is found in the arguments of any call of a deployment; unusual arguments are named and left alone."""
 
 from __future__ import annotations
 

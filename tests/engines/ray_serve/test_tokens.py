@@ -1,4 +1,4 @@
-"""Text becomes the tokens that the model's own tokenizer makes, as many as are looked for."""
+"""Text becomes the tokens that the model's own tokenizer makes, up to the number that is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever ails the cluster is a miss, in time, and never an exception in a thread of SGLang's."""
+"""Every failure of the cluster is a miss, in time, and never an exception in a thread of SGLang's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What pages have lost on their way through the cluster is said again when they, or what was computed over them, are
-stored."""
+"""The loss of pages that went through the cluster is recorded again when they, or KV computed over them, are stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the judges of a world ask for, case by case. That they see what they ask for, planted bugs show."""
+"""The conditions that the judges of a simulated world check, one by one. Planted bugs show that they find
+violations."""
 
 from __future__ import annotations
 

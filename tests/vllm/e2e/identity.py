@@ -1,4 +1,5 @@
-"""Engines of one name that must not share, and do not: other adapters, other checkpoints, weights changed in place."""
+"""Engines of one model name that must not share: with other adapters, other checkpoints, or weights changed in
+place."""
 
 from __future__ import annotations
 
