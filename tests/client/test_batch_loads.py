@@ -104,7 +104,7 @@ def test_a_record_that_does_not_match_counts_for_nothing_and_the_others_for_them
     grant.load()
     assert bench.so_far().nbytes == BLOCKS * PAGE_BYTES - LAYER_BYTES
     assert [(rest.want.layer_start, rest.want.layer_stop) for rest in bench.ranges.left(1)] == [(1, 2)]
-    assert not (strided and caches[1][:, 1].any()), "what was not verified is put nowhere"
+    assert not (strided and caches[1][:, 1].any()), "unverified bytes are not copied to the target"
 
 
 @pytest.mark.parametrize(("codec_id", "why"), [(0xFFFF, MissReason.LOSSY), (Codec.Q8, MissReason.CORRUPT)])

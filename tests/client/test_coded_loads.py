@@ -425,4 +425,4 @@ def test_a_process_that_can_decode_nothing_is_promised_nothing_that_is_encoded(
     ticket = writer.prepare_load(hashes)
     assert (ticket.blocks, ticket.miss) == (0, Miss(MissReason.LOSSY, "only with q8"))
     assert ticket.body.need == replace(ticket.body.need, accept=Loss.EXACT)
-    assert writer.lookup(tokens, accept=Loss.Q8).blocks == 3, "who asks for it gets it"
+    assert writer.lookup(tokens, accept=Loss.Q8).blocks == 3, "a reader that accepts it gets it"

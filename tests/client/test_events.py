@@ -137,7 +137,7 @@ def test_a_publisher_that_went_away_and_came_back_resets_what_was_told() -> None
 
             eventually(heard)
             assert (events[0].event, events[0].why) == (AllBlocksCleared(), RESTARTED)
-            assert (events[1].event, events[1].why) == (AllBlocksCleared(), ""), "what the new one says itself"
+            assert (events[1].event, events[1].why) == (AllBlocksCleared(), ""), "only the events of the new one"
             assert block_numbers(events[2:3]) == [2]
 
 

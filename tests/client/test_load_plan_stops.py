@@ -91,7 +91,7 @@ def test_no_other_exchange_gets_its_ranges_before_it_has_stopped() -> None:
     assert load.step(PlanTick()) == []
     load.bring(start, 0, stop=2)  # between the order and its execution
     other = one(load.stopped(stop), StartRead)
-    assert (other.shard, spans(other)) == (B, [(0, 2, LAYERS)]), "what came meanwhile is not read again"
+    assert (other.shard, spans(other)) == (B, [(0, 2, LAYERS)]), "layers that arrived meanwhile are not read again"
     assert outcome_of(load.finish(other)) == Loaded(1, LAYERS)
 
 

@@ -301,7 +301,7 @@ def test_to_stop_an_exchange_waits_for_the_chunk_in_hand_and_for_no_more() -> No
         left = pool.submit(left_when_stopped)
         assert stopping.wait(BOUND_S)
         hold.let_go()
-        assert left.result(BOUND_S) == [], "what was in hand was verified, and counts"
+        assert left.result(BOUND_S) == [], "the chunk in progress was verified, and counts"
         taking.result(BOUND_S)
     assert bench.so_far().nbytes == PAGE_BYTES
 

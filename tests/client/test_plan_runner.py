@@ -252,7 +252,7 @@ def test_the_executor_of_a_plan_that_has_ended_is_let_go(bench: Bench) -> None:
     gc.collect()
     assert gone() is None
     runner.deliver(Say("late"))
-    assert plan.heard[-1] == "late", "what comes late finds the plan, which wants nothing"
+    assert plan.heard[-1] == "late", "a late event finds a plan that ignores it"
 
 
 def test_a_runner_is_not_kept_until_the_deadline_of_its_plan(bench: Bench) -> None:

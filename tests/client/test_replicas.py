@@ -231,7 +231,7 @@ def test_what_a_silent_shard_does_not_send_comes_from_elsewhere(doubled: MemoryC
         assert bench.client.status()["breakers"][bench.first]["state"] == "open"
         into.view(-1).fill_(0)
         hold.let_go()
-    assert not into.any(), "what came late went nowhere"
+    assert not into.any(), "late bytes were not written"
 
 
 def test_a_silent_shard_that_no_other_can_replace_is_waited_for(single: MemoryCluster) -> None:

@@ -457,7 +457,7 @@ def test_a_boundary_that_a_window_cannot_be_restored_to_is_none(cluster: MemoryC
     shorter = client.lookup(tokens[: 4 * BLOCK])
     assert shorter.blocks == 0, "before block 4 the window lacks block 2"
     assert shorter.reason is not None and shorter.reason.reason is MissReason.PART
-    assert prefix.lookup(tokens[: 4 * BLOCK]).blocks == 4, "who needs no window misses none"
+    assert prefix.lookup(tokens[: 4 * BLOCK]).blocks == 4, "a reader that needs no window misses none"
 
     into = of_groups(5, blank)
     assert client.load(tokens, into) == 5 * BLOCK

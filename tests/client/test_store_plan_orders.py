@@ -115,7 +115,7 @@ class StoresInAnyOrder(RuleBasedStateMachine):
                 assert not self.asking
                 self.asking = True
             case StartWrite(exchange):
-                assert not self.free, "what is free is not read again"
+                assert not self.free, "a free source is not read again"
                 assert self.told is None
                 self.running[exchange] = effect
                 self.reading[exchange] = None

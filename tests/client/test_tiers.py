@@ -292,7 +292,9 @@ def test_the_loss_is_told_by_the_lookup_the_ticket_and_the_load(start: Start, co
         assert client.redeem(bytes(ticket)).loss is LOSSES[codec]
         outcome = client.begin_load(ticket, room(BLOCKS, NUMBERS)).result()
     assert (outcome.blocks, outcome.miss, outcome.loss) == (BLOCKS, None, LOSSES[codec])
-    assert outcome.nbytes == BLOCKS * NUMBERS.page_bytes(0, NUMBERS.whole(0)), "of KV, however it travelled"
+    assert outcome.nbytes == BLOCKS * NUMBERS.page_bytes(0, NUMBERS.whole(0)), (
+        "bytes of KV, in whichever codec they were sent"
+    )
 
 
 @pytest.mark.parametrize("loss", [Loss.Q8, Loss.Q4])

@@ -309,7 +309,7 @@ def test_a_flush_does_not_rely_on_another_that_is_still_waiting(cluster: MemoryC
         hold.let_go()
         assert [flush.result(BOUND_S) for flush in flushing] == [True, True]
         assert client.flush()
-        assert hold.calls == 2, "what is known to be heard is asked no more"
+        assert hold.calls == 2, "an acknowledged store is not asked about again"
 
 
 def test_a_flush_to_a_shard_that_is_gone_says_no_once(cluster: MemoryCluster) -> None:

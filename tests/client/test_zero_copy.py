@@ -279,7 +279,7 @@ def test_a_client_of_some_heads_does_not_find_them_alone_in_whole_pages(desk: De
         assert [blocks.page(block) for block in range(4)] == [blocks.tensor(block) for block in range(4)] == [None] * 4
         miss = Miss(MissReason.PART, "no single page holds exactly layers 0:3, heads 1:3 of group 0")
         assert [blocks.why(block) for block in range(4)] == [miss] * 4
-        assert blocks.valid(), "of nothing"
+        assert blocks.valid(), "no lease of it has ended"
     assert desk.unleased()
 
 

@@ -122,7 +122,7 @@ def test_what_no_codec_encodes_goes_to_disk_raw_and_is_still_not_tried_again_whe
     shard.promote(A)
     shard.move()
     shard.evict(A, tier=Tier.DISK)
-    assert lies(shard) == [ON_DEVICE], "what was not decoded needs no twin"
+    assert lies(shard) == [ON_DEVICE], "a page that was not decoded needs no twin"
     shard.demote(A, codec=Codec.Q4)
     assert shard.moving is not None
     assert [page.target.codec for page in shard.moving.pages] == [Codec.RAW]

@@ -164,7 +164,7 @@ def test_a_block_whose_new_place_is_no_more_is_moved_once_again(how: str) -> Non
     else:
         two.inventory()
         one.info = replace(one.info, leases=0)
-        assert one.report().leave is None, "what it no longer holds is not swept yet"
+        assert one.report().leave is None, "blocks that it no longer holds are not swept yet"
         coordinator.later(0)
     assert one.report().leave is None
     assert wanted(three.report()) == [A]
@@ -251,7 +251,7 @@ def test_what_two_shards_hold_that_go_has_as_many_places_afterwards() -> None:
     assert one.report().leave is two.report().leave is None
     pull(three, first)
     second = four.report()
-    assert wanted(second) == [A], "of B there was one copy"
+    assert wanted(second) == [A], "B had only one copy"
     pull(four, second)
     assert one.report().leave is LeaveReason.DRAINED
     coordinator.later(0)
@@ -385,7 +385,7 @@ def test_a_bounded_number_of_past_shards_is_remembered(monkeypatch: pytest.Monke
     gone_by[0].info = replace(gone_by[0].info, draining=True)
     gone_by[0].join()
     coordinator.later(0)
-    assert gone_by[0].report().leave is LeaveReason.DRAINED, "who is forgotten is drained again"
+    assert gone_by[0].report().leave is LeaveReason.DRAINED, "a forgotten shard is drained again"
     others(coordinator, "xyz")
     coordinator.later(5_000 * MS)
     assert [shard.info.shard for shard in coordinator.status().shards] == ["y", "z"]

@@ -163,7 +163,7 @@ class QueueAgainstLists(RuleBasedStateMachine):
         taken = self.index.coldest(most, self.now, max_inspected=bound)
         for record in taken:
             free = [leaf for leaf in self.leaves() if not leaf.held]
-            assert record in free, "what others follow goes after them, and what is held does not go"
+            assert record in free, "a block is evicted after its followers, and a held block never"
             if not self.policy.falls:
                 assert bound == 2 or self.score(record) == min(map(self.score, free))
             del self.queued[record.hash]

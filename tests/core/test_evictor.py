@@ -278,7 +278,7 @@ def test_pins_take_the_leading_blocks_that_are_there_and_fit_their_share() -> No
     coordinator, _voice = LoneCoordinator.serving(*pages(BLOCKS[:4]), capacity_pages=12, pinned_share=0.25)
     assert pin(coordinator, BLOCKS[3:6]) == 1, "the next is not there"
     assert pin(coordinator, BLOCKS) == 2, "three of twelve fit the share, and one is taken"
-    assert pin(coordinator, [D, *BLOCKS[:3]]) == 3, "who is pinned already takes nothing again"
+    assert pin(coordinator, [D, *BLOCKS[:3]]) == 3, "a block that is already pinned takes no further share"
     assert unpin(coordinator, BLOCKS) == 3
     assert pin(coordinator, BLOCKS) == 3
 

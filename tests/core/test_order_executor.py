@@ -325,7 +325,7 @@ def test_a_tombstone_is_carried_out_once() -> None:
     shard.store(attempt(1), A)
     shard.hear(tombstones=(CLEAR,))
     assert shard.settle() == []
-    assert pinned(shard.pin(attempt(2), A)), "what is stored after a purge stays"
+    assert pinned(shard.pin(attempt(2), A)), "pages stored after a purge stay"
 
 
 def test_a_purge_of_many_pages_is_carried_out_in_slices_and_told_when_it_is_done(

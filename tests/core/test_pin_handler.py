@@ -586,7 +586,7 @@ def test_a_reader_may_wait_for_the_drive_for_longer_than_a_lease_runs() -> None:
     shard.read()
     assert pinned(shard.replies[call])
     shard.later(TTL)
-    assert shard.revoked == [attempt(1)], "what he has got is his to hold on to"
+    assert shard.revoked == [attempt(1)], "a granted lease runs out unless its reader renews it"
     assert end(shard, attempt(1))
     shard.settle()
     assert nothing_is_left(shard, on_disk=1)

@@ -449,7 +449,7 @@ def test_a_twin_below_counts_once_it_is_ready(upper: Tier, lower: Tier) -> None:
     assert pool.below_of(above) is None
     pool.commit(below, SUMS)
     assert pool.below_of(above) is below
-    assert pool.below_of(below) is None, "what lies above is no twin below"
+    assert pool.below_of(below) is None, "a page in the upper tier is not a twin in the lower"
     pool.condemn(below)
     assert pool.below_of(above) is None
 

@@ -369,7 +369,7 @@ def test_while_rebuilding_nothing_is_stored_and_a_miss_says_why() -> None:
     [run] = coordinator.store(attempt(1), [B, C])
     assert run == StoreRun(2, Decision.REFUSED, miss=Miss(MissReason.REBUILDING))
     grant = coordinator.load(attempt(2), [A, B])
-    assert (grant.blocks, why(grant)) == (1, MissReason.REBUILDING), "what is known already is served"
+    assert (grant.blocks, why(grant)) == (1, MissReason.REBUILDING), "known blocks are served"
     assert reasons(coordinator.explain([A, B])) == [(1, None), (1, MissReason.REBUILDING)]
 
 

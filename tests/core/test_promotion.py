@@ -42,7 +42,7 @@ def test_a_promoted_page_is_decoded_above_keeps_its_loss_and_its_twin_stays() ->
     assert lies(shard) == [DECODED, BELOW]
     [read] = pinned(shard.pin(attempt(3), A, accept=Loss.Q8))
     assert (read.tier, read.codec, read.loss) == DECODED
-    assert misses(shard.pin(attempt(4), A)) == [MissReason.LOSSY], "what is lost is lost"
+    assert misses(shard.pin(attempt(4), A)) == [MissReason.LOSSY], "a loss cannot be undone"
     assert counters(shard)["promoted"] == 1
 
 

@@ -71,7 +71,7 @@ def test_one_shard_alone_has_no_replicas_to_make() -> None:
     want(coordinator, 3, A)
     assert voice.report().pull is None
     [two] = others(coordinator, "b")
-    assert wanted(two.report()) == [A], "what there were too few shards for is remembered"
+    assert wanted(two.report()) == [A], "requests for which there were too few shards are remembered"
 
 
 @pytest.mark.parametrize("replicas", [2, 5, 8])
@@ -119,7 +119,7 @@ def test_nothing_is_pulled_into_room_that_would_have_to_be_made() -> None:
     two.free(2)
     assert two.report().pull is None
     two.free(4)
-    assert two.report(pressure=PAGE).pull is None, "there are some who wait for room"
+    assert two.report(pressure=PAGE).pull is None, "reservations wait for room there"
     assert len(wanted(two.report())) == 2
 
 
@@ -241,7 +241,7 @@ def test_what_a_lost_shard_leaves_with_fewer_copies_gets_another() -> None:
     two, three = others(coordinator, "bc")
     two.report(*pages([A]))
     lose(coordinator, one, three)
-    assert pull_all(one, three) == [A], "of B there was one copy, and there is"
+    assert pull_all(one, three) == [A], "B had one copy, and still has"
     assert homes(coordinator, A) == ["a", "c"]
 
 

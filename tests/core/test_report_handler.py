@@ -55,7 +55,7 @@ def test_a_gap_in_the_reports_asks_for_an_inventory() -> None:
     ack = voice.report(page(C), first=3)
     assert (ack.inventory, ack.acked) == (True, 0)
     assert voice.report().inventory, "until it comes"
-    assert coordinator.load(attempt(1), [A]).blocks == 1, "what was told before is served on"
+    assert coordinator.load(attempt(1), [A]).blocks == 1, "pages reported before are still served"
     assert not voice.inventory(*pages([B]), upto=5).inventory
     assert voice.report(page(C), first=6).acked == 6
     assert reasons(coordinator.explain([A, B, C])) == [(1, MissReason.SHARD_LOST), (2, None)]
@@ -86,7 +86,7 @@ def test_an_inventory_counts_when_its_last_chunk_has_come() -> None:
     assert not voice.inventory(*pages([A]), chunk=0, last=False, upto=9).inventory, "its answer was lost"
     assert rebuilding(coordinator)
     assert coordinator.status().shards[0].state == "joining"
-    assert coordinator.load(attempt(1), [A, B]).blocks == 1, "what was told may be loaded already"
+    assert coordinator.load(attempt(1), [A, B]).blocks == 1, "reported pages may be loaded already"
     for _ in range(2):
         assert not voice.inventory(*pages([A, B])[1:], chunk=1, upto=9).inventory
     assert not rebuilding(coordinator)

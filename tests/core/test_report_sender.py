@@ -355,7 +355,7 @@ def test_a_flush_across_an_inventory_ends_with_it(coordinator: str, monkeypatch:
     assert flush not in shard.replies
     shard.answer()
     assert shard.replies[flush] == Done()
-    assert late not in shard.replies, "what it waits for is not in the inventory"
+    assert late not in shard.replies, "the commit that it waits for is not in the inventory"
     shard.answer()
     assert shard.replies[late] == Done()
 

@@ -159,7 +159,7 @@ def test_an_attempt_has_one_lease() -> None:
     for again in (attempt(1), attempt(2)):
         assert refusal(shard.pin(again, A)) is RefusedKind.BAD
         assert refusal(shard.replies[shard.reserving(again, C)]) is RefusedKind.BAD
-    assert shard.commit(attempt(1), 0) == (Written.COMMITTED,), "what it had before is untouched"
+    assert shard.commit(attempt(1), 0) == (Written.COMMITTED,), "the pages that it had before are untouched"
 
 
 def test_a_holder_has_a_bounded_number_of_leases(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_what_cannot_be_encoded_goes_down_raw_by_the_next_batch_and_for_good() -
     shard.promote(A)
     shard.move()
     shard.evict(A, tier=Tier.HOST)
-    assert lies(shard) == [ON_DEVICE], "what was not decoded needs no twin"
+    assert lies(shard) == [ON_DEVICE], "a page that was not decoded needs no twin"
     shard.demote(A, codec=Codec.Q4)
     assert shard.moving is not None
     assert [move.target.codec for move in shard.moving.pages] == [Codec.RAW], "it is not tried again"
@@ -347,7 +347,7 @@ def test_a_move_goes_on_when_a_coordinator_is_there_again(monkeypatch: pytest.Mo
     assert sources(shard) == [B]
     shard.move()
     assert running(shard) == ()
-    assert (lies(shard, A), lies(shard, B)) == ([ON_DEVICE], [BELOW]), "what stayed is ordered again"
+    assert (lies(shard, A), lies(shard, B)) == ([ON_DEVICE], [BELOW]), "pages that stayed are ordered again"
 
 
 @pytest.mark.parametrize("how", ["found corrupt", "evicted"])

@@ -499,7 +499,7 @@ def test_what_readers_wait_for_waits_for_no_eviction_where_the_disk_has_room() -
     first = voice.report()
     assert (moved(first, Tier.DISK), ordered(first)) == ([OLD[5]], [OLDER[5]])
     came = [*on_disk(*OLD)[5:], *left(OLD[5], tier=Tier.HOST)]
-    assert carry_out(voice, first, *came).move is None, "that is under way still, and there is no room"
+    assert carry_out(voice, first, *came).move is None, "the move is still under way, and there is no room"
     free_on(voice, Tier.DISK, Q8)
     again = voice.report()
     assert again.evict == first.evict

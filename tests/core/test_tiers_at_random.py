@@ -132,13 +132,13 @@ class TiersOfAShard(RuleBasedStateMachine):
         self.open[of] = False
         self.unanswered[call] = of, accept
         if call not in self.shard.replies:
-            assert self.lies_on_disk_alone(block), "what lies in memory is not waited for"
-            assert best is not None and best <= accept, "what he does not accept is not waited for"
+            assert self.lies_on_disk_alone(block), "a page in memory is granted without a wait"
+            assert best is not None and best <= accept, "a page that is not accepted is refused without a wait"
             return
         page = self.answer_of(call)
         if isinstance(page, PageSlot):
             assert best is not None and page.loss == best <= accept
-            assert page.tier is min(there), "of twins the upper"
+            assert page.tier is min(there), "the upper one of twins"
         elif best is not None:
             assert page.reason is MissReason.LOSSY and best > accept
 
@@ -167,7 +167,7 @@ class TiersOfAShard(RuleBasedStateMachine):
         corrupt = () if sound else (0,)
         shard.read(*corrupt, which=data.draw(st.sampled_from(range(len(shard.stages)))))
         answered = [call for call in self.unanswered if call in shard.replies and call not in before]
-        assert answered, "who waits for it gets an answer"
+        assert answered, "a reader that waits for it gets an answer"
         if len(answered) == 1:  # the room that this made may have been another's
             of, _ = self.unanswered[answered[0]]
             page = self.answer_of(answered[0])

@@ -73,7 +73,7 @@ def test_learning_loses_no_tombstone_that_either_side_knew(known: list[Tombstone
             and kept.adapter in (None, stone.adapter)
             for kept in stones.all()
         )
-    assert stones.learn(told) == [], "what is known is not new"
+    assert stones.learn(told) == [], "a known tombstone is not new"
 
 
 def test_more_than_can_be_remembered_become_a_clear_of_who_has_most(monkeypatch: pytest.MonkeyPatch) -> None:

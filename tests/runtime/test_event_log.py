@@ -107,7 +107,7 @@ def test_what_goes_while_an_answer_is_read_is_missing_in_it() -> None:
     replay.sent()
     for number in range(2, 7):
         log.add(effect(number), 0.0)
-    assert replay.following() is None, "what came later is heard anyway"
+    assert replay.following() is None, "later batches are published anyway"
     assert replay.behind
 
 

@@ -241,7 +241,7 @@ def test_a_mistake_in_the_coordinator_ends_the_process() -> None:
     with pytest.raises(Unavailable, match="coordinator failed"):
         host.ask(lambda call: Unheard(), BOUND_S)
     assert len(ended) == 1
-    assert host.inspect(lambda: CallId(1)) == 1, "what is left can still be looked at"
+    assert host.inspect(lambda: CallId(1)) == 1, "the remaining state can still be read"
     host.close()
 
 

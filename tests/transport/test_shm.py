@@ -481,7 +481,7 @@ def test_a_load_that_is_given_up_leaves_its_connection_and_its_mapping_to_the_ne
             pieces.close()
             with pytest.raises(ZeroDivisionError):
                 list(way.read(request, ContentSink(content, request, lambda: 1 // 0), soon()))
-        assert len(threads()) == 2, "that of the first store, and one more"
+        assert len(threads()) == 2, "the thread of the first store, and one more"
         world.wait_until_unleased()
 
 
@@ -689,4 +689,4 @@ def test_a_writer_that_continues_after_the_sums_are_made_gives_no_reader_a_wrong
         memory[1_500] ^= 1
     reading = read(transport, content)
     assert reading.finish() == [None]
-    assert reading.sink.corrupt == [(0, 1)], "that layer, and no other"
+    assert reading.sink.corrupt == [(0, 1)], "only that layer"

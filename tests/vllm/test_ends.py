@@ -190,7 +190,7 @@ def test_after_a_reset_no_engine_shares_with_this_one(bench: Bench, llama: Path)
     engine.add("a", SIX, max_tokens=6)
     for _ in range(6):
         engine.step()
-    assert not rank.loads, "what is cached is of other weights"
+    assert not rank.loads, "the cached KV is of other weights"
     assert [store for store in rank.stores[stores:] if store.request == "runs"] == []
     engine.join(bench.cluster.wait_until)
     assert engine.client.spec.weights.startswith("private:")

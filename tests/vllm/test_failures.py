@@ -170,7 +170,7 @@ def test_the_engine_forgets_blocks_that_did_not_come_and_what_was_computed_over_
     output = engine.step()
     assert engine.params.keys() <= {"b"}
     (load,) = rank.loads[1:]
-    assert load.first == 2, "of its own the engine has what came"
+    assert load.first == 2, "the engine's own cache has the blocks that arrived"
     assert output.num_scheduled_tokens == {"b": len(longer) - 6 * BLOCK}
 
 
