@@ -33,7 +33,7 @@ def client(shared_cluster: LocalCluster) -> Iterator[Client]:
 
 @pytest.fixture
 def own_client(own_cluster: LocalCluster) -> Iterator[Client]:
-    """Of the cluster whose processes these tests kill."""
+    """A client of the cluster whose processes these tests kill."""
     with kvcluster.connect(own_cluster.address, SPEC, config=PATIENT) as client:
         yield client
 

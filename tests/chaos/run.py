@@ -281,7 +281,7 @@ class Run:
         return planted
 
     def _plant_on(self, node: str) -> dict[str, Any] | None:
-        """As `_plant`, on a shard of that node; None where it has none."""
+        """As `_plant`, on a shard of that node; None if it has none."""
         pids = set(self._site.pids(node))
         on_it = (name for name in self.stage.shards if self._shard(name) in pids)
         return next((self._plant(name) for name in on_it), None)

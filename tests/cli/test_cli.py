@@ -151,7 +151,7 @@ def test_token_makes_an_operators_line_when_asked_and_only_then(capsys: pytest.C
 
 @dataclass(frozen=True)
 class Credential:
-    """What `kvcluster token` prints."""
+    """The output of `kvcluster token`."""
 
     secret: str
     line: str

@@ -60,7 +60,7 @@ class Grant:
 
 
 def numbers() -> torch.Tensor:
-    """What can be encoded."""
+    """Numbers that can be encoded."""
     return torch.arange(kv(BLOCKS).numel(), dtype=torch.float32).view(kv(BLOCKS).shape) / 7
 
 

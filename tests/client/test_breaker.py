@@ -176,7 +176,7 @@ def alone(start: Start) -> MemoryCluster:
 
 
 class Failing:
-    """A shard whose exchanges fail as a test says, and how often it was asked."""
+    """A shard whose exchanges fail as a test says; counts how often it was asked."""
 
     def __init__(self, error: Exception) -> None:
         self.asked = 0

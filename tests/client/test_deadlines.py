@@ -105,7 +105,7 @@ def test_a_part_of_a_deadline_is_earlier_and_never_behind_it() -> None:
 
 @contextmanager
 def silence() -> Iterator[str]:
-    """An address where connections are taken and nothing is ever said."""
+    """An address at which connections are accepted and no answer is ever sent."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
@@ -120,7 +120,7 @@ def late(miss: Miss | None) -> bool:
 
 
 def within_bounds(call: Callable[[], Any]) -> Any:
-    """What the call returns. A hundredth of this bound is its deadline, so that a call which hangs fails."""
+    """Returns what the call returns. Its deadline is a hundredth of this bound, so a call that hangs fails."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call).result(BOUND_S)
 

@@ -32,7 +32,7 @@ def following(subscriber: EventSubscriber) -> Event:
 
 
 def block_numbers(events: list[Event]) -> list[int]:
-    """Of the blocks that were stored."""
+    """Returns the numbers of the blocks that were stored."""
     stored = [event.event for event in events if isinstance(event.event, BlocksStored)]
     return [int.from_bytes(one, "big") for event in stored for one in event.hashes]
 
@@ -173,7 +173,7 @@ def test_a_subscriber_may_come_before_its_publisher() -> None:
 
 
 class Scripted:
-    """Both sockets of a publisher, in the hands of a test: it is heard once a subscriber has been let in."""
+    """Both sockets of a publisher, driven by a test: a subscriber receives batches once it has been accepted."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.live = context.socket(zmq.XPUB)  # a PUB that tells who subscribes

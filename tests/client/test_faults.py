@@ -460,7 +460,7 @@ def test_a_block_that_arrives_changed_is_not_committed(alone: MemoryCluster) -> 
 
 
 def fits(cluster: MemoryCluster) -> int:
-    """How many pages a shard has room for."""
+    """Returns the number of pages for which a shard has room."""
     return cluster.shard_core(SHARD).pool.allocator.room(PAGE_BYTES)
 
 

@@ -49,12 +49,12 @@ def spans(start: StartRead) -> list[tuple[int, int, int]]:
 
 
 def silent(load: SteppedLoad) -> AskElsewhere:
-    """The question about exchanges that have said nothing by PATIENCE."""
+    """The question about exchanges that were silent until PATIENCE."""
     return one(load.step(PlanTick(), PATIENCE), AskElsewhere)
 
 
 def only_the_first(ask: AskElsewhere) -> Answered:
-    """Of two blocks the first lies on B as well, and the second nowhere."""
+    """Of two blocks, the first is on B too, and the second is on no other shard."""
     return Answered(ask.number, [Explained((BlockFate(1, ((source(B),),), None), BlockFate(1, None, LOST)))])
 
 

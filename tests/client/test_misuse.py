@@ -56,7 +56,7 @@ class Desk:
 
     @contextmanager
     def refuses(self, match: str, kind: type[CallerError] = CallerError) -> Iterator[Client]:
-        """What is done within is refused in these words, and nothing else comes of it."""
+        """The call within is refused with these words, and has no other effect."""
         before = self.bill()
         with pytest.raises(kind, match=match):
             yield self.client

@@ -46,7 +46,7 @@ WHOLE = Loaded(4, 4 * PAGE_BYTES)
 
 
 def pages(cluster: MemoryCluster, shard: ShardId) -> list[Page]:
-    """What a shard can give now."""
+    """The pages that a shard can serve now."""
     return list(cluster.shard_core(shard).pool.ready())
 
 
@@ -284,7 +284,7 @@ def test_without_a_coordinator_to_ask_what_is_missing_is_told_at_once(doubled: M
 
 
 def test_a_coordinator_that_hangs_does_not_delay_what_has_come(doubled: MemoryCluster) -> None:
-    """It is asked for a part of the time left, so that the outcome is told within the deadline."""
+    """The coordinator is asked with a part of the remaining time, so that the outcome is in time."""
     with Bench(doubled) as bench:
         forget(doubled, bench.first, bench.hashes[2])
 

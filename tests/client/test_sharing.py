@@ -197,7 +197,7 @@ LAST_HEADS = Part(0, LAYERS, HEADS // 2, HEADS)
 
 
 def of(values: torch.Tensor, part: Part) -> torch.Tensor:
-    """That part of a dense tensor of everything."""
+    """Returns that part of a dense tensor of everything."""
     return values[:, part.layer_start : part.layer_stop, :, :, part.head_start : part.head_stop].contiguous()
 
 

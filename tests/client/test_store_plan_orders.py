@@ -221,7 +221,7 @@ class StoresInAnyOrder(RuleBasedStateMachine):
             assert self.store.plan.next_deadline() is None
 
     def teardown(self) -> None:
-        """Every store is over when all that is under way has ended, whatever was heard first."""
+        """Every store has ended when all exchanges have, in whatever order their events arrive."""
         if not hasattr(self, "store"):
             return
         if not self.begun:

@@ -71,7 +71,7 @@ def wait_until_below(cluster: MemoryCluster, client: Client, tokens: Sequence[in
 
 
 def went_down(cluster: MemoryCluster, source: Any, spec: KVSpec = NUMBERS, **options: Any) -> Client:
-    """A client that has stored TOKENS, all of which lie in the host tier now."""
+    """A client that has stored TOKENS, all of which are in the host tier now."""
     client = cluster.client(spec)
     stored(client, source, **options)
     wait_until_below(cluster, client)
@@ -88,13 +88,13 @@ def loaded(
 
 
 def far(after: torch.Tensor, before: torch.Tensor) -> list[float]:
-    """Of every block: the error, in parts of what is there."""
+    """Returns for each block the error, relative to the stored values."""
     wrong, whole = (after.double() - before.double()).flatten(1), before.double().flatten(1)
     return [float(error) for error in wrong.norm(dim=1) / whole.norm(dim=1)]
 
 
 def pages(cluster: MemoryCluster, shard: ShardId = FIRST, block: BlockHash | None = None) -> list[Page]:
-    """What lies readable there, of that block or of all."""
+    """Returns the readable pages there, of that block or of all."""
     return [page for page in cluster.shard_core(shard).pool.ready() if block in (None, page.key.hash)]
 
 

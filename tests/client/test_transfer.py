@@ -98,7 +98,7 @@ def test_a_layer_is_done_when_it_has_come_of_every_block(cluster: MemoryCluster)
 
 
 def test_the_first_layer_of_all_blocks_comes_before_the_second_of_any(cluster: MemoryCluster) -> None:
-    """Who waits for a layer waits for it alone: an engine computes it while the others are under way."""
+    """A caller waits for one layer only: an engine computes it while the others are under way."""
     hold, into = Hold(at=3 + 1), room(3)
     with loading(cluster, into, hold) as transfer:
         assert transfer.wait_layer(0), "though nothing behind it comes"

@@ -133,7 +133,7 @@ class Desk:
         return client.borrow(self.ticket(tokens, client=client))
 
     def page(self, block: int) -> Page:
-        """Of a block of TOKENS."""
+        """Returns the page of a block of TOKENS."""
         name = self.client.hashes(TOKENS)[block]
         (page,) = [page for page in self.host.core.pool.ready() if page.key.hash == name]
         return page
@@ -423,11 +423,11 @@ def test_what_torch_has_made_of_it_keeps_the_memory_after_the_end(desk: Desk) ->
     assert mapped(address), "any of them keeps all of it"
     del theirs
     gc.collect()
-    assert not mapped(address), "the blocks that have ended keep none of it"
+    assert not mapped(address), "released blocks keep no mapping"
     blocks.close()
 
 
-# --------------------------------------------------------------------------------------- what is not to be had so
+# ------------------------------------------------------------------------------------ what cannot be borrowed
 
 
 def test_blocks_of_a_shard_that_is_reached_otherwise_are_none_and_say_so(desk: Desk) -> None:
@@ -470,7 +470,7 @@ def test_where_one_shard_lends_and_another_does_not_each_block_is_told_of(start:
 
 
 class _Breaking(ShmPages):
-    """It breaks when something is to be borrowed."""
+    """A path that breaks when pages are borrowed."""
 
     def borrow(self, request: ReadRequest, deadline: Deadline) -> BorrowedPages:
         self.close()

@@ -34,14 +34,14 @@ def disk(files: int = 4, pages: int = 4) -> RecoveredPages:
 
 
 def holding(*blocks: BlockHash, loss: Loss = Loss.EXACT, found: RecoveredPages = NO_STORE, **config: int) -> LoneShard:
-    """One that holds these on its device."""
+    """A shard that holds these on its device tier."""
     shard = tiered(found=found, spec=CODED, **config)
     shard.store(attempt(1), *blocks, loss=loss)
     return shard
 
 
 def lowered(*blocks: BlockHash, codec: Codec = Codec.Q8, found: RecoveredPages = NO_STORE, **config: int) -> LoneShard:
-    """One that has demoted these."""
+    """A shard that has demoted these."""
     shard = holding(*blocks, loss=Loss.EXACT, found=found, **config)
     shard.demote(*blocks, codec=codec)
     shard.move_all()
@@ -50,7 +50,7 @@ def lowered(*blocks: BlockHash, codec: Codec = Codec.Q8, found: RecoveredPages =
 
 
 def doubled(*blocks: BlockHash, codec: Codec = Codec.Q8, **config: int) -> LoneShard:
-    """One that has demoted these and promoted them again."""
+    """A shard that has demoted these and promoted them again."""
     shard = lowered(*blocks, codec=codec, found=NO_STORE, **config)
     shard.promote(*blocks)
     shard.move_all()
@@ -61,7 +61,7 @@ def doubled(*blocks: BlockHash, codec: Codec = Codec.Q8, **config: int) -> LoneS
 def on_disk(
     *blocks: BlockHash, codec: Codec = Codec.Q8, found: RecoveredPages | None = None, **config: int
 ) -> LoneShard:
-    """One that has demoted these to disk."""
+    """A shard that has demoted these to disk."""
     shard = lowered(*blocks, codec=codec, found=found or disk(), **config)
     shard.demote(*blocks, to=Tier.DISK)
     shard.move_all()
@@ -70,7 +70,7 @@ def on_disk(
 
 
 def lies(shard: LoneShard, block: BlockHash = A) -> list[tuple[Tier, Codec, Loss]]:
-    """How each page of a block that readers may have lies there."""
+    """Returns tier, codec and loss of each readable page of a block."""
     found = (page for page in shard.core.pool.ready() if page.key.hash == block)
     return [(page.tier, page.codec, page.loss) for page in found]
 

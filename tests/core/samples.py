@@ -60,7 +60,7 @@ MIXED = KVSpec(
 
 
 def ours(question: object, namespace: NamespaceId | None = None) -> Build:
-    """What makes a Request of this question of ours."""
+    """Returns what makes a Request of this question."""
     return build_request(question, OURS, namespace)
 
 

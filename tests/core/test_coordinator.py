@@ -177,7 +177,7 @@ def test_status_tells_what_there_is() -> None:
 
 
 def test_every_counter_adds_up() -> None:
-    """What happens twice counts twice, and half of it once."""
+    """Two equal events count twice, and one of them once."""
     coordinator, voice = LoneCoordinator.serving()
 
     def once(number: int) -> None:

@@ -33,7 +33,7 @@ CHAIN = chain(6)
 
 
 class Outsider(EventPicture):
-    """A picture of all that a coordinator publishes, with what it `heard`."""
+    """A listener to all that a coordinator publishes, with the events that it `heard`."""
 
     def __init__(self, *, strict: bool = True) -> None:
         super().__init__(strict=strict)

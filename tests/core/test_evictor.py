@@ -221,7 +221,7 @@ def test_a_search_that_was_cut_short_makes_no_shard_full(monkeypatch: pytest.Mon
     found: list[BlockHash] = []
     for reports in range(1, 5):
         found += ordered(voice.report(pressure=9 * PAGE))
-        assert len(searches) <= reports, "nor does it search on in the same step"
+        assert len(searches) <= reports, "it does not search again in the same step"
         assert decisions(coordinator.store(attempt(2), [D])) == [(1, Decision.WRITE)]
     assert found[:1] == list(chain(1, seed=8))
 

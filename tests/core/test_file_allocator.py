@@ -173,7 +173,7 @@ def test_an_impossible_tier_is_refused(capacity_bytes: int, file_bytes: int, com
     assert str(refused.value) == complaint
 
 
-# ------------------------------------------------------------------------------------- which file serves whom
+# ------------------------------------------------------------------------------ which file serves which owner
 
 
 def test_pages_of_one_kind_fill_one_file_and_then_the_next() -> None:
@@ -404,11 +404,11 @@ class FilesAgainstOffsets(RuleBasedStateMachine):
         self.numbers = 0
 
     def inside(self, number: int) -> list[tuple[Owner, int]]:
-        """What lies in that file."""
+        """Returns the slots in that file."""
         return [page for offset, page in self.pages.items() if offset // FILE == number]
 
     def kind(self, number: int) -> tuple[NamespaceId, Shape] | None:
-        """What it serves; None where it is free."""
+        """Returns what the file serves; None if it is free."""
         kinds = [(of[0], shape_of(of, nbytes)) for of, nbytes in self.inside(number)]
         assert len(dict.fromkeys(kinds)) <= 1, "a file of two kinds"
         return kinds[0] if kinds else None

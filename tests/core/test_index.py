@@ -93,7 +93,7 @@ def assert_found_rightly(
 
 
 class World(NamedTuple):
-    """What lies where, and what is asked."""
+    """Which blocks are on which shards, and the need that is asked for."""
 
     reuses: tuple[Reuse, ...]
     tokens: int

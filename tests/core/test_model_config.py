@@ -186,7 +186,7 @@ def test_whatever_a_file_says_it_is_read_or_refused(changes: dict[str, Any], con
 
 
 def token_bytes_or_refused(groups: tuple[Group, ...]) -> bool:
-    """A spec that is too large to be is refused by name, too."""
+    """A spec that is too large is refused by name, too."""
     try:
         return token_bytes(groups) > 0
     except SpecError:

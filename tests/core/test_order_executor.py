@@ -376,7 +376,7 @@ def test_an_inventory_tells_the_tombstones_that_its_pages_have_survived(monkeypa
 
 
 def done_to_disk(effects: list[Effect]) -> list[Effect]:
-    """What the thread that writes to disk gets of these, in order."""
+    """Returns the effects among these that go to the thread that writes to disk, in order."""
     return [effect for effect in effects if isinstance(effect, Erase | MovePages)]
 
 
@@ -449,7 +449,7 @@ def test_a_shard_that_is_to_go_says_so_from_then_on_and_serves_readers_until_it_
 
 
 def test_every_counter_of_a_shard_without_tiers_adds_up() -> None:
-    """What happens twice counts twice, and half of it once."""
+    """Two equal events count twice, and one of them once."""
     shard = LoneShard.joined(pages=5, lease_ttl_ms=1_000)
 
     def once(number: int) -> None:

@@ -43,7 +43,7 @@ def having(*blocks: BlockHash, **config: int) -> DiskShard:
 
 
 def reply(shard: DiskShard, call: CallId) -> tuple[PageSlot | Miss, ...]:
-    """What a pin was answered."""
+    """Returns the answer to a pin."""
     grant = shard.replies[call]
     assert isinstance(grant, PinGrant)
     return grant.pages
@@ -186,7 +186,7 @@ def test_a_copy_belongs_to_its_one_reader_until_that_is_done() -> None:
     assert end(shard, attempt(2))
     shard.evict(A, tier=Tier.HOST)
     shard.later(TTL)
-    assert attempt(1) in shard.revoked and host_bytes(shard) == Q8, "he may still be reading"
+    assert attempt(1) in shard.revoked and host_bytes(shard) == Q8, "the reader may still be reading"
     assert end(shard, attempt(1))
     shard.settle()
     assert nothing_is_left(shard)
@@ -302,7 +302,7 @@ def test_a_reader_who_has_gone_counts_until_the_drive_is_done_with_his_pages(mon
     assert shard.pinning(attempt(3), A) not in shard.replies
 
 
-# --------------------------------------------------------------------------------------- who waits for room
+# -------------------------------------------------------------------------------- which readers wait for room
 
 
 def crowded(*blocks: BlockHash, copies: int = 1) -> DiskShard:
@@ -324,7 +324,9 @@ def test_a_reader_for_whose_pages_there_is_no_room_waits_and_the_shard_says_so_a
     call = shard.pinning(attempt(1), B)
     assert wanted(shard) == Q8
     assert call not in shard.replies and shard.stages == []
-    assert (len(shard.core.leases), shard.core.own_attempts) == (1, []), "his own begins when there is room"
+    assert (len(shard.core.leases), shard.core.own_attempts) == (1, []), (
+        "the own lease of the stage begins when there is room"
+    )
     shard.settle()
     assert end(shard, attempt(0))
     shard.read()
@@ -469,7 +471,7 @@ def test_a_reader_who_ends_while_he_waits_for_room_waits_no_more(kind: type[Unpi
     call = shard.pinning(attempt(1), B)
     assert end(shard, attempt(1), kind)
     assert reply(shard, call) == (TOO_LATE,)
-    assert not end(shard, attempt(1), kind), "he is gone"
+    assert not end(shard, attempt(1), kind), "the reader is gone"
     assert end(shard, attempt(0))
     assert shard.stages == []
     shard.settle()

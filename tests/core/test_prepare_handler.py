@@ -383,7 +383,7 @@ def test_without_a_shard_whose_content_is_known_nothing_is_stored() -> None:
 
 
 def test_a_shard_that_has_yet_to_carry_out_a_purge_is_given_nothing_new() -> None:
-    """It would drop what it is given together with what it is to forget."""
+    """It would drop the new pages together with those that it has to forget."""
     coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS[:2]))
     coordinator.ask(Purged, ours(Purge()))
     assert decisions(coordinator.store(attempt(1), BLOCKS[:2])) == [(2, Decision.REFUSED)]

@@ -135,7 +135,7 @@ def test_a_lower_coordinator_epoch_is_not_heard() -> None:
     assert shard.core.next_deadline() == asked_at + 250 * MS, "the right one may be back by then"
     assert pinned(shard.pin(attempt(2), A))
     shard.later(4 * SECOND)
-    assert misses(shard.pin(attempt(3), A)) == [MissReason.SHARD_LOST], "nor does it make this shard a member"
+    assert misses(shard.pin(attempt(3), A)) == [MissReason.SHARD_LOST], "it does not make this shard a member either"
 
 
 # ------------------------------------------------------------------------------------------- reports
@@ -146,7 +146,7 @@ def test_the_first_word_is_an_inventory() -> None:
     shard.attach()
     assert (inventory(shard).coordinator, inventory(shard).pages) == (Epoch(0), ())
     shard.answer()
-    assert (inventory(shard).coordinator, inventory(shard).last) == (Epoch(100), True), "now it knows to whom"
+    assert (inventory(shard).coordinator, inventory(shard).last) == (Epoch(100), True), "now it knows its coordinator"
     shard.answer()
     assert shard.sent is None
 
@@ -201,7 +201,7 @@ def test_a_refused_inventory_is_not_repeated_in_haste() -> None:
     shard = LoneShard()
     shard.attach()
     shard.answer(ReportAck(shard.coordinator, 0, inventory=True))
-    assert inventory(shard).coordinator == shard.coordinator, "the first answer told it whom to tell"
+    assert inventory(shard).coordinator == shard.coordinator, "the first answer named its coordinator"
     shard.answer(ReportAck(shard.coordinator, 0, inventory=True))
     assert shard.sent is None
     assert shard.later(249 * MS) == []

@@ -68,7 +68,7 @@ class Sender:
 
 
 class Receiver:
-    """A coordinator as the stream needs it: what it was told that one shard holds."""
+    """The coordinator's side of the stream: the pages that one shard has reported."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
@@ -193,7 +193,7 @@ class StreamOverABadNetwork(RuleBasedStateMachine):
         return ack
 
     def heal(self) -> None:
-        """From whatever has become of it, a few good exchanges make both sides agree."""
+        """From any state, a few successful exchanges make both sides agree."""
         chunks = max(1, -(-len(self.sender.held) // limits.INVENTORY_CHUNK))
         # One that tells of an epoch or a gap; the inventory; and before either what was not yet acknowledged.
         for _ in range(2 + chunks + limits.STREAM_BACKLOG):

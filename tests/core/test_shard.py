@@ -265,7 +265,7 @@ def test_a_stall_extends_nothing_that_the_shard_owes() -> None:
     shard.fail()
     shard.now += 6 * SECOND
     shard.step(Stalled(6 * SECOND))
-    assert granted(shard, waiting) == (Written.LOST,), "nor does it believe that it is a member still"
+    assert granted(shard, waiting) == (Written.LOST,), "and it no longer considers itself a member"
     shard.step(Tick())
     assert shard.replies[flush] == Done()
     assert not shard.core.member(shard.now)

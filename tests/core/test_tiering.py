@@ -114,7 +114,7 @@ def left(*blocks: BlockHash, tier: Tier = Tier.DEVICE) -> list[StreamEvent]:
 
 
 def carry_out(voice: Voice, ack: Heard, *events: StreamEvent, pressure: int = 0) -> Heard:
-    """The shard has moved what it was told to, and says so with these events; what it is told then."""
+    """The shard has carried out its moves and reports these events; returns the answer."""
     assert ack.move is not None
     voice.ends(ack.move)
     return voice.report(*events, pressure=pressure)

@@ -1,8 +1,8 @@
 """One shard with two or three tiers under whatever may happen to it, against a plain account of what it should hold.
 
-What it tells is what it holds; no page was encoded twice; a reader gets nothing that has lost more than he accepts,
-and nothing that is not held for him; what lies on disk is there again when the shard has been restarted; and when
-all has ended, no room is lost.
+It reports exactly what it holds; no page is encoded twice; a reader gets no page with more loss than it accepts, and
+only pages that are pinned for it; pages on disk are found again after a restart; and when everything has ended, no
+room is lost.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class TiersOfAShard(RuleBasedStateMachine):
         self.settle()
 
     def answer_of(self, call: CallId) -> PageSlot | Miss:
-        """What a reader of one page was told."""
+        """Returns the answer to a reader of one page."""
         of, accept = self.unanswered.pop(call)
         reply = self.shard.replies[call]
         assert isinstance(reply, PinGrant)
@@ -311,14 +311,14 @@ class TiersOfAShard(RuleBasedStateMachine):
     # ------------------------------------------------------------------------------------- claims
 
     def lies(self, block: BlockHash) -> list[Tier]:
-        """Where all of it in one page is to be had."""
+        """Returns the tiers that have the whole block in one page."""
         return [tier for (key, tier) in self.told if key == PageKey(block, 0, WHOLE)]
 
     def lies_on_disk_alone(self, block: BlockHash) -> bool:
         return self.lies(block) == [Tier.DISK]
 
     def best(self, name: PageKey) -> Loss | None:
-        """The least loss with which it is there."""
+        """Returns the least loss among the copies of the page."""
         return min((loss for (key, _), (loss, _) in self.told.items() if key == name), default=None)
 
     @invariant()

@@ -63,7 +63,7 @@ def batch(*rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any, **settings: Any) -> Any:
-    """What `generate` returns with all logits; eight new tokens."""
+    """Returns what `generate` returns with all logits; eight new tokens."""
     return model.generate(
         ids,
         attention_mask=mask,

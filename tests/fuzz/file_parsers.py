@@ -102,7 +102,7 @@ def _body(data: bytes) -> Node:
 
 
 def _read_records(data: bytes) -> list[RecoveredPage]:
-    """That in which no page is found counts as refused."""
+    """A file in which no page is found counts as refused."""
     found = page_files.decode_records(_FILE, _FILE.namespace, data, 0)
     if not found:
         raise ProtocolError("no record of these is whole")

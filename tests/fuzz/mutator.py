@@ -111,7 +111,7 @@ class Mutator:
         return node.around(body[:at] + number + body[at + (rng.random() < 0.7) :])
 
     def _word(self, rng: Random, node: Node) -> bytes:
-        """What a parser of text listens to."""
+        """Returns a word that a parser of text understands."""
         word = self._words[int(rng.random() * len(self._words))]
         at = int(rng.random() * (len(node.body) + 1))
         return node.around(word if rng.random() < 0.5 else node.body[:at] + word + node.body[at:])

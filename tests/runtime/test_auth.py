@@ -170,7 +170,7 @@ def test_new_tokens_differ_and_can_be_sent() -> None:
     assert all(token.isascii() and token.isprintable() and len(token) >= 43 for token in made)
 
 
-# ------------------------------------------------------------------------------------------- who could get in
+# ------------------------------------------------------------------------- when a server would be open to all
 
 
 def test_tokens_are_read_from_the_configured_file(tmp_path: Path) -> None:

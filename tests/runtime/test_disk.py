@@ -505,7 +505,7 @@ def test_a_folder_that_cannot_be_used_is_a_reason_to_run_without(
         drive.open()
     folder, found = open_disk(drive.config, SHARD)
     assert folder is None
-    assert found.why_none in caplog.text, "its operator reads it where he looks first"
+    assert found.why_none in caplog.text, "its operator finds it in the log"
     with pytest.raises(ConfigError, match=f"^the shard runs without its disk tier: {words}$"):
         raise ConfigError(found.why_none)
 

@@ -137,7 +137,7 @@ def test_a_ping_is_answered_without_asking_the_core() -> None:
             connection.ask(fat, None, soon())
 
 
-# -------------------------------------------------------------------------------------------- who may ask
+# -------------------------------------------------------------------------------------- which callers may ask
 
 
 @pytest.mark.parametrize("token", [None, "another", SECRET])

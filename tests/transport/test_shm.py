@@ -163,7 +163,7 @@ def test_an_answer_about_more_pages_than_a_frame_holds_is_a_limit_error(
         load(transport, content)
 
 
-# ------------------------------------------------------------------------------------------------ who may have it
+# --------------------------------------------------------------------------------- which processes may map it
 
 
 def test_a_token_is_asked_for_when_a_connection_is_opened(world: World) -> None:

@@ -117,7 +117,7 @@ def test_a_failed_load_is_forgotten_when_the_request_was_preempted(bench: Bench,
     assert engine.params["a"]["kvcluster"]["resumed_tokens"] == 24
 
 
-# ------------------------------------------------------------------------------------------ who shares its blocks
+# --------------------------------------------------------------------------------- requests that share blocks
 
 
 def test_who_would_share_blocks_that_are_about_to_come_waits_for_them(bench: Bench, llama: Path) -> None:

@@ -41,7 +41,7 @@ def promise_of(engine: Engine, blocks: int) -> dict[str, Any]:
     return pd_disagg.promise(engine.client.hashes(SIX), blocks)
 
 
-# ------------------------------------------------------------------------------------------------ who prefills
+# ----------------------------------------------------------------------------------- the engine that prefills
 
 
 def test_an_answer_that_another_goes_on_from_says_how_many_blocks_there_are(bench: Bench, llama: Path) -> None:
@@ -126,7 +126,7 @@ def test_it_waits_for_no_other_request_and_no_longer_than_it_may(cluster: Memory
     rank.close()
 
 
-# ------------------------------------------------------------------------------------------------- who decodes
+# ------------------------------------------------------------------------------------ the engine that decodes
 
 
 class Clock:

@@ -290,7 +290,7 @@ def test_a_prompt_whose_window_is_loaded_stores_only_what_comes_behind(bench: Be
     assert [(store.first, len(store.source[0])) for store in rank.stores] == [(8, 4)]
 
 
-# --------------------------------------------------------------------------------------------- who goes without
+# ------------------------------------------------------------------------- requests that do not use the cache
 
 
 def test_a_request_that_comes_before_the_cluster_goes_without(bench: Bench, llama: Path) -> None:

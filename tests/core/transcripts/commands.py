@@ -107,7 +107,7 @@ class Commands:
         self._puppets: dict[str, Puppet] = {}
 
     def run(self, line: str) -> list[str]:
-        """What comes of one command."""
+        """Runs one command; returns its effects as text."""
         words = line.split()
         quiet = words[0] == "quietly"
         self._act(words[quiet:])

@@ -130,7 +130,7 @@ class Stage:
         self._lines.append(f"at {self.kernel.now // MS}: {line}" if self._clock else line)
 
     def said(self) -> list[str]:
-        """The lines since the last time."""
+        """Returns the lines since the last call."""
         lines, self._lines = self._lines, []
         return lines
 
@@ -163,7 +163,7 @@ class Stage:
         self.shards[name].step(Tick())
 
     def stop(self, name: str) -> None:
-        """It is gone, without a word."""
+        """The process is gone, without a message."""
         self.process(name).kill()
         (self.coordinators if name in self.coordinators else self.shards).pop(name)
 
@@ -209,7 +209,7 @@ class Stage:
             check_shard(shard.core)
 
     def wait(self, passed_ms: int) -> None:
-        """Time passes. What happens meanwhile is told with its time."""
+        """Lets time pass. Events meanwhile are written with their time."""
         self._clock = True
         self.kernel.run(self.kernel.now + passed_ms * MS)
         self.settle()

@@ -110,7 +110,7 @@ class Teller:
         raise AssertionError(f"no words are known for {type(reply).__name__}")
 
     def letter(self, message: Report | Inventory) -> str:
-        """What a shard tells the coordinator."""
+        """Formats a message from a shard to the coordinator."""
         told: list[str] = []
         if isinstance(message, Inventory):
             rest = "" if message.last and not message.chunk else f", chunk {message.chunk}"
@@ -129,7 +129,7 @@ class Teller:
         return f"{', '.join(told)}; {self._info(message.info)} [epoch {message.coordinator}]"
 
     def ack(self, ack: ReportAck) -> str:
-        """What the coordinator tells a shard."""
+        """Formats an answer of the coordinator to a shard."""
         told = [] if ack.inventory or ack.leave else [f"acknowledged up to {ack.acked}"]
         if ack.inventory:
             told.append("send an inventory")

@@ -14,7 +14,7 @@ IDS = [5, 6, 7]
 
 
 class Request(BaseModel):
-    """As Serve's LLM applications hand it on."""
+    """A request as Serve's LLM applications pass it on."""
 
     prompt: Any = None
     messages: Any = None
