@@ -54,7 +54,7 @@ class Proxy:
             return out
 
     async def _computed(self, path: str, asked: dict[str, Any], headers: dict[str, str]) -> dict[str, Any] | None:
-        """Has the prompt computed; what the decode server is to be told, None where nobody computed it."""
+        """Has the prompt computed. Returns what the decode server needs to know; None if no server computed it."""
         assert self._session is not None
         body = asked | {"max_tokens": 1, "stream": False, "n": 1, "kv_transfer_params": {"do_remote_decode": True}}
         for name in ("max_completion_tokens", "stream_options"):

@@ -266,10 +266,10 @@ def _coordinator_rules(c: CoordinatorConfig) -> Iterator[_Rule]:
         1 <= c.hot_replicas <= 64,
         "coordinator.hot_replicas must be between 1 and 64; 1 makes no copies of hot blocks",
     )
-    yield c.host_codec in CODECS, f"coordinator.host_codec: there is no {c.host_codec!r}; there is {', '.join(CODECS)}"
+    yield c.host_codec in CODECS, f"coordinator.host_codec must be one of {', '.join(CODECS)}, not {c.host_codec!r}"
     yield (
         c.eviction_policy in POLICIES,
-        f"coordinator.eviction_policy: there is no {c.eviction_policy!r}; there is {', '.join(POLICIES)}",
+        f"coordinator.eviction_policy must be one of {', '.join(POLICIES)}, not {c.eviction_policy!r}",
     )
     yield c.q4_error_budget >= 0, "coordinator.q4_error_budget must not be negative"
     yield c.host_raw_blocks >= 0, "coordinator.host_raw_blocks must not be negative"
@@ -278,26 +278,32 @@ def _coordinator_rules(c: CoordinatorConfig) -> Iterator[_Rule]:
 
 def _shard_rules(s: ShardConfig) -> Iterator[_Rule]:
     yield 0 <= s.q4_sampled <= 1, "shard.q4_sampled must be between 0 and 1"
-    yield s.device_bytes >= 4_096, "shard.device_bytes must hold at least a page; give 64MiB or more"
+    yield s.device_bytes >= 4_096, "shard.device_bytes must hold at least one page: give 64MiB or more"
     yield (
         not s.host_bytes or s.host_bytes >= 4_096,
-        "shard.host_bytes must hold at least a page; give 64MiB or more, or 0 for no such tier",
+        "shard.host_bytes must hold at least one page: give 64MiB or more, or 0 for no host tier",
     )
     yield not s.disk_bytes or bool(s.disk_dir), "shard.disk_bytes needs shard.disk_dir: a folder on a local drive"
     yield (
         not s.disk_dir or os.path.isabs(s.disk_dir),
         f"shard.disk_dir must be an absolute path, not {s.disk_dir!r}: shards run in folders of their own",
     )
-    yield not s.disk_dir or bool(s.disk_bytes), "shard.disk_dir needs shard.disk_bytes: how much it may take there"
+    yield (
+        not s.disk_dir or bool(s.disk_bytes),
+        "shard.disk_dir needs shard.disk_bytes: the size of the disk tier in that folder",
+    )
     yield (
         not s.disk_bytes or bool(s.host_bytes),
-        "shard.disk_bytes needs shard.host_bytes: pages come to disk out of the host tier, and back through it",
+        "shard.disk_bytes needs shard.host_bytes: pages reach the disk from the host tier, and return through it",
     )
-    yield s.lease_ttl_ms >= 100, "shard.lease_ttl_ms under 100 ends leases of workers that are merely busy"
+    yield (
+        s.lease_ttl_ms >= 100,
+        "shard.lease_ttl_ms must be at least 100: shorter leases end while their workers are merely busy",
+    )
 
 
 def _client_rules(client: ClientConfig) -> Iterator[_Rule]:
-    yield client.accept in LOSSES, f"client.accept: there is no loss {client.accept!r}; there is {', '.join(LOSSES)}"
+    yield client.accept in LOSSES, f"client.accept must be one of {', '.join(LOSSES)}, not {client.accept!r}"
     yield client.breaker_failures >= 1, "client.breaker_failures must be at least 1"
     yield 0 <= client.store_niceness <= 19, "client.store_niceness must be between 0 and 19"
 
@@ -307,17 +313,17 @@ def _transport_rules(config: Config) -> Iterator[_Rule]:
     yield bool(config.client.transports), f"client.transports must name one of {', '.join(TRANSPORTS)}"
     for prefix, names in (("server", config.server.transports), ("client", config.client.transports)):
         for name in names:
-            known = f"{prefix}.transports: there is no {name!r}; there is {', '.join(TRANSPORTS)}"
+            known = f"{prefix}.transports must be some of {', '.join(TRANSPORTS)}, not {name!r}"
             yield name in TRANSPORTS, known
 
 
 def _event_rules(e: EventsConfig) -> Iterator[_Rule]:
-    yield not e.replay or bool(e.endpoint), "events.replay needs events.endpoint: what is not published is not replayed"
+    yield not e.replay or bool(e.endpoint), "events.replay needs events.endpoint: only published events can be replayed"
     yield e.buffer_batches >= 1, "events.buffer_batches must be at least 1"
     for name, where in (("endpoint", e.endpoint), ("replay", e.replay)):
         told = re.fullmatch(r"tcp://(?:[^:\[\]]+|\[[^\[\]]+\]):([0-9]{1,5})", where)
         is_tcp = told is not None and int(told[1]) <= 65_535
-        yield not where or is_tcp, f"events.{name} must be such as tcp://127.0.0.1:5557, not {where!r}"
+        yield not where or is_tcp, f"events.{name} must be tcp://host:port, such as tcp://127.0.0.1:5557, not {where!r}"
         yield (
             not where or e.insecure or bool(_LOOPBACK.match(where)),
             f"events.{name}: every process that reaches {where} reads the prompts of all tenants. Use a loopback "

@@ -1,4 +1,5 @@
-"""What holds for every test: how far it looks, that no verdict depends on a clock, and what runs in a row.
+"""What holds for every test: how many examples are drawn, that no verdict depends on a clock, and which tests run in
+sequence.
 
 `make test` draws the same examples each time, so that its verdict belongs to the change. With `--nightly`, which `make
 nightly` gives, hypothesis draws more and new ones, and tests that ask for `nightly` look further than CI has time for;

@@ -1,4 +1,4 @@
-"""Eviction policies: each can be chosen and obeys the seam; what LRU and GDSF prefer."""
+"""Eviction policies: each can be chosen and obeys the interface; what LRU and GDSF prefer."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_what_was_used_after_a_victim_stands_on_its_priority() -> None:
     alike = policy.score(before, SECOND)
     victim = Cached(uses=3)
     policy.taken(policy.score(victim, 2 * SECOND), 2 * SECOND)
-    assert policy.score(before, 3 * SECOND) == alike, "what was not used since is no better than it was"
+    assert policy.score(before, 3 * SECOND) == alike, "a block that was not used since has no higher score"
     assert policy.score(after, 3 * SECOND) >> DEPTH_BITS == (
         (policy.score(victim, 2 * SECOND) >> DEPTH_BITS) + (alike >> DEPTH_BITS)
     )
@@ -160,6 +160,8 @@ def test_inflation_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) 
     assert policy._inflations == [60, 70, 80, 90], "one a step"
     assert len(policy._times) == 4
     policy.taken(1 << DEPTH_BITS, 20 * STEP_NS)
-    assert policy._inflations == [70, 80, 90, 92], "what came within a step counts from the next on, and L never falls"
+    assert policy._inflations == [70, 80, 90, 92], (
+        "values within one step count from the next step on, and L never falls"
+    )
     forgotten = policy.score(Cached(stamp=STEP_NS), 10 * STEP_NS)
     assert forgotten == policy.score(Cached(stamp=7 * STEP_NS), 10 * STEP_NS)

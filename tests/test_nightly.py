@@ -1,4 +1,5 @@
-"""`make nightly`: every step is a target that exists, one that fails keeps no other from running, and a table tells."""
+"""`make nightly`: every step is a target that exists, a failed step does not prevent the others, and a table shows
+all."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import kvcluster
-from tools import structure, tidy
+from tools import glossary, structure, tidy
 from tools.structure import Known
 
 if sys.version_info >= (3, 11):
@@ -149,6 +149,27 @@ def test_an_exception_that_is_not_needed_any_more_is_a_complaint(known: str) -> 
     excepted = {"circles": "kvcluster", "functions": "kvcluster/a.py:f", "classes": "C"}[known]
     (complaint,) = structure.complaints(texts, Known(**{known: (excepted,)}))
     assert complaint.startswith("tools/structure.py:1: ") and "take it out of KNOWN" in complaint
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ("| **pin lease, grant** | Ends at `ends_at`, as `Renewed` or `late`; see `core/leases.py`. |", None),
+        ("| **renew** | Another form of a word is that word: renewed. |", None),
+        ("| **loan** | A pin lease. |", "no module of kvcluster uses 'loan'"),
+        ("| **grant** | Of a **loan**. |", "no module of kvcluster uses 'loan'"),
+        ("| **lease of pins** | A pin lease. |", "no module of kvcluster uses 'lease of pins'"),
+        ("| **grant** | It is given. |\n| **pin lease, grant** | It too. |", "'grant' is explained in line 1 as well"),
+        ("| **grant** | Ends at `begins_at`. |", "`begins_at` is no name"),
+        ("| **grant** | Written of in `prose` only. |", "`prose` is no name"),
+        ("| **grant** | See `core/loans.py`. |", "`core/loans.py` is no name"),
+    ],
+)
+def test_the_glossary_is_held_to_the_code(row: str, complaint: str | None) -> None:
+    module = '"""A prose of grants."""\nclass PinLease:\n    ends_at: int\ndef renewed(x: "late") -> None: ...\n'
+    found = glossary.complaints({"docs/glossary.md": row, "kvcluster/core/leases.py": module, "x.py": "loan = 1\n"})
+    assert [c for c in found if complaint is None or complaint not in c] == [], found
+    assert bool(found) == (complaint is not None)
 
 
 @pytest.mark.parametrize(("lines", "branches", "thin"), [(95, 95, []), (94, 100, ["lines"]), (100, 94, ["branches"])])

@@ -1,4 +1,4 @@
-"""Claims about tests/scheduling.py: what shares a cluster is kept together, and nothing else is."""
+"""Claims about tests/scheduling.py: tests that share a cluster are kept together, and no others."""
 
 from __future__ import annotations
 

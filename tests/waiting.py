@@ -1,4 +1,4 @@
-"""Waiting for what other processes do: with a bound, and for no longer than it takes."""
+"""Waiting for other processes: with a bound, and only as long as it takes."""
 
 from __future__ import annotations
 

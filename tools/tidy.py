@@ -117,10 +117,10 @@ def links(path: str, text: str, root: Path) -> Iterator[str]:
 def complaints(root: Path, known: Known | None = None) -> list[str]:
     """Returns the complaints of all rules about the tree below `root`. `known`: as in structure.py, by default
     KNOWN."""
-    from tools import promises, structure  # as a program, this file finds its neighbours only now
+    from tools import glossary, promises, structure  # as a program, this file finds its neighbours only now
 
     found = texts(root)
-    out: list[str] = [*promises.complaints(root), *structure.complaints(found, known)]
+    out: list[str] = [*promises.complaints(root), *structure.complaints(found, known), *glossary.complaints(found)]
     for path, text in found.items():
         out += [*patterns(path, text), *length(path, text), *core(path, text)]
         out += links(path, text, root) if path.endswith(".md") else ()

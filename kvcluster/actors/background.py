@@ -61,7 +61,7 @@ def up(config: Config, *, starting: Callable[[], object] = lambda: None) -> tupl
     """
     port = config.server.port
     if port == 0:
-        raise ConfigError("a cluster in the background needs a fixed port, by which it is found again; give --port")
+        raise ConfigError("a cluster in the background needs a fixed port, so that later commands find it: give --port")
     with _alone():
         known = find(port)
         if known is not None:
@@ -169,11 +169,11 @@ def _wait_for_head(head: int, port: int, folder: Path) -> None:
     while time.monotonic() < give_up:
         if _started(head) is None:
             said = _log(folder).read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
-            raise KVClusterError(f"Ray ended while it started: {said}")
+            raise KVClusterError(f"Ray ended while it started; the last line of its log {_log(folder)}: {said}")
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.1)
-    raise KVClusterError(f"Ray did not start within {_START_S:.0f} s")
+    raise KVClusterError(f"Ray did not start within {_START_S:.0f} s; its log is {_log(folder)}")
 
 
 def _end_session(leader: int) -> None:

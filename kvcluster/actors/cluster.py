@@ -47,7 +47,7 @@ class Cluster:
     shards: tuple[Any, ...]
 
     def stop(self) -> None:
-        """Ends serving and kills the actors, for good."""
+        """Ends serving and kills the actors; Ray does not restart them."""
         for actor in (*self.shards, self.coordinator):
             ray.kill(actor, no_restart=True)
 
@@ -129,14 +129,16 @@ def _get(method: Any) -> Any:
     except ray.exceptions.RayActorError as error:
         raise KVClusterError(f"an actor of the cluster did not start: {error}") from None
     except ray.exceptions.GetTimeoutError:
-        raise KVClusterError(f"an actor of the cluster did not start within {_START_S:.0f} s") from None
+        raise KVClusterError(f"an actor of the cluster did not start within {_START_S:.0f} s; see Ray's logs") from None
 
 
 def _wait_until_up(coordinator: Any, shards: int) -> None:
     give_up = time.monotonic() + _START_S
     while _get(coordinator.shards_up) < shards:
         if time.monotonic() > give_up:
-            raise KVClusterError(f"not all {shards} shards reported to the coordinator within {_START_S:.0f} s")
+            raise KVClusterError(
+                f"not all {shards} shards reported to the coordinator within {_START_S:.0f} s; see Ray's logs"
+            )
         time.sleep(0.02)
 
 

@@ -94,7 +94,7 @@ class ShardActor:
     def _leave_for_good(self, leave: Leave) -> None:
         """Ends this actor by `ray.kill`: Ray restarts an actor whose process exits, but not one that was killed like
         this."""
-        log.warning("ending this shard for good: %s", leave.reason)
+        log.warning("ending this shard, which is not restarted: %s", leave.reason)
         ray.kill(self._me, no_restart=True)
         time.sleep(_KILL_S)
         end_process(leave)  # Ray's head is unreachable; the shard is drained all the same, and the next starts empty

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from kvcluster.cli.coordinator_args import add_where, address_of, coordinator, read_status
+from kvcluster.cli.coordinator_args import add_coordinator_args, address_of, coordinator, read_status
 from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Done, Drain, Purge, Purged, SetPolicy
@@ -36,12 +36,12 @@ def add(commands: Any) -> None:
     drain.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="longest wait in seconds (default 600)"
     )
-    add_where(drain)
+    add_coordinator_args(drain)
     drain.set_defaults(run=_drain)
 
     clear = commands.add_parser("clear", help="purge every block of this tenant, permanently", allow_abbrev=False)
     _add_yes(clear)
-    add_where(clear)
+    add_coordinator_args(clear)
     clear.set_defaults(run=_clear)
 
     purge = commands.add_parser(
@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
     purge.add_argument("--weights", help="purge only blocks of these weights (default: of any weights)")
     purge.add_argument("--adapter", help="purge only blocks of this adapter; '' for none (default: of any adapter)")
     _add_yes(purge)
-    add_where(purge)
+    add_coordinator_args(purge)
     purge.set_defaults(run=_purge)
 
     for name, does in (
@@ -59,7 +59,7 @@ def add(commands: Any) -> None:
         ("on", "serve loads and stores again"),
     ):
         switch = commands.add_parser(name, help=does, allow_abbrev=False)
-        add_where(switch)
+        add_coordinator_args(switch)
         switch.set_defaults(run=_switch, cache=name)
 
 

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.coordinator_args import add_where, address_of
+from kvcluster.cli.coordinator_args import add_coordinator_args, address_of
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
 from kvcluster.client.layouts import Buffers
@@ -78,7 +78,7 @@ def add(commands: Any) -> None:
     )
     breakeven.add_argument("--rounds", type=_positive, default=5, help="rounds of each measurement (default 5)")
     breakeven.add_argument("--json", action="store_true", help="print the figures as one JSON object")
-    add_where(breakeven)
+    add_coordinator_args(breakeven)
     breakeven.set_defaults(run=_run)
 
 

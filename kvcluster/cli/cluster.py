@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import Any
 
-from kvcluster.cli.coordinator_args import DEFAULT_PORT, add_where, address_of, coordinator, read_status
+from kvcluster.cli.coordinator_args import DEFAULT_PORT, add_coordinator_args, address_of, coordinator, read_status
 from kvcluster.cli.extras import needs
 from kvcluster.cli.namespace_diff import kept_apart, read_namespaces
 from kvcluster.cli.weights import alone, engines_dict, read_engines
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
     down.set_defaults(run=_down)
 
     status = commands.add_parser("status", help="show shards, tiers, use, hit rate and leases", allow_abbrev=False)
-    add_where(status)
+    add_coordinator_args(status)
     status.add_argument("--json", action="store_true", help="print everything as one JSON object")
     status.set_defaults(run=_status)
 

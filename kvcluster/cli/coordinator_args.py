@@ -17,7 +17,7 @@ from kvcluster.transport.rpc import Connection
 DEFAULT_PORT = 7070
 
 
-def add_where(command: Any) -> None:
+def add_coordinator_args(command: Any) -> None:
     """Adds `--port`, `--address` and `--token` to a command."""
     where = command.add_mutually_exclusive_group()
     where.add_argument(

@@ -17,7 +17,7 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
-from kvcluster.cli.coordinator_args import add_where, address_of, read_status
+from kvcluster.cli.coordinator_args import add_coordinator_args, address_of, read_status
 from kvcluster.cli.extras import needs
 from kvcluster.cli.namespace_diff import kept_apart, read_namespaces
 from kvcluster.cli.weights import alone, read_engines
@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor", help="check whether this machine can use a cluster, and by which transports", allow_abbrev=False
     )
-    add_where(doctor)
+    add_coordinator_args(doctor)
     doctor.add_argument("--json", action="store_true", help="print the findings as one JSON object")
     doctor.set_defaults(run=_doctor)
 

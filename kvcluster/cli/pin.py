@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.coordinator_args import add_where, address_of, coordinator
+from kvcluster.cli.coordinator_args import add_coordinator_args, address_of, coordinator
 from kvcluster.cli.extras import needs
 from kvcluster.cli.namespace_diff import Known, read_namespaces
 from kvcluster.client.connect import connect
@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
                 "--ttl", type=float, default=_TTL_S, metavar="S", help="seconds until the pin ends (default 86400)"
             )
             command.add_argument("--replicas", type=int, default=1, metavar="N", help="number of shards (default 1)")
-        add_where(command)
+        add_coordinator_args(command)
         command.set_defaults(run=_run, verb=name)
 
 
@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace) -> int:
     if not pinned.blocks:
         raise CallerError(
             f"none of these {tokens:,} tokens is cached ({pinned.miss or 'never seen, or no room for pins'}): "
-            "have an engine compute it, then pin it"
+            "let an engine compute them first"
         )
     print(f"{pinned.tokens:,} of {tokens:,} tokens are pinned for {options.ttl:,.0f} s")
     if pinned.blocks < whole:
@@ -86,7 +86,10 @@ def chosen(known: Known, model: str, weights: str, adapter: str) -> KVSpec:
         raise CallerError(f"no engine has registered model {model!r} with adapter {adapter!r}; known models: {models}")
     names = ", ".join(dict.fromkeys(spec.weights for spec in (found or of_model)))
     if len({spec.weights for spec in found}) == 1:
-        raise CallerError(f"engines of {model!r} differ in more than their weights: `kvcluster status` shows in what")
+        raise CallerError(
+            f"engines of {model!r} with these weights differ in other settings, so none of them can be chosen: "
+            "`kvcluster status` shows in which"
+        )
     raise CallerError(f"engines of {model!r} run different weights; give one of them as --weights: {names}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvcluster.cli.coordinator_args import add_where, coordinator, read_status
+from kvcluster.cli.coordinator_args import add_coordinator_args, coordinator, read_status
 from kvcluster.client.coordinator_client import expect
 from kvcluster.core.messages import Done, SetPolicy
 from kvcluster.errors import CallerError
@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
     policy = commands.add_parser("policy", help="show or change how pages move between tiers", allow_abbrev=False)
     policy.add_argument("action", nargs="?", choices=["set"], help="set NAME=VALUE ...; without it, show the settings")
     policy.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="settings to change, e.g. host.codec=q4")
-    add_where(policy)
+    add_coordinator_args(policy)
     policy.set_defaults(run=_policy)
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvcluster.cli.coordinator_args import add_where, coordinator
+from kvcluster.cli.coordinator_args import add_coordinator_args, coordinator
 from kvcluster.cli.extras import needs
 from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.messages import EngineInfo, Engines, GetEngines, SetWeights
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
     )
     weights.add_argument("--engine", default="", help="name or id of one private engine (default: all of the model)")
     weights.add_argument("--json", action="store_true", help="print the engines as JSON")
-    add_where(weights)
+    add_coordinator_args(weights)
     weights.set_defaults(run=lambda options: _weights(options, weights))
 
 
@@ -97,7 +97,7 @@ def _weights(options: argparse.Namespace, command: argparse.ArgumentParser) -> i
     with coordinator(options, wait_ms=_ANSWER_MS) as port:
         heard = _set(port, SetWeights(model, weights, options.engine))
         if not heard:
-            print(_why_nobody(read_engines(port, _ANSWER_MS), model), file=sys.stderr)
+            print(_why_none(read_engines(port, _ANSWER_MS), model), file=sys.stderr)
             return 1
     for name, has_heard in heard.values():
         print(f"{name}: {'caches under these weights' if has_heard else 'has not confirmed in time'}")
@@ -138,7 +138,7 @@ def _set(port: GrpcPort, message: SetWeights) -> dict[str, tuple[str, bool]]:
         time.sleep(0.2)
 
 
-def _why_nobody(engines: Living, model: str) -> str:
+def _why_none(engines: Living, model: str) -> str:
     of_model = [info for info, _ in engines if info.model == model]
     if not of_model:
         known = ", ".join(dict.fromkeys(info.model for info, _ in engines))

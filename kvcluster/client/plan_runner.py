@@ -89,13 +89,13 @@ class PlanRunner(Generic[Event, Effect]):
             event = job()
             if event is None:
                 return
-            with self._pool.soon_idle():
+            with self._pool.about_to_idle():
                 jobs = self._step(event)
             for other in jobs[1:]:
                 self._pool.submit(partial(self._work, other))
             job = jobs[0] if jobs else None
             if job is not None:
-                self._pool.busy_again()
+                self._pool.start_thread_if_needed()
 
     def _step(self, event: Event | Begin | Cancel | PlanTick) -> list[Job[Event]]:
         jobs: list[Job[Event]] = []

@@ -48,7 +48,7 @@ class OpenTransport(Protocol):
 
 
 @dataclass(slots=True)
-class _Way:
+class _Connection:
     """The connection to one incarnation of a shard, and the namespaces attached over it."""
 
     shard: ShardAddress
@@ -78,7 +78,8 @@ class ShardConnections:
         self._open = open_transport
         self._policy = policy
         self._clock = clock
-        self._ways: dict[str, dict[ShardAddress, _Way]] = {}  # by shard and incarnation, the last asked last
+        # By shard and incarnation, the last asked last.
+        self._connections: dict[str, dict[ShardAddress, _Connection]] = {}
         self._unflushed: dict[ShardAddress, int] = {}  # shards with unflushed writes, and the last write's number
         self._writes = itertools.count()
         self._lock = lock
@@ -125,12 +126,12 @@ class ShardConnections:
         with self._lock:
             asked = [(shard, number, self._known(shard)) for shard, number in self._unflushed.items()]
         all_heard = True
-        for shard, number, way in asked:
+        for shard, number, connection in asked:
             late = heard = False
             try:
-                if way is not None and way.transport is not None:
+                if connection is not None and connection.transport is not None:
                     with self._permitted(shard, deadline):
-                        heard = way.transport.flush(deadline)
+                        heard = connection.transport.flush(deadline)
                     late = not heard
             except Unavailable as trouble:
                 late = isinstance(trouble, CircuitOpen) or trouble.miss.reason is MissReason.DEADLINE
@@ -146,10 +147,10 @@ class ShardConnections:
         """Returns how many parallel exchanges are fastest with that shard. One if there is no transport yet, or while
         its breaker is not closed, so that a single exchange shows whether the shard answers."""
         with self._lock:
-            way = self._known(shard)
-            if way is None or way.transport is None or not self._policy.serves(shard):
+            connection = self._known(shard)
+            if connection is None or connection.transport is None or not self._policy.serves(shard):
                 return ONE_STREAM
-            return way.transport.streams
+            return connection.transport.streams
 
     def knock(
         self, shard: ShardAddress, spec: KVSpec, request: ReadRequest, sink: PageSink, deadline: Deadline
@@ -169,11 +170,14 @@ class ShardConnections:
     def names(self) -> dict[str, dict[str, Any]]:
         """Returns by shard the transport in use, and why each better one is not."""
         with self._lock:
-            last = {name: next(reversed(ways.values())) for name, ways in self._ways.items()}
-            in_use = {name: way.transport for name, way in last.items() if way.transport is not None}
+            last = {name: next(reversed(connections.values())) for name, connections in self._connections.items()}
+            in_use = {name: known.transport for name, known in last.items() if known.transport is not None}
         return {
-            shard: {"name": way.name, "refused": way.refused() if isinstance(way, AutoTransport) else {}}
-            for shard, way in in_use.items()
+            shard: {
+                "name": transport.name,
+                "refused": transport.refused() if isinstance(transport, AutoTransport) else {},
+            }
+            for shard, transport in in_use.items()
         }
 
     def breakers(self) -> dict[str, dict[str, Any]]:
@@ -185,10 +189,10 @@ class ShardConnections:
         """Ends exchanges that are under way. May be called from any thread, and again."""
         with self._lock:
             self._closed = True
-            everything = [way for ways in self._ways.values() for way in ways.values()]
-            self._ways.clear()
-        for way in everything:
-            way.close()
+            everything = [known for connections in self._connections.values() for known in connections.values()]
+            self._connections.clear()
+        for connection in everything:
+            connection.close()
 
     # ------------------------------------------------------------------------------------------- helpers
 
@@ -197,7 +201,7 @@ class ShardConnections:
     ) -> BorrowedPages:
         with self._asked(shard, spec, request.namespace, deadline) as transport:
             if not isinstance(transport, Lends):
-                raise NotLent(f"its pages come over {transport.name}")
+                raise NotLent(f"the transport in use is {transport.name}, which cannot lend pages")
             return until.enter_context(transport.borrow(request, deadline))
 
     @contextmanager
@@ -234,54 +238,54 @@ class ShardConnections:
         namespace, the next exchange attaches again."""
         if not deadline.remaining_ns():
             raise Cancelled(Miss(MissReason.DEADLINE))  # it says nothing about the shard
-        way = self._way(shard)
-        transport = self._opened(way)
-        if namespace not in way.attached:
-            self._attach(way, transport, spec, namespace, deadline)
+        connection = self._connection(shard)
+        transport = self._opened(connection)
+        if namespace not in connection.attached:
+            self._attach(connection, transport, spec, namespace, deadline)
         try:
             yield transport
         except RefusedByShard as refused:
             if refused.refused.kind is RefusedKind.UNKNOWN_NAMESPACE:
                 with self._lock:
-                    way.attached.pop(namespace, None)
+                    connection.attached.pop(namespace, None)
             raise
 
-    def _way(self, shard: ShardAddress) -> _Way:
+    def _connection(self, shard: ShardAddress) -> _Connection:
         with self._lock:
-            ways = self._ways.setdefault(shard.shard, {})
-            way = ways.pop(shard, None)
-            if way is None:
-                gone = [known for known in ways if known.epoch <= shard.epoch]
-                for known in gone or list(ways)[: 1 + len(ways) - INCARNATIONS]:
-                    ways.pop(known).close()
-                way = _Way(shard)
-            ways[shard] = way
-            return way
+            connections = self._connections.setdefault(shard.shard, {})
+            connection = connections.pop(shard, None)
+            if connection is None:
+                gone = [known for known in connections if known.epoch <= shard.epoch]
+                for known in gone or list(connections)[: 1 + len(connections) - INCARNATIONS]:
+                    connections.pop(known).close()
+                connection = _Connection(shard)
+            connections[shard] = connection
+            return connection
 
-    def _known(self, shard: ShardAddress) -> _Way | None:
-        return self._ways.get(shard.shard, {}).get(shard)
+    def _known(self, shard: ShardAddress) -> _Connection | None:
+        return self._connections.get(shard.shard, {}).get(shard)
 
-    def _opened(self, way: _Way) -> Transport:
+    def _opened(self, connection: _Connection) -> Transport:
         with self._lock:
             if self._closed:
                 raise Cancelled(Miss(MissReason.SHARD_LOST, "this client is closed"))
-            if way.transport is None:
-                way.transport = self._open(way.shard)
-            return way.transport
+            if connection.transport is None:
+                connection.transport = self._open(connection.shard)
+            return connection.transport
 
     def _attach(
-        self, way: _Way, transport: Transport, spec: KVSpec, namespace: NamespaceId, deadline: Deadline
+        self, connection: _Connection, transport: Transport, spec: KVSpec, namespace: NamespaceId, deadline: Deadline
     ) -> None:
         try:
             answer = transport.attach(spec, deadline)
         except RefusedByShard as refused:
             raise LimitError(refused.refused.detail) from None
-        if answer.epoch != way.shard.epoch:
+        if answer.epoch != connection.shard.epoch:
             raise RefusedByShard(Refused(RefusedKind.STALE, "another incarnation answers"))
         if answer.namespace != namespace:
             raise CallerError(
-                f"{way.shard.shard} has another namespace for this spec and credential: pass the spec and adapter that "
-                "the ticket was prepared with, and give all servers of the cluster the same token file"
+                f"{connection.shard.shard} has another namespace for this spec and credential: pass the spec and "
+                "adapter that the ticket was prepared with, and give all servers of the cluster the same token file"
             )
         with self._lock:
-            way.attached[namespace] = None
+            connection.attached[namespace] = None

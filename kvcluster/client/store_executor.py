@@ -41,7 +41,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Deadline, Unavailable
 
-_FAREWELL_MS = 1_000
+_END_TICKET_MS = 1_000
 """Time for ending a ticket, independent of the store's deadline: the ticket of a store that ran out of time must be
 ended too. Only the next store waits for it."""
 
@@ -147,5 +147,5 @@ class StoreExecutor:
 
     def _end_ticket(self, end: CloseTicket) -> StoreEvent:
         with suppress(Unavailable, KVClusterError):
-            self._control.request(Done, messages.EndTicket(end.attempt), Deadline.after_ms(_FAREWELL_MS))
+            self._control.request(Done, messages.EndTicket(end.attempt), Deadline.after_ms(_END_TICKET_MS))
         return TicketEnded()

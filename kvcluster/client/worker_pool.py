@@ -38,7 +38,7 @@ class WorkerPool:
         self._waiting: deque[Work] = deque()
         self._parked: list[_Worker] = []
         self._threads: list[threading.Thread] = []
-        self._soon_idle = 0  # threads that will look for work soon
+        self._about_to_idle = 0  # threads that will look for work next
         self._closed = False
 
     def submit(self, work: Work) -> None:
@@ -55,19 +55,19 @@ class WorkerPool:
                 self._start_if_needed()
 
     @contextmanager
-    def soon_idle(self) -> Iterator[None]:
-        """Marks the calling thread of the pool as idle soon: within, it does something short, and then takes work that
-        was submitted in the meantime."""
+    def about_to_idle(self) -> Iterator[None]:
+        """Marks the calling thread of the pool as about to become idle: within, it does something short, and then
+        takes work that was submitted in the meantime."""
         with self._lock:
-            self._soon_idle += 1
+            self._about_to_idle += 1
         try:
             yield
         finally:
             with self._lock:
-                self._soon_idle -= 1
+                self._about_to_idle -= 1
 
-    def busy_again(self) -> None:
-        """The calling thread, marked as idle soon, has other work: starts a thread for what was left to it."""
+    def start_thread_if_needed(self) -> None:
+        """Starts a thread for the work that was left to the calling thread, which has other work after all."""
         with self._lock:
             self._start_if_needed()
 
@@ -82,8 +82,8 @@ class WorkerPool:
             thread.join()
 
     def _start_if_needed(self) -> None:
-        """Starts a thread unless the threads that are idle soon suffice. Called under the lock."""
-        if len(self._waiting) > self._soon_idle and len(self._threads) < self._limit:
+        """Starts a thread unless the threads that are about to become idle suffice. Called under the lock."""
+        if len(self._waiting) > self._about_to_idle and len(self._threads) < self._limit:
             worker = _Worker(self._waiting.popleft())
             number = len(self._threads)
             thread = threading.Thread(target=self._run, args=(worker,), name=f"{self._name}_{number}", daemon=True)

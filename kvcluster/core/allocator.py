@@ -218,8 +218,8 @@ class PageAllocator:
         narrowest = -(-size // self.extent_bytes)
         if narrowest > self._free_extents:
             return None
-        wished = held.width if held is not None else self._width(size)
-        for width in range(min(wished, self._free_extents), narrowest - 1, -1):
+        preferred = held.width if held is not None else self._width(size)
+        for width in range(min(preferred, self._free_extents), narrowest - 1, -1):
             run = bytes(width)
             first = self._occupied.find(run) if width == 1 else self._occupied.rfind(run)
             if first >= 0:
@@ -228,7 +228,7 @@ class PageAllocator:
             return None
         span = _Span(first=first, width=width, size=size, extent_bytes=self.extent_bytes)
         if held is None:
-            held = self._classes[size] = _SizeClass(size, wished)
+            held = self._classes[size] = _SizeClass(size, preferred)
         self._occupied[first : first + width] = b"\1" * width
         self._spans[first : first + width] = [span] * width
         self._free_extents -= width

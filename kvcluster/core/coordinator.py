@@ -259,7 +259,7 @@ class Coordinator:
         count = self._evictor.pin(space, m.hashes, now + m.ttl_ns, self._state.members.all(), now)
         if m.replicas > 1:
             for block in m.hashes[:count]:
-                self._replicator.want(space, block, m.replicas)
+                self._replicator.request_copies(space, block, m.replicas)
         return [Answer(request.call, BlocksPinned(count))]
 
     def _unpin(self, request: Request[UnpinBlocks], space: CoordinatorNamespace, now: int) -> list[Effect]:

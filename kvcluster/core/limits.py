@@ -130,7 +130,7 @@ TOMBSTONES = 1_024
 PAST_SHARDS = 1_024
 """Shards that are remembered as lost, and as drained. A forgotten drained shard that reports again is drained again."""
 
-WISHES = 65_536
+REPLICA_REQUESTS = 65_536
 """Blocks that wait for another replica: 1,024 hot runs. One more is dropped, until it is hot again."""
 
 SAMPLES = 256

@@ -17,7 +17,7 @@ from kvcluster.core import limits
 from kvcluster.core.eviction_queue import EvictionQueue
 from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId
 from kvcluster.core.index import BlockRecord
-from kvcluster.core.messages import Farewell, ShardAddress, ShardInfo, Tier
+from kvcluster.core.messages import LeaveReason, ShardAddress, ShardInfo, Tier
 from kvcluster.core.order_stream import OrderStream
 from kvcluster.core.placement import Candidate, choose
 from kvcluster.core.replica_sets import ReplicaTable
@@ -134,18 +134,18 @@ class Membership:
         return member
 
     def dismiss(self, member: Member) -> None:
-        """Removes a drained member for good: later messages of this incarnation do not bring it back."""
+        """Removes a drained member: later messages of this incarnation do not bring it back."""
         self.drop(member.info.shard)
         _note(self._dismissed, member.info.shard, member.info.epoch)
 
-    def farewell(self, info: ShardInfo) -> Farewell | None:
+    def leave_reason(self, info: ShardInfo) -> LeaveReason | None:
         """Returns why this incarnation has to leave; None if it may stay."""
         member = self._members.get(info.shard)
         dismissed = self._dismissed.get(info.shard, 0)
         if info.epoch == dismissed:
-            return Farewell.DRAINED
+            return LeaveReason.DRAINED
         newest = member.info.epoch if member is not None else dismissed
-        return Farewell.REPLACED if info.epoch < newest else None
+        return LeaveReason.REPLACED if info.epoch < newest else None
 
     def drop_silent(self, now: int) -> list[Member]:
         """Drops the members that were silent for the whole term, and returns them: they are lost."""

@@ -64,7 +64,9 @@ def read_kv(config: Mapping[str, Any], dtype: str | None = None) -> ModelKV:
     by_window: dict[int, list[int]] = {}
     layers = _number(text, "num_hidden_layers")
     if layers > limits.SPEC_BYTES:  # checked before a list of them is built; each takes some bytes of a spec
-        raise ConfigError(f"num_hidden_layers={layers} is more than a spec can hold")
+        raise ConfigError(
+            f"num_hidden_layers={layers} exceeds the {limits.SPEC_BYTES} layers that a spec can hold at most"
+        )
     for layer, tokens in enumerate(_windows(text, layers)):
         by_window.setdefault(tokens, []).append(layer)
     groups = [
@@ -100,7 +102,7 @@ def _windows(text: Mapping[str, Any], layers: int) -> Sequence[int]:
     kinds = text.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, (list, tuple)) or len(kinds) != layers:
-            raise ConfigError(f"layer_types is no list with one entry for each of {layers} layers")
+            raise ConfigError(f"layer_types must be a list with one entry for each of the {layers} layers")
         return [_window_of(text, kind) for kind in kinds]
     for name in ("sliding_window_pattern", "_sliding_window_pattern"):
         if text.get(name):
@@ -125,7 +127,7 @@ def _window_of(text: Mapping[str, Any], kind: object) -> int:
         return 0
     if kind == "sliding_attention":
         return _number(text, "sliding_window")
-    raise ConfigError(f"layer_types names {_short(kind)}, which is not supported")
+    raise ConfigError(f"layer_types has {_short(kind)}; only full_attention and sliding_attention are supported")
 
 
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:

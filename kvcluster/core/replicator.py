@@ -1,11 +1,11 @@
 """Replication: turns heat, pins, losses and drains into pull orders, so that blocks get further copies.
 
-A *wish* asks for a block to have so many copies, each on a different shard that is not draining. Wishes are made for
-hot runs, for pinned blocks, for blocks that a lost shard has left with fewer copies than before, and for every block
-that only a draining shard holds, the last used first. A shard that reports, has room above its watermark and no pull in
-progress is given the next wishes that it can fulfil: pages of one namespace from one source. Its report stream says
-which pages arrived; the rest are wished for again, a few times. Nothing is evicted for a copy, and no copy is moved: a
-source drops its own when it is ordered to, or leaves.
+A *replica request* asks for a block to have so many copies, each on a different shard that is not draining. Requests
+are made for hot runs, for pinned blocks, for blocks that a lost shard has left with fewer copies than before, and for
+every block that only a draining shard holds, the last used first. A shard that reports, has room above its watermark
+and no pull in progress is given the next requests that it can fulfil: pages of one namespace from one source. Its
+report stream says which pages arrived; the rest are requested again, a few times. Nothing is evicted for a copy, and no
+copy is moved: a source drops its own when it is ordered to, or leaves.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, Takes
 
 MS = 1_000_000
 TRIES = 3
-"""Number of orders that a wish goes into: a source whose pages are corrupt, or a target that fills up, must not cause
-retries for ever."""
+"""Number of orders that a request goes into: a source whose pages are corrupt, or a target that fills up, must not
+cause retries for ever."""
 
 RETRY_NS = 250 * MS
-"""A wish that went into an order waits this long before the next. A target whose free room is fragmented reports at
+"""A request that went into an order waits this long before the next. A target whose free room is fragmented reports at
 once that nothing fitted; without the wait it would be given the same order again at once, without end."""
 
 INSPECTED = 2_048
-"""Wishes examined for one order: most are for other shards, or fulfilled."""
+"""Requests examined for one order: most are for other shards, or fulfilled."""
 
-Wished = tuple[NamespaceId, BlockHash]
+NamespacedHash = tuple[NamespaceId, BlockHash]
 
 Staying = dict[tuple[int, Part], list[int]]
 """The slots that hold each page of a block, by group and part: only shards that are alive and not draining."""
 
 
-class _Wish:
+class _ReplicaRequest:
     __slots__ = ("copies", "most", "not_before", "tries")
 
     def __init__(self, copies: int) -> None:
         self.copies = copies
-        self.most = 0  # the highest number of copies since it was wished for
+        self.most = 0  # the highest number of copies since the request was made
         self.tries = TRIES
         self.not_before = 0
 
@@ -74,7 +74,7 @@ class _Missing(NamedTuple):
 
 
 class Replicator:
-    """Keeps the wishes and gives the pull orders."""
+    """Keeps the requests and gives the pull orders."""
 
     def __init__(
         self, config: CoordinatorConfig, directory: NamespaceTable, book: ReplicaTable, members: Membership
@@ -87,36 +87,36 @@ class Replicator:
         self._directory = directory
         self._book = book
         self._members = members
-        self._wishes: dict[Wished, _Wish] = {}
-        self._parked: dict[Wished, _Wish] = {}  # there are too few shards for them now
-        self._under_way: dict[int, dict[Wished, _Wish]] = {}  # by the slot of the shard that pulls
-        self._draining: dict[int, dict[Wished, _Wish]] = {}  # by the slot of the draining shard
-        self._listing: dict[int, DrainList] = {}  # by the same: blocks not among its wishes yet
-        self._placed: dict[int, dict[Wished, None]] = {}  # by the same: blocks copied elsewhere for it
-        self._stuck: dict[int, int] = {}  # by the same: wishes in a row that `drained` found no shard with room for
+        self._requests: dict[NamespacedHash, _ReplicaRequest] = {}
+        self._parked: dict[NamespacedHash, _ReplicaRequest] = {}  # there are too few shards for them now
+        self._under_way: dict[int, dict[NamespacedHash, _ReplicaRequest]] = {}  # by the slot of the shard that pulls
+        self._draining: dict[int, dict[NamespacedHash, _ReplicaRequest]] = {}  # by the slot of the draining shard
+        self._listing: dict[int, DrainList] = {}  # by the same: blocks not among its requests yet
+        self._placed: dict[int, dict[NamespacedHash, None]] = {}  # by the same: blocks copied elsewhere for it
+        self._stuck: dict[int, int] = {}  # by the same: requests in a row that `drained` found no shard with room for
 
     def loaded(self, space: CoordinatorNamespace, hashes: Sequence[BlockHash], now: int) -> None:
         """Counts a load that was promised these blocks, a chain from its first block on."""
         if self._hot_replicas > 1 and len(self._members) > 1:
             for run in self._hot_prefixes.record_load(hashes, now):
                 for block in run:
-                    self.want(space, block, self._hot_replicas)
+                    self.request_copies(space, block, self._hot_replicas)
 
-    def want(self, space: CoordinatorNamespace, block: BlockHash, copies: int) -> None:
-        """Wishes for this block to lie on `copies` shards, or on as many as have room."""
-        wished = (space.id, block)
-        known = self._wishes.get(wished)
+    def request_copies(self, space: CoordinatorNamespace, block: BlockHash, copies: int) -> None:
+        """Requests that this block lies on `copies` shards, or on as many as have room."""
+        name = (space.id, block)
+        known = self._requests.get(name)
         if known is not None:
             known.copies = max(known.copies, copies)
-        elif len(self._wishes) < limits.WISHES:
-            self._wishes[wished] = _Wish(copies)
+        elif len(self._requests) < limits.REPLICA_REQUESTS:
+            self._requests[name] = _ReplicaRequest(copies)
 
     def joined(self) -> None:
-        """Retries the parked wishes, because one more shard has completed its inventory."""
+        """Retries the parked requests, because one more shard has completed its inventory."""
         parked, self._parked = self._parked, {}
-        for wished, wish in parked.items():
-            if len(self._wishes) < limits.WISHES:
-                self._wishes.setdefault(wished, wish)
+        for name, request in parked.items():
+            if len(self._requests) < limits.REPLICA_REQUESTS:
+                self._requests.setdefault(name, request)
 
     def drain(self, member: Member, until: int) -> None:
         """Starts to drain this shard: all blocks that only it holds are to be copied elsewhere, and so are those still
@@ -134,7 +134,7 @@ class Replicator:
         return bool(self._listing)
 
     def list_some(self) -> None:
-        """Makes wishes for some more blocks of draining shards."""
+        """Makes requests for some more blocks of draining shards."""
         slot = next(iter(self._listing), None)
         if slot is None:
             return
@@ -142,54 +142,54 @@ class Replicator:
             space = self._directory.known(record.space)
             if space is None or space.index.get(record.hash) is not record:
                 continue
-            self._draining[slot].setdefault((record.space, record.hash), _Wish(1))
+            self._draining[slot].setdefault((record.space, record.hash), _ReplicaRequest(1))
             copies = self._most_copies(record, slot)
             if copies > 1:  # it survives, but with one copy less
-                self.want(space, record.hash, copies)
+                self.request_copies(space, record.hash, copies)
         if self._listing[slot].done:
             del self._listing[slot]
 
     def committed(self, record: BlockRecord, member: Member) -> None:
-        """Records that this block is on that shard now. If the shard is draining, wishes for a copy elsewhere."""
-        wishes = self._draining.get(member.slot)
-        if wishes is not None:
-            wishes.setdefault((record.space, record.hash), _Wish(1))
+        """Records that this block is on that shard now. If the shard is draining, requests a copy elsewhere."""
+        requests = self._draining.get(member.slot)
+        if requests is not None:
+            requests.setdefault((record.space, record.hash), _ReplicaRequest(1))
 
     def order(self, target: Member, now: int) -> bool:
         """Gives the next pull order to a shard that has just reported. Returns False if there is none for it."""
         if not target.takes or all(self._room(target, tier) <= 0 for tier in ADDRESSABLE):
             return False
-        for wishes in (*self._draining.values(), self._wishes):
-            taken = self._pick(target, wishes, now)
+        for requests in (*self._draining.values(), self._requests):
+            taken = self._pick(target, requests, now)
             if taken is not None:
                 self._under_way[target.slot] = taken
                 return True
-        for wished in list(islice(self._wishes, INSPECTED)):  # none suits this shard: look at others next
-            self._wishes[wished] = self._wishes.pop(wished)
+        for name in list(islice(self._requests, INSPECTED)):  # none suits this shard: look at others next
+            self._requests[name] = self._requests.pop(name)
         return False
 
     def settle(self, member: Member, order: PullOrder) -> None:
-        """Handles the end of a pull, or of its shard. Wishes that are not fulfilled are queued again."""
+        """Handles the end of a pull, or of its shard. Requests that are not fulfilled are queued again."""
         ordered: dict[BlockHash, list[NewPage]] = {}
         for page in order.pages:
             ordered.setdefault(page.key.hash, []).append(page)
         alive = self._book.alive(member.slot)
-        for wished, wish in self._under_way.pop(member.slot, {}).items():
-            record = self._record(wished)
+        for name, request in self._under_way.pop(member.slot, {}).items():
+            record = self._record(name)
             going = [slot for slot in self._draining if record is not None and record.copies.on(slot)]
             if record is not None and alive and _came(record, member.slot, ordered.get(record.hash, ())):
                 staying = self._staying(record)
                 copies = self._fewest(record, staying)
-                if copies > wish.most:  # a further copy resets the tries; one that comes and goes does not
-                    wish.most, wish.tries, wish.not_before = copies, TRIES, 0
+                if copies > request.most:  # a further copy resets the tries; one that comes and goes does not
+                    request.most, request.tries, request.not_before = copies, TRIES, 0
                 for slot in going:
-                    self._placed[slot][wished] = None
-                if copies >= min(wish.copies, self._stayers()):
-                    self._park(wished, wish, copies)
-                    continue  # the wish is fulfilled: if the copy is evicted soon, it is not fetched again
-            if record is None or not (wish.tries or going):  # blocks of a draining shard are retried until it leaves
+                    self._placed[slot][name] = None
+                if copies >= min(request.copies, self._stayers()):
+                    self._park(name, request, copies)
+                    continue  # the request is fulfilled: if the copy is evicted soon, it is not fetched again
+            if record is None or not (request.tries or going):  # blocks of a draining shard are retried until it leaves
                 continue
-            (self._draining[going[0]] if going else self._wishes).setdefault(wished, wish)
+            (self._draining[going[0]] if going else self._requests).setdefault(name, request)
 
     def forget(self, member: Member) -> None:
         """Forgets a shard that is gone."""
@@ -198,7 +198,7 @@ class Replicator:
 
     def apply_tombstone(self, stone: Tombstone) -> None:
         """Withdraws all pulls of what the tombstone names. A source may carry out the purge later than a target, which
-        would then keep purged pages for good."""
+        would then keep purged pages."""
         for member in self._members.all():
             pull = member.orders.of(PullOrder)
             if pull is not None and stone.names(pull.tenant, pull.spec):
@@ -213,94 +213,96 @@ class Replicator:
         left = Counter(_pages(record))
         copies = max((left[page] for page in lost), default=0)
         if copies:
-            self.want(space, record.hash, copies + 1)
+            self.request_copies(space, record.hash, copies + 1)
         self.replica_lost(record)
 
     def replica_lost(self, record: BlockRecord, *, evicted: bool = False) -> None:
-        """Handles the loss of a copy: if a draining shard holds the block, wishes for a copy elsewhere.
+        """Handles the loss of a copy: if a draining shard holds the block, requests a copy elsewhere.
 
-        Makes no wish if the lost copy was `evicted` after it was made for that drain: the next would be evicted as
+        Makes no request if the lost copy was `evicted` after it was made for that drain: the next would be evicted as
         well.
         """
-        wished = (record.space, record.hash)
-        for slot, wishes in self._draining.items():
-            if record.copies.on(slot) and not (evicted and wished in self._placed[slot]):
-                wishes.setdefault(wished, _Wish(1))
+        name = (record.space, record.hash)
+        for slot, requests in self._draining.items():
+            if record.copies.on(slot) and not (evicted and name in self._placed[slot]):
+                requests.setdefault(name, _ReplicaRequest(1))
 
     def drained(self, member: Member) -> bool:
         """Whether every block that this shard alone holds, and any other has room for, has been copied elsewhere."""
         members = self._members.all()
         pulls = [other.orders.of(PullOrder) for other in members]
         if any(pull is not None and pull.source.shard == member.info.shard for pull in pulls):
-            return False  # blocks under way are on no list of wishes
+            return False  # blocks under way are on no list of requests
         if member.slot in self._listing:
             return False
-        wishes = self._draining.get(member.slot, {})
+        requests = self._draining.get(member.slot, {})
         stayers = self._stayers()
         takers = [m for m in members if m.takes and any(self._room(m, tier) > 0 for tier in ADDRESSABLE)]
-        for wished in list(islice(wishes, max(1, INSPECTED // max(1, len(takers))))):  # each may be tried on each taker
-            wish, record = wishes[wished], self._record(wished)
+        for name in list(islice(requests, max(1, INSPECTED // max(1, len(takers))))):  # each may be tried on each taker
+            request, record = requests[name], self._record(name)
             staying = self._staying(record) if record is not None else {}
-            if record is None or not self._lacks(record, staying, min(wish.copies, stayers)):
-                del wishes[wished]
-            elif any(self._fits(other, record, staying, wish.copies) for other in takers):
+            if record is None or not self._lacks(record, staying, min(request.copies, stayers)):
+                del requests[name]
+            elif any(self._fits(other, record, staying, request.copies) for other in takers):
                 self._stuck[member.slot] = 0
                 return False
             else:  # look at others next
-                wishes[wished] = wishes.pop(wished)
+                requests[name] = requests.pop(name)
                 self._stuck[member.slot] = self._stuck.get(member.slot, 0) + 1
         if any(not (other.cursor.current or other.draining) for other in members):
-            return not wishes  # their free room is not known yet
-        return self._stuck.get(member.slot, 0) >= len(wishes)
+            return not requests  # their free room is not known yet
+        return self._stuck.get(member.slot, 0) >= len(requests)
 
     def check(self) -> None:
-        """Checks that every order has its wishes and every draining shard its list. Raises AssertionError."""
+        """Checks that every order has its requests and every draining shard its list. Raises AssertionError."""
         members = {member.slot: member for member in self._members.all()}
         pulls = {slot: member.orders.of(PullOrder) for slot, member in members.items()}
-        assert all(pulls[slot] is not None for slot in self._under_way), "wishes of an order that has ended"
+        assert all(pulls[slot] is not None for slot in self._under_way), "requests of an order that has ended"
         for member in members.values():
             assert (member.slot in self._draining) == member.draining, "the lists of draining shards are wrong"
             pull = pulls[member.slot]
             if pull is not None:
                 assert pull.source.shard != member.info.shard, "a shard is to pull from itself"
                 space = pull.spec.namespace(pull.tenant)
-                wished = self._under_way[member.slot]
-                assert all((space, page.key.hash) in wished for page in pull.pages), (
-                    "pages of a pull that are on no list of wishes"
+                pulled = self._under_way[member.slot]
+                assert all((space, page.key.hash) in pulled for page in pull.pages), (
+                    "pages of a pull that are on no list of requests"
                 )
         assert all(slot in members for slot in (*self._draining, *self._stuck)), "a shard that is gone still drains"
         assert all(slot in self._draining for slot in self._listing), "a shard is listed that does not drain"
         assert list(self._placed) == list(self._draining), "moved blocks of shards that do not drain are remembered"
-        under_way = [wished for wishes in self._under_way.values() for wished in wishes]
+        under_way = [name for requests in self._under_way.values() for name in requests]
         assert len(set(under_way)) == len(under_way), "two shards pull one block at a time"
-        assert len(self._wishes) <= limits.WISHES + len(members) * limits.PULL_PAGES, "too many wishes"
-        assert len(self._parked) <= limits.WISHES, "too many parked wishes"
+        assert len(self._requests) <= limits.REPLICA_REQUESTS + len(members) * limits.PULL_PAGES, "too many requests"
+        assert len(self._parked) <= limits.REPLICA_REQUESTS, "too many parked requests"
 
     # --------------------------------------------------------------------------------------- one order
 
-    def _pick(self, target: Member, wishes: dict[Wished, _Wish], now: int) -> dict[Wished, _Wish] | None:
-        """Gives `target` an order for wishes that it can fulfil from one source. Takes these off their list and returns
-        them; None if there are none."""
+    def _pick(
+        self, target: Member, requests: dict[NamespacedHash, _ReplicaRequest], now: int
+    ) -> dict[NamespacedHash, _ReplicaRequest] | None:
+        """Gives `target` an order for requests that it can fulfil from one source. Takes these off their list and
+        returns them; None if there are none."""
         pages: list[NewPage] = []
-        taken: dict[Wished, _Wish] = {}
+        taken: dict[NamespacedHash, _ReplicaRequest] = {}
         kind: _Kind | None = None
         space: CoordinatorNamespace | None = None
         stayers, nbytes = self._stayers(), 0
-        for wished in list(islice(wishes, INSPECTED)):
-            wish, record = wishes[wished], self._record(wished)
+        for name in list(islice(requests, INSPECTED)):
+            request, record = requests[name], self._record(name)
             if record is None:
-                del wishes[wished]
+                del requests[name]
                 continue
             staying = self._staying(record)
-            if not self._lacks(record, staying, min(wish.copies, stayers)):
-                del wishes[wished]
-                self._park(wished, wish, self._fewest(record, staying))
+            if not self._lacks(record, staying, min(request.copies, stayers)):
+                del requests[name]
+                self._park(name, request, self._fewest(record, staying))
                 continue
-            if wish.not_before > now or self._is_under_way(wished):
+            if request.not_before > now or self._is_under_way(name):
                 continue
             if space is not None and record.space != space.id:
                 continue
-            found = self._missing(record, staying, wish.copies, target)
+            found = self._missing(record, staying, request.copies, target)
             if found is None or kind not in (None, found.kind):
                 continue
             more = self._bytes(record, found)
@@ -311,9 +313,9 @@ class Replicator:
             nbytes += more
             kind, space = found.kind, self._directory.known(record.space)
             pages += found.pages[: limits.PULL_PAGES]
-            wish.tries -= 1
-            wish.not_before = now + RETRY_NS
-            taken[wished] = wishes.pop(wished)
+            request.tries -= 1
+            request.not_before = now + RETRY_NS
+            taken[name] = requests.pop(name)
         if kind is None or space is None:
             return None
         named = (kind.source, space.tenant, space.spec, tuple(pages), kind.codec, kind.into)
@@ -349,10 +351,11 @@ class Replicator:
         found = self._missing(record, staying, copies, target)
         return found is not None and self._bytes(record, found) <= self._room(target, found.kind.into)
 
-    def _park(self, wished: Wished, wish: _Wish, copies: int) -> None:
-        """Keeps a wish until the next shard joins, if it wants more than the `copies` that the present shards allow."""
-        if copies < wish.copies and len(self._parked) < limits.WISHES:
-            self._parked[wished] = wish
+    def _park(self, name: NamespacedHash, request: _ReplicaRequest, copies: int) -> None:
+        """Keeps a request until the next shard joins, if it asks for more than the `copies` that the present shards
+        allow."""
+        if copies < request.copies and len(self._parked) < limits.REPLICA_REQUESTS:
+            self._parked[name] = request
 
     def _lacks(self, record: BlockRecord, staying: Staying, copies: int) -> bool:
         """Whether any page of the block has fewer than `copies` copies on shards that stay."""
@@ -373,9 +376,9 @@ class Replicator:
         """Returns the number of shards that are not draining."""
         return sum(not member.draining for member in self._members.all())
 
-    def _is_under_way(self, wished: Wished) -> bool:
-        """Whether any shard is pulling the block: two draining shards may both wish for it."""
-        return any(wished in taken for taken in self._under_way.values())
+    def _is_under_way(self, name: NamespacedHash) -> bool:
+        """Whether any shard is pulling the block: two draining shards may both request it."""
+        return any(name in taken for taken in self._under_way.values())
 
     def _staying(self, record: BlockRecord) -> Staying:
         """Returns the slots that hold each page of the block, without shards that are gone or draining."""
@@ -391,8 +394,8 @@ class Replicator:
         """Returns the bytes of that tier that can be filled without falling below its low watermark."""
         return member.info.use(tier).room(self._low)
 
-    def _record(self, wished: Wished) -> BlockRecord | None:
-        return self._directory.record(*wished)
+    def _record(self, name: NamespacedHash) -> BlockRecord | None:
+        return self._directory.record(*name)
 
     def _bytes(self, record: BlockRecord, missing: _Missing) -> int:
         """Returns the bytes that these pages of the block take."""

@@ -109,7 +109,7 @@ class ReportHandler:
             if known is not None and known.info.epoch == m.info.epoch and m.upto < known.cursor.acked:
                 return [Answer(request.call, self._ack(known))]  # it was delayed: newer events are known by now
             # The shard reports all that it holds again: its old slot dies, and with it whatever is no longer true.
-            if state.members.farewell(m.info) is None:
+            if state.members.leave_reason(m.info) is None:
                 again = known is not None and known.info.epoch == m.info.epoch
                 self.forget(known, lost=not again)
                 self._admit(m, now, known)
@@ -200,7 +200,7 @@ class ReportHandler:
             state.epoch = Epoch(m.coordinator + 1 + state.epoch % 65_536)
             for known in state.members.all():  # each numbers its stream again for this epoch, after an inventory
                 known.cursor = ReportCursor()
-        if state.members.farewell(m.info) is not None:
+        if state.members.leave_reason(m.info) is not None:
             return None, [self._dismissal(request)]
         member = state.members.get(m.info.shard)
         if m.coordinator != state.epoch:
@@ -224,7 +224,7 @@ class ReportHandler:
 
     def _dismissal(self, request: Request[Report | Inventory]) -> Answer:
         state = self._state
-        return Answer(request.call, ReportAck(state.epoch, 0, leave=state.members.farewell(request.question.info)))
+        return Answer(request.call, ReportAck(state.epoch, 0, leave=state.members.leave_reason(request.question.info)))
 
     def _ack(self, member: Member, *, inventory: bool = False) -> ReportAck:
         return ReportAck(

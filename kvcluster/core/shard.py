@@ -28,11 +28,11 @@ from kvcluster.core.messages import (
     CommitGrant,
     Done,
     Effect,
-    Farewell,
     Flush,
     GetOffers,
     Inventory,
     Leave,
+    LeaveReason,
     Moved,
     NewPage,
     Offers,
@@ -443,13 +443,13 @@ class Shard:
         self._sender.failed(now)
         return []
 
-    def _leave(self, farewell: Farewell, now: int) -> list[Effect]:
+    def _leave(self, reason: LeaveReason, now: int) -> list[Effect]:
         """Ends this incarnation: revokes all leases, and answers all waiting requests."""
         self._over = True
         effects: list[Effect] = [Revoke(attempt) for attempt in self._leases.revoke_all()]
         effects += [*self._serve_waiting(now), *self._pins.give_up()]
         effects += self._sender.end()
-        return [*effects, Leave(_FAREWELLS[farewell], for_good=farewell is Farewell.DRAINED)]
+        return [*effects, Leave(_LEAVE_REASONS[reason], for_good=reason is LeaveReason.DRAINED)]
 
     # ---------------------------------------------------------------------------------------------- time
 
@@ -494,7 +494,7 @@ class Shard:
 
 
 _UNKNOWN = Refused(RefusedKind.UNKNOWN_NAMESPACE, "attach to this shard first")
-_FAREWELLS = {
-    Farewell.REPLACED: "a newer incarnation of this shard is known to the coordinator",
-    Farewell.DRAINED: "this shard is drained",
+_LEAVE_REASONS = {
+    LeaveReason.REPLACED: "a newer incarnation of this shard is known to the coordinator",
+    LeaveReason.DRAINED: "this shard is drained",
 }

@@ -90,8 +90,8 @@ class Plane:
         _check_text(self.packing)
         if self.packing and self.dtype != "opaque":
             raise SpecError(
-                f"plane {self.name!r}: packing {self.packing!r} is for opaque bytes; numbers lie in page layout, so "
-                "unpack them or use Plane.opaque"
+                f"plane {self.name!r}: packing {self.packing!r} is allowed for opaque planes only: give the "
+                "values in page layout, or use Plane.opaque"
             )
 
     @classmethod

@@ -124,7 +124,7 @@ class AutoTransport:
         with self._path(deadline) as path:
             if not isinstance(path, Lends):
                 why = "".join(f"; {name}: {reason}" for name, reason in self.refused().items())
-                raise NotLent(f"its pages come over {path.name}{why}")
+                raise NotLent(f"the transport in use is {path.name}, which cannot lend pages{why}")
             try:
                 lent = path.borrow(request, deadline)
             except FAILURES as error:

@@ -43,7 +43,8 @@ from kvcluster.transport.base import (
     Unavailable,
 )
 from kvcluster.transport.rpc import Connection, identity, status_of
-from kvcluster.transport.sessions import Asked, ReadSession, WriteSession, check_length, outgoing
+from kvcluster.transport.sessions import ReadSession, WriteSession
+from kvcluster.transport.worker_exchange import RequestedLayers, check_answer_length, outgoing_records
 from kvcluster.wire import frames
 from kvcluster.wire.methods import SHARD
 
@@ -75,8 +76,8 @@ class GrpcPages:
         stream = self._connection.read_stream(READ, frames.encode_read_request(request), deadline)
         try:
             outcome = _unless_refused(frames.decode_read_head(next(stream)))
-            check_length(outcome, request.wants, address)
-            asked = Asked(request, outcome, address)
+            check_answer_length(outcome, request.wants, address)
+            asked = RequestedLayers(request, outcome, address)
             for message in stream:
                 for record in frames.parse(message):
                     asked.check(record.item, record.layer, len(record.sums))
@@ -86,7 +87,7 @@ class GrpcPages:
         except grpc.RpcError as error:
             self._connection.raise_for(error)
         except StopIteration:
-            raise ProtocolError(f"{address} ended a load before it began") from None
+            raise ProtocolError(f"{address} ended a load before its first frame") from None
         finally:
             stream.cancel()
 
@@ -103,7 +104,7 @@ class GrpcPages:
                 outcome = granted.get()
                 if outcome is None:
                     return
-                for batch in outgoing(request, outcome, source):
+                for batch in outgoing_records(request, outcome, source):
                     yield frames.pack(batch)
                 source.drained()
             except Exception as error:
@@ -113,10 +114,10 @@ class GrpcPages:
         stream = self._connection.write_stream(WRITE, messages(), deadline)
         try:
             head = _unless_refused(frames.decode_write_head(next(stream)))
-            check_length(head, request.pages, address)
+            check_answer_length(head, request.pages, address)
             granted.put(head)
             tail = _unless_refused(frames.decode_write_tail(next(stream)))
-            check_length(tail, request.pages, address)
+            check_answer_length(tail, request.pages, address)
             return tail
         except grpc.RpcError as error:
             if failed:

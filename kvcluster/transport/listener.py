@@ -37,7 +37,7 @@ _NEXT_S = 3_600.0
 _LONGEST_S = 60.0
 """The longest deadline of an exchange, whatever its caller allows, so that no thread of a shard waits for ever."""
 
-_FAREWELL_MS = 200
+_LAST_MESSAGE_MS = 200
 _BACKLOG = 128
 
 TenantOf = Callable[[str | None], Tenant]
@@ -71,7 +71,7 @@ def patient() -> Deadline:
     return Deadline.after_ms(_NEXT_S * 1e3)
 
 
-def _anybody(link: FramedSocket) -> None:
+def _admit_all(link: FramedSocket) -> None:
     """Admits every connection."""
 
 
@@ -85,7 +85,7 @@ class Listener:
         serve: Serve,
         *,
         name: str,
-        admit: Callable[[FramedSocket], None] = _anybody,
+        admit: Callable[[FramedSocket], None] = _admit_all,
     ) -> None:
         """`admit` is called with each connection before anything is read from it; an error that it raises is sent to
         the other side."""
@@ -153,7 +153,7 @@ class Listener:
         if full:
             log.warning("%s has reached its limit of %d connections", self._name, limits.STREAMS)
             lost = Unavailable(Miss(MissReason.SHARD_LOST, f"this shard has {limits.STREAMS} connections already"))
-            link.fail(lost, Deadline.after_ms(_FAREWELL_MS))
+            link.fail(lost, Deadline.after_ms(_LAST_MESSAGE_MS))
         link.close()
 
     def _run(self, link: FramedSocket) -> None:
@@ -161,13 +161,13 @@ class Listener:
             self._handle(link)
         except Unavailable as trouble:
             log.debug("%s: a connection ended: %s", self._name, trouble)
-            link.fail(trouble, Deadline.after_ms(_FAREWELL_MS))
+            link.fail(trouble, Deadline.after_ms(_LAST_MESSAGE_MS))
         except KVClusterError as error:
             log.info("%s: ending a connection: %s", self._name, error)
-            link.fail(error, Deadline.after_ms(_FAREWELL_MS))
+            link.fail(error, Deadline.after_ms(_LAST_MESSAGE_MS))
         except Exception:
             log.exception("%s: a connection broke", self._name)
-            link.fail(ProtocolError("the shard failed; its log says how"), Deadline.after_ms(_FAREWELL_MS))
+            link.fail(ProtocolError("the shard failed; its log says how"), Deadline.after_ms(_LAST_MESSAGE_MS))
         finally:
             with self._lock:
                 del self._links[link]
@@ -179,5 +179,5 @@ class Listener:
         try:
             token = body.decode() or None
         except UnicodeDecodeError:
-            raise ProtocolError("a token that is not UTF-8") from None
+            raise ProtocolError("the token is not UTF-8") from None
         self._serve(link, self._tenant_of(token))

@@ -56,7 +56,7 @@ class PageWriter:
             return  # the page has changed its tier since, and no room was reserved for its new form: it is not received
         stop, layer_bytes = layer + len(sums), page.layer_bytes
         if layer != len(page.sums) or stop > page.layers or data.nbytes != len(sums) * layer_bytes:
-            raise ProtocolError(f"page {item} has {page.layers} layers of {layer_bytes} bytes; other bytes came")
+            raise ProtocolError(f"page {item} has {page.layers} layers of {layer_bytes} bytes; other bytes arrived")
         present = data.present
         if present is not None:
             place = page.place[layer * layer_bytes : stop * layer_bytes]
@@ -73,7 +73,7 @@ class PageWriter:
         """The worker has written the whole page into its slot, and will not write it again: verifies it."""
         page = self._pages.get(item) or self._page(item)
         if page.sums or len(sums) != page.layers:
-            raise ProtocolError(f"page {item} has {page.layers} layers to write once; {len(sums)} sums were given")
+            raise ProtocolError(f"page {item} must be written once, with {page.layers} checksums; {len(sums)} arrived")
         page.count(sums, checksum.layer_sums(page.identity, 0, page.layers, page.place))
 
     def _page(self, item: int) -> _Page:

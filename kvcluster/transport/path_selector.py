@@ -169,7 +169,7 @@ class PathSelector:
             for name in self._due():
                 way = self._opened(name, deadline)
                 if way is not None:
-                    self._begin_to_use(way)
+                    self._switch_to(way)
                     return
         finally:
             self._trying.release()
@@ -222,7 +222,7 @@ class PathSelector:
 
     # ------------------------------------------------------------------------------------------- helpers
 
-    def _begin_to_use(self, way: _OpenPath) -> None:
+    def _switch_to(self, way: _OpenPath) -> None:
         with self._lock:
             unused: _OpenPath | None = way
             if not self._closed:

@@ -60,7 +60,9 @@ class Connection:
         check_address(address)
         # gRPC would fail each call with no more than "Invalid metadata".
         if token and not (token.isascii() and token.isprintable()):
-            raise CredentialError("this token has a character that none has: is it a file's, with the line break?")
+            raise CredentialError(
+                "the token has a character that no token has; if it was read from a file, strip the line break"
+            )
         self.address = address
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
@@ -108,18 +110,20 @@ class Connection:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise Unavailable(Miss(MissReason.DEADLINE, self.address)) from None
         if code is grpc.StatusCode.CANCELLED and not self._closed:  # from afar: a server that ends is UNAVAILABLE
-            late = "it broke off, since the lease had ended: this side is too slow"
+            late = "the server stopped the exchange because its lease had ended: this client is too slow"
             raise Unavailable(Miss(MissReason.DEADLINE, f"{self.address}: {late}")) from None
         if code is grpc.StatusCode.UNAUTHENTICATED:
             raise CredentialError(detail) from None
         if code is grpc.StatusCode.INVALID_ARGUMENT:
             raise CallerError(detail) from None
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            raise LimitError(f"a message to or from {self.address}, or a proxy, was too large: {detail}") from None
+            raise LimitError(f"a message to or from {self.address} exceeds a size limit: {detail}") from None
         if code is grpc.StatusCode.FAILED_PRECONDITION:
             raise ProtocolError(detail) from None
         if code is grpc.StatusCode.UNIMPLEMENTED:
-            raise ProtocolError(f"whatever listens at {self.address} does not speak kvcluster: {detail}") from None
+            raise ProtocolError(
+                f"the server at {self.address} is no kvcluster server, or of another release: {detail}"
+            ) from None
         raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.address}: {detail}")) from None
 
     def wait_ready(self, deadline: Deadline) -> None:
@@ -128,7 +132,7 @@ class Connection:
             grpc.channel_ready_future(self._channel).result(timeout=deadline.remaining_s())
         except grpc.FutureTimeoutError:
             raise Unreachable(
-                f"nothing answers at {self.address}: is a cluster up there? (`kvcluster up`, `kvcluster status`)"
+                f"no server answers at {self.address}: check the address, or start a cluster (`kvcluster up`)"
             ) from None
 
     def close(self) -> None:

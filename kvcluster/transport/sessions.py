@@ -1,6 +1,7 @@
-"""The shard's side that all transports share: carries out page sessions (page_session.py) on a transport's thread.
+"""The shard's side of an exchange, for all transports: carries out page sessions on a transport's thread.
 
 page_session.py decides. This module waits for the core, reads frames from the arena, and receives layers.
+worker_exchange.py is the other side.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from kvcluster.core.messages import PageSlot, PageWant, ReadRequest, Reply, Writ
 from kvcluster.core.miss import Miss
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
-from kvcluster.transport.base import Deadline, PageHost, PageSource, Payload, RefusedByShard, Unavailable
+from kvcluster.transport.base import Deadline, PageHost, Payload, RefusedByShard, Unavailable
 from kvcluster.transport.page_session import (
     AskCore,
     Committed,
@@ -35,64 +36,6 @@ from kvcluster.transport.page_session import (
 )
 from kvcluster.transport.page_writer import PageWriter
 from kvcluster.wire.frames import Record
-
-
-def outgoing(request: WriteRequest, outcome: Sequence[Written | None], source: PageSource) -> Iterator[list[Record]]:
-    """The worker's side of a store: yields the layers of every page to send, in batches of about FRAME_BYTES.
-
-    A source's bytes are valid only until its next call, so records that share a frame with later ones are copied. These
-    are small, and one frame for each would cost far more.
-    """
-    batch: list[Record] = []
-    room = limits.FRAME_BYTES
-    for item, (page, refused) in enumerate(zip(request.pages, outcome, strict=True)):
-        if refused is not None:
-            continue
-        layers, layer_bytes = page.key.part.layers, source.layer_bytes(item)
-        layer = 0
-        while layer < layers:
-            count = min(layers - layer, max(1, room // layer_bytes))
-            sums, data = source.send(item, layer, count)
-            layer += count
-            room -= data.nbytes
-            full = room < layer_bytes
-            batch.append(Record(item, layer - count, codec.RAW, tuple(sums), data if full else memoryview(bytes(data))))
-            if full:
-                yield batch
-                batch, room = [], limits.FRAME_BYTES
-    if batch:
-        yield batch
-
-
-class Asked:
-    """What a load requested from a shard. Checks that the answer has only requested layers, in order, each once.
-
-    Otherwise a layer that arrived twice would hide a missing one.
-    """
-
-    def __init__(self, request: ReadRequest, outcome: Sequence[Miss | None], address: str) -> None:
-        self._wants = request.wants
-        self._outcome = outcome
-        self._address = address
-        self._next = [want.layer_start for want in request.wants]
-
-    def check(self, item: int, layer: int, layers: int) -> None:
-        """Raises ProtocolError unless these layers are the next ones of that item."""
-        stop = layer + layers
-        if (
-            item >= len(self._next)
-            or self._outcome[item] is not None
-            or layer != self._next[item]
-            or stop > self._wants[item].layer_stop
-        ):
-            raise ProtocolError(f"{self._address} sent layers that were not asked for, or not in order")
-        self._next[item] = stop
-
-
-def check_length(outcome: Sequence[object], asked: Sequence[object], address: str) -> None:
-    """Raises ProtocolError if a shard has not answered for exactly the requested pages."""
-    if len(outcome) != len(asked):
-        raise ProtocolError(f"{address} answered for {len(outcome)} pages of {len(asked)}")
 
 
 def _nothing() -> None:
@@ -280,7 +223,7 @@ class WriteSession(_Session):
     def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
         """Receives layers into their page, as a PageSink. Raises ProtocolError for layers that were not requested."""
         if codec_id != codec.RAW:
-            raise ProtocolError(f"page {item} came in codec {codec_id:#06x}; what is stored is raw")
+            raise ProtocolError(f"page {item} arrived in codec {codec_id:#06x}, but stores must be raw")
         self._arrivals.receive(item, layer, codec_id, sums, data)
 
     def written(self, item: int, sums: Sequence[int]) -> None:

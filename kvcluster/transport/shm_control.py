@@ -165,7 +165,7 @@ class Maps:
         fds = link.take_fds()
         try:
             if len(fds) != 1:
-                raise ProtocolError(f"{link.peer} sent {len(fds)} descriptors, where that of its arena belongs")
+                raise ProtocolError(f"{link.peer} sent {len(fds)} descriptors, expected one, that of its arena")
             with self._lock:
                 known = self._known.get(writable)
                 if known is None:
@@ -191,7 +191,7 @@ def reach(address: str, token: str | None, maps: Maps, deadline: Deadline) -> Sh
 
 def _connected(address: str, deadline: Deadline) -> socket.socket:
     if not hasattr(socket, "AF_UNIX") or not hasattr(socket, "SO_PEERCRED"):
-        raise _lost(address, "this platform has no shared memory of the kind that is needed")
+        raise _lost(address, "this platform lacks unix sockets with SO_PEERCRED, which shared memory needs")
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connected.settimeout(deadline.remaining_s() or 1e-3)
@@ -199,7 +199,7 @@ def _connected(address: str, deadline: Deadline) -> socket.socket:
         # Checked before the token is sent: any process may bind an unused name, and wait there for tokens.
         _, user = peer_of(connected)
         if user != os.getuid():
-            raise _lost(address, f"another user: the shard runs as {user}, and this process as {os.getuid()}")
+            raise _lost(address, f"the shard runs as user {user}, this process as user {os.getuid()}")
         return connected
     except BaseException as error:
         connected.close()
@@ -207,7 +207,8 @@ def _connected(address: str, deadline: Deadline) -> socket.socket:
             raise Unavailable(Miss(MissReason.DEADLINE, f"{address}: it does not answer")) from None
         if isinstance(error, ConnectionRefusedError):
             raise _lost(
-                address, "no process listens: it has ended, or is of another host or network namespace"
+                address,
+                "no process listens: the shard has ended, or runs on another host or in another network namespace",
             ) from None
         if isinstance(error, OSError):
             raise _lost(address, error.strerror or str(error)) from None

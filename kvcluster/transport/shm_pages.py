@@ -24,9 +24,9 @@ from kvcluster.transport import cpu_affinity
 from kvcluster.transport.base import Deadline, PageSink, PageSource, Streams
 from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.exchange_copies import granted_records, open_load, open_store, reserved_records
-from kvcluster.transport.sessions import check_length
 from kvcluster.transport.shm_control import Maps, ShmConnection, Turn, reach
 from kvcluster.transport.shm_views import BorrowedPages, borrow
+from kvcluster.transport.worker_exchange import check_answer_length
 from kvcluster.wire import shard, shm_frames
 from kvcluster.wire.shm_frames import Place, Progress
 from kvcluster.wire.streams import Kind
@@ -35,7 +35,7 @@ WRITTEN_BYTES = 4 * limits.FRAME_BYTES
 """A writer reports written pages to the shard in batches of this size. Waking the shard costs the writer as much as
 copying 256 KiB, but little should be left to verify when everything is written."""
 
-_FAREWELL_MS = 200
+_LAST_MESSAGE_MS = 200
 
 _LOADS = 2 if (os.cpu_count() or 1) > 1 else 1
 """Only the reader copies and decodes a load, and its two threads are nearly twice as fast as one. A store is verified
@@ -57,7 +57,7 @@ class ShmPages:
 
     def __init__(self, address: str, token: str | None) -> None:
         if not address.startswith("@") or not 1 < len(address.encode()) <= _NAME_BYTES or "\0" in address:
-            raise ConfigError(f"{address!r} is no address of shared memory; those look like @name")
+            raise ConfigError(f"{address!r} is not an address of the shared-memory transport, which has the form @name")
         self.address = address
         maps = Maps()
         self._connections: ConnectionPool[ShmConnection] = ConnectionPool(
@@ -98,7 +98,7 @@ class ShmPages:
             source.drained()
             control.say(Kind.DONE, b"", deadline, then=Turn.THEIRS)
             tail = shard.decode_write_tail(control.hear(Kind.TAIL, deadline, then=Turn.IDLE))
-            check_length(tail, request.pages, self.address)
+            check_answer_length(tail, request.pages, self.address)
             return tail
         finally:
             self._end(control, Kind.ABORT)
@@ -117,7 +117,7 @@ class ShmPages:
         connection. Keeps the connection if no exchange is under way."""
         if control.turn is Turn.OURS:
             try:
-                control.say(last, b"", Deadline.after_ms(_FAREWELL_MS), then=Turn.IDLE)
+                control.say(last, b"", Deadline.after_ms(_LAST_MESSAGE_MS), then=Turn.IDLE)
             except KVClusterError:
                 """The shard has ended the exchange."""
         if control.turn is Turn.IDLE:

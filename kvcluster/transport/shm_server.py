@@ -33,7 +33,7 @@ from kvcluster.transport.shm_control import peer_of
 from kvcluster.wire import shard, shm_frames, streams
 from kvcluster.wire.streams import Kind
 
-_FAREWELL_MS = 200
+_LAST_MESSAGE_MS = 200
 
 _SO_PEERPIDFD = 77  # Linux 6.5; Python does not name it
 
@@ -152,7 +152,7 @@ class ShmServer:
     def _until_stopped(self, link: FramedSocket, error: BaseException) -> None:
         """Tells the worker why its store has ended, and waits without limit until it can no longer write."""
         words = error if isinstance(error, KVClusterError) else ProtocolError("the shard failed; its log says how")
-        link.fail(words, Deadline.after_ms(_FAREWELL_MS))
+        link.fail(words, Deadline.after_ms(_LAST_MESSAGE_MS))
         while not link.ended:
             with contextlib.suppress(KVClusterError):
                 kind, _ = link.receive(Kind.WRITTEN, Kind.RENEW, Kind.DONE, Kind.ABORT, deadline=patient())
@@ -173,7 +173,9 @@ def _admit(link: FramedSocket) -> None:
     def look(connected: socket.socket) -> None:
         process, user = peer_of(connected)
         if user != os.getuid():
-            raise CredentialError(f"shared memory is for processes of user {os.getuid()}, and this one is of {user}")
+            raise CredentialError(
+                f"shared memory is only for processes of user {os.getuid()}, but this process runs as user {user}"
+            )
         descriptor = _process_of(connected, process)
         if descriptor is not None:
             link.end_with(descriptor)

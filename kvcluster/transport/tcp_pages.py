@@ -26,7 +26,8 @@ from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.transport.listener import Listener, TenantOf, bounded, serve_exchanges
 from kvcluster.transport.rpc import check_address, host_and_port
-from kvcluster.transport.sessions import Asked, ReadSession, WriteSession, check_length, outgoing
+from kvcluster.transport.sessions import ReadSession, WriteSession
+from kvcluster.transport.worker_exchange import RequestedLayers, check_answer_length, outgoing_records
 from kvcluster.wire import shard, streams
 from kvcluster.wire.streams import Kind
 
@@ -65,7 +66,7 @@ class TcpPages:
         with self._exchange(deadline) as link:
             link.send(Kind.READ, streams.encode_read(request, deadline.remaining_ns()), deadline)
             outcome = self._head(link, shard.decode_read_head, request.wants, deadline)
-            asked = Asked(request, outcome, self.address)
+            asked = RequestedLayers(request, outcome, self.address)
             while True:
                 kind, body = link.receive(Kind.PAGES, Kind.DONE, deadline=deadline)
                 if kind is Kind.DONE:
@@ -81,13 +82,13 @@ class TcpPages:
         with self._exchange(deadline) as link:
             link.send(Kind.WRITE, streams.encode_write(request, deadline.remaining_ns()), deadline)
             outcome = self._head(link, shard.decode_write_head, request.pages, deadline)
-            for batch in outgoing(request, outcome, source):
+            for batch in outgoing_records(request, outcome, source):
                 link.send(Kind.PAGES, streams.encode_pages(batch), deadline, [record.data for record in batch])
             source.drained()
             link.send(Kind.DONE, b"", deadline)
             _, body = link.receive(Kind.TAIL, deadline=deadline)
             tail = shard.decode_write_tail(body)
-            check_length(tail, request.pages, self.address)
+            check_answer_length(tail, request.pages, self.address)
             return tail
 
     def close(self) -> None:
@@ -117,7 +118,7 @@ class TcpPages:
         if kind is Kind.REFUSED:
             raise RefusedByShard(streams.decode_refused(body))
         outcome = decode(body)
-        check_length(outcome, asked, self.address)
+        check_answer_length(outcome, asked, self.address)
         return outcome
 
     def _why(self, error: BaseException, deadline: Deadline) -> BaseException:
@@ -129,7 +130,7 @@ class TcpPages:
             self.connect(deadline.share(2))
         except (Unavailable, KVClusterError):
             return error
-        late = f"{self.address}: it broke off, since the lease had ended: this side is too slow"
+        late = f"{self.address}: the server stopped the exchange because its lease had ended: this client is too slow"
         return Unavailable(Miss(MissReason.DEADLINE, late))
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
-from kvcluster.core.messages import EvictOrder, Farewell, Move, MoveOrder, Order, PullOrder, ReportAck
+from kvcluster.core.messages import EvictOrder, LeaveReason, Move, MoveOrder, Order, PullOrder, ReportAck
 from kvcluster.core.tiers import Takes
 from kvcluster.errors import ProtocolError
 from kvcluster.wire import common, pages
@@ -19,7 +19,7 @@ from kvcluster.wire.common import EnumCodec, Interned, agree, at_most, pick, qua
 from kvcluster.wire.reports import ascending, decode_tombstones, encode_tombstones
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
-FAREWELL: EnumCodec[Farewell, pb.Farewell] = EnumCodec(Farewell, pb.Farewell, "FAREWELL_")
+LEAVE_REASON: EnumCodec[LeaveReason, pb.LeaveReason] = EnumCodec(LeaveReason, pb.LeaveReason, "LEAVE_REASON_")
 
 
 def encode_ack(ack: ReportAck) -> pb.ReportAck:
@@ -31,7 +31,7 @@ def encode_ack(ack: ReportAck) -> pb.ReportAck:
         orders=[_encode_order(order) for order in ack.orders],
         tombstones=encode_tombstones(ack.tombstones),
         drain=ack.drain,
-        leave=pb.FAREWELL_UNSPECIFIED if ack.leave is None else FAREWELL.encode[ack.leave],
+        leave=pb.LEAVE_REASON_UNSPECIFIED if ack.leave is None else LEAVE_REASON.encode[ack.leave],
     )
 
 
@@ -44,7 +44,7 @@ def decode_ack(m: pb.ReportAck) -> ReportAck:
         orders=_decode_orders(m.orders),
         tombstones=decode_tombstones(m.tombstones),
         drain=m.drain,
-        leave=None if m.leave == pb.FAREWELL_UNSPECIFIED else FAREWELL.decode(m.leave),
+        leave=None if m.leave == pb.LEAVE_REASON_UNSPECIFIED else LEAVE_REASON.decode(m.leave),
     )
 
 

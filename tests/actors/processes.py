@@ -1,4 +1,4 @@
-"""Other processes, as /proc shows them: who lives, who listens; and starting workers."""
+"""Other processes, as /proc shows them: which live and which listen; and starting workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start_worker(job: str, *arguments: object) -> subprocess.Popen[str]:
 
 
 def said(worker: subprocess.Popen[str]) -> dict[str, Any]:
-    """The next line of a worker."""
+    """Returns the next line that a worker prints."""
     assert worker.stdout is not None
     line = worker.stdout.readline()
     assert line, f"the worker ended with status {worker.wait()} and said nothing"
@@ -74,7 +74,7 @@ def listening(pids: Iterable[int]) -> dict[int, set[str]]:
 
 
 def title(pid: int) -> str:
-    """What a process calls itself; "" for the dead."""
+    """Returns the title of a process; "" if it has ended."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
     return ""

@@ -1,4 +1,4 @@
-"""A cluster that `up` leaves running: found again, found by others, and gone without a trace after `down`."""
+"""A cluster that `up` leaves running: later commands and other processes find it, and `down` leaves no trace."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def config_of(port: int) -> Config:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where clusters are written down, empty. Too deep for Ray's sockets, so nothing real starts there."""
+    """An empty folder for the records of clusters. Its path is too long for Ray's sockets, so no real cluster starts
+    there."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path / f"kvcluster-{os.getuid()}"
 

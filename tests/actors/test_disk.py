@@ -1,4 +1,4 @@
-"""A shard of a real cluster dies and starts again by itself: what lay on its disk is there at once."""
+"""A shard of a real cluster dies and restarts by itself: its pages on disk are found at once."""
 
 from __future__ import annotations
 

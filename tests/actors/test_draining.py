@@ -1,4 +1,4 @@
-"""Blocks that are cleared and shards that are drained, on a real Ray: what it starts anew, and what it must not."""
+"""Blocks that are cleared and shards that are drained, on a real Ray: which actors it restarts, and which not."""
 
 from __future__ import annotations
 

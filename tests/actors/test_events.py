@@ -1,4 +1,4 @@
-"""KV events of a real cluster: what a store tells, who comes late, and a coordinator that dies."""
+"""KV events of a real cluster: what a store publishes, a subscriber that comes late, and a coordinator that dies."""
 
 from __future__ import annotations
 

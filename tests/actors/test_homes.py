@@ -1,4 +1,4 @@
-"""Which node each shard begins on, given what memory Ray's nodes have left."""
+"""On which node each shard starts, given the free memory of Ray's nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An embedded cluster between real processes: what is shared, and what is left of whatever is killed."""
+"""An embedded cluster of real processes: what is shared, and what is left of a killed process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def client(shared_cluster: LocalCluster) -> Iterator[Client]:
 
 @pytest.fixture
 def own_client(own_cluster: LocalCluster) -> Iterator[Client]:
-    """Of the cluster whose processes these tests kill."""
+    """A client of the cluster whose processes these tests kill."""
     with kvcluster.connect(own_cluster.address, SPEC, config=PATIENT) as client:
         yield client
 

@@ -1,4 +1,4 @@
-"""What shards of a real cluster offer, and that pages go by it."""
+"""Which transports the shards of a real cluster offer, and that pages use them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def prompt(number: int, blocks: int) -> list[int]:
 
 
 def lonely(number: int, blocks: int) -> list[int]:
-    """As `prompt`, but no other number shares a block of it."""
+    """As `prompt`, but shares no block with the prompts of other numbers."""
     return [2 * _VOCABULARY + number, *range(blocks * SPEC.block_tokens - 1)]
 
 

@@ -1,8 +1,8 @@
-"""The faults of a run, drawn from its seed. Pure: what is to be done to whom, and for how long.
+"""The faults of a run, drawn from its seed. Pure: what is done to which process, and for how long.
 
 Each round has every kind that the form of the run allows once, in an order of its own, so that no kind is left to
-luck. A fault that lasts is either brief, and everybody waits for its end, or long enough for others to have given
-the victim up; what lies between would be decided by a race.
+luck. A fault that lasts is either so short that all others wait for its end, or so long that they have given the victim
+up; for any time between, a race would decide.
 """
 
 from __future__ import annotations

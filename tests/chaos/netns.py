@@ -2,7 +2,7 @@
 
 Nothing of the machine's own network is touched. The switch is a namespace too, so that neither the machine's addresses
 nor its packet filters have a part in it; no host has a way out. A link is cut by a rule at the host that is to
-hear no more, so that what is sent vanishes without a word, as on a broken network. Needs root, iproute2 and iptables.
+hear no more, so that packets vanish silently, as on a broken network. Needs root, iproute2 and iptables.
 """
 
 from __future__ import annotations

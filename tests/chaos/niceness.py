@@ -1,4 +1,4 @@
-"""Who goes first on the CPUs of one machine, where the processes of a run stand for many machines."""
+"""The CPU priorities of a run's processes on one machine, where they stand for many machines."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Report:
     late: list[str] = field(default_factory=list)
 
     def took(self, what: str, seconds: float) -> None:
-        """How long it took until all was well again."""
+        """Returns how long it took until the cluster had recovered."""
         self.took_s.setdefault(what, []).append(seconds)
 
     def read(self, journals: Iterable[Path]) -> None:

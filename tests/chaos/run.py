@@ -71,7 +71,7 @@ class Run:
         with ExitStack() as house:
             self._folder = Path(tempfile.mkdtemp(prefix="kvchaos-"))
             house.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            # A shard that begins anew on another node has its disk there too, as with a volume that goes along.
+            # A shard that restarts on another node finds its disk there, as with a volume that moves with it.
             settings = {**SETTINGS, "shard": {**SETTINGS["shard"], "disk_dir": str(self._folder / "disks")}}
             self._site: Site = house.enter_context(OneHost(settings) if why else Nodes(settings))
             house.callback(self._end_processes)
@@ -281,7 +281,7 @@ class Run:
         return planted
 
     def _plant_on(self, node: str) -> dict[str, Any] | None:
-        """As `_plant`, on a shard of that node; None where it has none."""
+        """As `_plant`, on a shard of that node; None if it has none."""
         pids = set(self._site.pids(node))
         on_it = (name for name in self.stage.shards if self._shard(name) in pids)
         return next((self._plant(name) for name in on_it), None)

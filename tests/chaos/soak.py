@@ -29,7 +29,7 @@ Samples = list[tuple[float, float]]
 
 
 class Watched:
-    """What was sampled of one process."""
+    """The samples of one process."""
 
     def __init__(self, name: str, ours: bool) -> None:
         self.name = name

@@ -40,7 +40,7 @@ class Stop:
 
 
 def allowed_ns(deadline_ns: int) -> int:
-    """How long a call with this deadline may take."""
+    """Returns how long a call with this deadline may take."""
     return deadline_ns + max(deadline_ns // 10, 250_000_000)
 
 
@@ -108,5 +108,5 @@ class Stopwatch:
 
 
 def waited_for_cpu_ns() -> int:
-    """How long this thread was ready to run and did not, since it began."""
+    """Returns for how long this thread has been ready to run without running, since it began."""
     return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1])

@@ -1,4 +1,4 @@
-"""The schedule of faults: the same for the same seed, every kind in each round, and only what the stage allows."""
+"""The schedule of faults: the same for the same seed, every kind in each round, and only those that the site allows."""
 
 from __future__ import annotations
 

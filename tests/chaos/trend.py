@@ -1,4 +1,4 @@
-"""Does a row of samples rise? A straight line by least squares, and how sure its slope is. Pure."""
+"""Whether a series of samples rises: a straight line by least squares, and the error of its slope. Pure."""
 
 from __future__ import annotations
 

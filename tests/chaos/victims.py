@@ -1,4 +1,4 @@
-"""Finding and hurting processes of a cluster from outside: nothing in the product knows of it.
+"""Finding and harming processes of a cluster from outside; no code of the product takes part.
 
 An actor is found by what it calls itself, and a shard among shards by the port that it listens on. A bit is flipped in
 a resident page through /proc/PID/mem, where the page is found by the bytes that it must have.

@@ -48,7 +48,7 @@ _SAY_S = 0.5
 
 
 class Journal:
-    """What was seen: outcomes are counted, what must not be is told word for word."""
+    """Records what was seen: outcomes are counted, violations are recorded in full."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -88,7 +88,7 @@ class Caller:
         self._watch = watch
 
     def __call__(self, name: str, deadline_ms: float, call: Callable[[], T]) -> T | None:
-        """What the call returns; None where it raised, which it must not."""
+        """Returns what the call returns; None if it raised, which is a violation."""
         self._journal.count(CALLS)
         try:
             with self._watch.timing() as taken:

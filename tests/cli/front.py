@@ -1,4 +1,4 @@
-"""A cluster within this process, whose coordinator is behind a real server: what commands of operators ask."""
+"""A cluster within this process, whose coordinator is behind a real server: what the operators' commands talk to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster behind sockets without Ray: one coordinator and one shard, real servers, in whichever process wants them.
+"""A cluster behind sockets without Ray: one coordinator and one shard, real servers, in any process.
 
 As a program, `python -m tests.cli.served HOST [SHARD_AT]`, it says on stdout where it is and serves until stdin ends.
 Where SHARD_AT is given, the shard is reached there, through a proxy, and over gRPC alone.
@@ -85,13 +85,13 @@ class Served:
         self._tcp.close()
 
     def pages(self) -> int:
-        """How many the shard holds."""
+        """Returns the number of pages that the shard holds."""
         held = self._shard.inspect(lambda: len(list(self._shard.core.pool.ready())))
         assert isinstance(held, int)
         return held
 
     def tombstones(self) -> int:
-        """What purges have left."""
+        """Returns the tombstones that purges have left."""
         left = self._coordinator.inspect(lambda: len(self._coordinator.core.tombstones.all()))
         assert isinstance(left, int)
         return left

@@ -1,4 +1,4 @@
-"""`kvcluster drain`, `clear`, `purge`, `off` and `on` as a person meets them: what they ask, say, and end with."""
+"""`kvcluster drain`, `clear`, `purge`, `off` and `on` as a person uses them: what they ask, print and exit with."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_where_nothing_listens_it_is_said_so(
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert main([*command, "--port", str(port)]) == 1
-    assert f"nothing answers at 127.0.0.1:{port}: is a cluster up there?" in capsys.readouterr().err
+    assert f"no server answers at 127.0.0.1:{port}: check the address" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ status
@@ -344,7 +344,7 @@ def test_what_is_not_cached_is_not_pinned(
     file = tmp_path / "other.json"
     file.write_text(json.dumps(prompt(8, 99)), encoding="utf-8")
     assert served.run("pin", "--model", "tiny", "--prompt-file", str(file)) == 1
-    assert "have an engine compute it" in capsys.readouterr().err
+    assert "let an engine compute them first" in capsys.readouterr().err
 
 
 def test_the_weights_are_named_where_engines_run_different_ones(

@@ -1,4 +1,5 @@
-"""`kvcluster bench transfer`: everything runs and is compared; what fails is left out, or ends it, in words."""
+"""`kvcluster bench transfer`: all paths run and are compared; one that fails is left out or ends the run, with a
+reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvcluster bench trace`: what it counts is what the cores decide, and a file that is no trace is refused by line."""
+"""`kvcluster bench trace`: its counts are decisions of the cores, and a malformed trace is refused with its line."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_policy_is_chosen_by_name_and_keeps_what_it_values() -> None:
     assert (lru["eviction_policy"], gdsf["eviction_policy"]) == ("lru", "gdsf")
     assert lru["rows"][0]["hit_blocks"] < gdsf["rows"][0]["hit_blocks"] <= 150
     assert lru["rows"][0]["saved_share"] < gdsf["rows"][0]["saved_share"]
-    with pytest.raises(ConfigError, match="no 'lfu'; there is lru, gdsf"):
+    with pytest.raises(ConfigError, match="must be one of lru, gdsf, not 'lfu'"):
         measuring.measure(trace, **shape, eviction_policy="lfu")
 
 

@@ -200,7 +200,7 @@ def test_without_a_cluster_it_says_what_to_do(model: str, capsys: pytest.Capture
         address = gone.coordinator
     assert main(["breakeven", "--model", model, "--prefill", "1000", "--address", address]) == 1
     said = capsys.readouterr().err
-    assert f"nothing answers at {address}" in said
+    assert f"no server answers at {address}" in said
     assert "kvcluster up" in said
     assert "--address" in said
 
@@ -229,7 +229,7 @@ def test_the_command_line_knows_it(capsys: pytest.CaptureFixture[str]) -> None:
         ("{", "is not valid JSON"),
         ("[" * 100_000, "is not valid JSON"),
         ("[]", "must hold a JSON object, not list"),
-        ({**TINY, "layer_types": ["linear_attention"] * 4}, "layer_types names 'linear_attention'"),
+        ({**TINY, "layer_types": ["linear_attention"] * 4}, "layer_types has 'linear_attention'"),
         ({"torch_dtype": "float16"}, "num_attention_heads is missing"),
     ],
 )

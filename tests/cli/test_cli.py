@@ -1,4 +1,4 @@
-"""The command line as a person meets it: what it prints, what it refuses, and in which words."""
+"""The command line as a person uses it: what it prints, what it refuses, and with which words."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_an_unknown_command_or_option_is_named_and_never_guessed(
     ("arguments", "sentence"),
     [
         (["--device-bytes", "1Gig"], "shard.device_bytes: '1Gig' is no size; write bytes, or a number with KiB, MiB"),
-        (["--device-bytes", "1KiB"], "shard.device_bytes must hold at least a page"),
+        (["--device-bytes", "1KiB"], "shard.device_bytes must hold at least one page"),
         (["--shards", "0"], "shards must be at least 1"),
-        (["--port", "0"], "needs a fixed port, by which it is found again; give --port"),
+        (["--port", "0"], "needs a fixed port, so that later commands find it: give --port"),
         (["--port", "70000"], "server.port must be between 0 and 65535"),
         (["--host", "0.0.0.0"], "refusing to listen on 0.0.0.0 without a token file"),
         (["--token-file", "nowhere"], "cannot read the token file nowhere"),
@@ -151,7 +151,7 @@ def test_token_makes_an_operators_line_when_asked_and_only_then(capsys: pytest.C
 
 @dataclass(frozen=True)
 class Credential:
-    """What `kvcluster token` prints."""
+    """The output of `kvcluster token`."""
 
     secret: str
     line: str

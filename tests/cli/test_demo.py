@@ -1,4 +1,4 @@
-"""What the demo promises: it fails where it must, ends what it starts, and takes a model of one's own."""
+"""What the demo promises: it fails where it must, ends what it starts, and accepts the user's own model."""
 
 from __future__ import annotations
 

@@ -297,7 +297,7 @@ def test_where_something_else_listens_it_says_so(monkeypatch: pytest.MonkeyPatch
         found = examine(server.address, None)
     finally:
         server.close(grace_s=0)
-    assert "does not speak kvcluster" in found["coordinator"]["why"]
+    assert "is no kvcluster server" in found["coordinator"]["why"]
     assert "nothing else listens at that port" in found["coordinator"]["advice"]
 
 

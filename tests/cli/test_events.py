@@ -1,4 +1,4 @@
-"""`kvcluster events` prints what comes, one line each, until it is told to end."""
+"""`kvcluster events` prints each event on a line until it is stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps engines of one model apart is said with the field that differs, and what is meant to be apart is not."""
+"""If engines of one model do not share, the field that differs is named; intended differences are not."""
 
 from __future__ import annotations
 

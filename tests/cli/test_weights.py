@@ -1,4 +1,4 @@
-"""`kvcluster weights`: engines are seen, and those whose weights changed in memory get a name for them."""
+"""`kvcluster weights`: shows engines, and names the weights of those whose weights changed in memory."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_if_no_engine_takes_the_name_it_says_why(
 
 
 @pytest.mark.parametrize("weights", ["main", "latest", ""])
-def test_a_name_that_pins_nothing_is_refused_before_anybody_is_asked(
+def test_a_name_that_pins_nothing_is_refused_before_any_question_is_sent(
     capsys: pytest.CaptureFixture[str], weights: str
 ) -> None:
     assert main(["weights", "set", "tiny", weights, "--port", "1"]) == 1

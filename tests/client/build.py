@@ -1,4 +1,4 @@
-"""What tests of the client are made of: small specs, prompts, KV of random bits, and ways to hold a thread."""
+"""Builders for tests of the client: small specs, prompts, KV of random bits, and ways to hold a thread."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def blank(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Ten
 
 
 def shape_of(blocks: int, spec: KVSpec = SPEC, part: Part | None = None) -> list[int]:
-    """Of a dense tensor of that part of the only group, all of it by default."""
+    """Returns the shape of a dense tensor of that part of the only group, by default the whole group."""
     part, plane = part or spec.whole(0), spec.groups[0].planes[0]
     return [blocks, part.layers, len(spec.groups[0].planes), spec.block_tokens, part.heads, plane.dim]
 
@@ -88,7 +88,7 @@ def kv(blocks: int, seed: int = 0, spec: KVSpec = SPEC, part: Part | None = None
 
 
 def room(blocks: int, spec: KVSpec = SPEC, part: Part | None = None) -> torch.Tensor:
-    """Where the KV of a prompt may be loaded to, dense."""
+    """Returns a dense tensor into which the KV of a prompt can be loaded."""
     return blank(shape_of(blocks, spec, part), getattr(torch, spec.groups[0].planes[0].dtype))
 
 
@@ -107,18 +107,18 @@ def missed(miss: Miss, blocks: range, nbytes: int = 0) -> Loaded:
 
 
 def pinned(blocks: int) -> Pinned:
-    """What is said of so many blocks that are pinned, or are not any more."""
+    """Returns the answer for that many blocks that are pinned, or are no longer."""
     return Pinned(blocks * BLOCK, blocks)
 
 
 def counters(client: Client) -> dict[str, Any]:
-    """All that the cluster counts of what was asked of it and moved in it."""
+    """Returns all counters of the cluster's questions and moves."""
     status = client.status()
     return {"coordinator": status["counters"], **{s["shard"]: s["counters"] for s in status["shards"]}}
 
 
 class Hold:
-    """Where threads stop, from call number `at` on, until the test lets them go on."""
+    """Blocks threads, from call number `at` on, until the test lets them go on."""
 
     def __init__(self, at: int = 1) -> None:
         self.calls = 0
@@ -133,7 +133,7 @@ class Hold:
             stop = self.calls >= self._at
         if stop:
             self._reached.set()
-            assert self._open.wait(BOUND_S), "nobody let it go on"
+            assert self._open.wait(BOUND_S), "no test let it go on"
 
     def wait_reached(self) -> None:
         assert self._reached.wait(BOUND_S), "it never came there"
@@ -143,7 +143,7 @@ class Hold:
 
 
 def _nothing() -> None:
-    """What happens where a test has no wish."""
+    """Does nothing, the default of a step."""
 
 
 @dataclass
@@ -164,7 +164,7 @@ class Steps:
 
 
 class Watched:
-    """A transport whose steps are watched. Once closed it serves nobody, as a connection would not."""
+    """A transport whose steps are watched. Once closed it serves no call, like a closed connection."""
 
     def __init__(self, inner: Transport, steps: Steps) -> None:
         self.name = inner.name
@@ -261,7 +261,7 @@ class Port:
 
 
 def watched_client(cluster: MemoryCluster, steps: Steps | None = None, spec: KVSpec = SPEC, **options: Any) -> Client:
-    """A client whose port and transports are a test's to bend. It is closed by whoever asked for it."""
+    """A client whose port and transports a test may replace. Its caller closes it."""
     port = options.pop("port", None) or cluster.port()
     open_transport = cluster.opener()
 

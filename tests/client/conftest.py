@@ -1,4 +1,4 @@
-"""Clusters for tests of the client, and the bill at the end: whatever a test did, nothing is broken or left over."""
+"""Clusters for tests of the client, each checked at the end: after any test nothing is broken or left over."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
 
 
 def refused(kind: RefusedKind) -> RefusedByShard:
-    """What an exchange raises whose shard refused it so."""
+    """Returns what an exchange raises if its shard refuses it so."""
     return RefusedByShard(Refused(kind, "in these words"))
 
 
@@ -121,7 +121,7 @@ class SteppedLoad:
         )
 
     def step(self, event: LoadEvent, now: int | None = None) -> list[LoadEffect]:
-        """What the plan wants at that moment, by default the last one."""
+        """Returns the plan's effects at that time, by default the last one."""
         self.now = self.now if now is None else now
         return self.plan.step(event, self.now)
 
@@ -155,12 +155,12 @@ class SteppedLoad:
         return self.step(ReadEnded(start.exchange, error=error or Unavailable(LOST)))
 
     def stopped(self, stop: StopRead) -> list[LoadEffect]:
-        """It is heard that an exchange has stopped, as it was told."""
+        """Delivers the event that an exchange has stopped, as it was told to."""
         return self.step(ReadStopped(stop.exchange, stop.items))
 
 
 def outcome_of(effects: Sequence[object]) -> Loaded:
-    """Of a load that has ended by the only effect, without an error."""
+    """Returns the outcome of a load whose only effect ends it, without an error."""
     loaded = one(effects, FinishLoad).loaded
     assert loaded is not None
     return loaded

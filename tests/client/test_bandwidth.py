@@ -1,4 +1,4 @@
-"""What recent loads say of the next, for how long it is believed, and that a bad minute is not the end of loading."""
+"""What recent loads predict for the next, how long that counts, and that one slow minute does not end loading."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_bad_minute_is_over_with_the_first_good_load_after_it() -> None:
 def test_a_load_far_larger_than_any_so_far_has_to_show_it() -> None:
     rate = learned(*over(BAD, MIB, MIB))
     assert rate.estimate(2 * MIB, 1) is not None
-    assert rate.estimate(2 * MIB + 1, 1) is None, "what small loads took is mostly fixed, and nobody knows how much"
+    assert rate.estimate(2 * MIB + 1, 1) is None, "most of a small load's time is fixed, and it is not known how much"
     rate.record(8 * MIB, GOOD.load_ns(8 * MIB), 2)
     assert rate.estimate(16 * MIB, 3) is not None
 

@@ -1,4 +1,5 @@
-"""Batches of copies into a sink: the bytes and counts of single records, stopped at a record, held to their sums."""
+"""Batches of copies into a sink: the same bytes and counts as single records, stopped at a record, checked by their
+sums."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ class Grant:
 
 
 def numbers() -> torch.Tensor:
-    """What can be encoded."""
+    """Numbers that can be encoded."""
     return torch.arange(kv(BLOCKS).numel(), dtype=torch.float32).view(kv(BLOCKS).shape) / 7
 
 

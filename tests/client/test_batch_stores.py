@@ -153,7 +153,7 @@ def test_what_was_asked_for_of_an_executor_that_breaks_is_known(monkeypatch: pyt
 
 
 class Offered:
-    """An executor that notes what it is offered, and takes none of it."""
+    """An executor that records what it is offered, and accepts nothing."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[CopyDirection, CopyEndpoint, CopyEndpoint]] = []

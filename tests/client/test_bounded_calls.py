@@ -1,4 +1,4 @@
-"""Calls whose askers wait for a bounded time: the policy, stepped by hand and at random, and then its threads."""
+"""Calls whose callers wait for a bounded time: the policy, stepped by hand and at random, and then its threads."""
 
 from __future__ import annotations
 

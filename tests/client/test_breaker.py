@@ -20,7 +20,7 @@ from tests.client.conftest import Start
 
 SHARD = ShardId("shard-0")
 TOKENS = prompt(4)
-LOST = Miss(MissReason.SHARD_LOST, "nobody there")
+LOST = Miss(MissReason.SHARD_LOST, "no shard there")
 LATE = Miss(MissReason.DEADLINE)
 S = 1_000_000_000
 
@@ -176,7 +176,7 @@ def alone(start: Start) -> MemoryCluster:
 
 
 class Failing:
-    """A shard whose exchanges fail as a test says, and how often it was asked."""
+    """A shard whose exchanges fail as a test says; counts how often it was asked."""
 
     def __init__(self, error: Exception) -> None:
         self.asked = 0

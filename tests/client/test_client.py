@@ -1,4 +1,4 @@
-"""What a client tells of the cluster: `explain`, `status`, estimates; and the life of a client itself."""
+"""What a client says of the cluster: `explain`, `status`, estimates; and the life of a client itself."""
 
 from __future__ import annotations
 
@@ -197,4 +197,4 @@ def test_ways_that_were_opened_before_are_there_when_pages_are_moved(start: Star
     cluster.stop_shard(gone)
     late = cluster.client(SPEC)
     late.warm_up()
-    assert there in late.status()["transports"], "whoever does not answer keeps nobody from the others"
+    assert there in late.status()["transports"], "a shard that does not answer does not delay the others"

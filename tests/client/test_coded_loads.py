@@ -64,7 +64,7 @@ def numbers(blocks: int = BLOCKS, seed: int = 0) -> torch.Tensor:
 
 
 def coded_bytes(which: Codec, heads: int = HEADS) -> int:
-    """Of one layer."""
+    """Returns the encoded bytes of one layer."""
     return layer_bytes(which, SPEC.groups[0], block_tokens=BLOCK, heads=heads)
 
 
@@ -78,7 +78,7 @@ def coder(which: Codec, heads: int) -> codec.Coder:
 
 @pytest.fixture(params=["native", "torch"] if native.KERNELS is not None else ["torch"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What decodes in this process."""
+    """Returns the name of the implementation that decodes in this process."""
     if request.param == "torch":
         monkeypatch.setattr(native, "KERNELS", None)
     codec.coder.cache_clear()
@@ -122,7 +122,7 @@ class Bench:
         return memoryview(into)
 
     def decoded(self, item: int, which: Codec) -> torch.Tensor:
-        """What the whole page of an item is, once it was encoded so."""
+        """Returns the values of the whole page of an item after it was encoded so."""
         part = self.key(item).part
         if which is Codec.RAW:
             return self.raw(item, 0, part.layers)
@@ -141,14 +141,14 @@ class Bench:
         self.sink.receive(item, layer, int(which), sums, payload)
 
     def send_all(self, which: Codec, portion: int | None = None) -> None:
-        """All that is wanted of every item, in portions or at once."""
+        """Sends all wanted layers of every item, in portions or at once."""
         for item, piece in enumerate(self.pieces):
             layer, layers = piece.want.layer_start, piece.layers
             data = self.data(item, layer, layers, which)
             self.send(item, layer, layers, which, BytesPayload(data) if portion is None else Portions(data, portion))
 
     def expected(self, which: Codec, part: Part = WHOLE) -> torch.Tensor:
-        """Of that part of all blocks."""
+        """Returns the expected values of that part of all blocks."""
         whole = torch.zeros(shape_of(BLOCKS))
         for item, piece in enumerate(self.pieces):
             held = self.key(item).part
@@ -426,4 +426,4 @@ def test_a_process_that_can_decode_nothing_is_promised_nothing_that_is_encoded(
     ticket = writer.prepare_load(hashes)
     assert (ticket.blocks, ticket.miss) == (0, Miss(MissReason.LOSSY, "only with q8"))
     assert ticket.body.need == replace(ticket.body.need, accept=Loss.EXACT)
-    assert writer.lookup(tokens, accept=Loss.Q8).blocks == 3, "who asks for it gets it"
+    assert writer.lookup(tokens, accept=Loss.Q8).blocks == 3, "a reader that accepts it gets it"

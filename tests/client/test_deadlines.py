@@ -1,4 +1,5 @@
-"""One deadline a call, however many parts it has: every part gets it, and a side that hangs delays no call past it."""
+"""A call has one deadline, however many parts it has: every part gets it, and a side that hangs delays no call beyond
+it."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def test_every_part_of_a_call_has_the_deadline_of_the_call(cluster: MemoryCluste
         given += [
             deadline
             for message, deadline in zip(port.asked, port.deadlines, strict=True)
-            if not isinstance(message, (EndTicket, RenewTicket))  # nobody's call waits for these
+            if not isinstance(message, (EndTicket, RenewTicket))  # no call waits for these
         ]
         now = time.monotonic_ns()
     (deadline,) = {deadline.at_ns for deadline in given}
@@ -104,7 +105,7 @@ def test_a_part_of_a_deadline_is_earlier_and_never_behind_it() -> None:
 
 @contextmanager
 def silence() -> Iterator[str]:
-    """An address where connections are taken and nothing is ever said."""
+    """An address at which connections are accepted and no answer is ever sent."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
@@ -119,7 +120,7 @@ def late(miss: Miss | None) -> bool:
 
 
 def within_bounds(call: Callable[[], Any]) -> Any:
-    """What the call returns. A hundredth of this bound is its deadline, so that a call which hangs fails."""
+    """Returns what the call returns. Its deadline is a hundredth of this bound, so a call that hangs fails."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call).result(BOUND_S)
 

@@ -1,5 +1,5 @@
-"""What leaves the host tier lies on disk, is read back as right as it was, and is found by the shard that starts next;
-whatever became of its files meanwhile is a miss, and never a wrong byte."""
+"""Pages that leave the host tier go to disk, are read back unchanged, and are found by the next shard that starts. If
+the files are damaged meanwhile, the result is a miss, never a wrong byte."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILE_BYTES = HEAD_BYTES + 16 * SECTOR_BYTES
 
 
 def cluster_on(folder: Path, start: Start, *, codec: str = "q8", shards: int = 1, **shard: Any) -> MemoryCluster:
-    """A cluster of which everything that is stored goes down to files in that folder."""
+    """A cluster that demotes everything that is stored to files in that folder."""
     return start(shards=shards, device_bytes=DEVICE_BYTES, config=settings(folder, codec=codec, **shard))
 
 
@@ -44,7 +44,7 @@ def wait_until_on_disk(cluster: MemoryCluster, client: Client, tokens: Sequence[
 
 
 def went_to_disk(cluster: MemoryCluster, tokens: Sequence[int] = TOKENS, *, tenant: str = "default") -> Client:
-    """A client that has stored these tokens, all of which lie on disk now."""
+    """A client that has stored these tokens, all of which are on disk now."""
     client = cluster.client(NUMBERS, tenant=tenant)
     stored(client, numbers(len(tokens) // BLOCK), tokens)
     wait_until_on_disk(cluster, client, tokens)

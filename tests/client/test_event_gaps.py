@@ -1,4 +1,4 @@
-"""Whatever is lost, repeated, replayed or begun anew: no batch is handed on twice, and none is skipped in silence."""
+"""Whatever is lost, repeated, replayed or restarted: no batch is delivered twice, and none is skipped silently."""
 
 from __future__ import annotations
 
@@ -177,10 +177,10 @@ class World:
         self.following = dict.fromkeys(self.topics, self._first())
         self.buffer.clear()
         for topic in self.topics if not self.leaps else []:
-            self.publish(topic, 1)  # who begins with 0 again is known by it
+            self.publish(topic, 1)  # a publisher that begins with 0 again is recognised by that
 
     def publish(self, topic: str, times: int) -> None:
-        """Lost, or heard, or heard again after the next."""
+        """A batch is lost, delivered, or delivered again after the next."""
         one = batch(self.following[topic], topic, life=f"{self.life} ")
         self.following[topic] += 1
         self.buffer.append(one)
@@ -192,7 +192,7 @@ class World:
         self.following[topic] += 1
 
     def repeat(self, places: int) -> None:
-        """Of what was not heard yet and is of the same life."""
+        """Repeats a batch that was not received yet, of the same epoch."""
         if places < len(self.network) and self.network[-1 - places].payload[0] == self.network[-1].payload[0]:
             self.network.append(self.network[-1 - places])
 

@@ -1,4 +1,4 @@
-"""A subscriber over real sockets: what is published is heard once and in order, or is said to be missed."""
+"""A subscriber over real sockets: each published batch is delivered once and in order, or reported as missed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def following(subscriber: EventSubscriber) -> Event:
 
 
 def block_numbers(events: list[Event]) -> list[int]:
-    """Of the blocks that were stored."""
+    """Returns the numbers of the blocks that were stored."""
     stored = [event.event for event in events if isinstance(event.event, BlocksStored)]
     return [int.from_bytes(one, "big") for event in stored for one in event.hashes]
 
@@ -125,7 +125,7 @@ def test_a_publisher_that_went_away_and_came_back_resets_what_was_told() -> None
         subscriber = subscribed(publisher)
         assert block_numbers([following(subscriber) for _ in range(2)]) == [1]
     with subscriber:
-        assert subscriber.next(0.05) is None, "nobody is there"
+        assert subscriber.next(0.05) is None, "no publisher is there"
         with published(first_sequence=2 * 10**18, **endpoints) as publisher:
             events: list[Event] = []
 
@@ -137,7 +137,7 @@ def test_a_publisher_that_went_away_and_came_back_resets_what_was_told() -> None
 
             eventually(heard)
             assert (events[0].event, events[0].why) == (AllBlocksCleared(), RESTARTED)
-            assert (events[1].event, events[1].why) == (AllBlocksCleared(), ""), "what the new one says itself"
+            assert (events[1].event, events[1].why) == (AllBlocksCleared(), ""), "only the events of the new one"
             assert block_numbers(events[2:3]) == [2]
 
 
@@ -173,7 +173,7 @@ def test_a_subscriber_may_come_before_its_publisher() -> None:
 
 
 class Scripted:
-    """Both sockets of a publisher, in the hands of a test: it is heard once a subscriber has been let in."""
+    """Both sockets of a publisher, driven by a test: a subscriber receives batches once it has been accepted."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.live = context.socket(zmq.XPUB)  # a PUB that tells who subscribes
@@ -184,7 +184,7 @@ class Scripted:
         self.requests: list[ReplayRequest] = []
 
     def let_in(self) -> None:
-        assert self.live.poll(BOUND_S * 1e3), "nobody subscribed"
+        assert self.live.poll(BOUND_S * 1e3), "no subscriber came"
         self.live.recv()
 
     def send(self, *batches: Batch) -> None:

@@ -1,4 +1,4 @@
-"""How pages are divided among exchanges: all of them, in order, evenly, and never into pieces that are too small."""
+"""Pages are divided among exchanges completely, in order, evenly, and never into pieces that are too small."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ NOT_RUNNING = Miss(MissReason.SHARD_LOST, "not running")
 
 @pytest.fixture
 def alone(start: Start) -> MemoryCluster:
-    """A cluster of one shard, which may go away without anybody waiting long for it."""
+    """A cluster of one shard, which may go away without a long wait for it."""
     return start(
         shards=1,
         device_bytes="1MiB",
@@ -116,7 +116,7 @@ def test_a_release_does_not_wait(alone: MemoryCluster) -> None:
     port, hold = Port(alone), Hold()
     port.before = lambda message: hold() if isinstance(message, EndTicket) else None
     with watched_client(alone, port=port) as client:
-        assert client.load(TOKENS, room(4)) == 4 * BLOCK, "though the end of its ticket is heard by nobody"
+        assert client.load(TOKENS, room(4)) == 4 * BLOCK, "though no coordinator hears of the end of its ticket"
         hold.wait_reached()
         hold.let_go()
 
@@ -460,7 +460,7 @@ def test_a_block_that_arrives_changed_is_not_committed(alone: MemoryCluster) -> 
 
 
 def fits(cluster: MemoryCluster) -> int:
-    """How many pages a shard has room for."""
+    """Returns the number of pages for which a shard has room."""
     return cluster.shard_core(SHARD).pool.allocator.room(PAGE_BYTES)
 
 
@@ -471,7 +471,7 @@ def test_a_full_pool_makes_room_by_evicting_the_coldest(start: Start) -> None:
     for seed, tokens in enumerate(prompts):
         assert client.store(tokens, kv(1, seed)).blocks == 1
         assert client.flush()
-        assert client.load(prompts[0], room(1)) == BLOCK, "what is used stays"
+        assert client.load(prompts[0], room(1)) == BLOCK, "used blocks stay"
     resident = [client.lookup(tokens).blocks for tokens in prompts]
     assert resident[-1] == 1 and 0 < sum(resident) <= count
     assert resident[1] == 0
@@ -510,7 +510,7 @@ def test_a_store_waits_for_room_no_longer_than_it_has_time(start: Start) -> None
         transfer = client.begin_store(client.hashes(prompt(1, seed=1)), kv(1), deadline_ms=50)
         assert transfer.wait_ended(Deadline.after_ms(BOUND_S / 4 * 1e3))
         assert transfer.result().blocks == 0
-    assert client.lookup(prompt(count)).blocks == count, "what was promised is not evicted"
+    assert client.lookup(prompt(count)).blocks == count, "promised blocks are not evicted"
 
 
 def test_a_page_larger_than_the_pool_says_what_to_do(start: Start) -> None:

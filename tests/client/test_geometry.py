@@ -1,4 +1,4 @@
-"""The geometry of bound memory says where each byte is: read at its addresses alone, memory is what its layout says."""
+"""The geometry of bound memory gives the address of each value: reading those addresses gives what the layout holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may share: KV of any other spec, tenant or salt is a miss; `explain` says what differs, within a tenant only."""
+"""KV of another spec, tenant or salt is a miss; `explain` says what differs, within one tenant only."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_an_adapter_goes_along_with_tickets_and_pins(stored: MemoryCluster) -> N
     assert client.begin_store(hashes, values, adapter="sha256:lora").result().blocks == 2
     client.flush()
     assert client.pin(TUNED, 60.0) == pinned(2)
-    assert client.unpin(TOKENS) == pinned(0), "that is the prompt without the adapter"
+    assert client.unpin(TOKENS) == pinned(0), "it is the prompt without the adapter"
     assert client.unpin(TUNED) == pinned(2)
     with client.prepare_load(hashes, adapter="sha256:lora") as ticket:
         for named in ({}, {"adapter": "sha256:lora"}):
@@ -154,7 +154,7 @@ def test_a_clear_forgets_everything_of_its_tenant_and_nothing_of_others(stored: 
     assert client.clear() == 0
     assert stranger.lookup(TOKENS).blocks == 4
     stored.wait_until(lambda: sum(len(host.core.pool) for host in stored.shards.values()) == 4)
-    assert client.store(TOKENS, kv(4, seed=2)).blocks == 4, "what is stored later is kept"
+    assert client.store(TOKENS, kv(4, seed=2)).blocks == 4, "blocks stored later are kept"
     assert client.flush()
     into = room(4)
     assert client.load(TOKENS, into) == 4 * BLOCK

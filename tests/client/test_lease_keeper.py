@@ -1,4 +1,4 @@
-"""The keeper of tickets: it renews what is kept, ends what is released, and makes no caller wait."""
+"""The lease keeper renews the tickets that are kept, ends those that are released, and makes no caller wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONE, TWO, THREE = (Attempt(Holder(b"h" * 16), number) for number in (1, 2, 3))
 
 
 class Coordinator:
-    """Whom a keeper speaks to: it notes what it is told, and answers as the test likes."""
+    """The coordinator of a keeper: records its questions, and answers as the test says."""
 
     def __init__(self) -> None:
         self.renewed: list[Attempt] = []

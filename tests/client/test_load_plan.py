@@ -1,4 +1,5 @@
-"""The load plan, stepped by hand: who reads what, what is asked elsewhere, who owns memory, and when it is over."""
+"""The load plan, stepped by hand: which shard is read, what is asked elsewhere, who owns memory, and when the load
+ends."""
 
 from __future__ import annotations
 
@@ -306,7 +307,7 @@ def test_a_mistake_stops_all_other_exchanges_and_is_what_the_load_ends_in(
     first, second, third = load.begin()
     stops = load.fail(second, error)
     assert stops == [StopRead(first.exchange, None), StopRead(third.exchange, None)]
-    assert load.fail(third, Unavailable(LOST)) == [], "what another ends by changes nothing"
+    assert load.fail(third, Unavailable(LOST)) == [], "the end of another exchange changes nothing"
     finished = one(load.step(ReadStopped(first.exchange, None)), FinishLoad)
     assert finished.loaded is None and isinstance(finished.error, kind)
 

@@ -1,6 +1,6 @@
-"""Loads in any order of events: an executor of which hypothesis draws every move, and when each event is heard of.
+"""Loads in any order of events: hypothesis draws every move of the executor and the time at which each event arrives.
 
-Who owns a place, who writes it, and what may be told of it is judged by the oracle of the simulator.
+The simulator's oracle judges which exchange owns a place, which writes it, and what may be reported of it.
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ class LoadsInAnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.stops)
     @rule(at=which)
     def stop(self, at: int) -> None:
-        """One that has ended meanwhile stops as well, and one that has stopped ends by itself, or is not heard of."""
+        """An exchange that has ended meanwhile stops as well; one that has stopped ends by itself, or sends no
+        event."""
         stop = self.stops.pop(at % len(self.stops))
         start = self.running.get(stop.exchange)
         if start is not None:
@@ -232,7 +233,7 @@ class LoadsInAnyOrder(RuleBasedStateMachine):
         assert len(self.finished) == 1 and self.load.plan.ended
 
     def fail_all(self, by_deadline: bool) -> None:
-        """What is under way fails; at the deadline, exchanges stop and nothing else is heard of."""
+        """Exchanges under way fail; at the deadline they stop, and no other event arrives."""
         while self.stops:
             self.stop(0)
         if not by_deadline:

@@ -1,4 +1,4 @@
-"""How the load plan stops exchanges: silent ones whose ranges others have, and all of them at its end."""
+"""How the load plan stops exchanges: silent ones whose ranges other shards have, and all of them when the load ends."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def spans(start: StartRead) -> list[tuple[int, int, int]]:
 
 
 def silent(load: SteppedLoad) -> AskElsewhere:
-    """The question about exchanges that have said nothing by PATIENCE."""
+    """The question about exchanges that were silent until PATIENCE."""
     return one(load.step(PlanTick(), PATIENCE), AskElsewhere)
 
 
 def only_the_first(ask: AskElsewhere) -> Answered:
-    """Of two blocks the first lies on B as well, and the second nowhere."""
+    """Of two blocks, the first is on B too, and the second is on no other shard."""
     return Answered(ask.number, [Explained((BlockFate(1, ((source(B),),), None), BlockFate(1, None, LOST)))])
 
 
@@ -91,7 +91,7 @@ def test_no_other_exchange_gets_its_ranges_before_it_has_stopped() -> None:
     assert load.step(PlanTick()) == []
     load.bring(start, 0, stop=2)  # between the order and its execution
     other = one(load.stopped(stop), StartRead)
-    assert (other.shard, spans(other)) == (B, [(0, 2, LAYERS)]), "what came meanwhile is not read again"
+    assert (other.shard, spans(other)) == (B, [(0, 2, LAYERS)]), "layers that arrived meanwhile are not read again"
     assert outcome_of(load.finish(other)) == Loaded(1, LAYERS)
 
 

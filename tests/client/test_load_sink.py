@@ -1,4 +1,5 @@
-"""The sink of a load: bytes come straight to where they belong, in any portions, and count only once they verify."""
+"""The sink of a load writes bytes directly to their place, in portions of any size, and counts them once they
+verify."""
 
 from __future__ import annotations
 
@@ -299,7 +300,7 @@ def test_to_stop_an_exchange_waits_for_the_chunk_in_hand_and_for_no_more() -> No
         left = pool.submit(left_when_stopped)
         assert stopping.wait(BOUND_S)
         hold.let_go()
-        assert left.result(BOUND_S) == [], "what was in hand was verified, and counts"
+        assert left.result(BOUND_S) == [], "the chunk in progress was verified, and counts"
         taking.result(BOUND_S)
     assert bench.so_far().nbytes == PAGE_BYTES
 

@@ -249,7 +249,7 @@ def hold(desk: Desk, pages: slice = slice(None)) -> Callable[[], object]:
 
 
 def dies(desk: Desk, let_go: list[Callable[[], object]], pages: slice = slice(None)) -> Callable[..., Any]:
-    """A path that breaks, and whose shard has yet to notice."""
+    """A path that breaks before its shard has noticed."""
 
     def write(request: Any, source: Any, deadline: Any) -> Any:
         let_go.append(hold(desk, pages))

@@ -56,7 +56,7 @@ class Desk:
 
     @contextmanager
     def refuses(self, match: str, kind: type[CallerError] = CallerError) -> Iterator[Client]:
-        """What is done within is refused in these words, and nothing else comes of it."""
+        """The call within is refused with these words, and has no other effect."""
         before = self.bill()
         with pytest.raises(kind, match=match):
             yield self.client
@@ -195,7 +195,7 @@ def test_a_deadline_that_is_none_is_refused(desk: Desk, call: Callable[..., Any]
 
 
 @pytest.mark.parametrize("ttl_s", [0, -1.0, float("nan"), float("inf"), 10**12, "60", None, True], ids=repr)
-def test_a_pin_for_no_time_that_anybody_means_is_refused(desk: Desk, ttl_s: Any) -> None:
+def test_a_pin_for_an_impossible_time_is_refused(desk: Desk, ttl_s: Any) -> None:
     with desk.refuses("is not a number of seconds above 0") as client:
         client.pin(TOKENS, ttl_s)
 

@@ -1,5 +1,5 @@
-"""Many things at once: shards and streams of one transfer, stores in line behind one another, and as few questions as
-can be asked."""
+"""Concurrency: shards and streams of one transfer, stores that wait for one another, and as few questions as
+possible."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class _Gated:
 
 
 class Bench:
-    """A client whose exchanges are noted, with its ways to all shards open."""
+    """A client whose exchanges are recorded, with open connections to all shards."""
 
     def __init__(self, cluster: MemoryCluster, *, streams: int = 1, spec: KVSpec = SPEC, warm: bool = True) -> None:
         self.steps = Steps(streams=streams)
@@ -160,7 +160,7 @@ def bench_of(cluster: MemoryCluster, **options: Any) -> Iterator[Bench]:
 
 
 def meeting(parties: int) -> Callable[[], None]:
-    """Where so many have to be at once, or none gets on."""
+    """A barrier: this many threads must arrive, or none goes on."""
     barrier = threading.Barrier(parties)
     return lambda: barrier.wait(BOUND_S) and None
 

@@ -1,4 +1,4 @@
-"""Loads that begin behind what their caller has, and blocks that a window has no need of."""
+"""Loads that begin after the blocks that their caller has, and blocks that a sliding window does not need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The plan runner: on which thread and under which lock plans are stepped, jobs run, and what is let go at the end."""
+"""The plan runner: on which thread and under which lock plans are stepped and jobs run, and what is released at the
+end."""
 
 from __future__ import annotations
 
@@ -251,7 +252,7 @@ def test_the_executor_of_a_plan_that_has_ended_is_let_go(bench: Bench) -> None:
     gc.collect()
     assert gone() is None
     runner.deliver(Say("late"))
-    assert plan.heard[-1] == "late", "what comes late finds the plan, which wants nothing"
+    assert plan.heard[-1] == "late", "a late event finds a plan that ignores it"
 
 
 def test_a_runner_is_not_kept_until_the_deadline_of_its_plan(bench: Bench) -> None:

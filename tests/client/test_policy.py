@@ -1,4 +1,4 @@
-"""The policy of a client towards its shards: whom it permits to ask, and what the end of an exchange means."""
+"""A client's policy towards its shards: which requests it permits, and what the end of an exchange means."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_only_a_shard_that_was_asked_and_whose_breaker_is_closed_serves() -> Non
 
 
 def ended(error: BaseException | None, *, reattached: bool = False) -> tuple[object, int]:
-    """What that end of an exchange comes to, and the failures that its shard has then. It had one."""
+    """Returns the verdict on that end of an exchange, and the failures of its shard afterwards. It had one."""
     shards = policy()
     fail(shards)
     verdict = shards.ended(permit(shards), error, 0, reattached=reattached)

@@ -1,4 +1,4 @@
-"""Read ranges: what an exchange may write until it is stopped, and what has not come then."""
+"""Read ranges: what an exchange may write until it is stopped, and what is missing then."""
 
 from __future__ import annotations
 

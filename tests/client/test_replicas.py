@@ -1,4 +1,5 @@
-"""A load that fails here is tried elsewhere, within its deadline: what a second copy is worth, and what none leaves."""
+"""A load that fails at one shard is tried at another within its deadline: with a second copy it succeeds, without one
+it misses."""
 
 from __future__ import annotations
 
@@ -40,12 +41,12 @@ from tests.waiting import eventually
 
 TOKENS = prompt(4)
 CORRUPT = Miss(MissReason.CORRUPT)
-LOST = Miss(MissReason.SHARD_LOST, "nobody there")
+LOST = Miss(MissReason.SHARD_LOST, "no shard there")
 WHOLE = Loaded(4, 4 * PAGE_BYTES)
 
 
 def pages(cluster: MemoryCluster, shard: ShardId) -> list[Page]:
-    """What a shard can give now."""
+    """The pages that a shard can serve now."""
     return list(cluster.shard_core(shard).pool.ready())
 
 
@@ -56,7 +57,7 @@ def spoil(cluster: MemoryCluster, shard: ShardId, block: BlockHash) -> None:
 
 
 def forget(cluster: MemoryCluster, shard: ShardId, *blocks: BlockHash) -> None:
-    """The shard gives these to nobody any more, as after an eviction that the coordinator has yet to hear of."""
+    """The shard no longer serves these, as after an eviction of which the coordinator has not been told yet."""
     pool = cluster.shard_core(shard).pool
     gone = [page for page in pages(cluster, shard) if page.key.hash in blocks]
     cluster.shards[shard].inspect(lambda: [pool.condemn(page) for page in gone])
@@ -230,7 +231,7 @@ def test_what_a_silent_shard_does_not_send_comes_from_elsewhere(doubled: MemoryC
         assert bench.client.status()["breakers"][bench.first]["state"] == "open"
         into.view(-1).fill_(0)
         hold.let_go()
-    assert not into.any(), "what came late went nowhere"
+    assert not into.any(), "late bytes were not written"
 
 
 def test_a_silent_shard_that_no_other_can_replace_is_waited_for(single: MemoryCluster) -> None:
@@ -283,7 +284,7 @@ def test_without_a_coordinator_to_ask_what_is_missing_is_told_at_once(doubled: M
 
 
 def test_a_coordinator_that_hangs_does_not_delay_what_has_come(doubled: MemoryCluster) -> None:
-    """It is asked for a part of the time left, so that the outcome is told within the deadline."""
+    """The coordinator is asked with a part of the remaining time, so that the outcome is in time."""
     with Bench(doubled) as bench:
         forget(doubled, bench.first, bench.hashes[2])
 

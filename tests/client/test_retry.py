@@ -1,4 +1,4 @@
-"""What a load reads, and what it makes of failure, as plans: no clock, no bytes, no cluster."""
+"""Which shards a load reads, and what it does when they fail: pure plans, without clock, bytes or cluster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def piece(block: int, group: int = 0, part: Part = WHOLE, layers: tuple[int, int
 
 
 def fate(*shards: ShardAddress, count: int = 1) -> BlockFate:
-    """Served by the first of these that it names, or by nobody."""
+    """Served by the first of these that it names, or by none."""
     return BlockFate(count, (tuple(source(shard) for shard in shards),), None) if shards else BlockFate(1, None, NEVER)
 
 

@@ -1,4 +1,4 @@
-"""What one client has stored, others load: whatever the layout of their memory, and whichever part of it is theirs."""
+"""What one client has stored, other clients load, whatever the layout of their memory and whichever part they hold."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ LAST_HEADS = Part(0, LAYERS, HEADS // 2, HEADS)
 
 
 def of(values: torch.Tensor, part: Part) -> torch.Tensor:
-    """That part of a dense tensor of everything."""
+    """Returns that part of a dense tensor of everything."""
     return values[:, part.layer_start : part.layer_stop, :, :, part.head_start : part.head_stop].contiguous()
 
 
@@ -458,7 +458,7 @@ def test_a_boundary_that_a_window_cannot_be_restored_to_is_none(cluster: MemoryC
     shorter = client.lookup(tokens[: 4 * BLOCK])
     assert shorter.blocks == 0, "before block 4 the window lacks block 2"
     assert shorter.reason is not None and shorter.reason.reason is MissReason.PART
-    assert prefix.lookup(tokens[: 4 * BLOCK]).blocks == 4, "who needs no window misses none"
+    assert prefix.lookup(tokens[: 4 * BLOCK]).blocks == 4, "a reader that needs no window misses none"
 
     into = of_groups(5, blank)
     assert client.load(tokens, into) == 5 * BLOCK

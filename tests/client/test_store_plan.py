@@ -1,4 +1,5 @@
-"""The store plan, stepped by hand: when the source is free, when the outcome is told, and when the ticket is ended."""
+"""The store plan, stepped by hand: when the source is free, when the outcome is reported, and when the ticket is
+ended."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ class SteppedStore:
         return self.plan.step(event, self.now)
 
     def grant(self, *runs: StoreRun) -> list[StoreEffect]:
-        """What follows from its beginning and this grant."""
+        """Returns the effects of its beginning and this grant."""
         assert self.step(Begin()) == [AskStore()]
         return self.step(StoreGranted(SPACE, StoreGrant(runs)))
 
@@ -111,7 +112,7 @@ class SteppedStore:
 
 
 def closing(store: SteppedStore, effects: Sequence[StoreEffect]) -> FinishStore:
-    """The outcome, where it is told only after the ticket was ended."""
+    """Returns the outcome if it is reported only after the ticket was ended."""
     assert effects[-1] == CloseTicket(TICKET)
     assert not any(isinstance(effect, FinishStore) for effect in effects)
     told, over = store.over()

@@ -1,4 +1,4 @@
-"""How the store plan ends: what was not granted or not needed, and a cancel in each of its states."""
+"""How the store plan ends: pages that were not granted or not needed, and a cancel in each of its states."""
 
 from __future__ import annotations
 

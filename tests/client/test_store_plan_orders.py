@@ -1,4 +1,5 @@
-"""Stores in any order of events: an executor of which hypothesis draws every move, and when each event is heard of."""
+"""Stores in any order of events: hypothesis draws every move of the executor and the time at which each event
+arrives."""
 
 from __future__ import annotations
 
@@ -114,7 +115,7 @@ class StoresInAnyOrder(RuleBasedStateMachine):
                 assert not self.asking
                 self.asking = True
             case StartWrite(exchange):
-                assert not self.free, "what is free is not read again"
+                assert not self.free, "a free source is not read again"
                 assert self.told is None
                 self.running[exchange] = effect
                 self.reading[exchange] = None
@@ -220,7 +221,7 @@ class StoresInAnyOrder(RuleBasedStateMachine):
             assert self.store.plan.next_deadline() is None
 
     def teardown(self) -> None:
-        """Every store is over when all that is under way has ended, whatever was heard first."""
+        """Every store has ended when all exchanges have, in whatever order their events arrive."""
         if not hasattr(self, "store"):
             return
         if not self.begun:

@@ -1,4 +1,5 @@
-"""What does not fit the device tier goes down encoded; who loads it learns what it has lost, and gets no wrong byte."""
+"""Pages that do not fit the device tier are demoted and encoded; their readers are told the loss and get no wrong
+byte."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ HALVES = [Part(0, LAYERS, 0, HEADS // 2), Part(0, LAYERS, HEADS // 2, HEADS)]
 
 
 def tiers(start: Start, codec: str = "q8", *, shards: int = 1, client: str = "q4", **coordinator: Any) -> MemoryCluster:
-    """A cluster whose shards have a host tier, and read no page again that nobody suspects."""
+    """A cluster whose shards have a host tier, and verify no page unless a reader suspects it."""
     settings = {"hold_ms": 0, "host_codec": codec, **EAGER, **coordinator}
     config = {"coordinator": settings, "shard": {"host_bytes": "2MiB", "scrub_bytes": 0}, "client": {"accept": client}}
     return start(shards=shards, device_bytes=DEVICE_BYTES, config=config)
@@ -70,7 +71,7 @@ def wait_until_below(cluster: MemoryCluster, client: Client, tokens: Sequence[in
 
 
 def went_down(cluster: MemoryCluster, source: Any, spec: KVSpec = NUMBERS, **options: Any) -> Client:
-    """A client that has stored TOKENS, all of which lie in the host tier now."""
+    """A client that has stored TOKENS, all of which are in the host tier now."""
     client = cluster.client(spec)
     stored(client, source, **options)
     wait_until_below(cluster, client)
@@ -87,13 +88,13 @@ def loaded(
 
 
 def far(after: torch.Tensor, before: torch.Tensor) -> list[float]:
-    """Of every block: the error, in parts of what is there."""
+    """Returns for each block the error, relative to the stored values."""
     wrong, whole = (after.double() - before.double()).flatten(1), before.double().flatten(1)
     return [float(error) for error in wrong.norm(dim=1) / whole.norm(dim=1)]
 
 
 def pages(cluster: MemoryCluster, shard: ShardId = FIRST, block: BlockHash | None = None) -> list[Page]:
-    """What lies readable there, of that block or of all."""
+    """Returns the readable pages there, of that block or of all."""
     return [page for page in cluster.shard_core(shard).pool.ready() if block in (None, page.key.hash)]
 
 
@@ -291,7 +292,9 @@ def test_the_loss_is_told_by_the_lookup_the_ticket_and_the_load(start: Start, co
         assert client.redeem(bytes(ticket)).loss is LOSSES[codec]
         outcome = client.begin_load(ticket, room(BLOCKS, NUMBERS)).result()
     assert (outcome.blocks, outcome.miss, outcome.loss) == (BLOCKS, None, LOSSES[codec])
-    assert outcome.nbytes == BLOCKS * NUMBERS.page_bytes(0, NUMBERS.whole(0)), "of KV, however it travelled"
+    assert outcome.nbytes == BLOCKS * NUMBERS.page_bytes(0, NUMBERS.whole(0)), (
+        "bytes of KV, in whichever codec they were sent"
+    )
 
 
 @pytest.mark.parametrize("loss", [Loss.Q8, Loss.Q4])

@@ -1,4 +1,4 @@
-"""The timer of a client: what it calls, in which order, what it keeps, and its end."""
+"""The timer of a client: what it calls and in which order, what it keeps alive, and how it ends."""
 
 from __future__ import annotations
 

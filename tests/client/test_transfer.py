@@ -1,4 +1,4 @@
-"""Transfers under way: what may be asked of them, how they are given up, and that memory is let alone after that."""
+"""Transfers under way: what they can be asked, how they are cancelled, and that memory is not touched after that."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_layer_is_done_when_it_has_come_of_every_block(cluster: MemoryCluster)
 
 
 def test_the_first_layer_of_all_blocks_comes_before_the_second_of_any(cluster: MemoryCluster) -> None:
-    """Who waits for a layer waits for it alone: an engine computes it while the others are under way."""
+    """A caller waits for one layer only: an engine computes it while the others are under way."""
     hold, into = Hold(at=3 + 1), room(3)
     with loading(cluster, into, hold) as transfer:
         assert transfer.wait_layer(0), "though nothing behind it comes"
@@ -159,7 +159,7 @@ def test_a_load_past_its_deadline_writes_nothing_even_if_its_result_is_never_rea
     assert unwritten(into)
 
 
-def test_a_store_given_up_commits_nothing_and_may_be_tried_anew(cluster: MemoryCluster) -> None:
+def test_a_cancelled_store_commits_nothing_and_may_be_retried(cluster: MemoryCluster) -> None:
     tokens, hold = prompt(3, seed=1), Hold(at=2)
     with watched_client(cluster, Steps(send=hold)) as client:
         transfer = client.begin_store(client.hashes(tokens), kv(3))
@@ -169,14 +169,14 @@ def test_a_store_given_up_commits_nothing_and_may_be_tried_anew(cluster: MemoryC
         assert client.store(tokens, kv(3)) == Stored(3, 0, 0, 3 * PAGE_BYTES)
 
 
-def test_a_store_whose_deadline_passed_on_its_way_may_be_tried_anew(cluster: MemoryCluster) -> None:
+def test_a_store_whose_deadline_passed_on_its_way_may_be_retried(cluster: MemoryCluster) -> None:
     tokens, hold = prompt(3, seed=1), Hold(at=2)
     with watched_client(cluster, Steps(send=hold)) as client:
         transfer = client.begin_store(client.hashes(tokens), kv(3), deadline_ms=500)
         hold.wait_reached()
         assert transfer.result() == Stored(0, 0, 0, 0, Miss(MissReason.DEADLINE))
         hold.let_go()
-        assert client.store(tokens, kv(3)).pending == 0, "not pending for the life of a ticket that nobody uses"
+        assert client.store(tokens, kv(3)).pending == 0, "not pending for the life of an unused ticket"
     assert cluster.client(SPEC).store(tokens, kv(3)).pending == 0
 
 
@@ -291,7 +291,7 @@ def test_a_flush_that_came_too_early_leaves_the_rest_to_the_next(cluster: Memory
         hold.wait_reached()
         cluster.stop_coordinator()
         hold.let_go()
-        assert transfer.result().blocks == 3, "the shard commits, and tells it when somebody listens"
+        assert transfer.result().blocks == 3, "the shard commits, and says so when a client asks"
         assert not client.flush(deadline_ms=50)
         assert not client.flush(deadline_ms=50)
         cluster.start_coordinator()
@@ -309,7 +309,7 @@ def test_a_flush_does_not_rely_on_another_that_is_still_waiting(cluster: MemoryC
         hold.let_go()
         assert [flush.result(BOUND_S) for flush in flushing] == [True, True]
         assert client.flush()
-        assert hold.calls == 2, "what is known to be heard is asked no more"
+        assert hold.calls == 2, "an acknowledged store is not asked about again"
 
 
 def test_a_flush_to_a_shard_that_is_gone_says_no_once(cluster: MemoryCluster) -> None:
@@ -367,4 +367,4 @@ def test_closing_does_not_wait_for_a_lost_coordinator(cluster: MemoryCluster) ->
     cluster.stop_coordinator()
     asked = len(port.asked)
     client.close()
-    assert len(port.asked) - asked == 1, "what one farewell shows of the coordinator holds for all"
+    assert len(port.asked) - asked == 1, "what ending one ticket shows of the coordinator holds for all"

@@ -1,4 +1,4 @@
-"""The threads that carry out plans: as few as the work needs, and none that waits for work is forgotten."""
+"""The threads that run plans: no more than the work needs, and no work that waits is forgotten."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def test_no_more_threads_run_than_may_and_all_work_is_done(pool: WorkerPool) -> 
     assert all(done.acquire(timeout=BOUND_S) for _ in range(10))
 
 
-def test_what_is_submitted_while_a_thread_is_soon_idle_waits_for_that_one(pool: WorkerPool) -> None:
+def test_what_is_submitted_while_a_thread_is_about_to_idle_waits_for_it(pool: WorkerPool) -> None:
     told, submitted, done = threading.Event(), threading.Event(), threading.Event()
     names: list[str] = []
 
     def first() -> None:
-        with pool.soon_idle():
+        with pool.about_to_idle():
             told.set()
             assert submitted.wait(BOUND_S)
 
@@ -72,10 +72,10 @@ def test_what_was_left_for_a_thread_that_goes_on_gets_another(pool: WorkerPool) 
     told, submitted, done = threading.Event(), threading.Event(), threading.Event()
 
     def goes_on() -> None:
-        with pool.soon_idle():
+        with pool.about_to_idle():
             told.set()
             assert submitted.wait(BOUND_S)
-        pool.busy_again()
+        pool.start_thread_if_needed()
         assert done.wait(BOUND_S), "the other work is done meanwhile"
 
     pool.submit(goes_on)

@@ -1,4 +1,4 @@
-"""Blocks that are read where they lie: the very memory of a shard, kept while they are open, and never copied."""
+"""Blocks that are read in the shard's own memory: kept while they are borrowed, and never copied."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Desk:
         return client.borrow(self.ticket(tokens, client=client))
 
     def page(self, block: int) -> Page:
-        """Of a block of TOKENS."""
+        """Returns the page of a block of TOKENS."""
         name = self.client.hashes(TOKENS)[block]
         (page,) = [page for page in self.host.core.pool.ready() if page.key.hash == name]
         return page
@@ -279,7 +279,7 @@ def test_a_client_of_some_heads_does_not_find_them_alone_in_whole_pages(desk: De
         assert [blocks.page(block) for block in range(4)] == [blocks.tensor(block) for block in range(4)] == [None] * 4
         miss = Miss(MissReason.PART, "no single page holds exactly layers 0:3, heads 1:3 of group 0")
         assert [blocks.why(block) for block in range(4)] == [miss] * 4
-        assert blocks.valid(), "of nothing"
+        assert blocks.valid(), "no lease of it has ended"
     assert desk.unleased()
 
 
@@ -356,7 +356,7 @@ def test_once_the_shard_has_ended_the_lease_it_is_not_valid_any_more(desk: Desk)
         assert not blocks.valid()
         assert len(data(blocks.page(0))) == PAGE_BYTES, "to look at it is no error, only of no worth"
     with desk.borrow() as blocks:
-        assert blocks.valid(), "those that are borrowed anew are"
+        assert blocks.valid(), "those that are borrowed again are"
 
 
 def test_of_several_shards_all_have_to_say_that_it_was_valid(start: Start) -> None:
@@ -423,11 +423,11 @@ def test_what_torch_has_made_of_it_keeps_the_memory_after_the_end(desk: Desk) ->
     assert mapped(address), "any of them keeps all of it"
     del theirs
     gc.collect()
-    assert not mapped(address), "the blocks that have ended keep none of it"
+    assert not mapped(address), "released blocks keep no mapping"
     blocks.close()
 
 
-# --------------------------------------------------------------------------------------- what is not to be had so
+# ------------------------------------------------------------------------------------ what cannot be borrowed
 
 
 def test_blocks_of_a_shard_that_is_reached_otherwise_are_none_and_say_so(desk: Desk) -> None:
@@ -435,7 +435,9 @@ def test_blocks_of_a_shard_that_is_reached_otherwise_are_none_and_say_so(desk: D
     with desk.borrow(client=client) as blocks:
         assert [blocks.page(block) for block in range(4)] == [None] * 4
         left_out = "this client's configuration leaves it out"
-        detail = f"its pages come over grpc; shm: {left_out}; tcp: not offered by the shard"
+        detail = (
+            f"the transport in use is grpc, which cannot lend pages; shm: {left_out}; tcp: not offered by the shard"
+        )
         miss = Miss(MissReason.SHARD_LOST, f"shard-0 is not reached over shared memory: {detail}")
         assert [blocks.why(block) for block in range(4)] == [miss] * 4
     into = room(4)
@@ -445,7 +447,7 @@ def test_blocks_of_a_shard_that_is_reached_otherwise_are_none_and_say_so(desk: D
 def test_a_transport_that_cannot_lend_at_all_is_such_a_one(desk: Desk) -> None:
     client = desk.cluster.client(SPEC)
     with desk.borrow(client=client) as blocks:
-        detail = "shard-0 is not reached over shared memory: its pages come over memory"
+        detail = "shard-0 is not reached over shared memory: the transport in use is memory, which cannot lend pages"
         assert blocks.why(0) == Miss(MissReason.SHARD_LOST, detail)
     assert client.status()["breakers"][SHARD]["failures"] == 0
 
@@ -468,7 +470,7 @@ def test_where_one_shard_lends_and_another_does_not_each_block_is_told_of(start:
 
 
 class _Breaking(ShmPages):
-    """It breaks when something is to be borrowed."""
+    """A path that breaks when pages are borrowed."""
 
     def borrow(self, request: ReadRequest, deadline: Deadline) -> BorrowedPages:
         self.close()
@@ -477,7 +479,7 @@ class _Breaking(ShmPages):
 
 def test_a_path_that_fails_says_nothing_of_the_shard_and_is_left_alone(desk: Desk) -> None:
     client = desk.connect(path=lambda offer, token: _Breaking(offer.address, token))
-    for words in ("shm: @.* this connection was closed", "come over grpc; shm: @.* closed; tcp: not offered"):
+    for words in ("shm: @.* this connection was closed", "in use is grpc, .*; shm: @.* closed; tcp: not offered"):
         with desk.borrow(client=client) as blocks:
             assert blocks.page(0) is None
             miss = blocks.why(0)

@@ -1,4 +1,4 @@
-"""What the tests of the core's nouns are built from: short names for hashes, parts, shards and events.
+"""Builders for the tests of the core's classes: short names for hashes, parts, shards and events.
 
 Block number i of the one chain here follows block i - 1; the first follows ROOT.
 """

@@ -296,7 +296,7 @@ FORK = chain(12, seed=1)
 
 
 def reasons(fates: Sequence[BlockFate]) -> list[tuple[int, MissReason | None]]:
-    """How many blocks, and why they are not to be had."""
+    """How many blocks, and why they miss."""
     return [(fate.count, fate.miss.reason if fate.miss else None) for fate in fates]
 
 
@@ -309,7 +309,7 @@ def why(grant: LoadGrant) -> MissReason | None:
 
 
 def served_by(grant: LoadGrant) -> list[tuple[int, list[str]]]:
-    """How many blocks from which shards."""
+    """Returns how many blocks each set of shards serves."""
     return [
         (run.count, [source.shard.shard for of_group in run.plan if of_group for source in of_group])
         for run in grant.runs
@@ -350,7 +350,7 @@ def unpin(coordinator: LoneCoordinator, hashes: Sequence[BlockHash]) -> int:
 
 
 def carry_out(voice: Voice, ack: Heard) -> Heard:
-    """The shard does as it was ordered, and says so; what it is told then."""
+    """The shard carries out its order and reports it; returns the answer."""
     voice.ends(ack.evict)
     return voice.report(*map(gone, ordered(ack)))
 

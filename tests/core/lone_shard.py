@@ -68,7 +68,7 @@ R = TypeVar("R")
 
 
 def acknowledged(message: Report | Inventory, coordinator: Epoch) -> ReportAck:
-    """What a coordinator answers that has understood everything."""
+    """Returns the answer of a coordinator that has received everything."""
     if isinstance(message, Inventory):
         return ReportAck(coordinator, message.upto if message.last else 0)
     return ReportAck(coordinator, message.first + len(message.events) - 1)
@@ -171,11 +171,11 @@ class LoneShard(CoreStepper):
                 self.left = True
 
     def call(self, build: Callable[[CallId], ShardMessage]) -> CallId:
-        """Asks what may be answered later: `replies` has the answer then."""
+        """Asks a question that may be answered later: `replies` will have the answer."""
         return self.submit(build)
 
     def ask(self, kind: type[R], build: Callable[[CallId], ShardMessage]) -> R:
-        """Asks what is answered at once, by a reply of that kind."""
+        """Asks a question that is answered at once, by a reply of that kind."""
         reply = self.ask_now(build)
         assert isinstance(reply, kind)
         return reply
@@ -189,7 +189,7 @@ class LoneShard(CoreStepper):
     # ------------------------------------------------------------------------------ as its coordinator
 
     def answer(self, ack: ReportAck | None = None) -> list[Effect]:
-        """Answers the message under way; all is understood where nothing else is said."""
+        """Answers the message under way; by default everything is acknowledged."""
         message, self.sent = self.sent, None
         assert message is not None, "nothing was sent"
         return self.step(ReportAnswered(ack or acknowledged(message, self.coordinator)))
@@ -200,7 +200,7 @@ class LoneShard(CoreStepper):
         return self.step(ReportFailed())
 
     def settle(self) -> list[StreamEvent]:
-        """Answers until nothing is under way; the events and pages that were told."""
+        """Answers until no message is under way; returns the events and pages that were reported."""
         told: list[StreamEvent] = []
         while self.sent is not None:
             told += self.sent.pages if isinstance(self.sent, Inventory) else self.sent.events
@@ -208,7 +208,7 @@ class LoneShard(CoreStepper):
         return told
 
     def hear(self, **said: Any) -> list[Effect]:
-        """The next heartbeat is answered, and the answer says this too (the fields of ReportAck)."""
+        """Answers the next heartbeat, with these fields of ReportAck."""
         if self.sent is None:
             self.later(SECOND)
         assert self.sent is not None
@@ -327,7 +327,7 @@ def refusal(reply: Reply) -> RefusedKind:
 
 
 def granted(shard: LoneShard, call: CallId) -> Sequence[PageSlot | Written]:
-    """What a Reserve that waited was answered."""
+    """Returns the answer to a Reserve that waited."""
     reply = shard.replies[call]
     assert isinstance(reply, WriteGrant)
     return reply.pages
@@ -369,7 +369,7 @@ def renew(shard: LoneShard, of: Attempt) -> bool:
 
 
 def counters(shard: LoneShard) -> dict[str, int]:
-    """As the next heartbeat tells them."""
+    """Returns the counters of the next heartbeat."""
     shard.settle()
     shard.later(SECOND)
     assert shard.sent is not None

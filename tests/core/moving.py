@@ -1,4 +1,4 @@
-"""Shards that move pages between their tiers, as a test plays them, and what such pages look like."""
+"""Shards that move pages between their tiers, played by a test, and what such pages look like."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.disk_recovery import NO_STORE, RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
-from kvcluster.core.messages import Farewell, GoneEvent, NewPage, PageEvent, PullOrder, ShardAddress, Tier
+from kvcluster.core.messages import GoneEvent, LeaveReason, NewPage, PageEvent, PullOrder, ShardAddress, Tier
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from tests.core.lone_shard import A, LoneShard
@@ -34,14 +34,14 @@ def disk(files: int = 4, pages: int = 4) -> RecoveredPages:
 
 
 def holding(*blocks: BlockHash, loss: Loss = Loss.EXACT, found: RecoveredPages = NO_STORE, **config: int) -> LoneShard:
-    """One that holds these on its device."""
+    """A shard that holds these on its device tier."""
     shard = tiered(found=found, spec=CODED, **config)
     shard.store(attempt(1), *blocks, loss=loss)
     return shard
 
 
 def lowered(*blocks: BlockHash, codec: Codec = Codec.Q8, found: RecoveredPages = NO_STORE, **config: int) -> LoneShard:
-    """One that has demoted these."""
+    """A shard that has demoted these."""
     shard = holding(*blocks, loss=Loss.EXACT, found=found, **config)
     shard.demote(*blocks, codec=codec)
     shard.move_all()
@@ -50,7 +50,7 @@ def lowered(*blocks: BlockHash, codec: Codec = Codec.Q8, found: RecoveredPages =
 
 
 def doubled(*blocks: BlockHash, codec: Codec = Codec.Q8, **config: int) -> LoneShard:
-    """One that has demoted these and promoted them again."""
+    """A shard that has demoted these and promoted them again."""
     shard = lowered(*blocks, codec=codec, found=NO_STORE, **config)
     shard.promote(*blocks)
     shard.move_all()
@@ -61,7 +61,7 @@ def doubled(*blocks: BlockHash, codec: Codec = Codec.Q8, **config: int) -> LoneS
 def on_disk(
     *blocks: BlockHash, codec: Codec = Codec.Q8, found: RecoveredPages | None = None, **config: int
 ) -> LoneShard:
-    """One that has demoted these to disk."""
+    """A shard that has demoted these to disk."""
     shard = lowered(*blocks, codec=codec, found=found or disk(), **config)
     shard.demote(*blocks, to=Tier.DISK)
     shard.move_all()
@@ -70,7 +70,7 @@ def on_disk(
 
 
 def lies(shard: LoneShard, block: BlockHash = A) -> list[tuple[Tier, Codec, Loss]]:
-    """How each page of a block that readers may have lies there."""
+    """Returns tier, codec and loss of each readable page of a block."""
     found = (page for page in shard.core.pool.ready() if page.key.hash == block)
     return [(page.tier, page.codec, page.loss) for page in found]
 
@@ -97,7 +97,7 @@ def interrupt(shard: LoneShard, how: str) -> None:
             shard.later(6 * SECOND)
             assert not shard.core.member(shard.now)
         case "the end":
-            shard.hear(leave=Farewell.DRAINED)
+            shard.hear(leave=LeaveReason.DRAINED)
             assert shard.moving.attempt in shard.revoked
 
 

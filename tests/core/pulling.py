@@ -1,4 +1,4 @@
-"""Shards that pull, as a test plays them to a coordinator."""
+"""Shards that pull, played by a test towards a coordinator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.core.samples import OURS, SECOND, ours
 
 
 def wanted(ack: Heard) -> list[BlockHash]:
-    """The blocks that this shard is to pull."""
+    """Returns the blocks that this shard is ordered to pull."""
     return [new.key.hash for new in ack.pull.pages] if ack.pull is not None else []
 
 
@@ -44,7 +44,7 @@ def pull_in_vain(voice: Voice, ack: Heard) -> Heard:
 
 
 def pull_all(*voices: Voice) -> list[BlockHash]:
-    """Every shard does what it is told, until nothing is left to do; what was pulled, in order."""
+    """Every shard carries out its orders until none is left; returns what was pulled, in order."""
     out: list[BlockHash] = []
     for _ in range(50):
         acks = [(voice, voice.report()) for voice in voices]

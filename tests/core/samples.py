@@ -1,4 +1,4 @@
-"""Sample specs, block chains and page events: what the tests of both state machines are written with.
+"""Sample specs, block chains and page events for the tests of both state machines.
 
 Hashes are real ones, of the tokens of conversations under a spec and a tenant. Tests of single nouns that need no spec
 take shorter names from build.py.
@@ -60,7 +60,7 @@ MIXED = KVSpec(
 
 
 def ours(question: object, namespace: NamespaceId | None = None) -> Build:
-    """What makes a Request of this question of ours."""
+    """Returns what makes a Request of this question."""
     return build_request(question, OURS, namespace)
 
 

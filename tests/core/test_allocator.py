@@ -222,7 +222,7 @@ def test_freeing_what_is_not_reserved_is_our_mistake(offset: int, nbytes: int) -
 
 @given(st.dictionaries(st.integers(1, 2_000), st.integers(1, 40), min_size=1, max_size=3), st.integers(8, 16))
 def test_an_empty_arena_lacks_nothing_that_could_be_had(counts: dict[int, int], extents: int) -> None:
-    """Who waits for more than all of it would wait for ever."""
+    """A reservation of more than the whole arena would wait for ever."""
     assert PageAllocator(extents * 256, 256).extents_lacking(counts) == 0
 
 

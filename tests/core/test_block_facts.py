@@ -1,4 +1,5 @@
-"""What policies are told of a block: bytes in one tier of one shard, and an estimate of computing it again."""
+"""What eviction policies are told of a block: its bytes in one tier of one shard, and the cost of computing it
+again."""
 
 from __future__ import annotations
 

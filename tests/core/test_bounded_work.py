@@ -1,4 +1,4 @@
-"""One message holds up every other caller of its core, so each kind of message takes a bounded number of steps.
+"""A message blocks every other caller of its core, so each kind of message takes a bounded number of steps.
 
 Work is counted in lines of Python that are executed, which is the same on every machine. A cheap message is the unit: a
 load of one block, or a pin of one page. The worst instances and their states are those of worst.py. Where a limit is

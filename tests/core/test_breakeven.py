@@ -1,4 +1,4 @@
-"""On which side of the crossing a load lies, to the last bit; and what the measured line through two loads is."""
+"""Whether a load is faster than computing, to the last bit; and the line through two measured loads."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_crossing_is_found_exactly(even: Breakeven, link: LinkRate) -> None:
 @given(evens, links, blocks)
 def test_times_are_whole_nanoseconds(even: Breakeven, link: LinkRate, count: int) -> None:
     times = (even.prefill_ns(count * BLOCK), link.load_ns(even.nbytes(count * BLOCK)))
-    assert all(type(time) is int for time in times), "what is compared is exact"
+    assert all(type(time) is int for time in times), "the comparison is exact"
 
 
 @given(evens, links, blocks, st.integers(0, 10**9), st.integers(0, 10**9), st.integers(0, 10**9))
@@ -201,4 +201,4 @@ def test_whatever_was_measured_is_a_rate(small: tuple[int, int], large: tuple[in
     link = LinkRate.through(small, large)
     assert link.bytes_per_s >= 1
     assert link.fixed_ns >= 0
-    assert type(link.bytes_per_s) is type(link.fixed_ns) is int, "what is compared is exact"
+    assert type(link.bytes_per_s) is type(link.fixed_ns) is int, "the comparison is exact"

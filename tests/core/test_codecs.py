@@ -1,4 +1,4 @@
-"""How many bytes encoded pages take, and what their codec makes of their loss."""
+"""How many bytes encoded pages take, and which loss a codec adds."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_explain_merges_equal_fates_and_promises_nothing() -> None:
         (4, MissReason.NEVER_SEEN),
     ]
     assert fates[0].plan == fates[2].plan == coordinator.load(attempt(2), [A], hold=False).runs[0].plan
-    assert coordinator.status().tickets == 1, "that of the store"
+    assert coordinator.status().tickets == 1, "the ticket of the store"
 
 
 def test_siblings_are_the_tenants_own_that_hold_something_the_most_alike_first() -> None:
@@ -177,7 +177,7 @@ def test_status_tells_what_there_is() -> None:
 
 
 def test_every_counter_adds_up() -> None:
-    """What happens twice counts twice, and half of it once."""
+    """Two equal events count twice, and one of them once."""
     coordinator, voice = LoneCoordinator.serving()
 
     def once(number: int) -> None:

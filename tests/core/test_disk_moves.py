@@ -1,4 +1,4 @@
-"""Pages between a shard's host tier and its files: as they are on their way down, decoded on their way up."""
+"""Pages between a shard's host tier and its files: unchanged on their way down, decoded on their way up."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_what_no_codec_encodes_goes_to_disk_raw_and_is_still_not_tried_again_whe
     shard.promote(A)
     shard.move()
     shard.evict(A, tier=Tier.DISK)
-    assert lies(shard) == [ON_DEVICE], "what was not decoded needs no twin"
+    assert lies(shard) == [ON_DEVICE], "a page that was not decoded needs no twin"
     shard.demote(A, codec=Codec.Q4)
     assert shard.moving is not None
     assert [page.target.codec for page in shard.moving.pages] == [Codec.RAW]
@@ -232,7 +232,7 @@ def test_one_order_may_take_a_page_from_the_host_tier_and_then_from_the_device_w
     shard = doubled_over_disk(A)
     down = (Move(shard.space, A, Tier.DISK), Move(shard.space, A, Tier.HOST, Codec.Q4))
     shard.order(moves(*down))
-    assert sources(shard) == [A], "it is written once and encoded by nobody"
+    assert sources(shard) == [A], "it is written once and not encoded"
     shard.move()
     assert lies(shard) == [ON_DISK]
     assert running(shard) == ()

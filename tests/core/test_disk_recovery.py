@@ -88,7 +88,7 @@ class DiskShard(LoneShard):
 
 
 def place(slot: int, file: int = 0) -> int:
-    """Where a slot of a file begins."""
+    """Returns the offset of a slot in a file."""
     return file * FILE + FIRST + slot * SECTOR_BYTES
 
 
@@ -130,7 +130,7 @@ def found(
 
 
 def event(page: RecoveredPage) -> PageEvent:
-    """As it is told."""
+    """Returns the event that reports the page."""
     return PageEvent(page.namespace, page.key, page.parent, page.depth, Tier.DISK, page.loss, page.codec)
 
 
@@ -143,7 +143,7 @@ def first_words(shard: LoneShard) -> Inventory:
 
 
 def on_disk(shard: LoneShard) -> tuple[RecoveredPage, ...]:
-    """What the next shard finds, if this one ends now."""
+    """Returns what the next shard finds if this one ends now."""
     pages = [page for page in shard.core.pool.ready() if page.tier is Tier.DISK]
     return tuple(
         RecoveredPage(

@@ -1,4 +1,4 @@
-"""Which handler steps a message, and within which namespace."""
+"""Which handler steps a message, and with which namespace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shard that is to go: what moves, who waits for whom, and when it may go."""
+"""A shard that drains: what is copied, what waits for what, and when the shard may leave."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from kvcluster.core import drain_list, limits, replicator
 from kvcluster.core.ids import BlockHash, Epoch
 from kvcluster.core.messages import (
-    Farewell,
+    LeaveReason,
     PageEvent,
     Stalled,
     Tick,
@@ -49,8 +49,8 @@ def test_a_drained_shard_is_told_to_go_when_what_it_alone_held_is_elsewhere() ->
     assert (wanted(ack), ack.drain) == ([B, C], False)
     assert one.report().leave is None, "its last pull is under way"
     pull(two, ack)
-    assert one.report().leave is Farewell.DRAINED
-    assert one.inventory(*pages([A])).leave is Farewell.DRAINED, "whatever it says"
+    assert one.report().leave is LeaveReason.DRAINED
+    assert one.inventory(*pages([A])).leave is LeaveReason.DRAINED, "whatever it says"
     coordinator.later(0)
     assert pull_all(two) == [], "it is not repaired as if it were lost"
     assert served_by(coordinator.load(attempt(1), [A, B, C])) == [(3, ["b"])]
@@ -63,14 +63,14 @@ def test_a_drain_of_an_unknown_shard_fails_and_of_the_last_one_ends_at_once() ->
     assert not drain(coordinator, coordinator.voice("z"))
     assert drain(coordinator, one)
     assert drain(coordinator, one), "twice is once"
-    assert one.report().leave is Farewell.DRAINED
+    assert one.report().leave is LeaveReason.DRAINED
 
 
 def test_a_drained_shard_may_come_back_as_another_incarnation() -> None:
     coordinator, one = LoneCoordinator.serving()
     others(coordinator, "b")
     drain(coordinator, one)
-    assert one.report().leave is Farewell.DRAINED
+    assert one.report().leave is LeaveReason.DRAINED
     again = coordinator.voice("a", epoch=2)
     again.join(*pages([A]))
     assert served_by(coordinator.load(attempt(1), [A])) == [(1, ["a"])]
@@ -96,7 +96,7 @@ def test_what_runs_at_a_draining_shard_ends_first() -> None:
     one.info = replace(one.info, leases=0)
     assert one.report().leave is None
     assert pull_all(two) == [A]
-    assert one.report().leave is Farewell.DRAINED
+    assert one.report().leave is LeaveReason.DRAINED
 
 
 def test_what_a_draining_shard_has_not_told_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_what_a_draining_shard_has_not_told_yet_is_waited_for(monkeypatch: pytes
     drain(coordinator, one)
     assert one.report(page(A), gone(A)).leave is None, "there may be more in its backlog"
     assert one.report(page(B)).leave is None
-    assert one.report(gone(B)).leave is Farewell.DRAINED
+    assert one.report(gone(B)).leave is LeaveReason.DRAINED
 
 
 def test_the_last_used_is_moved_first_and_blocks_that_fit_nowhere_leave_with_their_shard() -> None:
@@ -123,7 +123,7 @@ def test_the_last_used_is_moved_first_and_blocks_that_fit_nowhere_leave_with_the
     assert wanted(ack) == [*other, A]
     two.free(0)
     pull(two, ack)
-    assert one.report().leave is Farewell.DRAINED
+    assert one.report().leave is LeaveReason.DRAINED
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -137,10 +137,10 @@ def test_a_drain_waits_for_shards_whose_inventory_is_not_complete(full: bool) ->
         two.free(0)
     two.inventory(upto=99)
     coordinator.later(0)
-    assert one.report().leave is (Farewell.DRAINED if full else None)
+    assert one.report().leave is (LeaveReason.DRAINED if full else None)
 
 
-@pytest.mark.parametrize("how", ["lost", "corrupt", "telling anew"])
+@pytest.mark.parametrize("how", ["lost", "corrupt", "new inventory"])
 def test_a_block_whose_new_place_is_no_more_is_moved_once_again(how: str) -> None:
     coordinator, one = LoneCoordinator.serving(*pages([A]))
     two, three = others(coordinator, "bc")
@@ -164,7 +164,7 @@ def test_a_block_whose_new_place_is_no_more_is_moved_once_again(how: str) -> Non
     else:
         two.inventory()
         one.info = replace(one.info, leases=0)
-        assert one.report().leave is None, "what it no longer holds is not swept yet"
+        assert one.report().leave is None, "blocks that it no longer holds are not swept yet"
         coordinator.later(0)
     assert one.report().leave is None
     assert wanted(three.report()) == [A]
@@ -182,7 +182,7 @@ def test_a_block_that_is_evicted_elsewhere_is_not_taken_along_by_the_shard_that_
     one.info = replace(one.info, leases=0)
     assert one.report().leave is None
     pull(two, ack)
-    assert one.report().leave is Farewell.DRAINED
+    assert one.report().leave is LeaveReason.DRAINED
 
 
 def moved_while_busy(held: PageEvent) -> tuple[Voice, Voice]:
@@ -206,7 +206,7 @@ def test_a_part_that_is_told_after_the_others_were_moved_is_moved_as_well() -> N
     ack = two.report()
     assert ack.pull is not None and [new.key.part for new in ack.pull.pages] == [RIGHT]
     pull(two, ack)
-    assert one.report().leave is Farewell.DRAINED
+    assert one.report().leave is LeaveReason.DRAINED
 
 
 def test_what_was_moved_and_is_evicted_there_is_not_moved_again() -> None:
@@ -214,7 +214,7 @@ def test_what_was_moved_and_is_evicted_there_is_not_moved_again() -> None:
     one, two = moved_while_busy(page(A))
     assert two.report(gone(A)).pull is None
     one.info = replace(one.info, leases=0)
-    assert one.report().leave is Farewell.DRAINED
+    assert one.report().leave is LeaveReason.DRAINED
 
 
 def test_one_copy_elsewhere_is_enough_even_while_another_shard_is_joining() -> None:
@@ -225,7 +225,7 @@ def test_one_copy_elsewhere_is_enough_even_while_another_shard_is_joining() -> N
     late.coordinator = coordinator.core.epoch
     assert late.report(page(B), first=7).inventory
     assert drain(coordinator, going)
-    assert going.report().leave is Farewell.DRAINED
+    assert going.report().leave is LeaveReason.DRAINED
 
 
 def test_a_shard_that_goes_waits_for_no_block_that_another_holds() -> None:
@@ -235,7 +235,7 @@ def test_a_shard_that_goes_waits_for_no_block_that_another_holds() -> None:
         voice.report(*pages([B]))
     assert drain(coordinator, going) and drain(coordinator, empty)
     staying.report(gone(B))
-    assert empty.report().leave is Farewell.DRAINED
+    assert empty.report().leave is LeaveReason.DRAINED
     assert going.report().leave is None, "it alone has it now"
 
 
@@ -251,11 +251,11 @@ def test_what_two_shards_hold_that_go_has_as_many_places_afterwards() -> None:
     assert one.report().leave is two.report().leave is None
     pull(three, first)
     second = four.report()
-    assert wanted(second) == [A], "of B there was one copy"
+    assert wanted(second) == [A], "B had only one copy"
     pull(four, second)
-    assert one.report().leave is Farewell.DRAINED
+    assert one.report().leave is LeaveReason.DRAINED
     coordinator.later(0)
-    assert two.report().leave is Farewell.DRAINED
+    assert two.report().leave is LeaveReason.DRAINED
     coordinator.later(0)
     assert pull_all(three, four) == []
     assert (homes(coordinator, A), homes(coordinator, B)) == (["c", "d"], ["c"])
@@ -279,7 +279,7 @@ def test_a_drain_ends_at_its_time_and_no_stall_of_the_coordinator_counts() -> No
     coordinator.now += 10 * SECOND - 1
     assert one.report().leave is None
     coordinator.now += 1
-    assert one.report().leave is Farewell.DRAINED
+    assert one.report().leave is LeaveReason.DRAINED
     assert pull_in_vain(two, two.report()).pull is None
 
 
@@ -294,7 +294,7 @@ def test_a_drain_goes_on_with_every_new_beginning_of_its_shard_and_gets_no_more_
         two.report()
     assert one.report().leave is None
     coordinator.now += SECOND
-    assert one.report().leave is Farewell.DRAINED
+    assert one.report().leave is LeaveReason.DRAINED
 
 
 def test_a_draining_shard_that_restarts_goes_all_the_same() -> None:
@@ -304,7 +304,7 @@ def test_a_draining_shard_that_restarts_goes_all_the_same() -> None:
     again = coordinator.voice("a", epoch=2)
     again.join()
     coordinator.later(0)
-    assert again.report().leave is Farewell.DRAINED
+    assert again.report().leave is LeaveReason.DRAINED
 
 
 def test_a_new_coordinator_learns_of_a_drain_from_its_shard() -> None:
@@ -316,10 +316,10 @@ def test_a_new_coordinator_learns_of_a_drain_from_its_shard() -> None:
     two.join()
     assert one.report().leave is None
     assert pull_all(two) == [A, B]
-    assert one.report().leave is Farewell.DRAINED
+    assert one.report().leave is LeaveReason.DRAINED
 
 
-def test_a_wish_that_no_shard_can_fulfil_does_not_delay_a_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_request_that_no_shard_can_fulfil_does_not_delay_a_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicator, "INSPECTED", 2)
     halves = [page(block, LEFT) for block in BLOCKS[4:6]]
     coordinator, one = LoneCoordinator.serving(*pages(BLOCKS[:4]), low_free=0.0)
@@ -379,13 +379,13 @@ def test_a_bounded_number_of_past_shards_is_remembered(monkeypatch: pytest.Monke
     gone_by = others(coordinator, "abc")
     for voice in gone_by:
         drain(coordinator, voice)
-        assert voice.report().leave is Farewell.DRAINED
+        assert voice.report().leave is LeaveReason.DRAINED
         coordinator.later(0)
-    assert gone_by[2].report().leave is gone_by[1].report().leave is Farewell.DRAINED
+    assert gone_by[2].report().leave is gone_by[1].report().leave is LeaveReason.DRAINED
     gone_by[0].info = replace(gone_by[0].info, draining=True)
     gone_by[0].join()
     coordinator.later(0)
-    assert gone_by[0].report().leave is Farewell.DRAINED, "who is forgotten is drained again"
+    assert gone_by[0].report().leave is LeaveReason.DRAINED, "a forgotten shard is drained again"
     others(coordinator, "xyz")
     coordinator.later(5_000 * MS)
     assert [shard.info.shard for shard in coordinator.status().shards] == ["y", "z"]
@@ -399,7 +399,7 @@ def test_a_shard_that_goes_a_second_time_is_remembered_as_the_last_to_go(monkeyp
     for voice in voices:
         voice.join()
         drain(coordinator, voice)
-        assert voice.report().leave is Farewell.DRAINED
+        assert voice.report().leave is LeaveReason.DRAINED
         coordinator.later(0)
-    assert [voice.report().leave for voice in voices[2:]] == [Farewell.DRAINED] * 2
+    assert [voice.report().leave for voice in voices[2:]] == [LeaveReason.DRAINED] * 2
     assert voices[1].report().leave is None, "it is forgotten, as the one that went first"

@@ -1,4 +1,4 @@
-"""Engines that live, and the weights that those which have withdrawn are to cache under."""
+"""The registry of live engines, and the weights under which those that have withdrawn are to cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV events: an outsider who heard everything knows what the index knows, and who heard too late is told again."""
+"""KV events: a listener that received all of them knows what the index knows, and one that came late gets all again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHAIN = chain(6)
 
 
 class Outsider(EventPicture):
-    """A picture of all that a coordinator publishes, with what it `heard`."""
+    """A listener to all that a coordinator publishes, with the events that it `heard`."""
 
     def __init__(self, *, strict: bool = True) -> None:
         super().__init__(strict=strict)
@@ -213,7 +213,7 @@ def test_what_goes_while_all_is_told_again_is_not_told_as_there(monkeypatch: pyt
     assert late.blocks == {}
 
 
-def test_to_be_asked_again_while_it_tells_all_does_not_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_request_while_it_publishes_all_does_not_restart_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announcing, "RETOLD_BLOCKS", 4)
     coordinator, voice, _ = published(strict=False)
     voice.report(*pages(CHAIN))

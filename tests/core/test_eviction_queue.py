@@ -1,4 +1,5 @@
-"""Which records go first, whatever the policy: leaves before what they follow, and the lowest score among them."""
+"""Which records are evicted first under any policy: leaves before the blocks they follow, and the lowest score among
+them."""
 
 from __future__ import annotations
 
@@ -162,7 +163,7 @@ class QueueAgainstLists(RuleBasedStateMachine):
         taken = self.index.coldest(most, self.now, max_inspected=bound)
         for record in taken:
             free = [leaf for leaf in self.leaves() if not leaf.held]
-            assert record in free, "what others follow goes after them, and what is held does not go"
+            assert record in free, "a block is evicted after its followers, and a held block never"
             if not self.policy.falls:
                 assert bound == 2 or self.score(record) == min(map(self.score, free))
             del self.queued[record.hash]
@@ -356,7 +357,7 @@ def test_entries_of_scores_that_fell_are_given_back() -> None:
     assert len(index.coldest(100)) == 100
 
 
-def test_a_purged_namespace_leaves_nothing_and_what_comes_back_is_counted_anew() -> None:
+def test_a_purged_namespace_leaves_nothing_and_what_comes_back_is_counted_from_zero() -> None:
     records = chain(10)
     other = Record(3)
     other.space = OTHER

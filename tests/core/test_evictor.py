@@ -1,4 +1,4 @@
-"""Who goes when room is wanted, and who is spared."""
+"""Which blocks are evicted when room is wanted, and which are spared."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_an_order_is_repeated_until_it_is_accepted() -> None:
     assert ordered(second) == [BLOCKS[10]]
 
 
-def test_orders_count_on_when_a_shard_tells_its_content_anew() -> None:
+def test_order_numbers_continue_when_a_shard_sends_a_new_inventory() -> None:
     _coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS[:3]), hold_ms=0)
     carry_out(voice, voice.report(pressure=PAGE))
     voice.inventory(*pages(BLOCKS[:2]))
@@ -221,7 +221,7 @@ def test_a_search_that_was_cut_short_makes_no_shard_full(monkeypatch: pytest.Mon
     found: list[BlockHash] = []
     for reports in range(1, 5):
         found += ordered(voice.report(pressure=9 * PAGE))
-        assert len(searches) <= reports, "nor does it search on in the same step"
+        assert len(searches) <= reports, "it does not search again in the same step"
         assert decisions(coordinator.store(attempt(2), [D])) == [(1, Decision.WRITE)]
     assert found[:1] == list(chain(1, seed=8))
 
@@ -278,7 +278,7 @@ def test_pins_take_the_leading_blocks_that_are_there_and_fit_their_share() -> No
     coordinator, _voice = LoneCoordinator.serving(*pages(BLOCKS[:4]), capacity_pages=12, pinned_share=0.25)
     assert pin(coordinator, BLOCKS[3:6]) == 1, "the next is not there"
     assert pin(coordinator, BLOCKS) == 2, "three of twelve fit the share, and one is taken"
-    assert pin(coordinator, [D, *BLOCKS[:3]]) == 3, "who is pinned already takes nothing again"
+    assert pin(coordinator, [D, *BLOCKS[:3]]) == 3, "a block that is already pinned takes no further share"
     assert unpin(coordinator, BLOCKS) == 3
     assert pin(coordinator, BLOCKS) == 3
 

@@ -1,4 +1,4 @@
-"""Room in the files of the disk tier: where slots lie, which file serves whom, and that no room is lost."""
+"""Room in the files of the disk tier: where slots lie, which file serves which owner, and that no room is lost."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_an_impossible_tier_is_refused(capacity_bytes: int, file_bytes: int, com
     assert str(refused.value) == complaint
 
 
-# ------------------------------------------------------------------------------------- which file serves whom
+# ------------------------------------------------------------------------------ which file serves which owner
 
 
 def test_pages_of_one_kind_fill_one_file_and_then_the_next() -> None:
@@ -338,12 +338,12 @@ def test_what_was_adopted_is_given_back_like_what_was_reserved() -> None:
     assert taken(allocator, owner(0, OTHER_SPACE)) == FIRST
 
 
-@given(wishes=st.lists(st.tuples(spaces, parts, sizes), max_size=12), order=st.randoms(use_true_random=False))
+@given(wanted=st.lists(st.tuples(spaces, parts, sizes), max_size=12), order=st.randoms(use_true_random=False))
 def test_all_that_was_given_out_is_adopted_by_the_next_in_any_order(
-    wishes: list[tuple[NamespaceId, Part, int]], order: random.Random
+    wanted: list[tuple[NamespaceId, Part, int]], order: random.Random
 ) -> None:
     before, after = FileAllocator(4 * FILE, FILE), FileAllocator(4 * FILE, FILE)
-    owners = [(owner(number, space, part), nbytes) for number, (space, part, nbytes) in enumerate(wishes)]
+    owners = [(owner(number, space, part), nbytes) for number, (space, part, nbytes) in enumerate(wanted)]
     given_out = [(before.reserve(nbytes, of), of, nbytes) for of, nbytes in owners]
     order.shuffle(given_out)
     for offset, of, nbytes in given_out:
@@ -404,11 +404,11 @@ class FilesAgainstOffsets(RuleBasedStateMachine):
         self.numbers = 0
 
     def inside(self, number: int) -> list[tuple[Owner, int]]:
-        """What lies in that file."""
+        """Returns the slots in that file."""
         return [page for offset, page in self.pages.items() if offset // FILE == number]
 
     def kind(self, number: int) -> tuple[NamespaceId, Shape] | None:
-        """What it serves; None where it is free."""
+        """Returns what the file serves; None if it is free."""
         kinds = [(of[0], shape_of(of, nbytes)) for of, nbytes in self.inside(number)]
         assert len(dict.fromkeys(kinds)) <= 1, "a file of two kinds"
         return kinds[0] if kinds else None
@@ -471,7 +471,7 @@ class FilesAgainstOffsets(RuleBasedStateMachine):
             self.allocator.free(offset, size)
 
     @rule(data=st.data())
-    def begin_anew_with_what_is_found(self, data: st.DataObject) -> None:
+    def restart_with_what_is_found(self, data: st.DataObject) -> None:
         before = self.allocator
         self.allocator = FileAllocator(before.capacity_bytes, FILE)
         for offset in data.draw(st.permutations(list(self.pages))):

@@ -93,7 +93,7 @@ def assert_found_rightly(
 
 
 class World(NamedTuple):
-    """What lies where, and what is asked."""
+    """Which blocks are on which shards, and the need that is asked for."""
 
     reuses: tuple[Reuse, ...]
     tokens: int
@@ -403,7 +403,7 @@ def test_a_block_is_announced_once_a_tier_of_a_shard_and_not_once_a_page() -> No
     assert index.add(page(0, part=HEADS_1), slot=1, now=6) is None
     assert index.add(page(0), slot=2, now=7) is first
     assert index.add(page(0)._replace(tier=Tier.HOST), slot=2, now=7) is first
-    assert first.stamp == 5, "that it is stored elsewhere too is no use of it"
+    assert first.stamp == 5, "a store of it elsewhere is not a use"
 
 
 def test_a_block_is_gone_with_its_last_page() -> None:
@@ -421,7 +421,7 @@ def test_a_release_ends_its_own_hold_and_not_a_later_one() -> None:
     index.touch(chain(1), now=20, held_until=40)
     index.release(chain(3), held_until=30)
     assert [record.held_until for record in index] == [40, 0]
-    assert [record.stamp for record in index] == [20, 10], "what was used stays used"
+    assert [record.stamp for record in index] == [20, 10], "its uses are kept"
 
 
 def test_each_load_is_a_use_and_its_renewals_are_not() -> None:

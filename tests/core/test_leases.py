@@ -151,7 +151,7 @@ def test_a_revoked_lease_stays_until_its_holder_has_stopped() -> None:
     lease = book.grant(attempt(1), LeaseKind.WRITE, [None, None], now=0)
     book.revoke_expired(TTL)
     assert attempt(1) in book and not book.running(attempt(1)) and book.all() == [lease]
-    assert book.end(attempt(1)) is lease, "its pages are given back by whoever ends it"
+    assert book.end(attempt(1)) is lease, "the caller that ends it gives its pages back"
     assert attempt(1) not in book and book.end(attempt(1)) is None
 
 

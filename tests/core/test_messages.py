@@ -1,4 +1,4 @@
-"""What a message says where its sender has left a field out."""
+"""What a message means if its sender has left out a field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config.json says of KV, in the forms that models come in; and what it does not say, which is never guessed."""
+"""What a config.json says of KV, in the forms in which models come; what it does not say is never guessed."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_qwen_slides_in_its_upper_layers_and_only_where_it_is_told_to(
         ({**LLAMA, "torch_dtype": "int4"}, "dtype 'int4' is not one of"),
         ({**LLAMA, "num_hidden_layers": "32"}, "num_hidden_layers='32'"),
         ({**LLAMA, "num_hidden_layers": True}, "num_hidden_layers=True"),
-        ({**LLAMA, "num_hidden_layers": 10**12}, "more than a spec can hold"),
+        ({**LLAMA, "num_hidden_layers": 10**12}, "layers that a spec can hold at most"),
         ({**LLAMA, "num_key_value_heads": [8, 4]}, "num_key_value_heads=[8, 4]"),
         ({**LLAMA, "num_key_value_heads": 0}, "num_key_value_heads=0"),
         ({**DEEPSEEK, "qk_rope_head_dim": None}, "qk_rope_head_dim is missing"),
@@ -143,8 +143,8 @@ def test_qwen_slides_in_its_upper_layers_and_only_where_it_is_told_to(
         ({**LLAMA, "model_type": "gemma2", "sliding_window": 4096}, "sliding_window=4096 of a 'gemma2'"),
         ({**LLAMA, "sliding_window_pattern": 6}, "sliding_window_pattern=6"),
         ({**PHI3, "sliding_window": 0}, "sliding_window=0"),
-        ({**LLAMA, "layer_types": ["full_attention"]}, "layer_types is no list with one entry for each of 32"),
-        ({**LLAMA, "layer_types": ["linear_attention"] * 32}, "layer_types names 'linear_attention'"),
+        ({**LLAMA, "layer_types": ["full_attention"]}, "layer_types must be a list with one entry for each of the 32"),
+        ({**LLAMA, "layer_types": ["linear_attention"] * 32}, "layer_types has 'linear_attention'"),
         ({**LLAMA, "layer_types": ["sliding_attention"] * 32}, "sliding_window is missing"),
         ({**LLAMA, "mamba_d_state": 16}, "mamba_d_state=16"),
         ({"text_config": {**LLAMA, "num_kv_shared_layers": 15}}, "num_kv_shared_layers=15"),
@@ -186,7 +186,7 @@ def test_whatever_a_file_says_it_is_read_or_refused(changes: dict[str, Any], con
 
 
 def token_bytes_or_refused(groups: tuple[Group, ...]) -> bool:
-    """A spec that is too large to be is refused by name, too."""
+    """A spec that is too large is refused by name, too."""
     try:
         return token_bytes(groups) > 0
     except SpecError:

@@ -79,7 +79,7 @@ def test_a_tenant_has_no_more_namespaces_than_it_may(monkeypatch: pytest.MonkeyP
     first = holding(spaces, spec(adapter="1"))
     holding(spaces, spec(adapter="2"))
     assert spaces.attach(ALICE, spec(adapter="3")) is None
-    assert spaces.attach(ALICE, spec(adapter="1")) is first, "what it has it may attach to"
+    assert spaces.attach(ALICE, spec(adapter="1")) is first, "it may attach to a namespace that it has"
     assert spaces.attach(BOB, spec(adapter="3")) is not None, "one tenant's bound is none of another"
 
 

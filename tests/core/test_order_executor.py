@@ -1,4 +1,4 @@
-"""What a shard does because the coordinator says so: evictions, pulls, purges and drains, each of them once."""
+"""What a shard does by order of the coordinator: evictions, pulls, purges and drains, each of them once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from kvcluster.core.messages import (
     Effect,
     Erase,
     EvictOrder,
-    Farewell,
     GoneEvent,
     Leave,
+    LeaveReason,
     Move,
     MoveOrder,
     MovePages,
@@ -178,7 +178,7 @@ def test_a_pull_ends_with_its_lease_in_whatever_way_that_ends(how: str) -> None:
         shard.coordinator = Epoch(200)
         shard.settle()
     elif how == "the end":
-        shard.hear(leave=Farewell.DRAINED)
+        shard.hear(leave=LeaveReason.DRAINED)
     stopped = how in ("time", "purge", "the end")
     assert shard.revoked == ([fetch.attempt] if stopped else [])
     if how == "abort":
@@ -325,7 +325,7 @@ def test_a_tombstone_is_carried_out_once() -> None:
     shard.store(attempt(1), A)
     shard.hear(tombstones=(CLEAR,))
     assert shard.settle() == []
-    assert pinned(shard.pin(attempt(2), A)), "what is stored after a purge stays"
+    assert pinned(shard.pin(attempt(2), A)), "pages stored after a purge stay"
 
 
 def test_a_purge_of_many_pages_is_carried_out_in_slices_and_told_when_it_is_done(
@@ -376,7 +376,7 @@ def test_an_inventory_tells_the_tombstones_that_its_pages_have_survived(monkeypa
 
 
 def done_to_disk(effects: list[Effect]) -> list[Effect]:
-    """What the thread that writes to disk gets of these, in order."""
+    """Returns the effects among these that go to the thread that writes to disk, in order."""
     return [effect for effect in effects if isinstance(effect, Erase | MovePages)]
 
 
@@ -386,7 +386,9 @@ def test_what_a_tombstone_names_is_erased_from_disk_once_with_all_that_one_answe
     assert done_to_disk(shard.hear(tombstones=(first, second))) == [Erase((first, second), (first, second))]
     assert list(shard.core.pool.ready()) == []
     shard.settle()
-    assert done_to_disk(shard.hear(tombstones=(first, second))) == [], "it was told again, since nobody knew yet"
+    assert done_to_disk(shard.hear(tombstones=(first, second))) == [], (
+        "it was told again, since it had not acknowledged it"
+    )
     assert done_to_disk(shard.hear(tombstones=(second, third))) == [Erase((third,), (first, second, third))]
     assert done_to_disk(shard.hear()) == []
 
@@ -439,7 +441,7 @@ def test_a_shard_that_is_to_go_says_so_from_then_on_and_serves_readers_until_it_
     assert report(shard).info.draining, "so that the next coordinator knows"
     assert pinned(shard.pin(attempt(2), A))
     assert shard.reserve(attempt(3), B) == (Written.LOST,), "it would go along, after the last report"
-    [*_, leave] = shard.hear(leave=Farewell.DRAINED)
+    [*_, leave] = shard.hear(leave=LeaveReason.DRAINED)
     assert leave == Leave("this shard is drained", for_good=True)
 
 
@@ -447,7 +449,7 @@ def test_a_shard_that_is_to_go_says_so_from_then_on_and_serves_readers_until_it_
 
 
 def test_every_counter_of_a_shard_without_tiers_adds_up() -> None:
-    """What happens twice counts twice, and half of it once."""
+    """Two equal events count twice, and one of them once."""
     shard = LoneShard.joined(pages=5, lease_ttl_ms=1_000)
 
     def once(number: int) -> None:

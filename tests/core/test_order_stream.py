@@ -1,4 +1,4 @@
-"""The stream of orders at its two ends, with answers and reports that are lost, repeated, late and overtaken."""
+"""Both ends of the stream of orders, with answers and reports that are lost, repeated, late and overtaken."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_an_order_is_accepted_as_it_is_handed_out_and_not_before() -> None:
     assert heard.progress == OrderProgress(1, (1,))
 
 
-def test_another_coordinator_counts_anew_and_an_order_of_the_last_one_ends_under_no_number() -> None:
+def test_another_coordinator_counts_from_one_and_an_order_of_the_last_one_ends_under_no_number() -> None:
     heard = cursor()
     [old] = heard.accept([MOVE(1)])
     heard.reset()

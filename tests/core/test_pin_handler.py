@@ -1,4 +1,4 @@
-"""Readers of pages that lie on disk: whom they wait for, what they get, and all that may come between."""
+"""Readers of pages on disk: what they wait for, what they get, and what may happen in between."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvcluster.core.messages import (
     Commit,
     CommitGrant,
     Erase,
-    Farewell,
     GoneEvent,
+    LeaveReason,
     PageSlot,
     PinGrant,
     PurgedEvent,
@@ -43,7 +43,7 @@ def having(*blocks: BlockHash, **config: int) -> DiskShard:
 
 
 def reply(shard: DiskShard, call: CallId) -> tuple[PageSlot | Miss, ...]:
-    """What a pin was answered."""
+    """Returns the answer to a pin."""
     grant = shard.replies[call]
     assert isinstance(grant, PinGrant)
     return grant.pages
@@ -186,7 +186,7 @@ def test_a_copy_belongs_to_its_one_reader_until_that_is_done() -> None:
     assert end(shard, attempt(2))
     shard.evict(A, tier=Tier.HOST)
     shard.later(TTL)
-    assert attempt(1) in shard.revoked and host_bytes(shard) == Q8, "he may still be reading"
+    assert attempt(1) in shard.revoked and host_bytes(shard) == Q8, "the reader may still be reading"
     assert end(shard, attempt(1))
     shard.settle()
     assert nothing_is_left(shard)
@@ -302,7 +302,7 @@ def test_a_reader_who_has_gone_counts_until_the_drive_is_done_with_his_pages(mon
     assert shard.pinning(attempt(3), A) not in shard.replies
 
 
-# --------------------------------------------------------------------------------------- who waits for room
+# -------------------------------------------------------------------------------- which readers wait for room
 
 
 def crowded(*blocks: BlockHash, copies: int = 1) -> DiskShard:
@@ -324,7 +324,9 @@ def test_a_reader_for_whose_pages_there_is_no_room_waits_and_the_shard_says_so_a
     call = shard.pinning(attempt(1), B)
     assert wanted(shard) == Q8
     assert call not in shard.replies and shard.stages == []
-    assert (len(shard.core.leases), shard.core.own_attempts) == (1, []), "his own begins when there is room"
+    assert (len(shard.core.leases), shard.core.own_attempts) == (1, []), (
+        "the own lease of the stage begins when there is room"
+    )
     shard.settle()
     assert end(shard, attempt(0))
     shard.read()
@@ -469,7 +471,7 @@ def test_a_reader_who_ends_while_he_waits_for_room_waits_no_more(kind: type[Unpi
     call = shard.pinning(attempt(1), B)
     assert end(shard, attempt(1), kind)
     assert reply(shard, call) == (TOO_LATE,)
-    assert not end(shard, attempt(1), kind), "he is gone"
+    assert not end(shard, attempt(1), kind), "the reader is gone"
     assert end(shard, attempt(0))
     assert shard.stages == []
     shard.settle()
@@ -480,7 +482,7 @@ def test_a_page_that_goes_while_a_reader_waits_for_room_is_a_miss() -> None:
     shard = crowded(A, B)
     call = shard.pinning(attempt(1), B)
     shard.evict(B, tier=Tier.DISK)
-    assert used(shard) == 1, "nobody has held it"
+    assert used(shard) == 1, "no reader has held it"
     shard.later(ROOM_NS)
     assert reply(shard, call) == (Miss(MissReason.EVICTED),)
 
@@ -522,11 +524,11 @@ def test_a_reader_who_waits_for_room_is_given_nothing_once_no_coordinator_is_the
     assert shard.stages == [] and host_bytes(shard) == 0
 
 
-@pytest.mark.parametrize("farewell", Farewell)
-def test_a_shard_that_leaves_tells_who_waits_for_room(farewell: Farewell) -> None:
+@pytest.mark.parametrize("leave_reason", LeaveReason)
+def test_a_shard_that_leaves_tells_who_waits_for_room(leave_reason: LeaveReason) -> None:
     shard = crowded(A, B)
     call = shard.pinning(attempt(1), B, D)
-    shard.hear(leave=farewell)
+    shard.hear(leave=leave_reason)
     assert misses(shard.replies[call]) == [MissReason.SHARD_LOST] * 2
     assert end(shard, attempt(0)) and not end(shard, attempt(1))
     shard.later(SECOND)
@@ -562,7 +564,7 @@ def test_a_commit_of_a_reader_who_waits_ends_him_and_commits_nothing() -> None:
     assert nothing_is_left(shard, on_disk=1)
 
 
-def test_an_attempt_that_begins_anew_does_not_get_what_was_read_for_its_first() -> None:
+def test_an_attempt_that_is_repeated_does_not_get_what_was_read_for_its_first() -> None:
     shard = having(A)
     first = shard.pinning(attempt(1), A)
     assert end(shard, attempt(1))
@@ -586,7 +588,7 @@ def test_a_reader_may_wait_for_the_drive_for_longer_than_a_lease_runs() -> None:
     shard.read()
     assert pinned(shard.replies[call])
     shard.later(TTL)
-    assert shard.revoked == [attempt(1)], "what he has got is his to hold on to"
+    assert shard.revoked == [attempt(1)], "a granted lease runs out unless its reader renews it"
     assert end(shard, attempt(1))
     shard.settle()
     assert nothing_is_left(shard, on_disk=1)
@@ -632,13 +634,13 @@ def test_a_corrupt_page_is_found_by_a_later_read_if_no_reader_waits_for_it_any_m
     assert counters(shard)["corrupt"] == 1
 
 
-@pytest.mark.parametrize("farewell", Farewell)
-def test_a_shard_that_leaves_tells_who_waits_and_ends_what_is_under_way(farewell: Farewell) -> None:
+@pytest.mark.parametrize("leave_reason", LeaveReason)
+def test_a_shard_that_leaves_tells_who_waits_and_ends_what_is_under_way(leave_reason: LeaveReason) -> None:
     shard = having(A)
     shard.store(attempt(9), B)
     call = shard.pinning(attempt(1), A, B)
     [stage] = shard.stages
-    effects = shard.hear(leave=farewell)
+    effects = shard.hear(leave=leave_reason)
     assert shard.left
     revoked = [effect.attempt for effect in effects if isinstance(effect, Revoke)]
     assert sorted(revoked) == sorted([attempt(1), stage.attempt])

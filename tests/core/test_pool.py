@@ -380,7 +380,7 @@ def used(pool: PagePool) -> list[int]:
     return [allocator.used_bytes for allocator in pool.allocators.values()]
 
 
-def wish(loss: Loss) -> NewPage:
+def wanted(loss: Loss) -> NewPage:
     return NewPage(key(0), parent(0), 0, loss)
 
 
@@ -449,7 +449,7 @@ def test_a_twin_below_counts_once_it_is_ready(upper: Tier, lower: Tier) -> None:
     assert pool.below_of(above) is None
     pool.commit(below, SUMS)
     assert pool.below_of(above) is below
-    assert pool.below_of(below) is None, "what lies above is no twin below"
+    assert pool.below_of(below) is None, "a page in the upper tier is not a twin in the lower"
     pool.condemn(below)
     assert pool.below_of(above) is None
 
@@ -481,7 +481,7 @@ def test_what_is_being_written_in_any_tier_is_pending(tier: Tier) -> None:
     assert pool.get(SPACE, key(0)) is page
     miss = pool.find(SPACE, key(0), Loss.Q4)
     assert isinstance(miss, Miss) and miss.reason is MissReason.PENDING
-    assert pool.taken(SPACE, wish(Loss.EXACT)) is pool.taken(SPACE, wish(Loss.Q4)) is Written.PENDING
+    assert pool.taken(SPACE, wanted(Loss.EXACT)) is pool.taken(SPACE, wanted(Loss.Q4)) is Written.PENDING
 
 
 @pytest.mark.parametrize("accept", Loss)
@@ -503,7 +503,7 @@ def test_a_reader_gets_what_has_lost_no_more_than_he_accepts(tier: Tier, loss: L
 def test_what_loses_more_and_is_being_written_elsewhere_gives_way(tier: Tier, into: Tier) -> None:
     pool = tiers_of()
     written_in(pool, tier, loss=Loss.Q8)
-    assert pool.taken(SPACE, wish(Loss.EXACT), into) is (Written.PENDING if into is tier else None)
+    assert pool.taken(SPACE, wanted(Loss.EXACT), into) is (Written.PENDING if into is tier else None)
 
 
 @pytest.mark.parametrize("there", Loss)
@@ -512,7 +512,7 @@ def test_what_loses_more_and_is_being_written_elsewhere_gives_way(tier: Tier, in
 def test_what_is_there_with_no_more_loss_is_not_written_again(tier: Tier, there: Loss, new: Loss) -> None:
     pool = tiers_of()
     ready_in(pool, tier, loss=there)
-    assert pool.taken(SPACE, wish(new)) is (Written.DUPLICATE if there <= new else None)
+    assert pool.taken(SPACE, wanted(new)) is (Written.DUPLICATE if there <= new else None)
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
@@ -520,8 +520,8 @@ def test_a_better_page_that_is_being_written_beside_a_worse_one_is_pending_for_w
     pool = tiers_of()
     ready_in(pool, tier, loss=Loss.Q8)
     written_in(pool, Tier.DEVICE)
-    assert pool.taken(SPACE, wish(Loss.EXACT)) is Written.PENDING
-    assert pool.taken(SPACE, wish(Loss.Q8)) is Written.DUPLICATE
+    assert pool.taken(SPACE, wanted(Loss.EXACT)) is Written.PENDING
+    assert pool.taken(SPACE, wanted(Loss.Q8)) is Written.DUPLICATE
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
@@ -641,10 +641,10 @@ def test_a_private_copy_cannot_be_found_and_is_no_page_of_its_tier() -> None:
         assert pool.find(SPACE, key(0), Loss.EXACT) is pool.get(SPACE, key(0)) is page
         assert pool.on(Tier.HOST, SPACE, key(0)) is None and list(pool.ready()) == [page]
         assert (pool.count(Tier.HOST), len(pool)) == (0, 1)
-        assert pool.taken(SPACE, wish(Loss.EXACT), Tier.HOST) is Written.DUPLICATE, "by its page alone"
+        assert pool.taken(SPACE, wanted(Loss.EXACT), Tier.HOST) is Written.DUPLICATE, "by its page alone"
         assert list(pool.everything()) == [page, copy], "it takes room"
     pool.condemn(page)
-    assert pool.get(SPACE, key(0)) is None and pool.taken(SPACE, wish(Loss.EXACT), Tier.HOST) is None
+    assert pool.get(SPACE, key(0)) is None and pool.taken(SPACE, wanted(Loss.EXACT), Tier.HOST) is None
 
 
 def test_a_page_of_its_tier_may_be_written_beside_a_private_copy_of_the_same_key() -> None:

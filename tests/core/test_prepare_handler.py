@@ -1,4 +1,5 @@
-"""What workers are promised: how far a load reaches, who may write, and tickets from their grant to their end."""
+"""What workers are promised: how far a load reaches, which of them may write, and tickets from their grant to their
+end."""
 
 from __future__ import annotations
 
@@ -368,7 +369,7 @@ def test_while_rebuilding_nothing_is_stored_and_a_miss_says_why() -> None:
     [run] = coordinator.store(attempt(1), [B, C])
     assert run == StoreRun(2, Decision.REFUSED, miss=Miss(MissReason.REBUILDING))
     grant = coordinator.load(attempt(2), [A, B])
-    assert (grant.blocks, why(grant)) == (1, MissReason.REBUILDING), "what is known already is served"
+    assert (grant.blocks, why(grant)) == (1, MissReason.REBUILDING), "known blocks are served"
     assert reasons(coordinator.explain([A, B])) == [(1, None), (1, MissReason.REBUILDING)]
 
 
@@ -382,7 +383,7 @@ def test_without_a_shard_whose_content_is_known_nothing_is_stored() -> None:
 
 
 def test_a_shard_that_has_yet_to_carry_out_a_purge_is_given_nothing_new() -> None:
-    """It would drop what it is given together with what it is to forget."""
+    """It would drop the new pages together with those that it has to forget."""
     coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS[:2]))
     coordinator.ask(Purged, ours(Purge()))
     assert decisions(coordinator.store(attempt(1), BLOCKS[:2])) == [(2, Decision.REFUSED)]

@@ -1,4 +1,4 @@
-"""Promotions, twins, and who gives way to whom: what has lost more to what has lost less."""
+"""Promotions and twins: a page with more loss gives way to one with less."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_promoted_page_is_decoded_above_keeps_its_loss_and_its_twin_stays() ->
     assert lies(shard) == [DECODED, BELOW]
     [read] = pinned(shard.pin(attempt(3), A, accept=Loss.Q8))
     assert (read.tier, read.codec, read.loss) == DECODED
-    assert misses(shard.pin(attempt(4), A)) == [MissReason.LOSSY], "what is lost is lost"
+    assert misses(shard.pin(attempt(4), A)) == [MissReason.LOSSY], "a loss cannot be undone"
     assert counters(shard)["promoted"] == 1
 
 
@@ -74,7 +74,7 @@ def test_a_page_that_is_being_promoted_or_demoted_is_not_written_by_a_worker() -
 def test_what_loses_more_and_is_being_demoted_gives_way_to_a_better_store() -> None:
     shard = holding(A, loss=Loss.Q8)
     shard.demote(A)
-    assert all(isinstance(page, PageSlot) for page in shard.reserve(attempt(2), A)), "nobody else stores it so"
+    assert all(isinstance(page, PageSlot) for page in shard.reserve(attempt(2), A)), "no other writer stores it raw"
     shard.move()
     assert shard.commit(attempt(2), 0) == (Written.COMMITTED,)
     shard.settle()
@@ -133,7 +133,7 @@ def test_a_page_that_is_stored_during_its_promotion_has_one_writer_and_one_twin(
     shard = lowered(A)
     shard.reserve(attempt(2), A)
     shard.promote(A)
-    assert shard.moving is None, "somebody writes it up there"
+    assert shard.moving is None, "a worker writes it there"
     shard.commit(attempt(2), 0)
     assert lies(shard) == [ON_DEVICE]
 

@@ -1,4 +1,4 @@
-"""Which parts fill a rectangle, compared with its cells, one by one."""
+"""Which parts fill a rectangle, compared with a check of every cell."""
 
 from __future__ import annotations
 

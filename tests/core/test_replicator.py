@@ -1,4 +1,4 @@
-"""Who is to have another copy of what: heat, pins and losses, and the pulls that come of them."""
+"""Which blocks get another copy, because of heat, pins and lost copies, and the pulls that follow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcluster.core import limits, replicator
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
-    Farewell,
+    LeaveReason,
     PageEvent,
     Purge,
     Purged,
@@ -71,7 +71,7 @@ def test_one_shard_alone_has_no_replicas_to_make() -> None:
     want(coordinator, 3, A)
     assert voice.report().pull is None
     [two] = others(coordinator, "b")
-    assert wanted(two.report()) == [A], "what there were too few shards for is remembered"
+    assert wanted(two.report()) == [A], "requests for which there were too few shards are remembered"
 
 
 @pytest.mark.parametrize("replicas", [2, 5, 8])
@@ -119,7 +119,7 @@ def test_nothing_is_pulled_into_room_that_would_have_to_be_made() -> None:
     two.free(2)
     assert two.report().pull is None
     two.free(4)
-    assert two.report(pressure=PAGE).pull is None, "there are some who wait for room"
+    assert two.report(pressure=PAGE).pull is None, "reservations wait for room there"
     assert len(wanted(two.report())) == 2
 
 
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_passed_over_for_what_does() -> None:
     assert wanted(two.report()) == [B]
 
 
-def test_wishes_that_no_shard_can_fulfil_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replica_requests_that_no_shard_can_fulfil_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicator, "INSPECTED", 2)
     coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS[:3]))
     two, three = others(coordinator, "bc")
@@ -166,8 +166,8 @@ def test_wishes_that_no_shard_can_fulfil_make_room_for_others(monkeypatch: pytes
     assert wanted(acks[-1]) == [C], "the others are only for the third, which is full"
 
 
-def test_a_bounded_number_of_wishes_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "WISHES", 2)
+def test_a_bounded_number_of_replica_requests_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "REPLICA_REQUESTS", 2)
     coordinator, one = LoneCoordinator.serving(*pages(BLOCKS[:4]))
     want(coordinator, 2, *BLOCKS[:4])
     want(coordinator, 3, A)
@@ -185,8 +185,8 @@ def test_a_block_that_is_to_lie_on_more_shards_than_there_are_gets_another_with_
         assert len(homes(coordinator, A)) == copies
 
 
-def test_a_bounded_number_of_wishes_waits_for_more_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "WISHES", 1)
+def test_a_bounded_number_of_replica_requests_waits_for_more_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "REPLICA_REQUESTS", 1)
     coordinator, one = LoneCoordinator.serving(*pages([A, B]))
     for block in (A, B):
         want(coordinator, 2, block)
@@ -195,10 +195,10 @@ def test_a_bounded_number_of_wishes_waits_for_more_shards(monkeypatch: pytest.Mo
     assert pull_all(one, two) == [A]
 
 
-def test_a_wish_that_was_fulfilled_takes_no_room_from_one_that_waits_for_more_shards(
+def test_a_replica_request_that_was_fulfilled_takes_no_room_from_one_that_waits_for_more_shards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "WISHES", 1)
+    monkeypatch.setattr(limits, "REPLICA_REQUESTS", 1)
     coordinator, one = LoneCoordinator.serving(*pages([A, B]))
     [two] = others(coordinator, "b")
     want(coordinator, 2, A)
@@ -241,11 +241,11 @@ def test_what_a_lost_shard_leaves_with_fewer_copies_gets_another() -> None:
     two, three = others(coordinator, "bc")
     two.report(*pages([A]))
     lose(coordinator, one, three)
-    assert pull_all(one, three) == [A], "of B there was one copy, and there is"
+    assert pull_all(one, three) == [A], "B had one copy, and still has"
     assert homes(coordinator, A) == ["a", "c"]
 
 
-def test_a_shard_that_tells_its_content_anew_has_lost_nothing() -> None:
+def test_a_shard_that_sends_a_new_inventory_has_lost_nothing() -> None:
     coordinator, one = LoneCoordinator.serving(*pages([A]))
     two, three = others(coordinator, "bc")
     two.report(*pages([A]))
@@ -286,7 +286,7 @@ def test_a_copy_that_is_evicted_as_soon_as_it_has_come_is_not_brought_again() ->
     assert two.report(gone(A)).pull is None
 
 
-def test_a_copy_that_comes_and_goes_while_another_is_wished_for_is_brought_a_few_times() -> None:
+def test_a_copy_that_comes_and_goes_while_another_is_requested_is_brought_a_few_times() -> None:
     coordinator, _ = LoneCoordinator.serving(*pages([A]))
     two, three = others(coordinator, "bc")
     three.info = replace(three.info, free_bytes=0)  # no other shard has room for the third
@@ -435,7 +435,7 @@ def test_a_draining_shard_that_holds_twins_is_emptied_of_each_once() -> None:
     [two] = others(coordinator, "b", below=below())
     assert drain(coordinator, one)
     assert pull_all(two) == [A, B]
-    assert one.report().leave is Farewell.DRAINED
+    assert one.report().leave is LeaveReason.DRAINED
     assert homes(coordinator, A) == homes(coordinator, B) == ["b"]
 
 
@@ -499,4 +499,4 @@ def test_a_draining_shard_is_emptied_of_what_it_holds_on_disk() -> None:
     [two] = others(coordinator, "b", below=below() + below_it())
     assert drain(coordinator, one)
     assert pull_all(two) == [A, B]
-    assert one.report().leave is Farewell.DRAINED
+    assert one.report().leave is LeaveReason.DRAINED

@@ -1,4 +1,4 @@
-"""What the coordinator makes of reports and inventories, and of shards that come, go and are silent."""
+"""How the coordinator handles reports and inventories, and shards that join, leave and fall silent."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_gap_in_the_reports_asks_for_an_inventory() -> None:
     ack = voice.report(page(C), first=3)
     assert (ack.inventory, ack.acked) == (True, 0)
     assert voice.report().inventory, "until it comes"
-    assert coordinator.load(attempt(1), [A]).blocks == 1, "what was told before is served on"
+    assert coordinator.load(attempt(1), [A]).blocks == 1, "pages reported before are still served"
     assert not voice.inventory(*pages([B]), upto=5).inventory
     assert voice.report(page(C), first=6).acked == 6
     assert reasons(coordinator.explain([A, B, C])) == [(1, MissReason.SHARD_LOST), (2, None)]
@@ -86,7 +86,7 @@ def test_an_inventory_counts_when_its_last_chunk_has_come() -> None:
     assert not voice.inventory(*pages([A]), chunk=0, last=False, upto=9).inventory, "its answer was lost"
     assert rebuilding(coordinator)
     assert coordinator.status().shards[0].state == "joining"
-    assert coordinator.load(attempt(1), [A, B]).blocks == 1, "what was told may be loaded already"
+    assert coordinator.load(attempt(1), [A, B]).blocks == 1, "reported pages may be loaded already"
     for _ in range(2):
         assert not voice.inventory(*pages([A, B])[1:], chunk=1, upto=9).inventory
     assert not rebuilding(coordinator)
@@ -160,7 +160,7 @@ def test_a_silent_shard_is_lost_for_lookups_at_once_and_swept_in_bounded_steps(m
     assert unpin(coordinator, [A]) == 0, "a pin goes with its block"
 
 
-def test_a_lost_shard_that_speaks_again_tells_everything_anew() -> None:
+def test_a_lost_shard_that_reports_again_sends_a_new_inventory() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages([A]))
     voice.report(page(B, parent=A, depth=1))
     coordinator.later(5 * SECOND)
@@ -242,7 +242,7 @@ def test_a_higher_epoch_reported_while_rebuilding_is_outbid() -> None:
     assert ack.epoch > 500 and ack.inventory
     voice.join(*pages([A]))
     assert coordinator.status().epoch == ack.epoch
-    assert early.report().inventory, "who heard the lower one begins anew"
+    assert early.report().inventory, "a shard that heard of the lower one sends a new inventory"
     early.join()
     assert coordinator.load(attempt(1), [A]).blocks == 1
     assert not rebuilding(coordinator)

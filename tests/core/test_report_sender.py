@@ -1,4 +1,4 @@
-"""What a shard tells the coordinator, when, and how long it may think itself a member."""
+"""What a shard reports to the coordinator, when, and how long it may consider itself a member."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvcluster.core.messages import (
     AttachedShard,
     Done,
     EvictOrder,
-    Farewell,
     Flush,
     GoneEvent,
     Inventory,
+    LeaveReason,
     OrderProgress,
     PageEvent,
     ReportAck,
@@ -98,7 +98,7 @@ def test_a_newer_incarnation_ends_this_one() -> None:
     shard.pin(attempt(3), A)
     flush = shard.call(ours(Flush(SECOND)))
     later = shard.reserving(attempt(4), C, wait_ns=SECOND)
-    shard.answer(ReportAck(Epoch(1), 0, leave=Farewell.REPLACED))
+    shard.answer(ReportAck(Epoch(1), 0, leave=LeaveReason.REPLACED))
     assert shard.left
     assert shard.revoked == [attempt(3)]
     assert granted(shard, waiting) == granted(shard, later) == (Written.LOST,)
@@ -135,7 +135,7 @@ def test_a_lower_coordinator_epoch_is_not_heard() -> None:
     assert shard.core.next_deadline() == asked_at + 250 * MS, "the right one may be back by then"
     assert pinned(shard.pin(attempt(2), A))
     shard.later(4 * SECOND)
-    assert misses(shard.pin(attempt(3), A)) == [MissReason.SHARD_LOST], "nor does it make this shard a member"
+    assert misses(shard.pin(attempt(3), A)) == [MissReason.SHARD_LOST], "it does not make this shard a member either"
 
 
 # ------------------------------------------------------------------------------------------- reports
@@ -146,7 +146,7 @@ def test_the_first_word_is_an_inventory() -> None:
     shard.attach()
     assert (inventory(shard).coordinator, inventory(shard).pages) == (Epoch(0), ())
     shard.answer()
-    assert (inventory(shard).coordinator, inventory(shard).last) == (Epoch(100), True), "now it knows to whom"
+    assert (inventory(shard).coordinator, inventory(shard).last) == (Epoch(100), True), "now it knows its coordinator"
     shard.answer()
     assert shard.sent is None
 
@@ -201,7 +201,7 @@ def test_a_refused_inventory_is_not_repeated_in_haste() -> None:
     shard = LoneShard()
     shard.attach()
     shard.answer(ReportAck(shard.coordinator, 0, inventory=True))
-    assert inventory(shard).coordinator == shard.coordinator, "the first answer told it whom to tell"
+    assert inventory(shard).coordinator == shard.coordinator, "the first answer named its coordinator"
     shard.answer(ReportAck(shard.coordinator, 0, inventory=True))
     assert shard.sent is None
     assert shard.later(249 * MS) == []
@@ -355,7 +355,7 @@ def test_a_flush_across_an_inventory_ends_with_it(coordinator: str, monkeypatch:
     assert flush not in shard.replies
     shard.answer()
     assert shard.replies[flush] == Done()
-    assert late not in shard.replies, "what it waits for is not in the inventory"
+    assert late not in shard.replies, "the commit that it waits for is not in the inventory"
     shard.answer()
     assert shard.replies[late] == Done()
 
@@ -376,7 +376,7 @@ def test_more_than_the_backlog_holds_becomes_an_inventory(monkeypatch: pytest.Mo
 def test_a_flush_at_a_shard_that_is_over_is_answered() -> None:
     shard = LoneShard.joined()
     commit_one(shard, 1, A)
-    shard.answer(ReportAck(shard.coordinator, 0, leave=Farewell.REPLACED))
+    shard.answer(ReportAck(shard.coordinator, 0, leave=LeaveReason.REPLACED))
     assert shard.replies[flushing(shard)] == Done(False)
     assert shard.core.next_deadline() is None
 

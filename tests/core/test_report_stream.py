@@ -68,7 +68,7 @@ class Sender:
 
 
 class Receiver:
-    """A coordinator as the stream needs it: what it was told that one shard holds."""
+    """The coordinator's side of the stream: the pages that one shard has reported."""
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
@@ -193,7 +193,7 @@ class StreamOverABadNetwork(RuleBasedStateMachine):
         return ack
 
     def heal(self) -> None:
-        """From whatever has become of it, a few good exchanges make both sides agree."""
+        """From any state, a few successful exchanges make both sides agree."""
         chunks = max(1, -(-len(self.sender.held) // limits.INVENTORY_CHUNK))
         # One that tells of an epoch or a gap; the inventory; and before either what was not yet acknowledged.
         for _ in range(2 + chunks + limits.STREAM_BACKLOG):
@@ -217,7 +217,7 @@ class StreamOverABadNetwork(RuleBasedStateMachine):
 
     @invariant()
     def what_is_acknowledged_was_heard(self) -> None:
-        """Whoever waits for a number to be acknowledged can rely on it, as a flush does."""
+        """A flush that waits for an acknowledged number can rely on it."""
         assert self.sender.stream.acked <= self.heard.get((self.sender.epoch, self.sender.coordinator), 0)
 
 
@@ -373,7 +373,7 @@ def test_an_answer_that_comes_after_the_events_were_forgotten_says_nothing() -> 
 
 
 @pytest.mark.usefixtures("small")
-def test_an_answer_to_an_inventory_that_was_begun_anew_says_nothing() -> None:
+def test_an_answer_to_an_inventory_that_was_restarted_is_ignored() -> None:
     stream, _ = stream_of(1, 2, 3)
     first = stream.next_piece()
     stream.owe_inventory()
@@ -448,7 +448,7 @@ def test_chunks_are_taken_in_order_only() -> None:
     assert not take(cursor, chunk(3, upto=4, last=True)), "the last was the last"
 
 
-def test_a_first_chunk_begins_anew_at_any_time() -> None:
+def test_a_first_chunk_restarts_the_inventory_at_any_time() -> None:
     cursor = ReportCursor()
     assert take(cursor, chunk(0)) and take(cursor, chunk(0)) and take(cursor, chunk(1, last=True))
     assert take(cursor, chunk(0, upto=5)) and not cursor.current

@@ -1,4 +1,4 @@
-"""Reservations that find no room: who waits, for how long, and who is served first."""
+"""Reservations that find no room: which of them wait, for how long, and which is served first."""
 
 from __future__ import annotations
 

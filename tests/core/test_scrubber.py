@@ -1,4 +1,4 @@
-"""Which pages a shard reads again, at what pace, and what a verdict does."""
+"""Which pages a shard reads again, at what rate, and what follows from the result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Reader:
         return page
 
     def read(self, now: int) -> list[Page]:
-        """What is chosen now, read at once."""
+        """Returns the pages chosen now, and reads them at once."""
         pages = self.core.choose(now)
         if pages:
             self._attempts += 1
@@ -48,7 +48,7 @@ class Reader:
         return pages
 
     def until(self, now: int) -> list[tuple[int, Page]]:
-        """What is read, and when, if it is asked whenever it wants to be."""
+        """Returns which pages are read, and when, if the scrubber is called at each of its deadlines."""
         read: list[tuple[int, Page]] = []
         while (due := self.core.next_deadline) is not None and due <= now:
             read += [(due, page) for page in self.read(due)]

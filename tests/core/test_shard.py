@@ -159,7 +159,7 @@ def test_an_attempt_has_one_lease() -> None:
     for again in (attempt(1), attempt(2)):
         assert refusal(shard.pin(again, A)) is RefusedKind.BAD
         assert refusal(shard.replies[shard.reserving(again, C)]) is RefusedKind.BAD
-    assert shard.commit(attempt(1), 0) == (Written.COMMITTED,), "what it had before is untouched"
+    assert shard.commit(attempt(1), 0) == (Written.COMMITTED,), "the pages that it had before are untouched"
 
 
 def test_a_holder_has_a_bounded_number_of_leases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_a_commit_after_the_lease_is_lost_and_counted_and_frees_its_pages() -> N
     shard.later(SECOND)
     assert shard.commit(attempt(1), 0) == (Written.LOST,)
     assert slots(shard.reserve(attempt(2), B))
-    assert shard.commit(attempt(9), 0) == (Written.LOST,), "nobody knows this attempt"
+    assert shard.commit(attempt(9), 0) == (Written.LOST,), "this attempt is unknown"
     assert counters(shard)["late"] == 2
 
 
@@ -265,7 +265,7 @@ def test_a_stall_extends_nothing_that_the_shard_owes() -> None:
     shard.fail()
     shard.now += 6 * SECOND
     shard.step(Stalled(6 * SECOND))
-    assert granted(shard, waiting) == (Written.LOST,), "nor does it believe that it is a member still"
+    assert granted(shard, waiting) == (Written.LOST,), "and it no longer considers itself a member"
     shard.step(Tick())
     assert shard.replies[flush] == Done()
     assert not shard.core.member(shard.now)

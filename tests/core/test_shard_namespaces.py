@@ -1,4 +1,4 @@
-"""What a shard knows of namespaces: whose each is, how long its pages are, and when one may be forgotten."""
+"""What a shard knows of namespaces: their tenants, the sizes of their pages, and when one may be forgotten."""
 
 from __future__ import annotations
 

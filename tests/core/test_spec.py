@@ -269,7 +269,7 @@ def grouped(*groups: Group) -> Callable[[], object]:
         (lambda: dataclasses.replace(SPEC, extra=(("b", ""), ("a", ""))), "extra must be sorted pairs without repeats"),
         (lambda: dataclasses.replace(SPEC, extra=(("a", ""), ("a", ""))), "extra must be sorted pairs without repeats"),
         (lambda: Plane("", 1, 1, "uint8"), "a plane needs a name, such as 'k'"),
-        (lambda: Plane("k", 2, 8, "uint8", "amx"), "plane 'k': packing 'amx' is for opaque bytes; numbers lie in page"),
+        (lambda: Plane("k", 2, 8, "uint8", "amx"), "plane 'k': packing 'amx' is allowed for opaque planes only"),
         (lambda: Plane.opaque("kv", 8, packing="\ud800"), "cannot be encoded as UTF-8"),
         (lambda: Plane.opaque("state", 0), "plane 'state': dim must be an integer of at least 1"),
         (lambda: Reuse("suffix"), "reuse 'suffix' is not one of prefix, window, last"),

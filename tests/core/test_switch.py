@@ -1,4 +1,4 @@
-"""The switch of an operator: off, nothing is granted and nothing is lost; on, everything is as it was."""
+"""The operator's switch: while it is off nothing is granted and nothing is lost; once it is on, all is as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What once went wrong between tiers: numbers used twice, moves without end, twins that were passed over."""
+"""Past bugs between tiers: numbers used twice, moves without end, twins that were overlooked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages on their way down between a shard's tiers, the orders that say so, and all that may come between."""
+"""Pages that are demoted between a shard's tiers, the orders for that, and what may happen in between."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_encoded_goes_down_raw_by_the_next_batch_and_for_good() -
     shard.promote(A)
     shard.move()
     shard.evict(A, tier=Tier.HOST)
-    assert lies(shard) == [ON_DEVICE], "what was not decoded needs no twin"
+    assert lies(shard) == [ON_DEVICE], "a page that was not decoded needs no twin"
     shard.demote(A, codec=Codec.Q4)
     assert shard.moving is not None
     assert [move.target.codec for move in shard.moving.pages] == [Codec.RAW], "it is not tried again"
@@ -284,7 +284,7 @@ def test_a_new_coordinator_s_orders_follow_the_batch_under_way_and_nothing_else(
     shard.demote(C)
     assert sources(shard) == [A]
     shard.move()
-    assert sources(shard) == [C], "the rest of the old order is nobody's wish any more"
+    assert sources(shard) == [C], "no report asks for the rest of the old order any more"
     assert lies(shard) == [BELOW]
     assert running(shard) == (shard.ordered,)
     shard.move()
@@ -342,12 +342,12 @@ def test_a_move_goes_on_when_a_coordinator_is_there_again(monkeypatch: pytest.Mo
     shard.settle()
     shard.later(6 * SECOND)
     shard.move()
-    assert shard.moving is None, "nobody knows of this shard"
+    assert shard.moving is None, "no coordinator knows this shard"
     shard.settle()
     assert sources(shard) == [B]
     shard.move()
     assert running(shard) == ()
-    assert (lies(shard, A), lies(shard, B)) == ([ON_DEVICE], [BELOW]), "what stayed is ordered again"
+    assert (lies(shard, A), lies(shard, B)) == ([ON_DEVICE], [BELOW]), "pages that stayed are ordered again"
 
 
 @pytest.mark.parametrize("how", ["found corrupt", "evicted"])

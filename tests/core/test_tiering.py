@@ -114,7 +114,7 @@ def left(*blocks: BlockHash, tier: Tier = Tier.DEVICE) -> list[StreamEvent]:
 
 
 def carry_out(voice: Voice, ack: Heard, *events: StreamEvent, pressure: int = 0) -> Heard:
-    """The shard has moved what it was told to, and says so with these events; what it is told then."""
+    """The shard has carried out its moves and reports these events; returns the answer."""
     assert ack.move is not None
     voice.ends(ack.move)
     return voice.report(*events, pressure=pressure)
@@ -205,7 +205,7 @@ def test_what_stayed_on_the_device_is_ordered_again() -> None:
     assert moved(ack, Tier.HOST) == [B]
 
 
-def test_orders_count_on_when_a_shard_tells_its_content_anew() -> None:
+def test_order_numbers_continue_when_a_shard_sends_a_new_inventory() -> None:
     _, voice = serving(*above(A, B))
     carry_out(voice, voice.report(pressure=RAW), *encoded(A, B)[1:], *left(B))
     voice.inventory(*above(A), *encoded(A, B)[1:])
@@ -499,7 +499,7 @@ def test_what_readers_wait_for_waits_for_no_eviction_where_the_disk_has_room() -
     first = voice.report()
     assert (moved(first, Tier.DISK), ordered(first)) == ([OLD[5]], [OLDER[5]])
     came = [*on_disk(*OLD)[5:], *left(OLD[5], tier=Tier.HOST)]
-    assert carry_out(voice, first, *came).move is None, "that is under way still, and there is no room"
+    assert carry_out(voice, first, *came).move is None, "the move is still under way, and there is no room"
     free_on(voice, Tier.DISK, Q8)
     again = voice.report()
     assert again.evict == first.evict

@@ -1,4 +1,4 @@
-"""What each tier says of itself, and what a shard with any of them does with that."""
+"""The properties of each tier, and how a shard with any combination of tiers uses them."""
 
 from __future__ import annotations
 
@@ -101,5 +101,5 @@ def test_only_what_every_store_has_carried_out_counts_as_carried_out() -> None:
     one, other = replace(OPENED, tombstones=(OLD, NEW)), replace(OPENED, tombstones=(OLD,))
     assert carried_out([one, other]) == carried_out([other, one]) == (OLD,)
     assert carried_out([one, RecoveredPages(why_none="no drive")]) == (OLD, NEW), (
-        "what could not be opened holds nothing"
+        "a store that could not be opened holds nothing"
     )

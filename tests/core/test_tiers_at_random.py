@@ -1,8 +1,8 @@
 """One shard with two or three tiers under whatever may happen to it, against a plain account of what it should hold.
 
-What it tells is what it holds; no page was encoded twice; a reader gets nothing that has lost more than he accepts,
-and nothing that is not held for him; what lies on disk is there again when the shard has been started anew; and when
-all has ended, no room is lost.
+It reports exactly what it holds; no page is encoded twice; a reader gets no page with more loss than it accepts, and
+only pages that are pinned for it; pages on disk are found again after a restart; and when everything has ended, no
+room is lost.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class TiersOfAShard(RuleBasedStateMachine):
         self.files = files
         self.shard = self.started(found(*lying(*there), files=files) if files else NO_STORE)
         self.told: dict[tuple[PageKey, Tier], tuple[Loss, Codec]] = {}
-        self.tell_anew()
+        self.send_new_inventory()
         self.encoded: dict[int, int] = {}
         self.open: dict[Attempt, bool] = {}  # with whether it writes
         self.unanswered: dict[CallId, tuple[Attempt, Loss]] = {}  # pins
@@ -117,7 +117,7 @@ class TiersOfAShard(RuleBasedStateMachine):
             if page is Written.DUPLICATE:
                 assert best is not None and best <= loss
             elif isinstance(page, PageSlot):
-                assert best is None or best > loss, "somebody has it, with no more loss"
+                assert best is None or best > loss, "a page of no more loss is there or on its way"
                 assert (page.tier, page.codec, page.loss) == (Tier.DEVICE, Codec.RAW, loss)
         if ends:
             shard.commit(of, *(at for at, page in enumerate(reply) if isinstance(page, PageSlot)))
@@ -132,13 +132,13 @@ class TiersOfAShard(RuleBasedStateMachine):
         self.open[of] = False
         self.unanswered[call] = of, accept
         if call not in self.shard.replies:
-            assert self.lies_on_disk_alone(block), "what lies in memory is not waited for"
-            assert best is not None and best <= accept, "what he does not accept is not waited for"
+            assert self.lies_on_disk_alone(block), "a page in memory is granted without a wait"
+            assert best is not None and best <= accept, "a page that is not accepted is refused without a wait"
             return
         page = self.answer_of(call)
         if isinstance(page, PageSlot):
             assert best is not None and page.loss == best <= accept
-            assert page.tier is min(there), "of twins the upper"
+            assert page.tier is min(there), "the upper one of twins"
         elif best is not None:
             assert page.reason is MissReason.LOSSY and best > accept
 
@@ -167,7 +167,7 @@ class TiersOfAShard(RuleBasedStateMachine):
         corrupt = () if sound else (0,)
         shard.read(*corrupt, which=data.draw(st.sampled_from(range(len(shard.stages)))))
         answered = [call for call in self.unanswered if call in shard.replies and call not in before]
-        assert answered, "who waits for it gets an answer"
+        assert answered, "a reader that waits for it gets an answer"
         if len(answered) == 1:  # the room that this made may have been another's
             of, _ = self.unanswered[answered[0]]
             page = self.answer_of(answered[0])
@@ -180,7 +180,7 @@ class TiersOfAShard(RuleBasedStateMachine):
         self.settle()
 
     def answer_of(self, call: CallId) -> PageSlot | Miss:
-        """What a reader of one page was told."""
+        """Returns the answer to a reader of one page."""
         of, accept = self.unanswered.pop(call)
         reply = self.shard.replies[call]
         assert isinstance(reply, PinGrant)
@@ -279,7 +279,7 @@ class TiersOfAShard(RuleBasedStateMachine):
         self.settle()
 
     @rule()
-    def tell_anew(self) -> None:
+    def send_new_inventory(self) -> None:
         self.shard.hear(inventory=True)
         self.told.clear()
         self.settle()
@@ -295,7 +295,7 @@ class TiersOfAShard(RuleBasedStateMachine):
         self.settle()
 
     @rule()
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """It dies, and another has its folder. What was being written is none."""
         if not self.files:
             return
@@ -311,14 +311,14 @@ class TiersOfAShard(RuleBasedStateMachine):
     # ------------------------------------------------------------------------------------- claims
 
     def lies(self, block: BlockHash) -> list[Tier]:
-        """Where all of it in one page is to be had."""
+        """Returns the tiers that have the whole block in one page."""
         return [tier for (key, tier) in self.told if key == PageKey(block, 0, WHOLE)]
 
     def lies_on_disk_alone(self, block: BlockHash) -> bool:
         return self.lies(block) == [Tier.DISK]
 
     def best(self, name: PageKey) -> Loss | None:
-        """The least loss with which it is there."""
+        """Returns the least loss among the copies of the page."""
         return min((loss for (key, _), (loss, _) in self.told.items() if key == name), default=None)
 
     @invariant()

@@ -1,4 +1,4 @@
-"""What was purged is remembered, in order, in bounded memory, and is carried out by everybody."""
+"""What was purged is remembered in order and in bounded memory, and every shard carries it out."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_learning_loses_no_tombstone_that_either_side_knew(known: list[Tombstone
             and kept.adapter in (None, stone.adapter)
             for kept in stones.all()
         )
-    assert stones.learn(told) == [], "what is known is not new"
+    assert stones.learn(told) == [], "a known tombstone is not new"
 
 
 def test_more_than_can_be_remembered_become_a_clear_of_who_has_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_a_purge_is_admitted_while_there_is_room_or_it_makes_some(monkeypatch: p
     assert not stones.admits(Tombstone(3, THEIRS, model="c"))
 
 
-def test_what_a_shard_passed_over_is_numbered_anew() -> None:
+def test_a_tombstone_that_a_shard_skipped_gets_a_new_number() -> None:
     late, carried, later = Tombstone(3, OURS, model="a"), Tombstone(5, OURS, model="b"), Tombstone(6, THEIRS)
     stones = Tombstones([late, carried, later])
     assert stones.renew([carried], Epoch(1)) == [Tombstone(7, OURS, model="a")]

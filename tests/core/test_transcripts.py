@@ -46,7 +46,7 @@ def test_prose_stays_and_what_came_of_a_command_is_replaced() -> None:
     assert played(text, lambda line: came[line]) == "# prose\n\nfirst\n    a new line\nsecond\n\n# more\n"
 
 
-def test_a_command_that_nobody_knows_fails_with_what_came_before() -> None:
+def test_an_unknown_command_fails_with_what_came_before() -> None:
     with pytest.raises(AssertionError, match=r"(?s)'s1 dances' failed.*start s1.*inventory up to 0"):
         played("start s1\ns1 dances\n", Commands().run)
 

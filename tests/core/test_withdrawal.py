@@ -1,4 +1,4 @@
-"""Withdrawing a page, and with it what was decoded from it; and what a shard tells of its tiers."""
+"""Withdrawing a page together with the pages that were decoded from it, and what a shard reports of its tiers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def with_twins(codec: Codec = Codec.Q8, **config: int) -> LoneShard:
 
 
 def tiers(shard: LoneShard) -> list[Tier]:
-    """Where A is to be read."""
+    """Returns the tiers from which A can be read."""
     return [page.tier for page in shard.core.pool.ready() if page.key == key(A)]
 
 
@@ -104,7 +104,7 @@ def test_the_upper_of_twins_is_condemned_alone_when_it_is_found_corrupt() -> Non
     shard.call(ours(Suspect(shard.epoch, (key(A),)), shard.space))
     assert shard.reading is not None
     read = [slot.tier for slot in shard.reading.slots]
-    assert sorted(read) == [Tier.DEVICE, Tier.HOST], "which of them the reader had, he does not know"
+    assert sorted(read) == [Tier.DEVICE, Tier.HOST], "the reader does not know which of them it had"
     shard.verdict(read.index(Tier.DEVICE))
     assert shard.settle() == [left(A, Tier.DEVICE, corrupt=True)]
     assert tiers(shard) == [Tier.HOST]

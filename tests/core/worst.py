@@ -258,7 +258,7 @@ def renew_ticket(size: int) -> Step:
 
 
 def end_ticket(size: int) -> Step:
-    """Of a store of so many pages."""
+    """The end of the ticket of a store of that many pages."""
     core, _ = coordinator()
     parts = tuple((0, Part(at, at + 1, 0, HEADS)) for at in range(8))
     known = hashes(size // len(parts))
@@ -329,7 +329,7 @@ def unpin_blocks(size: int) -> Step:
 
 
 def purge(size: int) -> Step:
-    """Of so many blocks, with as many tombstones as may be."""
+    """A purge of that many blocks, with as many tombstones as are allowed."""
     core, _ = held(size)
     for number in range(limits.TOMBSTONES_PER_TENANT - 1):
         core.step(asks(Purge(model=f"m{number}")), NOW)
@@ -368,7 +368,7 @@ def report_of_pieces(size: int) -> Step:
 
 
 def report_of_a_target(size: int) -> Step:
-    """A shard has a little room, and each block that is wished for takes more."""
+    """A shard has a little room, and each requested block takes more."""
     core, shards = held(size)
     core.step(asks(PinBlocks(hashes(size), SECOND, limits.REPLICAS), SPACE), NOW)
     little = int(CoordinatorConfig().low_free * 2**50) + 1
@@ -377,7 +377,7 @@ def report_of_a_target(size: int) -> Step:
 
 
 def report_of_a_draining_shard(size: int) -> Step:
-    """What it holds has room nowhere, and there are many others to ask."""
+    """No other shard has room for its blocks, and there are many to check."""
     core, shards = coordinator(64)
     shards.tell(0, [event(at, SPEC.whole(0)) for at in range(size)])
     core.step(asks(Drain(ShardId("s0"))), NOW)
@@ -476,7 +476,7 @@ class LoneShard:
         return effects
 
     def ack(self, **said: Any) -> ReportAnswered:
-        """What answers the message under way."""
+        """Returns the answer to the message under way."""
         message, self._sent = self._sent, None
         if message is None:
             return ReportAnswered(ReportAck(Epoch(100), 0, **said))
@@ -586,7 +586,7 @@ def renew(size: int) -> Step:
 
 
 def flush(size: int) -> Step:
-    """As the last of those that may wait."""
+    """The last flush that may wait."""
     shard = holding(1)
     shard.step(shard.reserve(2, range(10, 11)))
     shard.step(shard.commit(2, 1))
@@ -630,7 +630,7 @@ def moved(size: int) -> Step:
 
 
 def staged(size: int) -> Step:
-    """Of pages that a reader wanted from disk."""
+    """Staged pages that a reader wanted from disk."""
     per_file = 1_024
     file_bytes = HEAD_BYTES + SECTOR_BYTES * (per_file + 64)
     found = RecoveredPages(

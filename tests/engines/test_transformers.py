@@ -1,4 +1,4 @@
-"""What the transformers engine promises: exactness above all, and a refusal by name where it cannot be had."""
+"""What the transformers engine promises: exact results, and a refusal by name where these are not possible."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def batch(*rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any, **settings: Any) -> Any:
-    """What `generate` returns with all logits; eight new tokens."""
+    """Returns what `generate` returns with all logits; eight new tokens."""
     return model.generate(
         ids,
         attention_mask=mask,
@@ -551,7 +551,7 @@ def tiny(kind: str, **settings: Any) -> Any:
         ("gemma2", {}, "layer 0 is sliding_attention"),
         ("llama4_text", {}, "chunked_attention"),
         ("mamba", {}, "linear_attention"),
-        ("rwkv", {}, "does not fill layer 0"),
+        ("rwkv", {}, "keeps other state than K and V in layer 0"),
         ("rwkv", {"num_attention_heads": None}, "no attention heads"),
         ("jamba", {"num_key_value_heads": 2}, "linear_attention"),
         ("deepseek_v3", {"num_key_value_heads": 4, "n_routed_experts": 8, "first_k_dense_replace": 2}, "MLA"),

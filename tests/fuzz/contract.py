@@ -1,4 +1,4 @@
-"""A parser as the fuzzer sees it: what it reads, valid inputs to begin from, and the contract that it is held to.
+"""A parser as the fuzzer sees it: its input, valid examples to begin from, and the contract that it must keep.
 
 Of the contract three things are known: which types of values valid inputs give, which errors the parser documents,
 and, where there is an encoder, that what was read can be written, and is then read as the same value.

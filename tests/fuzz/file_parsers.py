@@ -1,4 +1,4 @@
-"""The readers of page files: what a shard finds on disk, where anything may have become of it.
+"""The readers of page files: what a shard finds on disk, where files may be damaged in any way.
 
 Both halves are under checksums, which a mutated input seldom bears out. So each is also read as if they were right,
 whatever it says: a drive, a later version or a forger could leave nothing worse there.
@@ -102,7 +102,7 @@ def _body(data: bytes) -> Node:
 
 
 def _read_records(data: bytes) -> list[RecoveredPage]:
-    """That in which no page is found counts as refused."""
+    """A file in which no page is found counts as refused."""
     found = page_files.decode_records(_FILE, _FILE.namespace, data, 0)
     if not found:
         raise ProtocolError("no record of these is whole")

@@ -1,4 +1,4 @@
-"""The fuzzer: makes inputs by the thousand, and holds a parser to its contract.
+"""The fuzzer: makes thousands of inputs, and checks a parser's contract with each.
 
 Whatever comes in, a parser returns a value of a type that valid inputs give, or raises an error that it documents. A
 value that can be written is read again as the same. Of every few hundred inputs one is watched while it is read: how
@@ -54,7 +54,7 @@ class Finding(AssertionError):
 
 @dataclass(frozen=True)
 class Tally:
-    """What became of a parser's inputs."""
+    """Counts the outcomes of a parser's inputs."""
 
     inputs: int
     accepted: int
@@ -159,7 +159,7 @@ class Fuzz:
 
 
 def spelt(data: bytes) -> str:
-    """An input as it is written on a command line: in hex, or packed where that is long."""
+    """Returns an input as it is written on a command line: in hex, or compressed if that is long."""
     return data.hex() if len(data) <= 200 else "z" + base64.urlsafe_b64encode(zlib.compress(data, 9)).decode()
 
 
@@ -191,7 +191,7 @@ def _in_use() -> tuple[int, int]:
 
 
 def _watched(read: Callable[[bytes], object], data: bytes, most_lines: int, most_memory: int) -> object:
-    """Reads while lines and memory are counted. Raises Finding where either is too many."""
+    """Reads while lines and memory are counted. Raises Finding if either exceeds its bound."""
     lines = 0
 
     def count(frame: FrameType, event: str, argument: object) -> Any:

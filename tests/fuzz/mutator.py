@@ -1,4 +1,4 @@
-"""From valid inputs to almost valid ones: the half of a fuzzer that makes things up.
+"""The mutator of the fuzzer: makes almost valid inputs from valid ones.
 
 Most inputs have one node changed in a way that its kind invites (a number for one at a limit, a list for one that is
 longer than its fellows, a length that is a lie, a field from another message), some have bits spoiled wherever they
@@ -111,7 +111,7 @@ class Mutator:
         return node.around(body[:at] + number + body[at + (rng.random() < 0.7) :])
 
     def _word(self, rng: Random, node: Node) -> bytes:
-        """What a parser of text listens to."""
+        """Returns a word that a parser of text understands."""
         word = self._words[int(rng.random() * len(self._words))]
         at = int(rng.random() * (len(node.body) + 1))
         return node.around(word if rng.random() < 0.5 else node.body[:at] + word + node.body[at:])
@@ -161,7 +161,7 @@ def _lying(rng: Random, node: Node) -> bytes:
 
 
 def _renamed(rng: Random, node: Node) -> bytes:
-    """Another field, or another wire type; a field that nobody knows."""
+    """Another field, or another wire type; an unknown field."""
     return bytes([int(rng.random() * 256)]) + node.whole[len(node.head) :]
 
 

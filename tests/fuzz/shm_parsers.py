@@ -1,4 +1,5 @@
-"""The readers of shared memory's control: what a shard tells of its arena, and what a worker tells that it wrote.
+"""The readers of shared memory's control messages: what a shard says of its arena, and what a worker says that it
+wrote.
 
 A grant is read for a request, so the readers here know one; what they are fed need not.
 """
@@ -57,7 +58,7 @@ def _slot(item: int, place: Place) -> PageSlot:
     key, layers = _KEYS[item], _LAYERS[item]
     first = _WANTS[item].layer_start
     sums = [0] * first + list(place.sums) + [0] * (layers - first - len(place.sums))
-    # Whatever codec is told is passed on: what it means is for whoever decodes it.
+    # Any codec number is passed on: the decoder of the page rejects an unknown one.
     codec = cast("Codec", place.codec)
     return PageSlot(key, place.offset, place.layer_bytes * layers, 1, Loss.EXACT, checksum.pack_sums(sums), codec)
 

@@ -1,5 +1,5 @@
-"""Bits flip, a thousand in CI and ten thousand nightly, where pages lie and while they travel, and no reader is ever
-given a wrong byte.
+"""Bits are flipped in stored pages and in pages on their way, a thousand in CI and ten thousand nightly, and no reader
+ever gets a wrong byte.
 
 The parts are the real ones: a client's loads and stores, sessions, checksums, frames over gRPC and TCP on loopback, and
 what is said of pages over shared memory. Of ten thousand bits, six thousand flip in the arena and in the sums of the

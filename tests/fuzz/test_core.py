@@ -1,4 +1,4 @@
-"""What the wire lets through, the cores can step: a message that is well formed and means nothing breaks no invariant.
+"""The cores can step everything that the wire accepts: a well-formed message without meaning breaks no invariant.
 
 Worlds come from the transcripts of tests/core, each played up to some line. Messages come from them too: as they went
 to a core there, changed as the fuzzer changes them, and read again as a server does. What is read goes to a core that

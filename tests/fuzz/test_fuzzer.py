@@ -1,4 +1,5 @@
-"""The fuzzer sees: each way to break a contract, planted in a small parser, is found and told so that it repeats."""
+"""The fuzzer finds each way to break a contract, planted in a small parser, and reports it so that it can be
+repeated."""
 
 from __future__ import annotations
 

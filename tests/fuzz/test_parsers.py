@@ -1,4 +1,4 @@
-"""Whatever comes from outside, reading it ends in a value or in a documented error, in bounded time and memory.
+"""Reading any input from outside ends in a value or in a documented error, in bounded time and memory.
 
 Two thousand inputs a parser look for what a change has just broken; `make nightly` draws a hundred thousand (`make
 fuzz`), and `make fuzz FUZZ_INPUTS=1000000 FUZZ_SEED=7` goes further, elsewhere.

@@ -1,4 +1,4 @@
-"""The readers of files, settings and arguments: what operators write and what engines hand in.
+"""The readers of files, settings and arguments that operators write and engines pass.
 
 Files are real ones, without a place in any folder: what is read is what an operator's file would be read as.
 """
@@ -38,7 +38,7 @@ _CONFIGURATION_WORDS = (
 _SIZES = (b"1GiB", b" 512 MiB ", b"4096", b"0.5tib", b"1.25 KB")
 _SIZE_WORDS = "GiB kib TB . 0 -1 1e9 999999999999 b"
 _TOKENS = (
-    f"sha256:{'0a' * 32}  team-a\n# a line for nobody\n\nsha256:{'1b' * 32}\tteam.b_2\r\n".encode(),
+    f"sha256:{'0a' * 32}  team-a\n# a comment\n\nsha256:{'1b' * 32}\tteam.b_2\r\n".encode(),
     f"sha256:{'c3' * 32} x".encode(),
 )
 _TOKEN_WORDS = f"sha256: {'f' * 64} operator - . #"

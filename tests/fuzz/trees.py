@@ -1,4 +1,4 @@
-"""What an input is made of: a tree of nodes, so that a mutation changes one thing and leaves the rest as it was.
+"""The structure of an input: a tree of nodes, so that a mutation changes one node and leaves the rest unchanged.
 
 Bytes flipped at random seldom get past the first length of a message. A mutation of one node keeps all lengths
 around it true, and so reaches the checks that lie deep within. Trees are made once from valid inputs and are never

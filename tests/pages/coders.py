@@ -1,4 +1,4 @@
-"""Holds a coder of flat tensors to the definition, byte for byte: `python -m tests.pages.coders triton cuda`.
+"""Compares a coder of flat tensors with the definition, byte for byte: `python -m tests.pages.coders triton cuda`.
 
 A program of its own, since Triton looks at TRITON_INTERPRET when its kernels are made: with it they run on a CPU, and
 without it on the GPU that the second argument names. Prints what differs, and last of all how many pages did.

@@ -1,4 +1,4 @@
-"""What the kernels become for a GPU, without one: `python -m tests.pages.kernels` prints the float operations of each.
+"""Compiles the kernels for a GPU, without one: `python -m tests.pages.kernels` prints the float operations of each.
 
 The interpreter that runs them on a CPU says nothing of what a compiler fuses, approximates or flushes.
 """

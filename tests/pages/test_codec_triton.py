@@ -1,4 +1,4 @@
-"""The Triton kernels make the bytes of the definition, as far as can be seen without a GPU."""
+"""The Triton kernels make the same bytes as the definition, as far as can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from kvcluster.pages import codec
 
 ROOT = Path(__file__).parents[2]
-# Whoever encodes here is held to the same pages, so that there is one to hold where Triton is not installed.
+# All implementations here must give the same pages, so there is one to test where Triton is not installed.
 HERE = str(codec.implementation())
 IMPLEMENTATIONS = [HERE, "triton"] if find_spec("triton") else [HERE]
 KERNELS = 15 if find_spec("triton") else 0

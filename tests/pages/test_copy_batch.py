@@ -1,4 +1,4 @@
-"""A batch of copies is refused by name, before a byte moves, unless executors may trust every number of it."""
+"""A batch of copies is refused by name, before a byte moves, unless every number of it is valid."""
 
 from __future__ import annotations
 

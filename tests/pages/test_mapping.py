@@ -1,4 +1,4 @@
-"""Another process's arena, seen from here."""
+"""The mapping of another process's arena."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV events to publish, and their sockets as a stranger would use them."""
+"""KV events to publish, and plain ZMQ sockets as another project would use them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards for tests, each with a coordinator that answers as it is told to, and pages to put there."""
+"""Shards for tests, each with a coordinator that answers as the test says, and pages to store in them."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Content:
         return sums
 
     def drained(self) -> None:
-        """It is made anew each time."""
+        """Returns a new one each time."""
 
 
 def store(host: ShardHost, numbers: Sequence[int]) -> None:

@@ -1,4 +1,5 @@
-"""Who asks: what a token file may hold, whom a token stands for, and when strangers could get in."""
+"""Authentication: what a token file may hold, which tenant a token stands for, and when a server would be open to
+all."""
 
 from __future__ import annotations
 
@@ -169,7 +170,7 @@ def test_new_tokens_differ_and_can_be_sent() -> None:
     assert all(token.isascii() and token.isprintable() and len(token) >= 43 for token in made)
 
 
-# ------------------------------------------------------------------------------------------- who could get in
+# ------------------------------------------------------------------------- when a server would be open to all
 
 
 def test_tokens_are_read_from_the_configured_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whole clusters of one process: pages that rot, copies, drains and purges, from a worker's call to the last shell."""
+"""Whole clusters in one process: pages that rot, copies, drains and purges, through all layers."""
 
 from __future__ import annotations
 

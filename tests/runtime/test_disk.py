@@ -274,7 +274,7 @@ def test_what_could_not_be_written_is_not_found_and_the_others_are(
             full.folder.write(move, memoryview(data))
     if writes:
         del full.pages[move.target.offset]
-    assert full.found() == full.all(), "what lay there is there as long as nothing has happened to it"
+    assert full.found() == full.all(), "undamaged pages are still there"
     full.write(0, 1)
     assert full.found() == full.all()
 
@@ -342,7 +342,7 @@ def test_files_of_another_size_are_dropped_and_stay_so_when_that_size_comes_back
     assert (found.pages, found.specs, found.file_bytes) == ((), (), size)
     assert {file.stat().st_size for file in full.path.glob("*.pages")} == {size}
     full.config = before
-    assert full.found() == [], "what was not known could not be purged"
+    assert full.found() == [], "the purge could not erase pages that were not found then"
 
 
 def test_shards_share_a_folder_s_parent_and_nothing_else(full: Drive) -> None:
@@ -505,7 +505,7 @@ def test_a_folder_that_cannot_be_used_is_a_reason_to_run_without(
         drive.open()
     folder, found = open_disk(drive.config, SHARD)
     assert folder is None
-    assert found.why_none in caplog.text, "its operator reads it where he looks first"
+    assert found.why_none in caplog.text, "its operator finds it in the log"
     with pytest.raises(ConfigError, match=f"^the shard runs without its disk tier: {words}$"):
         raise ConfigError(found.why_none)
 
@@ -625,7 +625,7 @@ def test_an_erasure_takes_all_new_tombstones_and_keeps_all(shared: Drive) -> Non
     shared.folder.erase(Erase(new, (old, *new)))
     found = shared.open()
     assert found.tombstones == (old, *new)
-    assert list(found.pages) == shared.all(1), "what an old one names was written after it"
+    assert list(found.pages) == shared.all(1), "the pages that an old tombstone names were written after it"
     shared.folder.erase(Erase((Tombstone(7, BLUE),), (old, *new, Tombstone(7, BLUE))))
     assert shared.open() == RecoveredPages(FILES * FILE_BYTES, FILE_BYTES, tombstones=(old, *new, Tombstone(7, BLUE)))
 

@@ -1,5 +1,5 @@
-"""The driver: every question gets its answer or Unavailable, time is judged after what has arrived, nothing stays
-behind.
+"""The driver: every question gets its answer or Unavailable, deadlines are judged after the messages that have arrived,
+and nothing is left behind.
 
 The core of these tests does what its messages say, so that each test writes down one course of events.
 """
@@ -343,7 +343,7 @@ def test_a_core_that_raises_fails_all_who_wait_and_all_who_come() -> None:
         stepped = len(run.core.stepped)
         with pytest.raises(Unavailable):
             run.ask(reply=Done())
-        assert len(run.core.stepped) == stepped, "what is broken is not stepped again"
+        assert len(run.core.stepped) == stepped, "a broken core is not stepped again"
         assert len(run.failures) == 1, "reported once"
 
 

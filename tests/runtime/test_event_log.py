@@ -1,4 +1,4 @@
-"""What was published keeps its numbers, and what is asked for again is what there is of it."""
+"""Published batches keep their numbers, and a replay returns those that are still kept."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_what_goes_while_an_answer_is_read_is_missing_in_it() -> None:
     replay.sent()
     for number in range(2, 7):
         log.add(effect(number), 0.0)
-    assert replay.following() is None, "what came later is heard anyway"
+    assert replay.following() is None, "later batches are published anyway"
     assert replay.behind
 
 

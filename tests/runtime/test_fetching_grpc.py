@@ -1,4 +1,4 @@
-"""Fetching over the network, as shards of a real cluster do: with their secret, and connections that hang."""
+"""Pulls over the network, as shards of a real cluster make them: with their secret, and over connections that hang."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_source_that_stops_in_the_middle_is_waited_for_no_longer_than_a_lease_
         pair.hanging.hang_at = 2
         pair.pull(1, 2, 3)
         assert pair.hanging.hangs.is_set()
-        assert held(pair.target) == {}, "what came before the lease ended came too late to be kept"
+        assert held(pair.target) == {}, "pages that arrived before the lease ended were too late to be kept"
         assert counted(pair.target)["revoked"] == 1
         pair.hanging.hang_at = None
         pair.hanging.released.set()

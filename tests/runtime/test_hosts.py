@@ -1,4 +1,4 @@
-"""A core with its driver: what effects come to, and how an incarnation ends."""
+"""A core with its driver: how effects are carried out, and how an incarnation ends."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvcluster.core.messages import (
     AttachedShard,
     AttachShard,
     Done,
-    Farewell,
     Inventory,
     Leave,
+    LeaveReason,
     NewPage,
     PageKey,
     PageSlot,
@@ -98,16 +98,16 @@ def test_a_report_that_fails_is_sent_again(error: Exception) -> None:
 
 def test_a_shard_whose_successor_is_known_ends_itself() -> None:
     ended: queue.SimpleQueue[Leave] = queue.SimpleQueue()
-    coordinator = Coordinator(lambda message: ReportAck(Epoch(1), 0, leave=Farewell.REPLACED))
+    coordinator = Coordinator(lambda message: ReportAck(Epoch(1), 0, leave=LeaveReason.REPLACED))
     with shard(coordinator, on_end=ended.put):
         leave = ended.get(timeout=BOUND_S)
     assert "newer incarnation" in leave.reason
-    assert not leave.for_good, "and Ray starts it anew"
+    assert not leave.for_good, "and Ray restarts it"
 
 
 def test_a_drained_shard_ends_for_good() -> None:
     ended: queue.SimpleQueue[Leave] = queue.SimpleQueue()
-    coordinator = Coordinator(lambda message: ReportAck(Epoch(1), 0, leave=Farewell.DRAINED))
+    coordinator = Coordinator(lambda message: ReportAck(Epoch(1), 0, leave=LeaveReason.DRAINED))
     with shard(coordinator, on_end=ended.put):
         assert ended.get(timeout=BOUND_S) == Leave("this shard is drained", for_good=True)
 
@@ -241,7 +241,7 @@ def test_a_mistake_in_the_coordinator_ends_the_process() -> None:
     with pytest.raises(Unavailable, match="coordinator failed"):
         host.ask(lambda call: Unheard(), BOUND_S)
     assert len(ended) == 1
-    assert host.inspect(lambda: CallId(1)) == 1, "what is left can still be looked at"
+    assert host.inspect(lambda: CallId(1)) == 1, "the remaining state can still be read"
     host.close()
 
 

@@ -1,4 +1,4 @@
-"""Pages from shard to shard: what is whole and right is kept, and nothing else, whatever the source does."""
+"""Pages from shard to shard: only whole and correct pages are kept, whatever the source does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading pages again: what was committed matches, and nothing else does."""
+"""Verifying pages: committed bytes match their checksums, and other bytes do not."""
 
 from __future__ import annotations
 

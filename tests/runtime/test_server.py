@@ -1,4 +1,4 @@
-"""A server over a table of methods: who may ask what, and how every kind of trouble is told to the asker."""
+"""A server over a table of methods: which caller may ask what, and how each kind of error reaches the caller."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_ping_is_answered_without_asking_the_core() -> None:
             connection.ask(fat, None, soon())
 
 
-# -------------------------------------------------------------------------------------------- who may ask
+# -------------------------------------------------------------------------------------- which callers may ask
 
 
 @pytest.mark.parametrize("token", [None, "another", SECRET])
@@ -186,8 +186,8 @@ def test_what_touches_every_tenant_is_for_operators_alone() -> None:
 def test_without_a_token_file_every_client_is_an_operator() -> None:
     gate = Gate(Authenticator(None, SECRET))
     handlers = unary_handlers(COORDINATOR, gate, lambda build, wait_s: Done(), operators=frozenset({"Drain"}))
-    with connected(handlers) as anybody:
-        assert anybody.ask(COORDINATOR["Drain"], DRAIN, soon()) == Done()
+    with connected(handlers) as client:
+        assert client.ask(COORDINATOR["Drain"], DRAIN, soon()) == Done()
 
 
 def test_what_is_shared_is_asked_by_workers_and_by_shards_which_speak_for_all() -> None:
@@ -259,7 +259,7 @@ def test_an_answer_of_another_kind_is_a_protocol_error() -> None:
 def test_a_method_that_the_server_does_not_have_is_a_protocol_error() -> None:
     with (
         connected(shard_methods(fails(AssertionError()))) as connection,
-        pytest.raises(ProtocolError, match="does not speak kvcluster"),
+        pytest.raises(ProtocolError, match="is no kvcluster server"),
     ):
         connection.ask(COORDINATOR["GetStatus"], GetStatus(), soon())
 

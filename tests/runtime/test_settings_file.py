@@ -1,4 +1,4 @@
-"""What an operator has set outlives the coordinator, and what cannot be understood is not passed over."""
+"""An operator's settings outlive the coordinator, and a file that cannot be read is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads beside a driver: in order, never in the way, and never ended without a word."""
+"""Threads beside a driver: they run work in order, do not delay it, and report an error before they end."""
 
 from __future__ import annotations
 

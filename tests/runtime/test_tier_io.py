@@ -1,4 +1,4 @@
-"""Pages between tiers: encoded, decoded or copied to where they go, summed there, and verified where they came from."""
+"""Pages between tiers: encoded, decoded or copied to their target, summed there, and verified at their source."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_page_that_goes_down_is_encoded_and_summed_as_what_it_is_there(which: 
     arena, page = demoted(spec, which, key_of(spec))
     raw = raw_page(spec, page.source.key)
     assert arena.data(page.target) == encoded(spec, page.source.key, which, raw)
-    assert arena.data(page.source) == raw, "who reads the source still reads it"
+    assert arena.data(page.source) == raw, "a reader of the source still reads it"
     assert arena.untouched(page.target)
 
 

@@ -1,5 +1,5 @@
-"""One seam for the bytes of every tier: what is written is read, where it is addressable it is shown, and where it is
-durable it is erased when it is purged."""
+"""The interface to the bytes of every tier: what is written is read, an addressable tier gives views, and a durable one
+erases purged pages."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_page_is_shown_where_it_lies_in_addressable_tiers_alone(
     stores.write(to(target), memoryview(data(8)))
     assert (view is not None) == (tier in ADDRESSABLE)
     assert view is None or bytes(view) == data(8) == bytes(copy)
-    assert view is not None or bytes(copy) == data(), "of what is not addressable a reader has a copy"
+    assert view is not None or bytes(copy) == data(), "a reader has a copy of a page that is not addressable"
 
 
 def test_what_is_not_in_its_store_cannot_be_read(stores: TierStores) -> None:

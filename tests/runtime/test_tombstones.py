@@ -1,4 +1,4 @@
-"""What was purged outlives the coordinator that was told, or its caller is told that it may not."""
+"""A purge outlives the coordinator that recorded it, or its caller is told that it may not."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_a_promise_that_cannot_be_kept_is_not_given() -> None:
     before, after = Answer(CallId(1), Done()), Leave("over")
     keeping = Keeping(Scripted(before, Persist(STONES), PROMISE, after), disk.write, unasked)
     first, instead, last = keeping.step(None, 0)
-    assert (first, last) == (before, after), "what came before, and what promises nothing, is as it was"
+    assert (first, last) == (before, after), "other effects are passed on unchanged"
     assert isinstance(instead, Answer)
     assert instead.call == PROMISE.call
     assert isinstance(instead.reply, NotKept)

@@ -1,4 +1,4 @@
-"""What a shard serves beside gRPC, and what it says of the rest."""
+"""Which transports a shard serves beside gRPC, and what it says of the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvcluster.transport.path_selector import try_path
 from kvcluster.transports import BY_NAME
 from tests.runtime.hosts import BOUND_S, EPOCH, Coordinator, attempt, configured, no_source, shard, soon
 
-ANYBODY = Authenticator(None, "secret")
+EVERY_CLIENT = Authenticator(None, "secret")
 
 
 class Recorded:
@@ -56,7 +56,7 @@ def host() -> Iterator[ShardHost]:
 
 def test_what_the_configuration_names_is_served_until_it_is_closed(host: ShardHost) -> None:
     shm, tcp = Recorded("shm"), Recorded("tcp")
-    paths = serve_paths(host, ANYBODY, ServerConfig(), "here", {"shm": shm.serve, "tcp": tcp.serve})
+    paths = serve_paths(host, EVERY_CLIENT, ServerConfig(), "here", {"shm": shm.serve, "tcp": tcp.serve})
     assert paths.offers.epoch == EPOCH
     assert paths.offers.offers == (Offer("shm", "at shm"), Offer("tcp", "at tcp"))
     assert paths.offers.refused == ()
@@ -68,14 +68,14 @@ def test_what_the_configuration_names_is_served_until_it_is_closed(host: ShardHo
 def test_what_a_server_has_to_tell_besides_its_address_goes_with_its_offer(host: ShardHost) -> None:
     tcp = Recorded("tcp")
     tcp.details = b"what only its other half understands"
-    paths = serve_paths(host, ANYBODY, ServerConfig(transports=("grpc", "tcp")), "here", {"tcp": tcp.serve})
+    paths = serve_paths(host, EVERY_CLIENT, ServerConfig(transports=("grpc", "tcp")), "here", {"tcp": tcp.serve})
     assert paths.offers.offers == (Offer("tcp", "at tcp", BY_NAME["tcp"].version, tcp.details),)
 
 
 def test_what_the_configuration_leaves_out_is_not_served_and_that_is_told(host: ShardHost) -> None:
     shm, tcp = Recorded("shm"), Recorded("tcp")
     config = ServerConfig(transports=("grpc", "tcp"))
-    paths = serve_paths(host, ANYBODY, config, "here", {"shm": shm.serve, "tcp": tcp.serve})
+    paths = serve_paths(host, EVERY_CLIENT, config, "here", {"shm": shm.serve, "tcp": tcp.serve})
     assert paths.offers.offers == (Offer("tcp", "at tcp"),)
     assert paths.offers.refused == (("shm", "the shard's configuration leaves it out"),)
     assert not shm.running
@@ -84,13 +84,13 @@ def test_what_the_configuration_leaves_out_is_not_served_and_that_is_told(host: 
 @pytest.mark.parametrize("error", [OSError("no room in /dev/shm"), ConfigError("no room in /dev/shm")])
 def test_what_cannot_be_started_is_told_and_the_rest_is_served(host: ShardHost, error: Exception) -> None:
     shm, tcp = Recorded("shm", error), Recorded("tcp")
-    paths = serve_paths(host, ANYBODY, ServerConfig(), "here", {"shm": shm.serve, "tcp": tcp.serve})
+    paths = serve_paths(host, EVERY_CLIENT, ServerConfig(), "here", {"shm": shm.serve, "tcp": tcp.serve})
     assert paths.offers.refused == (("shm", "the shard cannot serve it: no room in /dev/shm"),)
     assert tcp.running
 
 
 def test_what_there_is_no_server_for_is_told(host: ShardHost) -> None:
-    paths = serve_paths(host, ANYBODY, ServerConfig(), "here", {})
+    paths = serve_paths(host, EVERY_CLIENT, ServerConfig(), "here", {})
     assert paths.offers.offers == ()
     assert paths.offers.refused == tuple((name, "the shard cannot serve it on its platform") for name in ("shm", "tcp"))
 
@@ -130,7 +130,7 @@ def test_a_shard_tells_what_it_was_started_with_and_real_servers_answer_there() 
         open_source=no_source,
         on_end=lambda leave: None,
     )
-    with closing(host), closing(serve_paths(host, ANYBODY, ServerConfig(), "127.0.0.1")) as paths:
+    with closing(host), closing(serve_paths(host, EVERY_CLIENT, ServerConfig(), "127.0.0.1")) as paths:
         host.start(paths.offers)
         assert host.ask(build_request(GetOffers(), Tenant("t")), BOUND_S) == paths.offers
         assert [offer.transport for offer in paths.offers.offers] == ["shm", "tcp"]

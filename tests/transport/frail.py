@@ -1,4 +1,4 @@
-"""Paths that break where a test says, over the memory transport; and a way to a shard that chooses among them."""
+"""Paths over the memory transport that break where a test says, and a transport that chooses among them."""
 
 from __future__ import annotations
 

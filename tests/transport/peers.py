@@ -1,4 +1,4 @@
-"""What tests of several transports share: tokens, frames that are none, and a peer that sends any bytes."""
+"""Helpers for tests of several transports: tokens, malformed frames, and a peer that sends any bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NO_FRAMES = [
     (TERABYTE, "exceeds the limit|expected"),
     (streams.encode_header(Kind.PAGES, 4), "expected"),
 ]
-"""What somebody may send in the place of a frame, and a pattern of what he is told."""
+"""What a peer may send instead of a frame, and a pattern of the error that it gets."""
 
 
 def token(tenant: Tenant) -> str:

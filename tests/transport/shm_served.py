@@ -1,4 +1,4 @@
-"""A shard served over shared memory, and a peer of it that sends whatever it likes."""
+"""A shard served over shared memory, and a peer that sends it any bytes."""
 
 from __future__ import annotations
 

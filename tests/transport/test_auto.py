@@ -1,4 +1,4 @@
-"""The choice among data paths: which is used, why the others are not, and what becomes of a call whose path breaks."""
+"""The choice among data paths: which is used, why the others are not, and how a call goes on when its path breaks."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_path_that_does_not_open_is_left_alone_for_a_while_and_then_tried_agai
     ways.shm.opening = None
     load(ways.choice, stored)
     assert (ways.choice.name, ways.choice.refused()) == ("shm", {})
-    assert ways.tcp.closed == 1, "nobody uses it any more"
+    assert ways.tcp.closed == 1, "it has no user any more"
 
 
 def test_what_is_offered_is_asked_once(world: World, stored: Content) -> None:

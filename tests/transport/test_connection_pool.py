@@ -1,4 +1,4 @@
-"""Connections are kept for the next exchange while they are of use, and none survives what ends them."""
+"""Connections are kept for the next exchange while they are usable, and every one is closed in the end."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_closing_ends_what_lies_idle_and_wakes_what_is_under_way() -> None:
     opened.connections.close()
     opened.connections.close()
     assert idle.done == ["shut", "closed"]
-    assert busy.done == ["shut"] * 2, "whoever uses it closes it"
+    assert busy.done == ["shut"] * 2, "its user closes it"
     opened.connections.keep(busy)
     assert busy.done[-1] == "closed"
     with pytest.raises(Unavailable, match="was closed") as trouble:

@@ -1,4 +1,4 @@
-"""A thread that is kept off the processor that another is busy on."""
+"""Keeping a thread off the processor on which another thread is busy."""
 
 from __future__ import annotations
 

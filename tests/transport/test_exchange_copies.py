@@ -1,4 +1,4 @@
-"""Batches of copies on their way into sinks and out of sources: whole where these take them, else record by record."""
+"""Batches of copies into sinks and out of sources: as a whole where these support it, else record by record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A link carries frames whole through a socket that takes and gives them in pieces, and ends by its deadline."""
+"""A framed socket carries frames whole over a socket that transfers them in pieces, and ends by its deadline."""
 
 from __future__ import annotations
 
@@ -166,9 +166,9 @@ def test_descriptors_travel_with_a_frame_and_end_with_the_link(pair: Pair) -> No
     pair.near.send_fds(Kind.WELCOME, b"", [taken], soon())
     os.close(taken)
     pair.far.receive(Kind.WELCOME, deadline=soon())
-    pair.far.close()  # with a descriptor that nobody took
+    pair.far.close()  # with a descriptor that was never received
     with pytest.raises(BrokenPipeError):
-        os.write(writing, b"nobody has the other end")
+        os.write(writing, b"the other end is closed")
     os.close(writing)
 
 

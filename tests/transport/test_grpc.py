@@ -1,4 +1,4 @@
-"""Pages over gRPC: what every transport holds, and what only a network can do to one."""
+"""Pages over gRPC: the claims of every transport, and failures that only a network has."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def cut_store(request: pytest.FixtureRequest) -> CutStore:
 def test_what_this_side_cannot_send_is_a_limit_error(world: World) -> None:
     connection = Connection(world.served.address, token(ONE))
     huge = replace(SHARD["Flush"], encode_question=lambda question, namespace: bytes(limits.MESSAGE_BYTES + 1))
-    with pytest.raises(LimitError, match="too large"):
+    with pytest.raises(LimitError, match="exceeds a size limit"):
         connection.ask(huge, None, soon())
     connection.close()
 
@@ -261,7 +261,7 @@ def test_a_token_that_cannot_be_sent_is_a_credential_error_that_keeps_it_secret(
 
 @contextmanager
 def listening(answer: bytes | None) -> Iterator[str]:
-    """Something that is no kvcluster: it greets whoever comes with `answer`, or keeps silent."""
+    """A server of another protocol: it sends `answer` to each connection, or nothing."""
     with socket.create_server((HOST, 0)) as server:
         kept: list[socket.socket] = []
 
@@ -300,7 +300,7 @@ def test_something_else_that_listens_there_is_trouble_by_the_deadline(answer: by
             assert address in str(trouble.value), "a person can tell which address is meant"
         transport.close()
         connection = Connection(address, None)
-        with pytest.raises(Unreachable, match=f"nothing answers at {address}"):
+        with pytest.raises(Unreachable, match=f"no server answers at {address}"):
             connection.wait_ready(Deadline.after_ms(100))
         connection.close()
 
@@ -321,7 +321,7 @@ def test_a_server_that_is_slow_to_shake_hands_is_waited_for() -> None:
 
 
 def test_a_foreign_grpc_server_is_recognised() -> None:
-    with serving({}) as transport, pytest.raises(ProtocolError, match="does not speak kvcluster"):
+    with serving({}) as transport, pytest.raises(ProtocolError, match="is no kvcluster server"):
         transport.flush(soon())
 
 

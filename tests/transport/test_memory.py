@@ -1,4 +1,4 @@
-"""The transport of tests holds what every transport holds."""
+"""The in-memory transport keeps the claims of every transport."""
 
 from __future__ import annotations
 

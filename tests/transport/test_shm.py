@@ -1,4 +1,5 @@
-"""Pages through shared memory: what every transport holds, who may have it, and what neither side takes."""
+"""Pages through shared memory: the claims of every transport, which processes may map it, and what each side
+refuses."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ def written(*items: int, layers: int = 2, wrong: int = 0) -> bytes:
         (b"nonsense", "another service"),
         (written(7), "beyond the 3"),
         (written(2), "was not requested"),
-        (written(0, 0), "to write once"),
+        (written(0, 0), "must be written once"),
         (written(0, layers=3), "one sum for each"),
         (written(0, wrong=1), "one sum for each"),
         (streams.encode_header(Kind.WRITTEN, 4) + b"\xff\xff\xff\xff", "is too short"),
@@ -162,11 +163,11 @@ def test_an_answer_about_more_pages_than_a_frame_holds_is_a_limit_error(
         load(transport, content)
 
 
-# ------------------------------------------------------------------------------------------------ who may have it
+# --------------------------------------------------------------------------------- which processes may map it
 
 
 def test_a_token_is_asked_for_when_a_connection_is_opened(world: World) -> None:
-    for wrong in ("", "of somebody else", token(ONE)[:-1]):
+    for wrong in ("", "of another user", token(ONE)[:-1]):
         stranger = ShmPages(world.served.address, wrong)  # type: ignore[attr-defined]
         with pytest.raises(CredentialError):
             stranger.connect(soon())
@@ -179,7 +180,7 @@ def in_a_child(function: str, *arguments: object) -> str:
     return subprocess.check_output([sys.executable, "-c", command], text=True, cwd=ROOT, timeout=60)
 
 
-def connect_as_somebody_else(address: str) -> None:
+def connect_as_another_user(address: str) -> None:
     os.setuid(65_534)  # which takes root, as network namespaces do
     try:
         ShmPages(address, token(ONE)).connect(soon())
@@ -195,23 +196,23 @@ def connect_as_somebody_else(address: str) -> None:
 
 
 def test_another_user_is_refused_by_either_side_in_words(world: World) -> None:
-    said = in_a_child("connect_as_somebody_else", world.served.address)  # type: ignore[attr-defined]
+    said = in_a_child("connect_as_another_user", world.served.address)  # type: ignore[attr-defined]
     mine, theirs = said.splitlines()
-    assert mine.startswith("shard_lost") and "another user" in mine
-    assert theirs.startswith("FAILED") and f"of user {os.getuid()}, and this one is of 65534" in theirs
+    assert mine.startswith("shard_lost") and "the shard runs as user" in mine
+    assert theirs.startswith("FAILED") and f"of user {os.getuid()}, but this process runs as user 65534" in theirs
 
 
 def test_if_no_process_listens_the_reason_says_what_that_may_mean() -> None:
-    nobody = ShmPages("@kvcluster-nobody", None)
-    with pytest.raises(Unavailable, match="another host or network namespace") as trouble:
-        nobody.connect(soon())
+    unused = ShmPages("@kvcluster-unused", None)
+    with pytest.raises(Unavailable, match="on another host or in another network namespace") as trouble:
+        unused.connect(soon())
     assert trouble.value.miss.reason is MissReason.SHARD_LOST
 
 
 def test_a_platform_without_such_sockets_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(socket, "SO_PEERCRED")
     with pytest.raises(Unavailable, match="this platform"):
-        ShmPages("@kvcluster-nobody", None).connect(soon())
+        ShmPages("@kvcluster-unused", None).connect(soon())
 
 
 def test_an_arena_that_is_no_memory_file_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +296,7 @@ class Shard:
             self._send(peer, self._welcome, memory.open(writable=False))
             for answer in self._answers:
                 while self._hear(peer) in (Kind.RENEW, Kind.WRITTEN):
-                    """What nobody waits for an answer to."""
+                    """A message for whose answer no caller waits."""
                 self._send(peer, answer, memory.open(writable=True))
 
     def _hear(self, peer: socket.socket) -> Kind:
@@ -346,7 +347,7 @@ def silent() -> Iterator[tuple[ShmPages, str]]:
 
 
 def greeting(body: bytes, *files: int) -> Callable[[socket.socket], object]:
-    """Somebody who greets with these descriptors."""
+    """A peer that sends these descriptors with its greeting."""
 
     def greet(peer: socket.socket) -> None:
         peer.recv(4_096)
@@ -460,7 +461,7 @@ def test_a_worker_shows_that_it_lives_however_little_it_moves() -> None:
     with answering(fake) as way:
         sink = ContentSink(CONTENT, request)
         list(way.read(request, sink, soon()))
-        assert len(sink.corrupt) == 6, "zeros are nobody's"
+        assert len(sink.corrupt) == 6, "zeros match no checksum"
     assert fake.heard.count(Kind.RENEW) == 2, "a record each"
 
 
@@ -480,7 +481,7 @@ def test_a_load_that_is_given_up_leaves_its_connection_and_its_mapping_to_the_ne
             pieces.close()
             with pytest.raises(ZeroDivisionError):
                 list(way.read(request, ContentSink(content, request, lambda: 1 // 0), soon()))
-        assert len(threads()) == 2, "that of the first store, and one more"
+        assert len(threads()) == 2, "the thread of the first store, and one more"
         world.wait_until_unleased()
 
 
@@ -688,4 +689,4 @@ def test_a_writer_that_continues_after_the_sums_are_made_gives_no_reader_a_wrong
         memory[1_500] ^= 1
     reading = read(transport, content)
     assert reading.finish() == [None]
-    assert reading.sink.corrupt == [(0, 1)], "that layer, and no other"
+    assert reading.sink.corrupt == [(0, 1)], "only that layer"

@@ -266,8 +266,8 @@ def test_a_reader_that_was_stopped_past_its_lease_misses_and_has_no_wrong_byte(w
         stopped.send(signal.SIGCONT)
         assert stopped.says() == "deadline"
         right, came, corrupt = stopped.says().split()
-        assert (right, came) == ("True", "2"), "of the first piece, before it was stopped"
-        assert int(corrupt) > 0, "what it looked at afterwards did not verify"
+        assert (right, came) == ("True", "2"), "the first piece, before it was stopped"
+        assert int(corrupt) > 0, "the pages that it read afterwards did not verify"
         stopped.end()
 
 

@@ -1,4 +1,4 @@
-"""Pages read where they lie in a shard's arena."""
+"""Pages that are read in place in a shard's arena."""
 
 from __future__ import annotations
 

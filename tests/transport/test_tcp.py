@@ -1,4 +1,4 @@
-"""Pages over plain TCP: what every transport holds, and what only a bare socket can do to one."""
+"""Pages over plain TCP: the claims of every transport, and failures that only a bare socket has."""
 
 from __future__ import annotations
 

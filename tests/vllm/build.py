@@ -1,5 +1,4 @@
-"""What tests of the connector are made of: engine configurations as vLLM makes them, and KV caches as it allocates
-them.
+"""Builders for tests of the connector: engine configurations as vLLM makes them, and KV caches as it allocates them.
 
 Nothing here is a stand-in for anything of vLLM's: a folder with a config.json is all that a VllmConfig asks for, and
 the groups of layers, their memory and its layout come out of the functions that an engine calls.

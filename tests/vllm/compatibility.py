@@ -1,4 +1,5 @@
-"""Is this vLLM's connector interface the one that ours was written for? A row of the table in docs/vllm.md.
+"""Checks whether this vLLM's connector interface is the one that ours was written for: a row of the table in
+docs/vllm.md.
 
     python -m tests.vllm.compatibility            the vLLM that is imported; its row, or what does not fit, and status 1
 

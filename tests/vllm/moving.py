@@ -1,4 +1,4 @@
-"""A worker's side of the connector by itself: real clients and memory as vLLM allocates it, orders made by hand."""
+"""A worker's side of the connector alone: real clients, memory as vLLM allocates it, and orders made by hand."""
 
 from __future__ import annotations
 

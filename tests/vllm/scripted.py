@@ -1,4 +1,4 @@
-"""Workers that move nothing and report what a test says: for what a scheduler's side decides, and when."""
+"""Workers that move nothing and report what a test says, to test the decisions of the scheduler's side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our connector is what this release of vLLM takes for one; and where it were not, compatibility.py would say so."""
+"""This release of vLLM accepts our connector; and if it did not, compatibility.py would say so."""
 
 from __future__ import annotations
 

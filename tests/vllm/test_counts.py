@@ -1,4 +1,4 @@
-"""What the connector counts and learns, from a worker's report to vLLM's log and Prometheus endpoint."""
+"""What the connector counts and measures, from a worker's report to vLLM's log and Prometheus endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that end, pause and come back, driven by vLLM's own scheduler: whose blocks are whose, and until when."""
+"""Requests that end, pause and come back, driven by vLLM's own scheduler: who owns which blocks, and until when."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_stores_of_a_preempted_request_hold_no_blocks(bench: Bench, llama: Path)
 def test_a_request_that_is_preempted_and_resumed_in_one_step_loads_what_it_is_given_room_for(
     bench: Bench, llama: Path
 ) -> None:
-    """reset_prefix_cache has all that runs begin anew, with the very next step."""
+    """reset_prefix_cache restarts all running requests with the very next step."""
     engine = engine_of(bench, llama, BESIDE)
     (rank,) = engine.ranks
     engine.add("a", SIX, max_tokens=8)
@@ -190,7 +190,7 @@ def test_after_a_reset_no_engine_shares_with_this_one(bench: Bench, llama: Path)
     engine.add("a", SIX, max_tokens=6)
     for _ in range(6):
         engine.step()
-    assert not rank.loads, "what is cached is of other weights"
+    assert not rank.loads, "the cached KV is of other weights"
     assert [store for store in rank.stores[stores:] if store.request == "runs"] == []
     engine.join(bench.cluster.wait_until)
     assert engine.client.spec.weights.startswith("private:")
@@ -271,7 +271,7 @@ def test_an_engine_without_a_cluster_that_answers_computes_and_stores_nothing(be
     assert not [store for store in engine.ranks[0].stores if store.request == "3"]
 
 
-def test_a_store_never_asks_anybody_nor_raises(bench: Bench, llama: Path) -> None:
+def test_a_store_never_asks_the_cluster_nor_raises(bench: Bench, llama: Path) -> None:
     """Of a request that is not looked up the chain may have no root yet: it goes without."""
     from vllm.sampling_params import SamplingParams
 

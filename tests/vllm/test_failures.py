@@ -1,5 +1,5 @@
-"""Loads that fail, driven by vLLM's own scheduler: nothing is told or stored that was computed over KV that did not
-come, and a request fails to load once."""
+"""Loads that fail, driven by vLLM's own scheduler: nothing that was computed over KV that did not arrive is reported or
+stored, and a request fails to load once."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_failed_load_is_forgotten_when_the_request_was_preempted(bench: Bench,
     assert engine.params["a"]["kvcluster"]["resumed_tokens"] == 24
 
 
-# ------------------------------------------------------------------------------------------ who shares its blocks
+# --------------------------------------------------------------------------------- requests that share blocks
 
 
 def test_who_would_share_blocks_that_are_about_to_come_waits_for_them(bench: Bench, llama: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_engine_forgets_blocks_that_did_not_come_and_what_was_computed_over_
     output = engine.step()
     assert engine.params.keys() <= {"b"}
     (load,) = rank.loads[1:]
-    assert load.first == 2, "of its own the engine has what came"
+    assert load.first == 2, "the engine's own cache has the blocks that arrived"
     assert output.num_scheduled_tokens == {"b": len(longer) - 6 * BLOCK}
 
 

@@ -1,5 +1,5 @@
-"""How vLLM's CPU kernels order a block, by the kernels themselves: what is read as K and V is what was written as K and
-V, what is packed is moved as it is and never encoded, and engines that order bytes otherwise never share."""
+"""The order of bytes in a block, probed with vLLM's own CPU kernels: what is read as K and V is what was written as K
+and V, packed blocks are moved unchanged and never encoded, and engines with another order never share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Prefill on one engine, decode on another: what the first promises is there, and the second waits a moment for it."""
+"""Prefill on one engine, decode on another: the blocks that the first promises are stored, and the second waits a
+moment for them."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def promise_of(engine: Engine, blocks: int) -> dict[str, Any]:
     return pd_disagg.promise(engine.client.hashes(SIX), blocks)
 
 
-# ------------------------------------------------------------------------------------------------ who prefills
+# ----------------------------------------------------------------------------------- the engine that prefills
 
 
 def test_an_answer_that_another_goes_on_from_says_how_many_blocks_there_are(bench: Bench, llama: Path) -> None:
@@ -125,7 +126,7 @@ def test_it_waits_for_no_other_request_and_no_longer_than_it_may(cluster: Memory
     rank.close()
 
 
-# ------------------------------------------------------------------------------------------------- who decodes
+# ------------------------------------------------------------------------------------ the engine that decodes
 
 
 class Clock:

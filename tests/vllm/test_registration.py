@@ -1,4 +1,4 @@
-"""Who an engine is to the cluster: what its KV is cached under, and how it comes to a client without waiting for it."""
+"""An engine's registration: the namespace of its KV, and how it gets a client without waiting for it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Whole engines over a cluster: what one has computed others load, and none ever reads a wrong byte.
 
 The random schedules are what found most that was ever wrong here: two replicas with few blocks, prompts that share
-their beginnings, loads that fail in part or as a whole, aborts, and engines that begin anew, with steps that overlap or
+their beginnings, loads that fail in part or as a whole, aborts, and engines that restart, with steps that overlap or
 do not, on one rank or two. Every answer is checked, and in the end every byte that the cluster has.
 """
 

@@ -286,11 +286,11 @@ def test_a_prompt_whose_window_is_loaded_stores_only_what_comes_behind(bench: Be
     engine.run()
     (load,) = rank.loads
     by_group = [sum(block != 0 for block in into) for into in load.into]
-    assert sorted(by_group) == [4, 4, 8], "of a window the blocks that it reaches alone"
+    assert sorted(by_group) == [4, 4, 8], "only the blocks that the window reaches"
     assert [(store.first, len(store.source[0])) for store in rank.stores] == [(8, 4)]
 
 
-# --------------------------------------------------------------------------------------------- who goes without
+# ------------------------------------------------------------------------- requests that do not use the cache
 
 
 def test_a_request_that_comes_before_the_cluster_goes_without(bench: Bench, llama: Path) -> None:

@@ -1,4 +1,4 @@
-"""What stands in `kv_connector_extra_config`: whatever is wrong with it is told by name, before an engine runs."""
+"""`kv_connector_extra_config`: every mistake in it is named before an engine runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ADDRESS = {"address": "host:7070"}
         (ADDRESS | {"transports": "grpc"}, f"transports must be a list of {', '.join(TRANSPORTS)}, not 'grpc'"),
         (ADDRESS | {"transports": []}, "transports must be a list of"),
         (ADDRESS | {"transports": ["grpc", "pigeon"]}, "transports must be a list of"),
-        (ADDRESS | {"accept": "q2"}, "accept: there is no loss 'q2'; there is exact, q8, q4"),
+        (ADDRESS | {"accept": "q2"}, "accept must be one of exact, q8, q4, not 'q2'"),
     ],
 )
 def test_what_is_wrong_is_told_by_name(given: dict[str, Any], message: str) -> None:

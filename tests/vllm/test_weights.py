@@ -1,4 +1,4 @@
-"""The fingerprint of a checkpoint: equal exactly where its names and bytes are, and read as seldom as can be."""
+"""The fingerprint of a checkpoint: equal exactly if its names and bytes are, and read as seldom as possible."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_where_nothing_can_be_kept_it_is_read_each_time(tmp_path: Path, model: P
 
 
 @pytest.mark.parametrize("kept", ["", "{", "[]", '"x"', "\x00"])
-def test_what_was_kept_and_makes_no_sense_is_made_anew(model: Path, fingerprint: Cache, kept: str) -> None:
+def test_a_kept_fingerprint_that_makes_no_sense_is_computed_again(model: Path, fingerprint: Cache, kept: str) -> None:
     fingerprint.path.mkdir()
     (fingerprint.path / "weights.json").write_text(kept)
     one = fingerprint(model)

@@ -1,4 +1,4 @@
-"""The workers' side of the connector: bytes that come from one engine's blocks lie in another's, or it says so."""
+"""The workers' side of the connector: bytes from one engine's blocks arrive in another's, or a failure is reported."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a store reads is the engine's own memory, which goes on: a block that is handed on is read no more, and what was
-read too late is never a block."""
+"""A store reads the engine's own memory, which the engine goes on using: a block that gets a new owner is read no more,
+and bytes that were read too late never become a block."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """In an engine with few blocks, each step names exactly the blocks that it gives to a new owner.
 
 Schedules are random, and vLLM's scheduler makes of them what it will: requests share prefixes, take blocks from one
-another, are aborted, load, fail to load and begin anew, while stores go on reading. Who writes what in a step is read
+another, are aborted, load, fail to load and restart, while stores go on reading. What a step writes is read
 off vLLM's own block tables.
 """
 
@@ -31,14 +31,14 @@ _REST = st.one_of(
     st.tuples(st.just("abort"), st.integers(0, 9)),
     st.tuples(st.just("read"), st.booleans()),
     st.tuples(st.just("come"), st.integers(0, 3)),
-    st.tuples(st.just("anew")),
+    st.tuples(st.just("reset")),
 )
 ACTIONS = st.one_of(_ADD, _ADD, _STEP, _STEP, _REST)
 
 
 class Watch:
-    """Holds every step against vLLM's own tables: what a store reads and the step writes is named, and what anybody
-    goes on from is not."""
+    """Holds every step against vLLM's own tables: blocks that a store reads and the step writes are named, and blocks
+    from which a request continues are not."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -132,6 +132,6 @@ def _act(engine: Engine, number: int, action: Any) -> None:
         rank.reads = more[0]
     elif what == "come":
         rank.come = lambda order: order.first + max(0, len(order.into[0]) - more[0])
-    elif what == "anew":
-        with suppress(RuntimeError):  # vLLM has begun anew, and says that blocks are held for loads and stores
+    elif what == "reset":
+        with suppress(RuntimeError):  # vLLM has reset its cache, and says that blocks are held for loads and stores
             engine.scheduler.reset_prefix_cache(reset_running_requests=True)

@@ -1,4 +1,4 @@
-"""Engines without a model: vLLM's scheduler, our connector at both its sides, and KV that anybody can tell.
+"""Engines without a model: vLLM's scheduler, our connector at both its sides, and KV with known values.
 
 What a model would write as the KV of a token follows here from all tokens up to it, by a hash; so each time that
 "attention" reads a block, every byte of it can be compared with what it should be. A step that reads anything else says

@@ -1,4 +1,4 @@
-"""Strategies for core messages as they may travel: valid, small, and of every kind."""
+"""Strategies for core messages as they may be sent: valid, small, and of every kind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from kvcluster.core.messages import (
     EvictOrder,
     Explain,
     Explained,
-    Farewell,
     Flush,
     GetEngines,
     GetNamespaces,
@@ -38,6 +37,7 @@ from kvcluster.core.messages import (
     GetStatus,
     GoneEvent,
     Inventory,
+    LeaveReason,
     LoadGrant,
     Move,
     MoveOrder,
@@ -432,7 +432,7 @@ acks = st.builds(
     orders=orders,
     tombstones=tombstones,
     drain=st.booleans(),
-    leave=st.none() | st.sampled_from(Farewell),
+    leave=st.none() | st.sampled_from(LeaveReason),
 )
 COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
     "Attach": st.builds(

@@ -1,4 +1,4 @@
-"""Frames carry whole layers, to the byte; tickets stand for themselves."""
+"""Frames carry whole layers, exactly to the byte; tickets are complete in themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV events say in vLLM's words what the core said; whatever else a network sends is refused in ours."""
+"""KV events are encoded in vLLM's vocabulary; all other input from a network is refused with our own errors."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ from kvcluster.core.messages import (
     BlocksPinned,
     Decision,
     Done,
-    Farewell,
     GetStatus,
+    LeaveReason,
     LoadGrant,
     Need,
     Offer,
@@ -248,7 +248,7 @@ def test_the_tables_are_the_services_of_the_proto_files(table: Mapping[str, Meth
         (common._REFUSED, RefusedKind, common_pb2.RefusedKind),
         (answers.DECISION, Decision, coordinator_pb2.Decision),
         (shard.WRITTEN, Written, shard_pb2.Written),
-        (orders.FAREWELL, Farewell, coordinator_pb2.Farewell),
+        (orders.LEAVE_REASON, LeaveReason, coordinator_pb2.LeaveReason),
     ],
 )
 def test_every_value_of_an_enum_travels_but_unspecified(codec: Any, ours: Any, theirs: Any) -> None:

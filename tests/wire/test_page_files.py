@@ -1,4 +1,4 @@
-"""What a file of pages says of itself is read back as it was written, and whatever else it says is not believed."""
+"""The head and records of a page file are read back as they were written, and damaged ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Purges on the wire: what a tombstone may say, how much of it, and that nothing else is purged than was meant."""
+"""Purges on the wire: what a tombstone may name, how much of it, and that nothing else is purged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a shard tells of its arena is read as it was meant, and what lies outside what was mapped is refused."""
+"""A shard's messages about its arena are decoded as they were encoded, and places outside of the mapping are
+refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames on a plain socket: what is written is read again, and what claims too much is refused before it costs."""
+"""Frames on a plain socket: what is written is read back, and a frame that claims too much is refused at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What comes from outside is held to shapes and bounds before the core sees it, and refused in words."""
+"""Input from outside is checked for shape and bounds before the core sees it, and refused with an error that names the
+field."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ from kvcluster.core.messages import (
     Engines,
     EvictOrder,
     Explained,
-    Farewell,
     Flush,
     GoneEvent,
     Inventory,
+    LeaveReason,
     LoadGrant,
     Move,
     MoveOrder,
@@ -113,7 +114,7 @@ ACK = ReportAck(
         PullOrder(5, SHARD_ADDRESS, TENANT, SPEC, (NewPage(KEY, BLOCK, 0),)),
     ),
     tombstones=STONES,
-    leave=Farewell.DRAINED,
+    leave=LeaveReason.DRAINED,
 )
 ENGINE = EngineInfo("e", "host:1", "m", "sha256:1", (("dtype", "float32"),))
 STATUS = Status(Epoch(1), "serving", 1, 1, 1, 1, (ShardStatus(INFO, "up", 1),), (("loads", 1),))
@@ -413,7 +414,7 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("ack", "report_ack.orders.2.pull.pages.keys.hash_of", [7], ProtocolError, "refers to a hash beyond the 1"),
     ("ack", "report_ack.orders.2.pull.pages.parent_of", [7], ProtocolError, "refers to a parent beyond the 1"),
     ("ack", "report_ack.tombstones.numbers", [], ProtocolError, "lists of tombstones must be equally long"),
-    ("ack", "report_ack.leave", 9, ProtocolError, "Farewell 9 is not known here"),
+    ("ack", "report_ack.leave", 9, ProtocolError, "LeaveReason 9 is not known here"),
     ("purged", "purged.blocks", HUGE, LimitError, "purged blocks"),
     ("status", "status.state", "s" * 1_025, LimitError, "characters of a state"),
     ("status", "status.uptime_ns", HUGE, LimitError, "nanoseconds"),
@@ -569,7 +570,7 @@ def _name_more_pages(keys: Any, count: int) -> None:
     keys.part_of.extend([0] * count)
 
 
-def test_an_acknowledgement_without_a_farewell_lets_the_shard_stay() -> None:
+def test_an_acknowledgement_without_a_leave_reason_lets_the_shard_stay() -> None:
     spoiled, read = _start("ack")
     spoiled.report_ack.leave = 0
     answer = read(spoiled)

@@ -72,7 +72,7 @@ class EngineReplica:
             try:
                 line = self._replies.get(timeout=SILENCE_S)
             except queue.Empty:
-                raise self._failed(f"said nothing for {SILENCE_S} s") from None
+                raise self._failed(f"has sent nothing for {SILENCE_S} s") from None
             if not line:
                 self._replies.put("")  # so that later calls fail as well
                 raise self._failed("has ended")

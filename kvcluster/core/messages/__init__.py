@@ -88,9 +88,9 @@ from kvcluster.core.messages.orders import (
     PullOrder,
 )
 from kvcluster.core.messages.reports import (
-    Farewell,
     GoneEvent,
     Inventory,
+    LeaveReason,
     PageEvent,
     PurgedEvent,
     Report,
@@ -357,7 +357,6 @@ __all__ = [
     "EvictOrder",
     "Explain",
     "Explained",
-    "Farewell",
     "Fetch",
     "Flush",
     "GetEngines",
@@ -368,6 +367,7 @@ __all__ = [
     "Inventory",
     "KeepSettings",
     "Leave",
+    "LeaveReason",
     "LoadGrant",
     "Move",
     "MoveOrder",

@@ -200,7 +200,7 @@ class BlocksPinned:
 
 @dataclass(frozen=True, slots=True)
 class Purge:
-    """Forgets every block of these namespaces of the tenant, for good. Answered by Purged.
+    """Permanently forgets every block of these namespaces of the tenant. Answered by Purged.
 
     A namespace is purged if each of the three fields that is not None equals its spec's; if all are None, every
     namespace is ("clear"). Once this is answered, no lookup finds what was stored before, whichever process restarts or

@@ -166,7 +166,7 @@ class Inventory:
     tombstones: tuple[Tombstone, ...] = ()
 
 
-class Farewell(Enum):
+class LeaveReason(Enum):
     """Why a shard incarnation has to leave."""
 
     REPLACED = "replaced"  # a newer incarnation of it is known
@@ -187,7 +187,7 @@ class ReportAck:
     orders: tuple[Order, ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
     drain: bool = False
-    leave: Farewell | None = None
+    leave: LeaveReason | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ def kv_transfer_config(address: str, *, role: str = "kv_both", **extra: Any) -> 
     """
     check_address(address)
     if role not in _ROLES:
-        raise ConfigError(f"there is no role {role!r}; there is {', '.join(_ROLES)}")
+        raise ConfigError(f"role must be one of {', '.join(_ROLES)}, not {role!r}")
     return {
         "kv_connector": "KVClusterConnector",
         "kv_connector_module_path": "kvcluster.engines.vllm",

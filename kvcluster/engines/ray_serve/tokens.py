@@ -73,4 +73,4 @@ def _rendered(tokenizer: _Tokenizer, prompt: RequestPrompt) -> str:
     try:
         return tokenizer.apply_chat_template(prompt.messages, **options)
     except Exception as error:  # a template may raise any exception
-        raise NoTokens(f"the chat template refused: {error}") from None
+        raise NoTokens(f"the chat template cannot render these messages: {error}") from None

@@ -149,7 +149,7 @@ class LazyClient:
                 return
             except KVClusterError as error:
                 self.tell(f"not connected yet, SGLang runs without the cluster: {error}")
-            except Exception as error:  # a thread that dies silently would disable the tier for good
+            except Exception as error:  # a thread that dies silently would disable the tier permanently
                 self.tell(f"connecting failed and will be retried: {error!r}", trace=True)
             self._closed.wait(self._retry_s)
 

@@ -28,7 +28,7 @@ from kvcluster.core import hashing, limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.engines.sglang.layouts import HostPoolLayout
 from kvcluster.engines.sglang.lazy_client import ClientCall, LazyClient
-from kvcluster.engines.sglang.losses import Losses, book_of
+from kvcluster.engines.sglang.lossy_pages import LossyPages, lossy_pages_of
 from kvcluster.engines.sglang.settings import read
 from kvcluster.errors import CallerError, KVClusterError, Unreachable
 from kvcluster.transport.base import Deadline
@@ -53,7 +53,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         self._connect: Callable[..., Client] = (options or {}).get("connect", kvcluster.connect)  # type: ignore[assignment]
         self._client: LazyClient | None = None
         self._layout: HostPoolLayout | None = None
-        self._losses = Losses()
+        self._lossy_pages = LossyPages()
 
     # ------------------------------------------------------------------------- methods that may stop the engine's start
 
@@ -65,7 +65,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         with compat.reading():
             pool, memory = compat.describe(mem_pool_host), compat.PoolMemory(mem_pool_host)
             layout = self._layout = HostPoolLayout(pool, memory, self._rank, self._settings, compat.version())
-        self._losses = book_of(mem_pool_host)
+        self._lossy_pages = lossy_pages_of(mem_pool_host)
         settings = self._settings
 
         def connect() -> Client:
@@ -229,7 +229,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
                     break
                 loaded = call.client.begin_load(ticket, into, deadline_ms=_rest_ms(deadline)).result()
             # Record the loss before SGLang knows of these pages, and so before anything is computed over them.
-            self._losses.note(keys[start : start + loaded.blocks], loaded.loss)
+            self._lossy_pages.add(keys[start : start + loaded.blocks], loaded.loss)
             came += loaded.blocks
             if came < stop:
                 break
@@ -243,7 +243,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
             # The hashes before these tell the cluster where the blocks belong in a sequence, for placement and
             # eviction.
             known = before if before is not None and len(before) + len(some) <= limits.BLOCKS_PER_CALL else []
-            loss = self._losses.of(before, some)
+            loss = self._lossy_pages.worst(before, some)
             stored = call.client.begin_store(
                 _hashes(call, [*known, *some]),
                 lie(start, stop),
@@ -251,7 +251,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
                 loss=loss,
                 deadline_ms=_rest_ms(deadline),
             ).result()
-            self._losses.note(some, loss)
+            self._lossy_pages.add(some, loss)
             there = stored.blocks + stored.deduplicated + stored.pending
             call.answered = call.answered or there > 0  # a failed store does not tell whether the coordinator answers
             if there < len(some):

@@ -118,14 +118,16 @@ def check_kv(cache: DynamicCache, spec: KVSpec) -> None:
     (group,) = spec.groups
     for i, layer in enumerate(layers(cache)):
         if layer.keys is None:
-            raise CallerError(f"the model does not fill layer {i} of its cache, so it keeps other state than K and V")
+            raise CallerError(
+                f"the model keeps other state than K and V in layer {i}: call model.generate without the prefix cache"
+            )
         for plane, tensor in zip(group.planes, planes(layer), strict=True):
             _, heads, _, dim = tensor.shape
             found = Plane(plane.name, heads, dim, str(tensor.dtype).removeprefix("torch."))
             if found != plane:
-                raise CallerError(f"layer {i} of the model makes {_plane(found)}, where the spec has {_plane(plane)}")
+                raise CallerError(f"layer {i} of the model has {_plane(found)}, but the spec has {_plane(plane)}")
     if len(cache.layers) != len(group.layers):
-        raise CallerError(f"the model fills {len(cache.layers)} layers, where the spec has {len(group.layers)}")
+        raise CallerError(f"the model has KV in {len(cache.layers)} layers, but the spec has {len(group.layers)}")
 
 
 def _shape(kv: tuple[Group, ...]) -> str:

@@ -129,7 +129,9 @@ def views(kv_caches: Mapping[str, torch.Tensor], layout: Layout, number: int) ->
         if cache.ndim != 4 or cache.shape[0] == 0 or cache.shape[2:] != (layout.block_tokens, k_dim + v_dim):
             raise _unknown(name, cache, layout, number)
         if cache.device.type != "cpu":
-            raise CallerError(f"{name} lies on {cache.device}; this release moves KV in CPU memory only")
+            raise CallerError(
+                f"{name} is on {cache.device}; kvcluster moves KV in CPU memory only: start without this connector"
+            )
         try:
             out.append(layout.formats[number].views(cache, k_dim=k_dim, v_dim=v_dim, heads=layout.groups[number].heads))
         except CallerError:
@@ -206,7 +208,7 @@ def preemptions(request: Any) -> int:
     return int(request.num_preemptions)
 
 
-def is_clear(cache_manager: Any) -> bool:
+def prefix_cache_is_unused(cache_manager: Any) -> bool:
     """Whether the engine's own prefix cache holds nothing that a request could continue from: it is disabled, or no
     block is in use. While one is in use, vLLM cannot reset the cache."""
     pool = cache_manager.block_pool

@@ -140,7 +140,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         """Stops sharing with other engines: vLLM calls this because the weights in memory may have changed."""
         manager = self._kv_cache_manager
-        self._of_scheduler.reset(ready=manager is not None and compat.is_clear(manager))
+        self._of_scheduler.reset(ready=manager is not None and compat.prefix_cache_is_unused(manager))
         return True
 
     def _forget(self, blocks: set[int]) -> None:

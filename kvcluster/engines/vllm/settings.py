@@ -58,5 +58,5 @@ def read(given: Mapping[str, Any]) -> ConnectorSettings:
     if not settings.address:
         raise ConfigError('kv_connector_extra_config needs "address": the coordinator\'s host:port')
     if settings.accept not in LOSSES:
-        raise ConfigError(f"accept: there is no loss {settings.accept!r}; there is {', '.join(LOSSES)}")
+        raise ConfigError(f"accept must be one of {', '.join(LOSSES)}, not {settings.accept!r}")
     return settings

@@ -30,10 +30,10 @@ from kvcluster.testing.core_stepper import build_request
 from kvcluster.testing.kernel import TIMED_OUT, Clock, Process, Script
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.network import BROKEN, Line
-from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import Layer, SessionRequest
 from kvcluster.testing.sim.shard import Addresses
 from kvcluster.testing.sim.surroundings import Surroundings
+from kvcluster.testing.sim.violation import require
 from kvcluster.transport.base import RefusedByShard, Unavailable
 
 BREAKER_MS = 50
@@ -88,7 +88,7 @@ class ClientProcess(Process):
         breaker must have been settled."""
         self._plans -= 1
         probing = [name for name, breaker in self.policy.status(self.now()).items() if breaker["state"] == "probing"]
-        hold(self._plans > 0 or not probing, f"no exchange is under way, but {probing} wait for a probe")
+        require(self._plans > 0 or not probing, f"no exchange is under way, but {probing} wait for a probe")
 
     # ------------------------------------------------------------------------------------------- questions
 

@@ -1,7 +1,7 @@
 """Judges what coordinators say, from outside: answers, grants, orders, drains.
 
 It compares a coordinator with what the shards really hold and with what other coordinators were told. As in oracle.py,
-each promise is one `hold` with one sentence, and what a fault explains is not a violation.
+each promise is one `require` with one sentence, and what a fault explains is not a violation.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvcluster.core.messages import (
     EvictOrder,
     Explain,
     Explained,
-    Farewell,
     Inventory,
+    LeaveReason,
     LoadGrant,
     PageKey,
     Plan,
@@ -45,9 +45,9 @@ from kvcluster.testing.sim.evictions import judge_order
 from kvcluster.testing.sim.memory import UNIT_BYTES
 from kvcluster.testing.sim.oracle import Name, namespace_of
 from kvcluster.testing.sim.order_oracle import GivenOrders
-from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.shard import Place, ShardProcess
 from kvcluster.testing.sim.surroundings import Setting
+from kvcluster.testing.sim.violation import require
 
 
 class ClusterProcesses(Setting, Protocol):
@@ -89,9 +89,9 @@ class CoordinatorOracle:
         assert isinstance(reply, ReportAck)
         m = request.question
         c.heard[m.info.shard, m.info.epoch] = now
-        hold(not (reply.orders and c.core.rebuilding), "a coordinator that rebuilds gives orders")
+        require(not (reply.orders and c.core.rebuilding), "a coordinator that rebuilds gives orders")
         self._orders_given(c, m.info, reply, now)
-        if reply.leave is Farewell.DRAINED:
+        if reply.leave is LeaveReason.DRAINED:
             self._drained(c, m.info, now)
         elif m.info.draining:
             self._drain_began(c, m.info.shard)
@@ -115,11 +115,13 @@ class CoordinatorOracle:
     def _load_prepared(self, c: CoordinatorProcess, request: Request[PrepareLoad], reply: object, now: int) -> None:
         if isinstance(reply, LoadGrant):
             hashes = request.question.hashes
-            hold(
+            require(
                 (reply.miss is None) == (reply.blocks == len(hashes)),
                 "a miss says why a grant ends early",
             )
-            hold(sum(run.count for run in reply.runs) == reply.blocks, "a grant gives the location of each block, once")
+            require(
+                sum(run.count for run in reply.runs) == reply.blocks, "a grant gives the location of each block, once"
+            )
             self._is_same_again(c, request, reply)
             plans = [(run.count, run.plan) for run in reply.runs]
             self._names_members(c, namespace_of(request), hashes, plans)
@@ -132,21 +134,21 @@ class CoordinatorOracle:
     def _store_prepared(self, c: CoordinatorProcess, request: Request[PrepareStore], reply: object, now: int) -> None:
         if isinstance(reply, StoreGrant):
             asked = len(request.question.hashes)
-            hold(sum(run.count for run in reply.runs) == asked, "a grant decides on each block, once")
+            require(sum(run.count for run in reply.runs) == asked, "a grant decides on each block, once")
             self._is_same_again(c, request, reply)
             for run in reply.runs:
                 if run.decision is Decision.WRITE:
-                    hold(not c.core.rebuilding, "a coordinator that rebuilds grants a store")
+                    require(not c.core.rebuilding, "a coordinator that rebuilds grants a store")
                     assert run.shard is not None
                     self._is_member(c, run.shard)
 
     def _ticked(self, c: CoordinatorProcess) -> None:
         heard = [entry for entry in c.backlog if entry[0] == c.receive]
-        hold(not heard, "members are judged before the messages that have arrived")
+        require(not heard, "members are judged before the messages that have arrived")
         for info in c.core.members.lost.values():
             shard = self._world.incarnations[info.shard, info.epoch]
             serves = shard.running and shard.coordinator is c and shard.core.member(shard.now())
-            hold(not serves, f"{info.shard} is considered lost, but grants leases of this coordinator's term")
+            require(not serves, f"{info.shard} is considered lost, but grants leases of this coordinator's term")
         for of, (ticket, _) in list(self._answers.items()):
             if of[0] == c.name and c.core.tickets.get(of[1]) is not ticket:
                 del self._answers[of]
@@ -164,7 +166,7 @@ class CoordinatorOracle:
         space = c.core.directory.known(namespace_of(request))
         before = self._answers.pop(of, None)
         if before is not None and space is not None and before[0].known == (c.core.book.version, space.purged):
-            hold(reply == before[1], "a repeated prepare gets a different answer")
+            require(reply == before[1], "a repeated prepare gets a different answer")
         ticket = c.core.tickets.get(attempt)
         if ticket is not None:
             self._answers[of] = ticket, reply
@@ -192,14 +194,14 @@ class CoordinatorOracle:
 
     def _is_member(self, c: CoordinatorProcess, address: ShardAddress) -> None:
         member = c.core.members.get(address.shard)
-        hold(member is not None and member.address == address, f"an answer names {address.shard}, which is lost")
+        require(member is not None and member.address == address, f"an answer names {address.shard}, which is lost")
 
     def _is_newer(self, address: ShardAddress, names: list[Name], purged_at: int) -> None:
         shard = self._world.incarnations.get((address.shard, address.epoch))
         for name in names if shard is not None else ():
             assert shard is not None
             known = shard.stored_at(*name)
-            hold(known is None or known > purged_at, f"purged block {name[1].hash.hex()[:6]} is found again")
+            require(known is None or known > purged_at, f"purged block {name[1].hash.hex()[:6]} is found again")
 
     def _drained(self, c: CoordinatorProcess, info: ShardInfo, now: int) -> None:
         """A drained shard takes no block with it that another shard had room for.
@@ -210,9 +212,9 @@ class CoordinatorOracle:
         """
         shard = self._world.incarnations[info.shard, info.epoch]
         until = self._drain_until.get((c.name, shard.address))
-        if shard.farewell or until is None or now >= until:
+        if shard.told_to_leave or until is None or now >= until:
             return
-        shard.farewell = True
+        shard.told_to_leave = True
         takers = [member for member in c.core.members.all() if member.takes]
         doomed = [known.id for known in c.core.directory if known.purged > shard.purged]
         blocks: dict[tuple[NamespaceId, BlockHash], list[Place]] = {}
@@ -229,7 +231,7 @@ class CoordinatorOracle:
             rotten = any(shard.is_rotten(slot) for slot in slots)
             if fits and not rotten and space not in doomed and stored_at > self._purged_at.get(space, -1):
                 elsewhere = all(self._came_elsewhere(place[:2], shard, c) for place in places)
-                hold(elsewhere, f"{shard.name} is drained and takes {block.hex()[:6]} with it")
+                require(elsewhere, f"{shard.name} is drained and takes {block.hex()[:6]} with it")
 
     def _had_by_others(self, drained: ShardId) -> dict[Name, None]:
         living = [shard for shard in self._world.incarnations.values() if shard.name != drained and not shard.dead]

@@ -15,7 +15,7 @@ from kvcluster.client.pieces import Piece
 from kvcluster.client.results import Loaded
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
-from kvcluster.testing.sim.promises import hold
+from kvcluster.testing.sim.violation import require
 
 Place = tuple[int, int, int, int]
 """Block, group, layer of the group, head."""
@@ -33,14 +33,14 @@ class Destination:
         self._loss = Loss.EXACT
         for piece in pieces:
             for place in places(piece, piece.want.layer_start, piece.want.layer_stop):
-                hold(place not in self._right, "two pieces of one load fill the same place")
+                require(place not in self._right, "two pieces of one load fill the same place")
                 self._right[place] = False
 
     def take(self, exchange: int, pieces: Iterable[Piece]) -> None:
         """Makes an exchange the owner of these pieces' places."""
         for piece in pieces:
             for place in places(piece, piece.want.layer_start, piece.want.layer_stop):
-                hold(place not in self._owners, "memory is given to an exchange while another may write it")
+                require(place not in self._owners, "memory is given to an exchange while another may write it")
                 self._owners[place] = exchange
 
     def give_back(self, exchange: int, pieces: Iterable[Piece]) -> None:
@@ -52,9 +52,9 @@ class Destination:
 
     def write(self, exchange: int, piece: Piece, layer: int, *, right: bool) -> None:
         """Records that one layer of a piece, counted as its want counts them, was written."""
-        hold(not self._told, "memory is written after the outcome of the load was reported")
+        require(not self._told, "memory is written after the outcome of the load was reported")
         for place in places(piece, layer, layer + 1):
-            hold(self._owners.get(place) == exchange, "memory is written by an exchange that does not own it")
+            require(self._owners.get(place) == exchange, "memory is written by an exchange that does not own it")
             self._right[place] = right
 
     def came(self, loss: Loss) -> None:
@@ -65,23 +65,25 @@ class Destination:
         """Checks that a layer with nothing left to come is correct in every block."""
         for layer in layers:
             if self._progress.layer_left(layer) == 0:
-                hold(
+                require(
                     all(self._right[place] for place in self._of_layer(layer)),
                     "a layer is reported too early",
                 )
 
     def tell(self, loaded: Loaded) -> None:
         """Judges the outcome of the load."""
-        hold(not self._owners, "the outcome of a load is reported while an exchange may write")
+        require(not self._owners, "the outcome of a load is reported while an exchange may write")
         self._told = True
-        hold(self._loss <= loaded.loss, f"a load reports loss {loaded.loss.name} for data of loss {self._loss.name}")
+        require(self._loss <= loaded.loss, f"a load reports loss {loaded.loss.name} for data of loss {self._loss.name}")
         wrong = {place[0] for place, right in self._right.items() if not right}
-        hold(wrong <= loaded.failed.keys(), "a block is reported as loaded that was not")
+        require(wrong <= loaded.failed.keys(), "a block is reported as loaded that was not")
         if loaded.miss is None:
-            hold(not wrong, "a load is reported as complete that is not")
+            require(not wrong, "a load is reported as complete that is not")
         whole_prefix = all(group.reuse.kind == "prefix" for group in self._spec.groups)
         if whole_prefix:
-            hold(all(block >= loaded.blocks for block in wrong), "blocks are reported as loaded that are not correct")
+            require(
+                all(block >= loaded.blocks for block in wrong), "blocks are reported as loaded that are not correct"
+            )
 
     def _of_layer(self, layer: int) -> Iterator[Place]:
         return (place for place in self._right if self._spec.groups[place[1]].layers[place[2]] == layer)

@@ -7,7 +7,7 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.members import Member
 from kvcluster.core.messages import EvictOrder, MoveOrder
 from kvcluster.core.namespaces import CoordinatorNamespace
-from kvcluster.testing.sim.promises import hold
+from kvcluster.testing.sim.violation import require
 
 
 def judge_order(coordinator: Coordinator, member: Member, order: EvictOrder, now: int) -> None:
@@ -15,7 +15,7 @@ def judge_order(coordinator: Coordinator, member: Member, order: EvictOrder, now
     for space in coordinator.directory:
         ordered = {block: None for space_id, block in order.blocks if space_id == space.id}
         for block in ordered:
-            hold(not _promised(space, block, now), f"an order takes {block.hex()[:6]}, which is held or pinned")
+            require(not _promised(space, block, now), f"an order takes {block.hex()[:6]}, which is held or pinned")
         if ordered:
             _tails_first(space, member, order, ordered, now)
 
@@ -31,7 +31,7 @@ def _tails_first(
             continue
         parent = space.index.get(record.parent)
         if parent is not None and record.copies.on(member.slot, order.tier):
-            hold(_promised(space, record.hash, now), f"{record.parent.hex()[:6]} is to be evicted before its tail")
+            require(_promised(space, record.hash, now), f"{record.parent.hex()[:6]} is to be evicted before its tail")
 
 
 def _promised(space: CoordinatorNamespace, block: BlockHash, now: int) -> bool:

@@ -15,7 +15,7 @@ from kvcluster.core.messages import Publish
 from kvcluster.core.messages.events import BlocksStored
 from kvcluster.testing.event_picture import EventPicture, indexed
 from kvcluster.testing.sim import content
-from kvcluster.testing.sim.promises import hold
+from kvcluster.testing.sim.violation import require
 
 
 class EventListener:
@@ -40,8 +40,8 @@ class EventListener:
         for event in told.events:
             for block in event.hashes if isinstance(event, BlocksStored) else ():
                 parent, tokens = content.origin(model, block)
-                hold(picture.parents[block] == parent, "a block is published with a wrong parent")
-                hold(picture.tokens.get(block, tokens) == tokens, "a block is published with token ids of another")
+                require(picture.parents[block] == parent, "a block is published with a wrong parent")
+                require(picture.tokens.get(block, tokens) == tokens, "a block is published with token ids of another")
 
     def retelling(self) -> None:
         """The coordinator begins to publish all blocks again, which makes up for all events dropped before."""
@@ -50,4 +50,4 @@ class EventListener:
     def judge(self, coordinator: Coordinator) -> None:
         """Raises Violation if the picture differs from the index, once the coordinator has published everything."""
         if not self.behind and not coordinator.retelling:
-            hold(self._picture.blocks == indexed(coordinator), "a listener that got every KV event is wrong")
+            require(self._picture.blocks == indexed(coordinator), "a listener that got every KV event is wrong")

@@ -11,7 +11,7 @@ from kvcluster.core.messages import PageKey, Tier
 from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.testing.kernel import MS, SECOND, TIMED_OUT, Script
 from kvcluster.testing.sim import content
-from kvcluster.testing.sim.promises import Violation, hold
+from kvcluster.testing.sim.violation import Violation, require
 from kvcluster.testing.sim.worker import Worker
 from kvcluster.testing.sim.world import SimulatedWorld
 
@@ -49,43 +49,47 @@ def come_to_rest(world: SimulatedWorld) -> None:
 
 def _all_is_at_rest(world: SimulatedWorld, healed_at: int) -> None:
     coordinator = world.coordinator
-    hold(not coordinator.dead and not coordinator.core.rebuilding, "the coordinator is not back")
-    hold(all(worker.idle for worker in world.workers), "a call has not ended")
-    hold(not len(coordinator.core.tickets), "a ticket is left")
-    hold(not coordinator.unanswered(), "the coordinator has not answered a question")
-    hold(not coordinator.listener.behind and not coordinator.core.retelling, "a listener to KV events is behind")
-    hold(not any(world.shards[name].dead for name in world.names), "a shard has not been restarted")
+    require(not coordinator.dead and not coordinator.core.rebuilding, "the coordinator is not back")
+    require(all(worker.idle for worker in world.workers), "a call has not ended")
+    require(not len(coordinator.core.tickets), "a ticket is left")
+    require(not coordinator.unanswered(), "the coordinator has not answered a question")
+    require(not coordinator.listener.behind and not coordinator.core.retelling, "a listener to KV events is behind")
+    require(not any(world.shards[name].dead for name in world.names), "a shard has not been restarted")
     living = [shard for shard in world.incarnations.values() if not shard.dead]
-    hold(sorted(shard.shard for shard in living) == sorted(world.names), "a shard is missing, or an old one lives on")
+    require(
+        sorted(shard.shard for shard in living) == sorted(world.names), "a shard is missing, or an old one lives on"
+    )
     members = [member.info.shard for member in coordinator.core.members.all()]
-    hold(sorted(members) == sorted(world.names), "a shard that is gone is still a member")
+    require(sorted(members) == sorted(world.names), "a shard that is gone is still a member")
     told = _told(world)
     for shard in living:
         member = coordinator.core.members.get(shard.shard)
-        hold(member is not None, f"{shard.shard} is not known")
+        require(member is not None, f"{shard.shard} is not known")
         assert member is not None
-        hold(member.info.epoch == shard.core.epoch and member.cursor.current, f"{shard.shard} is not up")
-        hold(shard.core.member(shard.now()), f"{shard.shard} has no coordinator")
+        require(member.info.epoch == shard.core.epoch and member.cursor.current, f"{shard.shard} is not up")
+        require(shard.core.member(shard.now()), f"{shard.shard} has no coordinator")
         # A report that was lost before the healing is awaited for longer than a shard may be silent.
         silent_ns = coordinator.now() - coordinator.heard[shard.shard, shard.core.epoch]
-        hold(silent_ns < world.kernel.now - healed_at, f"{shard.shard} has not reported since")
+        require(silent_ns < world.kernel.now - healed_at, f"{shard.shard} has not reported since")
         late = any(member.purged < space.purged for space in coordinator.core.directory)
-        hold(not late, f"{shard.shard} has a purge to carry out")
-        hold(not member.draining, f"{shard.shard} is still draining")
-        hold(not len(shard.core.leases), f"{shard.shard} has a lease left")
-        hold(not shard.sessions, f"{shard.shard} has a session left")
-        hold(not shard.unanswered(), f"{shard.shard} has not answered a question")
-        hold(not len(member.orders), f"{shard.shard} has an order left")
-        hold(not shard.core.order_progress.running, f"{shard.shard} still carries out an order")
+        require(not late, f"{shard.shard} has a purge to carry out")
+        require(not member.draining, f"{shard.shard} is still draining")
+        require(not len(shard.core.leases), f"{shard.shard} has a lease left")
+        require(not shard.sessions, f"{shard.shard} has a session left")
+        require(not shard.unanswered(), f"{shard.shard} has not answered a question")
+        require(not len(member.orders), f"{shard.shard} has an order left")
+        require(not shard.core.order_progress.running, f"{shard.shard} still carries out an order")
         # Otherwise its next report is answered by an order to evict, perhaps of blocks that are being loaded.
         for allocator in shard.core.pool.allocators.values():
             low_bytes = world.scenario.config.coordinator.low_free * allocator.capacity_bytes
-            hold(allocator.free_bytes >= low_bytes, f"{shard.shard} has too little free room")
+            require(allocator.free_bytes >= low_bytes, f"{shard.shard} has too little free room")
         pages = [(page.space, page.key, page.tier) for page in shard.core.pool.everything()]
-        hold(len(list(shard.core.pool.ready())) == len(pages), f"{shard.shard} has a page that is not READY")
-        hold(all(page.pins == 0 for page in shard.core.pool.everything()), f"{shard.shard} has a pin without an owner")
-        hold(sorted(told.pop(member.slot, [])) == sorted(pages), f"the index is not what {shard.shard} holds")
-    hold(not told, "the index names a shard that is gone")
+        require(len(list(shard.core.pool.ready())) == len(pages), f"{shard.shard} has a page that is not READY")
+        require(
+            all(page.pins == 0 for page in shard.core.pool.everything()), f"{shard.shard} has a pin without an owner"
+        )
+        require(sorted(told.pop(member.slot, [])) == sorted(pages), f"the index is not what {shard.shard} holds")
+    require(not told, "the index names a shard that is gone")
 
 
 def _told(world: SimulatedWorld) -> dict[int, list[tuple[NamespaceId, PageKey, Tier]]]:
@@ -102,12 +106,12 @@ def _told(world: SimulatedWorld) -> dict[int, list[tuple[NamespaceId, PageKey, T
 def _serve_again(world: SimulatedWorld) -> None:
     """Checks that everything the shards hold can be loaded, and that new stores succeed."""
     worker = world.workers[0]
-    done = worker.start(_last_wishes(world, worker))
+    done = worker.start(_final_calls(world, worker))
     world.kernel.run(world.kernel.now + 10 * SECOND)
-    hold(done.ready and done.value is not TIMED_OUT, "the last calls have not ended")
+    require(done.ready and done.value is not TIMED_OUT, "the last calls have not ended")
 
 
-def _last_wishes(world: SimulatedWorld, worker: Worker) -> Script:
+def _final_calls(world: SimulatedWorld, worker: Worker) -> Script:
     for model in world.models[:2]:
         hashes = content.chain(model, 0, 0)
         yield from _all_is_told(world)
@@ -119,7 +123,7 @@ def _last_wishes(world: SimulatedWorld, worker: Worker) -> Script:
         # had chosen perhaps: a disk file is given up without an order.
         gone = world.scenario.config.shard.disk_bytes and not before <= _copies(world, model, hashes)
         excused = rotten or gone or too_much or _rotten(world)
-        hold(loaded == expected or excused, f"{expected} blocks can be loaded, and {loaded} were")
+        require(loaded == expected or excused, f"{expected} blocks can be loaded, and {loaded} were")
     for model in world.models:
         if len(model.whole()) == 1:  # one page size: only the shard knows whether two sizes fit together
             short = content.chain(model, 0, 0)[:1]
@@ -130,7 +134,7 @@ def _last_wishes(world: SimulatedWorld, worker: Worker) -> Script:
                 stored = stored or (yield from worker.store(model, short, 0, model.whole(), 300 * MS))
                 if not stored:
                     yield None, _LOOK_NS  # it may be pending: the load may have had the block promoted
-            hold(stored or _rotten(world), "a block could not be stored after the healing")
+            require(stored or _rotten(world), "a block could not be stored after the healing")
             return
 
 

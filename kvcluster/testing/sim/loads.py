@@ -31,8 +31,8 @@ from kvcluster.testing.sim.client_process import ClientProcess
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.destination import Destination
 from kvcluster.testing.sim.plans import SimulatedPlan
-from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import FINISHED, Layer
+from kvcluster.testing.sim.violation import require
 from kvcluster.transport.base import Cancelled, PathLost, Streams, Unavailable
 
 PATHS_LOST = 0.5
@@ -92,7 +92,7 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
                     build_request(Suspect(shard.epoch, keys), self._model.tenant, self._model.space),
                 )
             case FinishLoad(loaded, error):
-                hold(error is None, f"a load ends in an error: {error!r}")
+                require(error is None, f"a load ends in an error: {error!r}")
                 assert loaded is not None
                 self._destination.tell(loaded)
                 worker.plan_ended()

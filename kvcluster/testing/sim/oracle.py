@@ -39,9 +39,9 @@ from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.testing.kernel import Kernel
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.memory import UNIT_BYTES
-from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import Layer
 from kvcluster.testing.sim.shard import Place, ShardProcess
+from kvcluster.testing.sim.violation import require
 
 Name = tuple[NamespaceId, PageKey]
 """A page, on any shard and in any tier."""
@@ -75,12 +75,12 @@ class Oracle:
     def accepted(self, space: NamespaceId, key: PageKey, layer: Layer, accept: Loss) -> None:
         """A reader that accepts that loss has accepted these bytes."""
         right = content.content(space, key, layer.codec, layer.loss).layer(layer.layer)
-        hold(layer.data == right, f"a reader accepted wrong bytes of {key.hash.hex()[:6]}")
-        hold(layer.loss <= accept, f"a reader that accepts {accept.name} got {layer.loss.name}")
+        require(layer.data == right, f"a reader accepted wrong bytes of {key.hash.hex()[:6]}")
+        require(layer.loss <= accept, f"a reader that accepts {accept.name} got {layer.loss.name}")
 
     def refused(self, key: PageKey, layer: Layer) -> None:
         """A reader got bytes that do not match their sum."""
-        hold(not layer.sound, f"bytes of {key.hash.hex()[:6]} that no fault has touched do not match their sum")
+        require(not layer.sound, f"bytes of {key.hash.hex()[:6]} that no fault has touched do not match their sum")
 
     def was_committed(self, space: NamespaceId, key: PageKey) -> bool:
         """Whether any shard has ever committed this page."""
@@ -100,7 +100,7 @@ class Oracle:
                     slots = [page for page in reply.pages if isinstance(page, PageSlot)]
                     if slots:
                         self._may_grant(shard, now)
-                        self._nobody_touches(shard, slots)
+                        self._check_not_in_use(shard, slots)
                         self._gave_way(shard)
                 elif isinstance(reply, PinGrant):
                     self._granted_pins(shard, message, reply, now)
@@ -110,11 +110,11 @@ class Oracle:
         if isinstance(message, Request) and isinstance(message.question, Pin):
             for slot in slots:
                 page = shard.core.pool.on(slot.tier, namespace_of(message), slot.key)
-                hold(
+                require(
                     page is not None and page.state is PageState.READY and page.generation == slot.generation,
                     f"a page of {slot.key.hash.hex()[:6]} that is not READY is given to a reader",
                 )
-        hold(not any(not slot.tier.spec.addressable for slot in slots), "a reader is sent to a store")
+        require(not any(not slot.tier.spec.addressable for slot in slots), "a reader is sent to a store")
         if slots:
             self._may_grant(shard, now)
 
@@ -126,38 +126,38 @@ class Oracle:
             slot, _ = shard.ready.pop(place)
             others = (shard.core.pool.on(tier, place[0], place[1]) for tier in shard.core.pool.allocators)
             better = any(other is not None and other.loss < slot.loss for other in others)
-            hold(better, "a page is gone without an order and without a better copy")
+            require(better, "a page is gone without an order and without a better copy")
 
     def _pin(self, shard: ShardProcess, request: Request[Pin], effects: list[Effect]) -> None:
         tenant, owner = request.tenant, content.BY_SPACE[namespace_of(request)].tenant
         if request.question.epoch != shard.core.epoch or owner not in (tenant, ""):
-            hold(_refused(effects) or tenant == "", "a pin meant for another incarnation or tenant is granted")
+            require(_refused(effects) or tenant == "", "a pin meant for another incarnation or tenant is granted")
 
     def _reserve(self, shard: ShardProcess, request: Request[Reserve], effects: list[Effect]) -> None:
         owner = content.BY_SPACE[namespace_of(request)].tenant
         if request.question.epoch != shard.core.epoch or owner != request.tenant:
-            hold(_refused(effects), "a reservation meant for another incarnation or tenant is granted")
+            require(_refused(effects), "a reservation meant for another incarnation or tenant is granted")
 
     def _may_grant(self, shard: ShardProcess, now: int) -> None:
         """A shard that may already be replaced grants and commits nothing: judged by the clock of its coordinator."""
         coordinator = shard.coordinator
-        hold(coordinator is not None, "a shard that no coordinator knows grants pages")
+        require(coordinator is not None, "a shard that no coordinator knows grants pages")
         assert coordinator is not None
         if not coordinator.dead:
             heard = coordinator.heard.get((shard.shard, shard.core.epoch))
-            hold(
+            require(
                 heard is not None and coordinator.now() - heard < self._ttl,
                 "a shard grants or commits pages after its coordinator may have given it up",
             )
 
-    def _nobody_touches(self, shard: ShardProcess, slots: list[PageSlot]) -> None:
+    def _check_not_in_use(self, shard: ShardProcess, slots: list[PageSlot]) -> None:
         """Memory under a lease is not granted to another writer: a lease lasts until its session has stopped moving
         bytes."""
         granted = _units(slots)
         for session in shard.sessions.values():
             if session.pages and session.moving:
                 both = granted & _units(page for page in session.pages if page is not None).keys()
-                hold(
+                require(
                     not both, f"memory that {session.attempt} still {'writes' if session.writes else 'reads'} is reused"
                 )
 
@@ -168,18 +168,18 @@ class Oracle:
         committed = [index for index, fate in zip(m.indices, reply.pages, strict=True) if fate is Written.COMMITTED]
         session = shard.sessions.get(m.attempt)
         may = session is not None and not session.revoked and shard.core.member(shard.now())
-        hold(not may or Written.LOST not in reply.pages, "pages written under a live lease are lost")
+        require(not may or Written.LOST not in reply.pages, "pages written under a live lease are lost")
         if not committed:
             return
         assert session is not None
         assert session.namespace is not None
         self._may_grant(shard, shard.now())
-        hold(not session.revoked, "a lease that was revoked is committed")
+        require(not session.revoked, "a lease that was revoked is committed")
         for index in committed:
             slot = session.pages[index]
             assert slot is not None
             right = content.content(session.namespace, slot.key, slot.codec, slot.loss).data
-            hold(shard.memory.view(slot) == right, f"wrong bytes of {slot.key.hash.hex()[:6]} are committed")
+            require(shard.memory.view(slot) == right, f"wrong bytes of {slot.key.hash.hex()[:6]} are committed")
             name = session.namespace, slot.key
             stored_at = session.stored_at.get(slot.key, self._kernel.now)
             shard.ready[session.namespace, slot.key, slot.tier] = (slot, stored_at)
@@ -193,7 +193,7 @@ class Oracle:
         evicts = shard.heard.answered(shard.core, ack)
         if evicts or shard.heard.moving or ack.tombstones or ack.leave is not None:
             if ack.epoch < shard.adopted and ack.leave is None:
-                hold(not self._vanished(shard), "a shard obeys a superseded coordinator")
+                require(not self._vanished(shard), "a shard obeys a superseded coordinator")
             else:
                 for place in self._vanished(shard):
                     del shard.ready[place]
@@ -205,7 +205,7 @@ class Oracle:
     def _only_rotten_are_gone(self, shard: ShardProcess) -> None:
         gone = {place: shard.ready.pop(place)[0] for place in self._vanished(shard)}
         rotten = {place[:2] for place, slot in gone.items() if shard.is_rotten(slot)}
-        hold(all(place[:2] in rotten for place in gone), "a sound page is condemned as corrupt")
+        require(all(place[:2] in rotten for place in gone), "a sound page is condemned as corrupt")
 
     def _moved(self, shard: ShardProcess, m: Moved, effects: list[Effect]) -> None:
         """A page that is READY in its new place is correct there; a page that is gone from its old one was demoted, or
@@ -215,11 +215,11 @@ class Oracle:
             page = shard.core.pool.on(target.tier, namespace, target.key)
             if page is None or page.generation != target.generation:
                 continue
-            hold(not session.revoked, "a lease that was revoked is committed")
+            require(not session.revoked, "a lease that was revoked is committed")
             self._may_grant(shard, shard.now())
             right = content.content(namespace, target.key, target.codec, target.loss).data
             rotten = shard.is_rotten(target)  # corrupted since they were summed there
-            hold(rotten or shard.bytes_of(target) == right, f"wrong bytes of {target.key.hash.hex()[:6]} are moved")
+            require(rotten or shard.bytes_of(target) == right, f"wrong bytes of {target.key.hash.hex()[:6]} are moved")
             known = shard.ready.get((namespace, source.key, source.tier))
             assert known is not None, "what was moved lay there"
             shard.ready[namespace, target.key, target.tier] = (target, known[1])
@@ -229,7 +229,7 @@ class Oracle:
             # The next batch may have begun, which drops pages without room below, or with a twin; if there is a store,
             # also from the other tiers, and pages that the store gives up.
             next_one = slot.tier is FASTEST or bool(shard.core.pool.stores)
-            hold(place[:2] in moved or next_one, "a page is gone that was not moved")
+            require(place[:2] in moved or next_one, "a page is gone that was not moved")
 
     def _staged(self, shard: ShardProcess, m: Staged, effects: list[Effect]) -> None:
         """A page that is read from disk is correct in memory; a page that is gone from the disk was corrupt."""
@@ -241,25 +241,27 @@ class Oracle:
             if slot in lent:
                 right = content.content(page.namespace, slot.key, slot.codec, slot.loss).data
                 sound = shard.is_rotten(slot) or shard.bytes_of(slot) == right
-                hold(sound, f"wrong bytes of {slot.key.hash.hex()[:6]} are read from disk")
+                require(sound, f"wrong bytes of {slot.key.hash.hex()[:6]} are read from disk")
         self._only_rotten_are_gone(shard)
 
     def _suspect(self, shard: ShardProcess, request: Request[Suspect], effects: list[Effect]) -> None:
-        hold(not self._vanished(shard), "a page is condemned only because a reader suspects it")
+        require(not self._vanished(shard), "a page is condemned only because a reader suspects it")
 
     def _tick(self, shard: ShardProcess, m: Tick, effects: list[Effect]) -> None:
         if shard.backlog:
             revoked = any(isinstance(effect, Revoke) for effect in effects)
-            hold(not revoked, "leases are judged before the messages that have arrived")
+            require(not revoked, "leases are judged before the messages that have arrived")
 
-    def mirrors(self, shard: ShardProcess) -> None:
+    def check_pages(self, shard: ShardProcess) -> None:
         """A shard holds exactly what was committed and not removed by an order or a failed verification."""
         ready = {(page.space, page.key, page.tier) for page in shard.core.pool.ready()}
-        hold(ready == shard.ready.keys(), f"{shard.name} holds pages that were not committed, or lost some by itself")
+        require(
+            ready == shard.ready.keys(), f"{shard.name} holds pages that were not committed, or lost some by itself"
+        )
         for (space, key, tier), (slot, _) in shard.ready.items():
             data = shard.memory.view(slot) if tier.spec.addressable else shard.bytes_of(slot)
             if data != content.content(space, key, slot.codec, slot.loss).data:
-                hold(shard.is_rotten(slot), f"{shard.name} holds wrong bytes of {key.hash.hex()[:6]}")
+                require(shard.is_rotten(slot), f"{shard.name} holds wrong bytes of {key.hash.hex()[:6]}")
 
     def _vanished(self, shard: ShardProcess) -> list[Place]:
         on = shard.core.pool.on

@@ -1,7 +1,7 @@
 """Judges the order stream from outside, at both of its ends: each order is given once, and carried out once.
 
 The orders that a coordinator gave and those that a shard received are recorded here by number, and compared with what
-the shard does and reports. As in oracle.py, each promise is one `hold` with one sentence.
+the shard does and reports. As in oracle.py, each promise is one `require` with one sentence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvcluster.core.ids import Attempt, Epoch
 from kvcluster.core.messages import Effect, EvictOrder, Fetch, MoveOrder, Order, PullOrder, Report, ReportAck, Send
 from kvcluster.core.pool import PageState
 from kvcluster.core.shard import Shard
-from kvcluster.testing.sim.promises import hold
+from kvcluster.testing.sim.violation import require
 
 
 class GivenOrders:
@@ -27,10 +27,10 @@ class GivenOrders:
         for order in orders:
             before = self._given.get(order.number)
             if before is None:
-                hold(order.number > max(self._given, default=0), "an order has a lower number than an earlier one")
+                require(order.number > max(self._given, default=0), "an order has a lower number than an earlier one")
                 self._given[order.number] = order
                 new.append(order)
-            hold(before in (None, order), f"number {order.number} is given to two orders")
+            require(before in (None, order), f"number {order.number} is given to two orders")
         return new
 
 
@@ -67,7 +67,7 @@ class HeardOrders:
                 self._pull = order
         evictions = [order for order in new if isinstance(order, EvictOrder)]
         for eviction in evictions:
-            hold(not _left_over(shard, eviction), "an eviction is accepted and not carried out")
+            require(not _left_over(shard, eviction), "an eviction is accepted and not carried out")
         return bool(evictions)
 
     def stepped(self, shard: Shard, effects: list[Effect]) -> None:
@@ -82,7 +82,7 @@ class HeardOrders:
         order, self._pull = self._pull, None
         pages = [page.key for page in order.pages] if order is not None else []
         ordered = all(slot.key in pages for slot in effect.slots)
-        hold(ordered, "a shard fetches what it was not ordered to, or fetches it twice")
+        require(ordered, "a shard fetches what it was not ordered to, or fetches it twice")
         assert order is not None
         self._fetched[effect.attempt] = order
 
@@ -90,12 +90,12 @@ class HeardOrders:
         if report.coordinator != self._epoch:
             return
         accepted, running = report.orders
-        hold(accepted <= self._highest, "a shard acknowledges an order that it has not received")
-        hold(all(number in self._heard for number in running), "an order runs that was not received, or had ended")
+        require(accepted <= self._highest, "a shard acknowledges an order that it has not received")
+        require(all(number in self._heard for number in running), "an order runs that was not received, or had ended")
         self._fetched = {of: order for of, order in self._fetched.items() if of in shard.leases}
         for order in self._fetched.values():
             ended = self._heard.get(order.number) is order and order.number not in running
-            hold(not ended, "a pull is said to have ended while its pages are still written")
+            require(not ended, "a pull is said to have ended while its pages are still written")
         for number in [number for number in self._heard if report.orders.ended(number)]:
             del self._heard[number]
 

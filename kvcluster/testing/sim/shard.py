@@ -57,9 +57,9 @@ from kvcluster.testing.sim.driver import SimulatedCore
 from kvcluster.testing.sim.memory import Memory, flipped
 from kvcluster.testing.sim.network import Line, Pipe
 from kvcluster.testing.sim.order_oracle import HeardOrders
-from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import ArrivedSums, Layer, Session, SessionRequest
 from kvcluster.testing.sim.surroundings import Supervisor, Surroundings
+from kvcluster.testing.sim.violation import require
 
 Place = tuple[NamespaceId, PageKey, Tier]
 """A page in one tier of a shard."""
@@ -132,7 +132,7 @@ class ShardProcess(SimulatedCore):
         self._queue: list[MovePages | Erase] = []  # the jobs of one thread, in order
         # The oracle's own number too: that of the last tombstone that this shard has carried out.
         self.purged = max((stone.number for stone in carried_out(found.values())), default=0)
-        self.farewell = False
+        self.told_to_leave = False
 
     def stored_at(self, space: NamespaceId, key: PageKey) -> int | None:
         """Returns when that page was stored; None if this shard does not hold it."""
@@ -353,12 +353,12 @@ class ShardProcess(SimulatedCore):
         """Returns what encoding or decoding a page makes of it: correct bytes from correct bytes, and otherwise
         something wrong."""
         recodes = source.codec is not target.codec
-        hold(
+        require(
             not recodes or Codec.RAW in (source.codec, target.codec),
             "a page goes from one codec to another",
         )
         encoded_before = source.codec is Codec.RAW and source.loss is not Loss.EXACT
-        hold(target.codec is Codec.RAW or not recodes or not encoded_before, "a decoded page is encoded again")
+        require(target.codec is Codec.RAW or not recodes or not encoded_before, "a decoded page is encoded again")
         right = content.content(namespace, source.key, source.codec, source.loss)
         after = content.content(namespace, target.key, target.codec, target.loss)
         return after.data if before == right.data else flipped(self.world.rng, after.data)

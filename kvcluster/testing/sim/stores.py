@@ -39,8 +39,8 @@ from kvcluster.testing.sim.loads import PATHS_LOST
 from kvcluster.testing.sim.memory import flipped
 from kvcluster.testing.sim.network import BROKEN
 from kvcluster.testing.sim.plans import SimulatedPlan
-from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.sessions import FINISHED, Layer
+from kvcluster.testing.sim.violation import require
 from kvcluster.transport.base import Cancelled, PathLost, Streams, Unavailable
 
 
@@ -82,7 +82,7 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
             case AskStore():
                 worker.start(self._ask())
             case StartWrite():
-                hold(not self._free, "a source is read after it was reported as free")
+                require(not self._free, "a source is read after it was reported as free")
                 worker.kernel.at(worker.kernel.now, worker, worker.start, self._write(effect))
             case StopWrite(exchange):
                 self._stopped[exchange] = None
@@ -92,7 +92,7 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
             case CloseTicket(attempt):
                 worker.start(self._end_ticket(attempt))
             case FinishStore(stored, error):
-                hold(error is None, f"a store ends in an error: {error!r}")
+                require(error is None, f"a store ends in an error: {error!r}")
                 assert stored is not None
                 self._tell(stored)
             case StoreOver():
@@ -100,16 +100,16 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
                 self.over.fulfil(None)
 
     def _tell(self, stored: Stored) -> None:
-        hold(self._free, "the outcome of a store is reported while its source is read")
+        require(self._free, "the outcome of a store is reported while its source is read")
         told = stored.blocks + stored.deduplicated + stored.pending
-        hold(told <= len(self._terms.new), "more blocks are reported as stored than there were")
+        require(told <= len(self._terms.new), "more blocks are reported as stored than there were")
         if told == len(self._terms.new) and not stored.pending and stored.miss is None:
             oracle = self._worker.world.oracle
             for block in self._terms.new:
                 for group, part in self._terms.parts:
                     known = oracle.was_committed(self._model.space, PageKey(block, group, part))
                     whole = stored.deduplicated  # blocks that others stored, perhaps in other parts
-                    hold(known or bool(whole), "a block is reported as stored that no shard has committed")
+                    require(known or bool(whole), "a block is reported as stored that no shard has committed")
         self.done.fulfil(stored)
 
     def _ask(self) -> Script:
@@ -160,7 +160,7 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
             stopped = start.exchange in self._stopped
             if breaks_off or stopped or worker.now() >= self._give_up:
                 break
-            hold(not self._free, "a source is read after it was reported as free")
+            require(not self._free, "a source is read after it was reported as free")
             frame = [self._layer(item, key, layer) for item, key, layer in layers[at : at + scenario.frame_layers]]
             nbytes += sum(len(layer.data) for layer in frame)
             taken.update(dict.fromkeys(layer.item for layer in frame))

@@ -16,8 +16,8 @@ from kvcluster.testing.kernel import MS, TIMED_OUT, Clock, Promise, Script
 from kvcluster.testing.sim.client_process import ClientProcess, ClientSurroundings
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.loads import Load
-from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.stores import Store
+from kvcluster.testing.sim.violation import require
 
 STOPPED_NS = 20 * MS
 """The time to stop after a cancel: several times what a chunk takes."""
@@ -74,9 +74,9 @@ class Worker(ClientProcess):
             yield load.done, int(self.world.scenario.frame_ns * 4 * self.world.later.random())
             load.cancel()
             soon = yield load.done, STOPPED_NS
-            hold(soon is not TIMED_OUT, "a load that was cancelled goes on")
+            require(soon is not TIMED_OUT, "a load that was cancelled goes on")
         loaded = yield load.done, 10 * self.world.scenario.patience_ns
-        hold(loaded is not TIMED_OUT, "a load does not end by its deadline")
+        require(loaded is not TIMED_OUT, "a load does not end by its deadline")
         return loaded
 
     def _keep(self, model: Model, ticket: Attempt, wait_ns: int) -> Script:
@@ -99,10 +99,10 @@ class Worker(ClientProcess):
             yield store.done, int(self.world.scenario.frame_ns * 4 * self.world.later.random())
             store.cancel()
             soon = yield store.done, STOPPED_NS
-            hold(soon is not TIMED_OUT, "a cancelled store still reads its source")
+            require(soon is not TIMED_OUT, "a cancelled store still reads its source")
         stored = yield store.done, 10 * self.world.scenario.patience_ns
-        hold(stored is not TIMED_OUT, "a store does not end by its deadline")
+        require(stored is not TIMED_OUT, "a store does not end by its deadline")
         over = yield store.over, 20 * self.world.scenario.patience_ns
-        hold(over is not TIMED_OUT, "a store never ends")
+        require(over is not TIMED_OUT, "a store never ends")
         self.world.count("store", "whole" if stored.miss is None else stored.miss.reason.value)
         return stored.miss is None and not stored.pending

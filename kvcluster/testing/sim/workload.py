@@ -60,7 +60,7 @@ _WEIGHTS = list(accumulate(_ERRANDS.values()))
 
 
 class EngineSurroundings(WorkerSurroundings, Protocol):
-    """The cluster as engines use it. `names` are the shards that have not left for good, `shards` has the newest
+    """The cluster as engines use it. `names` are the shards that have not left permanently, `shards` has the newest
     process of each, and `told_to_go` are those that an operator has drained."""
 
     models: list[Model]

@@ -22,8 +22,8 @@ from kvcluster.testing.sim.disk import Disk
 from kvcluster.testing.sim.journal import Journal
 from kvcluster.testing.sim.network import Network
 from kvcluster.testing.sim.oracle import Oracle
-from kvcluster.testing.sim.promises import hold
 from kvcluster.testing.sim.shard import ShardProcess
+from kvcluster.testing.sim.violation import require
 from kvcluster.testing.sim.worker import Worker
 
 EVERY = 64
@@ -80,7 +80,7 @@ class SimulatedWorld:
 
     def check(self) -> None:
         """Checks all invariants of all cores."""
-        hold(self.steps < MOST_STEPS, f"{MOST_STEPS:,} steps, without an end")
+        require(self.steps < MOST_STEPS, f"{MOST_STEPS:,} steps, without an end")
         for coordinator in self.coordinators:
             if not coordinator.dead:
                 check_coordinator(coordinator.core)
@@ -89,7 +89,7 @@ class SimulatedWorld:
         for shard in self.incarnations.values():
             if not shard.dead:
                 check_shard(shard.core)
-                self.oracle.mirrors(shard)
+                self.oracle.check_pages(shard)
 
     def stepped(self) -> None:
         """Counts a step of a core, and checks all invariants every EVERY steps."""
@@ -157,7 +157,7 @@ class SimulatedWorld:
         self.kill(process)
         if for_good:
             assert isinstance(process, ShardProcess)
-            hold(process.shard in self.told_to_go, f"{process.name} leaves for good, but no operator drained it")
+            require(process.shard in self.told_to_go, f"{process.name} leaves permanently, but no operator drained it")
             if process is self.shards[process.shard]:
                 self.names.remove(process.shard)
 

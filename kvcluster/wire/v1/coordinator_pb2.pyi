@@ -23,11 +23,11 @@ class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVENT_KIND_CORRUPT: _ClassVar[EventKind]
     EVENT_KIND_PURGED: _ClassVar[EventKind]
 
-class Farewell(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+class LeaveReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    FAREWELL_UNSPECIFIED: _ClassVar[Farewell]
-    FAREWELL_REPLACED: _ClassVar[Farewell]
-    FAREWELL_DRAINED: _ClassVar[Farewell]
+    LEAVE_REASON_UNSPECIFIED: _ClassVar[LeaveReason]
+    LEAVE_REASON_REPLACED: _ClassVar[LeaveReason]
+    LEAVE_REASON_DRAINED: _ClassVar[LeaveReason]
 DECISION_UNSPECIFIED: Decision
 DECISION_WRITE: Decision
 DECISION_COMMITTED: Decision
@@ -38,9 +38,9 @@ EVENT_KIND_PAGE: EventKind
 EVENT_KIND_GONE: EventKind
 EVENT_KIND_CORRUPT: EventKind
 EVENT_KIND_PURGED: EventKind
-FAREWELL_UNSPECIFIED: Farewell
-FAREWELL_REPLACED: Farewell
-FAREWELL_DRAINED: Farewell
+LEAVE_REASON_UNSPECIFIED: LeaveReason
+LEAVE_REASON_REPLACED: LeaveReason
+LEAVE_REASON_DRAINED: LeaveReason
 
 class PingRequest(_message.Message):
     __slots__ = ()
@@ -606,6 +606,6 @@ class ReportAck(_message.Message):
     inventory: bool
     tombstones: Tombstones
     drain: bool
-    leave: Farewell
+    leave: LeaveReason
     orders: _containers.RepeatedCompositeFieldContainer[Order]
-    def __init__(self, epoch: _Optional[int] = ..., acked: _Optional[int] = ..., inventory: bool = ..., tombstones: _Optional[_Union[Tombstones, _Mapping]] = ..., drain: bool = ..., leave: _Optional[_Union[Farewell, str]] = ..., orders: _Optional[_Iterable[_Union[Order, _Mapping]]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., acked: _Optional[int] = ..., inventory: bool = ..., tombstones: _Optional[_Union[Tombstones, _Mapping]] = ..., drain: bool = ..., leave: _Optional[_Union[LeaveReason, str]] = ..., orders: _Optional[_Iterable[_Union[Order, _Mapping]]] = ...) -> None: ...

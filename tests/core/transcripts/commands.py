@@ -1,4 +1,4 @@
-"""The language of transcripts: a command is looked up by who acts and what they do, and becomes a step of the stage."""
+"""The language of transcripts: a command is looked up by its actor and verb, and becomes a step of the stage."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvcluster.core.messages import (
     EndTicket,
     EvictOrder,
     Explain,
-    Farewell,
     Flush,
     GetStatus,
     GoneEvent,
     Inventory,
+    LeaveReason,
     LoadGrant,
     NewPage,
     Order,
@@ -107,7 +107,7 @@ class Commands:
         self._puppets: dict[str, Puppet] = {}
 
     def run(self, line: str) -> list[str]:
-        """What comes of one command."""
+        """Runs one command; returns its effects as text."""
         words = line.split()
         quiet = words[0] == "quietly"
         self._act(words[quiet:])
@@ -134,7 +134,7 @@ class Commands:
             case [shard, verb, *rest] if shard[0] == "s":
                 self._of_shard(shard, verb, Words(rest))
             case _:
-                raise AssertionError("nobody knows this command")
+                raise AssertionError("this command is not known")
 
     def _start(self, name: str, words: Words) -> None:
         epoch = words.number("epoch", 10 if name[0] == "c" else 1)
@@ -410,7 +410,7 @@ class Commands:
             orders=tuple(orders),
             tombstones=() if purge is None else (Tombstone(int(purge), Tenant(TENANT)),),
             drain="drain" in words.rest,
-            leave=Farewell[words.options["leave"].upper()] if "leave" in words.options else None,
+            leave=LeaveReason[words.options["leave"].upper()] if "leave" in words.options else None,
         )
         stage.say(f"coordinator -> {name}: {stage.tell.ack(ack)}")
         shard.step(ReportAnswered(ack))

@@ -68,7 +68,7 @@ class Names:
         return f"{self._holders[attempt.holder]}#{attempt.counter}"
 
     def told(self, blocks: Iterable[BlockHash]) -> str:
-        """Blocks, in order; none is told too."""
+        """Formats blocks in order; says so if there are none."""
         return " ".join(self._blocks[block] for block in blocks) or "nothing"
 
     def weights(self, namespace: NamespaceId) -> str:

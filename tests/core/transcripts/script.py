@@ -1,4 +1,4 @@
-"""What a transcript is on paper: commands, what came of each, and prose between them.
+"""The text of a transcript: commands, the result of each, and prose between them.
 
     # prose                     kept as it is, like empty lines
     w1 load a1 a2               a command: a line that begins in its first column

@@ -1,4 +1,4 @@
-"""Where a transcript is played: real cores in processes of testing/kernel.py, which the script drives.
+"""Runs a transcript: real cores in processes of testing/kernel.py, driven by the script.
 
 Mail arrives at once and in order, pages are read and fetched in no time, and ticks come when they are due while time
 passes. Time passes in `wait` and `stall` only.
@@ -130,7 +130,7 @@ class Stage:
         self._lines.append(f"at {self.kernel.now // MS}: {line}" if self._clock else line)
 
     def said(self) -> list[str]:
-        """The lines since the last time."""
+        """Returns the lines since the last call."""
         lines, self._lines = self._lines, []
         return lines
 
@@ -163,7 +163,7 @@ class Stage:
         self.shards[name].step(Tick())
 
     def stop(self, name: str) -> None:
-        """It is gone, without a word."""
+        """The process is gone, without a message."""
         self.process(name).kill()
         (self.coordinators if name in self.coordinators else self.shards).pop(name)
 
@@ -173,7 +173,7 @@ class Stage:
 
     def latest(self) -> str:
         """The coordinator that was started last."""
-        return next(reversed(self.coordinators), "nobody")
+        return next(reversed(self.coordinators), "no coordinator")
 
     # ------------------------------------------------------------------------------------------- steps
 
@@ -209,7 +209,7 @@ class Stage:
             check_shard(shard.core)
 
     def wait(self, passed_ms: int) -> None:
-        """Time passes. What happens meanwhile is told with its time."""
+        """Lets time pass. Events meanwhile are written with their time."""
         self._clock = True
         self.kernel.run(self.kernel.now + passed_ms * MS)
         self.settle()
@@ -227,7 +227,7 @@ class Stage:
             case Revoke(attempt):
                 self.say(f"{name}: the lease of {self.names.attempt(attempt)} is revoked")
             case Leave(reason, for_good):
-                self.say(f"{name} leaves{' for good' if for_good else ''}: {reason}")
+                self.say(f"{name} leaves{' permanently' if for_good else ''}: {reason}")
                 self._soon(name, lambda: self.stop(name))
             case Persist(tombstones):
                 self.disk = tombstones
@@ -280,7 +280,7 @@ class Stage:
         self.shards[name].step(ReportFailed())
 
     def repeat(self, name: str) -> None:
-        """The network delivers what it has delivered before; nobody waits for the answer."""
+        """The network delivers what it has delivered before; no caller waits for the answer."""
         letter = self.shards[name].delivered
         assert letter is not None
         self._post(name, letter)

@@ -1,4 +1,4 @@
-"""How a transcript tells what the cores say: one line for each effect, the same for ever where the protocol is.
+"""Formats the effects of the cores for transcripts: one line for each, unchanged as long as the protocol is.
 
 A line tells what a reader of the protocol needs and leaves out what follows from the rest: addresses, specs,
 checksums, counters, and where in the arena a page lies.
@@ -20,10 +20,10 @@ from kvcluster.core.messages import (
     EndTicket,
     EvictOrder,
     Explained,
-    Farewell,
     Flush,
     GoneEvent,
     Inventory,
+    LeaveReason,
     LoadGrant,
     Order,
     OrderProgress,
@@ -107,10 +107,10 @@ class Teller:
                 return self._status(reply)
             case ReportAck():
                 return self.ack(reply)
-        raise AssertionError(f"nobody has said how to tell {type(reply).__name__}")
+        raise AssertionError(f"no words are known for {type(reply).__name__}")
 
     def letter(self, message: Report | Inventory) -> str:
-        """What a shard tells the coordinator."""
+        """Formats a message from a shard to the coordinator."""
         told: list[str] = []
         if isinstance(message, Inventory):
             rest = "" if message.last and not message.chunk else f", chunk {message.chunk}"
@@ -129,7 +129,7 @@ class Teller:
         return f"{', '.join(told)}; {self._info(message.info)} [epoch {message.coordinator}]"
 
     def ack(self, ack: ReportAck) -> str:
-        """What the coordinator tells a shard."""
+        """Formats an answer of the coordinator to a shard."""
         told = [] if ack.inventory or ack.leave else [f"acknowledged up to {ack.acked}"]
         if ack.inventory:
             told.append("send an inventory")
@@ -139,7 +139,9 @@ class Teller:
             told.append("drain")
         if ack.leave is not None:
             told.append(
-                {Farewell.REPLACED: "leave, you are replaced", Farewell.DRAINED: "leave, you are drained"}[ack.leave]
+                {LeaveReason.REPLACED: "leave, you are replaced", LeaveReason.DRAINED: "leave, you are drained"}[
+                    ack.leave
+                ]
             )
         return f"{', '.join(told)} [epoch {ack.epoch}]"
 

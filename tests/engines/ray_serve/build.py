@@ -1,4 +1,4 @@
-"""What these tests are made of: a tokenizer without a model, and prompts that a cluster holds."""
+"""Builders for these tests: a tokenizer without a model, and prompts that a cluster holds."""
 
 from __future__ import annotations
 

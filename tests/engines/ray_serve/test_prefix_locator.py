@@ -1,4 +1,4 @@
-"""Where a prompt lies is found out from a real coordinator, and whatever ails that keeps no request waiting."""
+"""A prompt is located through a real coordinator, and no failure there delays a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt is found in whatever a deployment is called with, and what is unusual is left alone by name."""
+"""The prompt is found in the arguments of any call of a deployment; unusual arguments are named and left alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IDS = [5, 6, 7]
 
 
 class Request(BaseModel):
-    """As Serve's LLM applications hand it on."""
+    """A request as Serve's LLM applications pass it on."""
 
     prompt: Any = None
     messages: Any = None

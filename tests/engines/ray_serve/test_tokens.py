@@ -1,4 +1,4 @@
-"""Text becomes the tokens that the model's own tokenizer makes, as many as are looked for."""
+"""Text becomes the tokens that the model's own tokenizer makes, up to the number that is needed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_chat_is_rendered_by_the_models_template(tokens: PromptTokenizer) -> N
 
 
 def test_a_template_that_refuses_is_no_mistake(tokens: PromptTokenizer) -> None:
-    with pytest.raises(NoTokens, match="the chat template refused"):
+    with pytest.raises(NoTokens, match="the chat template cannot render these messages"):
         tokens.of(
             RequestPrompt(messages=[{"role": "user", "content": "Hi"}], chat={"chat_template": "{{ 1 / 0 }}"}), 100
         )

@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="package")
 def sglang() -> Iterator[SimpleNamespace]:
-    """SGLang's own modules and the engine over them (imported.py). Fails where its wheel cannot be had."""
+    """SGLang's own modules and the engine over them (imported.py). Fails if its wheel is not available."""
     command = [str(ROOT / "tools/sglang_wheel.sh"), str(ROOT / "build/sglang-0.5.23"), sys.executable]
     made = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
     if made.returncode:
         pytest.fail(
-            "these tests read SGLang 0.5.23 from its wheel, which could not be had: they need a package index, or the "
+            "these tests read SGLang 0.5.23 from its wheel, which is not available: they need a package index, or the "
             f"files of `{' '.join(command[:2])}` from a machine that has one. It said:\n{made.stderr}",
             pytrace=False,
         )

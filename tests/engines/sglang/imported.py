@@ -107,7 +107,7 @@ def _gather() -> SimpleNamespace:
     }
     modules = (
         "sglang.srt.mem_cache.device_pool_info",
-        *(f"{OURS}.{name}" for name in ("compat", "losses", "settings")),
+        *(f"{OURS}.{name}" for name in ("compat", "lossy_pages", "settings")),
     )
     found = {key: getattr(importlib.import_module(m), name) for m, keys in names.items() for key, name in keys.items()}
     return SimpleNamespace(**found, **{m.rpartition(".")[2]: importlib.import_module(m) for m in modules})

@@ -200,7 +200,7 @@ class Connect:
 
         self.calls += 1
         if not self.up:
-            raise Unreachable(f"nothing answers at {address}")
+            raise Unreachable(f"no server answers at {address}")
         self.specs.append(spec)
         port = self._port or self._cluster.port()
         self.clients.append(Client(port, self._cluster.opener(), spec, part=part, config=config))

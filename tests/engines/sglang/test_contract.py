@@ -34,7 +34,7 @@ Attach = Callable[..., Any]
 
 
 def refused(sglang: SimpleNamespace, pool: Any, cluster: MemoryCluster, **settings: Any) -> str:
-    """What the engine's start ends with."""
+    """Returns the error with which the engine's start ends."""
     with pytest.raises((ConfigError, CallerError)) as caught:
         create(sglang, pool, Connect(cluster), **settings)
     return str(caught.value)

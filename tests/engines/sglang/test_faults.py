@@ -1,4 +1,4 @@
-"""Whatever ails the cluster is a miss, in time, and never an exception in a thread of SGLang's."""
+"""Every failure of the cluster is a miss, in time, and never an exception in a thread of SGLang's."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_engine_starts_without_its_cluster_and_finds_it_later(
     assert misses(storage, pool, keys_of(2))
     eventually(lambda: connect.calls > 3)
     assert misses(storage, pool, keys_of(2))
-    assert [r.levelno for r in caplog.records if "nothing answers" in r.message] == [logging.WARNING]  # told once
+    assert [r.levelno for r in caplog.records if "no server answers" in r.message] == [logging.WARNING]  # told once
     connect.up = True
     assert connected(storage).batch_set_v1(keys_of(2), slots([0, 1])) == [True, True] and seen(storage, keys_of(2))
     storage.close()

@@ -1,4 +1,4 @@
-"""Whose pages are whose: engines share what is equal, ranks hold parts of it, and whatever differs never meets."""
+"""Which engines share pages: equal ones do, ranks hold parts of them, and engines that differ never do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is stored from one host pool and loaded into another is there bit for bit, whatever the layout and the way."""
+"""Pages stored from one host pool and loaded into another are equal bit for bit, in every layout and by every
+interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What the judges of a world ask for, case by case. That they see what they ask for, planted bugs show."""
+"""The conditions that the judges of a simulated world check, one by one. Planted bugs show that they find
+violations."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 from kvcluster.core.messages import Drain, Purge
 from kvcluster.testing.kernel import MS, SECOND
 from kvcluster.testing.sim import content, liveness, scenario
-from kvcluster.testing.sim.promises import Violation
+from kvcluster.testing.sim.violation import Violation
 from kvcluster.testing.sim.world import SimulatedWorld
 
 QUIET = 131
@@ -48,7 +49,7 @@ def test_a_drained_shard_may_take_what_was_committed_before_it_heard_of_a_purge(
     run_until(world, lambda: member.info.draining)
     assert not shard.ready
     worker.start(worker.ask(Purge(), model.tenant, worker.now() + SECOND))
-    run_until(world, lambda: shard.farewell)
+    run_until(world, lambda: shard.told_to_leave)
     assert shard.ready and not shard.purged, "it was to forget these pages, and did not know"
 
 

@@ -32,9 +32,9 @@ SEEDS = {
     "drained-too-early": 16,
     "evicts-what-is-promised": 1,
     "order-number-used-again": 1,
-    "order-numbers-begin-anew": 68,
+    "order-numbers-reset": 68,
     "roots-go-first": 0,
-    "answered-anew": 44,
+    "repeat-treated-as-new": 44,
     "swept-in-part": 11,
     "removal-not-told": 0,
     "retold-in-part": 23,
@@ -148,7 +148,10 @@ def test_a_bug_is_gone_when_its_run_is_over() -> None:
 
 
 def test_a_bug_that_does_not_exist_is_refused_by_name() -> None:
-    with pytest.raises(CallerError, match=r"no bug is named 'typo'; there are .*no-epoch-fence"), bugs.active("typo"):
+    with (
+        pytest.raises(CallerError, match=r"there is no planted bug 'typo'; known: .*no-epoch-fence"),
+        bugs.active("typo"),
+    ):
         pass
 
 
@@ -200,6 +203,6 @@ def test_the_command_prints_whole_journals(capsys: pytest.CaptureFixture[str]) -
 
 def test_the_command_refuses_bugs_that_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--seeds", "1", "--jobs", "1", "--bug", "typo"]) == 1
-    assert "no bug is named 'typo'" in capsys.readouterr().err
+    assert "there is no planted bug 'typo'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["simulate", "--seeds", "0"])

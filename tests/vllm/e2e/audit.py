@@ -1,4 +1,4 @@
-"""The strictest oracle: every READY page is held against the KV that a clean engine computes for its tokens."""
+"""The strictest oracle: every READY page is compared with the KV that a clean engine computes for its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the connector costs an engine, and what it gives: ratios of interleaved runs, with their spread; and a picture,
+"""What the connector costs an engine and what it saves: ratios of interleaved runs, with their spread; and a picture,
 build/vllm-ttft.png.
 
 Engines stay up and take turns, all pinned to one core, and the cluster to the other; while one runs the others are

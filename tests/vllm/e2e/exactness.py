@@ -1,4 +1,4 @@
-"""With the cache every id and every logprob is what it is without; and the suite would see it if they were not.
+"""With the cache every id and every logprob is the same as without; and the suite would notice if they were not.
 
 First a control pair without the connector has to show no difference between serial, batched and preempted runs. Then
 engines store and load, and are held against it; at the end every READY page is held against what a clean engine

@@ -1,4 +1,5 @@
-"""Engines of one name that must not share, and do not: other adapters, other checkpoints, weights changed in place."""
+"""Engines of one model name that must not share: with other adapters, other checkpoints, or weights changed in
+place."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def check(house: House) -> None:
     _row(house, "identity: weights that changed, once an operator has named them", answers(outcome), nudged, hits=True)
     _row(house, "identity: and new prompts then", answers(outcome, 1), nudged_later, hits=False)
 
-    salted = plain | {"cache_salt": "somebody"}
+    salted = plain | {"cache_salt": "another tenant"}
     outcome = house.run({"model": model, "connector": connector, "rounds": [{"prompts": later}, salted]})
     told = answers(outcome)
     house.table.add("identity: KV computed after the reset is not shared", f"{loaded(told)} loaded", not loaded(told))

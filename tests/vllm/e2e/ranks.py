@@ -1,4 +1,4 @@
-"""Tensor parallel ranks as parts of one block: a block is a hit only where every rank's part is there."""
+"""Tensor-parallel ranks as parts of one block: a block is a hit only if every rank's part is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the checks share: a cluster, engines in the other environment, prompts, and the table of what was seen."""
+"""What the checks share: a cluster, engines in the other environment, prompts, and the table of results."""
 
 from __future__ import annotations
 

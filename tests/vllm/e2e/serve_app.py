@@ -1,4 +1,4 @@
-"""The example's application on engines that run on a CPU, with a router that tells what it does.
+"""The example's application on engines that run on a CPU, with a router that logs its decisions.
 
 `python -m tests.vllm.e2e.serve_app SETTINGS`, in the engines' environment and beside a Ray node, serves until stdin
 ends. Settings are JSON: `ray`, its address; `port`; `model`, its folder; `connector`, its extra config; `said`, a file.

@@ -1,4 +1,5 @@
-"""The short form for every change: engines store, load and are held against one without the cache, page by page.
+"""The short form for every change: engines store and load, and are compared page by page with an engine without the
+cache.
 
 In float32, where K and V are tensors on every processor, and in bfloat16, which some processors' kernels pack. What the
 long form adds (exactness.py and its neighbours) runs nightly.

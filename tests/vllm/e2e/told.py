@@ -1,4 +1,4 @@
-"""What KV events tell of a cluster that real engines use: every block that is there, and the token ids that made it.
+"""What KV events say of a cluster that real engines use: every block that is there, and the token ids that made it.
 
 A listener that has heard everything holds what a router would. Token ids are proved by what they are for: hashed behind
 the block before them, they give the block's own hash.

@@ -129,7 +129,7 @@ def order_number_used_again() -> list[Patch]:
 
 
 @planted
-def order_numbers_begin_anew() -> list[Patch]:
+def order_numbers_reset() -> list[Patch]:
     """The orders to a shard are counted from 1 again when it sends its inventory again, though the shard goes on
     counting."""
     original = Membership.admit
@@ -152,7 +152,7 @@ def roots_go_first() -> list[Patch]:
 
 
 @planted
-def answered_anew() -> list[Patch]:
+def repeat_treated_as_new() -> list[Patch]:
     """A prepare that is repeated because its answer was lost is answered as if it were a new one."""
 
     def forget(self: PrepareHandler, attempt: Any, space: Any, kind: Any) -> None:

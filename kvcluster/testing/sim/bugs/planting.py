@@ -26,7 +26,7 @@ def active(name: str | None) -> Iterator[None]:
     """Plants this bug in the code under test for the duration of the block. Raises CallerError if there is none of that
     name."""
     if name is not None and name not in BUGS:
-        raise CallerError(f"no bug is named {name!r}; there are {', '.join(BUGS)}")
+        raise CallerError(f"there is no planted bug {name!r}; known: {', '.join(BUGS)}")
     before: list[Patch] = []
     try:
         for owner, attribute, instead in BUGS[name]() if name is not None else ():

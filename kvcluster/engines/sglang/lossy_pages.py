@@ -1,4 +1,4 @@
-"""Losses: how lossy the pages in one engine's host pool are, if they were loaded from the cluster.
+"""Records how lossy the pages in one engine's host pool are, if they were loaded from the cluster.
 
 A page that was loaded after a lossy codec is in the host pool like any other, and KV that SGLang computes over it has
 the same loss. Both may be stored again and must then carry that loss, otherwise they would be taken for exact. SGLang
@@ -22,7 +22,7 @@ MOST = 65_536
 """Pages: at 64 tokens each four million tokens, more than most host pools hold; about ten megabytes of keys."""
 
 
-class Losses:
+class LossyPages:
     """The losses of the pages in one host pool, by SGLang's keys. Thread-safe."""
 
     def __init__(self, most: int = MOST) -> None:
@@ -31,7 +31,7 @@ class Losses:
         self._forgotten = self._worst = Loss.EXACT  # the worst of the dropped pages, and of all pages
         self._lock = threading.Lock()
 
-    def note(self, keys: Iterable[str], loss: Loss) -> None:
+    def add(self, keys: Iterable[str], loss: Loss) -> None:
         """Records the loss of these pages, from their own codec or from the KV that they were computed over."""
         if loss is Loss.EXACT:
             return
@@ -42,7 +42,7 @@ class Losses:
             while len(self._known) > self._most:
                 self._forgotten = max(self._forgotten, self._known.pop(next(iter(self._known))))
 
-    def of(self, prefix: Sequence[str] | None, keys: Sequence[str]) -> Loss:
+    def worst(self, prefix: Sequence[str] | None, keys: Sequence[str]) -> Loss:
         """Returns the worst loss that these pages may have. `prefix` are the keys before them, None if not known."""
         with self._lock:
             if prefix is None or not self._known:
@@ -50,9 +50,9 @@ class Losses:
             return max(self._known.get(key, self._forgotten) for key in chain(prefix, keys))
 
 
-_BOOKS: WeakKeyDictionary[object, Losses] = WeakKeyDictionary()
+_BY_POOL: WeakKeyDictionary[object, LossyPages] = WeakKeyDictionary()
 
 
-def book_of(pool: object) -> Losses:
+def lossy_pages_of(pool: object) -> LossyPages:
     """Returns the losses of a host pool, which are kept for as long as the pool exists."""
-    return _BOOKS.setdefault(pool, Losses())
+    return _BY_POOL.setdefault(pool, LossyPages())

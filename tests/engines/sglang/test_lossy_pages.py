@@ -1,5 +1,4 @@
-"""What pages have lost on their way through the cluster is said again when they, or what was computed over them, are
-stored."""
+"""The loss of pages that went through the cluster is recorded again when they, or KV computed over them, are stored."""
 
 from __future__ import annotations
 
@@ -162,7 +161,7 @@ def test_pages_that_were_quantised_are_close_for_every_head_of_every_layer(
             lambda: all(page.tier is Tier.HOST for page in tiers.shard_core(ShardId("shard-0")).pool.ready())
         )
         assert seen(other, KEYS) and other.batch_get_v1(KEYS, slots(range(4))) == [True] * 4
-        assert other._losses.of([], KEYS) is Loss.Q8
+        assert other._lossy_pages.worst([], KEYS) is Loss.Q8
         found, true = (logical(pool)[:, :4].double() for pool in (empty, full))
         of_each = {"dim": (1, 2, 5)}  # of K or V, layer and head
         wrong = vector_norm(found - true, **of_each) / vector_norm(true, **of_each)
@@ -171,12 +170,12 @@ def test_pages_that_were_quantised_are_close_for_every_head_of_every_layer(
         other.close()
 
 
-def test_a_book_that_is_full_takes_everything_for_as_bad_as_what_it_forgot(sglang: SimpleNamespace) -> None:
-    book = sglang.losses.Losses(most=2)
-    assert book.of(None, ["a"]) is Loss.EXACT
-    book.note(["a"], Loss.Q8)
-    assert (book.of([], ["a"]), book.of([], ["b"]), book.of(None, ["b"])) == (Loss.Q8, Loss.EXACT, Loss.Q8)
-    book.note(["b", "c"], Loss.Q4)  # and "a" is forgotten
-    assert (book.of([], ["a"]), book.of([], ["d"]), book.of(["d"], ["b"])) == (Loss.Q8, Loss.Q8, Loss.Q4)
-    book.note(["b"], Loss.Q8)  # never better than it was
-    assert book.of([], ["b"]) is Loss.Q4
+def test_a_full_record_takes_an_unknown_page_for_the_worst_that_it_dropped(sglang: SimpleNamespace) -> None:
+    pages = sglang.lossy_pages.LossyPages(most=2)
+    assert pages.worst(None, ["a"]) is Loss.EXACT
+    pages.add(["a"], Loss.Q8)
+    assert (pages.worst([], ["a"]), pages.worst([], ["b"]), pages.worst(None, ["b"])) == (Loss.Q8, Loss.EXACT, Loss.Q8)
+    pages.add(["b", "c"], Loss.Q4)  # and "a" is dropped
+    assert (pages.worst([], ["a"]), pages.worst([], ["d"]), pages.worst(["d"], ["b"])) == (Loss.Q8, Loss.Q8, Loss.Q4)
+    pages.add(["b"], Loss.Q8)  # never better than it was
+    assert pages.worst([], ["b"]) is Loss.Q4
