@@ -71,8 +71,7 @@ class _BenchSource:
         return checksum.layer_sums(self._identities[item], layer, layers, data), data
 
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
-        data = self._bytes(item, layer, layers)
-        return checksum.copy_sums(self._identities[item], layer, layers, into, data)
+        return checksum.copy_sums(self._identities[item], layer, layers, into, self._bytes(item, layer, layers))
 
     def _bytes(self, item: int, layer: int, layers: int) -> memoryview:
         start = (self._first + item) * self._work.page_bytes + layer * self._layer_bytes
@@ -96,11 +95,12 @@ class _Transported(Path):
         self._pool = ThreadPoolExecutor(exchanges)
         share = -(-work.pages // exchanges)
         self._shares = [range(at, min(at + share, work.pages)) for at in range(0, work.pages, share)]
-        self._attach()
+        self._specs = [batch_spec(work.page_bytes, batch) for batch in (0, 1)]
+        self.forget(0)
 
     def prepare(self, batch: int) -> None:
         """Makes the page names that the transport takes."""
-        spec = batch_spec(self._work.page_bytes, batch)
+        spec = self._specs[bool(batch)]
         who = self._path.name.encode().ljust(8) + bytes([self._work.client]) + batch.to_bytes(8, "big")
         hashes = (BlockHash((who + n.to_bytes(8, "big")).ljust(HASH_BYTES, b"\0")) for n in range(self._work.pages))
         self._keys = [PageKey(each, 0, spec.whole(0)) for each in hashes]
@@ -119,16 +119,13 @@ class _Transported(Path):
 
     def forget(self, batch: int) -> None:
         """Attaches again: the shard has purged the batch, and may have dropped its empty namespace as well."""
-        self._attach()
+        for spec in self._specs:
+            self._control.attach(spec, Deadline.after_ms(_CALL_MS))
 
     def close(self) -> None:
         self._path.close()
         self._control.close()
         self._pool.shutdown()
-
-    def _attach(self) -> None:
-        for batch in (0, 1):
-            self._control.attach(batch_spec(self._work.page_bytes, batch), Deadline.after_ms(_CALL_MS))
 
     def _each_share(self, move: Callable[[range], None]) -> None:
         if len(self._shares) == 1:

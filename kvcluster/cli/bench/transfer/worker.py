@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 _LIBC = ctypes.CDLL(None)
 _NOTHING = memoryview(b"")
@@ -54,9 +54,10 @@ class Work:
         return slice(number * self.page_bytes, (number + 1) * self.page_bytes)
 
 
-class Path(Protocol):
+class Path:
     """One way to move pages; the base class of what a driver's `connect` returns. A batch is a number that names all of
-    a client's pages at once. Only `store` and `load` must be implemented."""
+    a client's pages at once. A driver overrides `store` and `load`, and those
+    of the others that it needs."""
 
     def store(self, batch: int) -> None:
         """Stores `source` under the batch's names, which are new. Returns when the other side has the pages."""
