@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from kvcluster.cli.argument_types import positive
 from kvcluster.cli.coordinator_args import add_where, address_of
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
@@ -63,7 +64,7 @@ def add(commands: Any) -> None:
         help="prefill rate of the engine in tokens per second",
     )
     breakeven.add_argument(
-        "--block-tokens", type=_positive, default=16, metavar="N", help="tokens per block (default 16)"
+        "--block-tokens", type=positive, default=16, metavar="N", help="tokens per block (default 16)"
     )
     breakeven.add_argument(
         "--dtype",
@@ -72,20 +73,14 @@ def add(commands: Any) -> None:
     )
     breakeven.add_argument(
         "--tokens",
-        type=_positive,
+        type=positive,
         metavar="N",
         help=f"largest load in tokens (default {_TOKENS:,}, or fewer if they exceed {_STORED_BYTES >> 20} MiB)",
     )
-    breakeven.add_argument("--rounds", type=_positive, default=5, help="rounds of each measurement (default 5)")
+    breakeven.add_argument("--rounds", type=positive, default=5, help="rounds of each measurement (default 5)")
     breakeven.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     add_where(breakeven)
     breakeven.set_defaults(run=_run)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
 
 
 def _rate(text: str) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvcluster.cli.argument_types import positive
 from kvcluster.cli.extras import needs
 from kvcluster.config import size
 from kvcluster.errors import ConfigError
@@ -39,7 +40,7 @@ def add(commands: Any) -> None:
     option = kind("lookup", _lookup, "measure the prefix index, and lookups over gRPC")
     option(
         "--blocks",
-        type=_positive,
+        type=positive,
         nargs="+",
         default=[10_000, 100_000, 1_000_000, 2_000_000],
         metavar="N",
@@ -55,8 +56,8 @@ def add(commands: Any) -> None:
         "measure speed and error of the page codecs",
         quick="3 rounds of 8 MiB, one seed, 256 tokens of KV",
     )
-    option("--rounds", type=_positive, metavar="N", help="rounds of each speed measurement (default 7)")
-    option("--dims", type=_positive, nargs="+", default=[64, 128], metavar="N", help="head dims (default 64 128)")
+    option("--rounds", type=positive, metavar="N", help="rounds of each speed measurement (default 7)")
+    option("--dims", type=positive, nargs="+", default=[64, 128], metavar="N", help="head dims (default 64 128)")
     option("--plot", metavar="FILE", help="draw the figures into this PNG file (default: no plot)")
     option = kind(
         "tiers",
@@ -69,10 +70,10 @@ def add(commands: Any) -> None:
 
 
 def _add_transfer(option: Callable[..., object]) -> None:
-    option("--rounds", type=_positive, metavar="N", help="rounds of each measurement (default 7)")
+    option("--rounds", type=positive, metavar="N", help="rounds of each measurement (default 7)")
     option("--moved", metavar="SIZE", help="bytes that each client moves in a round (default 64MiB)")
     option("--pages", nargs="+", metavar="SIZE", help="page sizes (default 64KiB 2MiB 16MiB)")
-    option("--clients", nargs="+", type=_positive, metavar="N", help="numbers of client processes (default 1 2 4)")
+    option("--clients", nargs="+", type=positive, metavar="N", help="numbers of client processes (default 1 2 4)")
     option("--paths", nargs="+", metavar="PATH", default=[], help="paths: shm, tcp, grpc, or a peer (default: all)")
     option("--peers", type=Path, metavar="FOLDER", help="folder of the peers' drivers (default: that of a checkout)")
     option(
@@ -89,9 +90,9 @@ def _add_trace(option: Callable[..., object]) -> None:
     tier = "bytes of the {} tier of all shards, as a share of the bytes of all distinct blocks (default {})"
     option("--capacity", type=_share, default=0.10, metavar="SHARE", help=tier.format("device", 0.1))
     option("--host", type=_share, default=0.05, metavar="SHARE", help=tier.format("host", 0.05))
-    option("--shards", type=_positive, default=1, metavar="N", help="number of shards (default 1)")
-    option("--requests", type=_positive, metavar="N", help="replay only the first N requests (default: all)")
-    option("--as-tokens", type=_positive, default=16, metavar="N", help="tokens per block of the trace (default 16)")
+    option("--shards", type=positive, default=1, metavar="N", help="number of shards (default 1)")
+    option("--requests", type=positive, metavar="N", help="replay only the first N requests (default: all)")
+    option("--as-tokens", type=positive, default=16, metavar="N", help="tokens per block of the trace (default 16)")
     option("--eviction-policy", default="lru", metavar="NAME", help=f"one of {', '.join(POLICIES)} (default lru)")
 
 
@@ -100,13 +101,6 @@ def _share(text: str) -> float:
     if not 0 < share <= 100:
         raise argparse.ArgumentTypeError("must be a share of the bytes of all blocks, above 0 and up to 100, e.g. 0.1")
     return share
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
 
 
 def _lookup(options: argparse.Namespace) -> int:
