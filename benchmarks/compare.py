@@ -53,9 +53,9 @@ def compare(other: Path, path: str, size: str, calls: list[str], turns: int) -> 
 @contextmanager
 def _side(checkout: Path, path: str, size: str) -> Iterator[Any]:
     """Starts a process that serves calls with the package of one checkout."""
-    from kvcluster.cli.bench.transfer.worker_process import WorkerProcess  # which the other checkout may not have
+    from kvcluster.cli.child_process import ChildProcess  # which the other checkout may not have
 
-    with WorkerProcess([sys.executable, "-u", __file__, "--serve", path, size], {"PYTHONPATH": str(checkout)}) as side:
+    with ChildProcess([sys.executable, "-u", __file__, "--serve", path, size], {"PYTHONPATH": str(checkout)}) as side:
         imported = side.answer()
         if checkout not in Path(imported).parents:
             raise SystemExit(f"{checkout} has no package kvcluster: {imported} was imported")

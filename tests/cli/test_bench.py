@@ -16,8 +16,9 @@ import pytest
 from kvcluster.cli.bench.transfer import baselines, interleave, table, thresholds
 from kvcluster.cli.bench.transfer.interleave import FLOOR, PEER, TRANSPORT, BenchDriver, TransferPlan
 from kvcluster.cli.bench.transfer.measuring import peer_drivers
+from kvcluster.cli.bench.transfer.processes import OWN_PYTHON, cpu_ns, peer_command
 from kvcluster.cli.bench.transfer.thresholds import KIB64, MIB2, verdicts
-from kvcluster.cli.bench.transfer.worker_process import OWN_PYTHON, WorkerError, WorkerProcess, cpu_ns, peer_command
+from kvcluster.cli.child_process import ChildError, ChildProcess
 from kvcluster.cli.main import main
 from tests.waiting import eventually
 
@@ -154,7 +155,7 @@ def test_a_peer_that_fails_is_left_out_with_its_own_words_and_the_others_are_mea
         "brings nothing": "OSError: what was loaded is not what was stored",
         "brings a wrong byte": "OSError: what was loaded is not what was stored",
         "refuses": "OSError: no room",
-        "dies": "it ended: out of memory",
+        "dies": "the process has ended: out of memory",
     }
     rows = [(row["path"], row["clients"], row["operation"]) for row in figures.paths if row["level"] == PEER]
     assert rows == [("honest", clients, operation) for clients in (1, 2) for operation in ("load", "store")]
@@ -163,7 +164,7 @@ def test_a_peer_that_fails_is_left_out_with_its_own_words_and_the_others_are_mea
 def test_a_peer_that_would_work_while_it_waits_is_stopped_between_its_rounds(driver: str) -> None:
     figures = run(peer(driver, "honest", rests=True))
     assert (figures.left_out, "honest" in {row["path"] for row in figures.paths}) == ({}, True)
-    with WorkerProcess(OWN_PYTHON) as client:
+    with ChildProcess(OWN_PYTHON) as client:
         client.ask("purge")
         client.stop()
         eventually(lambda: _state(client.pid) == "T")
@@ -177,7 +178,7 @@ def _state(pid: int) -> str:
 
 @pytest.mark.parametrize("way", ["brings nothing", "brings a wrong byte", "refuses", "dies"])
 def test_a_path_of_our_own_that_fails_ends_the_run(driver: str, way: str) -> None:
-    with pytest.raises(WorkerError, match=way):
+    with pytest.raises(ChildError, match=way):
         run(peer(driver, way, level=TRANSPORT))
 
 
@@ -194,7 +195,7 @@ def test_a_ratio_is_to_the_floor_with_as_many_clients_doing_the_same(driver: str
 def test_every_driver_of_a_peer_says_what_it_offers_or_what_is_missing(name: str) -> None:
     try:
         drivers = peer_drivers(ROOT / "benchmarks" / f"{name}_driver.py", sys.executable)
-    except WorkerError as error:
+    except ChildError as error:
         assert "No module named" in str(error) or "no redis-server" in str(error)
     else:
         assert all(path.startswith(name) for driver in drivers for path in driver.paths)
@@ -204,9 +205,9 @@ def test_every_driver_of_a_peer_says_what_it_offers_or_what_is_missing(name: str
 def test_a_driver_that_cannot_be_read_is_missing_and_says_why(tmp_path: Path) -> None:
     broken = tmp_path / "broken_driver.py"
     broken.write_text("import a_package_that_is_not_installed\n", encoding="utf-8")
-    with pytest.raises(WorkerError, match="a_package_that_is_not_installed"):
+    with pytest.raises(ChildError, match="a_package_that_is_not_installed"):
         peer_drivers(broken, sys.executable)
-    with pytest.raises(WorkerError, match=r"cannot run .*no-python"):
+    with pytest.raises(ChildError, match=r"cannot run .*no-python"):
         peer_drivers(broken, str(tmp_path / "no-python"))
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from kvcluster.cli.bench.report import progress, size_text
 from kvcluster.cli.bench.rounds import latency_ms, sweep_caches
-from kvcluster.cli.bench.transfer.worker_process import OWN_PYTHON, WorkerError, WorkerProcess, cpu_ns
+from kvcluster.cli.bench.transfer.processes import OWN_PYTHON, cpu_ns
+from kvcluster.cli.child_process import ChildError, ChildProcess
 from kvcluster.runtime.malloc_env import ENVIRONMENT
 
 LOAD, STORE = "load", "store"
@@ -76,7 +77,7 @@ class Figures:
 
 
 def run(plan: TransferPlan) -> Figures:
-    """Measures everything, one page size after the other. Raises WorkerError if a path of our own fails."""
+    """Measures everything, one page size after the other. Raises ChildError if a path of our own fails."""
     figures = Figures()
     for page_bytes in plan.sizes:
         with ExitStack() as stack:
@@ -95,11 +96,11 @@ class _System:
 
     def __init__(self, driver: BenchDriver, work: Mapping[str, int], stack: ExitStack) -> None:
         self.driver = driver
-        self._server = stack.enter_context(WorkerProcess(driver.command, ENVIRONMENT))
-        shared = {"driver": driver.name, "paths": list(driver.paths)}
+        self._server = stack.enter_context(ChildProcess(driver.command, ENVIRONMENT))
+        shared: dict[str, Any] = {"driver": driver.name, "paths": list(driver.paths)}
         served = self._server.ask("serve", work=work, **shared)
         self._pids = [self._server.pid, *served["pids"]]
-        self._clients = [stack.enter_context(WorkerProcess(driver.command)) for _ in range(work["clients"])]
+        self._clients = [stack.enter_context(ChildProcess(driver.command)) for _ in range(work["clients"])]
         for number, client in enumerate(self._clients):
             client.send("connect", at=served["at"], work={**work, "client": number}, **shared)
         for client in self._clients:
@@ -143,7 +144,7 @@ class _System:
         for process in self._resting:
             process.stop()
 
-    def _each(self, clients: Sequence[WorkerProcess], request: str, **arguments: Any) -> list[Any]:
+    def _each(self, clients: Sequence[ChildProcess], request: str, **arguments: Any) -> list[Any]:
         for client in clients:
             client.send(request, **arguments)
         return [client.answer() for client in clients]
@@ -218,11 +219,11 @@ class _Rounds:
 
     @contextmanager
     def _leaving_out(self, path: str, driver: BenchDriver) -> Iterator[None]:
-        """If the block raises WorkerError: leaves out a peer; for a path of our own, raises it with the path's name."""
+        """If the block raises ChildError: leaves out a peer; for a path of our own, raises it with the path's name."""
         try:
             yield
-        except WorkerError as error:
+        except ChildError as error:
             if driver.level != PEER:
-                raise WorkerError(f"{path}: {error}") from error
+                raise ChildError(f"{path}: {error}") from error
             self._systems.pop(path, None)
             self._left_out[path] = str(error)

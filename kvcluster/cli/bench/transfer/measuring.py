@@ -9,8 +9,9 @@ from typing import Any
 
 from kvcluster.cli.bench.transfer import baselines, end_to_end, interleave, transported
 from kvcluster.cli.bench.transfer.interleave import FLOOR, PEER, TRANSPORT, WHOLE, BenchDriver, TransferPlan
+from kvcluster.cli.bench.transfer.processes import peer_command
 from kvcluster.cli.bench.transfer.thresholds import verdicts
-from kvcluster.cli.bench.transfer.worker_process import WorkerError, WorkerProcess, peer_command
+from kvcluster.cli.child_process import ChildError, ChildProcess
 from kvcluster.errors import ConfigError
 
 OWN = ("shm", "tcp", "grpc")
@@ -31,7 +32,7 @@ def measure(
     peer_python: str,
 ) -> dict[str, Any]:
     """Returns all figures, with the verdicts. `paths` names which of OWN and of the peers are measured; empty means
-    all. Raises ConfigError for an unknown name, WorkerError if a path of our own fails."""
+    all. Raises ConfigError for an unknown name, ChildError if a path of our own fails."""
     files = {file.name.removesuffix(DRIVER): file for file in sorted(peers.glob(f"*{DRIVER}"))}
     known = [*OWN, *files]
     for name in paths:
@@ -47,7 +48,7 @@ def measure(
         if name in files:
             try:
                 drivers += peer_drivers(files[name], peer_python)
-            except WorkerError as error:
+            except ChildError as error:
                 missing[name] = str(error)
     figures = interleave.run(TransferPlan(drivers, sizes, clients, rounds, moved_bytes, single_pages))
     figures.left_out |= missing
@@ -56,8 +57,8 @@ def measure(
 
 
 def peer_drivers(file: Path, python: str) -> list[BenchDriver]:
-    """Returns a driver for each path of a peer. Raises WorkerError, saying why, if the peer cannot run here."""
+    """Returns a driver for each path of a peer. Raises ChildError, saying why, if the peer cannot run here."""
     command = peer_command(python)
-    with WorkerProcess(command) as worker:
+    with ChildProcess(command) as worker:
         about = worker.ask("describe", driver=str(file))
     return [BenchDriver(str(file), PEER, {path: of}, command, about["rests"]) for path, of in about["paths"].items()]

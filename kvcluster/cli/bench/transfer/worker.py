@@ -211,22 +211,26 @@ def _die_with_parent() -> None:
     _LIBC.prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def main() -> None:
-    """Answers requests until the other end of the connection is closed."""
-    descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)  # so that processes started here do not keep it open
-    connection = Connection(descriptor)
-    with suppress(EOFError), ExitStack() as stack:
-        worker = BenchWorker(stack)
+def answer_requests(connection: Connection, target: object) -> None:
+    """Calls the methods of `target` that the requests name, until the other end of the connection is closed."""
+    with suppress(EOFError):
         while True:
             request, arguments = connection.recv()
             try:
-                answer = {"result": getattr(worker, request)(**arguments)}
+                answer = {"result": getattr(target, request)(**arguments)}
             except Exception as error:
                 traceback.print_exc()
                 answer = {"error": f"{type(error).__name__}: {error}"}
             connection.send(answer)
 
 
+def inherited_connection() -> Connection:
+    """Returns the connection whose file descriptor is the last argument of this process."""
+    descriptor = int(sys.argv[-1])
+    os.set_inheritable(descriptor, False)  # so that processes started here do not keep it open
+    return Connection(descriptor)
+
+
 if __name__ == "__main__":
-    main()
+    with ExitStack() as opened:
+        answer_requests(inherited_connection(), BenchWorker(opened))
