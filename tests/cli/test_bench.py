@@ -299,8 +299,8 @@ def test_the_table_shows_every_row_note_and_verdict() -> None:
     assert stored.split()[2:] == ["7.00", "0.20", "0.80", "1.50", "0.90", "1.25"]
     assert "shm     memory  a test" in text
     assert "redis unix: no redis-server on the path" in text
-    assert "met        0.40  at most 0.5    shm, one page of 2 MiB: median, ms" in text
-    assert "open          -  at least 0.85  shm load, 2 MiB: of memcpy and one checksum pass" in text
+    assert "\nmet     0.40  at most 0.5    shm, one page of 2 MiB: median, ms\n" in text
+    assert "\nopen       -  at least 0.85  shm load, 2 MiB: of memcpy and one checksum pass\n" in text
 
 
 def test_every_goal_is_about_a_path_and_a_floor_that_are_measured() -> None:
