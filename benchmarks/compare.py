@@ -13,13 +13,13 @@ compared with what was stored, after the clock has stopped.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -31,62 +31,35 @@ SIZES = {"2 MiB": (64, 32, 8), "64 KiB": (2_048, 4, 2)}
 CALLS = [f"{call} {layout}" for call in ("load", "store") for layout in ("dense", "paged")]
 
 
-class Side:
-    """One checkout, in its own process."""
-
-    def __init__(self, checkout: Path, path: str, size: str) -> None:
-        command = [sys.executable, __file__, "--serve", path, size]
-        environment = {**os.environ, "PYTHONPATH": str(checkout)}
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True, cwd=checkout)
-        served = Path(self._hear()["of"])
-        if checkout not in served.parents:
-            raise SystemExit(f"{checkout} has no package kvcluster: {served} was imported")
-
-    def seconds(self, call: str) -> float:
-        """Makes the call and returns its time in seconds, as measured in the checkout's process."""
-        assert self._process.stdin is not None
-        print(call, file=self._process.stdin, flush=True)
-        return float(self._hear()["seconds"])
-
-    def end(self) -> None:
-        """Ends the process and its cluster."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
-    def _hear(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("a checkout's process has ended; its output is above")
-        heard: dict[str, Any] = json.loads(line)
-        return heard
-
-
-def compare(other: Path, path: str, size: str, calls: list[str], turns: int, seed: int) -> None:
+def compare(other: Path, path: str, size: str, calls: list[str], turns: int) -> None:
     """Prints a line for each call."""
-    rng = random.Random(seed)
-    sides = {"this": Side(HERE, path, size), "other": Side(other, path, size)}
-    try:
+    with ExitStack() as stack:
+        sides = [stack.enter_context(_side(checkout, path, size)) for checkout in (HERE, other)]
         for call in calls:
             ratios, own = [], []
             for turn in range(turns + 1):
-                order = list(sides)
-                rng.shuffle(order)
-                took = {name: sides[name].seconds(call) for name in order}
+                took = {side: side.ask(call) for side in random.sample(sides, 2)}
                 if turn:  # the first warms up
-                    own.append(took["this"])
-                    ratios.append(took["this"] / took["other"])
+                    own.append(took[sides[0]])
+                    ratios.append(took[sides[0]] / took[sides[1]])
             low, high = median_within(ratios)
             print(
                 f"{path:5} {size:>7} {call:12} {statistics.median(own) * 1e3:8.1f} ms   "
                 f"{statistics.median(ratios):.3f} of the other, {low:.3f} to {high:.3f}",
                 flush=True,
             )
-    finally:
-        for side in sides.values():
-            side.end()
+
+
+@contextmanager
+def _side(checkout: Path, path: str, size: str) -> Iterator[Any]:
+    """Starts a process that serves calls with the package of one checkout."""
+    from kvcluster.cli.child_process import ChildProcess  # which the other checkout may not have
+
+    with ChildProcess([sys.executable, "-u", __file__, "--serve", path, size], {"PYTHONPATH": str(checkout)}) as side:
+        imported = side.answer()
+        if checkout not in Path(imported).parents:
+            raise SystemExit(f"{checkout} has no package kvcluster: {imported} was imported")
+        yield side
 
 
 def median_within(values: list[float]) -> tuple[float, float]:
@@ -99,8 +72,8 @@ def median_within(values: list[float]) -> tuple[float, float]:
 # --------------------------------------------------------------------------------------------- one side
 
 
-def serve(path: str, size: str) -> None:
-    """Reads calls from standard input, and writes the time of each."""
+def serve(path: str, size: str, connection: Connection) -> None:
+    """Makes the calls that come over the connection, and answers each with its seconds."""
     import torch
 
     import kvcluster
@@ -145,9 +118,9 @@ def serve(path: str, size: str) -> None:
             assert all(torch.equal(cache[:, rows], values[:, at].transpose(0, 1)) for at, cache in enumerate(caches))
             return took
 
-        print(json.dumps({"of": kvcluster.__file__}), flush=True)
-        for line in sys.stdin:
-            call, layout = line.split()
+        connection.send({"result": kvcluster.__file__})
+        while True:
+            call, layout = connection.recv()[0].split()
             prompt = [next(numbers), *chain]
             fill()
             if call == "load":
@@ -156,30 +129,28 @@ def serve(path: str, size: str) -> None:
             sweep[:] = bytes(SWEPT_BYTES)
             took = load(layout, prompt) if call == "load" else store(layout, prompt)
             client.clear()
-            print(json.dumps({"seconds": took}), flush=True)
+            connection.send({"result": took})
 
 
 def main() -> None:
-    """The command line."""
+    """The command line. `--serve PATH SIZE FD` is one side."""
+    if sys.argv[1:2] == ["--serve"]:
+        path, size, descriptor = sys.argv[2:]
+        with suppress(EOFError):  # the end
+            serve(path, size, Connection(int(descriptor)))
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("other", nargs="?", type=Path, help="the other checkout, with its native core built")
+    parser.add_argument("other", type=Path, help="the other checkout, with its native core built")
     parser.add_argument("--turns", type=int, default=41, help="number of turns of each call (default 41)")
     parser.add_argument("--paths", nargs="+", default=["shm", "tcp"], help="transports (default shm tcp)")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES), help="page sizes (default all)")
     parser.add_argument(
         "--calls", nargs="+", default=CALLS, choices=CALLS, metavar="CALL", help="such as 'load dense' (all)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the order within each turn (default 0)")
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        serve(*options.serve)
-        return
-    if options.other is None:
-        parser.error("give the path of the other checkout")
     for path in options.paths:
         for size in options.sizes:
-            compare(options.other.resolve(), path, size, options.calls, options.turns, options.seed)
+            compare(options.other.resolve(), path, size, options.calls, options.turns)
 
 
 if __name__ == "__main__":

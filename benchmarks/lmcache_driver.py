@@ -9,23 +9,21 @@ last page. The server deletes nothing, so every store but the first overwrites t
 import socket
 import sys
 from contextlib import contextmanager
-from importlib.util import find_spec
 
-import party
+import torch
+import worker
+from lmcache.utils import CacheEngineKey
+from lmcache.v1 import protocol
+from lmcache.v1.memory_management import MemoryFormat
 
 PATHS = {"lmcache_server": {"over": "tcp", "note": "GET and PUT one by one, as its connector; no checksum, no lookup"}}
 
 
-def missing():
-    absent = [name for name in ("lmcache", "torch") if find_spec(name) is None]
-    return f"no package {absent[0]}" if absent else None
-
-
 @contextmanager
 def serve(paths, work):
-    port = party.free_port()
+    port = worker.free_port()
     command = [sys.executable, "-I", "-m", "lmcache.v1.server", "127.0.0.1", str(port), "cpu"]
-    with party.running(command, ready=lambda: party.listens(port)) as pid:
+    with worker.running(command, port=port) as pid:
         yield {"at": port, "pids": [pid]}
 
 
@@ -33,15 +31,9 @@ def connect(path, work, at):
     return Server(work, at)
 
 
-class Server:
+class Server(worker.Path):
     def __init__(self, work, port):
-        import torch
-        from lmcache.utils import CacheEngineKey
-        from lmcache.v1 import protocol
-        from lmcache.v1.memory_management import MemoryFormat
-
         self.work = work
-        self.protocol = protocol
         self.shape, self.nothing = torch.Size([work.page_bytes, 0, 0, 0]), torch.Size([0, 0, 0, 0])
         self.dtype, self.format = torch.uint8, MemoryFormat.BINARY
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -57,27 +49,23 @@ class Server:
         return self.keys[2 if batch else 1]
 
     def ask(self, command, key, nbytes, shape):
-        message = self.protocol.ClientMetaMessage(command, key, nbytes, self.format, self.dtype, shape)
+        message = protocol.ClientMetaMessage(command, key, nbytes, self.format, self.dtype, shape)
         self.socket.sendall(message.serialize())
 
     def answer(self):
-        data = bytearray(self.protocol.ServerMetaMessage.packlength())
+        data = bytearray(protocol.ServerMetaMessage.packlength())
         self.receive(memoryview(data))
-        answer = self.protocol.ServerMetaMessage.deserialize(bytes(data))
-        if answer.code != self.protocol.ServerReturnCode.SUCCESS:
+        answer = protocol.ServerMetaMessage.deserialize(bytes(data))
+        if answer.code != protocol.ServerReturnCode.SUCCESS:
             raise OSError("the server does not have it")
         return answer
 
     def receive(self, view):
-        got = 0
-        while got < view.nbytes:
-            more = self.socket.recv_into(view[got:])
-            if not more:
-                raise OSError("the server has closed the connection")
-            got += more
+        if self.socket.recv_into(view, 0, socket.MSG_WAITALL) != view.nbytes:
+            raise OSError("the server has closed the connection")
 
     def store(self, batch):
-        keys, command = self.names(batch), self.protocol.ClientCommand
+        keys, command = self.names(batch), protocol.ClientCommand
         for number, key in enumerate(keys):
             self.ask(command.PUT, key, self.work.page_bytes, self.shape)
             self.socket.sendall(self.work.source[self.work.page(number)])
@@ -86,12 +74,9 @@ class Server:
 
     def load(self, batch):
         for number, key in enumerate(self.names(batch)):
-            self.ask(self.protocol.ClientCommand.GET, key, 0, self.nothing)
+            self.ask(protocol.ClientCommand.GET, key, 0, self.nothing)
             self.answer()
             self.receive(self.work.into[self.work.page(number)])
-
-    def forget(self, batch):
-        pass
 
     def close(self):
         self.socket.close()

@@ -7,34 +7,18 @@ import ctypes
 import shutil
 import sys
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
-import party
+import worker
+
+for library in (found for folder in sys.path for found in Path(folder).glob("nvidia/cuda_runtime/lib/libcudart.so.*")):
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)  # mooncake needs a CUDA runtime even without a GPU
+
+from mooncake.store import MooncakeDistributedStore  # noqa: E402
 
 PATHS = {"mooncake tcp": {"over": "tcp", "note": "batches from and into registered memory; its lookup, no checksum"}}
 METADATA = "P2PHANDSHAKE"
 SPARE_BYTES = 256 * 2**20
-
-
-def missing():
-    if find_spec("mooncake") is None:
-        return "no package mooncake-transfer-engine-non-cuda"
-    try:
-        _store()
-    except ImportError as error:
-        return str(error)
-    return None
-
-
-def _store():
-    """Returns a store. Its module needs a CUDA runtime even without a GPU, and finds one that was loaded before."""
-    for folder in map(Path, sys.path):
-        for library in folder.glob("nvidia/cuda_runtime/lib/libcudart.so.*"):
-            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    from mooncake.store import MooncakeDistributedStore
-
-    return MooncakeDistributedStore()
 
 
 def _master():
@@ -43,7 +27,7 @@ def _master():
 
 
 def _join(master, segment_bytes):
-    store = _store()
+    store = MooncakeDistributedStore()
     status = store.setup("127.0.0.1", METADATA, segment_bytes, 16 * 2**20, "tcp", "", f"127.0.0.1:{master}")
     if status:
         raise OSError(f"mooncake's setup ended with {status}")
@@ -52,9 +36,9 @@ def _join(master, segment_bytes):
 
 @contextmanager
 def serve(paths, work):
-    port, metrics = party.free_port(), party.free_port()
+    port, metrics = worker.free_port(), worker.free_port()
     command = [_master(), f"--rpc_port={port}", f"--metrics_port={metrics}"]
-    with party.running(command, ready=lambda: party.listens(port)) as pid:
+    with worker.running(command, port=port) as pid:
         # Twice the bytes that are stored at the same time, so that it evicts nothing.
         store = _join(port, 4 * work.nbytes * work.clients + SPARE_BYTES)
         try:
@@ -67,7 +51,7 @@ def connect(path, work, at):
     return Mooncake(_join(at, 0), work)
 
 
-class Mooncake:
+class Mooncake(worker.Path):
     def __init__(self, store, work):
         self.store_, self.work = store, work
         self.sizes = [work.page_bytes] * work.pages

@@ -8,9 +8,9 @@ import base64
 import ctypes
 import os
 from contextlib import contextmanager
-from importlib.util import find_spec
 
-import party
+import worker
+from nixl._api import nixl_agent, nixl_agent_config
 
 PATHS = {
     "nixl ucx": {"over": "memory", "note": "one prepared transfer a batch; no names, no checksum, no lookup"},
@@ -22,18 +22,12 @@ PATHS = {
 RESTS = True  # the thread with which an agent makes progress never sleeps
 
 
-def missing():
-    return None if find_spec("nixl") else "no package nixl"
-
-
 def _agent(path, name):
     # UCX reads this when the agent makes its context, so one process can have one of each.
     if path == "nixl tcp":
         os.environ["UCX_TLS"] = "tcp"
     else:
         os.environ.pop("UCX_TLS", None)
-    from nixl._api import nixl_agent, nixl_agent_config
-
     return nixl_agent(f"{path} {name}", nixl_agent_config(backends=["UCX"]))
 
 
@@ -47,20 +41,20 @@ def _register(agent, memory):
 
 @contextmanager
 def serve(paths, work):
-    memory = party.warm_memory(2 * work.nbytes * work.clients)
+    memory = worker.warm_memory(2 * work.nbytes * work.clients)
     agents = {}
     for path in paths:
         agents[path] = _agent(path, "server")
         _register(agents[path], memory)
     at = {path: base64.b64encode(agent.get_agent_metadata()).decode() for path, agent in agents.items()}
-    yield {"at": at | {"address": _address(memory)}, "pids": []}
+    yield {"at": at | {"address": _address(memory)}}
 
 
 def connect(path, work, at):
     return Nixl(path, work, base64.b64decode(at[path]), at["address"])
 
 
-class Nixl:
+class Nixl(worker.Path):
     def __init__(self, path, work, metadata, address):
         self.work = work
         self.agent = _agent(path, f"client {work.client}")
@@ -94,9 +88,3 @@ class Nixl:
 
     def store(self, batch):
         self.move("WRITE", self.source, self.theirs[bool(batch)])
-
-    def forget(self, batch):
-        pass
-
-    def close(self):
-        pass

@@ -5,9 +5,13 @@ to disk, and a unix socket if client and server share a machine. Values are Pyth
 import shutil
 import tempfile
 from contextlib import contextmanager
-from importlib.util import find_spec
 
-import party
+import hiredis  # noqa: F401 - redis uses its parser if it is installed
+import redis
+import worker
+
+if shutil.which("redis-server") is None:
+    raise FileNotFoundError("no redis-server on the path")
 
 PATHS = {
     "redis unix": {"over": "unix", "note": "pipelined GET and SET; no checksum, no lookup"},
@@ -17,32 +21,22 @@ PIPELINE_BYTES = 8 * 2**20
 """Bytes of one pipeline: Redis keeps all its answers in memory until they are sent."""
 
 
-def missing():
-    if shutil.which("redis-server") is None:
-        return "no redis-server on the path"
-    absent = [name for name in ("redis", "hiredis") if find_spec(name) is None]
-    return f"no package {absent[0]}" if absent else None
-
-
 @contextmanager
 def serve(paths, work):
     with tempfile.TemporaryDirectory() as folder:
-        port, unix = party.free_port(), f"{folder}/redis.sock"
+        port, unix = worker.free_port(), f"{folder}/redis.sock"
         command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", unix, "--dir", folder]
         command += ["--save", "", "--appendonly", "no", "--daemonize", "no"]
-        with party.running(command, ready=lambda: party.listens(port)) as pid:
+        with worker.running(command, port=port) as pid:
             yield {"at": {"port": port, "unix": unix}, "pids": [pid]}
 
 
 def connect(path, work, at):
-    import redis
-
-    if path == "redis unix":
-        return Redis(redis.Redis(unix_socket_path=at["unix"]), path, work)
-    return Redis(redis.Redis(host="127.0.0.1", port=at["port"]), path, work)
+    where = {"unix_socket_path": at["unix"]} if path == "redis unix" else {"host": "127.0.0.1", "port": at["port"]}
+    return Redis(redis.Redis(**where), path, work)
 
 
-class Redis:
+class Redis(worker.Path):
     def __init__(self, server, path, work):
         self.server, self.path, self.work = server, path, work
         self.step = max(1, PIPELINE_BYTES // work.page_bytes)

@@ -14,11 +14,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from kvcluster.cli.argument_types import positive
+from kvcluster.cli.bench.report import table
 from kvcluster.cli.coordinator_args import add_coordinator_args, address_of
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
@@ -63,7 +65,7 @@ def add(commands: Any) -> None:
         help="prefill rate of the engine in tokens per second",
     )
     breakeven.add_argument(
-        "--block-tokens", type=_positive, default=16, metavar="N", help="tokens per block (default 16)"
+        "--block-tokens", type=positive, default=16, metavar="N", help="tokens per block (default 16)"
     )
     breakeven.add_argument(
         "--dtype",
@@ -72,20 +74,14 @@ def add(commands: Any) -> None:
     )
     breakeven.add_argument(
         "--tokens",
-        type=_positive,
+        type=positive,
         metavar="N",
         help=f"largest load in tokens (default {_TOKENS:,}, or fewer if they exceed {_STORED_BYTES >> 20} MiB)",
     )
-    breakeven.add_argument("--rounds", type=_positive, default=5, help="rounds of each measurement (default 5)")
+    breakeven.add_argument("--rounds", type=positive, default=5, help="rounds of each measurement (default 5)")
     breakeven.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     add_coordinator_args(breakeven)
     breakeven.set_defaults(run=_run)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return int(text)
 
 
 def _rate(text: str) -> int:
@@ -125,28 +121,39 @@ def _run(options: argparse.Namespace) -> int:
 # ----------------------------------------------------------------------------------------------- output
 
 
-def lines(figures: Mapping[str, Any]) -> list[str]:
-    """Returns the figures as lines of text."""
-    out = [f"{figures['model']}: {'; '.join(figures['groups'])}", *(f"  {what}" for what in figures["assumed"])]
+def lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the figures as lines of text."""
+    yield f"{figures['model']}: {'; '.join(figures['groups'])}"
+    yield from (f"  {what}" for what in figures["assumed"])
     block_kib = figures["token_bytes"] * figures["block_tokens"] / 1024
-    out.append(
+    prefill = figures["prefill_tokens_per_s"]
+    yield (
         f"{figures['token_bytes'] / 1024:,.1f} KiB a token, {block_kib:,.1f} KiB a block of {figures['block_tokens']}; "
-        f"computed: {figures['prefill_tokens_per_s']:,} tokens/s, as given"
+        f"computed: {prefill:,} tokens/s, as given\n"
     )
-    out.append("")
-    out.append(f"{'path':<6}{'GB/s':>8}{'fixed ms':>10}{'tokens/s loaded':>17}{'of computed':>13}  verdict")
-    chosen = ""
-    for path in figures["paths"]:
-        if path["why"] is not None:
-            out.append(f"{path['path']:<6}{'-':>8}{'-':>10}{'-':>17}{'-':>13}  {path['why']}")
-            continue
-        loaded = path["loaded_tokens_per_s"]
-        out.append(
-            f"{path['path']:<6}{path['bytes_per_s'] / 1e9:>8.3f}{path['fixed_ms']:>10.2f}{loaded:>17,.0f}"
-            f"{loaded / figures['prefill_tokens_per_s']:>13.2f}  {verdict(path['pays_from_tokens'])}"
-        )
-        chosen = chosen or f"a client here takes {path['path']}; {verdict(path['pays_from_tokens'])}"
-    return [*out, "", chosen or "no path could be measured: see `kvcluster status`"]
+    nothing = dict.fromkeys(("gb_per_s", "fixed_ms", "loaded_tokens_per_s", "of_computed"))
+    rows = [
+        {**nothing, **path, "verdict": path["why"]}
+        if path["why"] is not None
+        else {
+            **path,
+            "gb_per_s": path["bytes_per_s"] / 1e9,
+            "of_computed": path["loaded_tokens_per_s"] / prefill,
+            "verdict": verdict(path["pays_from_tokens"]),
+        }
+        for path in figures["paths"]
+    ]
+    columns = {
+        "path": "{path}",
+        "GB/s": "{gb_per_s:.3f}",
+        "fixed ms": "{fixed_ms:.2f}",
+        "tokens/s loaded": "{loaded_tokens_per_s:,.0f}",
+        "of computed": "{of_computed:.2f}",
+        "verdict": "{verdict}",
+    }
+    yield from table(rows, columns)
+    chosen = (f"a client here takes {row['path']}; {row['verdict']}" for row in rows if row["why"] is None)
+    yield "\n" + next(chosen, "no path could be measured: see `kvcluster status`")
 
 
 def verdict(least_tokens: int | None) -> str:

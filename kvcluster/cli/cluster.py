@@ -48,17 +48,15 @@ def add(commands: Any) -> None:
 
 
 def _up(options: argparse.Namespace) -> int:
-    settings: dict[str, Any] = {}
-    given = {name: getattr(options, name) for name in ("port", "host", "token_file", "insecure")}
-    server = {name: value for name, value in given.items() if value is not None}
-    if server:
-        settings["server"] = server
-    if options.shards is not None:
-        settings["shards"] = options.shards
-    tiers = {name: getattr(options, name) for name in ("device_bytes", "host_bytes", "disk_bytes", "disk_dir")}
-    settings["shard"] = {name: value for name, value in tiers.items() if value is not None}
-    if options.disk_dir:  # the shards run in other working directories
-        settings["shard"]["disk_dir"] = os.path.abspath(options.disk_dir)
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    settings: dict[str, Any] = {
+        "server": {name: given[name] for name in ("port", "host", "token_file", "insecure") if name in given},
+        "shard": {name: given[name] for name in ("device_bytes", "host_bytes", "disk_bytes") if name in given},
+    }
+    if "shards" in given:
+        settings["shards"] = given["shards"]
+    if "disk_dir" in given:  # the shards run in other working directories
+        settings["shard"]["disk_dir"] = os.path.abspath(given["disk_dir"])
     config = load(options.config, settings)
     with needs("cluster", "ray"):
         from kvcluster.actors import background

@@ -8,30 +8,25 @@ import sys
 import time
 from typing import Any
 
+from kvcluster.cli.argument_types import positive
+
 
 def add(commands: Any) -> None:
     """Adds the command."""
     simulate = commands.add_parser(
         "simulate", help="run the core under simulated clocks, networks and faults", allow_abbrev=False
     )
-    simulate.add_argument("--seeds", type=_positive, default=100, help="number of seeds (default 100)")
+    simulate.add_argument("--seeds", type=positive, default=100, help="number of seeds (default 100)")
     simulate.add_argument("--first", type=int, default=0, help="first seed (default 0)")
     simulate.add_argument(
         "--jobs",
-        type=_positive,
+        type=positive,
         default=len(os.sched_getaffinity(0)),
         help="number of processes (default: number of cores)",
     )
     simulate.add_argument("--bug", metavar="NAME", help="plant this bug, which the run must find (docs/simulator.md)")
     simulate.add_argument("--journal", action="store_true", help="print every event, seed by seed, and a digest")
     simulate.set_defaults(run=_simulate)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
 
 
 def _simulate(options: argparse.Namespace) -> int:

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from kvcluster.cli.bench.transfer import baselines, interleave, table, thresholds
-from kvcluster.cli.bench.transfer.interleave import FLOOR, PEER, TRANSPORT, Lane, TurnsPlan
-from kvcluster.cli.bench.transfer.processes import OWN_PYTHON, CpuClock, PartyError, PartyProcess, probe
+from kvcluster.cli.bench.transfer.interleave import FLOOR, PEER, TRANSPORT, BenchDriver, TransferPlan
+from kvcluster.cli.bench.transfer.measuring import peer_drivers
+from kvcluster.cli.bench.transfer.processes import OWN_PYTHON, cpu_ns, peer_command
 from kvcluster.cli.bench.transfer.thresholds import KIB64, MIB2, verdicts
+from kvcluster.cli.child_process import ChildError, ChildProcess
 from kvcluster.cli.main import main
 from tests.waiting import eventually
 
@@ -66,7 +68,7 @@ def test_every_path_loads_and_stores_what_is_compared(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["--paths", "carrier-pigeon"], "there is no path 'carrier-pigeon'; there is shm, tcp, grpc, lmcache, "),
-        (["--pages", "1KiB"], "pages of 1024 bytes are not measured; these are: 64 KiB, 2 MiB, 16 MiB"),
+        (["--pages", "1KiB"], "--pages 1KiB: only 64KiB, 2MiB and 16MiB are measured"),
         (["--moved", "much"], "--moved: 'much' is no size"),
         (["--plot", "no/such/folder/picture.png"], "cannot draw into no/such/folder/picture.png"),
     ],
@@ -86,27 +88,27 @@ def test_a_picture_without_matplotlib_says_what_to_install() -> None:
     assert done.stderr.endswith("which is not installed: pip install 'kvcluster[bench]'\n")
 
 
-# ----------------------------------------------------------------------------------- parties that misbehave
+# ----------------------------------------------------------------------------------- drivers that misbehave
 
 DRIVER = """
 import os
 from contextlib import contextmanager
+
+import worker
+
 WAYS = ("honest", "brings nothing", "brings a wrong byte", "refuses", "dies")
 PATHS = {way: {"over": "memory", "note": "a test"} for way in WAYS}
-
-def missing():
-    return None
 
 @contextmanager
 def serve(paths, work):
     print("a library that prints")
-    yield {"at": {"paths": paths}, "pids": []}
+    yield {"at": {"paths": paths}}
 
 def connect(path, work, at):
     assert path in at["paths"]
     return Store(path, work)
 
-class Store:
+class Store(worker.Path):
     def __init__(self, way, work):
         self.way, self.work, self.batches = way, work, {}
 
@@ -127,9 +129,6 @@ class Store:
 
     def forget(self, batch):
         del self.batches[batch]
-
-    def close(self):
-        pass
 """
 
 
@@ -140,34 +139,38 @@ def driver(tmp_path: Path) -> str:
     return str(file)
 
 
-def run(*lanes: Lane, clients: Sequence[int] = (1,)) -> interleave.Figures:
-    """One small page size, these lanes beside the floors."""
-    bounds = [Lane(baselines.__name__, path, FLOOR, a["over"], a["note"]) for path, a in baselines.PATHS.items()]
-    return interleave.run(TurnsPlan([*bounds, *lanes], [KIB64], clients, 1, 2**18, 2**20, 20, sys.executable))
+def run(*drivers: BenchDriver, clients: Sequence[int] = (1,)) -> interleave.Figures:
+    """One small page size, these drivers beside the floors."""
+    floors = BenchDriver(baselines.__name__, FLOOR, baselines.PATHS)
+    return interleave.run(TransferPlan([floors, *drivers], [KIB64], clients, 1, 2**18, 20))
+
+
+def peer(file: str, path: str, *, level: str = PEER, rests: bool = False) -> BenchDriver:
+    """One path of a peer's driver file, run by this Python."""
+    return BenchDriver(file, level, {path: {"over": "memory", "note": "a test"}}, peer_command(sys.executable), rests)
 
 
 def test_a_peer_that_fails_is_left_out_with_its_own_words_and_the_others_are_measured(driver: str) -> None:
-    ways = probe(driver, sys.executable)["paths"]
-    figures = run(*(Lane(driver, way, PEER, "memory", "a test") for way in ways), clients=(1, 2))
+    figures = run(*peer_drivers(Path(driver), sys.executable), clients=(1, 2))
     assert figures.left_out == {
-        "brings nothing": "what was loaded is not what was stored",
-        "brings a wrong byte": "what was loaded is not what was stored",
+        "brings nothing": "OSError: what was loaded is not what was stored",
+        "brings a wrong byte": "OSError: what was loaded is not what was stored",
         "refuses": "OSError: no room",
-        "dies": "it ended: out of memory",
+        "dies": "the process has ended: out of memory",
     }
     rows = [(row["path"], row["clients"], row["operation"]) for row in figures.paths if row["level"] == PEER]
     assert rows == [("honest", clients, operation) for clients in (1, 2) for operation in ("load", "store")]
 
 
-def test_a_peer_that_would_work_while_it_waits_is_stopped_between_its_turns(driver: str) -> None:
-    figures = run(Lane(driver, "honest", PEER, "memory", "a test", rests=True))
+def test_a_peer_that_would_work_while_it_waits_is_stopped_between_its_rounds(driver: str) -> None:
+    figures = run(peer(driver, "honest", rests=True))
     assert (figures.left_out, "honest" in {row["path"] for row in figures.paths}) == ({}, True)
-    with PartyProcess(OWN_PYTHON, "client", {"work": {"page_bytes": 4096, "pages": 1, "clients": 1}}) as client:
-        client.answer()
-        client.rest()
+    with ChildProcess(OWN_PYTHON) as client:
+        client.ask("purge")
+        client.stop()
         eventually(lambda: _state(client.pid) == "T")
-        client.wake()
-        assert client.ask(do="open", driver=baselines.__name__, path="memcpy", at=None) == {}
+        client.resume()
+        assert client.ask("describe", driver=baselines.__name__) == {"paths": baselines.PATHS, "rests": False}
 
 
 def _state(pid: int) -> str:
@@ -176,12 +179,12 @@ def _state(pid: int) -> str:
 
 @pytest.mark.parametrize("way", ["brings nothing", "brings a wrong byte", "refuses", "dies"])
 def test_a_path_of_our_own_that_fails_ends_the_run(driver: str, way: str) -> None:
-    with pytest.raises(PartyError, match=way):
-        run(Lane(driver, way, TRANSPORT, "memory", "a test"))
+    with pytest.raises(ChildError, match=way):
+        run(peer(driver, way, level=TRANSPORT))
 
 
 def test_a_ratio_is_to_the_floor_with_as_many_clients_doing_the_same(driver: str) -> None:
-    figures = run(Lane(driver, "honest", PEER, "memory", "a test"), clients=(1, 2))
+    figures = run(peer(driver, "honest"), clients=(1, 2))
     rates = {(row["path"], row["clients"], row["operation"]): row["gb_per_s"] for row in figures.paths}
     for row in figures.paths:
         for ratio, floor in interleave.RATIOS.items():
@@ -191,30 +194,35 @@ def test_a_ratio_is_to_the_floor_with_as_many_clients_doing_the_same(driver: str
 
 @pytest.mark.parametrize("name", PEERS)
 def test_every_driver_of_a_peer_says_what_it_offers_or_what_is_missing(name: str) -> None:
-    about = probe(str(ROOT / "benchmarks" / f"{name}_driver.py"), sys.executable)
-    assert about["paths"], about["missing"]
-    assert all(path.startswith(name) and a.keys() == {"over", "note"} for path, a in about["paths"].items())
-    assert about["missing"] is None or "no " in about["missing"]
+    try:
+        drivers = peer_drivers(ROOT / "benchmarks" / f"{name}_driver.py", sys.executable)
+    except ChildError as error:
+        assert "No module named" in str(error) or "no redis-server" in str(error)
+    else:
+        assert all(path.startswith(name) for driver in drivers for path in driver.paths)
+        assert all(about.keys() == {"over", "note"} for driver in drivers for about in driver.paths.values())
 
 
 def test_a_driver_that_cannot_be_read_is_missing_and_says_why(tmp_path: Path) -> None:
     broken = tmp_path / "broken_driver.py"
     broken.write_text("import a_package_that_is_not_installed\n", encoding="utf-8")
-    assert "a_package_that_is_not_installed" in probe(str(broken), sys.executable)["missing"]
-    assert "cannot run it" in probe(str(broken), str(tmp_path / "no-python"))["missing"]
+    with pytest.raises(ChildError, match="a_package_that_is_not_installed"):
+        peer_drivers(broken, sys.executable)
+    with pytest.raises(ChildError, match=r"cannot run .*no-python"):
+        peer_drivers(broken, str(tmp_path / "no-python"))
 
 
 def test_the_clock_of_a_process_is_its_cpu_time() -> None:
     before = time.process_time_ns()
-    measured = CpuClock(os.getpid()).now_ns()
+    measured = cpu_ns(os.getpid())
     assert before <= measured <= time.process_time_ns()
 
 
 def test_a_process_that_has_gone_takes_no_more_time() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        clock = CpuClock(child.pid)
+        assert cpu_ns(child.pid) > 0
         child.communicate(b"\n")
-    assert clock.now_ns() == 0
+    assert cpu_ns(child.pid) == 0
 
 
 # -------------------------------------------------------------------------------------------------- verdicts
@@ -285,18 +293,17 @@ def test_the_table_shows_every_row_note_and_verdict() -> None:
         "verdicts": verdicts(rows, latencies),
     }
     text = "\n".join(table.lines(figures))
-    assert "64 MiB a client and turn, 7 turns" in text
+    assert "64 MiB a client and round, 7 rounds" in text
     assert "2 MiB pages, 1 client\n" in text
     assert "2 MiB pages, 2 clients\n" in text
-    (stored,) = [line for line in text.splitlines() if line.startswith("shm              store")]
+    (stored,) = [line for line in text.splitlines() if line.startswith("shm   store")]
     assert stored.split()[2:] == ["7.00", "0.20", "0.80", "1.50", "0.90", "1.25"]
-    assert "  shm              over memory; a test" in text
+    assert "shm     memory  a test" in text
     assert "redis unix: no redis-server on the path" in text
-    assert "  met        0.40  at most 0.5    shm, one page of 2 MiB: median, ms" in text
-    assert "  open          -  at least 0.85  shm load, 2 MiB: of memcpy and one checksum pass" in text
+    assert "\nmet     0.40  at most 0.5    shm, one page of 2 MiB: median, ms\n" in text
+    assert "\nopen       -  at least 0.85  shm load, 2 MiB: of memcpy and one checksum pass\n" in text
 
 
 def test_every_goal_is_about_a_path_and_a_floor_that_are_measured() -> None:
-    floor_names = {*interleave.RATIOS}
-    assert all(goal.path in OURS and goal.of in floor_names for goal in thresholds.RATIOS)
-    assert all(goal.path in OURS and goal.times in (None, *baselines.PATHS) for goal in thresholds.TIMES)
+    assert all(path in OURS and ratio in interleave.RATIOS for path, _, ratio, _, _ in thresholds.RATIOS)
+    assert all(path in OURS and other in (None, *baselines.PATHS) for path, _, other, _ in thresholds.TIMES)

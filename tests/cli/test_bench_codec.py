@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcluster.cli.bench.codec import logits, picture, synthetic, table
+from kvcluster.cli.bench import picture
+from kvcluster.cli.bench.codec import logits, synthetic, table
 from kvcluster.cli.demo_model import llama
 from kvcluster.cli.main import main
 
@@ -49,10 +50,10 @@ def test_it_prints_and_draws_speeds_errors_and_logits(tmp_path: Path, capsys: py
     assert [(row["codec"], row["raw_blocks"]) for row in figures["logits"]] == codings
     assert {(row["prefix_tokens"], row["tokens"]) for row in figures["logits"]} == {(256, 256)}
     printed = "\n".join(table.lines(figures))
-    assert "   8  q4      decode " in printed
-    assert f"   8  q4               64   {errors['q4', 64]['ratio']:.2f}" in printed
-    assert " raw                   0.0000  0.0000    100.0%" in printed
-    assert f" q4, first block raw   {figures['logits'][3]['error']:.4f}" in printed
+    assert "  8  q4      decode " in printed
+    assert f"  8  q4               64   {errors['q4', 64]['ratio']:.2f}" in printed
+    assert "\nraw                  0.0000    0.0000                  100.0%" in printed
+    assert f"\nq4, first block raw  {figures['logits'][3]['error']:.4f}" in printed
 
 
 def test_what_no_codec_encodes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +94,7 @@ def test_a_picture_has_room_for_quanto_for_one_dim_and_for_no_logits(tmp_path: P
         "errors": [{**error, "codec": "q4"}, {**error, "codec": "quanto", "block_tokens": None}],
         "logits": [],
     }
-    picture.draw(figures, str(tmp_path / "picture.png"))
+    picture.draw(*table.panels(figures), str(tmp_path / "picture.png"))
     assert (tmp_path / "picture.png").read_bytes().startswith(PNG)
 
 

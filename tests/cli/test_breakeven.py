@@ -178,17 +178,16 @@ def test_never_is_said_and_so_is_why_a_path_has_no_figures() -> None:
             "pays_from_tokens": None,
         },
     ]
-    said = lines(
-        {
-            "model": "m",
-            "groups": ["32 layers of kv"],
-            "assumed": [],
-            "block_tokens": 16,
-            "token_bytes": 131_072.0,
-            "prefill_tokens_per_s": 12_000,
-            "paths": paths,
-        }
-    )
+    figures = {
+        "model": "m",
+        "groups": ["32 layers of kv"],
+        "assumed": [],
+        "block_tokens": 16,
+        "token_bytes": 131_072.0,
+        "prefill_tokens_per_s": 12_000,
+        "paths": paths,
+    }
+    said = "\n".join(lines(figures)).splitlines()
     assert said[-4].split() == ["shm", "-", "-", "-", "-", "another", "host"]
     assert said[-3].split() == ["tcp", "1.000", "1.50", "7,629", "0.64", "never:", "computing", "is", "faster"]
     assert said[-1] == "a client here takes tcp; never: computing is faster"

@@ -20,15 +20,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import kvcluster.cli
 from kvcluster.cli import demo
+from kvcluster.cli.child_process import ChildError, ChildProcess
 from kvcluster.cli.demo import screen as screens
 from kvcluster.cli.demo import tiers
 from kvcluster.cli.demo.engine import Engine
-from kvcluster.cli.demo.replica import EngineReplica
 from kvcluster.cli.demo.signals import Signals
 from kvcluster.cli.demo_model import llama
 from kvcluster.cli.main import main
 from kvcluster.engines.transformers import fingerprint
-from kvcluster.errors import KVClusterError
 
 # ----------------------------------------------------------------------------------------- what it concludes
 
@@ -137,42 +136,52 @@ def test_a_silent_screen_prints_nothing(capsys: pytest.CaptureFixture[str]) -> N
 # ------------------------------------------------------------------------------------------- what it ends
 
 STUB = """
-import json, sys
-for line in sys.stdin:
-    request = json.loads(line)
-    if request["op"] == "die":
+import sys
+from kvcluster.cli.bench.transfer.worker import answer_requests, inherited_connection
+
+connection = inherited_connection()
+
+class Stub:
+    def echo(self, word):
+        connection.send({"progress": [1, 2]})
+        return word
+
+    def fail(self):
+        raise ValueError("no such thing")
+
+    def die(self):
         sys.exit("it hurts")
-    print(json.dumps({"progress": [1, 2]}), flush=True)
-    print(json.dumps({"error": "no such thing"} if request["op"] == "fail" else {"result": request}), flush=True)
+
+answer_requests(connection, Stub())
 """
 
 
-def stub(folder: Path) -> EngineReplica:
-    return EngineReplica("the stub", folder / "log", (sys.executable, "-c", STUB))
+def stub() -> ChildProcess:
+    return ChildProcess((sys.executable, "-c", STUB), name="the stub", shown_lines=20, kill_on_error=True)
 
 
-def test_a_replica_answers_and_tells_its_progress(tmp_path: Path) -> None:
+def test_a_replica_answers_and_tells_its_progress() -> None:
     told: list[tuple[int, int]] = []
-    with stub(tmp_path) as replica:
-        assert replica.ask("echo", lambda *part: told.append(part), word="x") == {"op": "echo", "word": "x"}
+    with stub() as replica:
+        assert replica.ask("echo", lambda *part: told.append(part), word="x") == "x"
         assert told == [(1, 2)]
-        with pytest.raises(KVClusterError, match="the stub: no such thing"):
+        with pytest.raises(ChildError, match="ValueError: no such thing"):
             replica.ask("fail")
 
 
-def test_a_replica_that_dies_is_an_error_with_its_last_words(tmp_path: Path) -> None:
-    with stub(tmp_path) as replica:
+def test_a_replica_that_dies_is_an_error_with_its_last_words() -> None:
+    with stub() as replica:
         for _ in range(2):
-            with pytest.raises(KVClusterError, match=r"the stub has ended.*\nit hurts"):
+            with pytest.raises(ChildError, match="the stub has ended: it hurts"):
                 replica.ask("die")
 
 
-def test_a_replica_ends_with_its_block_and_with_an_exception(tmp_path: Path) -> None:
-    with stub(tmp_path) as replica:
+def test_a_replica_ends_with_its_block_and_with_an_exception() -> None:
+    with stub() as replica:
         process = replica.process
         assert process.poll() is None
     assert process.returncode == 0
-    with pytest.raises(ZeroDivisionError), stub(tmp_path) as replica:
+    with pytest.raises(ZeroDivisionError), stub() as replica:
         process = replica.process
         raise ZeroDivisionError
     assert process.returncode == -signal.SIGKILL
@@ -296,14 +305,14 @@ def test_the_demo_succeeds_with_a_given_model_and_leaves_nothing(own_model: Path
 def test_ctrl_c_in_the_middle_leaves_nothing(own_model: Path) -> None:
     code = """
 import os, signal
-from kvcluster.cli.demo.replica import EngineReplica
+from kvcluster.cli.child_process import ChildProcess
 from kvcluster.cli.main import main
-ask = EngineReplica.ask
+ask = ChildProcess.ask
 def interrupted(self, op, *args, **kwargs):
     if op == "connect":
         os.kill(os.getpid(), signal.SIGINT)
     return ask(self, op, *args, **kwargs)
-EngineReplica.ask = interrupted
+ChildProcess.ask = interrupted
 raise SystemExit(main(["demo", "--json"]))
 """
     done, left = run(code, own_model)

@@ -12,16 +12,18 @@ import itertools
 import multiprocessing
 import os
 import random
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
 
 import kvcluster
+from kvcluster.cli.bench.report import table
+from kvcluster.cli.bench.rounds import interleaved, latency_ms, medians
+from kvcluster.cli.bench.specs import llama_8b, page_shape
 from kvcluster.core.eviction_queue import EvictionQueue
-from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
+from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, ShardId
 from kvcluster.core.index import BlockRecord, PrefixIndex
 from kvcluster.core.messages import (
     Attach,
@@ -35,14 +37,16 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss
 from kvcluster.core.replica_sets import ReplicaTable
-from kvcluster.core.spec import PREFIX, KVSpec, Part
+from kvcluster.core.spec import PREFIX, Part
 from kvcluster.core.tiers import FASTEST
 from kvcluster.eviction.lru import LRU
+from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.rpc import Connection
 from kvcluster.wire.methods import COORDINATOR
 
 CHAIN = 512
+_ROUNDS, _DRAWN = 5, 200
 _PART = Part(0, 32, 0, 8)
 _SPACE = NamespaceId(bytes(32))
 
@@ -58,32 +62,35 @@ class _Bare:
 
 
 def measure(sizes: Sequence[int]) -> dict[str, Any]:
-    """Figures of both parts."""
+    """Returns the figures of both parts."""
     # Each size runs in its own process: memory that one run freed must not hide what the next allocates.
-    context = multiprocessing.get_context("spawn")
-    core = []
-    for blocks in sizes:
-        with context.Pool(1) as pool:
-            core.append(pool.apply(_measure_core, (blocks,)))
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        core = pool.map(_measure_core, sizes, chunksize=1)
     return {"core": core, "grpc": _measure_grpc()}
 
 
-def lines(figures: Mapping[str, Any]) -> list[str]:
-    """The figures as a table."""
-    out = [f"\n{CHAIN}-block lookups in the core, recency and hold written"]
-    out.append("    blocks  M blocks/s  bare dict  ratio  bytes/block  bare dict")
-    for row in figures["core"]:
-        out.append(
-            f"{row['blocks']:>10,} {row['blocks_per_s'] / 1e6:>11.2f} {row['bare_blocks_per_s'] / 1e6:>10.2f} "
-            f"{row['ratio']:>6.2f} {row['bytes_per_block']:>12.0f} {row['bare_bytes_per_block']:>10.0f}"
-        )
-    grpc = figures["grpc"]
-    out.append(f"\n{CHAIN}-block lookup over gRPC, coordinator in a process of its own ({grpc['calls']} calls each)")
-    out.append(
-        f"median {grpc['lookup_ms']:.2f} ms, empty call {grpc['empty_ms']:.2f} ms: ratio {grpc['ratio']:.2f}; "
-        f"p99 {grpc['lookup_p99_ms']:.2f} and {grpc['empty_p99_ms']:.2f} ms"
+def lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the figures as a table."""
+    yield f"\n{CHAIN}-block lookups in the core, recency and hold written"
+    yield from table(
+        [
+            {**row, **{name: row[name] / 1e6 for name in ("blocks_per_s", "bare_blocks_per_s")}}
+            for row in figures["core"]
+        ],
+        {
+            "blocks": "{blocks:,}",
+            "M blocks/s": "{blocks_per_s:.2f}",
+            "bare dict": "{bare_blocks_per_s:.2f}",
+            "ratio": "{ratio:.2f}",
+            "bytes/block": "{bytes_per_block:.0f}",
+            "bytes/block, bare dict": "{bare_bytes_per_block:.0f}",
+        },
     )
-    return out
+    yield (
+        f"\n{CHAIN}-block lookup over gRPC, coordinator in a process of its own "
+        "({calls} calls each)\nmedian {lookup_ms:.2f} ms, empty call {empty_ms:.2f} ms: ratio {ratio:.2f}; "
+        "p99 {lookup_p99_ms:.2f} and {empty_p99_ms:.2f} ms"
+    ).format(**figures["grpc"])
 
 
 def _measure_core(blocks: int) -> dict[str, Any]:
@@ -111,21 +118,17 @@ def _measure_core(blocks: int) -> dict[str, Any]:
         assert found.blocks == CHAIN
         index[0].touch(chain, stamp, stamp + 1)
 
-    rates: dict[str, list[float]] = {"bare": [], "index": []}
-    for _ in range(5):
-        drawn = [rng.choice(chains) for _ in range(200)]
-        for name, look in (("bare", bare_lookup), ("index", lookup)):
-            began = time.perf_counter()
-            for chain in drawn:
-                look(chain)
-            rates[name].append(len(drawn) * CHAIN / (time.perf_counter() - began))
+    def many(look: Callable[[Sequence[BlockHash]], None]) -> None:
+        for chain in rng.choices(chains, k=_DRAWN):
+            look(chain)
+
+    seconds = medians(interleaved({"bare": lambda: many(bare_lookup), "index": lambda: many(lookup)}, _ROUNDS))
     held = len(chains) * CHAIN
-    medians = {name: statistics.median(of) for name, of in rates.items()}
     return {
         "blocks": blocks,
-        "blocks_per_s": medians["index"],
-        "bare_blocks_per_s": medians["bare"],
-        "ratio": medians["index"] / medians["bare"],
+        "blocks_per_s": _DRAWN * CHAIN / seconds["index"],
+        "bare_blocks_per_s": _DRAWN * CHAIN / seconds["bare"],
+        "ratio": seconds["bare"] / seconds["index"],
         "bytes_per_block": index_bytes / held,
         "bare_bytes_per_block": bare_bytes / held,
     }
@@ -167,41 +170,41 @@ def _resident_bytes() -> int:
 
 
 def _measure_grpc(calls: int = 400) -> dict[str, Any]:
-    spec = KVSpec.uniform(
-        model="bench", weights="sha256:bench", num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32"
-    )
-    tokens = list(range(CHAIN * 16))
+    spec = llama_8b(layers=1, heads=1)
+    tokens = list(range(CHAIN * spec.block_tokens))
     with kvcluster.local(shards=1, device_bytes="64MiB") as cluster:
         client = cluster.client(spec)
-        client.store(tokens, torch.zeros(CHAIN, 1, 2, 16, 1, 8))
+        client.store(tokens, torch.zeros(CHAIN, *page_shape(spec), dtype=torch.bfloat16))
         client.flush()
         hashes = tuple(client.hashes(tokens))
-        connection = Connection(cluster.address, None)
+        need = Need((spec.whole(0),))
+        next_attempt = own_attempts()
+        open_tickets: list[Attempt] = []
         deadline = Deadline.after_ms(60_000)
-        attached = connection.ask(COORDINATOR["Attach"], Attach(spec), deadline)
-        assert isinstance(attached, Attached)
-        holder = Holder(os.urandom(16))
-        times: dict[str, list[float]] = {"lookup": [], "empty": []}
-        for number in range(calls):
-            attempt = Attempt(holder, number + 1)
-            need = Need((spec.whole(0),))
-            began = time.perf_counter()
-            connection.ask(COORDINATOR["Ping"], None, deadline)
-            times["empty"].append(time.perf_counter() - began)
-            began = time.perf_counter()
-            prepare = PrepareLoad(attempt, hashes, need)
-            grant = connection.ask(COORDINATOR["PrepareLoad"], prepare, deadline, attached.namespace)
-            times["lookup"].append(time.perf_counter() - began)
-            assert getattr(grant, "blocks", 0) == CHAIN, "the chain was stored, so all of it is found"
-            connection.ask(COORDINATOR["EndTicket"], EndTicket(attempt), deadline)
-        connection.close()
-    median = {name: statistics.median(of) * 1e3 for name, of in times.items()}
-    p99 = {name: statistics.quantiles(of, n=100)[98] * 1e3 for name, of in times.items()}
+        with closing(Connection(cluster.address, None)) as connection:
+            attached = connection.ask(COORDINATOR["Attach"], Attach(spec), deadline)
+            assert isinstance(attached, Attached)
+
+            def empty() -> None:
+                connection.ask(COORDINATOR["Ping"], None, deadline)
+
+            def lookup() -> None:
+                open_tickets.append(next_attempt())
+                prepare = PrepareLoad(open_tickets[-1], hashes, need)
+                grant = connection.ask(COORDINATOR["PrepareLoad"], prepare, deadline, attached.namespace)
+                assert getattr(grant, "blocks", 0) == CHAIN, "the chain was stored, so all of it is found"
+
+            def end_tickets(_: object) -> None:
+                while open_tickets:
+                    connection.ask(COORDINATOR["EndTicket"], EndTicket(open_tickets.pop()), deadline)
+
+            times = interleaved({"empty": empty, "lookup": lookup}, calls, before=end_tickets)
+    of_lookup, of_empty = latency_ms(times["lookup"]), latency_ms(times["empty"])
     return {
         "calls": calls,
-        "lookup_ms": median["lookup"],
-        "empty_ms": median["empty"],
-        "ratio": median["lookup"] / median["empty"],
-        "lookup_p99_ms": p99["lookup"],
-        "empty_p99_ms": p99["empty"],
+        "lookup_ms": of_lookup["p50_ms"],
+        "empty_ms": of_empty["p50_ms"],
+        "ratio": of_lookup["p50_ms"] / of_empty["p50_ms"],
+        "lookup_p99_ms": of_lookup["p99_ms"],
+        "empty_p99_ms": of_empty["p99_ms"],
     }

@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import kvcluster
+from kvcluster.cli.child_process import ChildProcess
 from kvcluster.cli.demo import text
 from kvcluster.cli.demo import tiers as third_act
-from kvcluster.cli.demo.replica import EngineReplica
+from kvcluster.cli.demo.replica import engine_replica
 from kvcluster.cli.demo.screen import Screen
 from kvcluster.cli.demo.signals import Signals
 
@@ -58,21 +59,21 @@ def conduct(screen: Screen, signals: Signals) -> Figures:
         workshop = Path(house.enter_context(tempfile.TemporaryDirectory(prefix="kvcluster-demo-")))
         given = os.environ.get("DEMO_MODEL")
         model: Figures = {"path": given or str(workshop / "model"), "bytes_are_tokens": not given}
-        first = house.enter_context(EngineReplica("the first replica", workshop / "first.log"))
+        first = house.enter_context(engine_replica("the first replica"))
         acts = house.enter_context(ExitStack())
         with screen.step("start Ray, a coordinator and two shards"), signals.put_off():
             cluster = acts.enter_context(kvcluster.local(shards=SHARDS, device_bytes=DEVICE_BYTES))
         with screen.step("load the model" if given else "build a Llama of random weights"):
             if not given:
                 first.ask("make", path=model["path"])
-            about = first.ask("load", **model)
+            about: Figures = first.ask("load", **model)
         with screen.step(f"no cache: {len(text.QUESTIONS)} questions") as progress:
             computed = _answers(first, text.QUESTIONS, progress, cached=False)
         with screen.step("first replica: one question, KV is stored") as progress:
             first.ask("connect", address=cluster.address)
             (stored,) = _answers(first, text.QUESTIONS[:1], progress, cached=True)
 
-        second = house.enter_context(EngineReplica("the second replica", workshop / "second.log"))
+        second = house.enter_context(engine_replica("the second replica"))
         with screen.step("start the second replica"):
             second.ask("load", **model)
             second.ask("connect", address=cluster.address)
@@ -109,7 +110,7 @@ def assess(
     return figures
 
 
-def _answers(replica: EngineReplica, questions: Sequence[str], progress: Progress, **how: bool) -> list[Figures]:
+def _answers(replica: ChildProcess, questions: Sequence[str], progress: Progress, **how: bool) -> list[Figures]:
     """Asks the replica the questions one after the other and returns its answers."""
     out = []
     for i, question in enumerate(questions):

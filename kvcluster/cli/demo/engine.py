@@ -1,18 +1,13 @@
-"""One engine replica of the demo: `python -m kvcluster.cli.demo.engine`, controlled over its pipes.
+"""One engine replica of the demo: `python -m kvcluster.cli.demo.engine`, controlled over a connection.
 
-Requests are JSON lines on stdin, `{"op": ..., arguments}`; each is answered on stdout by any number of
-`{"progress": [done, total]}` and one `{"result": {...}}` or `{"error": "..."}`. The process ends when stdin does, so
-that no replica outlives its conductor. `Engine.answer` uses the cache.
+Requests are the methods of `Engine`, served as a worker of the benchmark serves its requests; before an answer come any
+number of `{"progress": [done, total]}`. The process ends when its conductor does. `Engine.answer` uses the cache.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 import kvcluster
+from kvcluster.cli.bench.transfer.worker import answer_requests, inherited_connection
 from kvcluster.cli.demo import text
 from kvcluster.cli.demo_model import document, encode, llama
 from kvcluster.engines.transformers import PrefixCache, spec_of
@@ -205,21 +201,10 @@ class Engine:
 
 
 def main() -> None:
-    """Serves requests until stdin ends."""
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # output of libraries goes to the log, not between the replies
-
-    def say(**reply: Any) -> None:
-        print(json.dumps(reply), file=replies, flush=True)
-
-    engine = Engine(lambda done, total: say(progress=[done, total]))
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            say(result=getattr(engine, request.pop("op"))(**request))
-        except Exception as error:
-            traceback.print_exc()
-            say(error=f"{type(error).__name__}: {error}")
+    """Serves requests until the conductor closes the connection."""
+    connection = inherited_connection()
+    engine = Engine(lambda done, total: connection.send({"progress": [done, total]}))
+    answer_requests(connection, engine)
     engine.close()
 
 

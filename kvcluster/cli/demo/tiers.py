@@ -6,28 +6,25 @@ the host tier in half of the bytes; the act also shows how that affects the outp
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import kvcluster
-from kvcluster.cli.demo.replica import EngineReplica
+from kvcluster.cli.child_process import ChildProcess
 from kvcluster.cli.demo.screen import Screen
 from kvcluster.cli.demo.signals import Signals
-from kvcluster.errors import KVClusterError
+from kvcluster.cli.waiting import wait_until
 
 DOCUMENTS, TOKENS = 24, 256
 TIMES = 3
 """The working set, in device tiers."""
 
-_SETTLE_S = 30.0
-
 Figures = dict[str, Any]
 
 
-def conduct(reader: EngineReplica, screen: Screen, signals: Signals) -> Figures:
+def conduct(reader: ChildProcess, screen: Screen, signals: Signals) -> Figures:
     """Runs the act with a replica that has loaded its model, on a separate cluster."""
     per_token: int = reader.ask("kv_bytes")["token_bytes"]
     working_set = DOCUMENTS * TOKENS * per_token
@@ -51,7 +48,7 @@ _PROMPTLY = {"hold_ms": 0}
 """Blocks may be demoted at once after a load: an engine would take longer to load them again."""
 
 
-def _read(reader: EngineReplica, progress: Callable[[int, int], None]) -> list[Figures]:
+def _read(reader: ChildProcess, progress: Callable[[int, int], None]) -> list[Figures]:
     """Reads every document, one after the other."""
     out = []
     for number in range(DOCUMENTS):
@@ -88,14 +85,15 @@ def assess(computed: list[Figures], loaded: list[Figures], status: Figures, work
     }
 
 
-def _settled(reader: EngineReplica) -> None:
-    """Waits until no more pages are demoted. Raises KVClusterError after _SETTLE_S."""
-    give_up, before = time.monotonic() + _SETTLE_S, -1
-    while (now := reader.ask("status")["totals"]["demoted"]) != before:
-        if time.monotonic() > give_up:
-            raise KVClusterError(f"pages are still being demoted after {_SETTLE_S:.0f} s")
-        before = now
-        time.sleep(1.0)
+def _settled(reader: ChildProcess) -> None:
+    """Waits until no more pages are demoted. Raises KVClusterError if that takes too long."""
+    seen = [-1]
+
+    def unchanged() -> bool:
+        seen.append(reader.ask("status")["totals"]["demoted"])
+        return bool(seen[-1] == seen[-2])
+
+    wait_until(unchanged, "no more pages are demoted", poll_s=1.0)
 
 
 def _difference(one: Figures, other: Figures) -> float:

@@ -3,18 +3,16 @@ thread."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from kvcluster.cli.bench.codec import quanto
-from kvcluster.cli.bench.codec.coded import restored
+from kvcluster.cli.bench.codec.coded import CodedPages, restored
 from kvcluster.cli.bench.codec.synthetic import Attention, attention, output
-from kvcluster.cli.bench.transfer.party import warm_memory
+from kvcluster.cli.bench.rounds import interleaved, medians, sweep_caches
+from kvcluster.cli.bench.transfer.worker import warm_memory
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.spec import Group, Plane
 from kvcluster.pages import codec, native
@@ -22,12 +20,10 @@ from kvcluster.pages import codec, native
 LOSSY = (Codec.Q8, Codec.Q4)
 _LAYERS, _HEADS, _TOKENS = 32, 8, 16
 _BLOCK_TOKENS = (16, 32, 64)
-_SPOILED_BYTES = 256 * 2**20
-"""Bytes read before each turn, so that no measured bytes are in a CPU cache."""
 
 
 def measure(*, rounds: int, dims: Sequence[int], moved_bytes: int, seeds: int, prefix_tokens: int) -> dict[str, Any]:
-    """Returns all figures: speeds over `moved_bytes` per turn, errors over `seeds` synthetic sequences, and logits
+    """Returns all figures: speeds over `moved_bytes` per round, errors over `seeds` synthetic sequences, and logits
     after a prefix of `prefix_tokens`.
 
     There are no logits if transformers is missing, or older than its engine supports.
@@ -49,59 +45,26 @@ def measure(*, rounds: int, dims: Sequence[int], moved_bytes: int, seeds: int, p
 
 def _speed(dim: int, rounds: int, moved_bytes: int) -> list[dict[str, Any]]:
     group = _group(dim)
-    raw_layer = group.layer_bytes(block_tokens=_TOKENS, heads=_HEADS)
-    layers = max(1, moved_bytes // raw_layer // _LAYERS) * _LAYERS
-    source, into = warm_memory(layers * raw_layer), warm_memory(layers * raw_layer)
-    spoiler = torch.zeros(_SPOILED_BYTES // 4)
-    _fill(source, dim)
+    page_bytes = _LAYERS * group.layer_bytes(block_tokens=_TOKENS, heads=_HEADS)
+    nbytes = max(1, moved_bytes // page_bytes) * page_bytes
+    source, into = warm_memory(nbytes), warm_memory(nbytes)
+    torch.frombuffer(source, dtype=torch.bfloat16).normal_()  # speed does not depend on the content
 
-    def page(memory: memoryview, at: int, layer: int = raw_layer) -> memoryview:
-        return memory[at * layer : (at + _LAYERS) * layer]
+    def copy() -> None:
+        for at in range(0, nbytes, page_bytes):
+            into[at : at + page_bytes] = source[at : at + page_bytes]
 
-    def copy(at: int) -> None:
-        page(into, at)[:] = page(source, at)
-
-    def coding(which: Codec) -> dict[str, Callable[[int], None]]:
-        coder = codec.coder(which, group, block_tokens=_TOKENS, heads=_HEADS)
-        coded_layer = layer_bytes(which, group, block_tokens=_TOKENS, heads=_HEADS)
-        coded = warm_memory(layers * coded_layer)
-
-        def encode(at: int) -> None:
-            assert coder.encode(page(source, at), page(coded, at, coded_layer), _LAYERS)
-
-        def decode(at: int) -> None:
-            coder.decode(page(coded, at, coded_layer), page(into, at), _LAYERS)
-
-        return {"encode": encode, "decode": decode}
-
-    runs: dict[tuple[str, str], Callable[[int], None]] = {("memcpy", "copy"): copy}
+    runs: dict[tuple[str, str], Callable[[], None]] = {("memcpy", "copy"): copy}
     for each in LOSSY:
-        runs |= {(each.name.lower(), operation): run for operation, run in coding(each).items()}
-    times: dict[tuple[str, str], list[float]] = {name: [] for name in runs}
-    for turn in range(rounds + 1):  # the first warms up, and encodes what is decoded
-        for name, run in runs.items():
-            spoiler.sum()
-            began = time.perf_counter()
-            for at in range(0, layers, _LAYERS):
-                run(at)
-            if turn:
-                times[name].append(time.perf_counter() - began)
-    rates = {name: layers * raw_layer / statistics.median(took) / 1e9 for name, took in times.items()}
-    floor = rates["memcpy", "copy"]
+        coded = CodedPages(each, group, _TOKENS, source)
+        runs[each.name.lower(), "encode"] = coded.encode
+        runs[each.name.lower(), "decode"] = partial(coded.decode, into)
+    seconds = medians(interleaved(runs, rounds, before=lambda _: sweep_caches()))
+    floor = seconds["memcpy", "copy"]
     return [
-        {"dim": dim, "codec": name, "operation": operation, "gb_per_s": rate, "of_memcpy": rate / floor}
-        for (name, operation), rate in rates.items()
+        {"dim": dim, "codec": name, "operation": operation, "gb_per_s": nbytes / took / 1e9, "of_memcpy": floor / took}
+        for (name, operation), took in seconds.items()
     ]
-
-
-def _fill(source: memoryview, dim: int) -> None:
-    """Fills the memory with keys and values, plane by plane."""
-    given = attention(0, heads=_HEADS, dim=dim)
-    layers = _planes(given, _TOKENS).view(torch.uint8).flatten()
-    target = torch.frombuffer(source, dtype=torch.uint8)
-    for at in range(0, len(target), len(layers)):
-        piece = target[at : at + len(layers)]
-        piece.copy_(layers[: len(piece)])
 
 
 def _planes(given: Attention, tokens: int) -> torch.Tensor:
@@ -124,14 +87,16 @@ def _errors(dim: int, seeds: int) -> list[dict[str, Any]]:
     rows = []
     for each in LOSSY:
         for tokens in _BLOCK_TOKENS:
-            raw = group.layer_bytes(block_tokens=tokens, heads=_HEADS)
-            ratio = raw / layer_bytes(each, group, block_tokens=tokens, heads=_HEADS)
+            sizes = {"block_tokens": tokens, "heads": _HEADS}
+            ratio = group.layer_bytes(**sizes) / layer_bytes(each, group, **sizes)
             worst = _worst(dim, seeds, partial(_through, each, tokens))
             rows.append({"dim": dim, "codec": each.name.lower(), "block_tokens": tokens, "ratio": ratio, **worst})
-    if quanto.installed():
-        worst = _worst(dim, seeds, quanto.through)
-        rows.append({"dim": dim, "codec": "quanto", "block_tokens": None, "ratio": quanto.RATIO, **worst})
-    return rows
+    try:
+        from kvcluster.cli.bench.codec import quanto
+    except ModuleNotFoundError:
+        return rows
+    worst = _worst(dim, seeds, quanto.through)
+    return [*rows, {"dim": dim, "codec": "quanto", "block_tokens": None, "ratio": quanto.RATIO, **worst}]
 
 
 def _worst(dim: int, seeds: int, through: Callable[[Attention], Attention]) -> dict[str, float]:

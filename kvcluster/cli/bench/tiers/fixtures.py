@@ -5,18 +5,19 @@ Pages are those of a Llama-3-8B (32 layers, 8 heads of 128 channels, bfloat16, 1
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, TypeVar
 
 import torch
 
 import kvcluster
 from kvcluster.actors.local import LocalCluster
-from kvcluster.cli.bench.specs import llama_8b
-from kvcluster.cli.bench.transfer.party import warm_memory
+from kvcluster.cli.bench.rounds import medians
+from kvcluster.cli.bench.specs import llama_8b, page_shape
+from kvcluster.cli.bench.transfer.worker import warm_memory
+from kvcluster.cli.waiting import wait_until
 from kvcluster.client import Client
 from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.messages import Done, SetPolicy
@@ -24,68 +25,64 @@ from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.rpc import Connection
 
-BLOCK_TOKENS = 16
-SPEC = llama_8b("sha256:bench", BLOCK_TOKENS)
-SHAPE = (32, 2, BLOCK_TOKENS, 8, 128)
+SPEC = llama_8b()
+SHAPE = page_shape(SPEC)
 PAGE_BYTES = SPEC.page_bytes(0, SPEC.whole(0))
 CALL_MS = 60_000
-LOOK_S = 0.02
-_SETTLE_S = 30.0
+
+Name = TypeVar("Name")
 
 
 @contextmanager
-def one_shard(*, coordinator: Mapping[str, Any] | None = None, **tiers: Any) -> Iterator[LocalCluster]:
-    """Starts one shard with these tiers (arguments of `kvcluster.local`). Pages move only by the given watermarks, and
-    none are promoted."""
-    quiet = {"hold_ms": 0, "host_raw_blocks": 0, "promote_loads": 1_000_000, **(coordinator or {})}
+def one_shard(coordinator: Mapping[str, Any], **tiers: Any) -> Iterator[tuple[LocalCluster, Client]]:
+    """Starts one shard with these tiers (arguments of `kvcluster.local`), and a client. Pages move only by the given
+    watermarks, and none are promoted."""
+    quiet = {"hold_ms": 0, "host_raw_blocks": 0, "promote_loads": 1_000_000, **coordinator}
     config = {"coordinator": quiet, "shard": {"scrub_bytes": 0}, "client": {"deadline_ms": CALL_MS}}
     with kvcluster.local(shards=1, config=config, **tiers) as cluster:
-        yield cluster
+        yield cluster, cluster.client(SPEC)
 
 
 def set_policy(address: str, setting: tuple[str, str]) -> None:
     """Does the same as `kvcluster policy set`."""
-    connection = Connection(address, None)
-    try:
+    with closing(Connection(address, None)) as connection:
         expect(Done, GrpcPort(connection).ask(SetPolicy((setting,)), Deadline.after_ms(CALL_MS)))
-    finally:
-        connection.close()
 
 
 def prompt(number: int, blocks: int) -> list[int]:
     """Returns a prompt that differs from that of any other number."""
-    return [number, *range(1, blocks * BLOCK_TOKENS)]
+    return [number, *range(1, blocks * SPEC.block_tokens)]
 
 
-def tensors(blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns random numbers to store, and memory to load them into; all pages of both have been touched."""
-    source, into = (
-        torch.frombuffer(warm_memory(blocks * PAGE_BYTES), dtype=torch.bfloat16).view(blocks, *SHAPE) for _ in range(2)
-    )
-    return source.normal_(), into
+def tensor(blocks: int) -> torch.Tensor:
+    """Returns random numbers in memory that has been touched."""
+    memory = warm_memory(blocks * PAGE_BYTES)
+    return torch.frombuffer(memory, dtype=torch.bfloat16).view(blocks, *SHAPE).normal_()
 
 
-def store(client: Client, tokens: list[int], kv: torch.Tensor) -> None:
-    """Stores all blocks. Raises KVClusterError if some are not stored."""
+def store(client: Client, number: int, kv: torch.Tensor) -> float:
+    """Stores the prompt of that number; returns the seconds. Raises KVClusterError if not all blocks are stored."""
+    tokens = prompt(number, len(kv))
+    began = time.perf_counter()
     stored = client.store(tokens, kv)
+    took = time.perf_counter() - began
     if stored.blocks != len(kv):
         raise KVClusterError(f"not all of {len(kv)} blocks were stored: {stored}")
-
-
-def load(client: Client, tokens: list[int], into: torch.Tensor) -> float:
-    """Loads all tokens and returns the seconds it took. Raises KVClusterError if some are not loaded."""
-    began = time.perf_counter()
-    loaded = client.load(tokens, into)
-    took = time.perf_counter() - began
-    if loaded != len(tokens):
-        raise KVClusterError(f"{loaded} of {len(tokens)} tokens were loaded")
     return took
 
 
-def rates(turns: Sequence[float], raw: Sequence[float], blocks: int) -> dict[str, float]:
-    """Returns the tokens per second of the median turn, and its ratio to that of the raw turns."""
-    took = statistics.median(turns)
-    return {"tokens_per_s": blocks * BLOCK_TOKENS / took, "of_raw": statistics.median(raw) / took}
+def load(client: Client, tokens: list[int], into: torch.Tensor) -> None:
+    """Loads all tokens. Raises KVClusterError if some are not loaded."""
+    loaded = client.load(tokens, into)
+    if loaded != len(tokens):
+        raise KVClusterError(f"{loaded} of {len(tokens)} tokens were loaded")
+
+
+def rates(seconds: Mapping[Name, Sequence[float]], raw: Name, blocks: int) -> dict[Name, dict[str, float]]:
+    """Returns the tokens per second of the median load of each, and its ratio to that of the raw loads."""
+    took = medians(seconds)
+    tokens = blocks * SPEC.block_tokens
+    return {name: {"tokens_per_s": tokens / of, "of_raw": took[raw] / of} for name, of in took.items()}
 
 
 def tier_of(client: Client, tokens: list[int]) -> str:
@@ -94,15 +91,6 @@ def tier_of(client: Client, tokens: list[int]) -> str:
     return tiers.pop() if len(tiers) == 1 else ""
 
 
-def lies_in(tier: str, client: Client, tokens: list[int]) -> bool:
-    """Returns whether the whole prompt is in that tier."""
-    return tier_of(client, tokens) == tier
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    """Waits until `holds()` is True. Raises KVClusterError, naming the condition as `what`, if that takes too long."""
-    give_up = time.monotonic() + _SETTLE_S
-    while not holds():
-        if time.monotonic() > give_up:
-            raise KVClusterError(f"not within {_SETTLE_S:.0f} s: {what}")
-        time.sleep(LOOK_S)
+def wait_for_tier(client: Client, tokens: list[int], tier: str) -> None:
+    """Waits until the whole prompt is in that tier. Raises KVClusterError if that takes too long."""
+    wait_until(lambda: tier_of(client, tokens) == tier, f"a prompt is in the {tier} tier")

@@ -10,64 +10,58 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.bench.tiers.fixtures import (
-    PAGE_BYTES,
-    SPEC,
-    lies_in,
-    load,
-    one_shard,
-    prompt,
-    rates,
-    store,
-    tensors,
-    until,
-)
+from kvcluster.cli.bench.report import progress
+from kvcluster.cli.bench.rounds import interleaved
+from kvcluster.cli.bench.tiers.fixtures import PAGE_BYTES, load, one_shard, prompt, rates, store, tensor, wait_for_tier
+from kvcluster.cli.waiting import wait_until
 from kvcluster.client import Client
 
-_COLD, _RAW, _FIRST = "from the drive", "device, raw", 0
+_COLD, _RAW = "from the drive", "device, raw"
 
 
-def restart(rounds: int, blocks: int, folder: Path | None, say: Callable[[str], object]) -> dict[str, Any]:
+def restart(rounds: int, blocks: int, folder: Path | None) -> dict[str, Any]:
     """Returns the seconds from the kill to the first whole load, and rates of loads from disk and, for comparison, of
     raw loads from the device tier."""
-    source, into = tensors(blocks)
-    tokens, raw = prompt(_FIRST, blocks), prompt(_FIRST + 1, blocks)
+    source, into = tensor(blocks), tensor(blocks)
+    tokens, raw = prompt(0, blocks), prompt(1, blocks)
+    tiers = {
+        "device_bytes": 2 * blocks * PAGE_BYTES,
+        "host_bytes": blocks * PAGE_BYTES,  # three prompts in q4
+        "disk_bytes": 4 * blocks * PAGE_BYTES,
+    }
     with (
         tempfile.TemporaryDirectory(prefix="kvcluster-bench-", dir=folder) as disk,
-        one_shard(
-            coordinator={"host_codec": "q4"},
-            device_bytes=2 * blocks * PAGE_BYTES,
-            host_bytes=blocks * PAGE_BYTES,  # three prompts in q4
-            disk_bytes=4 * blocks * PAGE_BYTES,
-            disk_dir=disk,
-        ) as cluster,
+        one_shard({"host_codec": "q4"}, disk_dir=disk, **tiers) as (cluster, client),
     ):
-        client = cluster.client(SPEC)
-        say("filling the disk tier")
-        for pushing in range(6):
-            store(client, prompt(_FIRST + 10 * pushing, blocks), source)
-        until(lambda: lies_in("disk", client, tokens), "a prompt lies on disk")
-        say("killing the shard")
+        progress("filling the disk tier")
+        for number in (0, 10, 20, 30, 40, 50):
+            store(client, number, source)
+        wait_for_tier(client, tokens, "disk")
+        progress("killing the shard")
         before = _epoch(client)
-        began = time.perf_counter()
+        killed = time.perf_counter()
         os.kill(cluster.pids()[1], signal.SIGKILL)
-        until(lambda: _epoch(client) > before and client.lookup(tokens).tokens == len(tokens), "it is back")
-        first = load(client, tokens, into)
-        back = time.perf_counter() - began
-        store(client, raw, source)
-        say("loads from disk")
-        times: dict[str, list[float]] = {_RAW: [], "disk, cached by the system": [], _COLD: []}
-        for _ in range(rounds):
-            for name, turns in times.items():
-                if name == _COLD:
-                    _empty_cache(Path(disk))
-                turns.append(load(client, raw if name == _RAW else tokens, into))
-    rows = [{"from": name, **rates(turns, times[_RAW], blocks)} for name, turns in times.items()]
-    return {"back_s": back, "first_load_s": first, "loads": rows}
+        wait_until(lambda: _epoch(client) > before and client.lookup(tokens).tokens == len(tokens), "it is back")
+        found = time.perf_counter()
+        load(client, tokens, into)
+        loaded = time.perf_counter()
+        store(client, 1, source)
+        progress("loads from disk")
+        seconds = interleaved(
+            {
+                _RAW: partial(load, client, raw, into),
+                "disk, cached by the system": partial(load, client, tokens, into),
+                _COLD: partial(load, client, tokens, into),
+            },
+            rounds,
+            before=lambda name: _empty_cache(Path(disk)) if name == _COLD else None,
+        )
+    rows = [{"from": name, **of} for name, of in rates(seconds, _RAW, blocks).items()]
+    return {"back_s": loaded - killed, "first_load_s": loaded - found, "loads": rows}
 
 
 def _epoch(client: Client) -> int:
@@ -78,9 +72,6 @@ def _epoch(client: Client) -> int:
 def _empty_cache(disk: Path) -> None:
     """Writes these files to the drive and drops them from the system's page cache."""
     for path in disk.rglob("*.pages"):
-        file = os.open(path, os.O_RDWR)
-        try:
+        with path.open("rb+") as file:
             os.fsync(file)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

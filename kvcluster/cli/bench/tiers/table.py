@@ -1,41 +1,35 @@
-"""Formats the figures as lines of text."""
+"""The figures of `kvcluster bench tiers` as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvcluster.cli.bench.report import table
 
-def lines(figures: Mapping[str, Any]) -> list[str]:
-    """Loads, the stages of a load, and stores."""
-    out = [
-        f"loads of {figures['blocks']} pages of {figures['page_bytes'] >> 20} MiB, medians of {figures['rounds']} turns"
+_RATES = {"tokens/s": "{tokens_per_s:,.0f}", "of raw": "{of_raw:.2f}"}
+
+
+def lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yields loads, the stages of a load, stores, and the restart."""
+    size = f"{figures['blocks']} pages of {figures['page_bytes'] >> 20} MiB"
+    yield f"loads of {size}, medians of {figures['rounds']} rounds"
+    yield from table(figures["loads"], {"path": "{path}", "codec": "{codec}"} | _RATES)
+    yield "\nwhat the reader does, alone on one thread, ms for a thousand tokens"
+    columns = {"codec": "{codec}", "bytes a page": "{page_bytes:,}"}
+    yield from table(figures["stages"], columns | {"verify": "{verify_ms:.2f}", "decode": "{decode_ms:.2f}"})
+    yield ""
+    stores, ratio = figures["stores"], {"p50_ms": "p50_of_idle", "p99_ms": "p99_of_idle"}
+    rows = [
+        {"when": "while nothing moves", **stores["idle"]},
+        {"when": "while pages are encoded", **stores["demoting"]},
+        {"when": "of idle", "stores": None, **{name: stores[key] for name, key in ratio.items()}},
     ]
-    out.append("path  codec  tokens/s   of raw")
-    for row in figures["loads"]:
-        out.append(f"{row['path']:<5} {row['codec']:<5} {row['tokens_per_s']:>9,.0f}   {row['of_raw']:.2f}")
-    out += [
-        "",
-        "what the reader does, alone on one thread, ms for a thousand tokens",
-        "codec  KiB a page  verify  decode",
-    ]
-    for row in figures["stages"]:
-        out.append(
-            f"{row['codec']:<5}  {row['page_bytes'] >> 10:>10,}  {row['verify_ms']:>6.2f}  {row['decode_ms']:>6.2f}"
-        )
-    stores = figures["stores"]
-    out += ["", "stores of one page, ms     stores    p50    p99"]
-    for name, label in (("idle", "while nothing moves"), ("demoting", "while pages are encoded")):
-        row = stores[name]
-        out.append(f"{label:<24} {row['stores']:>8}  {row['p50_ms']:>5.2f}  {row['p99_ms']:>5.2f}")
-    out.append(f"{'of idle':<24} {'':>8}  {stores['p50_of_idle']:>5.2f}  {stores['p99_of_idle']:>5.2f}")
+    columns = {"stores of one page, ms": "{when}", "stores": "{stores}"}
+    yield from table(rows, columns | {"p50": "{p50_ms:.2f}", "p99": "{p99_ms:.2f}"})
     restart = figures["restart"]
-    out += [
-        "",
-        f"a shard with a disk tier is killed: the prompt is loaded again {restart['back_s']:.1f} s later, of which the "
-        f"load took {restart['first_load_s'] * 1e3:.0f} ms",
-        "loads from                    tokens/s   of raw",
-    ]
-    for row in restart["loads"]:
-        out.append(f"{row['from']:<28} {row['tokens_per_s']:>9,.0f}   {row['of_raw']:.2f}")
-    return out
+    yield (
+        f"\na shard with a disk tier is killed: the prompt is loaded again {restart['back_s']:.1f} s later, of which "
+        f"the load took {restart['first_load_s'] * 1e3:.0f} ms"
+    )
+    yield from table(restart["loads"], {"loads from": "{from}"} | _RATES)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 from kvcluster.errors import ConfigError
 
@@ -52,7 +52,9 @@ def parse(lines: Iterable[str], name: str) -> Trace:
             request = _request(line)
             if requests and request.at_ms < requests[-1].at_ms:
                 raise ValueError(f"timestamp {request.at_ms} is before {requests[-1].at_ms}, that of the line above")
-            _follow(request.ids, before)
+            for last, block in zip((None, *request.ids), request.ids, strict=False):
+                if (known := before.setdefault(block, last)) != last:
+                    raise ValueError(f"block {block} follows {last}, and elsewhere {known}: not a chain")
         except ValueError as error:
             raise ConfigError(f"{name}, line {number}: {error}") from None
         requests.append(request)
@@ -64,30 +66,9 @@ def parse(lines: Iterable[str], name: str) -> Trace:
 def _request(line: str) -> TraceRequest:
     try:
         value = json.loads(line)
-    except (ValueError, RecursionError):
-        raise ValueError("not JSON; each line is one object") from None
-    if not isinstance(value, dict):
-        raise ValueError("not an object with timestamp and hash_ids")
-    at_ms, ids = value.get("timestamp"), value.get("hash_ids")
-    if not _natural(at_ms):
-        raise ValueError(f"timestamp must be milliseconds as an integer from 0 on, not {at_ms!r:.40}")
-    if not isinstance(ids, list) or not ids or not all(map(_natural, ids)):
-        raise ValueError(f"hash_ids must be a list of integers from 0 on, at least one, not {ids!r:.40}")
-    return TraceRequest(at_ms, tuple(ids))
-
-
-def _natural(value: object) -> TypeGuard[int]:
-    return type(value) is int and 0 <= value < 2**63
-
-
-def _follow(ids: tuple[int, ...], before: dict[int, int | None]) -> None:
-    last: int | None = None
-    for block in ids:
-        known = before.setdefault(block, last)
-        if known != last:
-            raise ValueError(f"block {block} follows {_named(last)}, and elsewhere {_named(known)}: not a chain")
-        last = block
-
-
-def _named(block: int | None) -> str:
-    return "nothing" if block is None else f"block {block}"
+        at_ms, ids = value["timestamp"], tuple(value["hash_ids"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError("not a JSON object with timestamp and hash_ids") from None
+    if not ids or not all(type(number) is int and 0 <= number < 2**63 for number in (at_ms, *ids)):
+        raise ValueError("timestamp is an integer of milliseconds, and hash_ids a list of integers, from 0 on")
+    return TraceRequest(at_ms, ids)

@@ -9,22 +9,24 @@ get a verified private copy.
 from __future__ import annotations
 
 import socket
+import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
-from itertools import pairwise, repeat
+from itertools import pairwise
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from kvcluster.cli.bench.transfer.party import Path, Work, warm_memory
+from kvcluster.cli.bench.transfer.worker import Path, Work, warm_memory
 from kvcluster.core import limits
 
 _RAW = {"raw TCP x1": 1, "raw TCP x2": 2}
-_PIECE_BYTES = 4 * 2**20
-_COMMAND_BYTES = 17
+_COMMAND = struct.Struct("<cBQQ")
+"""Load or store, the number of the client, and the range of its memory at the server."""
 
 PATHS = {
     "memcpy": {"over": "memory", "note": "one process; no checksum, no lookup, no pin"},
@@ -34,16 +36,11 @@ PATHS = {
 }
 
 
-def missing() -> str | None:
-    """Returns None: this driver needs nothing that could be missing."""
-    return None
-
-
 def connect(path: str, work: Work, at: Any) -> Path:
     """Opens the path of this name."""
     if path in _RAW:
         return _Raw(work, at, streams=_RAW[path])
-    return _Memcpy(work) if path == "memcpy" else _CheckedCopy(work)
+    return _Memcpy(work, step=work.page_bytes if path == "memcpy" else limits.CHUNK_BYTES, checked=path != "memcpy")
 
 
 @cache
@@ -52,12 +49,18 @@ def _arena(nbytes: int) -> memoryview:
     return warm_memory(nbytes)
 
 
-class _Memcpy:
+class _Memcpy(Path):
     """Copies between the client's memory and other memory of the same process, which stands for an arena."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, *, step: int, checked: bool) -> None:
         self._work = work
         self._arena = _arena(2 * work.nbytes)
+        self._checked = checked
+        self._pieces = [
+            slice(at, min(at + step, page + work.page_bytes))
+            for page in range(0, work.nbytes, work.page_bytes)
+            for at in range(page, page + work.page_bytes, step)
+        ]
 
     def load(self, batch: int) -> None:
         self._copy(self._work.into, self._place(batch))
@@ -70,62 +73,43 @@ class _Memcpy:
         return self._arena[self._work.nbytes :] if batch else self._arena[: self._work.nbytes]
 
     def _copy(self, into: memoryview, source: memoryview) -> None:
-        for number in range(self._work.pages):
-            page = self._work.page(number)
-            into[page] = source[page]
-
-    def forget(self, batch: int) -> None:
-        """Nothing is kept."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class _CheckedCopy(_Memcpy):
-    """Copies a chunk, then computes the checksum of the copy."""
-
-    def _copy(self, into: memoryview, source: memoryview) -> None:
-        page_bytes = self._work.page_bytes
-        for start in range(0, self._work.nbytes, page_bytes):
-            for at in range(start, start + page_bytes, limits.CHUNK_BYTES):
-                chunk = slice(at, min(at + limits.CHUNK_BYTES, start + page_bytes))
-                into[chunk] = source[chunk]
-                xxh3_64_intdigest(into[chunk])
+        for piece in self._pieces:
+            into[piece] = source[piece]
+            if self._checked:
+                xxh3_64_intdigest(into[piece])
 
 
 # ------------------------------------------------------------------------------------------- raw sockets
 
 
-class _Raw:
+class _Raw(Path):
     """One connection per stream, each with its share of the bytes and its own thread."""
 
     def __init__(self, work: Work, at: Any, *, streams: int) -> None:
         self._work = work
-        self._sockets = [socket.create_connection(tuple(at)) for _ in range(streams)]
+        self._sockets = [socket.create_connection(at) for _ in range(streams)]
+        self._pool = ThreadPoolExecutor(streams)
+        cuts = [*range(0, work.nbytes, -(-work.nbytes // streams)), work.nbytes]
+        self._shares = [slice(*cut) for cut in pairwise(cuts)]
         for each in self._sockets:
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            each.sendall(work.client.to_bytes(1, "little"))
-        self._pool = ThreadPoolExecutor(streams)
-        share = work.nbytes // streams
-        cuts = [number * share for number in range(streams)] + [work.nbytes]
-        self._shares = [slice(*cut) for cut in pairwise(cuts)]
 
     def load(self, batch: int) -> None:
-        list(self._pool.map(self._receive, self._sockets, self._shares, repeat(batch)))
+        self._each_share(self._receive, batch)
 
     def store(self, batch: int) -> None:
-        list(self._pool.map(self._send, self._sockets, self._shares, repeat(batch)))
+        self._each_share(self._send, batch)
 
     def load_page(self, batch: int, number: int) -> None:
         self._receive(self._sockets[0], self._work.page(number), batch)
-
-    def forget(self, batch: int) -> None:
-        """The next batch takes the place of this one."""
 
     def close(self) -> None:
         for each in self._sockets:
             each.close()
         self._pool.shutdown()
+
+    def _each_share(self, move: Callable[[socket.socket, slice, int], None], batch: int) -> None:
+        list(self._pool.map(move, self._sockets, self._shares, [batch] * len(self._shares)))
 
     def _receive(self, stream: socket.socket, share: slice, batch: int) -> None:
         stream.sendall(self._command(b"L", share, batch))
@@ -133,58 +117,41 @@ class _Raw:
 
     def _send(self, stream: socket.socket, share: slice, batch: int) -> None:
         stream.sendall(self._command(b"S", share, batch))
-        _send(stream, self._work.source[share])
+        stream.sendall(self._work.source[share])
         stream.recv(1)
 
     def _command(self, what: bytes, share: slice, batch: int) -> bytes:
         """Returns the command for a range of the server's memory, where the kept batch comes before the other."""
         skip = self._work.nbytes if batch else 0
-        start, stop = int(skip + share.start), int(skip + share.stop)
-        return what + start.to_bytes(8, "little") + stop.to_bytes(8, "little")
+        return _COMMAND.pack(what, self._work.client, skip + share.start, skip + share.stop)
 
 
 @contextmanager
 def serve(paths: Sequence[str], work: Work) -> Iterator[dict[str, Any]]:
     """Serves in this process, with memory for each client and a thread for each connection."""
     memories = [warm_memory(2 * work.nbytes) for _ in range(work.clients)]
-    with socket.create_server(("127.0.0.1", 0)) as listening:
 
-        def accept() -> None:
-            with suppress(OSError):  # closed
-                while True:
-                    stream, _ = listening.accept()
-                    threading.Thread(target=_answer, args=(stream, memories), daemon=True).start()
+    class RawConnection(BaseRequestHandler):
+        """Receives and sends bytes as the commands of one connection say."""
 
-        threading.Thread(target=accept, daemon=True).start()
-        yield {"at": listening.getsockname(), "pids": []}
+        def handle(self) -> None:
+            self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            command = memoryview(bytearray(_COMMAND.size))
+            while _receive_into(self.request, command):
+                what, client, start, stop = _COMMAND.unpack(command)
+                if what == b"L":
+                    self.request.sendall(memories[client][start:stop])
+                else:
+                    _receive_into(self.request, memories[client][start:stop])
+                    self.request.sendall(b"\0")
 
-
-def _answer(stream: socket.socket, memories: Sequence[memoryview]) -> None:
-    """Serves one connection: receives and sends bytes as its commands say."""
-    with stream, suppress(OSError):
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        memory = memories[stream.recv(1)[0]]
-        command = bytearray(_COMMAND_BYTES)
-        while _receive_into(stream, memoryview(command)):
-            here = memory[int.from_bytes(command[1:9], "little") : int.from_bytes(command[9:], "little")]
-            if command[:1] == b"L":
-                _send(stream, here)
-            else:
-                _receive_into(stream, here)
-                stream.sendall(b"\0")
-
-
-def _send(stream: socket.socket, data: memoryview) -> None:
-    for at in range(0, data.nbytes, _PIECE_BYTES):
-        stream.sendall(data[at : at + _PIECE_BYTES])
+    with ThreadingTCPServer(("127.0.0.1", 0), RawConnection) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield {"at": server.server_address}
+        server.shutdown()
 
 
 def _receive_into(stream: socket.socket, into: memoryview) -> bool:
     """Fills `into`. Returns False if the other side has closed the connection."""
-    at = 0
-    while at < into.nbytes:
-        got = stream.recv_into(into[at : at + _PIECE_BYTES])
-        if not got:
-            return False
-        at += got
-    return True
+    return stream.recv_into(into, 0, socket.MSG_WAITALL) == into.nbytes

@@ -6,7 +6,6 @@ cluster is `kvcluster.local()` with one shard and default settings.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +13,9 @@ from typing import Any
 import torch
 
 import kvcluster
-from kvcluster.cli.bench.transfer import pages
-from kvcluster.cli.bench.transfer.party import Path, Work
+from kvcluster.cli.bench.specs import PASSING_ADAPTER, batch_spec, page_shape
+from kvcluster.cli.bench.transfer.worker import Path, Work
+from kvcluster.cli.waiting import wait_until
 from kvcluster.client import Client, Prompt
 from kvcluster.config import ClientConfig
 from kvcluster.errors import KVClusterError
@@ -27,12 +27,6 @@ PATHS = {
     "client grpc": {"over": "tcp", "note": _NOTE},
 }
 _CALL_MS = 60_000
-_PURGED_S = 30.0
-
-
-def missing() -> str | None:
-    """Returns None: this driver needs nothing that could be missing."""
-    return None
 
 
 def connect(path: str, work: Work, at: Any) -> Path:
@@ -40,12 +34,12 @@ def connect(path: str, work: Work, at: Any) -> Path:
     torch.set_num_threads(1)
     name = path.removeprefix("client ")
     config = ClientConfig(deadline_ms=_CALL_MS, transports=(name,))
-    client = kvcluster.connect(at, pages.spec(work.page_bytes), config=config)
+    client = kvcluster.connect(at, batch_spec(work.page_bytes, 0), config=config)
     return _Whole(client, name, work)
 
 
-class _Whole:
-    """Batch 0 is kept; every other batch is stored under the adapter that is purged after the turn."""
+class _Whole(Path):
+    """Batch 0 is kept; every other batch is stored under the adapter that is purged after the round."""
 
     def __init__(self, client: Client, transport: str, work: Work) -> None:
         self._client = client
@@ -53,7 +47,7 @@ class _Whole:
         spec = client.spec
         self._work = work
         self._rest = list(range(2, work.pages * spec.block_tokens))
-        shape = (work.pages, *pages.shape(work.page_bytes))
+        shape = (work.pages, *page_shape(spec))
         self._source, self._into = (
             torch.frombuffer(memory, dtype=torch.bfloat16).view(shape) for memory in (work.source, work.into)
         )
@@ -78,16 +72,13 @@ class _Whole:
         if not self._client.flush():
             raise KVClusterError("the stored blocks cannot be looked up yet")
 
-    def forget(self, batch: int) -> None:
-        """Does nothing: the serving process purges the batch."""
-
     def close(self) -> None:
         self._client.close()
 
     def _prompt(self, batch: int) -> Prompt:
         # Each client and transport has its own prompt, since a block that is already cached would not be stored.
         who = self._work.client * len(PATHS) + list(PATHS).index(f"client {self._transport}")
-        return Prompt([who, batch, *self._rest], adapter=pages.PASSING if batch else pages.KEPT)
+        return Prompt([who, batch, *self._rest], adapter=PASSING_ADAPTER if batch else "")
 
     def _check_transport(self) -> None:
         used = self._client.status()["transports"]
@@ -101,15 +92,11 @@ def serve(paths: Sequence[str], work: Work) -> Iterator[dict[str, Any]]:
     per_batch = work.nbytes * work.clients
     # Twice the largest stored size, so that nothing is evicted: low_free is a share of the whole.
     with kvcluster.local(shards=1, device_bytes=max(256 * 2**20, 2 * per_batch * (len(paths) + 1))) as cluster:
-        purger = cluster.client(pages.spec(work.page_bytes, pages.PASSING))
+        purger = cluster.client(batch_spec(work.page_bytes, 1))
         kept = work.pages * work.clients * len(paths)
 
         def forget() -> None:
-            purger.purge(adapter=pages.PASSING)
-            until = time.monotonic() + _PURGED_S
-            while sum(shard["pages"] for shard in purger.status()["shards"]) > kept:
-                if time.monotonic() > until:
-                    raise KVClusterError(f"purged pages are still there after {_PURGED_S:.0f} s")
-                time.sleep(0.02)
+            purger.purge(adapter=PASSING_ADAPTER)
+            wait_until(lambda: sum(s["pages"] for s in purger.status()["shards"]) <= kept, "purged pages are gone")
 
         yield {"at": cluster.address, "pids": cluster.pids(), "forget": forget}

@@ -1,61 +1,70 @@
-"""Runs the turns: in each turn every path loads and stores, one path after another, so that noise of the machine
+"""Runs the rounds: in each round every path loads and stores, one path after another, so that noise of the machine
 affects all paths alike.
 
-Before each load and each store the CPU caches are filled with other data: an engine does not find its pages there, and
-no path may profit from what the path before has touched. A turn of a path is timed from the start of its first client
-to the end of its last one, and the CPU time of the clients and of their servers is measured around it. The order
-rotates by one path each turn. The first turn warms up; in the first and the last turn, loaded bytes are compared with
-the stored ones. A peer that fails is left out and the reason reported; a path of our own that fails, or loads wrong
-bytes, ends the run.
+Before each load and each store the CPU caches are filled with other data. A load or store of a path is timed from the
+start of its first client to the end of its last one, and the CPU time of the clients and of their servers is measured
+around it. The order rotates by one path each round. The first round warms up; in the first and the last round, loaded
+bytes are compared with the stored ones. A peer that fails is left out and the reason reported; a path of our own that
+fails, or loads wrong bytes, ends the run.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from xxhash import xxh3_64_intdigest
-
-from kvcluster.cli.bench.transfer.party import Work, warm_memory
-from kvcluster.cli.bench.transfer.processes import OWN_PYTHON, CpuClock, PartyError, PartyProcess, python_of
+from kvcluster.cli.bench.report import progress, size_text
+from kvcluster.cli.bench.rounds import latency_ms, sweep_caches
+from kvcluster.cli.bench.transfer.processes import OWN_PYTHON, cpu_ns
+from kvcluster.cli.child_process import ChildError, ChildProcess
+from kvcluster.runtime.malloc_env import ENVIRONMENT
 
 LOAD, STORE = "load", "store"
 FLOOR, TRANSPORT, WHOLE, PEER = "floor", "transport", "whole", "peer"
-CHUNK_OF_PAGES = 20
+PAGES_AT_ONCE = 20
+
+RATIOS = {
+    "of_memcpy": "memcpy",
+    "of_checked_copy": "memcpy + xxh3",
+    "of_raw_tcp_1": "raw TCP x1",
+    "of_raw_tcp_2": "raw TCP x2",
+}
+"""For each ratio, the baseline by whose rate it divides: at the same page size, operation and number of clients."""
 
 
 @dataclass(frozen=True)
-class Lane:
-    """One path of one driver, which is a row of the table. `level`: FLOOR, TRANSPORT, WHOLE or PEER. `rests`: its
-    processes are stopped between its turns, since they would use CPU time while they wait."""
+class BenchDriver:
+    """What one server process and its clients run. `name`: a module, or a peer's file. `level`: FLOOR, TRANSPORT, WHOLE
+    or PEER. `paths`: for each path what it goes `over`, and a `note`. `command` starts its processes. `rests`: they are
+    stopped between their rounds, since they would use CPU time while they wait.
 
-    driver: str
-    path: str
+    Paths of one of our own drivers share a server. Each path of a peer is a driver: the threads of one would take CPU
+    time from another.
+    """
+
+    name: str
     level: str
-    over: str
-    note: str
+    paths: Mapping[str, Mapping[str, str]]
+    command: tuple[str, ...] = OWN_PYTHON
     rests: bool = False
 
 
 @dataclass(frozen=True)
-class TurnsPlan:
-    """What is measured. `moved_bytes`: bytes per client in each load and each store. `swept_bytes`: bytes of other data
-    that are read before each of them, to fill the CPU caches."""
+class TransferPlan:
+    """What is measured. `moved_bytes`: bytes per client in each load and each store. `single_pages`: loads of one page
+    for each latency."""
 
-    lanes: Sequence[Lane]
+    drivers: Sequence[BenchDriver]
     sizes: Sequence[int]
     clients: Sequence[int]
     rounds: int
     moved_bytes: int
-    swept_bytes: int
     single_pages: int
-    peer_python: str
-    say: Callable[[str], None] = lambda line: None
 
 
 @dataclass
@@ -67,227 +76,154 @@ class Figures:
     left_out: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass
-class _Samples:
-    """The samples of one lane, operation and number of clients."""
-
-    span_ns: list[int] = field(default_factory=list)
-    cpu_ns: int = 0
-
-
-def run(plan: TurnsPlan) -> Figures:
-    """Measures everything, one page size after the other. Raises PartyError if a path of our own fails."""
+def run(plan: TransferPlan) -> Figures:
+    """Measures everything, one page size after the other. Raises ChildError if a path of our own fails."""
     figures = Figures()
     for page_bytes in plan.sizes:
-        with ExitStack() as house:
-            stage = _Stage(plan, page_bytes, figures, house)
-            plan.say(f"{page_bytes >> 10} KiB: starting {len(plan.lanes)} paths")
-            stage.start()
+        with ExitStack() as stack:
+            rounds = _Rounds(plan, page_bytes, figures.left_out)
+            progress(f"{size_text(page_bytes)}: starting")
+            rounds.start(stack)
             for clients in plan.clients:
-                plan.say(f"{page_bytes >> 10} KiB: {clients} client(s), {plan.rounds} turns")
-                figures.paths += stage.turns(clients)
-            figures.latencies += stage.single_pages()
+                progress(f"{size_text(page_bytes)}: {clients} client(s), {plan.rounds} rounds")
+                figures.paths += rounds.run(clients)
+            figures.latencies += rounds.single_pages()
     return figures
 
 
-class _Stage:
-    """The parties of one page size, and their turns."""
+class _System:
+    """The running processes of a driver: its server, and its clients with the paths open."""
 
-    def __init__(self, plan: TurnsPlan, page_bytes: int, figures: Figures, house: ExitStack) -> None:
-        self._plan = plan
-        self._figures = figures
-        self._house = house
-        self._work = Work(page_bytes, max(1, plan.moved_bytes // page_bytes), max(plan.clients))
-        self._lanes: list[Lane] = [lane for lane in plan.lanes if lane.path not in figures.left_out]
-        self._servers: dict[Lane, PartyProcess] = {}
-        self._served: dict[Lane, dict[str, Any]] = {}  # each server's first answer
-        self._serving: dict[Lane, list[CpuClock]] = {}
-        self._clients: dict[Lane, list[tuple[PartyProcess, CpuClock]]] = {}
-        self._batches = count(1)
-        self._scratch = warm_memory(plan.swept_bytes)
+    def __init__(self, driver: BenchDriver, work: Mapping[str, int], stack: ExitStack) -> None:
+        self.driver = driver
+        self._server = stack.enter_context(ChildProcess(driver.command, ENVIRONMENT))
+        shared: dict[str, Any] = {"driver": driver.name, "paths": list(driver.paths)}
+        served = self._server.ask("serve", work=work, **shared)
+        self._pids = [self._server.pid, *served["pids"]]
+        self._clients = [stack.enter_context(ChildProcess(driver.command)) for _ in range(work["clients"])]
+        for number, client in enumerate(self._clients):
+            client.send("connect", at=served["at"], work={**work, "client": number}, **shared)
+        for client in self._clients:
+            client.answer()
+        for path in driver.paths:
+            self._each(self._clients, "check", path=path, batch=0)
+        self._resting = [self._server, *self._clients] if driver.rests else []
+        self._stop()
 
-    def start(self) -> None:
-        """Starts servers and clients; every client of every path stores the batch that it will load."""
-        for lane in list(self._lanes):
-            with self._blaming(lane):
-                self._serve(lane)
-        # Our own paths share a process per client; each peer path has its own, in the peers' environment.
-        ours = self._start_clients(OWN_PYTHON)
-        for lane in list(self._lanes):
-            with self._blaming(lane):
-                self._open(lane, self._start_clients(self._python(lane)) if lane.level == PEER else ours)
-        for lane in self._lanes:
-            with self._blaming(lane), self._awake(lane):
-                """From here on its processes rest, if they are of that kind."""
+    def round(self, path: str, clients: int, batch: int, *, compare: bool) -> Iterator[tuple[str, int, int]]:
+        """Loads batch 0 and stores `batch`; yields for each its name, duration and CPU time in nanoseconds."""
+        taking_part = self._clients[:clients]
+        pids = [*self._pids, *(client.pid for client in taking_part)]
+        with self._awake():
+            for operation, of_batch in ((LOAD, 0), (STORE, batch)):
+                sweep_caches()
+                before_ns = sum(map(cpu_ns, pids))
+                spans = self._each(taking_part, "move", operation=operation, path=path, batch=of_batch)
+                used_ns = sum(map(cpu_ns, pids)) - before_ns
+                yield operation, max(ended for _, ended in spans) - min(began for began, _ in spans), used_ns
+                if compare:
+                    self._each(taking_part, "check", path=path, batch=of_batch)
+            self._server.ask("purge")
+            self._each(taking_part, "forget", path=path, batch=batch)
 
-    def turns(self, clients: int) -> list[dict[str, Any]]:
-        """Runs all turns with `clients` clients and returns the rows."""
-        samples: dict[tuple[Lane, str], _Samples] = defaultdict(_Samples)
-        rounds = self._plan.rounds
-        for turn in range(rounds + 1):
-            start = turn % max(1, len(self._lanes))
-            for lane in [*self._lanes[start:], *self._lanes[:start]]:
-                with self._blaming(lane), self._awake(lane):
-                    compare = turn in (0, rounds)
-                    for operation, span_ns, cpu_ns in self._turn(lane, clients, compare):
-                        if turn:
-                            samples[lane, operation].span_ns.append(span_ns)
-                            samples[lane, operation].cpu_ns += cpu_ns
-        return self._rows(clients, samples)
-
-    def single_pages(self) -> list[dict[str, Any]]:
-        """Returns the latencies of loads of one page, for the paths that can load a single page."""
-        times: dict[Lane, list[int]] = defaultdict(list)
-        lanes = [lane for lane in self._lanes if lane.level == TRANSPORT or lane.path == "raw TCP x1"]
-        for _ in range(0, self._plan.single_pages, CHUNK_OF_PAGES):
-            for lane in lanes:
-                with self._blaming(lane):
-                    got = self._clients[lane][0][0].ask(do="pages", path=lane.path, batch=0, count=CHUNK_OF_PAGES)
-                    times[lane] += got["ns"]
-        return [
-            {
-                "page_bytes": self._work.page_bytes,
-                "path": lane.path,
-                "loads": len(of),
-                "p50_ms": statistics.median(of) / 1e6,
-                "p99_ms": statistics.quantiles(of, n=100)[98] / 1e6,
-            }
-            for lane, of in times.items()
-        ]
-
-    # -------------------------------------------------------------------------------------------- parts
-
-    def _turn(self, lane: Lane, number: int, compare: bool) -> Iterator[tuple[str, int, int]]:
-        """Yields each operation with its duration and CPU time in nanoseconds."""
-        clients = [client for client, _ in self._clients[lane][:number]]
-        clocks = [*self._serving[lane], *(clock for _, clock in self._clients[lane][:number])]
-        batch = next(self._batches)
-        for operation, of_batch in ((LOAD, 0), (STORE, batch)):
-            self._sweep()
-            before = sum(clock.now_ns() for clock in clocks)
-            answers = self._each(clients, do=operation, path=lane.path, batch=of_batch)
-            cpu_ns = sum(clock.now_ns() for clock in clocks) - before
-            span_ns = max(answer["ended"] for answer in answers) - min(answer["began"] for answer in answers)
-            yield operation, span_ns, cpu_ns
-            if compare:
-                self._check(lane, clients, of_batch)
-        self._servers[lane].ask(do="forget")
-        self._each(clients, do="forget", path=lane.path, batch=batch)
-
-    def _sweep(self) -> None:
-        xxh3_64_intdigest(self._scratch)
-
-    def _check(self, lane: Lane, clients: Sequence[PartyProcess], batch: int) -> None:
-        if not all(answer["same"] for answer in self._each(clients, do="check", path=lane.path, batch=batch)):
-            raise PartyError("what was loaded is not what was stored")
-
-    def _each(self, clients: Sequence[PartyProcess], **order: Any) -> list[dict[str, Any]]:
-        for client in clients:
-            client.send(order)
-        return [client.answer() for client in clients]
+    def load_pages(self, path: str) -> list[int]:
+        """Returns the nanoseconds of some loads of one page by the first client."""
+        times: list[int] = self._clients[0].ask("load_pages", path=path, count=PAGES_AT_ONCE)
+        return times
 
     @contextmanager
-    def _awake(self, lane: Lane) -> Iterator[None]:
-        """Wakes the processes of a path that rests, for the duration of the block."""
-        resting = [self._servers[lane], *(client for client, _ in self._clients[lane])] if lane.rests else []
-        for process in resting:
-            process.wake()
+    def _awake(self) -> Iterator[None]:
+        for process in self._resting:
+            process.resume()
         try:
             yield
         finally:
-            for process in resting:
-                process.rest()
+            self._stop()
 
-    def _serve(self, lane: Lane) -> None:
-        """Starts the server of a path unless it runs. Paths of one of our own drivers share a server. Peer paths do
-        not: the threads of one would take CPU time from another."""
-        if lane in self._servers:
-            return
-        together = [each for each in self._lanes if each == lane or (lane.level != PEER and each.driver == lane.driver)]
-        first = {"driver": lane.driver, "paths": [each.path for each in together], "work": self._told()}
-        server = self._house.enter_context(PartyProcess(self._python(lane), "serve", first))
-        served = server.answer()
-        for each in together:
-            self._servers[each], self._served[each] = server, served
+    def _stop(self) -> None:
+        for process in self._resting:
+            process.stop()
 
-    def _start_clients(self, python: Sequence[str]) -> list[PartyProcess]:
-        works = [{"work": self._told() | {"client": number}} for number in range(self._work.clients)]
-        clients = [self._house.enter_context(PartyProcess(python, "client", work)) for work in works]
+    def _each(self, clients: Sequence[ChildProcess], request: str, **arguments: Any) -> list[Any]:
         for client in clients:
-            client.answer()
-        return clients
-
-    def _open(self, lane: Lane, clients: list[PartyProcess]) -> None:
-        served = self._served[lane]
-        self._each(clients, do="open", driver=lane.driver, path=lane.path, at=served["at"])
-        self._each(clients, do="store", path=lane.path, batch=0)
-        self._check(lane, clients, 0)
-        self._serving[lane] = [CpuClock(pid) for pid in (self._servers[lane].pid, *served["pids"])]
-        self._clients[lane] = [(client, CpuClock(client.pid)) for client in clients]
-
-    def _python(self, lane: Lane) -> tuple[str, ...]:
-        return python_of(lane.driver, self._plan.peer_python)
-
-    def _told(self) -> dict[str, int]:
-        return {"page_bytes": self._work.page_bytes, "pages": self._work.pages, "clients": self._work.clients}
-
-    def _blaming(self, lane: Lane) -> _Blaming:
-        return _Blaming(self._lanes, lane, self._figures.left_out)
-
-    def _rows(self, clients: int, samples: dict[tuple[Lane, str], _Samples]) -> list[dict[str, Any]]:
-        moved = self._work.nbytes * clients
-        # Paths that were left out half-way have no rows; the others keep the order of the plan.
-        taken = [(lane, operation) for lane in self._lanes for operation in (LOAD, STORE)]
-        rates = {
-            (lane.path, operation): moved / statistics.median(samples[lane, operation].span_ns)
-            for lane, operation in taken
-        }
-        rows = []
-        for lane, operation in taken:
-            rate, of = rates[lane.path, operation], samples[lane, operation]
-            rows.append(
-                {
-                    "page_bytes": self._work.page_bytes,
-                    "clients": clients,
-                    "level": lane.level,
-                    "path": lane.path,
-                    "over": lane.over,
-                    "operation": operation,
-                    "gb_per_s": rate,
-                    "gb_per_cpu_s": moved * len(of.span_ns) / of.cpu_ns if of.cpu_ns else None,
-                    **{key: rate / rates[path, operation] for key, path in RATIOS.items()},
-                    "note": lane.note,
-                }
-            )
-        return rows
+            client.send(request, **arguments)
+        return [client.answer() for client in clients]
 
 
-class _Blaming:
-    """Handles PartyError within its block: leaves out a peer that failed; for one of our own paths, adds its name to
-    the error and raises it."""
+class _Rounds:
+    """The rounds of one page size. `left_out` gets the peers that fail."""
 
-    def __init__(self, lanes: list[Lane], lane: Lane, left_out: dict[str, str]) -> None:
-        self._lanes = lanes
-        self._lane = lane
+    def __init__(self, plan: TransferPlan, page_bytes: int, left_out: dict[str, str]) -> None:
+        self._plan = plan
         self._left_out = left_out
+        pages = max(1, plan.moved_bytes // page_bytes)
+        self._work = {"page_bytes": page_bytes, "pages": pages, "clients": max(plan.clients)}
+        self._systems: dict[str, _System] = {}  # by path
 
-    def __enter__(self) -> None:
-        """Does nothing; the work is in `__exit__`."""
+    def start(self, stack: ExitStack) -> None:
+        """Starts servers and clients; every client of every path stores the batch that it will load."""
+        for driver in self._plan.drivers:
+            names = ", ".join(driver.paths)
+            if names not in self._left_out:
+                with self._leaving_out(names, driver):
+                    self._systems |= dict.fromkeys(driver.paths, _System(driver, self._work, stack))
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, PartyError):
-            return False
-        if self._lane.level != PEER:
-            raise PartyError(f"{self._lane.path}: {error}") from error
-        self._lanes.remove(self._lane)
-        self._left_out[self._lane.path] = str(error)
-        return True
+    def run(self, clients: int) -> list[dict[str, Any]]:
+        """Runs all rounds with `clients` clients and returns the rows."""
+        spans_ns: dict[tuple[str, str], list[int]] = defaultdict(list)
+        cpu: dict[tuple[str, str], int] = defaultdict(int)
+        last, batches = self._plan.rounds, count(1)
+        for number in range(last + 1):
+            start = number % max(1, len(self._systems))
+            paths = list(self._systems)
+            for path in paths[start:] + paths[:start]:
+                system = self._systems[path]
+                with self._leaving_out(path, system.driver):
+                    compare = number in (0, last)
+                    for operation, span_ns, used_ns in system.round(path, clients, next(batches), compare=compare):
+                        if number:
+                            spans_ns[path, operation].append(span_ns)
+                            cpu[path, operation] += used_ns
+        moved = self._work["page_bytes"] * self._work["pages"] * clients
+        # Paths that were left out half-way have no rows; the others keep the order of the plan.
+        measured = [(path, operation) for path in self._systems for operation in (LOAD, STORE)]
+        rates = {key: moved / statistics.median(spans_ns[key]) for key in measured}
+        per_cpu = {key: moved * last / cpu[key] if cpu[key] else None for key in measured}
+        return [
+            {
+                "page_bytes": self._work["page_bytes"],
+                "clients": clients,
+                "level": self._systems[path].driver.level,
+                "path": path,
+                "operation": operation,
+                "gb_per_s": rates[path, operation],
+                "gb_per_cpu_s": per_cpu[path, operation],
+                **{key: rates[path, operation] / rates[floor, operation] for key, floor in RATIOS.items()},
+                **self._systems[path].driver.paths[path],
+            }
+            for path, operation in measured
+        ]
 
+    def single_pages(self) -> list[dict[str, Any]]:
+        """Returns the latencies of loads of one page, for the paths that can load a single page."""
+        systems = {path: s for path, s in self._systems.items() if s.driver.level == TRANSPORT or path == "raw TCP x1"}
+        times: dict[str, list[float]] = defaultdict(list)
+        for _ in range(0, self._plan.single_pages, PAGES_AT_ONCE):
+            for path, system in systems.items():
+                with self._leaving_out(path, system.driver):
+                    times[path] += [ns / 1e9 for ns in system.load_pages(path)]
+        return [
+            {"page_bytes": self._work["page_bytes"], "path": path, "loads": len(of), **latency_ms(of)}
+            for path, of in times.items()
+        ]
 
-RATIOS = {
-    "of_memcpy": "memcpy",
-    "of_checked_copy": "memcpy + xxh3",
-    "of_raw_tcp_1": "raw TCP x1",
-    "of_raw_tcp_2": "raw TCP x2",
-}
-"""For each ratio, the baseline by whose rate it divides: at the same page size, operation and number of clients."""
+    @contextmanager
+    def _leaving_out(self, path: str, driver: BenchDriver) -> Iterator[None]:
+        """If the block raises ChildError: leaves out a peer; for a path of our own, raises it with the path's name."""
+        try:
+            yield
+        except ChildError as error:
+            if driver.level != PEER:
+                raise ChildError(f"{path}: {error}") from error
+            self._systems.pop(path, None)
+            self._left_out[path] = str(error)

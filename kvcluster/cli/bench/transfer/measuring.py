@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.bench.transfer import baselines, end_to_end, interleave, pages, transported
-from kvcluster.cli.bench.transfer.interleave import FLOOR, PEER, TRANSPORT, WHOLE, Lane, TurnsPlan
-from kvcluster.cli.bench.transfer.processes import probe
+from kvcluster.cli.bench.transfer import baselines, end_to_end, interleave, transported
+from kvcluster.cli.bench.transfer.interleave import FLOOR, PEER, TRANSPORT, WHOLE, BenchDriver, TransferPlan
+from kvcluster.cli.bench.transfer.processes import peer_command
 from kvcluster.cli.bench.transfer.thresholds import verdicts
+from kvcluster.cli.child_process import ChildError, ChildProcess
 from kvcluster.errors import ConfigError
 
 OWN = ("shm", "tcp", "grpc")
-CLIENTS = (1, 2, 4)
 DRIVER = "_driver.py"
-SWEPT_BYTES = 256 * 2**20
-"""More than most CPU caches hold."""
-
-SIZES = pages.SIZES
-"""Page sizes that can be measured."""
-
-_LEVELS = {FLOOR: baselines, TRANSPORT: transported, WHOLE: end_to_end}
-_CHECKOUT = Path(__file__).parents[4]
-
-
-def peers_folder() -> Path | None:
-    """Returns a checkout's folder of peer drivers; None if kvcluster was installed from a wheel."""
-    folder = _CHECKOUT / "benchmarks"
-    return folder if folder.is_dir() else None
+PEERS = Path(__file__).parents[4] / "benchmarks"
+"""A checkout's folder of peer drivers; it does not exist if kvcluster was installed from a wheel."""
 
 
 def measure(
@@ -40,38 +28,37 @@ def measure(
     clients: Sequence[int],
     paths: Sequence[str],
     single_pages: int,
-    peers: Path | None,
+    peers: Path,
     peer_python: str,
-    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Returns all figures, with the verdicts. `paths` names which of OWN and of the peers are measured; empty means
-    all. Raises ConfigError for an unknown name, PartyError if a path of our own fails."""
-    drivers = {file.name.removesuffix(DRIVER): file for file in sorted(peers.glob(f"*{DRIVER}"))} if peers else {}
-    for page_bytes in sizes:
-        pages.shape(page_bytes)
-    unknown = [name for name in paths if name not in (*OWN, *drivers)]
-    if unknown:
-        raise ConfigError(f"there is no path {unknown[0]!r}; there is {', '.join([*OWN, *drivers])}")
-    wanted = paths or [*OWN, *drivers]
-    lanes = [
-        Lane(driver.__name__, path, level, about["over"], about["note"])
-        for level, driver in _LEVELS.items()
-        for path, about in driver.PATHS.items()
-        if level == FLOOR or path.removeprefix("client ") in wanted
-    ]
-    left_out = {}
-    for name, file in drivers.items():
-        if name in wanted:
-            found = probe(str(file), peer_python)
-            if found["missing"]:
-                left_out[name] = found["missing"]
-            else:
-                lanes += [
-                    Lane(str(file), path, PEER, about["over"], about["note"], found["rests"])
-                    for path, about in found["paths"].items()
-                ]
-    plan = TurnsPlan(lanes, sizes, clients, rounds, moved_bytes, SWEPT_BYTES, single_pages, peer_python, say)
-    figures = interleave.run(plan)
-    figures.left_out |= left_out
+    all. Raises ConfigError for an unknown name, ChildError if a path of our own fails."""
+    files = {file.name.removesuffix(DRIVER): file for file in sorted(peers.glob(f"*{DRIVER}"))}
+    known = [*OWN, *files]
+    for name in paths:
+        if name not in known:
+            raise ConfigError(f"there is no path {name!r}; there is {', '.join(known)}")
+    wanted = [name for name in known if name in paths or not paths]
+    drivers = [BenchDriver(baselines.__name__, FLOOR, baselines.PATHS)]
+    for level, module in ((TRANSPORT, transported), (WHOLE, end_to_end)):
+        of_level = {path: about for path, about in module.PATHS.items() if path.removeprefix("client ") in wanted}
+        drivers += [BenchDriver(module.__name__, level, of_level)] if of_level else []
+    missing = {}
+    for name in wanted:
+        if name in files:
+            try:
+                drivers += peer_drivers(files[name], peer_python)
+            except ChildError as error:
+                missing[name] = str(error)
+    figures = interleave.run(TransferPlan(drivers, sizes, clients, rounds, moved_bytes, single_pages))
+    figures.left_out |= missing
     judged = verdicts(figures.paths, figures.latencies)
     return {"rounds": rounds, "moved_bytes": moved_bytes, **asdict(figures), "verdicts": judged}
+
+
+def peer_drivers(file: Path, python: str) -> list[BenchDriver]:
+    """Returns a driver for each path of a peer. Raises ChildError, saying why, if the peer cannot run here."""
+    command = peer_command(python)
+    with ChildProcess(command) as worker:
+        about = worker.ask("describe", driver=str(file))
+    return [BenchDriver(str(file), PEER, {path: of}, command, about["rests"]) for path, of in about["paths"].items()]

@@ -1,66 +1,79 @@
-"""Formats the figures as text: a table for each page size and number of clients, then latencies and verdicts."""
+"""The figures of `kvcluster bench transfer` as tables and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvcluster.cli.bench.transfer.thresholds import size_text
+from kvcluster.cli.bench.report import Panel, size_text, table
 
 RULES = (
     "All paths move the same bytes from and into touched memory outside the CPU caches; loaded bytes are compared.",
-    "A turn lasts from the start of its first client to the end of its last. Paths take turns; rates are medians.",
+    "A round lasts from the start of its first client to the end of its last. Paths take turns; rates are medians.",
     "GB/CPU s: bytes divided by the CPU time of all clients and their servers. torch has one thread.",
 )
-_NONE = "-"
+_WORDS = {True: "met", False: "NOT MET", None: "open"}
 
 
-def lines(figures: Mapping[str, Any]) -> list[str]:
-    """Returns all figures as lines of text."""
-    out = [f"\n{figures['moved_bytes'] >> 20} MiB a client and turn, {figures['rounds']} turns", *RULES]
-    groups = dict.fromkeys((row["page_bytes"], row["clients"]) for row in figures["paths"])
-    for page_bytes, clients in groups:
-        rows = [row for row in figures["paths"] if (row["page_bytes"], row["clients"]) == (page_bytes, clients)]
-        out += _rates(f"{size_text(page_bytes)} pages, {clients} client{'s' if clients > 1 else ''}", rows)
-    out += _notes(figures["paths"])
-    out += _latencies(figures["latencies"])
-    if figures["left_out"]:
-        out.append("\nleft out")
-        out += [f"  {path}: {why}" for path, why in figures["left_out"].items()]
-    out.append("\ngoals (one client)")
-    out += [_verdict(verdict) for verdict in figures["verdicts"]]
-    return out
-
-
-def _rates(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield f"\n{title}"
-    yield (
-        f"{'path':<16} {'':<5} {'GB/s':>6} {'of memcpy':>10} {'of checked':>11} {'of raw x1':>10} {'of raw x2':>10} "
-        f"{'GB/CPU s':>9}"
-    )
-    for row in rows:
-        per_cpu = _NONE if row["gb_per_cpu_s"] is None else f"{row['gb_per_cpu_s']:.2f}"
-        yield (
-            f"{row['path']:<16} {row['operation']:<5} {row['gb_per_s']:>6.2f} {row['of_memcpy']:>10.2f} "
-            f"{row['of_checked_copy']:>11.2f} {row['of_raw_tcp_1']:>10.2f} {row['of_raw_tcp_2']:>10.2f} {per_cpu:>9}"
+def lines(figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a table for each page size and number of clients, then latencies and verdicts."""
+    yield f"\n{figures['moved_bytes'] >> 20} MiB a client and round, {figures['rounds']} rounds"
+    yield from RULES
+    rows = figures["paths"]
+    for page_bytes, clients in dict.fromkeys((row["page_bytes"], row["clients"]) for row in rows):
+        yield f"\n{size_text(page_bytes)} pages, {clients} client{'s' if clients > 1 else ''}"
+        yield from table(
+            [row for row in rows if (row["page_bytes"], row["clients"]) == (page_bytes, clients)],
+            {
+                "path": "{path}",
+                "": "{operation}",
+                "GB/s": "{gb_per_s:.2f}",
+                "of memcpy": "{of_memcpy:.2f}",
+                "of checked": "{of_checked_copy:.2f}",
+                "of raw x1": "{of_raw_tcp_1:.2f}",
+                "of raw x2": "{of_raw_tcp_2:.2f}",
+                "GB/CPU s": "{gb_per_cpu_s:.2f}",
+            },
         )
-
-
-def _notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "\nwhat each path includes"
-    for path, (over, note) in {row["path"]: (row["over"], row["note"]) for row in rows}.items():
-        yield f"  {path:<16} over {over}; {note}"
-
-
-def _latencies(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield from table({row["path"]: row for row in rows}.values(), {"path": "{path}", "over": "{over}", "": "{note}"})
     yield "\none page, from the request to the last byte, one client"
-    yield f"{'page':>8} {'path':<16} {'p50 ms':>8} {'p99 ms':>8} {'loads':>6}"
-    for row in rows:
-        page = size_text(row["page_bytes"])
-        yield f"{page:>8} {row['path']:<16} {row['p50_ms']:>8.3f} {row['p99_ms']:>8.3f} {row['loads']:>6}"
+    latencies = [row | {"page": size_text(row["page_bytes"])} for row in figures["latencies"]]
+    columns = {
+        "page": "{page}",
+        "path": "{path}",
+        "p50 ms": "{p50_ms:.3f}",
+        "p99 ms": "{p99_ms:.3f}",
+        "loads": "{loads}",
+    }
+    yield from table(latencies, columns)
+    if figures["left_out"]:
+        yield "\nleft out"
+        yield from (f"  {path}: {why}" for path, why in figures["left_out"].items())
+    yield "\ngoals (one client)"
+    judged = [row | {"word": _WORDS[row["met"]]} for row in figures["verdicts"]]
+    yield from table(judged, {"": "{word}", "figure": "{figure:.2f}", "bound": "{bound}", "goal": "{goal}"})
 
 
-def _verdict(verdict: Mapping[str, Any]) -> str:
-    word = {True: "met", False: "NOT MET", None: "open"}[verdict["met"]]
-    figure = _NONE if verdict["figure"] is None else f"{verdict['figure']:.2f}"
-    return f"  {word:<8} {figure:>6}  {verdict['bound']:<14} {verdict['goal']}"
+def panels(figures: Mapping[str, Any]) -> tuple[str, Sequence[Sequence[Panel]]]:
+    """Returns the title, and a row of panels for loads and one for stores: a panel per page size."""
+    rates = {
+        (row["operation"], row["page_bytes"], row["clients"], row["path"]): row["gb_per_s"] for row in figures["paths"]
+    }
+    operations, sizes, clients, paths = (list(dict.fromkeys(values)) for values in zip(*rates, strict=True))
+
+    def panel(operation: str, page_bytes: int) -> Panel:
+        series = {
+            f"{number} client{'s' if number > 1 else ''}": [
+                rates.get((operation, page_bytes, number, path), 0.0) for path in paths
+            ]
+            for number in clients
+        }
+        return Panel(f"{operation}, pages of {size_text(page_bytes)}", "GB/s, all clients together", paths, series)
+
+    setting = figures["setting"]
+    title = (
+        f"{figures['moved_bytes'] >> 20} MiB a client and round, medians of {figures['rounds']} rounds; "
+        f"{setting['machine']}, {setting['cores']} cores"
+    )
+    return title, [[panel(operation, page_bytes) for page_bytes in sizes] for operation in operations]

@@ -8,49 +8,29 @@ it needs was not measured.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from math import inf
 from typing import Any
+
+from kvcluster.cli.bench.report import size_text
 
 KIB64, MIB2 = 64 * 2**10, 2 * 2**20
 
-SAME_HOST, OVER_TCP = 2.5, 1.3
-"""Goals as multiples of the best peer's rate: on one host, and over TCP."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """A goal: the least ratio of a path's rate to a baseline's."""
-
-    path: str
-    page_bytes: int
-    of: str
-    what: str
-    least: float
-
-
-@dataclass(frozen=True, slots=True)
-class Time:
-    """A goal: the longest median time to load one page, in milliseconds or as a multiple of another path's time."""
-
-    path: str
-    page_bytes: int
-    most: float
-    times: str | None = None
-
-
 RATIOS = (
-    Ratio("shm", MIB2, "of_checked_copy", "memcpy and one checksum pass", 0.85),
-    Ratio("shm", MIB2, "of_memcpy", "memcpy", 0.7),
-    Ratio("shm", KIB64, "of_checked_copy", "memcpy and one checksum pass", 0.7),
-    Ratio("shm", KIB64, "of_memcpy", "memcpy", 0.55),
-    Ratio("tcp", MIB2, "of_raw_tcp_2", "raw TCP with two streams", 0.9),
-    Ratio("grpc", MIB2, "of_raw_tcp_1", "one raw TCP stream", 0.45),
+    ("shm", MIB2, "of_checked_copy", "memcpy and one checksum pass", 0.85),
+    ("shm", MIB2, "of_memcpy", "memcpy", 0.7),
+    ("shm", KIB64, "of_checked_copy", "memcpy and one checksum pass", 0.7),
+    ("shm", KIB64, "of_memcpy", "memcpy", 0.55),
+    ("tcp", MIB2, "of_raw_tcp_2", "raw TCP with two streams", 0.9),
+    ("grpc", MIB2, "of_raw_tcp_1", "one raw TCP stream", 0.45),
 )
-TIMES = (
-    Time("shm", MIB2, 0.5),
-    Time("shm", KIB64, 0.3),
-    Time("tcp", MIB2, 1.3, times="raw TCP x1"),
-)
+"""Path, page size, the ratio to a baseline's rate, the baseline in words, and the least ratio."""
+
+TIMES = (("shm", MIB2, None, 0.5), ("shm", KIB64, None, 0.3), ("tcp", MIB2, "raw TCP x1", 1.3))
+"""Path, page size, and the longest median time to load one page: in milliseconds, or as a multiple of the time of the
+other path that is named."""
+
+BESIDE_PEERS = (("same host", "client shm", ("memory", "unix", "tcp"), 2.5), ("over TCP", "client tcp", ("tcp",), 1.3))
+"""Wires in words, the path of whole calls, what peers may go over, and the least multiple of the best peer's rate."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -58,66 +38,44 @@ Rows = Sequence[Mapping[str, Any]]
 def verdicts(paths: Rows, latencies: Rows) -> list[dict[str, Any]]:
     """Returns for each goal its text as `goal`, its `bound`, `figure` and `met`; the last two are None if it is
     open."""
-    singles = [row for row in paths if row["clients"] == 1]
-    return [*_ratios(singles), *_times(latencies), *_beside_peers(singles)]
-
-
-def _ratios(rows: Rows) -> Iterator[dict[str, Any]]:
-    for goal in RATIOS:
-        for operation in ("load", "store"):
-            words = f"{goal.path} {operation}, {size_text(goal.page_bytes)}: of {goal.what}"
-            row = _row(rows, goal.page_bytes, operation, goal.path)
-            yield _at_least(words, goal.least, None if row is None else row[goal.of])
-
-
-def _times(latencies: Rows) -> Iterator[dict[str, Any]]:
+    rows = {(row["path"], row["page_bytes"], row["operation"]): row for row in paths if row["clients"] == 1}
     p50 = {(row["path"], row["page_bytes"]): row["p50_ms"] for row in latencies}
-    for goal in TIMES:
-        figure = p50.get((goal.path, goal.page_bytes))
-        unit = "ms"
-        if goal.times is not None:
-            base = p50.get((goal.times, goal.page_bytes))
-            figure = None if figure is None or base is None else figure / base
-            unit = "times a raw socket's round trip"
-        words = f"{goal.path}, one page of {size_text(goal.page_bytes)}: median, {unit}"
-        yield _verdict(words, f"at most {goal.most}", figure, None if figure is None else figure <= goal.most)
+    return [*_ratios(rows), *_times(p50), *_beside_peers(rows)]
 
 
-def _beside_peers(rows: Rows) -> Iterator[dict[str, Any]]:
+def _ratios(rows: Mapping[tuple[str, int, str], Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    for path, page_bytes, ratio, baseline, least in RATIOS:
+        for operation in ("load", "store"):
+            figure = rows.get((path, page_bytes, operation), {}).get(ratio)
+            yield _verdict(f"{path} {operation}, {size_text(page_bytes)}: of {baseline}", figure, least=least)
+
+
+def _times(p50: Mapping[tuple[str, int], float]) -> Iterator[dict[str, Any]]:
+    for path, page_bytes, other, most in TIMES:
+        base = 1.0 if other is None else p50.get((other, page_bytes))
+        time_ms = p50.get((path, page_bytes))
+        unit = "ms" if other is None else "times a raw socket's round trip"
+        figure = time_ms / base if time_ms and base else None
+        yield _verdict(f"{path}, one page of {size_text(page_bytes)}: median, {unit}", figure, most=most)
+
+
+def _beside_peers(rows: Mapping[tuple[str, int, str], Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for operation in ("load", "store"):
-        of_ours = {path: _row(rows, MIB2, operation, path) for path in ("client shm", "client tcp")}
-        peers = [
-            row
-            for row in rows
-            if row["level"] == "peer" and row["operation"] == operation and row["page_bytes"] == MIB2
-        ]
-        over_tcp = [row for row in peers if row["over"] == "tcp"]
-        for words, least, ours, theirs in (
-            ("same host", SAME_HOST, of_ours["client shm"], peers),
-            ("over TCP", OVER_TCP, of_ours["client tcp"], over_tcp),
-        ):
-            best = max(theirs, key=lambda row: float(row["gb_per_s"]), default=None)
-            known = ours is not None and best is not None
-            figure = ours["gb_per_s"] / best["gb_per_s"] if ours is not None and best is not None else None
-            beside = f"the best peer ({best['path']})" if known and best is not None else "the best peer"
-            yield _at_least(f"whole {operation}, {size_text(MIB2)}, {words}: times {beside}", least, figure)
+        for wires, path, over, least in BESIDE_PEERS:
+            ours = rows.get((path, MIB2, operation), {}).get("gb_per_s")
+            peers = [
+                (row["gb_per_s"], row["path"])
+                for (_, page_bytes, of), row in rows.items()
+                if row["level"] == "peer" and row["over"] in over and (page_bytes, of) == (MIB2, operation)
+            ]
+            best, name = max(peers, default=(None, None))
+            figure = ours / best if ours and best else None
+            which = f" ({name})" if figure else ""
+            goal = f"whole {operation}, {size_text(MIB2)}, {wires}: times the best peer{which}"
+            yield _verdict(goal, figure, least=least)
 
 
-def _row(rows: Rows, page_bytes: int, operation: str, path: str) -> Mapping[str, Any] | None:
-    for row in rows:
-        if (row["page_bytes"], row["operation"], row["path"]) == (page_bytes, operation, path):
-            return row
-    return None
-
-
-def _at_least(words: str, least: float, figure: float | None) -> dict[str, Any]:
-    return _verdict(words, f"at least {least}", figure, None if figure is None else figure >= least)
-
-
-def _verdict(words: str, bound: str, figure: float | None, met: bool | None) -> dict[str, Any]:
-    return {"goal": words, "bound": bound, "figure": figure, "met": met}
-
-
-def size_text(nbytes: int) -> str:
-    """65536 -> "64 KiB", 2097152 -> "2 MiB"."""
-    return f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
+def _verdict(goal: str, figure: float | None, *, least: float | None = None, most: float | None = None) -> Any:
+    bound = f"at least {least}" if most is None else f"at most {most}"
+    met = None if figure is None else (least or 0.0) <= figure <= (most or inf)
+    return {"goal": goal, "bound": bound, "figure": figure, "met": met}

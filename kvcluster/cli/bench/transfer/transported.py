@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from kvcluster.cli.bench.transfer import pages
-from kvcluster.cli.bench.transfer.party import Path, Work
+from kvcluster.cli.bench.specs import PASSING_ADAPTER, batch_spec
+from kvcluster.cli.bench.transfer.worker import Path, Work
 from kvcluster.core.ids import HASH_BYTES, BlockHash, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Loss
@@ -24,7 +24,7 @@ from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
 from kvcluster.testing.cluster import MemoryCluster
 from kvcluster.transport.auto import own_attempts
-from kvcluster.transport.base import DataPath, Deadline
+from kvcluster.transport.base import DataPath, Deadline, run_to_completion
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
 from kvcluster.transport.page_writer import PageWriter
 from kvcluster.transport.shm_pages import ShmPages
@@ -39,15 +39,11 @@ PATHS = {
     "grpc": {"over": "tcp", "note": f"{_NOTE}; one stream"},
 }
 _OPEN: dict[str, Callable[[str, str | None], DataPath]] = {"shm": ShmPages, "tcp": TcpPages, "grpc": GrpcPages}
+_TENANT = Tenant("default")
 _SPARE_BYTES = 64 * 2**20
 _CALL_MS = 60_000
 _LEASE_MS = 60_000
 """Long enough that a client that is not scheduled for a while is slow, and does not lose its lease."""
-
-
-def missing() -> str | None:
-    """Returns None: this driver needs nothing that could be missing."""
-    return None
 
 
 # ------------------------------------------------------------------------------------------------ client
@@ -75,8 +71,7 @@ class _BenchSource:
         return checksum.layer_sums(self._identities[item], layer, layers, data), data
 
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
-        data = self._bytes(item, layer, layers)
-        return checksum.copy_sums(self._identities[item], layer, layers, into, data)
+        return checksum.copy_sums(self._identities[item], layer, layers, into, self._bytes(item, layer, layers))
 
     def _bytes(self, item: int, layer: int, layers: int) -> memoryview:
         start = (self._first + item) * self._work.page_bytes + layer * self._layer_bytes
@@ -86,7 +81,7 @@ class _BenchSource:
         """Does nothing: the source memory stays valid."""
 
 
-class _Transported:
+class _Transported(Path):
     """Divides a batch among as many exchanges as the transport recommends; over shm, where each exchange is a copying
     thread, it uses one, as the memcpy baseline does."""
 
@@ -100,11 +95,12 @@ class _Transported:
         self._pool = ThreadPoolExecutor(exchanges)
         share = -(-work.pages // exchanges)
         self._shares = [range(at, min(at + share, work.pages)) for at in range(0, work.pages, share)]
-        self._attach()
+        self._specs = [batch_spec(work.page_bytes, batch) for batch in (0, 1)]
+        self.forget(0)
 
     def prepare(self, batch: int) -> None:
-        """Makes the page names that the transport takes, before the clock starts."""
-        spec = pages.spec(self._work.page_bytes, pages.PASSING if batch else pages.KEPT)
+        """Makes the page names that the transport takes."""
+        spec = self._specs[bool(batch)]
         who = self._path.name.encode().ljust(8) + bytes([self._work.client]) + batch.to_bytes(8, "big")
         hashes = (BlockHash((who + n.to_bytes(8, "big")).ljust(HASH_BYTES, b"\0")) for n in range(self._work.pages))
         self._keys = [PageKey(each, 0, spec.whole(0)) for each in hashes]
@@ -123,16 +119,13 @@ class _Transported:
 
     def forget(self, batch: int) -> None:
         """Attaches again: the shard has purged the batch, and may have dropped its empty namespace as well."""
-        self._attach()
+        for spec in self._specs:
+            self._control.attach(spec, Deadline.after_ms(_CALL_MS))
 
     def close(self) -> None:
         self._path.close()
         self._control.close()
         self._pool.shutdown()
-
-    def _attach(self) -> None:
-        for adapter in (pages.KEPT, pages.PASSING):
-            self._control.attach(pages.spec(self._work.page_bytes, adapter), self._deadline())
 
     def _each_share(self, move: Callable[[range], None]) -> None:
         if len(self._shares) == 1:
@@ -149,27 +142,21 @@ class _Transported:
         sink = PageWriter(self._namespace, slots, lambda slot: into[slot.offset : slot.offset + slot.nbytes])
         wants = self._wants[share.start : share.stop]
         request = ReadRequest(self._namespace, self._next_attempt(), self._epoch, wants)
-        for _ in self._path.read(request, sink, self._deadline()):
-            """The sink has received it."""
+        run_to_completion(self._path.read(request, sink, Deadline.after_ms(_CALL_MS)))
         if sink.missing() is not None or sink.wrong():
             raise KVClusterError(f"a load of {len(share)} pages returned too few pages, or wrong bytes")
 
     def _write(self, share: range) -> None:
-        new = self._new[share.start : share.stop]
-        wait_ns = _CALL_MS * 1_000_000
-        request = WriteRequest(self._namespace, self._next_attempt(), self._epoch, new, wait_ns)
-        source = _BenchSource(self._work, self._namespace, self._keys[share.start : share.stop], share.start)
-        outcome = self._path.write(request, source, self._deadline())
+        mine = slice(share.start, share.stop)
+        attempt = self._next_attempt()
+        request = WriteRequest(self._namespace, attempt, self._epoch, self._new[mine], _CALL_MS * 1_000_000)
+        source = _BenchSource(self._work, self._namespace, self._keys[mine], share.start)
+        outcome = self._path.write(request, source, Deadline.after_ms(_CALL_MS))
         if outcome != [Written.COMMITTED] * len(share):
             raise KVClusterError(f"a store of {len(share)} pages failed; the outcome of the first is {outcome[0]}")
 
-    def _deadline(self) -> Deadline:
-        return Deadline.after_ms(_CALL_MS)
-
 
 # ------------------------------------------------------------------------------------------------- shard
-
-_TENANT = Tenant("default")
 
 
 @contextmanager
@@ -182,30 +169,23 @@ def serve(paths: Sequence[str], work: Work) -> Iterator[dict[str, Any]]:
     }
     with MemoryCluster(device_bytes=room, config=quiet) as cluster:
         (host,) = cluster.shards.values()
-        authenticator = Authenticator(None, os.urandom(16).hex())
-        gate = Gate(authenticator)
-
-        def tenant_of(token: str | None) -> Tenant:
-            return authenticator.caller(token).tenant
-
-        handlers = unary_handlers(SHARD, gate, host.ask) | page_handlers(host, lambda c: gate.caller(c).tenant)
-        servers: dict[str, Any] = {"grpc": GrpcServer(handlers, "127.0.0.1", 0, threads=16)}
-        if "tcp" in paths:
-            servers["tcp"] = TcpServer(host, tenant_of, "127.0.0.1")
-        if "shm" in paths:
-            servers["shm"] = ShmServer(host, tenant_of)
+        gate = Gate(Authenticator(None, os.urandom(16).hex()))
+        handlers = unary_handlers(SHARD, gate, host.ask) | page_handlers(host, lambda _: _TENANT)
+        servers: dict[str, Any] = {
+            "grpc": GrpcServer(handlers, "127.0.0.1", 0, threads=16),
+            "tcp": TcpServer(host, lambda _: _TENANT, "127.0.0.1"),
+            "shm": ShmServer(host, lambda _: _TENANT),
+        }
         kept = work.pages * work.clients * len(paths)
-        purger = cluster.client(pages.spec(work.page_bytes, pages.PASSING), tenant=_TENANT)
+        purger = cluster.client(batch_spec(work.page_bytes, 1), tenant=_TENANT)
 
         def forget() -> None:
-            purger.purge(adapter=pages.PASSING)
+            purger.purge(adapter=PASSING_ADAPTER)
             cluster.wait_until(lambda: host.inspect(lambda: len(host.core.pool) <= kept) is True, timeout_s=30)
 
-        try:
+        with ExitStack() as stack:
             for server in servers.values():
+                stack.callback(server.close)
                 server.start()
             addresses = {name: server.address for name, server in servers.items()}
-            yield {"at": addresses | {"epoch": host.core.epoch}, "pids": [], "forget": forget}
-        finally:
-            for server in servers.values():
-                server.close()
+            yield {"at": addresses | {"epoch": host.core.epoch}, "forget": forget}

@@ -1,0 +1,45 @@
+"""Draws figures as grouped horizontal bars: rows of panels, all on one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvcluster.cli.bench.report import Panel
+
+_SHADES = ("#1f4e79", "#5b9bd5", "#c55a11", "#bdd7ee")
+_BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a figure is read where a line crosses it
+_DPI = 120
+
+
+def draw(title: str, rows: Sequence[Sequence[Panel]], file: str) -> None:
+    """Writes a PNG. The panels of a row have the same labels, and share one legend. Raises OSError if it cannot write
+    the file."""
+    heights = [1.2 + 0.24 * len(row[0].labels) * len(row[0].series) for row in rows]
+    figure = Figure(figsize=(4 + 4 * max(map(len, rows)), 0.5 + sum(heights)), layout="constrained", dpi=_DPI)
+    parts = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for part, row in zip(parts, rows, strict=True):
+        grid = part.subplots(1, len(row), squeeze=False, sharey=True)[0]
+        for axes, panel in zip(grid, row, strict=True):
+            _draw_panel(axes, panel)
+        grid[0].invert_yaxis()  # shared: the first label stands on top
+        if len(row[0].series) > 1:
+            part.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper")
+    figure.suptitle(title)
+    figure.savefig(file, format="png")
+
+
+def _draw_panel(axes: Axes, panel: Panel) -> None:
+    height = 0.8 / len(panel.series)
+    for number, (name, values) in enumerate(panel.series.items()):
+        places = [at - 0.4 + (number + 0.5) * height for at in range(len(values))]
+        bars = axes.barh(places, values, height, color=_SHADES[number % len(_SHADES)], label=name)
+        axes.bar_label(bars, fmt="%.3g", padding=3, fontsize=8, bbox=_BEHIND)
+    axes.set_yticks(range(len(panel.labels)), panel.labels)
+    axes.set_title(panel.title, fontsize="medium")
+    axes.set_xlabel(panel.unit)
+    axes.margins(x=0.18)  # room for the longest bar's value
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)

@@ -1,0 +1,51 @@
+"""What the benchmarks show: progress on standard error, tables of figures, and panels of a picture."""
+
+from __future__ import annotations
+
+import string
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+def progress(line: str) -> None:
+    """Prints a line to standard error, apart from the figures."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> list[str]:
+    """Returns a heading and a line for each row. `columns` has for each heading a format string, which is applied to
+    the row; a field that is None shows as "-". Columns of numbers are aligned to the right."""
+    cells = [[_CELLS.vformat(form, (), row) for form in columns.values()] for row in rows]
+    lines: list[list[str]] = [[] for _ in range(1 + len(cells))]
+    for heading, *body in zip(columns, *cells, strict=True):
+        width = max(map(len, (heading, *body)))
+        numbers = all(cell[:1] in "-0123456789" for cell in body)
+        for line, cell in zip(lines, (heading, *body), strict=True):
+            line.append(cell.rjust(width) if numbers else cell.ljust(width))
+    return ["  ".join(line).rstrip() for line in lines]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A diagram with one group of bars for each label, and in each group one bar for each series. Every series has a
+    value for each label."""
+
+    title: str
+    unit: str
+    labels: Sequence[str]
+    series: Mapping[str, Sequence[float]]
+
+
+def size_text(nbytes: int) -> str:
+    """65536 -> "64 KiB", 2097152 -> "2 MiB"."""
+    return f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
+
+
+class _Cells(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return "-" if value is None else str(super().format_field(value, format_spec))
+
+
+_CELLS = _Cells()
