@@ -37,7 +37,7 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Tier
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream, KVEvent
 from kvcluster.errors import LimitError, ProtocolError
-from kvcluster.wire import common
+from kvcluster.wire import fields
 
 BATCH_BYTES = 16 * 1024 * 1024
 """A step of an engine produces at most a million tokens of five bytes each."""
@@ -54,7 +54,7 @@ EVENT_TOKENS = 2**21
 HASH_BYTES_MOST = 64
 """Size of a foreign hash: SHA-512, the longest in use."""
 
-TOPIC_BYTES = 4 * common.TEXT_CHARS
+TOPIC_BYTES = 4 * fields.TEXT_CHARS
 """The name of a model, in UTF-8."""
 
 NAMESPACE_DIGITS = 16
@@ -73,7 +73,7 @@ _TIERS = {tier.spec.medium: tier for tier in Tier}
 _Hash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=HASH_BYTES_MOST)] | int
 _Hashes = Annotated[list[_Hash], msgspec.Meta(max_length=EVENT_HASHES)]
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
-_Medium = Annotated[str, msgspec.Meta(max_length=common.TEXT_CHARS)]
+_Medium = Annotated[str, msgspec.Meta(max_length=fields.TEXT_CHARS)]
 
 
 class _Stored(msgspec.Struct, tag="BlockStored"):
@@ -132,7 +132,7 @@ def decode(payload: bytes) -> list[KVEvent]:
     """Returns the events of a batch from kvcluster, vLLM or an engine with its format, in order. Token ids are left out
     unless there are `block_size` for each hash: vLLM sends those of a whole range, of which it may have cached a
     part."""
-    common.at_most(len(payload), BATCH_BYTES, "bytes in a batch of KV events")
+    fields.at_most(len(payload), BATCH_BYTES, "bytes in a batch of KV events")
     try:
         batch = _BATCH.decode(payload)
         found = [(_ROW if memoryview(raw)[0] in _ROWS else _MAP).decode(raw) for raw in batch.events]

@@ -29,7 +29,7 @@ from kvcluster.core.messages import PageKey
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError, ProtocolError
-from kvcluster.wire import common
+from kvcluster.wire import common, fields
 
 VERSION = 1
 LIFE_BYTES = 16
@@ -100,9 +100,9 @@ def decode_head(data: bytes) -> Head:
     if len(body) < max(length, _BODY.size) or xxh3_64_intdigest(body) != check:
         raise ProtocolError("the head of a page file does not match its checksum")
     life, file_bytes, nbytes, layers, tenant_bytes = _BODY.unpack_from(body)
-    shape = Shape(common.at_most(nbytes, _MOST_PAGE_BYTES, "bytes of a page"), layers)
-    common.at_most(layers, _MOST_LAYERS, "layers of a page")
-    common.at_most(file_bytes, common.QUANTITY_MAX, "bytes of a file")
+    shape = Shape(fields.at_most(nbytes, _MOST_PAGE_BYTES, "bytes of a page"), layers)
+    fields.at_most(layers, _MOST_LAYERS, "layers of a page")
+    fields.at_most(file_bytes, fields.QUANTITY_MAX, "bytes of a file")
     try:
         tenant = Tenant(body[_BODY.size : _BODY.size + tenant_bytes].decode())
     except UnicodeDecodeError:

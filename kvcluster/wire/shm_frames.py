@@ -3,7 +3,7 @@
 A grant names thousands of pages, so it consists of arrays: little-endian, one entry per granted page, in order.
 
     WELCOME   arena bytes u64, ns that a lease runs u64; the descriptor of the arena comes with it
-    GRANT     bytes of the head u32, the head (ReadHead or WriteHead), offsets u64[], page bytes u64[];
+    GRANT     bytes of the head u32, the head (MissTable or WrittenTable), offsets u64[], page bytes u64[];
               after a READ, the codecs u64[], and the checksums u64[] of the layers that each page was asked for
     WRITTEN   the processor that the writer runs on u16, its complement u16, so that a flipped bit is detected;
               pages u32, their places among the pages of the request u32[], the checksums u64[] of all their layers
@@ -26,7 +26,7 @@ from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, Writte
 from kvcluster.core.miss import Miss
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.wire import shard
-from kvcluster.wire.common import quantity
+from kvcluster.wire.fields import quantity
 
 T = TypeVar("T")
 

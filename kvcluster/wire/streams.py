@@ -21,16 +21,20 @@ Every decoder raises ProtocolError or LimitError for malformed input.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import TypeVar
 
 from kvcluster.core import limits
-from kvcluster.core.messages import ReadRequest, Refused, WriteRequest
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, KVClusterError, LimitError, ProtocolError, Unreachable
-from kvcluster.wire import common, shard
+from kvcluster.wire import shard
+from kvcluster.wire.common import REFUSED
+from kvcluster.wire.fields import check_opening, in_bytes, quantity
 from kvcluster.wire.frames import Record, RecordHead, decode_heads, encode_head
 from kvcluster.wire.v1 import common_pb2 as pb
+
+T = TypeVar("T")
 
 MAGIC = 0x534B
 STREAM_VERSION = 1
@@ -72,7 +76,7 @@ def decode_header(data: bytes) -> tuple[Kind, int]:
     if len(data) != HEADER.size:
         raise ProtocolError(f"the header of a frame has {HEADER.size} bytes, not {len(data)}")
     magic, version, kind, nbytes = HEADER.unpack(data)
-    common.check_opening(magic, version, own=(MAGIC, STREAM_VERSION), of="streams")
+    check_opening(magic, version, own=(MAGIC, STREAM_VERSION), of="streams")
     try:
         known = Kind(kind)
     except ValueError:
@@ -85,47 +89,28 @@ def decode_header(data: bytes) -> tuple[Kind, int]:
 # ------------------------------------------------------------------------------------------ requests
 
 
-def encode_read(request: ReadRequest, remaining_ns: int) -> bytes:
-    """Encodes the request of a load."""
-    return _TIME.pack(remaining_ns) + shard.encode_read_request(request)
+def _timed(
+    encode: Callable[[T], bytes], decode: Callable[[bytes], T]
+) -> tuple[Callable[[T, int], bytes], Callable[[bytes], tuple[T, int]]]:
+    """Returns encoder and decoder of a request with the nanoseconds that remain for it, from those of the request."""
+
+    def decode_timed(body: bytes) -> tuple[T, int]:
+        if len(body) < _TIME.size:
+            raise ProtocolError("a request ends before its remaining time")
+        remaining_ns = quantity(_TIME.unpack_from(body)[0], "nanoseconds")
+        return decode(body[_TIME.size :]), remaining_ns
+
+    return lambda request, remaining_ns: _TIME.pack(remaining_ns) + encode(request), decode_timed
 
 
-def decode_read(body: bytes) -> tuple[ReadRequest, int]:
-    """The inverse."""
-    remaining_ns = _remaining_ns(body)
-    return shard.decode_read_request(body[_TIME.size :]), remaining_ns
+encode_read, decode_read = _timed(shard.encode_read_request, shard.decode_read_request)
+"""The request of a load."""
 
+encode_write, decode_write = _timed(shard.encode_write_request, shard.decode_write_request)
+"""The request of a store."""
 
-def encode_write(request: WriteRequest, remaining_ns: int) -> bytes:
-    """Encodes the request of a store."""
-    return _TIME.pack(remaining_ns) + shard.encode_write_request(request)
-
-
-def decode_write(body: bytes) -> tuple[WriteRequest, int]:
-    """The inverse."""
-    remaining_ns = _remaining_ns(body)
-    return shard.decode_write_request(body[_TIME.size :]), remaining_ns
-
-
-def _remaining_ns(body: bytes) -> int:
-    if len(body) < _TIME.size:
-        raise ProtocolError("a request ends before its remaining time")
-    remaining: int = _TIME.unpack_from(body)[0]
-    return common.quantity(remaining, "nanoseconds")
-
-
-# ------------------------------------------------------------------------------------------- refusals
-
-
-def encode_refused(refused: Refused) -> bytes:
-    """Encodes a refusal, which is sent instead of a head or tail."""
-    return common.encode_refusal(refused).SerializeToString()
-
-
-def decode_refused(body: bytes) -> Refused:
-    """The inverse."""
-    return common.decode_refusal(common.parse(pb.Refused, body))
-
+encode_refused, decode_refused = in_bytes(pb.Refused, REFUSED)
+"""A refusal, which is sent instead of a head or tail."""
 
 # ---------------------------------------------------------------------------------------------- pages
 
