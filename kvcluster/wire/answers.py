@@ -22,7 +22,6 @@ from kvcluster.core.messages import (
     StoreRun,
 )
 from kvcluster.core.spec import KVSpec
-from kvcluster.errors import ProtocolError
 from kvcluster.wire.common import (
     ADDRESS,
     COUNTS,
@@ -51,6 +50,7 @@ from kvcluster.wire.fields import (
     amount,
     amounts,
     each,
+    must,
     words,
 )
 from kvcluster.wire.orders import ACK
@@ -64,30 +64,20 @@ DECISION: EnumField[Decision] = EnumField(Decision, pb.Decision, "DECISION_")
 POLICY = Rows(pairs("a policy's name", "a policy's value"), limits.POLICIES, "settings")
 
 
-def _check_attached(reply: Attached) -> None:
-    if not reply.run_blocks:
-        raise ProtocolError("a run must have at least one block")
-
-
 def _check_stores(reply: StoreGrant) -> None:
-    if any((run.decision is Decision.WRITE) != (run.shard is not None) for run in reply.runs):
-        raise ProtocolError("a run must name a shard if it is to be written, and only then")
+    fits = all((run.decision is Decision.WRITE) == (run.shard is not None) for run in reply.runs)
+    must(fits, "a run must name a shard if it is to be written, and only then")
 
 
 def _check_fates(reply: Explained) -> None:
-    if any((fate.plan is None) == (fate.miss is None) for fate in reply.fates):
-        raise ProtocolError("a block must have either a plan or a miss")
-
-
-def _check_engine(info: EngineInfo) -> None:
-    if not info.engine:
-        raise ProtocolError("an engine must have an id")
+    either = all((fate.plan is None) != (fate.miss is None) for fate in reply.fates)
+    must(either, "a block must have either a plan or a miss")
 
 
 ENGINE = Struct(
     pb.Engine,
     EngineInfo,
-    _check_engine,
+    lambda info: must(info.engine, "an engine must have an id"),
     engine=words("an engine"),
     name=words("a name"),
     model=words("a model"),
@@ -100,7 +90,7 @@ ENGINE = Struct(
 _ATTACHED = Struct(
     pb.Attached,
     Attached,
-    _check_attached,
+    lambda reply: must(reply.run_blocks, "a run must have at least one block"),
     namespace=NAMESPACE,
     epoch=EPOCH,
     ticket_ttl_ns=NS,

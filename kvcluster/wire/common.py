@@ -42,6 +42,7 @@ from kvcluster.wire.fields import (
     at_most,
     each,
     in_bytes,
+    must,
     numbers,
     words,
 )
@@ -96,8 +97,7 @@ def pairs(key: str, value: str) -> Columns[tuple[str, str]]:
 def _decode_hashes(packed: bytes, most: int, what: str) -> list[Any]:
     """Splits 32 * n bytes into n hashes. Raises ProtocolError or LimitError."""
     count, rest = divmod(len(packed), HASH_BYTES)
-    if rest:
-        raise ProtocolError(f"{what} take {HASH_BYTES} bytes each; {len(packed)} bytes came")
+    must(not rest, f"{what} take {HASH_BYTES} bytes each; {len(packed)} bytes came")
     at_most(count, most, what)
     hashes: list[bytes] = []
     whole = len(packed) // _CHUNK.size * _CHUNK.size
@@ -153,8 +153,7 @@ def _part(bounds: Sequence[int]) -> Part:
 def _several(flat: Collection[int], size: int, most: int, what: str) -> Iterable[tuple[int, ...]]:
     """Returns the numbers by `size`, at most `most` times as many."""
     count, rest = divmod(len(flat), size)
-    if rest:
-        raise ProtocolError(f"{what} take {size} numbers each; {len(flat)} came")
+    must(not rest, f"{what} take {size} numbers each; {len(flat)} came")
     at_most(count, most, what)
     return zip(*[iter(flat)] * size, strict=True)
 
@@ -293,8 +292,7 @@ MAYBE_PLANS: Interned[Plan | None] = Interned(pb.PlanTable, _PLAN_COLUMN, "a pla
 
 def _decode_counts(wire: Collection[int], most: int, what: str) -> list[int]:
     counts = numbers(wire, most, what)
-    if 0 in counts:
-        raise ProtocolError("a run must have at least one block")
+    must(0 not in counts, "a run must have at least one block")
     at_most(sum(counts), limits.BLOCKS_PER_CALL, "blocks in the runs of a message")
     return counts
 
@@ -308,5 +306,4 @@ RUNS = Rows(Columns(pb.Runs, Run, count=COUNTS, plan=PLANS), limits.BLOCKS_PER_C
 def check_cover(runs: Iterable[Run], blocks: int) -> None:
     """Raises ProtocolError unless the runs cover exactly `blocks` blocks."""
     covered = sum(run.count for run in runs)
-    if covered != blocks:
-        raise ProtocolError(f"runs cover {covered} blocks instead of {blocks}")
+    must(covered == blocks, f"runs cover {covered} blocks instead of {blocks}")

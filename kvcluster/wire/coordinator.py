@@ -32,7 +32,7 @@ from kvcluster.core.spec import check_weights
 from kvcluster.errors import ProtocolError, SpecError
 from kvcluster.wire.answers import ENGINE, POLICY
 from kvcluster.wire.common import ATTEMPT, BLOCKS, HASH, LOSS, NEED, NS, PLACES, SHARD, SPEC
-from kvcluster.wire.fields import NUMBERS, PLAIN, Maybe, Rows, Struct, amount, at_most, words
+from kvcluster.wire.fields import NUMBERS, PLAIN, Maybe, Rows, Struct, amount, at_most, must, words
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 
@@ -44,13 +44,7 @@ def _check_store(question: PrepareStore) -> None:
     blocks, tokens = len(question.hashes), len(question.tokens)
     at_most(question.first + blocks, limits.TOKENS_PER_SEQUENCE, "blocks in a chain")
     at_most(blocks * len(question.parts), limits.PAGES_PER_CALL, "pages in a store")
-    if tokens and (not blocks or tokens % blocks):
-        raise ProtocolError(f"{tokens} token ids are not a multiple of {blocks} blocks")
-
-
-def _check_pin(question: PinBlocks) -> None:
-    if not question.replicas:
-        raise ProtocolError("a pinned block must have at least one replica")
+    must(not tokens or (blocks and not tokens % blocks), f"{tokens} token ids are not a multiple of {blocks} blocks")
 
 
 def _check_purge(question: Purge) -> None:
@@ -116,7 +110,7 @@ SET_WEIGHTS = Struct(
 PIN_BLOCKS = Struct(
     pb.PinBlocksRequest,
     PinBlocks,
-    _check_pin,
+    lambda question: must(question.replicas, "a pinned block must have at least one replica"),
     hashes=BLOCKS,
     ttl_ns=NS,
     replicas=amount("replicas of a block", limits.REPLICAS),

@@ -51,9 +51,14 @@ def check_version(own: int, theirs: int, of: str) -> None:
 
 def check_opening(magic: int, version: int, *, own: tuple[int, int], of: str) -> None:
     """Raises ProtocolError unless a frame begins with our own magic and version, `own`."""
-    if magic != own[0]:
-        raise ProtocolError(f"a frame begins with {magic:#06x}, not kvcluster's magic; is this another service?")
+    must(magic == own[0], f"a frame begins with {magic:#06x}, not kvcluster's magic; is this another service?")
     check_version(own[1], version, of)
+
+
+def must(fact: object, why_not: str) -> None:
+    """Raises ProtocolError with these words unless `fact` is true."""
+    if not fact:
+        raise ProtocolError(why_not)
 
 
 def at_most(value: int, most: int, what: str) -> int:
@@ -276,8 +281,7 @@ class Ragged(Generic[V]):
         at_most(max(counts, default=0) - self._absent, self._most, self._noun)
         lengths = [max(0, count - self._absent) for count in counts]
         items = self._items.decode(m.items, sum(lengths), self._noun)
-        if len(items) != sum(lengths):
-            raise ProtocolError(f"{what} have {sum(lengths)} items; {len(items)} came")
+        must(len(items) == sum(lengths), f"{what} have {sum(lengths)} items; {len(items)} came")
         left = iter(items)
         found = [tuple(itertools.islice(left, length)) for length in lengths]
         return [one if count or not self._absent else None for one, count in zip(found, counts, strict=True)]

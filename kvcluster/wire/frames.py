@@ -20,7 +20,7 @@ from kvcluster.core.ids import SUM_BYTES
 from kvcluster.core.messages import Refused, TicketBody
 from kvcluster.errors import ProtocolError
 from kvcluster.wire import common, shard
-from kvcluster.wire.fields import Struct, check_opening, in_bytes
+from kvcluster.wire.fields import Struct, check_opening, in_bytes, must
 from kvcluster.wire.v1 import common_pb2 as pb
 
 T = TypeVar("T")
@@ -62,8 +62,7 @@ def parse(data: bytes) -> list[Record]:
     """Returns the records of a frame of pages. Their `data` are views of this message: nothing is copied."""
     heads, at = decode_heads(data, _HEADER.size, _records(data, DATA))
     end = at + sum(head.nbytes for head in heads)
-    if end != len(data):
-        raise ProtocolError(f"a frame of {len(data)} bytes was announced as one of {end}")
+    must(end == len(data), f"a frame of {len(data)} bytes was announced as one of {end}")
     view = memoryview(data)
     records = []
     for item, layer, codec, sums, nbytes in heads:
@@ -94,8 +93,7 @@ def decode_heads(data: bytes, at: int, count: int) -> tuple[list[RecordHead], in
     """Returns the `count` record headers that begin at `at`, and the offset at which they end."""
     size = len(data)
     # The minimum size of each, so that a false count is detected before it costs anything.
-    if count * (_RECORD.size + SUM_BYTES) > size - at:
-        raise ProtocolError(f"a frame of {size} bytes cannot hold {count} records")
+    must(count * (_RECORD.size + SUM_BYTES) <= size - at, f"a frame of {size} bytes cannot hold {count} records")
     heads = []
     for _ in range(count):
         if at + _RECORD.size > size:
@@ -190,8 +188,7 @@ def _frame(kind: int, body: bytes) -> bytes:
 
 def _body(data: bytes, kind: int) -> bytes:
     """Returns the protobuf message in a frame. Raises ProtocolError unless the frame is of this kind."""
-    if _records(data, kind):
-        raise ProtocolError(f"a frame of kind {_NAMES[kind]} has no records")
+    must(not _records(data, kind), f"a frame of kind {_NAMES[kind]} has no records")
     return data[_HEADER.size :]
 
 

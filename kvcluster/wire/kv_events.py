@@ -36,7 +36,7 @@ import msgspec
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Tier
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream, KVEvent
-from kvcluster.errors import LimitError, ProtocolError
+from kvcluster.errors import ProtocolError
 from kvcluster.wire import fields
 
 BATCH_BYTES = 16 * 1024 * 1024
@@ -201,8 +201,7 @@ def encode_topic(topic: str) -> bytes:
 
 
 def _topic(frame: bytes) -> str:
-    if len(frame) > TOPIC_BYTES:
-        raise LimitError(f"topic bytes: {len(frame)} exceeds the limit of {TOPIC_BYTES}")
+    fields.at_most(len(frame), TOPIC_BYTES, "topic bytes")
     try:
         return frame.decode()
     except UnicodeDecodeError:
@@ -236,10 +235,8 @@ def encode_batch(batch: Batch) -> list[bytes]:
 
 def decode_batch(frames: Sequence[bytes]) -> Batch:
     """The inverse."""
-    if len(frames) != 3:
-        raise ProtocolError(f"a message of KV events has 3 frames, not {len(frames)}")
-    if frames[1] == END:
-        raise ProtocolError("a batch of KV events has the sequence number that ends a replay")
+    fields.must(len(frames) == 3, f"a message of KV events has 3 frames, not {len(frames)}")
+    fields.must(frames[1] != END, "a batch of KV events has the sequence number that ends a replay")
     return Batch(_topic(frames[0]), _sequence(frames[1]), frames[2])
 
 
@@ -250,8 +247,7 @@ def encode_answer(batch: Batch | None) -> list[bytes]:
 
 def decode_answer(frames: Sequence[bytes]) -> Batch | None:
     """The inverse."""
-    if len(frames) != 4 or frames[0]:
-        raise ProtocolError("a message of a replay is an empty frame and three more")
+    fields.must(len(frames) == 4 and not frames[0], "a message of a replay is an empty frame and three more")
     return None if frames[2] == END else decode_batch(frames[1:])
 
 
@@ -263,13 +259,14 @@ def encode_request(request: ReplayRequest) -> list[bytes]:
 
 def decode_request(frames: Sequence[bytes]) -> ReplayRequest:
     """The inverse."""
-    if len(frames) not in (2, 3) or frames[0]:
-        raise ProtocolError("a request for a replay is an empty frame, a number, and perhaps a topic")
+    fields.must(
+        len(frames) in (2, 3) and not frames[0],
+        "a request for a replay is an empty frame, a number, and perhaps a topic",
+    )
     return ReplayRequest(_sequence(frames[1]), _topic(frames[2]) if len(frames) == 3 else None)
 
 
 def _sequence(frame: bytes) -> int:
-    if len(frame) != _SEQUENCE.size:
-        raise ProtocolError(f"a sequence has {_SEQUENCE.size} bytes, not {len(frame)}")
+    fields.must(len(frame) == _SEQUENCE.size, f"a sequence has {_SEQUENCE.size} bytes, not {len(frame)}")
     (number,) = _SEQUENCE.unpack(frame)
     return int(number)

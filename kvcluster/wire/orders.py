@@ -10,7 +10,6 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import EvictOrder, Farewell, Move, MoveOrder, PullOrder, ReportAck
 from kvcluster.core.tiers import Takes
-from kvcluster.errors import ProtocolError
 from kvcluster.wire.common import (
     ADDRESS,
     CODEC,
@@ -23,7 +22,7 @@ from kvcluster.wire.common import (
     TENANT,
     TIER,
 )
-from kvcluster.wire.fields import PLAIN, Columns, EnumField, OneOf, Rows, Struct, amount, each
+from kvcluster.wire.fields import PLAIN, Columns, EnumField, OneOf, Rows, Struct, amount, each, must
 from kvcluster.wire.reports import TOMBSTONES, ascending
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
@@ -33,10 +32,9 @@ _NUMBER = amount("order number")
 
 def _check_pull(order: PullOrder) -> None:
     tier = f"the {order.into.name.lower()} tier"
-    if order.codec is not Codec.RAW and order.into.spec.takes is Takes.RAW:
-        raise ProtocolError(f"encoded pages cannot be pulled into {tier}")
-    if not order.into.spec.addressable:
-        raise ProtocolError(f"pages cannot be pulled into {tier}, only demoted into it")
+    fits = order.codec is Codec.RAW or order.into.spec.takes is not Takes.RAW
+    must(fits, f"encoded pages cannot be pulled into {tier}")
+    must(order.into.spec.addressable, f"pages cannot be pulled into {tier}, only demoted into it")
 
 
 _BLOCKS: Columns[tuple[NamespaceId, BlockHash]] = Columns(pb.NamespacedHashes, None, namespace=NAMESPACES, hash=HASHES)

@@ -39,6 +39,7 @@ from kvcluster.wire.fields import (
     amount,
     amounts,
     each,
+    must,
     numbers,
     words,
 )
@@ -95,8 +96,8 @@ def _decode_events(m: pb.Events, most: int, what: str) -> list[Any]:
     unknown = next((kind for kind in kinds if kind not in found), None)
     if unknown is not None:
         raise ProtocolError(f"event kind {unknown} is not known here; a newer kvcluster sent it: upgrade this side")
-    if any(kinds.count(kind) != len(events) for kind, events in found.items()):
-        raise ProtocolError(f"the lists of {what} must be as long as their kinds say")
+    lengths_agree = all(kinds.count(kind) == len(events) for kind, events in found.items())
+    must(lengths_agree, f"the lists of {what} must be as long as their kinds say")
     following = {kind: iter(events) for kind, events in found.items()}
     return [next(following[kind]) for kind in kinds]
 
@@ -178,15 +179,13 @@ def ascending(order_numbers: Iterable[int]) -> None:
     """Raises ProtocolError unless the order numbers are strictly ascending and the first is at least 1."""
     before = 0
     for number in order_numbers:
-        if number <= before:
-            raise ProtocolError("order numbers must be ascending, from 1 on")
+        must(number > before, "order numbers must be ascending, from 1 on")
         before = number
 
 
 def _check_progress(progress: OrderProgress) -> None:
     ascending(progress.running)
-    if max(progress.running, default=0) > progress.accepted:
-        raise ProtocolError("a running order was not accepted")
+    must(max(progress.running, default=0) <= progress.accepted, "a running order was not accepted")
 
 
 _PROGRESS = Struct(

@@ -30,7 +30,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, KVClusterError, LimitError, ProtocolError, Unreachable
 from kvcluster.wire import shard
 from kvcluster.wire.common import REFUSED
-from kvcluster.wire.fields import check_opening, in_bytes, quantity
+from kvcluster.wire.fields import check_opening, in_bytes, must, quantity
 from kvcluster.wire.frames import Record, RecordHead, decode_heads, encode_head
 from kvcluster.wire.v1 import common_pb2 as pb
 
@@ -73,16 +73,14 @@ def encode_header(kind: Kind, nbytes: int) -> bytes:
 def decode_header(data: bytes) -> tuple[Kind, int]:
     """Returns the kind and the body bytes. Raises ProtocolError, before anything is allocated, if the body is larger
     than its kind allows."""
-    if len(data) != HEADER.size:
-        raise ProtocolError(f"the header of a frame has {HEADER.size} bytes, not {len(data)}")
+    must(len(data) == HEADER.size, f"the header of a frame has {HEADER.size} bytes, not {len(data)}")
     magic, version, kind, nbytes = HEADER.unpack(data)
     check_opening(magic, version, own=(MAGIC, STREAM_VERSION), of="streams")
     try:
         known = Kind(kind)
     except ValueError:
         raise ProtocolError(f"a frame of kind {kind} is not known here") from None
-    if nbytes > _MOST.get(known, limits.MESSAGE_BYTES):
-        raise ProtocolError(f"a {known.name} frame of {nbytes} bytes exceeds the limit")
+    must(nbytes <= _MOST.get(known, limits.MESSAGE_BYTES), f"a {known.name} frame of {nbytes} bytes exceeds the limit")
     return known, nbytes
 
 
@@ -95,8 +93,7 @@ def _timed(
     """Returns encoder and decoder of a request with the nanoseconds that remain for it, from those of the request."""
 
     def decode_timed(body: bytes) -> tuple[T, int]:
-        if len(body) < _TIME.size:
-            raise ProtocolError("a request ends before its remaining time")
+        must(len(body) >= _TIME.size, "a request ends before its remaining time")
         remaining_ns = quantity(_TIME.unpack_from(body)[0], "nanoseconds")
         return decode(body[_TIME.size :]), remaining_ns
 
@@ -122,11 +119,9 @@ def encode_pages(records: Sequence[Record]) -> bytes:
 
 def decode_pages(body: bytes) -> list[RecordHead]:
     """The inverse."""
-    if len(body) < _COUNT.size:
-        raise ProtocolError("a PAGES frame ends before its number of records")
+    must(len(body) >= _COUNT.size, "a PAGES frame ends before its number of records")
     heads, end = decode_heads(body, _COUNT.size, _COUNT.unpack_from(body)[0])
-    if end != len(body):
-        raise ProtocolError(f"a PAGES frame of {len(body)} bytes was announced as one of {end}")
+    must(end == len(body), f"a PAGES frame of {len(body)} bytes was announced as one of {end}")
     return heads
 
 
@@ -159,8 +154,7 @@ def encode_failure(error: KVClusterError) -> bytes:
 
 def decode_failure(body: bytes) -> KVClusterError:
     """The inverse. Returns the error to raise, `Broken` for Trouble."""
-    if not body:
-        raise ProtocolError("a FAILED frame is empty")
+    must(body, "a FAILED frame is empty")
     words = body[1:].decode("utf-8", "replace")
     if body[0] == _DEADLINE:
         return Broken(Miss(MissReason.DEADLINE, words))
