@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import itemgetter
 from typing import Any, cast
 
 from kvcluster.core import limits
@@ -178,7 +179,7 @@ PLACE_TABLE: Interned[tuple[int, Part]] = Interned(pb.PlaceTable, PLACES, "a par
 KEYS: Columns[PageKey] = Columns(
     pb.PageKeys,
     lambda block, place: PageKey(block, *place),
-    split=lambda key: (key.hash, key[1:]),
+    split=itemgetter(0, slice(1, None)),
     hash=Interned(pb.HashTable, HASHES, "a hash"),
     place=PLACE_TABLE,
 )
@@ -268,7 +269,7 @@ _SOURCES: Columns[Source] = Columns(
 )
 _COVERS: Ragged[Source] = Ragged(
     pb.Covers,
-    Interned(pb.SourceTable, _SOURCES, "a source"),
+    _SOURCES,
     limits.PARTS_PER_BLOCK,
     "sources for one group",
     absent=True,

@@ -194,7 +194,7 @@ class EnumField(Generic[V]):
         self._members = {number: member for member, number in codes.items()}
         self._name = ours.__name__
         self.encode: Callable[[V], int] = codes.__getitem__
-        self.column: Values[V] = Values(lambda members: [codes[one] for one in members], self._decode_column)
+        self.column: Values[V] = Values(lambda members: list(map(codes.__getitem__, members)), self._decode_column)
 
     def decode(self, number: int) -> V:
         """Returns the member. Raises ProtocolError if it is not known."""
@@ -247,10 +247,16 @@ class Interned(Generic[V]):
         self._message, self._table, self._noun, self._absent = message, table, noun, absent
 
     def encode(self, values: Sequence[V]) -> Message:
-        table: dict[V | None, int] = {None: 0} if self._absent else {}
-        of = [table.setdefault(value, len(table)) for value in values]
-        entries = list(table)[self._absent :]
-        return self._message(table=self._table.encode(entries), of=of if len(entries) < len(of) else ())
+        distinct = dict.fromkeys([None, *values] if self._absent else values)
+        entries = list(distinct)[self._absent :]
+        of: Sequence[int] = ()
+        if len(entries) < len(values):
+            if len(distinct) == 1:  # most often so, and then no value has to be hashed once more
+                of = [0] * len(values)
+            else:
+                index = {value: at for at, value in enumerate(distinct)}
+                of = [index[value] for value in values]
+        return self._message(table=self._table.encode(entries), of=of)
 
     def decode(self, m: Any, most: int, what: str) -> list[V]:
         entries = self._table.decode(m.table, most, what)
@@ -305,14 +311,16 @@ class Columns(Generic[V]):
         is_tuple = kind is None or (isinstance(kind, type) and issubclass(kind, tuple))
         self._split = split if split is not None or is_tuple else attrgetter(*columns)
 
-    def encode(self, rows: Sequence[V]) -> Message:
+    def encode(self, rows: Sequence[V]) -> Message | None:
         if not rows:
-            return self._message()
+            return None
         lists = zip(*(rows if self._split is None else map(self._split, rows)), strict=True)
         fields = zip(self._columns.items(), lists, strict=True)
         return self._message(**{name: column.encode(values) for (name, column), values in fields})
 
     def decode(self, m: Any, most: int, what: str) -> list[V]:
+        if not m.ListFields():
+            return []
         lists = [column.decode(getattr(m, name), most, what) for name, column in self._columns.items()]
         agree(what, *lists)
         return list(zip(*lists, strict=True) if self._kind is None else map(self._kind, *lists))  # type: ignore[arg-type]

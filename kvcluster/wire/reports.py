@@ -82,12 +82,12 @@ _KINDS: dict[type[Any], tuple[int, str, Any]] = {
 
 
 def _encode_events(events: Sequence[Any]) -> pb.Events:
-    by_kind: dict[type[Any], list[Any]] = {kind: [] for kind in _KINDS}
-    for event in events:
-        by_kind[type(event)].append(event)
-    columns: dict[str, Any] = {field: column.encode(by_kind[kind]) for kind, (_, field, column) in _KINDS.items()}
-    kinds: list[Any] = [_KINDS[type(event)][0] for event in events]
-    return pb.Events(kinds=kinds, **columns)
+    types = list(map(type, events))
+    kinds = dict.fromkeys(types)
+    of_kind = {kind: events if len(kinds) == 1 else [one for one in events if type(one) is kind] for kind in kinds}
+    columns: dict[str, Any] = {_KINDS[kind][1]: _KINDS[kind][2].encode(found) for kind, found in of_kind.items()}
+    codes: dict[type[Any], Any] = {kind: code for kind, (code, _, _) in _KINDS.items()}
+    return pb.Events(kinds=[codes[one] for one in types], **columns)
 
 
 def _decode_events(m: pb.Events, most: int, what: str) -> list[Any]:

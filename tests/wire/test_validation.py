@@ -465,7 +465,7 @@ def test_plans_have_as_many_sources_as_their_counts_say(counts: list[int]) -> No
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_source_is_of_one_part(count: int) -> None:
     spoiled, read = _start("grant")
-    sources = spoiled.load_grant.runs.plan.table.items.items.table
+    sources = spoiled.load_grant.runs.plan.table.items.items
     sources.place[:] = [0, *PART] * count
     with pytest.raises((ProtocolError, LimitError), match=r"must be equally long|exceeds the limit"):
         read(spoiled)

@@ -244,21 +244,13 @@ class Sources(_message.Message):
     loss: _containers.RepeatedScalarFieldContainer[Loss]
     def __init__(self, place: _Optional[_Iterable[int]] = ..., shard: _Optional[_Union[AddressTable, _Mapping]] = ..., tier: _Optional[_Iterable[_Union[Tier, str]]] = ..., loss: _Optional[_Iterable[_Union[Loss, str]]] = ...) -> None: ...
 
-class SourceTable(_message.Message):
-    __slots__ = ("table", "of")
-    TABLE_FIELD_NUMBER: _ClassVar[int]
-    OF_FIELD_NUMBER: _ClassVar[int]
-    table: Sources
-    of: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, table: _Optional[_Union[Sources, _Mapping]] = ..., of: _Optional[_Iterable[int]] = ...) -> None: ...
-
 class Covers(_message.Message):
     __slots__ = ("counts", "items")
     COUNTS_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     counts: _containers.RepeatedScalarFieldContainer[int]
-    items: SourceTable
-    def __init__(self, counts: _Optional[_Iterable[int]] = ..., items: _Optional[_Union[SourceTable, _Mapping]] = ...) -> None: ...
+    items: Sources
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., items: _Optional[_Union[Sources, _Mapping]] = ...) -> None: ...
 
 class Plans(_message.Message):
     __slots__ = ("counts", "items")
