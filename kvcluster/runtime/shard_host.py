@@ -100,30 +100,8 @@ class ShardHost:
             name=shard,
         )
 
-        def job(name: str, do: Callable[[Any], None], **options: int) -> JobThread[Any]:
-            return JobThread(do, name=f"{shard}-{name}", on_failure=fail, **options)
-
         self._fetcher = ReplicaPuller(self, open_source)
-        # If the drive is stuck, an erasure for each answer of the coordinator may wait behind a batch of moves. One
-        # thread runs both, so that no page written later is erased.
-        moves = job("mover", self._move, niceness=tier_io.NICENESS, most=limits.TOMBSTONES)
-        # The core has one job of each kind under way at a time, except for Stage: one for each lease.
-        self._threads: dict[type[Effect], JobThread[Any]] = {
-            Send: job("reporter", lambda send: self._report(send.message)),
-            Verify: job(
-                "verifier",
-                lambda order: self._driver.tell(verify(order, self._bytes_of)),
-                niceness=NICENESS,
-            ),
-            MovePages: moves,
-            Erase: moves,
-            Stage: job(
-                "stager",
-                lambda order: self._driver.tell(tier_io.stage(order, self._stores)),
-                most=limits.PINS_FROM_DISK,
-            ),
-            Fetch: job("fetcher", self._fetcher.fetch),
-        }
+        self._threads = self._jobs(shard, fail)
 
     def start(self, offers: Offers | None = None) -> None:
         """Starts the threads and the driver. `offers` are the transports that serve this shard beside gRPC, as told to
@@ -193,6 +171,33 @@ class ShardHost:
 
     def _bytes_of(self, slot: PageSlot) -> memoryview:
         return bytes_of(self._stores, slot)
+
+    def _jobs(self, shard: ShardId, on_failure: Callable[[BaseException], None]) -> dict[type[Effect], JobThread[Any]]:
+        """Returns the thread that carries out each kind of effect."""
+
+        def job(name: str, do: Callable[[Any], None], **options: int) -> JobThread[Any]:
+            return JobThread(do, name=f"{shard}-{name}", on_failure=on_failure, **options)
+
+        # If the drive is stuck, an erasure for each answer of the coordinator may wait behind a batch of moves. One
+        # thread runs both, so that no page written later is erased.
+        moves = job("mover", self._move, niceness=tier_io.NICENESS, most=limits.TOMBSTONES)
+        # The core has one job of each kind under way at a time, except for Stage: one for each lease.
+        return {
+            Send: job("reporter", lambda send: self._report(send.message)),
+            Verify: job(
+                "verifier",
+                lambda order: self._driver.tell(verify(order, self._bytes_of)),
+                niceness=NICENESS,
+            ),
+            MovePages: moves,
+            Erase: moves,
+            Stage: job(
+                "stager",
+                lambda order: self._driver.tell(tier_io.stage(order, self._stores)),
+                most=limits.PINS_FROM_DISK,
+            ),
+            Fetch: job("fetcher", self._fetcher.fetch),
+        }
 
     def _report(self, message: Report | Inventory) -> None:
         try:
